@@ -35,7 +35,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--pythonpath", help="shim folder for SGLang")
     options = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from fidelab.core import waiting_variables
+
+    os.environ |= waiting_variables(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         _measure(options, Path(folder))
 

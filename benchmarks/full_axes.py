@@ -43,7 +43,9 @@ def main() -> None:
 
 
 def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from fidelab.core import waiting_variables
+
+    os.environ |= waiting_variables(os.environ)
     from fidelab.captures.reader import Capture
     from fidelab.cli.axes import axis_settings
     from fidelab.config.load import apply_overrides, validate

@@ -58,7 +58,12 @@ def print_alarms(room: Path, args: argparse.Namespace) -> None:
     alarms: Counter[tuple[str, str]] = Counter()
     for engine in args.engine.split(","):
         for run in range(args.runs):
-            for arm, (n, parted) in outcome(answered(room / f"{engine}-{run}", engine, run, args)).items():
+            report = answered(room / f"{engine}-{run}", engine, run, args)
+            for record in report.candidates:
+                if not any(cell.measured for cell in record.axes["paths"].cells):
+                    why = record.axes["paths"].reason or record.reason
+                    print(f"not judged: {engine}, run {run}, {record.name}: {record.status}: {why}", flush=True)
+            for arm, (n, parted) in outcome(report).items():
                 judged[engine, arm] += n > 0  # an arm that did not run is not sound
                 ways[engine, arm] += n
                 alarms[engine, arm] += bool(parted)

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from fidelab.core import waiting_variables
 from fidelab.models import Model, pull
 
 # Spinning OpenMP threads starve whatever else runs on the machine; read when torch is first imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ |= waiting_variables(os.environ)
 if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores have tests of their own
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

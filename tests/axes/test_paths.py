@@ -107,6 +107,25 @@ def test_single_positions_however_large_are_no_parting() -> None:
     assert parting(kl, 0.5) is None
 
 
+@pytest.mark.parametrize(("windows", "left"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_a_way_that_parts_just_before_the_end_is_found_where_eight_rows_are_left(windows: int, left: int) -> None:
+    kl = np.zeros((windows, 60))
+    kl[:, -left:] = 1.0
+    assert parting(kl, 0.5) == 60 - left
+    kl[0, -1] = 0.0  # one of them is sound
+    assert parting(kl, 0.5) is None
+    kl[:, -left:] = 0.0
+    kl[:, 60 - left + 1 :] = 1.0  # fewer rows
+    assert parting(kl, 0.5) is None
+
+
+def test_noise_at_the_end_is_no_more_parting_than_elsewhere() -> None:
+    kl = np.zeros((4, 60))
+    kl[:, -9:] = 1.0
+    kl[:2, -8:] = 0.0  # of the last 36 rows 20 are above, and 27 needed
+    assert parting(kl, 0.5) is None
+
+
 def test_positions_without_a_number_count_as_apart_and_short_ways_are_judged_whole() -> None:
     assert parting(np.full((1, 5), np.nan), 0.5) == 0
     assert parting(np.zeros((1, 5)), 0.5) is None
@@ -265,6 +284,33 @@ FakeEngine.ways, FakeEngine.answer = frozenset(("cold", "decode")), checked
     cells = {cell.at["way"]: cell for cell in done.axis("tilt", "paths").cells}
     assert (str(cells["prefix"].status), str(cells["decode"].status)) == ("not_supported", "ok")
     assert cells["prefix"].reason == "engine fake has no way 'prefix'"
+
+
+@pytest.mark.parametrize(("arm", "reason"), [("tilt", "ValueError: no"), ("exact", "reference has no answer")])
+def test_a_way_that_fails_leaves_the_others_their_figures(arm: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "shim").mkdir()
+    shim = f"""
+from fidelab.engines.fake import FakeEngine
+
+answer = FakeEngine.answer
+
+def broken(self, request, sink):
+    if request.way == "prefix" and self._kv == {arm!r}:
+        raise ValueError("no")
+    return answer(self, request, sink)
+
+FakeEngine.answer = broken
+"""
+    (tmp_path / "shim" / "sitecustomize.py").write_text(shim)
+    flags = ("--set", "axes.paths.ways=decode,prefix", "--engine-arg", "parts=tilt:decode:97")
+    done = _compare(tmp_path, "--pythonpath", tmp_path / "shim", *flags)
+    assert done.code == 1, done.err
+    axis = done.axis("tilt", "paths")
+    cells = {cell.at["way"]: cell for cell in axis.cells}
+    assert (str(cells["decode"].status), str(cells["prefix"].status)) == ("ok", "failed")
+    assert reason in str(cells["prefix"].reason)
+    assert axis.value("parts at", {"way": "decode"}) == 97
+    assert f"paths, way prefix: failed: {cells['prefix'].reason}" in done.out
 
 
 @pytest.mark.parametrize(

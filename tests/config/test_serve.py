@@ -10,7 +10,7 @@ import pytest
 
 from fidelab.config.load import validate
 from fidelab.config.serve import Pasted, read_change, read_served
-from fidelab.errors import ConfigError, UsageError
+from fidelab.errors import ConfigError, InputError, UsageError
 
 CONTROLLED = {"vllm": {"enable-prefix-caching": "every window starts with an empty cache"}}
 VLLM = "vllm serve owner/m --max-model-len 4096 --enable-prefix-caching --port 8001 --dtype half"
@@ -87,9 +87,8 @@ def test_flags_of_llama_server_are_options() -> None:
     assert found["reference"] == {"kv": "q8_0/f16"}
     assert found["engine_args"] == {
         **{"n-gpu-layers": "-1", "flash-attn": "on", "n-batch": "256", "n-ubatch": "64"},
-        "use-mmap": "no",
     }
-    assert found["serve"]["words"] == ["-c", "4096", "-np", "4", "--jinja"]
+    assert found["serve"]["words"] == ["-c", "4096", "--no-mmap", "-np", "4", "--jinja"]
 
 
 def test_variables_before_a_command_are_the_arms_and_threads_are_threads() -> None:
@@ -170,13 +169,15 @@ def test_a_secret_is_in_no_setting(flags: str) -> None:
         ("nginx -c x", "nginx -c x is no server that fidelab knows"),
         ("bash -c 'vllm serve m'", "bash is a shell"),
         ("docker run", "names no image"),
+        ("docker run -v ~no-such-user/x:/m vllm/vllm-openai --model /m", "~no-such-user/x: "),
+        ("~no-such-user/serve.sh", "~no-such-user/serve.sh: "),
         ("docker run a/b --model m", "does not say which server it starts"),
         ("docker run --env-file x vllm/vllm-openai", "reads variables from a file"),
         ("", "nothing is no server"),
     ],
 )
 def test_what_is_no_single_command_of_a_server_is_refused(command: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises((InputError, UsageError), match=said):
         read(command)
 
 

@@ -33,15 +33,15 @@ ASKED = {
     "batch": replace(COLD, way="batch", others=OTHERS),
     "evicted": replace(COLD, way="evicted", others=OTHERS),
 }
-COUNTS = {
-    "chunked": {"forwards": 6, "largest forward": 16},
-    "decode": {"forwards": 82, "largest forward": 8},
-    "prefix": {"forwards": 2, "largest forward": 16, "hit tokens": 64},
-    "prefix-partial": {"forwards": 2, "largest forward": 27, "hit tokens": 42},
-    "prefix-other": {"forwards": 2, "largest forward": 16, "hit tokens": 64},
-    "prefix-generated": {"forwards": 2, "largest forward": 16, "hit tokens": 64},
+COUNTS = {  # of the window that shows least
+    "chunked": {"forwards": 3, "largest forward": 16},
+    "decode": {"forwards": 41, "largest forward": 8, "sequences": 1},
+    "prefix": {"forwards": 1, "largest forward": 16, "hit tokens": 32},
+    "prefix-partial": {"forwards": 1, "largest forward": 27, "hit tokens": 21},
+    "prefix-other": {"forwards": 1, "largest forward": 16, "hit tokens": 32},
+    "prefix-generated": {"forwards": 1, "largest forward": 16, "hit tokens": 32},
     "batch": {"forwards": 1, "largest forward": 48, "sequences": 4},
-    "evicted": {"forwards": 2, "largest forward": 48},
+    "evicted": {"forwards": 1, "largest forward": 48, "tokens lost": 48},
 }
 
 
@@ -55,7 +55,7 @@ def test_all_ways_give_the_states_of_a_cold_prefill_and_counts_that_prove_them(
 ) -> None:
     engine = opened(checkpoint(kind), **options)
     cold = Answers()
-    assert engine.answer(COLD, cold).facts["engaged"] == {"forwards": 2, "largest forward": 48}
+    assert engine.answer(COLD, cold).facts["engaged"] == {"forwards": 1, "largest forward": 48}
     for way, request in ASKED.items():
         answers = Answers()
         assert engine.answer(request, answers).facts["engaged"] == COUNTS[way], way
@@ -71,7 +71,7 @@ def test_a_model_with_a_recurrent_state_keeps_the_state_at_the_prefixs_end_and_t
     engine = opened(checkpoint(kind))
     cold, after = Answers(), Answers()
     engine.answer(COLD, cold)
-    assert engine.answer(ASKED["prefix-other"], after).facts["engaged"]["hit tokens"] == 64
+    assert engine.answer(ASKED["prefix-other"], after).facts["engaged"]["hit tokens"] == 32
     torch.testing.assert_close(hidden(after.items[0]), hidden(cold.items[0])[32:], atol=1e-4, rtol=1e-3)
     with pytest.raises(NotSupportedError, match="takes no padding"):
         engine.answer(ASKED["batch"], Answers())
@@ -80,13 +80,13 @@ def test_a_model_with_a_recurrent_state_keeps_the_state_at_the_prefixs_end_and_t
 def test_a_window_that_is_one_chunk_is_not_engaged(checkpoint: Checkpoint) -> None:
     facts = opened(checkpoint("llama")).answer(replace(ASKED["chunked"], size=64), Answers()).facts
     assert "engaged" not in facts
-    assert facts["not_engaged"] == "48 tokens are one piece of 64"
+    assert facts["not_engaged"] == "the window of 48 tokens was read at once, not in chunks of 64"
 
 
 def test_a_cache_that_is_not_cut_back_is_not_engaged(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EncodedCache, "keep_first", lambda self, tokens: None)
     facts = opened(checkpoint("llama")).answer(ASKED["prefix"], Answers()).facts
-    assert facts["not_engaged"] == "the cache held 48 tokens, not the 32 of the prefix"
+    assert facts["not_engaged"] == "48 tokens were found in the prefix cache, not 32 (1 to a block)"
 
 
 # ------------------------------------------------------------------------------------- faults, through the worker

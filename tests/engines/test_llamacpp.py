@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy.linalg import hadamard
+from scipy.special import logsumexp
 
 from fidelab import compare
 from fidelab.captures.container import to_float32
@@ -24,7 +25,8 @@ from fidelab.core import Arm, KVSpec, Status
 from fidelab.engines.base import Engine
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
-from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaModel, Seen
+from fidelab.engines.llamacpp.head import LlamaHead
+from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaModel, Seen, function
 from fidelab.engines.llamacpp.proof import CacheSide, decoded, proof, read_state
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.inputs.tokens import Tokenizer
@@ -41,6 +43,11 @@ TEXT = (
     "In 1969, two people walked on the Moon; 600,000,000 watched.  «Née» café, naïve — 你好 🙂\n\n\tdef f(x):\n"
     "        return x**2 + 10\nWe'll don't 3.14159 a  b   c\r\n<|im_start|>user"
 )
+BLOCKED = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4")
+SHAPES: dict[str, dict[str, tuple[int, ...] | None]] = {  # of tensors that an architecture has besides those of llama
+    "gemma2": {f"blk.0.post_{name}_norm.weight": (HIDDEN,) for name in ("attention", "ffw")},
+    "command-r": {"blk.0.ffn_norm.weight": None},
+}
 PROMPTS = ("The capital of France is", "Once upon a time there was a very small mouse who lived in", "1, 2, 3, 4,")
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
@@ -58,8 +65,34 @@ def opened(path: Path, kv: str = "f16", **options: str) -> LlamaCppEngine:
     return engine
 
 
-def rows(answers: Answers, item: int) -> NDArray[np.float32]:
-    return to_float32(answers.items[item]["logprobs"])
+def rows(answers: Answers, item: int) -> NDArray[np.float64]:
+    """The log-probabilities that an item's rows stand for."""
+    arrays = answers.items[item]
+    if "logprobs" in arrays:
+        return to_float32(arrays["logprobs"]).astype(np.float64)
+    cap, head = answers.head["softcap"], to_float32(answers.head["weight"])
+    logits = (to_float32(arrays["hidden"]) @ head.T).astype(np.float64) * answers.head["scale"]
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
+    return np.asarray(logits - logsumexp(logits, axis=-1, keepdims=True))
+
+
+def encoded(kind: str) -> Callable[[NDArray[np.float32]], tuple[NDArray[Any], gguf.GGMLQuantizationType]]:
+    """What stores a matrix in one of ggml's types, by its own quantizer."""
+    number = gguf.GGMLQuantizationType[kind]
+
+    def encode(matrix: NDArray[np.float32]) -> tuple[NDArray[Any], gguf.GGMLQuantizationType]:
+        values, size = gguf.GGML_QUANT_SIZES[number]
+        blocks = np.empty((len(matrix), matrix.shape[1] // values * size), dtype=np.uint8)
+        if kind == "F32":
+            return matrix, number
+        sizes = (ctypes.c_int64,) * 3
+        quantize = function(
+            "ggml_quantize_chunk", ctypes.c_size_t, ctypes.c_int, *(ctypes.c_void_p,) * 2, *sizes, ctypes.c_void_p
+        )
+        quantize(int(number), matrix.ctypes.data, blocks.ctypes.data, 0, *matrix.shape, None)
+        return blocks, number
+
+    return encode
 
 
 def ids(answers: Answers, item: int) -> list[int]:
@@ -68,7 +101,7 @@ def ids(answers: Answers, item: int) -> list[int]:
 
 def answered(engine: Engine, request: Prefill | Generate | Forced) -> Answers:
     answers = Answers()
-    engine.answer(request, answers)
+    answers.take(engine.answer(request, answers))
     return answers
 
 
@@ -321,6 +354,51 @@ def test_no_sequence_of_a_batch_runs_out_of_room(tmp_path: Path) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *BLOCKED])
+def test_states_and_every_type_of_head_give_the_live_rows(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_gguf, "HIDDEN", 256)  # the block of the k-quants
+    path = write_gguf(tmp_path / "tiny.gguf", stored={"token_embd.weight": encoded(kind)})
+    window = tuple(41 + i % 200 for i in range(90))
+    states = answered(opened(path), prefill(window, first=60))
+    live = answered(opened(path, estimator="logprobs"), prefill(window, first=60))
+    assert (*states.items[0], *live.items[0]) == ("hidden", "logprobs")
+    assert states.facts["sentinel_kl"] < (1e-5 if kind in ("Q4_1", "Q5_1") else 1e-9)
+    np.testing.assert_allclose(rows(states, 0), rows(live, 0), rtol=2**-11, atol=0.05)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("architecture", "numbers"),
+    [
+        ("granite", {"logit_scale": 7.0}),
+        ("command-r", {"logit_scale": 0.3}),
+        ("gemma2", {"final_logit_softcapping": 4.0}),
+    ],
+)
+def test_scale_and_softcap_of_an_architecture_are_replayed(
+    architecture: str, numbers: dict[str, float], tmp_path: Path
+) -> None:
+    numbers |= {"attention.layer_norm_epsilon": 1e-5}
+    path = write_gguf(
+        tmp_path / "tiny.gguf", architecture=architecture, numbers=numbers, changed=SHAPES.get(architecture)
+    )
+    window = tuple(41 + i % 200 for i in range(50))
+    states, live = (answered(opened(path, estimator=name), prefill(window)) for name in ("hidden", "logprobs"))
+    np.testing.assert_allclose(rows(states, 0), rows(live, 0), rtol=2**-11, atol=0.05)
+
+
+@needs_library
+def test_a_head_that_does_not_replay_the_logits_fails_with_what_to_do(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaHead, "rounded", lambda _head, states: states * np.float32(1.01))
+    with pytest.raises(EngineError, match=r"does not replay .*: pass --engine-arg estimator=logprobs"):
+        answered(opened(tiny), prefill(tuple(range(50, 60))))
+
+
+@needs_library
 def test_a_stop_id_ends_a_sequence_and_is_part_of_it(tiny: Path) -> None:
     engine, prompts = opened(tiny), ((5, 6, 7), (10, 11))
     free = ids(answered(engine, Generate("trajectory", prompts, 8, ())), 0)
@@ -477,7 +555,9 @@ def test_rows_are_the_log_softmax_of_llama_cpps_logits(
     logits = llama.scores[: len(prompts[1]) - 1].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     found = rows(answered(opened(smollm), prefill(prompts[1])), 0)
-    np.testing.assert_allclose(found, expected, rtol=2**-11, atol=1e-4)  # half a unit in the last place of float16
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    stored = rows(answered(opened(smollm, estimator="logprobs"), prefill(prompts[1])), 0)
+    np.testing.assert_allclose(stored, expected, rtol=2**-11, atol=1e-4)  # half a unit in the last place of float16
 
 
 @needs_library
@@ -526,7 +606,7 @@ def test_speculation_changes_neither_text_nor_rows(
     engine.open(arm)
     request = Generate("trajectory", prompts, 16, (), 3)
     expected, found = answered(plain, request), Answers()
-    counted = engine.answer(request, found).facts["speculation"]
+    counted = found.take(engine.answer(request, found))["speculation"]
     assert counted["drafted"] > 0
     assert counted["accepted"] == counted["drafted"] if draft == "own" else counted["accepted"] < counted["drafted"]
     for item in range(len(prompts)):

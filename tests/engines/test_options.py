@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Engine
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
+from fidelab.engines.llamacpp.library import _field
 from fidelab.engines.options import other_options, parse_options
 from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.engines.variables import check_env
@@ -25,6 +27,7 @@ from fidelab.plan.arms import resolve_arm
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(add_help=False)
+    made.add_argument("--model-path", required=True)
     made.add_argument("--max-model-len", type=int)
     made.add_argument("--swap-space", type=float)
     made.add_argument("--moe-backend", choices=("triton", "cutlass"))
@@ -146,3 +149,13 @@ def test_a_strangers_preset_is_asked_for_wherever_it_is_read(tmp_path: Path) -> 
     for written in ({"reference": f"preset={file}", "candidates": ["tilt"]}, {"candidates": [{"preset": str(file)}]}):
         with pytest.raises(ValidationError, match=r"evil\.sh"):
             Experiment.model_validate({"model": "fake", "engine": "fake", **written})
+
+
+@pytest.mark.parametrize(("text", "value"), [("row", 2), ("2", 2), ("none", 0)])
+def test_an_enumeration_of_llama_cpp_is_said_in_its_words_or_numbers(text: str, value: int) -> None:
+    assert _field("split-mode", text, ctypes.c_int) == value
+
+
+def test_another_word_than_an_enumerations_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(UsageError, match="split-mode='rows' is not one of none, layer, row, tensor"):
+        _field("split-mode", "rows", ctypes.c_int)

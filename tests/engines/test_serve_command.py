@@ -83,6 +83,14 @@ def test_llama_server_has_names_of_its_own() -> None:
     assert one.endswith("--flash-attn on --batch-size 256 --ctx-size 2048 --no-mmap")
 
 
+@pytest.mark.parametrize(("split", "rope"), [("2", "1"), ("row", "linear")])
+def test_values_that_llama_cpp_counts_are_named_for_its_server_and_counted_for_the_other(split: str, rope: str) -> None:
+    one = arm("llamacpp", "f16", split_mode=split, rope_scaling_type=rope)
+    assert words(one).endswith("--rope-scaling linear --split-mode row")
+    assert " ".join(python_server(one, "127.0.0.1", 8000)).endswith("--rope_scaling_type 1 --split_mode 2")
+    assert "--rope-scaling" not in words(arm("llamacpp", "f16", rope_scaling_type="-1"))
+
+
 def test_all_layers_go_to_a_gpu_unless_the_arm_says_otherwise() -> None:
     assert "--n-gpu-layers" not in words(arm("llamacpp", "f16"))
     assert "--n-gpu-layers 999 --flash-attn" in words(arm("llamacpp", "f16", device="cuda"))
@@ -91,7 +99,9 @@ def test_all_layers_go_to_a_gpu_unless_the_arm_says_otherwise() -> None:
 
 
 def test_the_server_of_llama_cpp_python_is_told_the_same() -> None:
-    one = " ".join(python_server(arm("llamacpp", "f16/q8_0", n_ctx="2048", use_mmap="no"), "127.0.0.1", 8000))
+    one = " ".join(
+        python_server(arm("llamacpp", "f16/q8_0", n_ctx="2048", use_mmap="no", estimator="hidden"), "127.0.0.1", 8000)
+    )
     assert one.startswith("python -m llama_cpp.server --model owner/m --model_alias owner/m --host 127.0.0.1")
     assert "--type_k 1 --type_v 8 --flash_attn true" in one
     assert one.endswith("--n_ctx 2048 --use_mmap false")

@@ -155,6 +155,16 @@ def test_sglangs_log_names_the_type_that_was_allocated(serve: Serve) -> None:
     assert findings(arm("sglang", "auto", "float16"), serve(SGLANG), log)[0].differs
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_pair_that_the_packages_backend_reads_is_compared_with_the_declared_one(serve: Serve, engine: str) -> None:
+    about = {**json.loads(SGLANG["/server_info"]), "attention_backend": "k16v8"}
+    answers = VLLM if engine == "vllm" else {**SGLANG, "/server_info": json.dumps(about)}
+    lines = ("k=bf16,v=bf16", "k=int8/per-token-head,v=int4/per-token-head")  # of a layer that is skipped, of others
+    log = "".join(f"(Worker pid=3) INFO [backend.py:227] k16v8: torch[{line}], pages of 16 tokens\n" for line in lines)
+    assert not findings(arm(engine, "int8/int4"), serve(answers), log)[0].differs
+    assert findings(arm(engine, "bf16/fp8_e4m3"), serve(answers), log)[0].differs
+
+
 def test_llama_server_tells_its_context_without_a_log(serve: Serve) -> None:
     models = json.dumps({"data": [{"id": "m", "owned_by": "llamacpp"}]})
     props = json.dumps({"default_generation_settings": {"n_ctx": 4096}})

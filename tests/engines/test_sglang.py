@@ -26,10 +26,10 @@ from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.engines.sglang.capture import _Capture, _end
 from fidelab.engines.sglang.launch import arguments
 from fidelab.engines.sglang.read_back import _found, _scales
-from fidelab.engines.sglang.session import _counted
+from fidelab.engines.sglang.session import SGLangRequest, SGLangSession, _counted
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.written import watched
-from fidelab.errors import UsageError
+from fidelab.errors import NotSupportedError, UsageError
 
 WIDTH, VOCAB = 4, 6
 
@@ -191,7 +191,8 @@ class Scheduler:
 
     def run(self, batch: Any, draft: bool = False, broken: Sequence[int] = (), width: int | None = None) -> Tensor:
         """One forward and the tokens that follow; token 5 is sampled everywhere."""
-        runner = SimpleNamespace(is_draft_worker=draft)
+        config = SimpleNamespace(num_hidden_layers=2)
+        runner = SimpleNamespace(is_draft_worker=draft, model=nn.Linear(1, 1), model_config=config)
         if batch.forward_mode.is_extend():
             spans = zip(batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
             rows = [state(rid, start + i) for rid, start, n in spans for i in range(n)]
@@ -241,6 +242,16 @@ def test_rows_of_a_prompt_in_chunks_are_kept_once_each(scheduler: Scheduler) -> 
     assert scheduler.positions("fidelab-1") == [4, 5, 6, 7]
     live = np.fromfile(scheduler.folder / "fidelab-1.live", dtype=np.float32)
     assert live.tolist() == [8.0] * VOCAB  # those of the last chunk alone, after which a token is sampled
+
+
+def test_layers_that_cannot_be_read_are_refused_and_end_no_scheduler(scheduler: Scheduler) -> None:
+    scheduler.ask("fidelab-1", 3, 0, layers=True)
+    scheduler.run(extend([("fidelab-1", 0, 3), ("other-7", 0, 4)]))
+    assert scheduler.positions("fidelab-1") == [0, 1, 2]
+    session = SGLangSession.__new__(SGLangSession)
+    session._folder, session._dtype, session._width, session._vocabulary = scheduler.folder, "float32", WIDTH, VOCAB
+    with pytest.raises(NotSupportedError, match="SGLang's layers cannot be read: Linear has no list of its 2 decoder"):
+        session._response(SGLangRequest((1, 2, 3), first=0, layers=True), "fidelab-1", [5])
 
 
 def test_a_request_that_is_computed_again_is_not_kept_twice(scheduler: Scheduler) -> None:

@@ -63,6 +63,14 @@ class Answers:
         self.items: dict[int, Mapping[str, Array]] = {}
         self.failed: dict[int, str] = {}
         self.tokens = self.decoded = 0
+        self.head: dict[str, Any] = {}
+        self.facts: Mapping[str, Any] = {}
+
+    def take(self, answer: Answer) -> Mapping[str, Any]:
+        """Keep the head and the facts of an answer; returns the facts."""
+        self.head = {**(answer.head or {}), "softcap": answer.softcap, "scale": answer.scale}
+        self.facts = answer.facts
+        return self.facts
 
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
         assert item not in self.items

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 HIDDEN, HEADS, FFN = 32, 2, 64
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -20,9 +22,15 @@ def write_gguf(
     architecture: str = "llama",
     tokenizer: str = "gpt2",
     changed: Mapping[str, tuple[int, ...] | None] | None = None,
+    numbers: Mapping[str, float] | None = None,
+    stored: Mapping[str, Callable[[NDArray[np.float32]], tuple[NDArray[Any], Any]]] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write the file; equal arguments give equal bytes.  ``changed``: tensors of other shapes, ``None`` for none."""
+    """Write the file; equal arguments give equal bytes.
+
+    ``changed``: tensors of other shapes, ``None`` for none.  ``numbers``: further metadata of the architecture.
+    ``stored``: what gives the bytes and the type of a tensor that is not stored in float32.
+    """
     import gguf
 
     tokens = [*CONTROL, *_byte_letters(), "ĠĠ", "ĠĠĠ"]
@@ -49,7 +57,12 @@ def write_gguf(
     for name, shape in {**_shapes(len(tokens)), **(changed or {})}.items():
         if shape is None:
             continue
-        writer.add_tensor(name, rng.standard_normal(shape).astype(np.float32))
+        values = rng.standard_normal(shape).astype(np.float32)
+        encode = (stored or {}).get(name)
+        blocks, kind = encode(values) if encode else (values, None)
+        writer.add_tensor(name, blocks, raw_dtype=kind)
+    for key, number in (numbers or {}).items():
+        writer.add_float32(f"{architecture}.{key}", number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

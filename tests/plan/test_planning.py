@@ -13,7 +13,8 @@ import pytest
 from fidelab.cli.dry_run import show_plan
 from fidelab.config.load import validate
 from fidelab.config.schema import EngineConfig, Experiment
-from fidelab.core import Arm, KVSpec
+from fidelab.core import Arm, KVSpec, Speculation
+from fidelab.engines.fake import FakeEngine
 from fidelab.errors import ConfigError, InputError, OutputError, UnknownNameError, UsageError
 from fidelab.models import pull, resolve
 from fidelab.plan.arms import native_kv, same_attention
@@ -324,11 +325,28 @@ def test_secrets_logs_and_what_others_read_leave_captures_found(
 
 def test_the_wait_policy_counts_as_the_worker_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     ours = _folders(tmp_path)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
     assert _folders(tmp_path) == ours
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert not _folders(tmp_path) & ours
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_captures_made_with_other_heads_that_draft_are_other_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    heads = tmp_path / "heads" / f"model{suffix}"
+    heads.parent.mkdir()
+    drafted = Speculation("medusa", 2, None, str(heads.parent), ())
+    monkeypatch.setattr(FakeEngine, "speculation", classmethod(lambda cls, options: drafted))
+    heads.write_bytes(b"one")
+    before = _folders(tmp_path)
+    assert _folders(tmp_path) == before
+    heads.write_bytes(b"two")
+    assert not _folders(tmp_path) & before
 
 
 def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> None:

@@ -89,6 +89,18 @@ def test_a_containers_command_has_its_own_folders_and_variables() -> None:
     assert "-e VLLM_A=1 -e VLLM_B=2 vllm/vllm-openai:v1" in after
 
 
+def test_a_containers_command_has_the_image_in_which_its_arm_runs() -> None:
+    experiment = pasted(DOCKER)
+    engines = [{"name": "vllm", "image": "owner/vllm:v2"}, {"name": "vllm"}]
+    others = [{"kv": "fp8_e4m3", "engine": engine} for engine in engines]
+    data = {**experiment.model_dump(mode="json", exclude_defaults=True), "candidates": others}
+    before, other, installed = commands(validate(data, "test"))
+    assert " vllm/vllm-openai:v1 --model /in/m" in before
+    assert " owner/vllm:v2 --model /in/m" in other
+    assert "docker" not in installed
+    assert "vllm serve /models/m " in installed
+
+
 def test_a_home_is_written_short_and_values_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     [command] = commands(pasted("vllm serve '/home/somebody/my models/m' --x 'a b'"))[:1]

@@ -167,5 +167,5 @@ def test_faults_in_ways_of_serving_are_named_and_sound_arms_raise_no_alarm(tmp_p
     assert all(cell.measured for axis in found.values() for cell in axis.cells)
     engaged = {cell.at["way"]: cell.facts["engaged"] for cell in found["q4_0"].cells}
     assert "sequences 32" in engaged["batch-31"]
-    assert "hit tokens 274" in engaged["prefix-partial"]
-    assert engaged["decode"] == "calls 482, largest call 16"
+    assert "hit tokens 137" in engaged["prefix-partial"]
+    assert engaged["decode"] == "forwards 241, largest forward 16, sequences 1"

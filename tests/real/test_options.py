@@ -59,6 +59,11 @@ def test_an_option_that_only_vllms_parser_knows_reaches_vllm(model: Path, tmp_pa
     assert (arm["ran"]["cache_blocks"], arm["ran"]["chunked_prefill"]) == (77, False)
 
 
+def test_an_option_that_only_sglangs_parser_knows_reaches_sglang(tmp_path: Path) -> None:
+    done = compare(Path("smollm2-135m"), "sglang", tmp_path, "--candidate", "kv=auto,max-running-requests=4")
+    assert done.report["candidates"][0]["status"] in ("ok", "identical")
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +59,7 @@ __all__ = [
     "written_text",
 ]
 
+T = TypeVar("T")
 Floats = NDArray[np.float64]
 
 _TAIL = 16  # tokens at a prompt's end in which reasoning may begin
@@ -317,6 +317,10 @@ class Axis:
         """Compare two arms' captures of all parts."""
         return self.score(pairs[""], seed)
 
+    def lost(self, part: str, reason: str) -> Cell | None:
+        """What to say of a part that failed, where the others are scored without it; ``None``: they are not."""
+        return None
+
 
 def lost_and_gained(items: Sequence[tuple[float, float]]) -> str:
     """``lost 9 of 36, gained 2``: items of which the arm has less than the reference, of those that it has any of.
@@ -333,9 +337,9 @@ def part_name(axis: str, part: str) -> str:
     return f"{axis}.{part}" if part else axis
 
 
-def parts_of(axis: str, captures: Mapping[str, Path]) -> dict[str, Path]:
-    """The captures of one axis by part."""
-    return {name[len(axis) + 1 :]: path for name, path in captures.items() if name.split(".", 1)[0] == axis}
+def parts_of(axis: str, named: Mapping[str, T]) -> dict[str, T]:
+    """By part what is of one axis, of captures or failures by name."""
+    return {name[len(axis) + 1 :]: value for name, value in named.items() if name.split(".", 1)[0] == axis}
 
 
 def prompt_ids(

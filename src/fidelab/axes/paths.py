@@ -168,6 +168,9 @@ class Paths(Axis):
     def repeated(self, request: Request, share: float) -> Request | None:
         return None  # the cold prefill is what every way is compared with
 
+    def lost(self, part: str, reason: str) -> Cell | None:
+        return None if part == _COLD else Cell(at={"way": part}, status=Status.FAILED, reason=reason)
+
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         if _COLD not in pairs:
             raise CaptureError("there is no cold prefill to compare with; capture again")

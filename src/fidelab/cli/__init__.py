@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 a gate or an arm failed, 2 usage or bad input (one line on
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -120,11 +121,11 @@ def _root(
 def main() -> None:
     """Run the command line; turn every error that a user can mend into one line and exit code 2."""
     from fidelab.cli.output import guard_streams
+    from fidelab.core import waiting_variables
     from fidelab.errors import FidelabError
 
     guard_streams()
-    # Read when torch is first imported: spinning OpenMP threads starve, and are starved by, whatever else runs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ |= waiting_variables(os.environ)  # read when torch is first imported
     _show_fetches()
     try:
         code = app(prog_name="fidelab", standalone_mode=False)
@@ -143,6 +144,7 @@ def main() -> None:
         code = _fault(f"{error.name or 'a package'} cannot be imported ({error}); see: python -m fidelab.doctor")
     except OSError as error:
         code = _fault(f"{error.filename or 'input/output'}: {error.strerror or error}")
+    gc.freeze()  # else the interpreter looks through all objects of torch once more before it ends
     sys.exit(code if isinstance(code, int) else 0)
 
 

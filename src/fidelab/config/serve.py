@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fidelab.config.load import read_text
+from fidelab.config.load import expand, read_text
 from fidelab.errors import UsageError
 
 __all__ = ["PORTS", "Pasted", "move_folders", "read_change", "read_served", "split_command"]
@@ -173,8 +173,7 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "ubatch-size": "n-ubatch",
             "gpu-layers": "n-gpu-layers",
             "rope-scaling": "rope-scaling-type",
-            "mmap": "use-mmap",
-            "mlock": "use-mlock",
+            "repack": "use-extra-bufts",
             "kv-offload": "offload-kqv",
         },
         short=_pairs(
@@ -194,6 +193,7 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "ctx-checkpoints": "windows and prompts start with an empty cache",
             "context-shift": "no window is longer than the context",
             "defrag-thold": "llama.cpp itself ignores it",
+            **dict.fromkeys(("mmap", "mlock"), "says how weights get into memory; no number depends on it"),
             "threads-batch": "arms compute with one number of threads, that of --threads",
             "ctx-size": "an arm's context is as long as what it is asked",
             "fit": "an arm's context is as long as what it is asked",
@@ -286,8 +286,8 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
     """
     file = text.removeprefix("@").strip()
     where = "--serve"
-    if text.startswith("@") or ("\n" not in file and " " not in file and Path(file).expanduser().is_file()):
-        text, where = read_text(Path(file).expanduser()), file
+    if text.startswith("@") or ("\n" not in file and " " not in file and expand(file).is_file()):
+        text, where = read_text(expand(file)), file
     assigned, words = split_command(text, where)
     program, rest, starter = _program(words, where)
     run = _container(starter, rest, where) if starter else _Container([], {}, {}, {}, [], [])
@@ -566,7 +566,7 @@ def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Contain
         if flag in ("-v", "--volume"):
             source, _, target = value.partition(":")
             if target and source.startswith(("/", ".", "~")):
-                mounts[target.partition(":")[0].rstrip("/") or "/"] = str(Path(source).expanduser().absolute())
+                mounts[target.partition(":")[0].rstrip("/") or "/"] = str(expand(source))
         elif flag == "--mount":
             parts = dict(part.partition("=")[::2] for part in value.split(","))
             source, target = (
@@ -574,7 +574,7 @@ def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Contain
                 parts.get("target") or parts.get("dst") or parts.get("destination", ""),
             )
             if parts.get("type", "volume") == "bind" and source and target:
-                mounts[target.rstrip("/")] = str(Path(source).expanduser().absolute())
+                mounts[target.rstrip("/")] = str(expand(source))
         elif flag == "--entrypoint":
             entry = [value]
         elif flag not in ("--rm", "-d", "--detach", "-i", "-t", "-it", "-ti"):

@@ -6,6 +6,7 @@ import os
 import sys
 from argparse import ArgumentParser
 
+from fidelab.core import waiting_variables
 from fidelab.doctor import examine, examine_machine
 from fidelab.doctor.text import show
 
@@ -14,7 +15,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--system", action="store_true", help="driver, GPUs, kernel, versions known to be bad")
     asked = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
+    os.environ |= waiting_variables(os.environ)  # as the command line does
     try:
         diagnosis = examine_machine() if asked.system else examine()
     except KeyboardInterrupt:

@@ -287,6 +287,11 @@ class Engine(ABC):
         return None
 
     @classmethod
+    def estimator_for(cls, arm: Arm) -> Estimator:
+        """What the arm's captures hold of each distribution."""
+        return Estimator(dict(arm.options).get("estimator", cls.estimator))
+
+    @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
         """The nearest KV format that should cost nothing against this reference; ``None`` where there is none."""
         return None

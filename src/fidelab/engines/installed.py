@@ -88,6 +88,11 @@ def device(built: str | None) -> str:
     return built if built and any(Path(file).exists() for file in _GPU_FILES.get(built, ())) else "cpu"
 
 
+def gpu_files() -> list[str]:
+    """What the kernel shows of GPUs; where it shows none, no library needs to be asked for one."""
+    return [file for names in _GPU_FILES.values() for file in names if Path(file).exists()]
+
+
 def state(packages: Sequence[str], variables: Mapping[str, str]) -> str | None:
     """A hash of whatever an engine's answers about itself depend on; ``None`` where that cannot be told.
 
@@ -108,9 +113,8 @@ def state(packages: Sequence[str], variables: Mapping[str, str]) -> str | None:
     roots += filter(None, map(_package, ("fidelab", "k16v8")))
     files += [path for root in roots for path in _python_files(root)]
     boot = _BOOT.read_text("utf-8") if _BOOT.exists() else platform.node()
-    devices = [file for names in _GPU_FILES.values() for file in names if Path(file).exists()]
     return digest(
-        canonical_json([sys.version, sys.executable, boot, devices, shims(), dict(variables)]), *_stats(files)
+        canonical_json([sys.version, sys.executable, boot, gpu_files(), shims(), dict(variables)]), *_stats(files)
     )
 
 

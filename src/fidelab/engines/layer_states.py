@@ -39,29 +39,39 @@ class LayerStates:
             raise RuntimeError(f"{type(model).__name__} has no list of its {layers} decoder layers")
         self._layers, self._state = layers, state
         self._seen: list[tuple[int, Tensor]] = []
+        self._fault = ""
         self._handles = [found[0].register_forward_pre_hook(self._before, with_kwargs=True)]
         for number, layer in enumerate(found, 1):
             self._handles.append(layer.register_forward_hook(self._after(number), with_kwargs=True))
 
     def _before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [*args, *kwargs.values()]
-        self._seen.append((0, self._state(tuple(given), given)))
+        self._keep(0, tuple(given), given)
 
     def _after(self, number: int) -> Callable[..., None]:
         def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self._seen.append((number, self._state(output, [*args, *kwargs.values()])))
+            self._keep(number, output, [*args, *kwargs.values()])
 
         return keep
+
+    def _keep(self, number: int, handed_on: Any, given: Sequence[Any]) -> None:
+        try:
+            self._seen.append((number, self._state(handed_on, given)))
+        except Exception as error:  # which would end the engine, whose forward this is
+            self._fault = self._fault or str(error) or type(error).__name__
 
     def take(self) -> Tensor:
         """The states ``[1 + layers, tokens, d]`` of the forward since the last call.
 
         Raises:
-            RuntimeError: the layers did not run once each, in their order.
+            RuntimeError: what passed a layer was no state, or the layers did not run once each, in their order.
         """
         import torch
 
         seen, self._seen = self._seen, []
+        if fault := self._fault:
+            self._fault = ""
+            raise RuntimeError(fault)
         if [number for number, _ in seen] != list(range(1 + self._layers)):
             order = ", ".join(str(number - 1) for number, _ in seen[:8] if number) or "none"
             raise RuntimeError(

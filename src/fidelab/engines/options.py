@@ -144,6 +144,8 @@ def parse_options(
         raise _Refused(message)
 
     parser.error = refuse  # type: ignore[method-assign]
+    for each in parser._actions:
+        each.required = False  # such as the model, which no option names
     actions = {name[2:]: a for a in parser._actions for name in a.option_strings if name.startswith("--")}
     values: dict[str, Any] = {}
     for key, value in options:

@@ -1,4 +1,4 @@
-"""What the ways of servers have in common: the prompts that go before, counts, and what they prove."""
+"""What the ways of serving have in common: the prompts that go before, counts, and what they prove."""
 
 from __future__ import annotations
 
@@ -34,12 +34,17 @@ def other_prompt(request: Served, window: Tokens) -> Tokens:
     return (*window[: request.size], *tail)
 
 
-def proof(request: Served, windows: Sequence[Counted], block: int) -> dict[str, Any]:
+def proof(request: Served, windows: Sequence[Counted], block: int = 1, most: int = 0) -> dict[str, Any]:
     """``engaged`` with the counts of the window that shows least of the way, or ``not_engaged``: why.
 
-    ``block``: tokens that the prefix cache keeps together.
+    Args:
+        request: what was asked.
+        windows: what happened to each window.
+        block: tokens that the prefix cache keeps together.
+        most: tokens that a forward takes, where the engine splits what is longer, so that a window may be read in as
+            many pieces as that needs, and others in its batch may have ended before the last of them; 0: nothing is.
     """
-    if why := next((why for counted in windows if (why := _fault(request, counted, block))), ""):
+    if why := next((why for counted in windows if (why := _fault(request, counted, block, most))), ""):
         return {"not_engaged": why}
     way = request.way
     counts = {
@@ -55,33 +60,40 @@ def proof(request: Served, windows: Sequence[Counted], block: int) -> dict[str, 
     return {"engaged": counts}
 
 
-def _fault(request: Served, counted: Counted, block: int) -> str:
+def _fault(request: Served, counted: Counted, block: int, most: int) -> str:
     """Why a window was not answered in the way that was asked for; empty where it was."""
     way, size, crowd = request.way, request.size, 1 + len(request.others)
+    if not counted.steps:
+        return "no forward was counted"
     before, tokens, sequences = zip(*counted.steps, strict=True)
     if before[0] != counted.cached:
         return f"the engine counts {counted.cached} tokens of a hit, and {before[0]} were not computed"
     if not way.startswith("prefix") and counted.cached:
         return f"{counted.cached} tokens were found in the prefix cache"
     match way:
-        case "cold" | "evicted" if len(tokens) > 1:
+        case "cold" | "evicted" if len(tokens) > (-(-sum(tokens) // most) if most else 1):
             return f"the window was read in {len(tokens)} pieces of at most {max(tokens)} tokens"
         case "cold" if max(sequences) > 1:
             return f"{max(sequences)} sequences were computed together"
-        case "chunked" if len(tokens) == 1 or max(tokens) > size:
+        case "chunked" if len(tokens) == 1:
+            return f"the window of {sum(tokens)} tokens was read at once, not in chunks of {size}"
+        case "chunked" if max(tokens) > size:
             return f"the window was read in {len(tokens)} pieces of at most {max(tokens)} tokens, not {size}"
         case "decode" if tokens[1:].count(1) < request.last + 1 - size:
             return f"{tokens[1:].count(1)} of {request.last + 1 - size} tokens were fed one by one"
-        case "prefix-partial" if size % block == 0:
+        case "prefix-partial" if block > 1 and size % block == 0:
             return f"a hit of {size} tokens ends with a whole block of {block}"
-        case "prefix-partial" if counted.cached != size:
+        case "prefix-partial" if counted.cached == size // block * block < size:
             return f"the engine reuses whole blocks of {block} tokens alone: {counted.cached} of {size} were hit"
-        case "prefix" | "prefix-other" | "prefix-generated" if (
-            not counted.cached or counted.cached != size // block * block
-        ):
-            return f"{counted.cached} of {size} tokens were found in the prefix cache, which keeps blocks of {block}"
-        case "batch" if min(sequences) != crowd:
-            return f"{min(sequences)} sequences were computed together, not {crowd}"
+        case "prefix-partial" if counted.cached != size:
+            return f"{counted.cached} tokens were found in the prefix cache, not {size}"
+        case "prefix" | "prefix-other" | "prefix-generated" if size < block:
+            return f"a prefix of {size} tokens is less than a block of {block}, which the prefix cache keeps whole"
+        case "prefix" | "prefix-other" | "prefix-generated" if counted.cached != size // block * block:
+            whole = size // block * block
+            return f"{counted.cached} tokens were found in the prefix cache, not {whole} ({block} to a block)"
+        case "batch" if (together := (max if most else min)(sequences)) != crowd:
+            return f"{together} sequences were computed together, not {crowd}"
         case "evicted" if not counted.lost:
             return "no token of the window lost its place in the cache"
     return ""

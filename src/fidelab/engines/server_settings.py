@@ -53,7 +53,7 @@ _STANDARD: Mapping[str, Mapping[str, str]] = {
         POOL: "max-total-tokens",
         SPECULATION: "speculative-algorithm",
     },
-    "llamacpp": {CONTEXT: "n-ctx", BACKEND: "flash-attn", SPECULATION: "draft-model"},
+    "llamacpp": {CONTEXT: "n-ctx", BACKEND: "flash-attn", SPECULATION: "model-draft"},
 }
 # What engines log about compilation, graphs and warm-up; vLLM's line covers all of them.
 _PREPARED = re.compile(r"init engine \([^)]*\) took *([0-9.]+) s")
@@ -216,7 +216,8 @@ _VLLM_BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+) (?:attention
 _VLLM_POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
 _VLLM_NAMES = {"kv-cache-memory-bytes": "kv-cache-memory", "tensor-parallel-size": "tp"}
 _VLLM_NAMES |= {"enable-chunked-prefill": "chunked-prefill"}
-_VLLM_K16V8 = re.compile(r"\] k16v8: .*, pages of \d+ tokens")  # the package's backend, when it is made
+# The package's backend when it is made, in the log of either engine: its kernels and the formats that they read.
+_K16V8_PAIR = re.compile(r"\bk16v8: .*\bk=(\w+)[^,\]]*,v=(\w+)[^\]]*\], pages of \d+ tokens")
 
 
 def _vllm(client: Client, log: str) -> _Said | None:
@@ -247,10 +248,14 @@ def _vllm(client: Client, log: str) -> _Said | None:
     if backends := _VLLM_BACKEND.findall(log):
         settings["attention-backend"] = backends[-1]
     tokens = next(iter(_VLLM_POOL.findall(log)), None) or labels.get("kv_cache_size_tokens")
-    kv, pair = settings.get("cache-dtype"), None
-    if _VLLM_K16V8.search(log):
-        pair = (settings.get("dtype", "bfloat16"), "fp8_e4m3")
-    return _Said(settings, pair if pair else None if kv is None else (kv, kv), {POOL: _tokens(tokens)})
+    kv = settings.get("cache-dtype")
+    return _Said(settings, _k16v8_pair(log) or (kv and (kv, kv)) or None, {POOL: _tokens(tokens)})
+
+
+def _k16v8_pair(log: str) -> tuple[str, str] | None:
+    """The formats of keys and values of the package's backend; layers that are skipped keep 16 bits on both sides."""
+    pairs = [(_type(k), _type(v)) for k, v in _K16V8_PAIR.findall(log)]
+    return next((pair for pair in pairs if not {*pair} <= {*_NATIVE}), pairs[-1] if pairs else None)
 
 
 _SGLANG_CACHE = re.compile(r"KV Cache is allocated\. dtype: torch\.(\w+), #tokens: (\d+)")
@@ -273,7 +278,8 @@ def _sglang(client: Client, log: str) -> _Said | None:
     if tokens is not None:
         settings["max-total-tokens"] = tokens
     if settings.get("attention-backend") == "k16v8":
-        return _Said(settings, ("bfloat16", "fp8_e4m3"), {POOL: _tokens(tokens)})
+        # without a log, the pair of that name
+        return _Said(settings, _k16v8_pair(log) or ("bfloat16", "fp8_e4m3"), {POOL: _tokens(tokens)})
     return _Said(settings, None if kv is None else (kv, kv), {POOL: _tokens(tokens)})
 
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 
+from fidelab.core import waiting_variables
 from fidelab.engines.base import Engine
 from fidelab.errors import UsageError
 
@@ -102,5 +103,4 @@ def check_env(names: Iterable[str]) -> None:
 def thread_variables(threads: int) -> dict[str, str]:
     """Variables to set on top of a worker's environment, so that it keeps to its number of threads."""
     fixed = dict.fromkeys(_THREADS, str(threads)) | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    # Spinning OpenMP threads fall to a tenth of their speed as soon as anything else wants a core.
-    return fixed | ({} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "passive"})
+    return fixed | waiting_variables(os.environ)

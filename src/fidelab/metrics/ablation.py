@@ -38,7 +38,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS, binomial_interval, resample_weights
 
@@ -269,6 +268,8 @@ def _simultaneous(
     spread = np.sqrt(n / (n - 1) * (errors**2).sum(axis=1))
     flat = spread <= _ROUNDING * (np.abs(weights) @ np.abs(sums)).sum(axis=1) / total
     family = len(np.unique(np.vstack((weights[~flat], -weights[~flat])).round(9), axis=0)) // 2
+    from scipy import special  # takes long, and most reports have no ablation
+
     critical = float(special.stdtrit(n - 1, 1 - (1 - level) / (2 * max(family, 1))))
     half = critical * spread
     if n >= MIN_STUDENTIZED_CLUSTERS and not flat.all():

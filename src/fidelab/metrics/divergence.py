@@ -53,6 +53,7 @@ _CPU_BLOCK = 1 << 19
 _DEVICE_BLOCK = 1 << 24
 # Sums of float32 log-probabilities are known to about this much.
 _MASS_RESOLUTION = 1e-6
+_LEAST_ROWS = 8  # at the end of windows: fewer are no evidence that a way parts
 
 # ------------------------------------------------------------------------------------------------- head
 
@@ -471,17 +472,19 @@ def parting(kl: Floats, allowed: float, span: int = 16) -> int | None:
 
     It is above in at least half of the windows there, and so are at least half of the rows of all windows in the
     ``span`` rows that begin with it (in all rows where there are fewer).  So no single row makes it, nor does noise of
-    which less than half lies above.  See docs/metrics.md#paths.
+    which less than half lies above.  Where fewer are left before the end, so are as many rows as elsewhere,
+    or three quarters of those that are left and at least eight.  See docs/metrics.md#paths.
     """
-    if np.isinf(allowed):
+    windows, rows = kl.shape
+    if np.isinf(allowed) or not rows:
         return None
-    share = (~(kl <= allowed)).mean(axis=0)
-    span = min(span, len(share))
-    if not span:
-        return None
-    means = np.convolve(share, np.ones(span) / span, mode="valid")
-    found = np.flatnonzero((share[: len(means)] >= 0.5) & (means >= 0.5 - 1e-9))
-    return int(found[0]) if len(found) else None
+    span = min(span, rows)
+    above = (~(kl <= allowed)).sum(axis=0)
+    total = np.concatenate([[0], np.cumsum(above), np.full(span - 1, above.sum())])  # of the rows before each
+    ahead = total[span : span + rows] - total[:rows]
+    half, left = span * windows / 2, windows * np.arange(rows, 0, -1)
+    found = (above >= windows / 2) & (ahead >= np.minimum(half, np.maximum(_LEAST_ROWS, 0.75 * left)))
+    return int(np.argmax(found)) if found.any() else None
 
 
 def kl_by_confidence(confidence: Floats, kl: Floats, n_bins: int = 10) -> BinnedMeans:

@@ -15,7 +15,16 @@ from fidelab.core import canonical_json, digest, read_file, strict_json
 from fidelab.errors import InputError
 from fidelab.models.cache import cache_dir
 
-__all__ = ["WeightSize", "file_sha256", "folder_sha256", "measure", "read_json", "sha256_of", "weight_files"]
+__all__ = [
+    "WeightSize",
+    "content_sha256",
+    "file_sha256",
+    "folder_sha256",
+    "measure",
+    "read_json",
+    "sha256_of",
+    "weight_files",
+]
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -152,6 +161,13 @@ def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _NOISE}
     parts.append(("config.json", digest(canonical_json(config))))
     return digest(*(text for part in sorted(parts) for text in part))
+
+
+def content_sha256(path: Path) -> str:
+    """SHA-256 over names and bytes of a file, or of all files of a folder; empty where nothing is there."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    parts = ((file.relative_to(path).as_posix(), file_sha256(file)) for file in files if file.is_file())
+    return digest(*(text for part in parts for text in part)) if path.exists() else ""
 
 
 def _checked_sha256(path: Path) -> str:

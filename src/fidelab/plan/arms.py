@@ -174,7 +174,7 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
         return None
     cls, serve = engine_class(EngineConfig(name=arm.engine)), ServeConfig()
     if experiment is not None and experiment.serve is not None and arm.engine == experiment.engine.name:
-        serve = experiment.serve
+        serve = _in_its_image(experiment.serve, experiment, arm)
     repository, _, revision = arm.model.partition("@")
     is_hub = "snapshots" in Path(arm.path).parts  # as huggingface_hub keeps them
     inside = {here: there for there, here in serve.mounts.items()}
@@ -197,6 +197,16 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
         given = [word for name, value in variables.items() for word in ("-e", f"{name}={value}")]
         return " ".join(map(_quoted, [*serve.wrapper[:-1], *given, serve.wrapper[-1], *words]))
     return " ".join([*(f"{name}={_quoted(value)}" for name, value in variables.items()), *map(_quoted, words)])
+
+
+def _in_its_image(serve: ServeConfig, experiment: Experiment, arm: Arm) -> ServeConfig:
+    """The pasted words with the image in which the arm runs; none of them where it runs in an installed engine."""
+    if not serve.wrapper or not experiment.engine.image:
+        return serve
+    configs = (experiment.reference, *experiment.candidates, *experiment.cells())
+    config = next((each for each in configs if _name(each) == arm.name), experiment.reference)
+    image = (config.engine or experiment.engine).image
+    return serve.model_copy(update={"wrapper": (*serve.wrapper[:-1], image)}) if image else ServeConfig()
 
 
 def _as_pasted(words: Sequence[str], path: str, serve: ServeConfig) -> list[str]:

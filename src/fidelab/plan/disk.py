@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served
-from fidelab.core import Estimator
+from fidelab.core import Arm, Estimator
+from fidelab.engines import ENGINES
 from fidelab.errors import OutputError
 from fidelab.models import Model, check_conversion
 from fidelab.plan.build import Plan
@@ -48,11 +49,11 @@ def needed_bytes(plan: Plan) -> int:
     need, heads = 0, {}
     for job in plan.jobs:
         deployed = plan.settings.deployed[job.arm.name]
-        row = _row_bytes(deployed.model, deployed.estimator, job.arm.dtype)
+        row = _row_bytes(deployed.model, deployed.estimator, job.arm)
         here = sum(expected_rows(capture.request) for capture in job.missing()) * row
         need += here
         if here and deployed.estimator is Estimator.HIDDEN:
-            heads[deployed.model.weights] = deployed.model.head_bytes
+            heads[deployed.model.weights] = deployed.model.head_bytes * (2 if _in_float32(job.arm) else 1)
     return need + (0 if any((plan.settings.captures_dir / "heads").glob("*.safetensors")) else sum(heads.values()))
 
 
@@ -69,7 +70,12 @@ def expected_rows(request: Request) -> int:
             return 0
 
 
-def _row_bytes(model: Model, estimator: Estimator, dtype: str) -> int:
+def _row_bytes(model: Model, estimator: Estimator, arm: Arm) -> int:
     if estimator is Estimator.HIDDEN:
-        return model.hidden_size * (4 if dtype == "float32" else 2)
+        return model.hidden_size * (4 if _in_float32(arm) else 2)
     return _TOPK_BYTES if estimator is Estimator.TOPK else model.vocab_size * 2
+
+
+def _in_float32(arm: Arm) -> bool:
+    """Whether the arm's states, and what they are multiplied with, take 32 bits; llama.cpp computes in that type."""
+    return arm.dtype == "float32" or ENGINES.load(arm.engine).checkpoint_format == "gguf"

@@ -14,13 +14,15 @@ from fidelab.bench.base import Bench
 from fidelab.config.grid import levels_of
 from fidelab.config.load import expand, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
-from fidelab.core import Arm, Estimator, KVSpec, canonical_json, digest, usable_cores
+from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
 from fidelab.engines.base import Engine, Support
+from fidelab.engines.installed import gpu_files
 from fidelab.engines.k16v8 import versions_for
 from fidelab.environments.answers import EngineAnswers
 from fidelab.environments.container import named_paths
 from fidelab.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
+from fidelab.models.weights import content_sha256
 from fidelab.plan.arms import (
     ATTENTION,
     AUTO,
@@ -220,7 +222,7 @@ class _Resolver:
         if (model.kind == "fake") != (engine.name == "fake"):
             raise UsageError("model 'fake' and engine 'fake' go together: give both or neither")
         check_kv_name(config, engine, answers)
-        arm, draft = self._drafting(self._bare(config, model), engine)
+        arm, draft, drafting = self._drafting(self._bare(config, model), engine)
         answers.check_kv(arm.kv)
         if model.text_only and not model.convertible and needs_safetensors(engine):
             reason = f"Transformers reads no GGUF files of architecture {model.architecture!r}"
@@ -233,7 +235,6 @@ class _Resolver:
                 arm, verdict = self._forced(arm, answers)
         if not verdict.ok:
             self._unsupported[arm.name] = verdict.reason
-        estimator = dict(arm.options).get("estimator", engine_class(engine).estimator)
         self._deployed[arm.name] = Deployed(
             model=model,
             environment=self._engines.environment(engine),
@@ -241,28 +242,32 @@ class _Resolver:
                 **self._engines.versions(engine),
                 **self._engines.variables(engine, arm),
                 **versions_for(arm),
-                **({"draft": draft.weights} if draft else {}),
+                **({"draft": drafting} if drafting else {}),
                 **self._today(engine),
             },
-            estimator=Estimator(estimator),
+            estimator=engine_class(engine).estimator_for(arm),
             about={**self._engines.about(engine), **_weight_bytes(engine_class(engine), model)},
             draft=draft,
         )
         return arm
 
-    def _drafting(self, arm: Arm, engine: EngineConfig) -> tuple[Arm, Model | None]:
-        """The arm with the place of its draft model, and that model; heads that draft may be no model by themselves."""
+    def _drafting(self, arm: Arm, engine: EngineConfig) -> tuple[Arm, Model | None, str]:
+        """The arm with the place of what drafts, its model where it drafts by itself, and the hash of the weights.
+
+        Heads that draft may be no model by themselves; of such a folder or file all bytes count.
+        """
         speculation = engine_class(engine).speculation(dict(arm.options))
         if speculation is None or not speculation.draft:
-            return arm, None
+            return arm, None, ""
         try:
             draft = self._find_model(speculation.draft)
         except InputError:
             if speculation.method == "draft_model":
                 raise
-            return arm, None
+            return arm, None, content_sha256(expand(speculation.draft))
         path = draft.gguf if engine_class(engine).checkpoint_format == "gguf" and draft.gguf else draft.path
-        return replace(arm, draft=str(path)), draft if speculation.method == "draft_model" else None
+        alone = speculation.method == "draft_model"
+        return replace(arm, draft=str(path)), draft if alone else None, draft.weights
 
     def _today(self, engine: EngineConfig) -> dict[str, str]:
         """Marks captures of a server as this run's alone: behind the same URL another server may run tomorrow."""
@@ -452,8 +457,8 @@ def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benche
 
 
 def _device(asked: str, model: Model) -> str:
-    if model.kind == "fake" or asked == "cpu":
-        return "cpu"
+    if model.kind == "fake" or asked == "cpu" or (asked == "auto" and not gpu_files()):
+        return "cpu"  # without torch, whose import takes a second
     import torch
 
     if asked == "auto":

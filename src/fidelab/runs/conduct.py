@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import fidelab
+from fidelab.axes import AXES
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.config.load import dump, expand, expand_existing, load, read_text, read_yaml, validate
@@ -271,8 +273,10 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         unavailable=facts.unavailable,
     )
     listener.start(plan, folder)
+    ahead = threading.Thread(target=_prepare_scoring, name="scoring")
     try:
         with _terminate_as_interrupt():
+            ahead.start()
             asking = prepared.asking(listener, folder.event)
             asking.pace.expect(expected.by_step())
             for job in plan.jobs:
@@ -285,6 +289,7 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
                 results = _bench(prepared, asking, folder, listener, results)
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
+            ahead.join()
             began = time.monotonic()
             report = _finish(plan.settings.experiment, folder, facts, _every(plan, results))
             if all(result.status is Status.OK for result in results):
@@ -296,6 +301,19 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
     finally:
         prepared.servers.close()
         listener.close()
+
+
+def _prepare_scoring() -> None:
+    """Import what scores and the report need, for two seconds, while the first worker opens its model."""
+    with contextlib.suppress(Exception):  # the main thread meets it again, and says it
+        import_module("torch")
+        import_module("pyarrow.parquet")
+        for name in AXES.built_in:
+            AXES.load(name)
+        from fidelab.report.html import templates
+
+        for name in templates().list_templates():
+            templates().get_template(name)
 
 
 def _bench(

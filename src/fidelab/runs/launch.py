@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fidelab.config.load import expand
 from fidelab.config.schema import Preset
 from fidelab.core import Arm, usable_cores
 from fidelab.engines import ENGINES, k16v8
@@ -123,7 +124,8 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
 def server_command(arm: Arm, host: str, port: int) -> str:
     """The command of the engine's own server with its variables, to copy; raises as :meth:`Engine.serve_command`."""
     cls = ENGINES.load(arm.engine)
-    return shlex.join([*(f"{k}={v}" for k, v in cls.serve_variables(arm).items()), *cls.serve_command(arm, host, port)])
+    variables = [f"{name}={shlex.quote(value)}" for name, value in cls.serve_variables(arm).items()]
+    return " ".join([*variables, shlex.join(cls.serve_command(arm, host, port))])
 
 
 def check_servable(preset: Preset, arm: Arm) -> None:
@@ -243,9 +245,9 @@ def _model(name: str, cls: type[Engine]) -> str:
     form = cls.checkpoint_format
     if name in embedded.NAMES:
         return str(model_path(name, form))
-    path = Path(name).expanduser()
+    path = expand(name)
     if path.exists():
-        return str(path.absolute())
+        return str(path)
     if form == "gguf":
         raise InputError(f"{name} is no file here; this engine's server loads a .gguf file: name one with model=PATH")
     return name

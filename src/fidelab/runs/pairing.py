@@ -7,7 +7,7 @@ import os
 import re
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,17 +230,21 @@ class Scorer:
             why = _of_axis(name, first.failures) or first.reason or "no capture"
             raise FidelabError(f"{NO_REFERENCE}: {why}")
         partial = _is_part(result)
-        parts = parts_of(name, result.captures)
-        failed = _of_axis(name, result.failures)
-        if failed or not parts or not (partial or parts.keys() >= shared):
-            raise FidelabError(failed or result.reason or "no capture")
+        parts, failed = parts_of(name, result.captures), parts_of(name, result.failures)
+        theirs = parts_of(name, self.by_role[self._role].failures)
+        reasons = {part: f"{NO_REFERENCE}: {why}" for part, why in theirs.items()} | failed
+        lost = {part: cell for part, why in reasons.items() if (cell := axis.lost(part, why)) is not None}
+        answered = parts.keys() >= (set() if partial else shared - lost.keys())
+        if failed.keys() - lost.keys() or not (parts and answered):
+            raise FidelabError(_of_axis(name, result.failures) or result.reason or "no capture")
         pairs = {
             part: Pair.match(capture, Capture(parts[part]), subset=partial)
             for part, capture in reference.items()
             if part in parts
         }
         try:
-            return axis.score_parts(pairs, self.experiment.seed)
+            score = axis.score_parts(pairs, self.experiment.seed)
+            return replace(score, cells=(*score.cells, *lost.values())) if lost else score
         except FidelabError:
             raise
         except (
@@ -277,7 +281,7 @@ def _is_part(result: ArmResult) -> bool:
 
 def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:
     """Why the captures of an axis, or of one of its parts, are lacking."""
-    return next((reason for part, reason in failures.items() if part.split(".", 1)[0] == name), None)
+    return next(iter(parts_of(name, failures).values()), None)
 
 
 def _lossless(result: ArmResult) -> bool:

@@ -224,7 +224,7 @@ class _Answering:
         except NotSupportedError as error:
             for item in range(len(request.windows)):
                 writer.fail(item, str(error))
-            return Answer(self._engine.estimator, facts={"not_supported": str(error)})
+            return Answer(self._engine.estimator_for(self._arm), facts={"not_supported": str(error)})
 
     def _head(self, answer: Answer) -> dict[str, Any]:
         """Record of the answer's head; one whose arrays are those of the last answer is not written again."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fidelab.captures.requests import Served, Tokens
 from fidelab.engines.base import Sink
+from fidelab.engines.served import Counted, proof
 from fidelab.errors import NotSupportedError
 
 if TYPE_CHECKING:
@@ -37,18 +38,15 @@ def answer_served(model: HFModel, request: Served, sink: Sink) -> dict[str, Any]
     answers = served.batches() if request.way == "batch" else map(served.answer, request.windows)
     for index, rows in enumerate(answers):
         sink.add(index, model.stored(rows))
-    return {"tokens": served.tokens, **served.proof()}
+    return {"tokens": served.tokens, **proof(request, served.counted)}
 
 
 class _Serving:
-    """Answers the windows of one request.
-
-    ``steps``: (tokens in the cache before, sequences, tokens) of each forward that gave rows.  ``tokens``: processed.
-    """
+    """Answers the windows of one request; ``counted``: what happened to each; ``tokens``: processed."""
 
     def __init__(self, model: HFModel, request: Served, sink: Sink) -> None:
         self._model, self._request, self._sink = model, request, sink
-        self.steps: list[tuple[int, int, int]] = []
+        self.counted: list[Counted] = []
         self.tokens = 0
 
     def answer(self, window: Tokens) -> Tensor:
@@ -66,8 +64,13 @@ class _Serving:
             case "prefix-generated":
                 return self._rows(window, self._generated(window[:size]), [size])
             case "evicted":
-                for tokens in (window, *request.others):  # new_cache drops the cache before
-                    self._forward(tokens, self._model.new_cache())
+                held = 0
+                for tokens in (window, *request.others):
+                    cache = self._model.new_cache()  # which drops the cache before
+                    self._forward(tokens, cache)
+                    held = held or cache.get_seq_length()
+                cache = self._model.new_cache()
+                return self._rows(window, cache, [0], lost=held - cache.get_seq_length())
         return self._rows(window, self._model.new_cache(), [0])
 
     def batches(self) -> Iterator[Tensor]:
@@ -83,33 +86,19 @@ class _Serving:
             group = windows[start : start + together]
             yield from self._batch(group, self._request.others[: n_others + 1 - len(group)])
 
-    def proof(self) -> dict[str, Any]:
-        """``engaged`` with counts, or ``not_engaged``: why."""
-        way, size = self._request.way, self._request.size
-        before, sequences, tokens = zip(*self.steps, strict=True)
-        counts = {"forwards": len(self.steps), "largest forward": max(tokens)}
-        if way.startswith("prefix"):
-            if {*before} != {size}:
-                return {"not_engaged": f"the cache held {max(before)} tokens, not the {size} of the prefix"}
-            counts["hit tokens"] = sum(before)
-        elif way == "batch":
-            counts["sequences"] = max(sequences)
-        elif way in ("chunked", "decode") and not any(before):
-            return {"not_engaged": f"{max(tokens)} tokens are one piece of {size}"}
-        return {"engaged": counts}
-
     # ------------------------------------------------------------------------------------------- forwards
 
-    def _rows(self, window: Tokens, cache: EncodedCache | ArmCache, starts: Sequence[int]) -> Tensor:
+    def _rows(self, window: Tokens, cache: EncodedCache | ArmCache, starts: Sequence[int], lost: int = 0) -> Tensor:
         """The rows that are asked for; the window is read from the first of ``starts`` on, in pieces that begin there.
 
         What lies before them is in the cache.
         """
-        rows = []
+        rows, steps = [], []
         for start, end in pairwise([*starts, len(window)]):
-            self.steps.append((cache.get_seq_length(), 1, end - start))
+            steps.append((cache.get_seq_length(), end - start, 1))
             states, logits = self._forward(window[start:end], cache, single=end - start == 1)
             rows.append(self._kept(states, logits, start, end))
+        self.counted.append(Counted(steps, steps[0][0], lost))
         return torch.cat(rows)
 
     def _kept(self, states: Tensor, logits: Tensor, start: int, end: int) -> Tensor:
@@ -161,7 +150,7 @@ class _Serving:
         pads = [longest - len(tokens) for tokens in batch]
         ids = self._model.tensor([[0] * pad + list(tokens) for pad, tokens in zip(pads, batch, strict=True)])
         mask = self._model.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
-        self.steps.append((0, len(batch), longest))
+        self.counted += [Counted([(0, len(window), len(batch))], 0) for window in windows]
         keep = 1 if self._model.hidden else longest
         cache = self._model.new_cache(mask if any(pads) else None)
         logits, states = self._model.forward(

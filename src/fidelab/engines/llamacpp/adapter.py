@@ -7,10 +7,9 @@ the numbers and switches of ``llama_context_params`` and ``llama_model_params`` 
 tokens, 12), with ``draft-max`` (tokens of a draft, 16): speculative decoding by a loop of fidelab's own.
 ``LLAMA_CPP_LIB_PATH`` names a folder with an own build of libllama.
 
-- **The estimator is** ``logprobs``: float16 rows of the live logits.  llama.cpp multiplies the state after the final
-  norm with the blocks of the head in integers, the state rounded to 8 bits: a head in float32 gives other logits
-  (SmolLM2-135M, Q8_0 head: cosine 0.99976, KL 7e-4 … 8e-4), beyond what the sentinels allow, and another KL between
-  two caches (0.0036 instead of 0.0050 on the same 12 rows).  It would hide an error that users of llama.cpp get.
+- **Estimator**: on CPUs ``hidden``, with states rounded as the live head rounds them (:mod:`.head`).  The state itself
+  would give other logits (SmolLM2-135M, Q8_0 head: KL 6e-4) and hide an error that users of llama.cpp get.  On GPUs,
+  whose kernels round in other ways, and where drafts are verified: ``logprobs``, float16 rows of the live logits.
 - **The kernel path costs more than the format** on CPUs: f32 and f16 caches take another one than all others, so the
   control of a 16-bit reference is ``bf16``.
 - **Speculation** is for generated and timed tokens.  Forced continuations and prefills run without it.
@@ -27,7 +26,7 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,24 +35,30 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.captures.container import Array
 from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, Served, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.llamacpp import serve
 from fidelab.engines.llamacpp.drafting import Drafter, DraftModel, Lookup, speculation_of, verified
+from fidelab.engines.llamacpp.head import LlamaHead
 from fidelab.engines.llamacpp.library import (
     GGML_TYPES,
-    CacheReads,
+    USE_LOGPROBS,
     Floats,
+    GraphReads,
     LlamaContext,
     LlamaModel,
     Seen,
+    States,
     build,
     can_offload,
     parameters,
 )
 from fidelab.engines.llamacpp.proof import proof, read_recurrent, read_state
-from fidelab.engines.options import NAME, SWITCH, TOKENS, Value, is_count, switched
+from fidelab.engines.options import NAME, SWITCH, TOKENS, Value, is_count, one_of, switched
+from fidelab.engines.served import Counted
+from fidelab.engines.served import proof as proof_of_way
 from fidelab.engines.speculation import Drafts, speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
@@ -67,19 +72,21 @@ _WIDE = ("f32", "f16", "bf16")  # formats that attention without flash can read 
 _ALL_LAYERS = 0x7FFFFFFF
 _CHUNK = 512  # llama.cpp's own n_ubatch
 _MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
-_TRIED = 4  # tokens that a cache is tried with
+_TRIED = 4  # tokens that a cache and the head are tried with
+_SENTINEL_ROWS = 8
 _ONE_GPU = 0  # LLAMA_SPLIT_MODE_NONE
 
 
 _OPTIONS: Mapping[str, Value] = {
     "flash-attn": SWITCH,
-    "n-gpu-layers": (lambda text: text == "0" or is_count(text), "a number of layers, 0 for none"),
+    "n-gpu-layers": (lambda text: text in ("-1", "0") or is_count(text), "a number of layers, 0 for none, -1 for all"),
     "n-batch": TOKENS,
     "n-ubatch": TOKENS,
     "model-draft": NAME,
     "draft-max": TOKENS,
     "spec-type": NAME,
     "spec-ngram-size-n": TOKENS,
+    "estimator": one_of("hidden", "logprobs"),
 }
 _CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("type-k", "type-v", "cache-type-k", "cache-type-v"), "write kv=K/V"),
@@ -103,7 +110,6 @@ class LlamaCppEngine(Engine):
     aliases: ClassVar[Mapping[str, str]] = {"batch-size": "n-batch", "ubatch-size": "n-ubatch", "ngl": "n-gpu-layers"}
     native_kv: ClassVar[str] = "f16"  # llama.cpp's own default
     start_seconds: ClassVar[float] = 3.0
-    estimator: ClassVar[Estimator] = Estimator.LOGPROBS
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"served"}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
@@ -167,6 +173,12 @@ class LlamaCppEngine(Engine):
     def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
         return speculation_of(options)
 
+    @classmethod
+    def estimator_for(cls, arm: Arm) -> Estimator:
+        options = dict(arm.options)
+        default = Estimator.LOGPROBS if _on_gpu(arm) else Estimator.HIDDEN
+        return Estimator(options.get("estimator", default))
+
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._options = dict(arm.options)
@@ -175,7 +187,9 @@ class LlamaCppEngine(Engine):
         self._drafts, self._draft = Drafts(), None
         self._seen: Seen | None = None
         self._chunk = int(self._options.get("n-batch", _CHUNK))
-        self._gpu = arm.device != "cpu" or self._options.get("n-gpu-layers", "0") != "0"
+        self._gpu = _on_gpu(arm)
+        self._head: LlamaHead | None = None
+        self._tap: States | None = None  # of the contexts that answer a request
         try:
             offload = can_offload()
         except (ImportError, OSError, RuntimeError) as error:
@@ -183,7 +197,7 @@ class LlamaCppEngine(Engine):
             remedy = f"look at {_LIBRARY}" if os.environ.get(_LIBRARY) else "pip install 'fidelab[llamacpp]'"
             raise EngineError(f"{_PACKAGE} does not load ({text}): {remedy}") from error
         self.mark("import")
-        self._reads = CacheReads()
+        self._reads = GraphReads()
         self._proof = proof((arm.kv.k.name, arm.kv.v.name), None, None, (False, False), self._reads.kinds)
         if self._gpu and not offload:
             raise NotSupportedError(
@@ -204,6 +218,10 @@ class LlamaCppEngine(Engine):
 
     def answer(self, request: Request, sink: Sink) -> Answer:
         began, before = time.monotonic(), self._drafts
+        self._tap = None
+        if (head := self._replayed(request)) is not None:
+            self._tap = States(head.tensor)
+            head.sentinels.clear()
         match request:
             case Prefill():
                 facts = self._prefill(request, sink)
@@ -217,7 +235,8 @@ class LlamaCppEngine(Engine):
                 facts = self._served(request, sink)
         if self._speculation is not None:
             facts["speculation"] = speculation_record(self._speculation, self._drafts - before)
-        return answer_with_head(request, Estimator.LOGPROBS, facts, began, head=None)
+        estimator = Estimator.LOGPROBS if head is None else Estimator.HIDDEN
+        return answer_with_head(request, estimator, facts, began, head)
 
     def ran(self) -> RuntimeInfo:
         context_info = self._seen
@@ -270,12 +289,19 @@ class LlamaCppEngine(Engine):
         return {**fields, **placed, **self._parameters["model"]}
 
     def _context(
-        self, cells: int, sequences: int = 1, k: str | None = None, v: str | None = None, **more: Any
+        self,
+        cells: int,
+        sequences: int = 1,
+        k: str | None = None,
+        v: str | None = None,
+        states: States | None = None,
+        **more: Any,
     ) -> LlamaContext:
         """A context of this arm; ``k`` and ``v``: other formats than the arm's; ``more``: further fields."""
         return self._model.context(
             cells,
             sequences,
+            states=states or self._tap,
             type_k=GGML_TYPES[k or self._arm.kv.k.name][0],
             type_v=GGML_TYPES[v or self._arm.kv.v.name][0],
             flash_attn_type=int(_flash(self._arm)),
@@ -334,13 +360,42 @@ class LlamaCppEngine(Engine):
 
     # ------------------------------------------------------------------------------------------ requests
 
+    def _replayed(self, request: Request) -> LlamaHead | None:
+        """What states are multiplied with when the rows of this request are scored; ``None``: they are no states."""
+        if self.estimator_for(self._arm) is not Estimator.HIDDEN or isinstance(request, Timed):
+            return None
+        if isinstance(request, Generate) and (self._speculation is not None or not request.rows):
+            return None  # the rows of drafts that are verified come in another order than they were asked for
+        if self._head is None:
+            if self._reads.head is None:
+                raise EngineError(f"llama.cpp's graph has no product that gives the logits: {USE_LOGPROBS}")
+            weight, tensor = self._reads.head
+            tap = States(tensor)
+            tap.stop = False
+            with self._context(_TRIED, states=tap) as context:
+                live = np.concatenate(list(context.feed(range(_TRIED), range(_TRIED))))
+                self._head = LlamaHead(self._model, Path(self._arm.path), weight, tensor, tap.take(_TRIED), live)
+        return self._head
+
+    def _rows(self, context: LlamaContext, blocks: Iterable[Floats], *, check: bool = False) -> dict[str, Array]:
+        """What a capture keeps of the rows that the context gives next; ``check``: replay the last of them."""
+        if self._head is None or context.states is None:
+            return {"logprobs": np.concatenate(list(map(_logprobs, blocks)))}
+        context.states.stop = not check
+        rows = np.concatenate(list(blocks))
+        if not check:
+            return {"hidden": self._head.rounded(rows)}
+        inputs = self._head.rounded(context.states.take(len(rows)))
+        self._head.check(inputs[-_SENTINEL_ROWS:], rows[-_SENTINEL_ROWS:])
+        return {"hidden": inputs}
+
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
         with self._context(max(map(len, request.windows))) as context:
             self._seen = context.seen
             for index, window in enumerate(request.windows):
                 context.clear()
                 rows = context.feed(window, range(request.first, request.last + 1))
-                sink.add(index, {"logprobs": np.concatenate(list(map(_logprobs, rows)))})
+                sink.add(index, self._rows(context, rows, check=index == 0))
                 sink.progress(len(window))
         return {"tokens": sum(map(len, request.windows))}
 
@@ -350,9 +405,12 @@ class LlamaCppEngine(Engine):
             cells = max(len(request.prompts[i]) for i in batch) + request.max_tokens
             with self._contexts(cells, len(batch)) as (context, drafter):
                 self._seen = context.seen
+                if context.states is not None:
+                    context.states.stop = False
                 answers = self._greedy(request, batch, context, drafter, sink)
+                name = "logprobs" if context.states is None else "hidden"
                 for index, (ids, rows, failed) in zip(batch, answers, strict=True):
-                    add_sequence(sink, index, ids, {"logprobs": np.stack(rows)} if rows else {}, failed)
+                    add_sequence(sink, index, ids, {name: np.stack(rows)} if rows else {}, failed)
                     produced += len(ids)
         return {"tokens": sum(map(len, request.prompts)) + produced, "generated": produced}
 
@@ -365,12 +423,8 @@ class LlamaCppEngine(Engine):
                     add_sequence(sink, index, (), failed="empty continuation")
                     continue
                 context.clear()
-                rows = [_logprobs(_last(context, prompt))]
-                sink.progress(len(prompt))
-                for token in continuation[:-1]:
-                    rows.append(_logprobs(context.step({0: token})))
-                    sink.progress(1, decoded=1)
-                add_sequence(sink, index, continuation, {"logprobs": np.concatenate(rows)})
+                blocks = _continued(context, prompt, continuation, sink)
+                add_sequence(sink, index, continuation, self._rows(context, blocks, check=index == 0))
         return {"tokens": sum(map(len, request.items()))}
 
     def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
@@ -397,11 +451,9 @@ class LlamaCppEngine(Engine):
             self._seen = context.seen
             serving = _Serving(context, request)
             for index, window in enumerate(request.windows):
-                rows = serving.answer(window)
-                sink.add(index, {"logprobs": np.concatenate(list(map(_logprobs, rows)))})
-                sink.progress(sum(tokens for tokens, _ in context.calls), decoded=0)
-                context.calls.clear()
-        return {"tokens": request.n_tokens, **serving.proof()}
+                sink.add(index, self._rows(context, serving.answer(window)))
+                sink.progress(request.n_tokens // len(request.windows))
+        return {"tokens": request.n_tokens, **proof_of_way(request, serving.counted, most=self._chunk)}
 
     @contextmanager
     def _contexts(self, cells: int, sequences: int) -> Iterator[tuple[LlamaContext, Drafter | None]]:
@@ -425,25 +477,28 @@ class LlamaCppEngine(Engine):
     def _drafting(self, cells: int, sequences: int) -> LlamaContext:
         """A context of the draft model, whose cache has llama.cpp's own format."""
         assert self._draft is not None
-        batch = {"n_batch": self._chunk, "n_ubatch": min(self._chunk, _CHUNK)}
-        threads = {"n_threads": self._arm.threads, "n_threads_batch": self._arm.threads}
+        batch: dict[str, Any] = {"n_batch": self._chunk, "n_ubatch": min(self._chunk, _CHUNK)}
+        threads: dict[str, Any] = {"n_threads": self._arm.threads, "n_threads_batch": self._arm.threads}
         return self._draft.context(cells, sequences, **batch, **threads)
 
     def _greedy(
         self, request: Generate, batch: Sequence[int], context: LlamaContext, drafter: Drafter | None, sink: Sink
-    ) -> Iterator[tuple[list[int], list[NDArray[np.float16]], str | None]]:
-        """Greedy decode of one batch, a sequence per prompt; yields (ids, rows [n][V], failure) in batch order."""
+    ) -> Iterator[tuple[list[int], list[NDArray[Any]], str | None]]:
+        """Greedy decode of one batch, a sequence per prompt; yields (ids, rows [n][V or d], failure) in batch order."""
         generated: list[list[int]] = [[] for _ in batch]
-        rows: list[list[NDArray[np.float16]]] = [[] for _ in batch]
+        rows: list[list[NDArray[Any]]] = [[] for _ in batch]
         failed: list[str | None] = [None] * len(batch)
         pending: dict[int, Floats] = {}  # live sequence → logits [n, V] of its next tokens
+        kept: dict[int, NDArray[Any]] = {}  # live sequence → what a capture keeps of these rows
         for sequence, index in enumerate(batch):
             pending[sequence] = _last(context, request.prompts[index], sequence)
             sink.progress(len(request.prompts[index]))
+            if request.rows:
+                kept[sequence] = self._kept(context, pending[sequence])
         while True:
             for sequence, logits in list(pending.items()):
                 ids = generated[sequence]
-                for row in logits:
+                for i, row in enumerate(logits):
                     token = int(row.argmax())  # the first of equals; NaN wins
                     if np.isnan(row[token]):
                         failed[sequence] = f"NaN logits at generated token {len(ids)}"
@@ -451,7 +506,7 @@ class LlamaCppEngine(Engine):
                         break
                     ids.append(token)
                     if request.rows:
-                        rows[sequence].append(_logprobs(row[None])[0])
+                        rows[sequence].append(kept[sequence][i])
                     if token in request.stop or len(ids) == request.max_tokens:
                         del pending[sequence]
                         break
@@ -459,89 +514,82 @@ class LlamaCppEngine(Engine):
                 break
             if drafter is None:
                 tokens = {sequence: generated[sequence][-1] for sequence in pending}
-                pending = dict(zip(tokens, context.step(tokens)[:, None], strict=True))
+                logits = context.step(tokens)
+                pending = dict(zip(tokens, logits[:, None], strict=True))
+                if request.rows:
+                    kept = dict(zip(tokens, self._kept(context, logits)[:, None], strict=True))
             else:
                 texts = {sequence: [*request.prompts[batch[sequence]], *generated[sequence]] for sequence in pending}
                 pending = verified(context, drafter, texts)
+                if request.rows:
+                    kept = {sequence: _logprobs(logits) for sequence, logits in pending.items()}
             n = sum(map(len, pending.values()))
             sink.progress(n, decoded=n)
         yield from zip(generated, rows, failed, strict=True)
 
+    def _kept(self, context: LlamaContext, logits: Floats) -> NDArray[Any]:
+        """What a capture keeps of the rows whose logits [n, V] the context just gave."""
+        if self._head is None or context.states is None:
+            return _logprobs(logits)
+        inputs = self._head.rounded(context.states.take(len(logits)))
+        if not self._head.sentinels:
+            self._head.check(inputs, logits)
+        return inputs
+
 
 class _Serving:
-    """Answers windows in the way of a request.
-
-    ``steps``: (tokens in the sequence before, tokens, sequences) of each call that gave rows.
-    """
+    """Answers windows in the way of a request; ``counted``: what happened to each."""
 
     def __init__(self, context: LlamaContext, request: Served) -> None:
         self._context, self._request = context, request
-        self.steps: list[tuple[int, int, int]] = []
+        self.counted: list[Counted] = []
 
     def answer(self, window: Tokens) -> list[Floats]:
         """Logits [≤ 64, V] of the rows that are asked for, in order."""
         request, size, context = self._request, self._request.size, self._context
         context.clear()
+        kept = lost = 0
         match request.way:
-            case "chunked":
-                return self._rows(window, piece=size)
-            case "decode":
-                read = self._rows(window[:size])
-                return read + self._rows(window, size, piece=1)
             case "prefix" | "prefix-partial":
-                return self._after(window, window)
+                _last(context, window)
+                kept = context.keep_first(size)
             case "prefix-other":
-                return self._after(window, (*window[:size], *request.others[0]))
+                _last(context, (*window[:size], *request.others[0]))
+                kept = context.keep_first(size)
             case "prefix-generated":
                 _last(context, window[: size // 2])
                 for token in window[size // 2 : size]:
                     context.step({0: token})
-                return self._after(window, ())
-            case "batch":
-                before = len(context.calls)
-                rows = list(context.mixed((window, *request.others), range(request.first, request.last + 1)))
-                self.steps += [(0, *call) for call in context.calls[before:]]
-                return rows
+                kept = context.keep_first(size)
             case "evicted":
-                for tokens in (window, *request.others):
-                    context.keep_first(0)
+                _last(context, window)
+                lost = len(window) - context.keep_first(0)
+                for tokens in request.others:
                     _last(context, tokens)
-                context.keep_first(0)
-        return self._rows(window)
+                    context.keep_first(0)
+        before = len(context.calls)
+        rows = list(self._computed(window, kept))
+        self.counted.append(Counted(context.calls[before:], kept, lost))
+        return rows
 
-    def proof(self) -> dict[str, Any]:
-        """``engaged`` with counts, or ``not_engaged``: why."""
-        way, size = self._request.way, self._request.size
-        before, tokens, sequences = zip(*self.steps, strict=True)
-        counts = {"calls": len(self.steps), "largest call": max(tokens)}
-        if way.startswith("prefix"):
-            if {*before} != {size}:
-                return {"not_engaged": f"llama.cpp kept {min(before)} tokens, not the {size} of the prefix"}
-            counts["hit tokens"] = sum(before)
-        elif way == "batch":
-            counts["sequences"] = max(sequences)
-        elif way in ("chunked", "decode") and not any(before):
-            return {"not_engaged": f"{max(tokens)} tokens are one call of {size}"}
-        return {"engaged": counts}
+    def _computed(self, window: Tokens, kept: int) -> Iterator[Floats]:
+        """The rows of a window of which the first ``kept`` tokens are in the sequence."""
+        request, size, context = self._request, self._request.size, self._context
+        rows = range(request.first, request.last + 1)
+        match request.way:
+            case "batch":
+                yield from context.mixed((window, *request.others), rows)
+            case "chunked":
+                yield from context.feed(window, rows, piece=size)
+            case "decode":
+                yield from context.feed(window[:size], rows)
+                yield from context.feed(window[size:], range(rows.start - size, rows.stop - size), piece=1)
+            case _:
+                yield from context.feed(window[kept:], range(rows.start - kept, rows.stop - kept))
 
-    def _after(self, window: Tokens, read: Tokens) -> list[Floats]:
-        """The rows behind a prefix that stays of what was read, or is in the sequence already."""
-        if read:
-            _last(self._context, read)
-        kept = self._context.keep_first(self._request.size)
-        if kept != self._request.size:
-            raise NotSupportedError("llama.cpp cannot cut this model's memory back to a prefix")
-        return self._rows(window, kept)
 
-    def _rows(self, window: Tokens, start: int = 0, piece: int | None = None) -> list[Floats]:
-        """The window's tokens from ``start`` on, of which those before are in the sequence."""
-        before, at = len(self._context.calls), start
-        rows = range(self._request.first - start, self._request.last + 1 - start)
-        found = list(self._context.feed(window[start:], rows, piece=piece))
-        for tokens, sequences in self._context.calls[before:]:
-            self.steps.append((at, tokens, sequences))
-            at += tokens
-        return found
+def _on_gpu(arm: Arm) -> bool:
+    return arm.device != "cpu" or dict(arm.options).get("n-gpu-layers", "0") != "0"
 
 
 def _flash(arm: Arm) -> bool:
@@ -564,6 +612,15 @@ def _batches(request: Generate, most: int) -> Iterator[list[int]]:
 def _last(context: LlamaContext, tokens: Sequence[int], sequence: int = 0) -> Floats:
     """Logits [1, V] after the last of the tokens, which are appended to the sequence."""
     return np.concatenate(list(context.feed(tokens, range(len(tokens) - 1, len(tokens)), sequence)))
+
+
+def _continued(context: LlamaContext, prompt: Tokens, continuation: Sequence[int], sink: Sink) -> Iterator[Floats]:
+    """The rows behind a prompt and each token of its continuation but the last, which are read one by one."""
+    yield _last(context, prompt)
+    sink.progress(len(prompt))
+    for token in continuation[:-1]:
+        yield context.step({0: token})
+        sink.progress(1, decoded=1)
 
 
 def _endless(context: LlamaContext, group: Sequence[Tokens]) -> Iterator[list[int]]:

@@ -20,9 +20,24 @@ from numpy.typing import NDArray
 from fidelab.engines.options import Value, other_options, switched, unknown_option
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 
-__all__ = ["GGML_TYPES", "CacheReads", "LlamaContext", "LlamaModel", "Seen", "build", "can_offload", "parameters"]
+__all__ = [
+    "ENUMERATIONS",
+    "GGML_TYPES",
+    "USE_LOGPROBS",
+    "GraphReads",
+    "LlamaContext",
+    "LlamaModel",
+    "Seen",
+    "States",
+    "build",
+    "can_offload",
+    "function",
+    "parameters",
+]
 
 Floats = NDArray[np.float32]
+
+USE_LOGPROBS = "pass --engine-arg estimator=logprobs"
 
 # Name → number in ggml's enumeration, values per block, bytes per block.
 GGML_TYPES: Mapping[str, tuple[int, int, int]] = {
@@ -36,6 +51,11 @@ GGML_TYPES: Mapping[str, tuple[int, int, int]] = {
     "q4_0": (2, 32, 18),
     "iq4_nl": (20, 32, 18),
 }
+# Parameters that are numbers of an enumeration → what llama.cpp's command line calls them, from 0 on.
+ENUMERATIONS: Mapping[str, tuple[str, ...]] = {
+    "rope-scaling-type": ("none", "linear", "yarn", "longrope"),
+    "split-mode": ("none", "layer", "row", "tensor"),
+}
 _T = TypeVar("_T")
 _WITHOUT_ATTENTION = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _PAGE = 256  # cells: the unit in which llama.cpp makes caches
@@ -43,7 +63,9 @@ _WHOLE = (ctypes.c_int, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int8, ctypes.c
 _REAL = (ctypes.c_float, ctypes.c_double)
 _BLOCK = 64  # rows of logits copied at a time
 _POINTERS = 29  # words of a ggml tensor up to the end of its sources
+_SIZES, _SOURCES = 2, 19  # the words where its four sizes and its sources begin
 _LOOKS = ("VIEW", "PERMUTE", "RESHAPE", "TRANSPOSE", "CPY", "CONT")  # operations that pass their input on
+_HEADS = ("output.weight", "token_embd.weight")  # the second where a model's head is its embedding
 _CACHE_NAME = re.compile(r"cache_([kv])_l\d+ ")
 _INFO, _ERROR, _CONTINUED = 2, 4, 5  # ggml's log levels; those between are warnings
 _CACHE = re.compile(r"size = .*\(\s*\d+ cells,\s*(\d+) layers.*K \((\w+)\):.*V \((\w+)\):")
@@ -153,27 +175,46 @@ def _only(values: set[_T]) -> _T | None:
     return values.pop() if len(values) == 1 else None
 
 
-class CacheReads:
-    """Records the types in which a graph's operations read keys and values: ``kinds`` by side, ``k`` or ``v``.
+def function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of ggml's C interface, which the bindings leave out.
 
-    ``callback`` is passed as ``cb_eval`` of a context.  Of a ggml tensor only its type, which is its first field, and
+    Raises:
+        AttributeError: this build has none of that name.
+    """
+    found = getattr(_native()[0]._lib, name)
+    found.restype, found.argtypes = result, [*arguments]
+    return found
+
+
+class GraphReads:
+    """Records what a graph's operations read.  ``callback`` is passed as ``cb_eval`` of a context.
+
+    ``kinds``: the types of keys and values by side, ``k`` or ``v``.  ``head``: the names of the matrix that gives the
+    logits and of the states that it is multiplied with.  Of a ggml tensor only its type, which is its first field, and
     its pointers to earlier operations are read.
     """
 
     def __init__(self) -> None:
         native, _ = _native()
-        lib = native._lib
-        self._ask = [getattr(lib, name) for name in ("ggml_get_name", "ggml_op_desc", "ggml_type_name")]
-        for ask, argument in zip(self._ask, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int), strict=True):
-            ask.restype, ask.argtypes = ctypes.c_char_p, [argument]
+        self._ask = [
+            function("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p),
+            function("ggml_op_desc", ctypes.c_char_p, ctypes.c_void_p),
+            function("ggml_type_name", ctypes.c_char_p, ctypes.c_int),
+        ]
         self.kinds: dict[str, set[str]] = {"k": set(), "v": set()}
+        self.head: tuple[str, str] | None = None
         self._sides: dict[int, str | None] = {}  # operations so far → the side of the cache that they are a view of
         self.callback = dict(native.llama_context_params._fields_)["cb_eval"](self._see)
+
+    def _name(self, tensor: int) -> str:
+        return str(self._ask[0](tensor).decode(errors="replace"))
 
     def _see(self, tensor: int, ask: bool, _data: Any) -> bool:
         if ask:
             name, operation = (self._ask[i](tensor).decode(errors="replace") for i in (0, 1))
             words = (ctypes.c_size_t * _POINTERS).from_address(tensor)
+            if operation == "MUL_MAT" and (weight := self._name(words[_SOURCES])) in _HEADS:
+                self.head = weight, self._name(words[_SOURCES + 1])
             sources = [word for word in words if word != tensor and word in self._sides]
             match = _CACHE_NAME.match(name)
             looks = operation in _LOOKS
@@ -184,6 +225,45 @@ class CacheReads:
                         kind = ctypes.c_int.from_address(source).value
                         self.kinds[side].add(self._ask[2](kind).decode())
         return False
+
+
+class States:
+    """Takes the rows of one tensor, by its name, out of every graph of a context.
+
+    ``stop``: nothing behind the tensor is computed; the context then has no logits, and gives these rows instead.
+    Otherwise :meth:`take` gives those of the calls since it was last called.
+    """
+
+    def __init__(self, tensor: str) -> None:
+        native, _ = _native()
+        self.stop = True
+        self._tensor = tensor.encode()
+        self._rows: list[Floats] = []
+        self._name = function("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
+        self._get = function(
+            "ggml_backend_tensor_get", None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+        )
+        self.callback = dict(native.llama_context_params._fields_)["cb_eval"](self._see)
+
+    def take(self, n: int) -> Floats:
+        """The rows [n, d] since the last call, in the order of the tokens whose logits were asked for.
+
+        Raises:
+            EngineError: there are more, or fewer.
+        """
+        rows, self._rows = self._rows, []
+        if (found := sum(map(len, rows))) != n:
+            raise EngineError(f"llama.cpp computed {found} rows of {self._tensor.decode()!r}, not {n}: {USE_LOGPROBS}")
+        return np.concatenate(rows)
+
+    def _see(self, tensor: int, ask: bool, _data: Any) -> bool:
+        if ask:
+            return bool(self._name(tensor) == self._tensor)
+        width, n = (ctypes.c_int64 * 2).from_address(tensor + _SIZES * ctypes.sizeof(ctypes.c_size_t))
+        rows = np.empty((n, width), dtype=np.float32)
+        self._get(tensor, rows.ctypes.data, 0, rows.nbytes)
+        self._rows.append(rows)
+        return not self.stop
 
 
 class LlamaModel:
@@ -227,13 +307,23 @@ class LlamaModel:
             raise EngineError("llama.cpp cannot tokenize the sample text")
         return list(ids[:n])
 
-    def context(self, cells: int, sequences: int = 1, **params: Any) -> LlamaContext:
+    def setting(self, name: str) -> float | None:
+        """A number of the file's metadata, by its name behind that of the architecture; ``None`` where it has none."""
+        architecture = self._text("general.architecture")
+        return _number(self._text(f"{architecture}.{name}"))
+
+    def _text(self, key: str) -> str:
+        room = ctypes.create_string_buffer(256)
+        self._native.llama_model_meta_val_str(self._model, key.encode(), room, len(room))
+        return room.value.decode(errors="replace")
+
+    def context(self, cells: int, sequences: int = 1, *, states: States | None = None, **params: Any) -> LlamaContext:
         """A context of ``sequences`` sequences of up to ``cells`` tokens each; ``params`` as ``llama_context_params``.
 
         Raises:
             EngineError: llama.cpp cannot make it, or the bindings lack a field.
         """
-        return LlamaContext(self._native, self._model, self.vocabulary, cells, sequences, params)
+        return LlamaContext(self._native, self._model, self.vocabulary, cells, sequences, states, params)
 
     def close(self) -> None:
         """Free the weights."""
@@ -244,14 +334,23 @@ class LlamaContext:
     """A llama.cpp context, which owns a KV cache; used as ``with model.context(...) as context``."""
 
     def __init__(
-        self, native: Any, model: Any, vocabulary: int, cells: int, sequences: int, params: Mapping[str, Any]
+        self,
+        native: Any,
+        model: Any,
+        vocabulary: int,
+        cells: int,
+        sequences: int,
+        states: States | None,
+        params: Mapping[str, Any],
     ) -> None:
         self._native = native
         self._vocabulary = vocabulary
+        self.states = states
         self._log = _native()[1]
         self._log.section()
         room = -(-cells // _PAGE) * _PAGE  # rounded as llama.cpp does, which avoids its warning
-        fields = {"n_ctx": room * sequences, "n_seq_max": sequences, **params}
+        watched = {"cb_eval": states.callback} if states is not None else {}
+        fields = {"n_ctx": room * sequences, "n_seq_max": sequences, **watched, **params}
         context_params = _with(native.llama_context_default_params(), fields)
         self._context = native.llama_init_from_model(model, context_params)
         if not self._context:
@@ -260,7 +359,8 @@ class LlamaContext:
         self._chunk = int(native.llama_n_batch(self._context))
         self._batch = native.llama_batch_init(max(self._chunk, sequences), 0, 1)
         self._ends = [0] * sequences
-        self.calls: list[tuple[int, int]] = []  # of ``llama_decode``: tokens and sequences in each
+        # Of each call of ``llama_decode``: tokens of the first sequence before, its tokens in it, sequences in it.
+        self.calls: list[tuple[int, int, int]] = []
 
     def __enter__(self) -> LlamaContext:
         return self
@@ -277,17 +377,21 @@ class LlamaContext:
     def keep_first(self, tokens: int, sequence: int = 0) -> int:
         """Drop the cells of a sequence behind its first ``tokens``, as a server does that goes on from a prefix.
 
-        Returns how many tokens llama.cpp says are left: none where its memory cannot be cut there.
+        Returns how many tokens llama.cpp says are left.
+
+        Raises:
+            NotSupportedError: the model keeps a state that cannot be rolled back.
         """
         memory = self._native.llama_get_memory(self._context)
         if not self._native.llama_memory_seq_rm(memory, sequence, tokens, -1):
-            return 0
+            raise NotSupportedError("this model keeps a state that llama.cpp cannot roll back to an earlier token")
         self._ends[sequence] = int(self._native.llama_memory_seq_pos_max(memory, sequence)) + 1
         return self._ends[sequence]
 
     def feed(self, tokens: Sequence[int], rows: range, sequence: int = 0, piece: int | None = None) -> Iterator[Floats]:
         """Append tokens to a sequence; yields the logits [≤ 64, V] of the tokens ``rows``, in order.
 
+        Where the context's ``states`` stop the computation, these and all other logits are states [n, d] instead.
         ``piece``: so many tokens in a call, where that is less than a call takes.
         """
         most = min(piece or self._chunk, self._chunk)
@@ -308,11 +412,12 @@ class LlamaContext:
         return np.concatenate(blocks)
 
     def mixed(self, prompts: Sequence[Sequence[int]], rows: range) -> Iterator[Floats]:
-        """Append a prompt to each of the first sequences, a token of each in turn, so that they share every call.
+        """Append a prompt to each of the first sequences, in calls that hold the same share of each of them.
 
         Yields the logits [≤ 64, V] of the tokens ``rows`` of the first prompt, in order.
         """
-        places = sorted((i, sequence) for sequence, prompt in enumerate(prompts) for i in range(len(prompt)))
+        shares = ((i / len(prompt), i, s) for s, prompt in enumerate(prompts) for i in range(len(prompt)))
+        places = [(i, sequence) for _, i, sequence in sorted(shares)]
         for start in range(0, len(places), self._chunk):
             part = places[start : start + self._chunk]
             wanted = [sequence == 0 and i in rows for i, sequence in part]
@@ -344,12 +449,8 @@ class LlamaContext:
         Raises:
             NotSupportedError: the model keeps a state that cannot be rolled back.
         """
-        if n == 0:
-            return
-        memory, end = self._native.llama_get_memory(self._context), self._ends[sequence] - n
-        if not self._native.llama_memory_seq_rm(memory, sequence, end, -1):
-            raise NotSupportedError("this model keeps a state that cannot be rolled back, so no draft can be rejected")
-        self._ends[sequence] = end
+        if n:
+            self.keep_first(self._ends[sequence] - n, sequence)
 
     def stored_bytes(self, sequence: int = 0) -> int:
         """Bytes that the state of a sequence takes when saved: keys, values and some bookkeeping."""
@@ -365,16 +466,19 @@ class LlamaContext:
     def _decode(self, tokens: Sequence[int], sequences: Sequence[int], wanted: Sequence[bool]) -> Iterator[Floats]:
         batch = self._batch
         batch.n_tokens = len(tokens)
+        self.calls.append((self._ends[0], sequences.count(0), len({*sequences})))
         for i, (token, sequence) in enumerate(zip(tokens, sequences, strict=True)):
             batch.token[i], batch.pos[i], batch.logits[i] = token, self._ends[sequence], wanted[i]
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
             self._ends[sequence] += 1
-        self.calls.append((len(tokens), len({*sequences})))
         self._log.section()
         code = self._native.llama_decode(self._context, batch)
         if code:
             raise EngineError(f"llama.cpp could not decode {len(tokens)} tokens (code {code}): {self._log.reason()}")
         places = [i for i, kept in enumerate(wanted) if kept]
+        if places and self.states is not None and self.states.stop:
+            yield self.states.take(len(places))
+            return
         for start in range(0, len(places), _BLOCK):
             yield np.stack([self._logits(i) for i in places[start : start + _BLOCK]])
 
@@ -423,16 +527,23 @@ def _field(key: str, text: str, kind: Any) -> Any:
         UsageError: the text is of another kind, or out of the type's range.
     """
     value: float | None
-    if kind is ctypes.c_bool:
+    if key in ENUMERATIONS:
+        words = ENUMERATIONS[key]
+        value, what = words.index(text) if text in words else _whole(text, kind), f"one of {', '.join(words)}"
+    elif kind is ctypes.c_bool:
         value, what = switched(text), "yes or no"
     elif kind in _REAL:
-        value, what = _number(text), "a number"
+        value, what = _number(text), "a number that llama.cpp takes"
     else:
-        value, what = int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) else None, "a whole number"
-        value = value if value is not None and kind(value).value == value else None
+        value, what = _whole(text, kind), "a whole number that llama.cpp takes"
     if value is None:
-        raise UsageError(f"engine llamacpp: {key}={text!r} is not {what} that llama.cpp takes")
+        raise UsageError(f"engine llamacpp: {key}={text!r} is not {what}")
     return value
+
+
+def _whole(text: str, kind: Any) -> int | None:
+    value = int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) else None
+    return value if value is not None and kind(value).value == value else None
 
 
 def _number(text: str) -> float | None:

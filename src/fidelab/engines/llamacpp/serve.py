@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from fidelab.core import Arm
-from fidelab.engines.llamacpp.library import GGML_TYPES
+from fidelab.engines.llamacpp.library import ENUMERATIONS, GGML_TYPES
 from fidelab.engines.options import flags, switched
 from fidelab.errors import NotSupportedError, UnknownNameError
 
@@ -22,6 +22,8 @@ _FLAGS: Mapping[str, str] = {
     "use-mmap": "mmap",
     "use-mlock": "mlock",
     "offload-kqv": "kv-offload",
+    "estimator": "",  # fidelab's own
+    "use-extra-bufts": "repack",
 }
 _ALL_LAYERS = "999"  # more than any model has
 _WORDS = ("flash-attn",)  # on, off and auto are its values
@@ -56,7 +58,17 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
         words += ["--n-gpu-layers", _ALL_LAYERS, *(["--split-mode", "none", "--main-gpu", number] if colon else [])]
     if "flash-attn" not in options:
         words += ["--flash-attn", "on"]
-    return [*words, *flags(arm.options, _FLAGS, _WORDS)]
+    return [*words, *flags(_named(arm), _FLAGS, _WORDS)]
+
+
+def _named(arm: Arm) -> Iterator[tuple[str, str]]:
+    """The arm's options, with the names of values that may be given as numbers; -1 leaves the choice to llama.cpp."""
+    for key, value in arm.options:
+        words = ENUMERATIONS.get(key)
+        if words is None or value in words:
+            yield key, value
+        elif value.isdecimal() and int(value) < len(words):
+            yield key, words[int(value)]
 
 
 def python_server(arm: Arm, host: str, port: int) -> list[str]:
@@ -84,9 +96,14 @@ def python_server(arm: Arm, host: str, port: int) -> list[str]:
     }
     for key, value in arm.options:
         name, on = key.replace("-", "_"), switched(value)
+        if not _FLAGS.get(key, key):
+            continue
         if name not in _SETTINGS:
             raise NotSupportedError(
                 f"the server of llama-cpp-python has no {key}: put llama.cpp's own {PROGRAM} on PATH, or leave it away"
             )
-        settings[name] = value if on is None else "true" if on else "false"
+        words = ENUMERATIONS.get(key, ())
+        settings[name] = (
+            str(words.index(value)) if value in words else value if on is None else "true" if on else "false"
+        )
     return ["python", "-m", "llama_cpp.server", *(word for key in settings for word in (f"--{key}", settings[key]))]

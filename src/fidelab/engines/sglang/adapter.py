@@ -34,7 +34,7 @@ from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed, unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair, is_pair
-from fidelab.engines.options import Value, trusts_code
+from fidelab.engines.options import Value, switched, trusts_code
 from fidelab.engines.sglang import launch
 from fidelab.engines.sglang.launch import (
     CONTROLLED,
@@ -214,7 +214,7 @@ class SGLangEngine(Engine):
     def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
         if request.tensors != "states":
             raise NotSupportedError("engine sglang tells the states between its layers; q, k and v engine hf alone")
-        if self._options.get("cuda-graph") == "on":
+        if switched(self._options.get("cuda-graph", "off")):
             raise NotSupportedError("SGLang's layers can be seen where they run one by one: remove cuda-graph")
         for index, window in enumerate(request.windows):
             prompt = window[: request.last + 1]

@@ -23,8 +23,9 @@ The last three are for an SGLang that was started with ``FIDELAB_SERVING``.
 Answers are files, too, complete before SGLang hands out the token that follows: ``RID.rows`` (one after another, in the
 type of the states, or float16 log-probabilities), ``RID.live`` (float32 [n, V], of the first tokens sampled),
 ``RID.nan`` (index of the first generated token whose logits held NaN), ``RID.states`` ([1 + layers, n, d], of the
-prompt from ``first`` on), ``RID.steps`` (a line for each forward: tokens in the cache before, tokens computed,
-sequences), ``RID.places`` (int64, of its tokens in the cache), ``about.json``, ``head-RANK.weight`` and ``.bias``.
+prompt from ``first`` on) or ``RID.stateless`` (why there are none), ``RID.steps`` (a line for each forward: tokens in
+the cache before, tokens computed, sequences), ``RID.places`` (int64, of its tokens in the cache), ``about.json``,
+``head-RANK.weight`` and ``.bias``.
 Rank 0 writes; under tensor parallelism all ranks hold the same states.
 """
 
@@ -149,15 +150,7 @@ class _Capture:
     def _captured(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         about = any(instructions["about"] for _, _, instructions in self._requests(batch))
         stored = _Stored(runner) if about else None
-        layers = None
-        if any(instructions.get("layers") for _, _, instructions in self._requests(batch)):
-            layers = LayerStates(runner.model, runner.model_config.num_hidden_layers, _stream)
-        try:
-            out = original(runner, batch, *args, **kwargs)
-        finally:
-            if layers is not None:
-                layers.remove()
-        passed = None if layers is None else layers.take()
+        out, passed = self._passed(lambda: original(runner, batch, *args, **kwargs), runner, batch)
         states, logits = out.logits_output.hidden_states, out.logits_output.next_token_logits
         lengths = batch.extend_seq_lens_cpu if batch.forward_mode.is_extend() else [1] * len(batch.rids)
         if states is None or len(states) != sum(lengths):
@@ -180,6 +173,35 @@ class _Capture:
         if stored is not None:
             self._about(runner, stored, batch)
         return out
+
+    def _passed(self, run: Callable[[], Any], runner: Any, batch: Any) -> tuple[Any, Tensor | None]:
+        """What a forward gives, and the states behind the layers where its requests ask for them.
+
+        Where they cannot be read that is written down for these requests: an exception would end the scheduler.
+        """
+        names = [rid for _, rid, instructions in self._requests(batch) if instructions.get("layers")]
+        if not names:
+            return run(), None
+        try:
+            layers = LayerStates(runner.model, runner.model_config.num_hidden_layers, _stream)
+        except RuntimeError as error:
+            self._stateless(names, error)
+            return run(), None
+        try:
+            out = run()
+        finally:
+            layers.remove()
+        try:
+            return out, layers.take()
+        except RuntimeError as error:
+            self._stateless(names, error)
+            return out, None
+
+    def _stateless(self, names: Sequence[str], error: RuntimeError) -> None:
+        for rid in names:
+            self._chunks.pop(rid, None)
+            if _is_first_rank():
+                (self._folder / f"{rid}.stateless").write_text(str(error), "utf-8")
 
     def _rows(self, runner: Any, batch: Any, rid: str, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
         """Append the requested ones of the rows from position ``start`` on, each once."""

@@ -26,7 +26,7 @@ from fidelab.engines.base import one_line
 from fidelab.engines.layer_states import read_states
 from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX, SERVING
 from fidelab.engines.speculation import Drafts
-from fidelab.errors import EngineError
+from fidelab.errors import EngineError, NotSupportedError
 
 __all__ = ["Response", "SGLangRequest", "SGLangSession"]
 
@@ -164,7 +164,7 @@ class SGLangSession:
         """Answer some requests together.
 
         Raises:
-            EngineError: SGLang refuses one of them, or ends.
+            EngineError: SGLang refuses one of them, or ends.  NotSupportedError: its layers cannot be read.
         """
         return self._collect(*self._send(requests))
 
@@ -302,6 +302,8 @@ class SGLangSession:
         (self._folder / f"{name}.json").unlink()
         if failed is None and len(ids) < request.max_tokens and not {*ids[-1:]} & {*request.stop}:
             raise EngineError(f"SGLang ended an answer after {len(ids)} of {request.max_tokens} tokens")
+        if (path := self._folder / f"{name}.stateless").exists():
+            raise NotSupportedError(f"SGLang's layers cannot be read: {path.read_text('utf-8')}")
         states = read_states(self._folder / f"{name}.states") if request.layers else None
         return Response(ids, _array(rows, n_wanted, self._dtype), _array(live, request.live, "float32"), failed, states)
 

@@ -333,7 +333,10 @@ class VLLMModel:
     def pool(self, tokens: int) -> Iterator[None]:
         """Leave of the cache the blocks that were freed last, as many as ``tokens`` tokens need."""
         if len(self._scheduler.kv_cache_config.kv_cache_groups) > 1:
-            raise NotSupportedError("a pool that layers of several kinds share is not filled up here")
+            raise NotSupportedError(
+                "layers of several kinds (full attention, sliding, recurrent) share this model's cache, and what of it "
+                "other requests take from a window cannot be told"
+            )
         pool = self._scheduler.kv_cache_manager.block_pool
         kept = -(-tokens // self.block_size)
         taken = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - kept))
