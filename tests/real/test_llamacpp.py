@@ -94,7 +94,7 @@ SHIM = """
 import ctypes
 import numpy as np
 from fidelab.engines.llamacpp import library
-from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaContext, LlamaModel
+from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaContext, LlamaModel, States
 from fidelab.engines.llamacpp.proof import read_state
 
 KINDS = {number: name for name, (number, _, _) in GGML_TYPES.items()}
@@ -104,8 +104,10 @@ def context(self, cells, sequences=1, **params):
     made = make(self, cells, sequences, **params)
     made.kind = KINDS[params["type_k"]]
     if made.kind == "q8_0" and "cb_eval" not in params:  # decode reads another format
-        number = GGML_TYPES["q4_0"][0]
-        made.other = make(self, cells, sequences, **{**params, "type_k": number, "type_v": number})
+        number, states = GGML_TYPES["q4_0"][0], params["states"]
+        states = States(states._tensor.decode()) if states is not None and states.stop else None
+        own = {"type_k": number, "type_v": number, "states": states}
+        made.other = make(self, cells, sequences, **{**params, **own})
     return made
 
 def fed(self, tokens, rows, sequence=0, piece=None):
