@@ -276,7 +276,8 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
     ahead = threading.Thread(target=_prepare_scoring, name="scoring")
     try:
         with _terminate_as_interrupt():
-            ahead.start()
+            if plan.settings.axes:
+                ahead.start()
             asking = prepared.asking(listener, folder.event)
             asking.pace.expect(expected.by_step())
             for job in plan.jobs:
@@ -285,11 +286,12 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
                 else:  # only benches ask the arms
                     results.append(ArmResult(job.role, job.arm, Status.OK))
                 _store_outcomes(folder, facts, plan, results)
+            if plan.settings.axes:
+                ahead.join()  # it would slow what is timed
             if plan.settings.benches:
                 results = _bench(prepared, asking, folder, listener, results)
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
-            ahead.join()
             began = time.monotonic()
             report = _finish(plan.settings.experiment, folder, facts, _every(plan, results))
             if all(result.status is Status.OK for result in results):

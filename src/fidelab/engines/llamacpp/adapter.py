@@ -8,8 +8,9 @@ tokens, 12), with ``draft-max`` (tokens of a draft, 16): speculative decoding by
 ``LLAMA_CPP_LIB_PATH`` names a folder with an own build of libllama.
 
 - **Estimator**: on CPUs ``hidden``, with states rounded as the live head rounds them (:mod:`.head`).  The state itself
-  would give other logits (SmolLM2-135M, Q8_0 head: KL 6e-4) and hide an error that users of llama.cpp get.  On GPUs,
-  whose kernels round in other ways, and where drafts are verified: ``logprobs``, float16 rows of the live logits.
+  would give other logits (SmolLM2-135M, Q8_0 head: KL 6e-4) and hide an error that users of llama.cpp get.  On GPUs
+  and on macOS, whose kernels round in other ways, and where drafts are verified: ``logprobs``, float16 rows of the live
+  logits.
 - **The kernel path costs more than the format** on CPUs: f32 and f16 caches take another one than all others, so the
   control of a 16-bit reference is ``bf16``.
 - **Speculation** is for generated and timed tokens.  Forced continuations and prefills run without it.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -175,9 +177,9 @@ class LlamaCppEngine(Engine):
 
     @classmethod
     def estimator_for(cls, arm: Arm) -> Estimator:
-        options = dict(arm.options)
-        default = Estimator.LOGPROBS if _on_gpu(arm) else Estimator.HIDDEN
-        return Estimator(options.get("estimator", default))
+        elsewhere = _on_gpu(arm) or sys.platform == "darwin"  # where Apple's BLAS rounds nothing
+        default = Estimator.LOGPROBS if elsewhere else Estimator.HIDDEN
+        return Estimator(dict(arm.options).get("estimator", default))
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
