@@ -5,7 +5,6 @@ Exit codes: 0 fine, 1 a gate or an arm failed, 2 usage or bad input (one line on
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -144,7 +143,6 @@ def main() -> None:
         code = _fault(f"{error.name or 'a package'} cannot be imported ({error}); see: python -m fidelab.doctor")
     except OSError as error:
         code = _fault(f"{error.filename or 'input/output'}: {error.strerror or error}")
-    gc.freeze()  # else the interpreter looks through all objects of torch once more before it ends
     sys.exit(code if isinstance(code, int) else 0)
 
 
