@@ -35,7 +35,7 @@ ASKED = {
 }
 COUNTS = {  # of the window that shows least
     "chunked": {"forwards": 3, "largest forward": 16},
-    "decode": {"forwards": 41, "largest forward": 8, "sequences": 1},
+    "decode": {"forwards": 41, "largest forward": 8, "sequences": 2},
     "prefix": {"forwards": 1, "largest forward": 16, "hit tokens": 32},
     "prefix-partial": {"forwards": 1, "largest forward": 27, "hit tokens": 21},
     "prefix-other": {"forwards": 1, "largest forward": 16, "hit tokens": 32},

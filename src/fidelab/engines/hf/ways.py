@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["answer_served"]
 
+_TOGETHER = 8  # windows that are decoded together
+
 
 def answer_served(model: HFModel, request: Served, sink: Sink) -> dict[str, Any]:
     """Answer a request for windows, and prove by counts that it was done that way.
@@ -35,8 +37,7 @@ def answer_served(model: HFModel, request: Served, sink: Sink) -> dict[str, Any]
         NotSupportedError: this model's caches have no such way.
     """
     served = _Serving(model, request, sink)
-    answers = served.batches() if request.way == "batch" else map(served.answer, request.windows)
-    for index, rows in enumerate(answers):
+    for index, rows in enumerate(served.answers()):
         sink.add(index, model.stored(rows))
     return {"tokens": served.tokens, **proof(request, served.counted)}
 
@@ -49,13 +50,24 @@ class _Serving:
         self.counted: list[Counted] = []
         self.tokens = 0
 
-    def answer(self, window: Tokens) -> Tensor:
-        """Rows [n, …] of one window."""
+    def answers(self) -> Iterator[Tensor]:
+        """Rows [n, …] of each window."""
+        windows = self._request.windows
+        match self._request.way:
+            case "batch":
+                yield from self._batches()
+            case "decode" if len({*map(len, windows)}) == 1:
+                for start in range(0, len(windows), _TOGETHER):
+                    yield from self._decoded(windows[start : start + _TOGETHER])
+            case _:
+                yield from map(self._answer, windows)
+
+    def _answer(self, window: Tokens) -> Tensor:
         request, size = self._request, self._request.size
         match request.way:
             case "chunked":
                 return self._rows(window, self._model.new_cache(), range(0, len(window), size))
-            case "decode":
+            case "decode":  # windows of several lengths
                 return self._rows(window, self._model.new_cache(), [0, *range(size, len(window))])
             case "prefix" | "prefix-partial":
                 return self._rows(window, self._hit(window, window[size:]), [size])
@@ -73,7 +85,7 @@ class _Serving:
                 return self._rows(window, cache, [0], lost=held - cache.get_seq_length())
         return self._rows(window, self._model.new_cache(), [0])
 
-    def batches(self) -> Iterator[Tensor]:
+    def _batches(self) -> Iterator[Tensor]:
         """Rows [n, …] of each window, in batches that are padded on the left.
 
         Windows that share a batch are other requests to each other, at most half of them, so that the lengths differ.
@@ -100,6 +112,24 @@ class _Serving:
             rows.append(self._kept(states, logits, start, end))
         self.counted.append(Counted(steps, steps[0][0], lost))
         return torch.cat(rows)
+
+    def _decoded(self, windows: Sequence[Tokens]) -> list[Tensor]:
+        """The rows of windows of one length, whose tokens are fed one by one, together as servers do."""
+        cache, size, length = self._model.new_cache(), self._request.size, len(windows[0])
+        rows: list[list[Tensor]] = [[] for _ in windows]
+        steps = []
+        for start, end in pairwise([0, *range(size, length), length]):
+            steps.append((cache.get_seq_length(), end - start, len(windows)))
+            ids = self._model.tensor([window[start:end] for window in windows])
+            logits, states = self._model.forward(ids, cache, keep=1 if self._model.hidden else end - start)
+            if not self._model.sentinels:
+                self._model.check_replay(states[:, -1], logits[:, -1])
+            for row, found in enumerate(rows):
+                found.append(self._kept(states[row], logits[row], start, end))
+            self.tokens += ids.numel()
+            self._sink.progress(ids.numel(), decoded=ids.numel() if start else 0)
+        self.counted += [Counted(steps, 0) for _ in windows]
+        return [torch.cat(found) for found in rows]
 
     def _kept(self, states: Tensor, logits: Tensor, start: int, end: int) -> Tensor:
         """Of the rows ``start`` … ``end`` - 1 of one sequence those that are asked for."""
