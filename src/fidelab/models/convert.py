@@ -32,7 +32,7 @@ from fidelab.models.gguf import Header, StoredTensor, cannot_convert, hf_config,
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_room", "to_safetensors"]
+__all__ = ["check_room", "dequantized", "to_safetensors"]
 
 _log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def _by_processor(file: Path, header: Header, model: Any) -> dict[str, Loader]:
         gathered: dict[str, dict[str, Tensor]] = {"tensors": {}}  # by processors that join several tensors to one
         for tensor in tensors:
             content, name, _ = processor.process(
-                weights=_dequantized(file, tensor),
+                weights=dequantized(file, tensor),
                 name=tensor.name,
                 tensor_key_mapping=names,
                 parsed_parameters=gathered,
@@ -195,7 +195,7 @@ def _by_processor(file: Path, header: Header, model: Any) -> dict[str, Loader]:
     return {parameter: partial(load, tensors) for parameter, tensors in sources.items()}
 
 
-def _dequantized(file: Path, tensor: StoredTensor) -> NDArray[np.float32]:
+def dequantized(file: Path, tensor: StoredTensor) -> NDArray[np.float32]:
     """The content of a tensor, read and dequantized some rows at a time: the package holds what it is given twice."""
     import gguf
 
