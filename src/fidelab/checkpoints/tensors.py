@@ -1,4 +1,4 @@
-"""Rules about tensors: their values and scales, experts, files and index, what is quantized, packing, missing layers."""
+"""Rules about tensors: values and scales, experts, files and index, what is quantized, packing, missing layers."""
 
 from __future__ import annotations
 
