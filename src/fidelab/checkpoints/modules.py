@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo
+from fidelab.checkpoints.layouts import method_of
 from fidelab.errors import InputError
 
 __all__ = ["IGNORING", "METHODS", "SCALES", "Module", "Scheme", "kind_of", "modules_of", "scheme_of"]
@@ -152,7 +153,7 @@ class Module:
             return None
         if "qweight" in self.parts:
             return self._words(packed, scales)
-        if len(scales.shape) != 2 or scales.shape[1] == 0 or "weight_scale_inv" in self.parts:
+        if len(scales.shape) != 2 or scales.shape[1] == 0:
             return None
         n, per_row = packed.shape
         if "weight_packed" not in self.parts:
@@ -234,7 +235,7 @@ class Scheme:
         ignored: patterns of modules that are not quantized, see :meth:`ignores`.
         ignored_by: the key that lists them.
         targets: patterns of those that are, where it lists them; else all linear layers are.
-        version: of GPTQ's zero points, 1 or 2.
+        layout: a key of :data:`fidelab.checkpoints.layouts.LAYOUTS`, where modules are in one of them.
         kv_cache: whether scales of the KV cache are announced.
     """
 
@@ -245,7 +246,7 @@ class Scheme:
     ignored: tuple[str, ...] = ()
     ignored_by: str = "ignore"
     targets: tuple[str, ...] = ()
-    version: int = 1
+    layout: str | None = None
     kv_cache: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict)
 
@@ -293,7 +294,7 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
     """What the checkpoint's configuration says, in one form for all methods.
 
     Raises:
-        InputError: it names a method that is not known.
+        InputError: it names a method, or a variant of one, that is not known.
     """
     raw = checkpoint.quantization
     if raw is None:
@@ -320,9 +321,10 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
         )
         ignored_by, ignored = "extra_config", (*ignored, *map(str, kept))
     group = _number(raw, "group_size", "q_group_size")
+    block = raw.get("weight_block_size")
+    if method == "fp8" and isinstance(block, list) and len(block) == 2 and type(block[1]) is int:
+        group = block[1]
     uniform = not isinstance(dynamic, dict) and not extra
-    packing = str(raw.get("packing_format", "")).lower()
-    version = 2 if raw.get("checkpoint_format") == "gptq_v2" or "gptq_v2" in packing else 1
     if method == "awq":
         zero_point = raw.get("zero_point")
         symmetric = not zero_point if isinstance(zero_point, bool) else None
@@ -336,7 +338,7 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
         ignored=ignored,
         ignored_by=ignored_by,
         targets=_strings(raw.get("modules_in_block_to_quantize")),
-        version=version,
+        layout=None if method in ("modelopt", "mxfp4") else method_of({**raw, "quant_method": method}),
         raw=raw,
     )
 
@@ -357,6 +359,7 @@ def _compressed(raw: Mapping[str, Any]) -> Scheme:
         symmetric=one.get("symmetric") if isinstance(one.get("symmetric"), bool) else None,
         ignored=_strings(raw.get("ignore")),
         targets=tuple(target for targets, _ in weights for target in _strings(targets)),
+        layout="compressed-tensors",
         kv_cache=isinstance(raw.get("kv_cache_scheme"), dict),
         raw=raw,
     )

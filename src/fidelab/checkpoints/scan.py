@@ -150,8 +150,8 @@ def _joined(parts: Iterable[Statistics]) -> Statistics:
 def _of_chunk(chunk: NDArray[Any], info: TensorInfo, scale: bool) -> Statistics:
     if info.dtype in _BLOCK_SCALES:
         return _of_blocks(chunk, info)
-    if scale and (info.dtype in _SIGNED or info.dtype == "F8_E8M0"):
-        return _of_scales(to_floats(chunk, info.dtype))
+    if scale and (info.dtype in _SIGNED or info.dtype in ("F8_E8M0", "U8")):
+        return _of_scales(to_floats(chunk, "F8_E8M0" if info.dtype == "U8" else info.dtype))  # of MXFP4
     if info.dtype in _SIGNED:
         return _of_floats(chunk, info.dtype)
     if info.dtype in RAW:

@@ -792,8 +792,9 @@ def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
             if "qweight" in module.parts and "scales" in module.parts:
                 wrong["shapes that do not belong together"].append(module.name)
             continue
-        if scheme.method in ("gptq", "awq") and packing.layout in ("gptq", "awq") and packing.layout != scheme.method:
-            wrong[f"codes packed as {packing.layout} where the configuration says {scheme.method}"].append(module.name)
+        named = (scheme.layout or "").removesuffix("_v2")
+        if named in ("gptq", "awq") and packing.layout in ("gptq", "awq") and packing.layout != named:
+            wrong[f"codes packed as {packing.layout} where the configuration says {named}"].append(module.name)
             continue
         if scheme.bits is not None and packing.bits is not None and packing.bits != scheme.bits:
             wrong[f"{packing.bits} bits where the configuration says {scheme.bits}"].append(module.name)
@@ -917,8 +918,9 @@ def _group_index(subject: Subject) -> Iterator[Finding]:
 )
 def _zero_point_offset(subject: Subject) -> Iterator[Finding]:
     scheme = subject.scheme
-    if scheme.method not in ("gptq", "auto-round") or not scheme.symmetric:
+    if scheme.layout not in ("gptq", "gptq_v2") or not scheme.symmetric:
         return
+    version = 2 if scheme.layout == "gptq_v2" else 1
     wrong: dict[int, list[str]] = defaultdict(list)
     for module in _quantized(subject):
         zeros, packing = module.parts.get("qzeros"), module.packing()
@@ -926,13 +928,13 @@ def _zero_point_offset(subject: Subject) -> Iterator[Finding]:
             continue
         s = subject.statistics[zeros.name]
         middle = {1: {4: 0x77777777, 8: 0x7F7F7F7F}, 2: {4: 0x88888888, 8: 0x80808080}}
-        other = 3 - scheme.version
+        other = 3 - version
         if s.same and s.low & 0xFFFFFFFF == middle[other][packing.bits]:
             wrong[other].append(zeros.name)
-    for version, names in wrong.items():
+    for found, names in wrong.items():
         yield Finding(
-            f"zero points are those of GPTQ version {version} in {_count(names, 'tensor')} and the configuration says "
-            f"version {scheme.version}: {_named(names)}",
+            f"zero points are those of GPTQ version {found} in {_count(names, 'tensor')} and the configuration says "
+            f"version {version}: {_named(names)}",
             names,
         )
 
