@@ -57,8 +57,9 @@ CLEAN: dict[str, Callable[[], Synthetic]] = {
 def test_nothing_is_found_in_a_whole_checkpoint(kind: str, tmp_path: Path) -> None:
     base = plain(moe="experts" in kind or "shards" in kind, tied="tied" in kind).write(tmp_path / "base")
     folder = CLEAN[kind]().write(tmp_path / "m")
-    for options in ({}, {"tp": 2}, {"base": base}):
-        outcome = audit(folder, **options)  # type: ignore[arg-type]
+    every: tuple[dict[str, Any], ...] = ({}, {"tp": 2}, {"base": base})
+    for options in every:
+        outcome = audit(folder, **options)
         assert [(finding.rule, finding.text) for finding in outcome.findings] == []
         assert outcome.verdict == "ok"
         assert (outcome.quantized > 0) == (outcome.method is not None)
