@@ -41,7 +41,8 @@ __all__ = [
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
 OPTIONS = ("plain", "all")
 KERNELS = ("write", "decode", "merge", "extend")
-WEIGHT_KERNELS = ("gemv", "gemm", "experts", "sum")
+# products of 4-bit weights, and the rows of each
+WEIGHT_KERNELS = {"gemv": 16, "gemm-32": 32, "gemm-64": 64, "gemm": 512, "experts": 16, "sum": 16}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
 
 _RATIO = 4  # query heads per KV head
@@ -53,8 +54,8 @@ class Compiled:
 
     ``options``: ``plain``, or ``all`` with window, soft-cap, sinks, scales per token and head, and counting of what
     saturates.  Of products with 4-bit weights: ``all`` with ``g_idx``, and routing weights for experts; ``layout``,
-    ``group`` and ``dtype`` (of activations) say which, and nothing of a cache is set.  ``shared`` and ``limit``: bytes of
-    shared memory.
+    ``group`` and ``dtype`` (of activations) say which, and nothing of a cache is set.  ``shared`` and ``limit``: bytes
+    of shared memory.
 
     Of the code: ``registers`` of a thread; ``spilled``: bytes of memory that each thread has because they are too few;
     ``loads``: bytes that one thread's load from global memory takes → such instructions (the block table and scales
@@ -139,13 +140,13 @@ def compile_weight_kernels(
     *,
     layouts: tuple[Layout, ...] = LAYOUTS,
     groups: tuple[int, ...] = (128,),
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
-    kernels: tuple[str, ...] = WEIGHT_KERNELS,
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
+    kernels: tuple[str, ...] = tuple(WEIGHT_KERNELS),
 ) -> Iterator[Compiled]:
     """Compile the products with 4-bit weights for every target, one result after another.
 
-    ``gemv`` is a product of up to 16 rows in splits, ``sum`` adds these, ``gemm`` one of more than 64 rows, ``experts`` one
-    of up to 16 rows for each expert.
+    ``gemv`` is a product of up to 16 rows in splits, ``sum`` adds these, ``gemm-32`` and ``gemm-64`` are products of up
+    to so many rows, ``gemm`` of more, ``experts`` one of up to 16 rows for each expert.
 
     Raises:
         NotSupportedError: Triton is missing, or this process runs its interpreter.
@@ -172,14 +173,12 @@ def compile_weight_kernels(
                                 yield _compile_weights(kernel, target, layout, group, dtype, options)
 
 
-def _compile_weights(
-    kernel: str, name: str, layout: Layout, group: int, dtype: torch.dtype, options: str
-) -> Compiled:
+def _compile_weights(kernel: str, name: str, layout: Layout, group: int, dtype: torch.dtype, options: str) -> Compiled:
     from k16v8.kernels import matmul
 
     target = _target(name)
     full, many = options == "all", 8 if kernel == "experts" else 0
-    stack, inputs, outputs, rows = (many,) if many else (), 4096, 4096, 512 if kernel == "gemm" else 16
+    stack, inputs, outputs, rows = (many,) if many else (), 4096, 4096, WEIGHT_KERNELS[kernel]
 
     def empty(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(*shape, dtype=kind, device="meta")
@@ -201,7 +200,12 @@ def _compile_weights(
     if kernel == "sum":
         tile = replace(tile, rows=1, tokens=1024, warps=4, stages=1)
         return _built(
-            result, matmul.sum_kernel, matmul.sum_arguments(part, out, rows, 8), matmul.sum_constants(target), tile, target
+            result,
+            matmul.sum_kernel,
+            matmul.sum_arguments(part, out, rows, 8),
+            matmul.sum_constants(target),
+            tile,
+            target,
         )
     routing = empty(rows, 2, kind=torch.float32) if full and many else None
     split = kernel == "gemv"

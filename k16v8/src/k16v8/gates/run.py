@@ -24,9 +24,7 @@ from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.dispatch import Kernels, choose
 from k16v8.kernels.reference import Attention
 
-__all__ = ["OPERATIONS", "Gate", "attention_gate", "mutation_gate", "paper_gates", "run_gates"]
-
-OPERATIONS = ("attention", "weights")
+__all__ = ["Gate", "attention_gate", "mutation_gate", "paper_gates", "run_gates"]
 
 COSINE, RELATIVE_L2, LSE = 0.99999, 0.0035, 1e-3
 # expected value and half-width over seeds
@@ -53,7 +51,7 @@ def run_gates(
     device: torch.device | str = "cpu",
     seed: int = 0,
     soak_steps: int = 500,
-    operations: tuple[str, ...] = OPERATIONS,
+    operations: tuple[str, ...] = ("attention", "weights"),
 ) -> Iterator[Gate]:
     """All gates of ``operations`` for one implementation, one result after another.
 
@@ -68,9 +66,7 @@ def run_gates(
         yield from (Gate(*found) for found in weight_gates(implementation, device=device, seed=seed))
 
 
-def _attention_gates(
-    implementation: str, device: torch.device | str, seed: int, soak_steps: int
-) -> Iterator[Gate]:
+def _attention_gates(implementation: str, device: torch.device | str, seed: int, soak_steps: int) -> Iterator[Gate]:
     for case in CASES if implementation == "interpreter" else (*CASES, *LONG):
         yield attention_gate(case, implementation, device=device, seed=seed)
     for name, passed, figures, note in writer_gates(_chooser(implementation, device), device=device, seed=seed):

@@ -7,13 +7,13 @@ One program takes a tile of rows and columns and goes over the inputs, at most a
 small integer, exact in every 16-bit type, so the matrix unit multiplies activations with it, sums in float32, and the
 group's scale multiplies the sum, in float32, too.  No weight is rounded.
 
-Few rows leave most of a GPU idle, so that the inputs are cut into splits whose float32 sums a second kernel adds, always
-in the same order.  For experts the pairs of token and expert are sorted by expert on the device; a program finds its
-expert and its pairs in tables, and one launch does all of them.
+Few rows leave most of a GPU idle, so that the inputs are cut into splits whose float32 sums a second kernel adds,
+always in the same order.  For experts the pairs of token and expert are sorted by expert on the device; a program finds
+its expert and its pairs in tables, and one launch does all of them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from k16v8.errors import UsageError
 from k16v8.kernels.bits import narrow, widen
-from k16v8.kernels.launch import Target, Tiles, compile_options, power_of_two, target_of
+from k16v8.kernels.launch import Target, Tiles, compile_options, target_of
 from k16v8.kernels.weights import QuantizedWeight
 
 __all__ = ["MatmulPlan", "expert_matmul", "matmul", "plan_matmul", "split_count"]
@@ -173,36 +173,42 @@ def sum_kernel(part, out, rows, outputs, splits, out_row, COLUMNS: tl.constexpr,
 class MatmulPlan:
     """What products of at most ``rows`` rows with weights of one shape need, allocated once.
 
-    ``splits`` of the inputs, and ``part``, their float32 sums ``[splits, rows, N]`` (empty for one split).  The number of
-    splits decides in which order sums are made: it belongs into the record of a run.
+    ``splits`` of the inputs, and ``part``, their float32 sums ``[splits, rows, N]`` (empty for one split).  How many
+    splits there are decides in which order sums are made: it belongs into the record of a run.
     """
 
     rows: int
     splits: int
     part: Tensor
-    held: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
 
 
 def matmul_tiles(rows: int, weight: QuantizedWeight, target: Target) -> Tiles:
     """Tile sizes for products of ``rows`` rows, of which there are four kinds: more would be compiled while serving.
 
-    Static: what compiles without spills on sm_90 and gfx942 (``k16v8 compile``); unmeasured.
+    ``tokens`` are columns of the weight.  Static: nothing spills on any target of ``k16v8 compile``; unmeasured.
     """
     if target.backend == "interpreter":  # the interpreter's cost is per operation; edges must still be crossed
         return Tiles(16 if rows <= 16 else 32, 32, 1, 1)
+    rdna = target.backend == "hip" and target.warp == 32
     stages = 4 if target.backend == "cuda" else 2
     if rows <= 16:
         return Tiles(16, 64, 4, stages)
-    if rows <= 32:
-        return Tiles(32, 64, 4, stages)
-    if rows <= 64:
-        return Tiles(64, 128, 4, stages)
-    return Tiles(128, 128, 8, min(stages, 3))
+    if rows <= 32 or rdna:
+        return Tiles(32 if rows <= 32 else 64, 64, 4, stages)
+    # where matrix units take their sums from registers, gathering activations as well needs more than there are
+    registers = target.backend == "cuda" and target.shared_memory < 227 * 1024
+    if rows <= 64 or (registers and weight.order is not None):
+        return Tiles(64, 128, 8, stages)
+    return Tiles(128, 128, 8, stages if target.shared_memory >= 163 * 1024 else 2)
 
 
-def depth(weight: QuantizedWeight, target: Target) -> int:
+def depth(weight: QuantizedWeight, tile: Tiles, target: Target) -> int:
     """Inputs of one step: a power of two that divides the group, so that a step has one scale."""
-    most = 64 if target.backend == "interpreter" else 128
+    most = 128 if tile.rows == 16 else 64
+    if target.backend == "interpreter":
+        most = 64
+    elif target.backend == "hip" and target.warp == 32:
+        most = 32
     if weight.group == weight.inputs:
         return most
     return min(most, weight.group & -weight.group)
@@ -264,9 +270,9 @@ def matmul(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None, pla
 class Sorted:
     """Pairs of token and expert, sorted by expert and cut into blocks of rows of one expert each.
 
-    ``pairs``: int32 ``[T * top]``, the number of the pair at each sorted place; of each block its ``expert`` (-1 for pairs
-    whose expert does not exist), the ``first`` of its places and the ``end`` of its expert's.  There are as many blocks
-    as there can be at most: those that are not needed have none.
+    ``pairs``: int32 ``[T * top]``, the number of the pair at each sorted place; of each block its ``expert`` (-1 for
+    pairs whose expert does not exist), the ``first`` of its places and the ``end`` of its expert's.  There are as many
+    blocks as there can be at most: those that are not needed have no places.
     """
 
     pairs: Tensor
@@ -291,9 +297,7 @@ def sort_pairs(experts: Tensor, many: int, rows: int) -> Sorted:
     owner = torch.searchsorted(block_ends, block, right=True).clamp_max(many)
     before = torch.cat((block_ends.new_zeros(1), block_ends))[owner]
     first = starts[owner] + (block - before) * rows
-    return Sorted(
-        pairs.int(), torch.where(owner == many, -1, owner).int(), first.int(), ends[owner].int()
-    )
+    return Sorted(pairs.int(), torch.where(owner == many, -1, owner).int(), first.int(), ends[owner].int())
 
 
 def expert_matmul(
@@ -341,18 +345,16 @@ def matmul_arguments(
     shared: int = 1,
 ) -> tuple[object, ...]:
     """The arguments of the product kernel, in their order.  What is absent is any pointer, never read."""
-    pairs, expert, first, end = (weight.qzeros,) * 4 if table is None else (table.pairs, table.expert, table.first, table.end)
+    nothing = weight.qzeros
+    tables = (nothing,) * 4 if table is None else (table.pairs, table.expert, table.first, table.end)
     return (
         x,
         weight.qweight,
         weight.qzeros,
         weight.scales,
-        weight.qzeros if weight.order is None else weight.order,
+        nothing if weight.order is None else weight.order,
         out,
-        pairs,
-        expert,
-        first,
-        end,
+        *tables,
         weight.scales if routing is None else routing,
         rows,
         weight.inputs,
@@ -383,7 +385,7 @@ def matmul_constants(
         "X_FORMAT": {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype],
         "ROWS": tile.rows,
         "COLUMNS": tile.tokens,
-        "DEPTH": depth(weight, target),
+        "DEPTH": depth(weight, tile, target),
         "ORDERED": weight.order is not None,
         "EXPERTS": experts,
         "ROUTED": routed,

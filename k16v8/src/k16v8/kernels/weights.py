@@ -1,14 +1,14 @@
 """Linear layers with 4-bit weights as AWQ and GPTQ checkpoints hold them, and what multiplying with them means.
 
-A weight of ``K`` inputs and ``N`` outputs is ``w[k, n] = (code[k, n] - zero[g, n]) * scale[g, n]`` with ``g = k // group``;
-``y = x @ w``.  Eight codes share a 32-bit word:
+A weight of ``K`` inputs and ``N`` outputs is ``w[k, n] = (code[k, n] - zero[g, n]) * scale[g, n]`` with
+``g = k // group``, and ``y = x @ w``.  Eight codes share a 32-bit word:
 
     AWQ    qweight [K, N/8]   the word's nibbles are columns 0 2 4 6 1 3 5 7; so are those of the zero points
     GPTQ   qweight [K/8, N]   the word's nibbles are rows 0 … 7; those of the zero points are columns 0 … 7
 
-Both have ``qzeros [groups, N/8]`` and ``scales [groups, N]``.  Version 1 of GPTQ stores zero points minus one, subtracted
-from whole words; :func:`gptq` adds it again.  A ``g_idx`` that gives each row a group of its own choice becomes an order of
-the rows, so that groups are runs of rows and kernels gather the activations instead.
+Both have ``qzeros [groups, N/8]`` and ``scales [groups, N]``.  Version 1 of GPTQ stores zero points minus one,
+subtracted from whole words; :func:`gptq` adds it again.  A ``g_idx`` that gives each row a group of its own choice
+becomes an order of the rows, so that groups are runs of rows and kernels gather the activations instead.
 
 Weights of a mixture of experts have a first dimension more, ``E``.
 """
@@ -28,12 +28,13 @@ __all__ = [
     "Layout",
     "QuantizedWeight",
     "awq",
-    "codes_and_zeros",
+    "codes",
     "dequantize",
     "expert_matmul",
     "gptq",
     "matmul",
     "pack",
+    "zero_points",
 ]
 
 Layout = Literal["awq", "gptq"]
@@ -48,8 +49,8 @@ class QuantizedWeight:
     """One linear layer, or ``E`` of them; make it with :func:`awq` or :func:`gptq`, which check it.
 
     ``qweight`` int32 ``[(E,) K, N/8]`` (AWQ) or ``[(E,) K/8, N]`` (GPTQ); ``qzeros`` int32 ``[(E,) groups, N/8]``;
-    ``scales`` float16, bfloat16 or float32 ``[(E,) groups, N]``; ``group``: rows that share a scale, ``K`` for one group;
-    ``order``: int32 ``[(E,) K]``, the activation that each row multiplies, ``None`` where it is the row's own number.
+    ``scales`` float16, bfloat16 or float32 ``[(E,) groups, N]``; ``group``: rows that share a scale, ``K`` for one
+    group; ``order``: int32 ``[(E,) K]``, the activation that each row multiplies, ``None`` where it is the row's own.
     """
 
     layout: Layout
@@ -94,9 +95,9 @@ def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> Quantize
 def gptq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int, g_idx: Tensor | None = None, *, version: int = 1
 ) -> QuantizedWeight:
-    """The tensors of a GPTQ module; ``g_idx``: int32 ``[(E,) K]``, the group of each row; ``version``: 2 for ``gptq_v2``.
+    """The tensors of a GPTQ module; ``g_idx``: int32 ``[(E,) K]``, each row's group; ``version``: 2 for ``gptq_v2``.
 
-    A ``g_idx`` that is not ``k // group`` reorders the rows of ``qweight``, once, into a copy; this waits for the device.
+    A ``g_idx`` that is not ``k // group`` reorders the rows of ``qweight``, once, into a copy; the host waits for it.
 
     Raises:
         UsageError: types, shapes or strides are not those of a GPTQ module, or groups of ``g_idx`` differ in size.
@@ -120,9 +121,9 @@ def gptq(
             f"g_idx does not give {weight.group} rows to each of {scales.shape[-2]} groups; such a module has no order "
             "in which its groups are runs of rows: convert it again with desc_act=false"
         )
-    codes, _ = codes_and_zeros(weight)
-    sorted_codes = codes.gather(-2, order.unsqueeze(-1).expand_as(codes))
-    return replace(weight, qweight=_pack_words(sorted_codes.transpose(-1, -2), "gptq").mT.contiguous(), order=order.int())
+    stored = codes(weight)
+    stored = stored.gather(-2, order.unsqueeze(-1).expand_as(stored))
+    return replace(weight, qweight=_pack_words(stored.mT, "gptq").mT.contiguous(), order=order.int())
 
 
 def _checked(weight: QuantizedWeight) -> QuantizedWeight:
@@ -144,8 +145,9 @@ def _checked(weight: QuantizedWeight) -> QuantizedWeight:
     ):
         if tensor.dtype != torch.int32 or tensor.shape != shape:
             raise UsageError(f"{what} is {_kind(tensor)}; {name} with these scales takes int32 {list(shape)}")
-    if groups != -(-inputs // weight.group):
-        raise UsageError(f"{groups} groups of {weight.group} for {inputs} inputs; there must be {-(-inputs // weight.group)}")
+    wanted = -(-inputs // weight.group)
+    if groups != wanted:
+        raise UsageError(f"{groups} groups of {weight.group} for {inputs} inputs; there must be {wanted}")
     for what, tensor in (("qweight", weight.qweight), ("qzeros", weight.qzeros), ("scales", scales)):
         if not tensor.is_contiguous():
             raise UsageError(f"{what} has strides {list(tensor.stride())}; call contiguous()")
@@ -159,7 +161,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def pack(
-    layout: Layout, codes: Tensor, zeros: Tensor, scales: Tensor, group: int, g_idx: Tensor | None = None
+    layout: Layout, values: Tensor, zeros: Tensor, scales: Tensor, group: int, g_idx: Tensor | None = None
 ) -> QuantizedWeight:
     """A weight of codes ``[(E,) K, N]`` and zero points ``[(E,) groups, N]``, integers from 0 to 15.
 
@@ -167,15 +169,15 @@ def pack(
         UsageError: see :func:`awq` and :func:`gptq`.
     """
     if layout == "awq":
-        return awq(_pack_words(codes, layout), _pack_words(zeros, layout), scales, group)
-    words = _pack_words(codes.transpose(-1, -2), layout).mT.contiguous()
+        return awq(_pack_words(values, layout), _pack_words(zeros, layout), scales, group)
+    words = _pack_words(values.transpose(-1, -2), layout).mT.contiguous()
     return gptq(words, _pack_words(zeros, layout), scales, group, g_idx, version=2)
 
 
-def _pack_words(codes: Tensor, layout: Layout) -> Tensor:
+def _pack_words(values: Tensor, layout: Layout) -> Tensor:
     """Eight codes of the last dimension in each word."""
-    nibbles = codes.unflatten(-1, (-1, 8))[..., list(_NIBBLES[layout])].long()
-    words = (nibbles << torch.arange(0, 32, 4, device=codes.device)).sum(-1)
+    nibbles = values.reshape(*values.shape[:-1], -1, 8)[..., list(_NIBBLES[layout])].long()
+    words: Tensor = (nibbles << torch.arange(0, 32, 4, device=values.device)).sum(-1)
     return (words - ((words >> 31) << 32)).int()  # as a signed number
 
 
@@ -187,18 +189,23 @@ def _unpack_words(words: Tensor, layout: Layout) -> Tensor:
     return nibbles[..., places].flatten(-2)
 
 
-def codes_and_zeros(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Codes ``[(E,) K, N]`` and zero points ``[(E,) groups, N]``, uint8, rows as they are stored."""
+def codes(weight: QuantizedWeight) -> Tensor:
+    """``[(E,) K, N]``, uint8, rows as they are stored."""
     if weight.layout == "awq":
-        return _unpack_words(weight.qweight, "awq"), _unpack_words(weight.qzeros, "awq")
-    return _unpack_words(weight.qweight.mT, "gptq").mT, _unpack_words(weight.qzeros, "gptq")
+        return _unpack_words(weight.qweight, "awq")
+    return _unpack_words(weight.qweight.mT, "gptq").mT
+
+
+def zero_points(weight: QuantizedWeight) -> Tensor:
+    """``[(E,) groups, N]``, uint8."""
+    return _unpack_words(weight.qzeros, weight.layout)
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """``[(E,) K, N]``, rows in the order of the activations."""
-    codes, zeros = codes_and_zeros(weight)
-    rows = torch.arange(weight.inputs, device=codes.device) // weight.group
-    values = (codes.to(dtype) - zeros.to(dtype)[..., rows, :]) * weight.scales.to(dtype)[..., rows, :]
+    stored, zeros = codes(weight), zero_points(weight)
+    rows = torch.arange(weight.inputs, device=stored.device) // weight.group
+    values = (stored.to(dtype) - zeros.to(dtype)[..., rows, :]) * weight.scales.to(dtype)[..., rows, :]
     if weight.order is None:
         return values
     return torch.empty_like(values).scatter_(-2, weight.order.long().unsqueeze(-1).expand_as(values), values)
@@ -220,8 +227,8 @@ def expert_matmul(
     """Each token times the weights of its experts, as it is defined: ``[T, top, N]``.
 
     ``x``: ``[T, K]``, or ``[T, top, K]`` where each expert of a token has an input of its own; ``experts``: integers
-    ``[T, top]``; a token's output is 0 for an expert that there is not (negative, or ``E`` and more: it lives on another
-    device).  ``routing``: ``[T, top]``, by which outputs are multiplied.
+    ``[T, top]``; a token's output is 0 for an expert that there is not (negative, or ``E`` and more: it lives on
+    another device).  ``routing``: ``[T, top]``, by which outputs are multiplied.
     """
     tokens, top = experts.shape
     out = torch.zeros(tokens, top, weight.outputs, dtype=dtype, device=x.device)
