@@ -29,6 +29,7 @@ __all__ = [
     "Speculation",
     "Status",
     "Vocabulary",
+    "cache_dir",
     "canonical_json",
     "digest",
     "finite",
@@ -82,6 +83,14 @@ def slug(text: str) -> str:
     """A file name for a text: of an absolute path the last part, ``_`` for other characters, at most 60 characters."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(text).name if Path(text).is_absolute() else text).strip("_") or "x"
     return name if len(name) <= _LONGEST_SLUG else f"{name[: _LONGEST_SLUG - 9]}-{digest(text)[:8]}"
+
+
+def cache_dir() -> Path:
+    """``$FIDELAB_CACHE``, else ``fidelab`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; it may not exist."""
+    folder = os.environ.get("FIDELAB_CACHE")
+    if folder:
+        return Path(folder).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "fidelab"
 
 
 def state_dir() -> Path:
@@ -213,6 +222,38 @@ class FormatSpec:
     name: str
     options: tuple[tuple[str, str], ...] = ()
 
+    @classmethod
+    def parse(cls, text: str, whole: str = "") -> FormatSpec:
+        """Read ``name`` or ``name[key=value,…]``; a value may itself be a list: ``skip=0,29``.
+
+        ``whole``: what errors quote, where the text is part of something.
+
+        Raises:
+            UsageError: the text does not have that form.
+        """
+        match = _FORMAT.match(text.strip())
+        if match is None:
+            raise UsageError(
+                f"KV format {whole or text!r}: write a name, K/V, or options in brackets, as in 'int4[group=32]' or "
+                "'f16/q8_0'"
+            )
+        options: dict[str, list[str]] = {}
+        key = ""
+        for item in filter(None, (piece.strip() for piece in (match["options"] or "").split(","))):
+            head, eq, value = item.partition("=")
+            if eq:
+                key = head.strip().replace("_", "-")
+                options.setdefault(key, []).append(value.strip())
+            elif key:  # "skip-layers=0,29": a piece without "=" continues the list before it
+                options[key].append(item)
+            else:
+                raise UsageError(f"KV format {whole or text!r}: option {item!r} has no value; write key=value")
+        return cls(match["name"], tuple(sorted((key, ",".join(values)) for key, values in options.items())))
+
+    def without(self, *keys: str) -> FormatSpec:
+        """The same format without some options."""
+        return FormatSpec(self.name, tuple(pair for pair in self.options if pair[0] not in keys))
+
     def __str__(self) -> str:
         if not self.options:
             return self.name
@@ -276,25 +317,10 @@ class KVSpec:
 
 
 def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
-    match = _FORMAT.match(side.strip())
-    if match is None:
-        raise UsageError(
-            f"KV format {whole!r}: write a name, K/V, or options in brackets, as in 'int4[group=32]' or 'f16/q8_0'"
-        )
-    options: dict[str, list[str]] = {}
-    key = ""
-    for item in filter(None, (piece.strip() for piece in (match["options"] or "").split(","))):
-        head, eq, value = item.partition("=")
-        if eq:
-            key = head.strip().replace("_", "-")
-            options.setdefault(key, []).append(value.strip())
-        elif key:  # "skip-layers=0,29": a piece without "=" continues the list before it
-            options[key].append(item)
-        else:
-            raise UsageError(f"KV format {whole!r}: option {item!r} has no value; write key=value")
-    layers = [layer for item in options.pop("skip-layers", []) for layer in _layers(item, whole)]
-    pairs = tuple(sorted((k, ",".join(v)) for k, v in options.items()))
-    return FormatSpec(match["name"], pairs), layers
+    spec = FormatSpec.parse(side, whole)
+    skipped = dict(spec.options).get("skip-layers")
+    items = () if skipped is None else skipped.split(",")
+    return spec.without("skip-layers"), [layer for item in items for layer in _layers(item, whole)]
 
 
 def _layers(item: str, whole: str) -> range:

@@ -140,8 +140,8 @@ def test_a_split_gguf_is_one_checkpoint(tmp_path: Path) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    for name in (tmp_path, tmp_path / "m-00001-of-00003.gguf"):
-        with open_checkpoint(name) as checkpoint:
+    for path in (tmp_path, tmp_path / "m-00001-of-00003.gguf"):
+        with open_checkpoint(path) as checkpoint:
             assert {key: checkpoint.floats(key).tolist() for key in checkpoint.tensors} == {
                 key: value.tolist() for key, value in values.items()
             }
@@ -153,9 +153,9 @@ def test_a_split_gguf_is_one_checkpoint(tmp_path: Path) -> None:
 def test_quantization_is_found_where_each_writer_keeps_it(tmp_path: Path) -> None:
     gptq = {"quant_method": "gptq", "bits": 4}
     content = {"w": torch.zeros(1)}
-    for n, config in enumerate(
-        ({"quantization_config": gptq}, {"text_config": {"quantization_config": gptq}}, {"model_type": "llama"})
-    ):
+    nested: dict[str, Any] = {"text_config": {"quantization_config": gptq}}
+    configs: list[dict[str, Any]] = [{"quantization_config": gptq}, nested, {"model_type": "llama"}]
+    for n, config in enumerate(configs):
         folder = write_folder(tmp_path / str(n), content, config=config)
         assert open_checkpoint(folder).quantization == (gptq if n < 2 else None)
     (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
@@ -276,7 +276,7 @@ def _from_hub(endpoint: str, name: str, tensor: str, home: Path) -> list[Any]:
 def _expected(checkpoint: Checkpoint, tensor: str) -> list[Any]:
     from hashlib import sha256
 
-    content = sha256(checkpoint.read(tensor)).hexdigest()
+    content = sha256(checkpoint.read(tensor).data).hexdigest()
     return [sorted(checkpoint.tensors), content, content]
 
 

@@ -56,6 +56,7 @@ _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_SPLITS = 1000
 _CHUNK = 16 << 20  # bytes
+_MOST_HEADER = 100_000_000  # bytes of a safetensors header, the published limit
 _GGUF_HEADER = 4 << 20, 1 << 30  # bytes of a GGUF file fetched for its header: at first, at most
 _LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # beside config.json, by older writers
 
@@ -229,22 +230,24 @@ def open_checkpoint(name: str | Path, *, complete: bool = True) -> Checkpoint:
 
 def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
     if not (folder / "config.json").is_file():
-        files = sorted(folder.glob("*.gguf"))
-        if files:
-            if len(files) == 1 or _SPLIT.fullmatch(files[0].name):
-                return _open_gguf(files[0], name)
-            raise InputError(f"{name} holds {len(files)} GGUF files: pass one of them, for example {files[0]}")
+        ggufs = sorted(folder.glob("*.gguf"))
+        if ggufs:
+            if len(ggufs) == 1 or _SPLIT.fullmatch(ggufs[0].name):
+                return _open_gguf(ggufs[0], name)
+            raise InputError(f"{name} holds {len(ggufs)} GGUF files: pass one of them, for example {ggufs[0]}")
         weight_files(folder)  # says what is there, such as pickled weights
         raise InputError(
             f"{name} has no config.json: a checkpoint folder holds config.json, *.safetensors and a tokenizer"
         )
     index = read_index(folder / INDEX) if (folder / INDEX).is_file() else None
+    files: tuple[Path, ...]
+    missing: tuple[str, ...] = ()
     if index is None or complete:
-        files, missing = weight_files(folder), ()
+        files = weight_files(folder)
     else:
-        paths = [folder / file for file in sorted(set(index.values()))]
-        files = tuple(path for path in paths if path.is_file())
-        missing = tuple(path.name for path in paths if not path.is_file())
+        named = [folder / shard for shard in sorted(set(index.values()))]
+        files = tuple(path for path in named if path.is_file())
+        missing = tuple(path.name for path in named if not path.is_file())
     tensors: dict[str, TensorInfo] = {}
     copies: list[TensorInfo] = []
     for file in files:
@@ -371,23 +374,28 @@ def _open_remote(repo: str, revision: str | None, name: str, complete: bool) -> 
     sizes = hub.sizes(repo, commit)
     scratch = tempfile.TemporaryDirectory(prefix="fidelab-checkpoint-")
     copy = Path(scratch.name)
-    for file in folder.glob("*"):
-        if file.is_file():
-            (copy / file.name).symlink_to(file)
-    if not any(file.endswith(".safetensors") for file in sizes):
-        for file in sizes:
-            if file.endswith((".gguf", ".bin", ".pt", ".pth", ".ckpt", ".pkl")):
-                (copy / file).touch()
-    named = set(read_index(copy / INDEX).values()) if (copy / INDEX).is_file() else set(sizes)
-    for file, size in sizes.items():
-        if file.endswith(".safetensors") and (file in named or file == "model.safetensors"):
-            length = int.from_bytes(hub.read_range(repo, commit, file, 0, min(8, size)), "little")
-            _sparse(copy / file, hub.read_range(repo, commit, file, 0, min(size, 8 + min(length, 100_000_000))), size)
-    only = [file for file in sizes if file.endswith(".gguf")]
-    if len(only) == 1 and not any(copy.glob("*.safetensors")):
-        _fetch_gguf_header(copy / only[0], repo, commit, sizes[only[0]])
-        opened = _open_gguf(copy / only[0], name)
+    for text in folder.glob("*"):
+        if text.is_file():
+            (copy / text.name).symlink_to(text)
+    shards = [file for file in sizes if file.endswith(".safetensors")]
+    ggufs = [file for file in sizes if file.endswith(".gguf")]
+    if (copy / INDEX).is_file():
+        shards = [file for file in shards if file in set(read_index(copy / INDEX).values())]
+    elif "model.safetensors" in shards:
+        shards = ["model.safetensors"]
+    for file in shards:
+        length = int.from_bytes(hub.read_range(repo, commit, file, 0, min(8, sizes[file])), "little")
+        header = hub.read_range(repo, commit, file, 0, min(sizes[file], 8 + min(length, _MOST_HEADER)))
+        _sparse(copy / file, header, sizes[file])
+    if ggufs and not shards:
+        if len(ggufs) > 1:
+            raise InputError(f"{name} holds {len(ggufs)} GGUF files: download one of them and pass its path")
+        _fetch_gguf_header(copy / ggufs[0], repo, commit, sizes[ggufs[0]])
+        opened = _open_gguf(copy / ggufs[0], name)
     else:
+        for file in sizes if not shards else ():  # by their names, pickled weights are refused
+            if not (copy / file).exists() and "/" not in file:
+                (copy / file).touch()
         opened = _open_folder(copy, name, complete)
     opened.remote, opened._scratch = (repo, commit), scratch
     return opened
@@ -426,7 +434,8 @@ def to_floats(raw: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     if dtype == "BF16":
         return (raw.astype(np.uint32) << 16).view(np.float32)
     if dtype.startswith("F8_") and dtype in RAW:
-        return _table(dtype)[raw]
+        decoded: NDArray[np.float32] = _table(dtype)[raw]
+        return decoded
     if dtype not in RAW:
         raise InputError(f"values of type {dtype} cannot be decoded")
     return raw.astype(np.float32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fidelab.errors import InputError, UnavailableError
 
@@ -57,16 +58,21 @@ def read_range(repo: str, commit: str, filename: str, start: int, size: int) -> 
     Raises:
         InputError, UnavailableError: as :func:`snapshot`; also where the hub answers with other bytes.
     """
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+    import huggingface_hub
+
+    utils: Any = huggingface_hub.utils
 
     if not size:
         return b""
     with _hub_errors(repo, commit):
-        url = hf_hub_url(repo, filename, revision=commit)
-        wanted = {**build_hf_headers(), "Range": f"bytes={start}-{start + size - 1}", "Accept-Encoding": "identity"}
-        response = http_backoff("GET", url, headers=wanted, timeout=60)
-        hf_raise_for_status(response)
+        url = huggingface_hub.hf_hub_url(repo, filename, revision=commit)
+        wanted = {
+            **utils.build_hf_headers(),
+            "Range": f"bytes={start}-{start + size - 1}",
+            "Accept-Encoding": "identity",
+        }
+        response = utils.http_backoff("GET", url, headers=utils.build_hf_headers() | wanted, timeout=60)
+        utils.hf_raise_for_status(response)
         content = bytes(response.content)
         if len(content) != size:
             raise OSError(f"{filename}: {len(content):,} bytes came where {size:,} were asked for")

@@ -3,11 +3,12 @@
 Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transformers``: whichever that chooses itself,
 ``k16v8``: that package's kernels over pages), ``dequant`` (``fused``, the default with these kernels: they convert what
 they read; ``unpack``: the cache is decoded to the compute type before attention, as with every other attention),
-``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped), and those
-of ``from_pretrained``: ``device-map``, ``max-memory``, ``quantization-config``, ``tp-plan`` and
-``experts-implementation``.  Unless told, attention is k16v8 on a GPU where it is installed, holds the formats of all
-arms that are compared and runs the model, and Transformers' own choice elsewhere.  What goes into the cache is
-Transformers' choice too: models with latent attention may hand it a latent as keys and the rotary part as values.
+``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped),
+``weights`` (formats to which linear weights are rounded: see weights.py), and those of ``from_pretrained``:
+``device-map``, ``max-memory``, ``quantization-config``, ``tp-plan`` and ``experts-implementation``.  Unless told,
+attention is k16v8 on a GPU where it is installed, holds the formats of all arms that are compared and runs the model,
+and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
+attention may hand it a latent as keys and the rotary part as values.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from fidelab.engines.base import (
     dtype_name,
 )
 from fidelab.engines.hf import kernels as hf_kernels
+from fidelab.engines.hf.weights import WEIGHTS, check_weights
 from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.options import (
     NAME,
@@ -71,6 +73,7 @@ _OPTIONS: Mapping[str, Value] = {
     "dequant": one_of(*hf_kernels.DEQUANT),
     "estimator": one_of("hidden", "logprobs"),
     "jitter": (is_count, "a seed: a whole number above 0"),
+    WEIGHTS: (bool, "a format of weights"),
     **_LOADING,
 }
 _CONTROLLED: Mapping[str, str] = {
@@ -156,6 +159,11 @@ class HFEngine(Engine):
         layers = hf_kernels.shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
             return Support(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
+        if text := dict(arm.options).get(WEIGHTS):
+            for key in ("quantization-config", "tp-plan"):
+                if key in dict(arm.options):
+                    raise UsageError(f"engine hf: weights={text} cannot be combined with {key}")
+            check_weights(text, layers)
         is_k16v8 = attention == hf_kernels.NAME
         reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if is_k16v8 else None)
         return Support(reason is None, reason or "")
@@ -236,6 +244,7 @@ class HFEngine(Engine):
                 "k_options": dict(self._arm.kv.k.options),
                 "v_options": dict(self._arm.kv.v.options),
                 **({} if packed is None else {"emulated": True, "packed_bytes_per_token": packed}),
+                **self._model.rounded,
                 **({} if self._jittered is None else {"jittered_weights": self._jittered}),
                 **({"state_dtypes": sorted({dtype_name(state.dtype) for state in states})} if states else {}),
                 **({"kernels_refused": refused} if (refused := self._model.kernels_refused) else {}),

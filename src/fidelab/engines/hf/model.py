@@ -22,8 +22,9 @@ from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
 from fidelab.engines.hf.proof import Proof
+from fidelab.engines.hf.weights import WEIGHTS, round_weights
 from fidelab.engines.options import trusts_code
-from fidelab.errors import EngineError, NotSupportedError
+from fidelab.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.formats import create
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class HFModel:
         paged: whether k16v8's kernels compute attention.
         kernels_refused: why they do not, on a GPU where no attention was requested.
         proof: evidence for the formats.
+        rounded: what was rounded by the option ``weights``, for the record.
 
     Raises:
         EngineError: it cannot be loaded, or is not what we take it for.
@@ -137,15 +139,16 @@ class HFModel:
             )
             placed = {"device_map", "tp_plan"} & opened.keys()
             self.module = (model if placed else model.to(self._arm.device)).eval()
+            self.config = model.config.get_text_config(decoder=True)
+            self.rounded = round_weights(model, self.config, text) if (text := self._options.get(WEIGHTS)) else {}
             self._mark("weights")
             self._lm_head = model.get_output_embeddings()
             if self._lm_head is not None:
                 self._lm_head.register_forward_pre_hook(self._at_head)
-        except EngineError:
+        except FidelabError:
             raise
         except Exception as error:
             raise EngineError(f"Transformers cannot load {self._arm.model}: {one_line(error)}") from error
-        self.config = model.config.get_text_config(decoder=True)
         unfilled = sorted(report["missing_keys"])
         if unfilled:
             raise EngineError(f"{len(unfilled)} parameters were filled by no checkpoint tensor, first {unfilled[0]}")
