@@ -30,16 +30,16 @@ _KV = ("bf16", "k16v8", "fp8_e4m3", "q8_0", "int4")
 class _Physics(Group):
     """A model's name stands where a command's would: ``fidelab physics MODEL`` is ``fidelab physics model MODEL``."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.commands, "-h", "--help"):
-            args = ["model", *args]
-        return super().parse_args(ctx, args)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["model", *args])
 
 
 app = Commands(
     name="physics",
     cls=_Physics,
-    help="What a KV format can gain: bytes, ceilings, rooflines of a model; fits of measured figures.",
+    help="What a KV format can gain: bytes, ceilings and bounds of a model; fits of measured figures. "
+    "fidelab physics MODEL is short for fidelab physics model MODEL.",
+    context_settings={"ignore_unknown_options": True},
 )
 
 
@@ -291,7 +291,7 @@ def fit(
     file: Annotated[Path, typer.Argument(help="CSV, or JSON with a list of objects.")],
     y: Annotated[str, typer.Option("--y", help="Column that is fitted: a speed-up, tokens/s, or with --time a time.")],
     x: Annotated[str, typer.Option("--x", help="Column of batches; A*B multiplies two columns.")] = "batch",
-    context: Annotated[str | None, typer.Option(help="Column of contexts, for the affine time of a step.")] = None,
+    length: Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")] = None,
     time: Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")] = False,
     by: Annotated[str | None, typer.Option(help="Column of models or machines; intervals resample these.")] = None,
     part: Annotated[str | None, typer.Option(help="Which list of a JSON object.")] = None,
@@ -307,7 +307,7 @@ def fit(
 
       fidelab physics fit ablation.csv --y speedup_vs_p0 --by model
 
-      fidelab physics fit steps.json --part context_scaling --y latency_ms --time --context context --kv-bytes 57344
+      fidelab physics fit steps.json --part context_scaling --y latency_ms --time --length context --kv-bytes 57344
     """
     from fidelab.physics.devices import find_device
     from fidelab.physics.fits import compare_fits, read_points
@@ -319,7 +319,7 @@ def fit(
         read_points(file, part),
         y=y,
         x=x,
-        context=context,
+        context=length,
         is_time=time,
         by=by,
         min_x=min_x,
@@ -372,7 +372,7 @@ def _show_fit(found: Mapping[str, Any]) -> None:
 
 @app.command()
 def probe(
-    name: Annotated[str | None, typer.Option("--name", help="Name of the row; by default the device's own.")] = None,
+    name: Annotated[str | None, typer.Option("--as", help="Name of the row; by default the device's own.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or a CUDA device such as cuda:0.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="For each rate.")] = 2.0,
     as_json: options.Json = False,
@@ -383,7 +383,7 @@ def probe(
 
       fidelab physics probe
 
-      fidelab physics probe --device cuda:0 --name H100-here
+      fidelab physics probe --device cuda:0 --as H100-here
     """
     from fidelab.doctor.machine import cpu_name
     from fidelab.physics.devices import remember_device
