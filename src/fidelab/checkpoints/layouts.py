@@ -268,15 +268,23 @@ def unpack_words(words: NDArray[Any], bits: int, axis: int, count: int | None = 
     Args:
         count: fields along ``axis``; all that the words hold by default.
 
+    Words that are one number broadcast to a shape, which take no memory, give fields of zero that take none.
+
     Raises:
         ValueError: the words hold fewer.
     """
-    words = np.moveaxis(np.ascontiguousarray(words).view(np.uint32), axis, 0)
+    placeholder = not any(words.strides)
+    words = words if placeholder else np.ascontiguousarray(words).view(np.uint32)
+    words = np.moveaxis(words, axis, 0)
     per_block, words_per_block = _block(bits)
     held = words.shape[0] * 32 // bits
     count = held if count is None else count
     if count > held:
         raise ValueError(f"{words.shape[0]} words hold {held} values of {bits} bits, not {count}")
+    if placeholder:
+        shape = [*words.shape[1:]]
+        shape.insert(axis % words.ndim, count)
+        return np.broadcast_to(np.uint8(0), shape)
     if short := -words.shape[0] % words_per_block:
         words = np.concatenate([words, np.zeros((short, *words.shape[1:]), np.uint32)])
     shape = [*words.shape]
@@ -471,6 +479,8 @@ class Awq(Layout):
     @staticmethod
     def _columns(words: NDArray[Any]) -> NDArray[np.uint8]:
         fields = unpack_words(words, 4, axis=1)
+        if not any(fields.strides):
+            return fields
         return fields.reshape(len(fields), -1, 8)[:, :, _AWQ_PLACES].reshape(fields.shape)
 
     @staticmethod

@@ -18,6 +18,7 @@ from fidelab.cli import (
     bench,
     captures,
     compare,
+    convert,
     doctor,
     engines,
     extensions,
@@ -84,7 +85,7 @@ for _panel, _commands in {
     _COMPARE: (compare.compare, compare.run, layer_diff.bisect, repeat.repeat, sample_size.plan_size),
     _RESULTS: (runs.report, runs.charts, runs.rescore, phases.capture, phases.score, baseline.diff),
     _SPEED: (launch.launch, launch.stop),
-    _CHECKPOINTS: (audit.audit,),
+    _CHECKPOINTS: (audit.audit, convert.convert),
     _MACHINE: (doctor.doctor, formats.formats),
 }.items():
     for _command in _commands:
