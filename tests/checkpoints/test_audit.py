@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from fidelab.checkpoints.audit import audit
 from fidelab.checkpoints.rules import RULES, Finding
@@ -25,6 +26,7 @@ from tests.checkpoints.synthetic import (
 )
 from tests.models.tiny_gguf import write_gguf
 from tests.runs.harness import cli
+from tests.tiny_models import KINDS
 
 DOWN, GATE, QUERY = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.self_attn.q_proj"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
@@ -75,6 +77,15 @@ def test_nothing_is_found_in_gguf_files(tmp_path: Path) -> None:
     assert findings(write_gguf(tmp_path / "f32.gguf")) == {}
     stored = {f"blk.0.{part}.weight": blocks for part in ("attn_q", "attn_output", "ffn_up", "ffn_down")}
     assert findings(write_gguf(tmp_path / "q8.gguf", stored=stored)) == {}
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon_h1", "gemma4", "inkling2", "mistral3", "qwen3_next"])
+def test_nothing_is_found_in_what_transformers_writes(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind.auto).from_config(kind.config())
+    model.save_pretrained(tmp_path)
+    assert findings(tmp_path) == {}
 
 
 @pytest.mark.model
@@ -155,6 +166,17 @@ def _add(module: str, weight: torch.Tensor, form: str | None = None) -> Callable
         content.tensors[f"{module}.weight"] = weight
         if form is not None:
             _quantize(module, form)(content)
+
+    return change
+
+
+def _swapped(one: str, other: str) -> Callable[[Synthetic], None]:
+    def change(content: Synthetic) -> None:
+        names = {one: other, other: one}
+        content.tensors = {
+            f"{names.get(name.rpartition('.')[0], name.rpartition('.')[0])}.{name.rpartition('.')[2]}": value
+            for name, value in content.tensors.items()
+        }
 
     return change
 
@@ -253,7 +275,13 @@ FAULTS: dict[str, Fault] = {
         "zero-weights", GPTQ, _set(f"{DOWN}.qweight", torch.zeros_like), [f"{DOWN}.qweight"], "suspicious"
     ),
     "zero codes over live weights": Fault(
-        "zero-weights", GPTQ, _set(f"{DOWN}.qweight", torch.zeros_like), [f"{DOWN}.qweight"], "broken", base=plain
+        "zero-weights",
+        GPTQ,
+        _set(f"{DOWN}.qweight", torch.zeros_like),
+        [f"{DOWN}.qweight"],
+        "broken",
+        base=plain,
+        also=frozenset({"base-differs"}),
     ),
     "middle codes": Fault(
         "zero-weights", W4, _set(f"{DOWN}.weight_packed", lambda t: t * 0 - 0x77777778), [f"{DOWN}.weight_packed"]
@@ -441,6 +469,26 @@ FAULTS: dict[str, Fault] = {
     "a layer that the original has": Fault(
         "base-missing", plain, _drop(f"{QUERY}.weight"), [f"{QUERY}.weight"], "broken", base=plain
     ),
+    "another layer's weights": Fault(
+        "base-differs",
+        GPTQ,
+        _swapped(GATE, GATE.replace("gate", "up")),
+        [GATE, GATE.replace("gate", "up")],
+        "broken",
+        base=plain,
+        also=frozenset({"base-differs"}),
+    ),
+    "codes in another order": Fault(
+        "base-differs", AWQ, _set(f"{DOWN}.qweight", lambda t: t.roll(1, 1)), [DOWN], base=plain
+    ),
+    "zero points off by one": Fault(
+        "base-differs",
+        GPTQ,
+        _set(f"{DOWN}.qzeros", lambda t: t + 0x11111111),
+        [DOWN],
+        base=plain,
+        also=frozenset({"zero-point-offset"}),
+    ),
     "a layer of another shape": Fault(
         "base-missing", plain, _set(f"{QUERY}.weight", lambda t: t[:, :64].clone()), [QUERY], base=plain
     ),
@@ -463,6 +511,15 @@ def test_a_planted_fault_is_found_by_its_rule_with_its_names(kind: str, tmp_path
     assert set(fault.names) <= set(names)
     if fault.severity is not None:
         assert fault.severity in {finding.severity for finding in found[fault.rule]}
+
+
+@pytest.mark.parametrize("form", QUANTIZERS)
+def test_two_layers_that_are_swapped_are_told_from_the_original_in_every_format(form: str, tmp_path: Path) -> None:
+    content = quantized(form)
+    up = GATE.replace("gate", "up")
+    _swapped(GATE, up)(content)
+    [finding] = findings(content.write(tmp_path / "m"), base=plain().write(tmp_path / "base"))["base-differs"]
+    assert set(finding.tensors) == {GATE, up}
 
 
 def test_every_rule_about_tensors_has_a_planted_fault() -> None:
