@@ -8,6 +8,8 @@ of the rules that name a weight the last one holds: ``int4+int8[only=down_proj]+
 Embeddings, the LM head, routers, norms and whatever lies outside the decoder's layers are rounded only where ``only``
 has their own name: ``int8[only=lm_head]``.  With tied embeddings, these two are one weight.
 
+``native`` rounds nothing: a level of a grid (``--vary weights=native,int4``).
+
 Each weight is rounded in place, so that a model is never held twice.
 """
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from fidelab.formats.weights import WeightFormat
 
 __all__ = [
+    "NATIVE",
     "WEIGHTS",
     "ModelWeight",
     "WeightRule",
@@ -39,7 +42,7 @@ __all__ = [
     "weights_of",
 ]
 
-WEIGHTS = "weights"  # the option's name
+WEIGHTS, NATIVE = "weights", "native"  # the option's name, and its value that rounds nothing
 _SPAN = re.compile(r"(?P<first>[0-9]{1,6})(?:-(?P<last>[0-9]{1,6}))?")
 _PATTERN = re.compile(r"[\w*?-]+(?:\.[\w*?-]+)*")
 _ROUTERS = ("router", "gate", "shared_expert_gate", "shared_expert_gating")
