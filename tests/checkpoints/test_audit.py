@@ -477,7 +477,15 @@ FAULTS: dict[str, Fault] = {
         "scale-dtype", GPTQ, _set(f"{DOWN}.scales", lambda t: t.bfloat16()), [f"{DOWN}.scales"], "suspicious"
     ),
     "no scales of the KV cache": Fault("kv-scales-missing", W4, _settings(kv_cache_scheme={"num_bits": 8})),
-    "no vision tower": Fault("vision-missing", plain, lambda c: c.config.update(vision_config={"depth": 2})),
+    "no vision tower": Fault(
+        "vision-missing",
+        plain,
+        lambda c: c.config.update(vision_config={"depth": 2}, architectures=["Qwen2_5_VLForConditionalGeneration"]),
+        severity="broken",
+    ),
+    "no vision tower in a model for text": Fault(
+        "vision-missing", plain, lambda c: c.config.update(vision_config={"depth": 2}), severity="suspicious"
+    ),
     "no LM head": Fault("head-missing", plain, _drop("lm_head.weight"), ["lm_head.weight"], "broken"),
     "no embedding": Fault("head-missing", plain, _drop("model.embed_tokens.weight")),
     "a layer that the original has": Fault(
@@ -646,8 +654,15 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     content.config["quantization_config"]["quant_method"] = "hqq"
     folder = content.write(tmp_path / "m")
     whole = plain().write(tmp_path / "whole")
+    pickled, cut = tmp_path / "pickled", plain().write(tmp_path / "cut") / "model.safetensors"
+    pickled.mkdir()
+    (pickled / "config.json").write_text("{}")
+    (pickled / "pytorch_model.bin").write_bytes(b"\x80")
+    cut.write_bytes(cut.read_bytes()[:-100])
     for words, says in (
         ((folder,), "'hqq', which is not known"),
+        ((pickled,), "pickled weights only (pytorch_model.bin)"),
+        ((cut.parent,), "is truncated"),
         ((tmp_path / "nothing",), "no checkpoint"),
         ((whole, "--tp", "0"), "at least 1"),
         ((whole, "--base", write_gguf(tmp_path / "m.gguf")), "in the same format"),

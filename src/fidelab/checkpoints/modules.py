@@ -60,11 +60,15 @@ _PARTS = (
 _CODES = {"I8", "U8", "F8_E4M3", "F8_E5M2", "I32", "U32"}  # of a part "weight"
 
 _KINDS: tuple[tuple[str, str], ...] = (  # the first that is found in a module's name
-    ("vision", r"(^|\.)(visual|vision\w*|image\w*|mm_projector|multi_modal_projector|patch_embed\w*|v\.blk|mm)(\.|$)"),
+    (
+        "vision",
+        r"(^|\.)(visual|vision\w*|image\w*|img\w*|vpm|vit|siglip\w*|mm_projector|multi_modal_projector|patch_embed\w*|"
+        r"v\.blk|mm)(\.|$)",
+    ),
     ("audio", r"(^|\.)(audio\w*|speech\w*)(\.|$)"),
     ("norm", r"(^|\.)(ln(_\w*)?|[^.]*norm[^.]*)$"),
-    ("head", r"(^|\.)(lm_head|embed_out|unembed|output)$"),
-    ("embedding", r"(^|\.)(embed(_\w+)?|[^.]*embeddings?|wte|wpe|token_embd|position_embd|tok_embeddings)$"),
+    ("head", r"(^|\.)(lm_head|head|embed_out|unembed|output|output_layer)$"),
+    ("embedding", r"(^|\.)(emb|embed(_\w+)?|[^.]*embeddings?|wte|wpe|token_embd|position_embd|tok_embeddings)$"),
     ("shared gate", r"(^|\.)(shared_experts?_gate|ffn_gate_inp_shexp)$"),
     ("router", r"(^|\.)(router(\.\w+)?|ffn_gate_inp|(mlp|moe|block_sparse_moe|feed_forward|ffn|mixer)\.gate(\.wg)?)$"),
     ("recurrent", r"(^|\.)(linear_attn|mamba\w*|ssm\w*|short_conv|delta\w*|recurrent\w*|conv1d|time_mix\w*)(\.|$|_)"),

@@ -1019,14 +1019,20 @@ def _kv_scales(subject: Subject) -> Iterator[Finding]:
     severity="broken",
     symptom="fabricated answers about images, which the text part never sees",
     cause="a text-only conversion or calibration of a model for images, or names lost on the way",
-    check="a vision_config goes with tensors of a vision tower",
+    check="a vision_config goes with tensors of a vision tower, an audio_config with an audio tower; suspicious where "
+    "the architecture is one for text alone",
     command="quantize again with the vision tower kept in 16 bits; ask about an image, and about a wrong one",
 )
 def _vision_missing(subject: Subject) -> Iterator[Finding]:
     for kind, what in (("vision", "vision tower"), ("audio", "audio tower")):
         announced = subject.checkpoint.config.get(f"{kind}_config")
         if isinstance(announced, dict) and announced and not _has(subject.modules.values(), kind):
-            yield Finding(f"config.json has a {kind}_config and no tensor belongs to a {what}")
+            named = subject.checkpoint.config.get("architectures")
+            text_only = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
+            yield Finding(
+                f"config.json has a {kind}_config and no tensor belongs to a {what}",
+                severity="suspicious" if text_only else "broken",
+            )
 
 
 def _has(modules: Iterable[Module], kind: str) -> bool:
@@ -1061,7 +1067,7 @@ def _head_missing(subject: Subject) -> Iterator[Finding]:
         return
     tied = next((value for place in (config, text) if type(value := place.get("tie_word_embeddings")) is bool), None)
     if not _has(modules, "embedding"):
-        yield Finding("there is no embedding table")
+        yield Finding("no tensor is named as an embedding table", severity="suspicious")
     elif not _has(modules, "head"):
         base_head = subject.base is not None and any("lm_head" in name for name in subject.base.tensors)
         if tied is False or (base_head and not tied):
