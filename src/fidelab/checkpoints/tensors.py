@@ -26,6 +26,7 @@ _FLOAT16_MAX = 65504.0
 _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of language models are below 100
 _SMALLEST_WEIGHT = 1e-8
 _OUTLIER = 1000.0  # times the median of the same layer kind
+_MASKS = ("masked_bias", ".attn.bias", ".attention.bias")  # of GPT-2 and its kind: masks, which may be infinite
 _MOST_MISSING = 100_000  # experts that are listed
 _ROWS = 64  # of each layer that are compared with the original's
 _MOST_ERROR = {8: 0.15, 6: 0.15, 5: 0.25, 4: 0.35, 3: 0.7, 2: 1.2}  # relative, by bits; an ordinary one is a third
@@ -118,7 +119,7 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
         (name, statistics)
         for info in subject.checkpoint.tensors.values()
         for name, statistics in _seen(subject, info)
-        if not statistics.finite and name not in scales and not name.endswith(("masked_bias", "attn.bias"))
+        if not statistics.finite and name not in scales and not name.endswith(_MASKS)
     ]
     if found:
         names = [name for name, _ in found]
@@ -195,14 +196,15 @@ def _scale_absurd(subject: Subject) -> Iterator[Finding]:
     extreme = [
         name for items in alike.values() for name, _, weight in items if not _SMALLEST_WEIGHT < weight < _LARGEST_WEIGHT
     ]
+    beyond = set(extreme)
     if extreme:
-        largest = max(s.largest for items in alike.values() for name, s, _ in items if name in set(extreme))
+        largest = max(s.largest for items in alike.values() for name, s, _ in items if name in beyond)
         yield Finding(f"scales up to {largest:.3g} give weights of an absurd size in {_named(extreme)}", extreme)
     odd: list[str] = []
     for items in alike.values():
         middle = median(s.largest for _, s, _ in items)
         if len(items) >= 4:
-            odd += [name for name, s, _ in items if s.largest > _OUTLIER * middle and name not in set(extreme)]
+            odd += [name for name, s, _ in items if s.largest > _OUTLIER * middle and name not in beyond]
     if odd:
         yield Finding(f"scales over {_OUTLIER:g} times those of the same layers elsewhere in {_named(odd)}", odd)
     if ones:
@@ -928,7 +930,7 @@ def _group_index(subject: Subject) -> Iterator[Finding]:
             if (np.diff(content) < 0).any():
                 ignored.append(index.name)
     if outside:
-        yield Finding(f"{_count(outside, 'index')} name groups that are not there: {_named(outside)}", outside)
+        yield Finding(f"groups that are not there are named in {_named(outside)}", outside)
     if single:
         yield Finding(f"all inputs are in one of several groups in {_named(single)}", single)
     if ignored:
