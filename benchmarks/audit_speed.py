@@ -15,8 +15,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 GOAL_RATE, GOAL_SECONDS, GOAL_MEMORY = 1.0, 5.0, 1.0
 ROWS, COLUMNS, GROUP = 8192, 4096, 128
@@ -80,7 +82,7 @@ def _write(folder: Path, size: int, *, packed: bool) -> None:
     words = rng.integers(-(1 << 31), 1 << 31, (COLUMNS // 8, ROWS), dtype=np.int32)
     zeros = rng.integers(-(1 << 31), 1 << 31, (COLUMNS // GROUP, ROWS // 8), dtype=np.int32)
     scales = rng.uniform(0.001, 0.01, (COLUMNS // GROUP, ROWS)).astype(np.float16)
-    parts = (
+    parts: dict[str, tuple[str, NDArray[Any]]] = (
         {"qweight": ("I32", words), "qzeros": ("I32", zeros), "scales": ("F16", scales)}
         if packed
         else {"weight": ("BF16", (normal.view(np.uint32) >> 16).astype(np.uint16))}

@@ -159,6 +159,17 @@ def _add(module: str, weight: torch.Tensor, form: str | None = None) -> Callable
     return change
 
 
+def _swapped(one: str, other: str) -> Callable[[Synthetic], None]:
+    def change(content: Synthetic) -> None:
+        names = {one: other, other: one}
+        content.tensors = {
+            f"{names.get(name.rpartition('.')[0], name.rpartition('.')[0])}.{name.rpartition('.')[2]}": value
+            for name, value in content.tensors.items()
+        }
+
+    return change
+
+
 def _all_but_first_expert(value: float) -> Callable[[Synthetic], None]:
     def change(content: Synthetic) -> None:
         for e in range(1, EXPERTS):
@@ -253,7 +264,13 @@ FAULTS: dict[str, Fault] = {
         "zero-weights", GPTQ, _set(f"{DOWN}.qweight", torch.zeros_like), [f"{DOWN}.qweight"], "suspicious"
     ),
     "zero codes over live weights": Fault(
-        "zero-weights", GPTQ, _set(f"{DOWN}.qweight", torch.zeros_like), [f"{DOWN}.qweight"], "broken", base=plain
+        "zero-weights",
+        GPTQ,
+        _set(f"{DOWN}.qweight", torch.zeros_like),
+        [f"{DOWN}.qweight"],
+        "broken",
+        base=plain,
+        also=frozenset({"base-differs"}),
     ),
     "middle codes": Fault(
         "zero-weights", W4, _set(f"{DOWN}.weight_packed", lambda t: t * 0 - 0x77777778), [f"{DOWN}.weight_packed"]
@@ -441,6 +458,26 @@ FAULTS: dict[str, Fault] = {
     "a layer that the original has": Fault(
         "base-missing", plain, _drop(f"{QUERY}.weight"), [f"{QUERY}.weight"], "broken", base=plain
     ),
+    "another layer's weights": Fault(
+        "base-differs",
+        GPTQ,
+        _swapped(GATE, GATE.replace("gate", "up")),
+        [GATE, GATE.replace("gate", "up")],
+        "broken",
+        base=plain,
+        also=frozenset({"base-differs"}),
+    ),
+    "codes in another order": Fault(
+        "base-differs", AWQ, _set(f"{DOWN}.qweight", lambda t: t.roll(1, 1)), [DOWN], base=plain
+    ),
+    "zero points off by one": Fault(
+        "base-differs",
+        GPTQ,
+        _set(f"{DOWN}.qzeros", lambda t: t + 0x11111111),
+        [DOWN],
+        base=plain,
+        also=frozenset({"zero-point-offset"}),
+    ),
     "a layer of another shape": Fault(
         "base-missing", plain, _set(f"{QUERY}.weight", lambda t: t[:, :64].clone()), [QUERY], base=plain
     ),
@@ -463,6 +500,15 @@ def test_a_planted_fault_is_found_by_its_rule_with_its_names(kind: str, tmp_path
     assert set(fault.names) <= set(names)
     if fault.severity is not None:
         assert fault.severity in {finding.severity for finding in found[fault.rule]}
+
+
+@pytest.mark.parametrize("form", QUANTIZERS)
+def test_two_layers_that_are_swapped_are_told_from_the_original_in_every_format(form: str, tmp_path: Path) -> None:
+    content = quantized(form)
+    up = GATE.replace("gate", "up")
+    _swapped(GATE, up)(content)
+    [finding] = findings(content.write(tmp_path / "m"), base=plain().write(tmp_path / "base"))["base-differs"]
+    assert set(finding.tensors) == {GATE, up}
 
 
 def test_every_rule_about_tensors_has_a_planted_fault() -> None:

@@ -261,12 +261,20 @@ with open_checkpoint(sys.argv[1]) as checkpoint:
 """
 
 
-def _from_hub(endpoint: str, name: str, tensor: str, home: Path) -> list[Any]:
+def hub_environment(endpoint: str, home: Path) -> dict[str, str]:
+    """Variables with which a process asks the imitated hub."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    env |= {"HF_HUB_DISABLE_XET": "1", "FIDELAB_CACHE": str(home / "fidelab")}
+    return env | {"HF_HUB_DISABLE_XET": "1", "FIDELAB_CACHE": str(home / "fidelab")}
+
+
+def _from_hub(endpoint: str, name: str, tensor: str, home: Path) -> list[Any]:
     done = subprocess.run(
-        [sys.executable, "-c", HUB_SCRIPT, name, tensor], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", HUB_SCRIPT, name, tensor],
+        env=hub_environment(endpoint, home),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     answer: list[Any] = json.loads(done.stdout)
@@ -281,11 +289,11 @@ def _expected(checkpoint: Checkpoint, tensor: str) -> list[Any]:
 
 
 def test_of_a_repository_on_the_hub_only_what_is_read_is_fetched(hub: Hub, tmp_path: Path) -> None:  # noqa: F811
-    content = {"small": torch.arange(64.0), "large": torch.randn(1 << 20), "other": torch.randn(1 << 19)}
+    content = {"small": torch.arange(64.0), "large": torch.randn(1 << 21), "other": torch.randn(1 << 21)}
     folder = write_folder(tmp_path / "source", content, 2)
     hub.files[COMMITS["main"]] = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert _from_hub(hub.endpoint, REPO, "small", tmp_path / "home") == _expected(open_checkpoint(folder), "small")
-    assert sum(n for name, n in hub.sent.items() if name.endswith(".safetensors")) < 2000
+    assert sum(n for name, n in hub.sent.items() if name.endswith(".safetensors")) < 5 << 20
     assert _from_hub(hub.endpoint, REPO, "large", tmp_path / "home") == _expected(open_checkpoint(folder), "large")
 
 
@@ -296,4 +304,15 @@ def test_a_gguf_on_the_hub_is_read_by_ranges(hub: Hub, tmp_path: Path) -> None: 
     hub.files[COMMITS["main"]] = {"m.gguf": file.read_bytes()}
     name = "blk.0.ffn_up.weight"
     assert _from_hub(hub.endpoint, REPO, name, tmp_path / "home") == _expected(open_checkpoint(file), name)
-    assert hub.sent["m.gguf"] < 8 << 20
+    assert hub.sent["m.gguf"] < 16 << 20
+
+
+def test_small_tensors_of_a_repository_are_fetched_together(hub: Hub, tmp_path: Path) -> None:  # noqa: F811
+    content = {f"layers.{n}.w": torch.full((16,), float(n)) for n in range(200)}
+    folder = write_folder(tmp_path / "source", content)
+    hub.files[COMMITS["main"]] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    env = hub_environment(hub.endpoint, tmp_path / "home")
+    command = [sys.executable, "-m", "fidelab", "audit", REPO, "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, json.loads(done.stdout)["tensors"]) == (0, 200), done.stderr
+    assert sum("model.safetensors" in asked for asked in hub.asked) <= 3

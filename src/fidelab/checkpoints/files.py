@@ -58,6 +58,7 @@ _MOST_SPLITS = 1000
 _CHUNK = 16 << 20  # bytes
 _MOST_HEADER = 100_000_000  # bytes of a safetensors header, the published limit
 _GGUF_HEADER = 4 << 20, 1 << 30  # bytes of a GGUF file fetched for its header: at first, at most
+_AHEAD = 4 << 20  # bytes that are fetched from the hub at least
 _LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # beside config.json, by older writers
 
 
@@ -106,6 +107,7 @@ class Checkpoint:
     remote: tuple[str, str] | None = None  # repository and commit
     _scratch: tempfile.TemporaryDirectory[str] | None = None
     _open: tuple[Path, FileIO] | None = None
+    _ahead: tuple[Path, int, bytes] | None = None  # the last piece that came from the hub, and its place
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +181,7 @@ class Checkpoint:
     def _bytes(self, info: TensorInfo, start: int, size: int) -> NDArray[np.uint8]:
         """Bytes of a tensor, from its file or from the hub."""
         if self.remote is not None:
-            return np.frombuffer(hub.read_range(*self.remote, info.file.name, info.start + start, size), np.uint8)
+            return self._fetched(info.file, info.start + start, size)
         if self._open is None or self._open[0] != info.file:
             if self._open is not None:
                 self._open[1].close()
@@ -193,6 +195,21 @@ class Checkpoint:
         if done < size:
             raise InputError(f"{info.file} ends within tensor {info.name!r}: it was changed while it was read")
         return content
+
+    def _fetched(self, file: Path, start: int, size: int) -> NDArray[np.uint8]:
+        """Bytes of a file on the hub; with small tensors come those behind them, which are mostly asked for next."""
+        assert self.remote is not None
+        if size >= _AHEAD:
+            return np.frombuffer(hub.read_range(*self.remote, file.name, start, size), np.uint8)
+        if (
+            self._ahead is None
+            or self._ahead[0] != file
+            or not 0 <= start - self._ahead[1] <= len(self._ahead[2]) - size
+        ):
+            length = min(_AHEAD, file.stat().st_size - start)
+            self._ahead = file, start, hub.read_range(*self.remote, file.name, start, length)
+        place = start - self._ahead[1]
+        return np.frombuffer(self._ahead[2][place : place + size], np.uint8)
 
 
 def open_checkpoint(name: str | Path, *, complete: bool = True) -> Checkpoint:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo
+from fidelab.checkpoints.layouts import ACTIVATION_PARTS, QuantizedModule, StoredArray, quantized_modules
 from fidelab.checkpoints.modules import IGNORING, SCALES, Module, modules_of
 from fidelab.checkpoints.rules import Finding, Severity, Subject, rule
 from fidelab.checkpoints.scan import MOST_SLICES, Statistics, fused, scan, slices
+from fidelab.errors import InputError
 
 __all__: list[str] = []
 
@@ -21,6 +24,8 @@ _FLOAT16_MAX = 65504.0
 _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of language models are below 100
 _SMALLEST_WEIGHT = 1e-8
 _OUTLIER = 1000.0  # times the median of the same layer kind
+_ROWS = 64  # of each layer that are compared with the original's
+_MOST_ERROR = {8: 0.15, 6: 0.15, 5: 0.25, 4: 0.35, 3: 0.7, 2: 1.2}  # relative, by bits; an ordinary one is a third
 _FLOATS = ("BF16", "F16", "F32", "F64")
 
 
@@ -1085,3 +1090,90 @@ def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
     """Whether a packed shape, which may be filled up to whole words, is that of the original."""
     slack = 32 if layout in ("words", "gptq") else 1
     return stored[0] == shape[0] and shape[1] <= stored[1] < shape[1] + slack
+
+
+@rule(
+    "base-differs",
+    title="Weights that are not the original's",
+    severity="broken",
+    symptom="noise, or another model's answers, though every tensor loads",
+    cause="codes in another order than the kernel unpacks, zero points off by one, layers swapped, or another original",
+    check=f"with --base: the first {_ROWS} rows of every quantized layer, dequantized, against the original's; a "
+    "factor per input, as AWQ moves into the layer before, is taken out",
+    command="convert again with fidelab convert, or name the checkpoint that it was really made from",
+)
+def _base_differs(subject: Subject) -> Iterator[Finding]:
+    base, scheme = subject.base, subject.scheme
+    if base is None or scheme.layout is None:
+        return
+    try:
+        known = quantized_modules(subject.checkpoint.tensors, subject.checkpoint.quantization)
+    except InputError:  # incomplete modules, which have a rule of their own
+        return
+    found: dict[str, float] = {}
+    for name, module in known.items():
+        info = _original(base, name)
+        if info is None or len(info.shape) != 2 or info.dtype not in _FLOATS:
+            continue
+        error = _error(subject.checkpoint, base, module, info)
+        if error is not None and error > _MOST_ERROR.get(_bits(subject, name), _MOST_ERROR[8]):
+            found[name] = error
+    if found:
+        worst = max(found.values())
+        names = list(found)
+        yield Finding(
+            f"{_count(names, 'module')} differ{'s' if len(names) == 1 else ''} from the original by up to "
+            f"{100 * worst:.0f}% of its size: {_named(names)}",
+            names,
+        )
+
+
+def _bits(subject: Subject, name: str) -> int:
+    """Bits per weight of a quantized module."""
+    packing = subject.modules[name].packing() if name in subject.modules else None
+    return (packing.bits if packing else None) or subject.scheme.bits or 4
+
+
+def _first_rows(checkpoint: Checkpoint, module: QuantizedModule, rows: int) -> dict[str, StoredArray]:
+    """What a module stores of its first outputs, so that a large layer need not be held in memory."""
+    infos = {part: checkpoint.tensors[name] for part, name in module.parts.items() if part not in ACTIVATION_PARTS}
+    along_columns = "qweight" in infos  # GPTQ and AWQ keep outputs in columns
+    codes = next(infos[part] for part in ("scales", "weight_packed", "weight") if part in infos)
+    n = codes.shape[1 if along_columns else 0]
+    stored = {}
+    for part, info in infos.items():
+        if along_columns and len(info.shape) == 2:
+            count = max(1, rows * info.shape[1] // n)
+            values = np.concatenate([chunk.reshape(-1, info.shape[1])[:, :count] for chunk in checkpoint.chunks(info)])
+        elif part == "weight_shape":
+            values = np.array([rows, checkpoint.read(info)[1]])
+        elif info.shape and info.shape[0] > 1 and part not in ("g_idx", "weight_g_idx"):
+            count = max(1, -(-rows * info.shape[0] // n))
+            size = info.nbytes // info.shape[0] * count
+            values = checkpoint.read(replace(info, shape=(count, *info.shape[1:]), nbytes=size))
+        else:
+            values = checkpoint.read(info)
+        stored[part] = StoredArray(values, info.dtype)
+    return stored
+
+
+def _error(checkpoint: Checkpoint, base: Checkpoint, module: QuantizedModule, info: TensorInfo) -> float | None:
+    """Root mean square of the difference, relative to that of the original, over the first rows.
+
+    ``None``: their shapes differ, or something is not finite; other rules say so.
+    """
+    rows = min(_ROWS, info.shape[0])
+    try:
+        values = module.unpack(_first_rows(checkpoint, module, rows)).dequantize()
+    except InputError:
+        return None
+    row_bytes = info.nbytes // info.shape[0]
+    head = replace(info, shape=(rows, info.shape[1]), nbytes=rows * row_bytes)
+    original = base.floats(head)
+    if values.shape != original.shape or not (np.isfinite(values).all() and np.isfinite(original).all()):
+        return None
+    power = (original**2).sum(0)
+    factor = (values * original).sum(0) / np.where(power > 0, power, 1)
+    expected = original * factor
+    size = float(np.sqrt((expected**2).mean()))
+    return float(np.sqrt(((values - expected) ** 2).mean())) / size if size else None
