@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from fidelab.checkpoints.audit import audit
 from fidelab.checkpoints.rules import RULES, Finding
@@ -26,6 +27,7 @@ from tests.checkpoints.synthetic import (
 )
 from tests.models.tiny_gguf import write_gguf
 from tests.runs.harness import cli
+from tests.tiny_models import KINDS
 
 DOWN, GATE, QUERY = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.self_attn.q_proj"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
@@ -76,6 +78,15 @@ def test_nothing_is_found_in_gguf_files(tmp_path: Path) -> None:
     assert findings(write_gguf(tmp_path / "f32.gguf", template=CHATML)) == {}
     stored = {f"blk.0.{part}.weight": blocks for part in ("attn_q", "attn_output", "ffn_up", "ffn_down")}
     assert findings(write_gguf(tmp_path / "q8.gguf", template=CHATML, stored=stored)) == {}
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon_h1", "gemma4", "inkling2", "mistral3", "qwen3_next"])
+def test_nothing_is_found_in_what_transformers_writes(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind.auto).from_config(kind.config())
+    model.save_pretrained(tmp_path)
+    assert findings(tmp_path) == {}
 
 
 @pytest.mark.model

@@ -22,7 +22,7 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers
 
 LENGTH, FIRST, LAST = 20, 9, 18
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -379,7 +379,7 @@ def test_a_shim_folder_that_is_gone_is_named_instead_of_a_module_that_it_held(
         locate("odd")
     [place] = listing(["odd"])
     assert place.environment is None
-    assert "is gone" in place.problem
+    assert "is gone" in (place.problem or "")
     shim.mkdir()
     install(recipe(), folder, sleeps_when_idle, pythonpath=[str(shim)])
     assert locate("odd").pythonpath == (str(shim),)

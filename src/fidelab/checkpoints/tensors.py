@@ -306,6 +306,8 @@ def _zero_weights(subject: Subject) -> Iterator[Finding]:
         info = module.packed or module.parts.get("weight") or module.parts.get("")
         if info is None or len(info.shape) < 2 or not (module.in_layer or module.quantized or module.kind == "head"):
             continue
+        if "" in module.parts and not fused(info):  # a parameter of a kind that may well begin, and stay, at zero
+            continue
         blocks = info.dtype not in RAW
         for name, s in _seen(subject, info):
             if s.size and s.finite and (s.dead if not module.quantized or blocks else s.same and s.size > 1):

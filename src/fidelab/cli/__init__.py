@@ -28,6 +28,7 @@ from fidelab.cli import (
     layer_diff,
     models,
     phases,
+    physics,
     presets,
     repeat,
     runs,
@@ -91,7 +92,10 @@ for _panel, _commands in {
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
 for _name, _group, _panel in (
-    *(("baseline", baseline.baseline, _RESULTS), ("import", imports.app, _RESULTS), ("bench", bench.app, _SPEED)),
+    ("baseline", baseline.baseline, _RESULTS),
+    ("import", imports.app, _RESULTS),
+    ("bench", bench.app, _SPEED),
+    ("physics", physics.app, _SPEED),
     *((module.__name__.rpartition(".")[2], module.app, _MACHINE) for module in (models, engines, presets, captures)),
 ):
     app.add_typer(_group, name=_name, rich_help_panel=_panel)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fidelab.cli import options
+
 __all__ = ["convert"]
 
 
@@ -26,7 +28,7 @@ def convert(
         str,
         typer.Option(help="Type of scales, norms and other 16-bit tensors: keep, float16, bfloat16 or float32."),
     ] = "keep",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Write a quantized checkpoint in another layout without changing a weight.
 

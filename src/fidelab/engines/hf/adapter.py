@@ -163,7 +163,7 @@ class HFEngine(Engine):
             for key in ("quantization-config", "tp-plan"):
                 if key in dict(arm.options):
                     raise UsageError(f"engine hf: weights={text} cannot be combined with {key}")
-            check_weights(text, layers)
+            check_weights(text, arm.path, trusted=trusts_code(arm))
         is_k16v8 = attention == hf_kernels.NAME
         reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if is_k16v8 else None)
         return Support(reason is None, reason or "")

@@ -30,7 +30,7 @@ from fidelab.formats import create
 if TYPE_CHECKING:
     from fidelab.engines.hf.paged import ArmCache
 
-__all__ = ["HFModel"]
+__all__ = ["HFModel", "skeleton"]
 
 _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
 
@@ -53,6 +53,27 @@ def _leave_attention_open(config: Any) -> None:
     for part in filter(None, (getattr(config, key, None) for key in config.sub_configs)):
         _leave_attention_open(part)
     config._attn_implementation = None
+
+
+def _auto(config: Any) -> tuple[Any, Any]:
+    """The class of Transformers that loads a decoder-only model of this config, and its table of models."""
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def skeleton(path: str, *, trusted: bool = False) -> Any:
+    """Transformers' model of a checkpoint without its weights: what its parameters are called and how large they are.
+
+    Raises:
+        EngineError: Transformers has no such model.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+        with torch.device("meta"):
+            return _auto(config)[0].from_config(config, trust_remote_code=trusted)
+    except Exception as error:
+        raise EngineError(f"Transformers has no model for {path}: {one_line(error)}") from error
 
 
 class HFModel:
@@ -116,12 +137,7 @@ class HFModel:
                     f"{config.model_type} is an encoder-decoder model; engine hf runs decoder-only models"
                 )
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
-            causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-            auto, mapped = (
-                (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
-                if causal
-                else (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-            )
+            auto, mapped = _auto(config)
             mapped.get(type(config), None)  # imports the model's code, so that this is not timed as loading weights
             self._mark("import")
             opened: dict[str, Any] = {"attn_implementation": attn} if attn else {}

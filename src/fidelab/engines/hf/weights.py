@@ -8,6 +8,8 @@ of the rules that name a weight the last one holds: ``int4+int8[only=down_proj]+
 Embeddings, the LM head, routers, norms and whatever lies outside the decoder's layers are rounded only where ``only``
 has their own name: ``int8[only=lm_head]``.  With tied embeddings, these two are one weight.
 
+``native`` rounds nothing: a level of a grid (``--vary weights=native,int4``).
+
 Each weight is rounded in place, so that a model is never held twice.
 """
 
@@ -17,6 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fidelab.core import FormatSpec
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from fidelab.formats.weights import WeightFormat
 
 __all__ = [
+    "NATIVE",
     "WEIGHTS",
     "ModelWeight",
     "WeightRule",
@@ -38,7 +42,7 @@ __all__ = [
     "weights_of",
 ]
 
-WEIGHTS = "weights"  # the option's name
+WEIGHTS, NATIVE = "weights", "native"  # the option's name, and its value that rounds nothing
 _SPAN = re.compile(r"(?P<first>[0-9]{1,6})(?:-(?P<last>[0-9]{1,6}))?")
 _PATTERN = re.compile(r"[\w*?-]+(?:\.[\w*?-]+)*")
 _ROUTERS = ("router", "gate", "shared_expert_gate", "shared_expert_gating")
@@ -59,13 +63,15 @@ class ModelWeight:
     """A weight of a loaded model.
 
     ``name``: that of its module (``model.layers.0.mlp.down_proj``), of fused experts with the parameter's;
-    ``layer``: its decoder layer; ``tensor``: a view ``[..., N, K]``, K the inputs; ``usual``: rounded unless skipped.
+    ``layer``: its decoder layer; ``tensor``: a view ``[..., N, K]``, K the inputs; ``usual``: rounded unless skipped;
+    ``key``: the same for two names of one weight.
     """
 
     name: str
     layer: int | None
     tensor: Tensor
     usual: bool
+    key: int
 
     @property
     def kind(self) -> str:
@@ -96,18 +102,21 @@ def parse_rules(text: str) -> tuple[WeightRule, ...]:
     return tuple(rules)
 
 
-def check_weights(text: str, layers: int | None = None) -> None:
-    """Refuse an option ``weights`` whose form, formats or layers are wrong, before a model is loaded.
+def check_weights(text: str, path: str, *, trusted: bool = False) -> None:
+    """Refuse an option ``weights`` whose form, formats or patterns are wrong, before a model is loaded.
+
+    ``path``: the checkpoint; one that is not there yet is not looked at.
 
     Raises:
         UsageError, NotSupportedError: says what is wrong.
     """
-    _formats(text, parse_rules(text))
-    for rule in parse_rules(text):
-        for pattern in (*rule.only, *rule.skip):
-            span = _SPAN.fullmatch(pattern)
-            if span and layers is not None and int(span["last"] or span["first"]) >= layers:
-                raise UsageError(f"weights={text}: {pattern}: the model has layers 0–{layers - 1}")
+    rules = parse_rules(text)
+    _formats(text, rules)
+    if any(rule.only or rule.skip for rule in rules) and (Path(path) / "config.json").is_file():
+        from fidelab.engines.hf.model import skeleton
+
+        module = skeleton(path, trusted=trusted)
+        assigned(weights_of(module, module.config.get_text_config(decoder=True)), rules, text)
 
 
 def _formats(text: str, rules: Sequence[WeightRule]) -> list[WeightFormat]:
@@ -129,7 +138,7 @@ def weights_of(module: Any, config: Any) -> list[ModelWeight]:
     """The weights of a loaded model that a format can round, in the order of its modules; tied ones under each name.
 
     Raises:
-        NotSupportedError: its decoder layers are not found, or weights are not on a device.
+        NotSupportedError: its decoder layers are not found.
     """
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -143,8 +152,6 @@ def weights_of(module: Any, config: Any) -> list[ModelWeight]:
             if not parameter.is_floating_point() or parameter.element_size() < 2 or key.endswith("bias"):
                 continue
             name = prefix if key == "weight" else f"{prefix}.{key}"
-            if parameter.is_meta:
-                raise NotSupportedError(f"weights: {name} is kept on disk, where it cannot be rounded")
             # Transformers' fused experts say which way they lie; what else has three dimensions is left alone.
             experts = parameter.ndim == 3 and hasattr(owner, "is_transposed")
             transposed = isinstance(owner, Conv1D) or (experts and owner.is_transposed)
@@ -154,7 +161,7 @@ def weights_of(module: Any, config: Any) -> list[ModelWeight]:
             layer = place.get(id(owner))
             tensor = parameter.data.transpose(-1, -2) if transposed else parameter.data
             usual = is_linear and layer is not None and name.rpartition(".")[2] not in _ROUTERS
-            weights.append(ModelWeight(name, layer, tensor, usual))
+            weights.append(ModelWeight(name, layer, tensor, usual, id(parameter)))
     return weights
 
 
@@ -170,18 +177,23 @@ def assigned(
     for rule in rules:
         for pattern in (*rule.only, *rule.skip):
             if not any(_names(pattern, weight) for weight in weights):
-                kinds = list(dict.fromkeys(weight.kind for weight in weights if weight.usual))
-                raise UsageError(
-                    f"weights={text or rule.format}: {pattern} names no weight of this model; its linear weights are "
-                    f"{', '.join(kinds[:_MOST_LISTED])}{', …' if len(kinds) > _MOST_LISTED else ''}"
-                )
+                what = f"weights={text or rule.format}: {pattern} names no weight of this model"
+                raise UsageError(f"{what}; {_known(pattern, weights)}")
         for weight in weights:
             # A weight that is usually left alone is asked for by its own name, not by one that includes it.
             own = any(pattern.rpartition(".")[2] == weight.kind and _names(pattern, weight) for pattern in rule.only)
             named = own or (weight.usual and (not rule.only or any(_names(p, weight) for p in rule.only)))
             if named and not any(_names(pattern, weight) for pattern in rule.skip):
-                chosen[weight.tensor.data_ptr()] = (weight, rule.format)
+                chosen[weight.key] = (weight, rule.format)
     return list(chosen.values())
+
+
+def _known(pattern: str, weights: Sequence[ModelWeight]) -> str:
+    """What a pattern of this form could name."""
+    if _SPAN.fullmatch(pattern):
+        return f"its layers are 0–{max((weight.layer for weight in weights if weight.layer is not None), default=0)}"
+    kinds = list(dict.fromkeys(weight.kind for weight in weights if weight.usual))
+    return f"its linear weights are {', '.join(kinds[:_MOST_LISTED])}{', …' if len(kinds) > _MOST_LISTED else ''}"
 
 
 def _names(pattern: str, weight: ModelWeight) -> bool:
@@ -198,12 +210,12 @@ def _names(pattern: str, weight: ModelWeight) -> bool:
 def round_weights(module: Any, config: Any, text: str) -> dict[str, Any]:
     """Round a loaded model's weights by an option ``weights``; returns what was done, for the record.
 
-    ``weight_bytes``: what all parameters would take, rounded ones in their formats; ``simulated_weights``: format →
-    its weights, parameters and bytes; ``native`` there: the parameters that were not rounded.
+    ``simulated_weight_bytes``: what all parameters would take, rounded ones in their formats; ``simulated_weights``:
+    format → its weights, parameters and bytes, and ``native`` → those that were not rounded.
 
     Raises:
         UsageError: a pattern names no weight.
-        NotSupportedError: the checkpoint has no weights that could be rounded.
+        NotSupportedError: the checkpoint has no weights that could be rounded, or keeps them on disk.
     """
     rules = parse_rules(text)
     formats = dict(zip((rule.format for rule in rules), _formats(text, rules), strict=True))
@@ -211,16 +223,18 @@ def round_weights(module: Any, config: Any, text: str) -> dict[str, Any]:
     if not any(weight.usual for weight in weights):
         raise NotSupportedError(f"weights={text}: this checkpoint has no floating-point linear weights to round")
     counts: dict[str, dict[str, int]] = {}
-    every = {parameter.data_ptr(): parameter for parameter in module.parameters()}
+    native = {id(parameter): parameter for parameter in module.parameters()}
     for weight, spec in assigned(weights, rules, text):
+        if weight.tensor.is_meta:
+            raise NotSupportedError(f"weights={text}: {weight.name} is kept on disk, where it cannot be rounded")
         fmt, shape = formats[spec], tuple(weight.tensor.shape)
         fmt.round_(weight.tensor)
         _count(counts, fmt.used(shape[-1]), weight.tensor.numel(), fmt.nbytes(shape))
-        every.pop(weight.tensor.data_ptr(), None)
-    for parameter in every.values():
+        native.pop(weight.key)
+    for parameter in native.values():
         _count(counts, "native", parameter.numel(), parameter.nbytes)
     return {
-        "weight_bytes": sum(count["bytes"] for count in counts.values()),
+        "simulated_weight_bytes": sum(count["bytes"] for count in counts.values()),
         "simulated_weights": counts,
     }
 
