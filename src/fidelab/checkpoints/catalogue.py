@@ -32,8 +32,8 @@ _BEYOND = """\
 
 Kernels, parsers, calibration texts and engines also fail with checkpoints that are whole, which only a run tells:
 
-- Noise after some tens of tokens, or beyond a length of context: too few bits in the sums or softmax weights of a kernel,
-  or a lost window of attention. `fidelab kernels audit --model MODEL` compares attention with float64, and
+- Noise after some tens of tokens, or beyond a length of context: too few bits in the sums or softmax weights of a
+  kernel, or a lost window of attention. `fidelab kernels audit --model MODEL` compares attention with float64, and
   `fidelab bisect` [layer with layer](diagnosis.md#which-layer).
 - A loss with an FP8 KV cache at long contexts: unit scales, or scales that one of the kernels leaves out.
   `fidelab compare MODEL --control full` at that length tells [format from kernel](diagnosis.md#format-or-kernel).
