@@ -80,7 +80,7 @@ def test_nothing_is_found_in_gguf_files(tmp_path: Path) -> None:
     assert findings(write_gguf(tmp_path / "q8.gguf", template=CHATML, stored=stored)) == {}
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon_h1", "gemma4", "inkling2", "mistral3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["bloom", "falcon_h1", "gemma4", "inkling2", "minicpm3", "mistral3", "qwen3_next"])
 def test_nothing_is_found_in_what_transformers_writes(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     torch.manual_seed(0)

@@ -19,7 +19,9 @@ __all__: list[str] = []
 
 _PADDING = 1024  # rows by which an embedding may exceed the vocabulary
 _LAYER = re.compile(r"(?P<stack>.*?)(?:layers|h|blocks|blk|block)\.(?P<number>\d+)\.(?P<leaf>.+)")
-_OTHER_STACK = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|speech\w*|mtp\w*|draft\w*|talker|encoder|v|a|mm)\.")
+_OTHER_STACK = re.compile(
+    r"(^|\.)(visual|vision\w*|audio\w*|speech\w*|mtp\w*|draft\w*|talker|encoder|qformer|v|a|mm)\."
+)
 _EXPERTS = re.compile(r"(?P<layer>.*)\.experts\.(?P<number>\d+)\.")
 _EMBEDDING = ("embed_tokens", "token_embd", "wte", "tok_embeddings", "embed_in", "word_embeddings")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -64,12 +66,19 @@ class _Geometry:
 
     def numbers(self, *keys: str) -> set[int]:
         """Whole numbers behind these keys, of lists all."""
-        values = (self.config.get(key) for key in keys)
+        layers = self.config.get("per_layer_config")  # what single layers have otherwise, by their numbers
+        places = [self.config, *(layers.values() if isinstance(layers, dict) else ())]
+        values = (place.get(key) for place in places if isinstance(place, Mapping) for key in keys)
         return {n for v in values for n in (v if isinstance(v, list) else [v]) if type(n) is int and n > 0}
+
+    def ending(self, end: str) -> set[int]:
+        """Those behind keys that end so: layers with a sliding window often have sizes of their own."""
+        return self.numbers(end, *(key for key in self.config if key.endswith(f"_{end}")))
 
     @property
     def layers(self) -> int | None:
-        return next(iter(sorted(self.numbers("num_hidden_layers", "n_layer", "num_layers"))), None)
+        counts = (self.numbers(key) for key in ("num_layers_per_stack", "num_hidden_layers", "n_layer", "num_layers"))
+        return next((max(found) for found in counts if found), None)
 
     @property
     def sizes(self) -> dict[str, set[int]]:
@@ -77,10 +86,9 @@ class _Geometry:
         hidden = self.numbers("hidden_size", "n_embd")
         if any(self.config.get(key) for key in _PER_LAYER):
             return {"hidden": hidden}
-        heads = self.numbers("num_attention_heads")
-        dims = self.numbers("head_dim", "global_head_dim", "v_head_dim", "swa_head_dim")
-        dims |= {h // n for h in hidden for n in heads if n and h % n == 0} if not dims else set()
-        kv = self.numbers("num_key_value_heads", "num_global_key_value_heads") or heads
+        heads, kv, dims = (self.ending(end) for end in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        dims |= {h // n for h in hidden for n in heads if h % n == 0} if not self.numbers("head_dim") else set()
+        kv = kv or heads
         wide = {n * d for n in heads for d in dims}
         keys = {n * d for n in kv for d in dims}
         inner = {
@@ -90,13 +98,15 @@ class _Geometry:
             for n in self.numbers(key)
         }
         inner |= {n * m for n in inner for m in (2, *self.numbers("n_shared_experts", "num_shared_experts"))}
-        gated = bool(self.config.get("attn_output_gate"))
+        gated = bool(self.config.get("attn_output_gate")) or str(self.config.get("model_type")).startswith(
+            ("qwen3_next", "qwen3_5")
+        )
         return {
             "hidden": hidden,
             "heads": wide,
             "queries": wide | {2 * n for n in wide} if gated else wide,
             "keys": keys,
-            "all heads": {q + 2 * k for q in wide for k in keys},
+            "all heads": {q + 2 * k for q in wide for k in wide | keys},
             "intermediate": inner,
             "two intermediate": {2 * n for n in inner},
         }
@@ -217,7 +227,8 @@ def _shapes(subject: Subject) -> Iterator[Finding]:
     embedding = _embedding(subject)
     if embedding is not None and (hidden := sizes["hidden"]):
         name, (_, width) = embedding
-        if width not in hidden and not _geometry(subject).numbers("embedding_size", "word_embed_proj_dim"):
+        factored = _geometry(subject).ending("embedding_size") | _geometry(subject).numbers("word_embed_proj_dim")
+        if width not in hidden | factored:
             yield Finding(f"{name} is {width:,} wide, configured {_or(hidden)}", [name])
 
 
@@ -227,7 +238,7 @@ def _shapes(subject: Subject) -> Iterator[Finding]:
     severity="broken",
     symptom="an error while loading, or an index error at tokens that the embedding lacks",
     cause="an embedding resized without the configuration, or tokens added without the embedding",
-    check="embedding and LM head have vocab_size rows, or up to 1,024 more as padding, and as many as each other",
+    check="embedding and LM head have vocab_size rows, or up to 1,024 more as padding, and about as many as each other",
     command="set vocab_size to the rows of the embedding, and see that the tokenizer has no ids beyond",
 )
 def _vocabulary(subject: Subject) -> Iterator[Finding]:
@@ -235,7 +246,7 @@ def _vocabulary(subject: Subject) -> Iterator[Finding]:
     embedding = _embedding(subject)
     rows: dict[str, int] = {} if embedding is None else {embedding[0]: embedding[1][0]}
     for name, module in subject.modules.items():
-        size = _size(subject, module) if module.kind == "head" else None
+        size = _size(subject, module) if module.kind == "head" and not re.search(r"\.\d+\.", name) else None
         if size is not None and not _OTHER_STACK.search(name):
             rows[name] = size[0]
     if configured is not None:
@@ -251,7 +262,7 @@ def _vocabulary(subject: Subject) -> Iterator[Finding]:
                 )
         if few:
             return
-    if len(set(rows.values())) > 1:
+    if rows and max(rows.values()) - min(rows.values()) >= _PADDING:
         texts = ", ".join(f"{name} has {n:,}" for name, n in rows.items())
         yield Finding(f"rows of the vocabulary differ: {texts}", list(rows), severity="suspicious")
 
@@ -278,11 +289,12 @@ def _experts(subject: Subject) -> Iterator[Finding]:
             experts[match["layer"]].add(int(match["number"]))
         elif module.kind == "router" and (size := _size(subject, module)) is not None:
             routers[name] = size[0]
-    for what, counts in (
-        ("experts", {layer: len(numbers) for layer, numbers in experts.items()}),
-        ("rows in the router", routers),
+    more = _geometry(subject).ending("shared_experts") | _geometry(subject).numbers("zero_expert_num")
+    for what, counts, further in (
+        ("experts", {layer: len(numbers) for layer, numbers in experts.items()}, set()),
+        ("rows in the router", routers, more),  # which may choose these as well
     ):
-        wrong = {name: n for name, n in counts.items() if n not in allowed}
+        wrong = {name: n for name, n in counts.items() if n not in allowed | {m + a for m in further for a in allowed}}
         if wrong:
             name, n = next(iter(wrong.items()))
             yield Finding(
