@@ -29,7 +29,7 @@ def _python(script: str, *words: str, cache: Path | None = None) -> subprocess.C
 
 
 def test_every_gate_passes_under_the_interpreter() -> None:
-    done = _python(_COMMAND, "gate", "--kernels", "interpreter", "--soak", "100", "--json")
+    done = _python(_COMMAND, "gate", "--kernels", "interpreter", "--soak", "100", "--operations", "attention", "--json")
     assert done.returncode == 0, done.stderr
     record: dict[str, Any] = json.loads(done.stdout)
     assert record["passed"]
@@ -99,7 +99,7 @@ def test_nan_stays_where_it_is_seen_and_an_empty_sequence_gives_nothing() -> Non
 
 
 def test_compiling_says_that_nothing_ran(tmp_path: Path) -> None:
-    words = ("compile", "--target", "sm_90,gfx942", "--formats", "bf16/fp8_e4m3", "--json")
+    words = ("compile", "--operations", "attention", "--target", "sm_90,gfx942", "--formats", "bf16/fp8_e4m3", "--json")
     done = _python(_COMMAND, *words, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["results"]

@@ -139,16 +139,23 @@ _MOST_LEVELS, _MOST_CONTAINERS = 64, 1_000_000  # of JSON: what is deeper or lar
 _LONG_NUMBER, _SURROGATE = re.compile(r"\d{19}"), re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def strict_json(raw: bytes | str, not_finite: Callable[[str], Any] | None = None, *, half_pairs: bool = False) -> Any:
+def strict_json(
+    raw: bytes | str,
+    not_finite: Callable[[str], Any] | None = None,
+    *,
+    half_pairs: bool = False,
+    most_values: int | None = None,
+) -> Any:
     """The value of a JSON text that may come from anybody.
 
     Args:
         not_finite: gives what stands for NaN and the infinities, which are refused by default.
         half_pairs: whether texts may hold half a surrogate pair, which UTF-8 cannot encode.
+        most_values: bound of the number of values, where a text of many short ones would need too much memory.
 
     Raises:
         ValueError: not UTF-8, not JSON, a number that is not finite, a whole number beyond 64 bits, half a surrogate
-            pair, more than 64 levels, or more than a million lists and objects.
+            pair, more than 64 levels, more than a million lists and objects, or more than ``most_values`` values.
     """
 
     def refuse(text: str) -> Any:
@@ -166,6 +173,8 @@ def strict_json(raw: bytes | str, not_finite: Callable[[str], Any] | None = None
     text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
     if text.count("[") + text.count("{") > _MOST_CONTAINERS:
         raise ValueError(f"more than {_MOST_CONTAINERS:,} lists and objects")
+    if most_values is not None and text.count(",") > most_values:
+        raise ValueError(f"more than {most_values:,} values")
     parse_int = whole if _LONG_NUMBER.search(text) else None  # asked for every number, it would be slow
     try:
         value = json.loads(text, parse_constant=not_finite or refuse, parse_float=number, parse_int=parse_int)

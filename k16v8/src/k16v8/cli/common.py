@@ -9,16 +9,18 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from k16v8.errors import UsageError
+from k16v8.errors import UnknownNameError, UsageError
 
 __all__ = [
     "add_json",
+    "add_operations",
     "at_least",
     "check_device",
     "counts",
     "device_name",
     "finite",
     "note",
+    "operations",
     "parse_numbers",
     "show_json",
     "table",
@@ -32,6 +34,28 @@ Number = TypeVar("Number", int, float)
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The flag ``--json``."""
     parser.add_argument("--json", dest="as_json", action="store_true", help="One JSON object on standard output.")
+
+
+def add_operations(parser: argparse.ArgumentParser, default: str) -> None:
+    """The flag ``--operations``."""
+    parser.add_argument(
+        "--operations",
+        default=default,
+        help=f"attention, weights (products with 4-bit weights), or both separated by a comma. [default: {default}]",
+    )
+
+
+def operations(text: str) -> tuple[str, ...]:
+    """``attention,weights`` → its parts.
+
+    Raises:
+        UnknownNameError: there is no such operation.
+    """
+    known = ("attention", "weights")
+    for name in text.split(","):
+        if name not in known:
+            raise UnknownNameError("operation", name, known)
+    return tuple(text.split(","))
 
 
 def at_least(least: Number, kind: Callable[[str], Number], most: float = math.inf) -> Callable[[str], Number]:

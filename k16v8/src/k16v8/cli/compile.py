@@ -13,7 +13,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from k16v8.cli.common import add_json, note, parse_numbers, show_json, table, versions
+from k16v8.cli.common import add_json, add_operations, note, operations, parse_numbers, show_json, table, versions
 from k16v8.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = ["add_arguments", "run"]
 
 _TARGETS = "sm_90,sm_120,gfx942,gfx1201,gfx1100"
 _HEADINGS = ("target", "kernel", "K", "V", "dim", "page", "options", "shared", "regs", "spill", "load", "status")
+_WEIGHT_HEADINGS = ("target", "kernel", "layout", "group", "x", "options", "shared", "regs", "spill", "load", "status")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--head-dim", default="128", help="Head dimensions, separated by commas. [default: 128]")
     parser.add_argument("--page", default="16", help="Page sizes, separated by commas. [default: 16]")
+    parser.add_argument(
+        "--groups",
+        default="128",
+        help="Of 4-bit weights: inputs that share a scale, separated by commas. [default: 128]",
+    )
+    add_operations(parser, "attention,weights")
     add_json(parser)
 
 
@@ -43,32 +50,43 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         K16V8Error: no such target or format, or no Triton.
     """
-    from k16v8.gates.compile import PAIRS, compile_kernels
+    from k16v8.gates.compile import PAIRS, compile_kernels, compile_weight_kernels
 
-    results = list(
-        compile_kernels(
-            tuple(options.target.split(",")),
+    asked, targets = operations(options.operations), tuple(options.target.split(","))
+    groups = parse_numbers(options.groups, "--groups")
+    if wrong := [group for group in groups if group < 32 or group % 32 or 4096 % group]:
+        raise UsageError(f"--groups {wrong[0]}: they are 32, 64, 128 or another power of two from 32 to 4096")
+    results: list[Compiled] = []
+    if "attention" in asked:
+        results += compile_kernels(
+            targets,
             pairs=PAIRS if options.formats is None else tuple(map(_pair, options.formats.split(","))),
             head_dims=parse_numbers(options.head_dim, "--head-dim"),
             pages=parse_numbers(options.page, "--page"),
         )
-    )
+    if "weights" in asked:
+        results += compile_weight_kernels(targets, groups=groups)
     if options.as_json:
         show_json({"versions": versions(), "results": [asdict(result) for result in results]})
     else:
-        print(table(_HEADINGS, map(_row, results)))
+        for name, headings in (("attention", _HEADINGS), ("weights", _WEIGHT_HEADINGS)):
+            if name in asked:
+                print(table(headings, (_row(one) for one in results if bool(one.layout) is (name == "weights"))))
     failed = [result for result in results if not result.passed]
     for result in failed:
-        note(
-            f"{result.kernel} for {result.target}, {result.k_format}/{result.v_format}, head dimension "
-            f"{result.head_dim}: {result.error}"
-        )
+        of = f"{result.k_format}/{result.v_format}, head dimension {result.head_dim}"
+        if result.layout:
+            of = f"{result.layout} in groups of {result.group}"
+        note(f"{result.kernel} for {result.target}, {of}: {result.error}")
     return 1 if failed else 0
 
 
 def _row(done: Compiled) -> tuple[str, ...]:
     shared = "" if done.shared is None else f"{done.shared:,}"
     code = ["" if x is None else str(x) for x in (done.registers, done.spilled, max(done.loads, default=None))]
+    if done.layout:
+        fixed = (done.target, done.kernel, done.layout, str(done.group), done.dtype, done.options)
+        return *fixed, shared, *code, done.status
     numbers = (str(done.head_dim), str(done.page), done.options, shared, *code)
     return done.target, done.kernel, done.k_format, done.v_format, *numbers, done.status
 

@@ -1,11 +1,12 @@
 """Hold the kernels against their definition; exit with 1 where a gate fails.
 
-Attention and cache writer at many shapes, the paper's error figure, a long decode, and kernels broken on purpose,
-which must fail.
+Attention and cache writer at many shapes, the paper's error figure, a long decode; products with 4-bit weights (AWQ,
+GPTQ, experts); and kernels broken on purpose, which must fail.
 
 examples:
   k16v8 gate
   k16v8 gate --kernels interpreter --soak 100
+  k16v8 gate --operations weights
 """
 
 from __future__ import annotations
@@ -15,7 +16,19 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from k16v8.cli.common import add_json, at_least, check_device, device_name, finite, note, show_json, table, versions
+from k16v8.cli.common import (
+    add_json,
+    add_operations,
+    at_least,
+    check_device,
+    device_name,
+    finite,
+    note,
+    operations,
+    show_json,
+    table,
+    versions,
+)
 
 if TYPE_CHECKING:
     from k16v8.gates.run import Gate
@@ -37,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Decode steps through page reuse; 0 leaves them out. [default: 500]",
     )
     parser.add_argument("--seed", type=at_least(0, int), default=0, help="Of the random inputs. [default: 0]")
+    add_operations(parser, "attention,weights")
     add_json(parser)
 
 
@@ -50,11 +64,12 @@ def run(options: argparse.Namespace) -> int:
     from k16v8.kernels.dispatch import load_triton
 
     check_device(options.device)
+    asked = operations(options.operations)
     chosen = options.kernels or ("triton" if options.device == "cuda" else "torch")
     if chosen == "interpreter":
         load_triton(interpret=True)
     gates = []
-    for found in run_gates(chosen, device=options.device, seed=options.seed, soak_steps=options.soak):
+    for found in run_gates(chosen, device=options.device, seed=options.seed, soak_steps=options.soak, operations=asked):
         gates.append(found)
         if sys.stderr.isatty() and not found.passed:
             note(f"{found.group} {found.name} failed")

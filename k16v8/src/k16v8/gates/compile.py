@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,27 @@ import torch
 from k16v8.errors import UnknownNameError
 from k16v8.kernels.cache import PagedCache, Scaling, storage
 from k16v8.kernels.reference import Attention
+from k16v8.kernels.weights import LAYOUTS, Layout, QuantizedWeight
 
 if TYPE_CHECKING:
     from k16v8.kernels.launch import Target, Tiles
 
-__all__ = ["KERNELS", "OPTIONS", "PAIRS", "TARGETS", "Compiled", "compile_kernels"]
+__all__ = [
+    "KERNELS",
+    "OPTIONS",
+    "PAIRS",
+    "TARGETS",
+    "WEIGHT_KERNELS",
+    "Compiled",
+    "compile_kernels",
+    "compile_weight_kernels",
+]
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
 OPTIONS = ("plain", "all")
 KERNELS = ("write", "decode", "merge", "extend")
+# products of 4-bit weights, and the rows of each
+WEIGHT_KERNELS = {"gemv": 16, "gemm-32": 32, "gemm-64": 64, "gemm": 512, "experts": 16, "sum": 16}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
 
 _RATIO = 4  # query heads per KV head
@@ -41,7 +53,9 @@ class Compiled:
     """What became of one kernel on one target.
 
     ``options``: ``plain``, or ``all`` with window, soft-cap, sinks, scales per token and head, and counting of what
-    saturates.  ``shared`` and ``limit``: bytes of shared memory.
+    saturates.  Of products with 4-bit weights: ``all`` with ``g_idx``, and routing weights for experts; ``layout``,
+    ``group`` and ``dtype`` (of activations) say which, and nothing of a cache is set.  ``shared`` and ``limit``: bytes
+    of shared memory.
 
     Of the code: ``registers`` of a thread; ``spilled``: bytes of memory that each thread has because they are too few;
     ``loads``: bytes that one thread's load from global memory takes → such instructions (the block table and scales
@@ -62,6 +76,9 @@ class Compiled:
     options: str
     shared: int | None
     limit: int
+    layout: str = ""
+    group: int = 0
+    dtype: str = "bf16"
     rows: int = 0
     tokens: int = 0
     warps: int = 0
@@ -118,22 +135,126 @@ def compile_kernels(
                             yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
 
 
+def compile_weight_kernels(
+    targets: tuple[str, ...],
+    *,
+    layouts: tuple[Layout, ...] = LAYOUTS,
+    groups: tuple[int, ...] = (128,),
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
+    kernels: tuple[str, ...] = tuple(WEIGHT_KERNELS),
+) -> Iterator[Compiled]:
+    """Compile the products with 4-bit weights for every target, one result after another.
+
+    ``gemv`` is a product of up to 16 rows in splits, ``sum`` adds these, ``gemm-32`` and ``gemm-64`` are products of up
+    to so many rows, ``gemm`` of more, ``experts`` one of up to 16 rows for each expert.
+
+    Raises:
+        NotSupportedError: Triton is missing, or this process runs its interpreter.
+        UnknownNameError: a target, a layout or a kernel that does not exist.
+    """
+    for kind, names, known in (
+        ("target", targets, TARGETS),
+        ("kernel", kernels, WEIGHT_KERNELS),
+        ("layout of 4-bit weights", layouts, LAYOUTS),
+    ):
+        for name in names:
+            if name not in known:
+                raise UnknownNameError(kind, name, known)
+    from k16v8.kernels.dispatch import load_triton
+
+    load_triton(interpret=False)
+    for target in targets:
+        for layout in layouts:
+            for group in groups:
+                for dtype in dtypes:
+                    for kernel in kernels:
+                        for options in OPTIONS:
+                            if kernel != "sum" or options == "plain":
+                                yield _compile_weights(kernel, target, layout, group, dtype, options)
+
+
+def _compile_weights(kernel: str, name: str, layout: Layout, group: int, dtype: torch.dtype, options: str) -> Compiled:
+    from k16v8.kernels import matmul
+
+    target = _target(name)
+    full, many = options == "all", 8 if kernel == "experts" else 0
+    stack, inputs, outputs, rows = (many,) if many else (), 4096, 4096, WEIGHT_KERNELS[kernel]
+
+    def empty(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    weight = QuantizedWeight(
+        layout,
+        empty(*stack, *((inputs, outputs // 8) if layout == "awq" else (inputs // 8, outputs))),
+        empty(*stack, inputs // group, outputs // 8),
+        empty(*stack, inputs // group, outputs, kind=torch.float16),
+        group,
+        empty(*stack, inputs) if full else None,
+    )
+    x, out, part = empty(rows, inputs, kind=dtype), empty(rows, outputs, kind=dtype), empty(1, 1, 1, kind=torch.float32)
+    tile = matmul.matmul_tiles(rows, weight, target)
+    result = Compiled(
+        kernel, name, "", "", 0, 0, options, None, target.shared_memory, layout, group,
+        "bf16" if dtype == torch.bfloat16 else "f16",
+    )  # fmt: skip
+    if kernel == "sum":
+        tile = replace(tile, rows=1, tokens=1024, warps=4, stages=1)
+        return _built(
+            result,
+            matmul.sum_kernel,
+            matmul.sum_arguments(part, out, rows, 8),
+            matmul.sum_constants(target),
+            tile,
+            target,
+        )
+    routing = empty(rows, 2, kind=torch.float32) if full and many else None
+    split = kernel == "gemv"
+    arguments = matmul.matmul_arguments(
+        x, weight, part if split else out, rows=rows, splits=8, routing=routing, shared=2 if many else 1
+    )
+    constants = matmul.matmul_constants(
+        dtype, weight, tile, target, experts=bool(many), routed=routing is not None, split=split
+    )
+    return _built(result, matmul.matmul_kernel, arguments, constants, tile, target)
+
+
+def _target(name: str) -> Target:
+    from k16v8.kernels.launch import Target
+
+    return Target("cuda", int(name[3:]), 1) if name.startswith("sm_") else Target("hip", name, 1)
+
+
 def _compile(kernel: str, name: str, k_format: str, v_format: str, head_dim: int, page: int, options: str) -> Compiled:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from k16v8.kernels.launch import Target, compile_options
-
-    backend: str = "cuda" if name.startswith("sm_") else "hip"
-    target = Target(backend, int(name[3:]) if backend == "cuda" else name, 1)
+    target = _target(name)
     if name == "gfx942":
         k_format, v_format = (x + "fnuz" if x == "fp8_e4m3" else x for x in (k_format, v_format))
     result = Compiled(kernel, name, k_format, v_format, head_dim, page, options, None, target.shared_memory)
     function, arguments, constants, tile = _launch(kernel, target, k_format, v_format, head_dim, page, options == "all")
+    return _built(result, function, arguments, constants, tile, target)
+
+
+def _built(
+    result: Compiled,
+    function: Any,
+    arguments: Sequence[object],
+    constants: Mapping[str, object],
+    tile: Tiles,
+    target: Target,
+) -> Compiled:
+    """Compile and read what the code says."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from k16v8.kernels.launch import compile_options
+
     result = replace(result, rows=tile.rows, tokens=tile.tokens, warps=tile.warps, stages=tile.stages)
     types = dict(zip(function.arg_names, (_type(x) for x in arguments), strict=False))
-    aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(arguments) if _aligned(x)}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, x in enumerate(arguments)
+        if _aligned(x) and not function.params[i].do_not_specialize
+    }
     try:
         done = triton.compile(
             ASTSource(
@@ -142,17 +263,17 @@ def _compile(kernel: str, name: str, k_format: str, v_format: str, head_dim: int
                 constexprs={(function.arg_names.index(key),): value for key, value in constants.items()},
                 attrs=aligned,
             ),
-            target=GPUTarget(backend, target.arch, target.warp),
+            target=GPUTarget(target.backend, target.arch, target.warp),
             options=compile_options(tile),
         )
     except Exception as fault:  # whatever the compiler raises is the result
         return replace(result, error=" ".join(str(fault).split())[-300:], status="does not compile")
     shared = int(done.metadata.shared)
-    result = replace(result, **(_nvidia(done.asm) if backend == "cuda" else _read_amd(done.asm["amdgcn"])))
-    if kernel in ("decode", "extend"):
+    result = replace(result, **(_nvidia(done.asm) if target.backend == "cuda" else _read_amd(done.asm["amdgcn"])))
+    if result.kernel in ("decode", "extend"):
         result = _pipeline(result, done.asm["ttgir"], shared, target)
     if shared > target.shared_memory:
-        excess = f"needs {shared} bytes of shared memory, {name} has {target.shared_memory}"
+        excess = f"needs {shared} bytes of shared memory, {result.target} has {target.shared_memory}"
         return replace(result, shared=shared, error=excess, status="compiles, does not fit")
     return replace(result, shared=shared)
 

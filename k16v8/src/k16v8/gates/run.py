@@ -17,6 +17,7 @@ from torch import Tensor
 from k16v8.gates.cases import CASES, LONG, Case, Problem
 from k16v8.gates.mutations import MUTATIONS, Mutation
 from k16v8.gates.soak import soak
+from k16v8.gates.weights import weight_gates
 from k16v8.gates.writer import writer_gates
 from k16v8.kernels import reference
 from k16v8.kernels.cache import PagedCache
@@ -37,7 +38,7 @@ _SEEDS = 5
 class Gate:
     """One check: what was measured, against what."""
 
-    group: str  # attention, writer, paper, soak, mutation
+    group: str  # attention, writer, paper, soak, weights, mutation
     name: str
     passed: bool
     figures: dict[str, float] = field(default_factory=dict)
@@ -45,13 +46,27 @@ class Gate:
 
 
 def run_gates(
-    implementation: str, *, device: torch.device | str = "cpu", seed: int = 0, soak_steps: int = 500
+    implementation: str,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    soak_steps: int = 500,
+    operations: tuple[str, ...] = ("attention", "weights"),
 ) -> Iterator[Gate]:
-    """All gates for one implementation, one result after another.  The interpreter is spared the long shapes.
+    """All gates of ``operations`` for one implementation, one result after another.
+
+    The interpreter is spared the long shapes.
 
     Raises:
         NotSupportedError: the implementation cannot run on this device.
     """
+    if "attention" in operations:
+        yield from _attention_gates(implementation, device, seed, soak_steps)
+    if "weights" in operations:
+        yield from (Gate(*found) for found in weight_gates(implementation, device=device, seed=seed))
+
+
+def _attention_gates(implementation: str, device: torch.device | str, seed: int, soak_steps: int) -> Iterator[Gate]:
     for case in CASES if implementation == "interpreter" else (*CASES, *LONG):
         yield attention_gate(case, implementation, device=device, seed=seed)
     for name, passed, figures, note in writer_gates(_chooser(implementation, device), device=device, seed=seed):

@@ -14,8 +14,9 @@ from torch import Tensor
 from k16v8.errors import UsageError
 from k16v8.kernels.cache import PagedCache, scaling_of, storage
 from k16v8.kernels.reference import Attention
+from k16v8.kernels.weights import QuantizedWeight
 
-__all__ = ["check_cache", "check_decode", "check_extend", "check_write"]
+__all__ = ["check_cache", "check_decode", "check_expert_matmul", "check_extend", "check_matmul", "check_write"]
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -230,6 +231,58 @@ def _check_attend(
             f"lse is {_dtype(lse)} {_shape(lse)}; it takes float32 [{q.shape[0]}, {heads}]",
         )
         _same_device(q, "lse", lse)
+
+
+def check_matmul(x: Tensor, weight: QuantizedWeight, out: Tensor | None) -> None:
+    """What a product takes; the weight was checked when it was made.  Messages are built where they are needed.
+
+    Raises:
+        UsageError: activations or output do not fit the weight.
+    """
+    if weight.experts:
+        raise UsageError(f"the weight is a stack of {weight.experts} experts; expert_matmul takes it")
+    if x.dim() != 2 or x.shape[1] != weight.inputs or x.stride(1) != 1 or x.dtype not in _FLOATS:
+        raise UsageError(
+            f"x is {_dtype(x)} {_shape(x)} with strides {list(x.stride())}; it takes floats [M, {weight.inputs}], rows "
+            "without gaps"
+        )
+    _same_device(x, "the weight", weight.qweight)
+    if out is not None:
+        if out.shape != (len(x), weight.outputs) or out.dtype != x.dtype or out.stride(1) != 1:
+            raise UsageError(f"out is {_dtype(out)} {_shape(out)}; it takes {_dtype(x)} [{len(x)}, {weight.outputs}]")
+        _same_device(x, "out", out)
+
+
+def check_expert_matmul(
+    x: Tensor, weight: QuantizedWeight, experts: Tensor, routing: Tensor | None, out: Tensor | None
+) -> None:
+    """What a product with experts takes.
+
+    Raises:
+        UsageError: activations, experts, routing weights or output do not fit the weight or each other.
+    """
+    if not weight.experts:
+        raise UsageError("the weight is one linear layer; matmul takes it")
+    if experts.dim() != 2 or experts.dtype not in (torch.int32, torch.int64):
+        raise UsageError(f"experts is {_dtype(experts)} {_shape(experts)}; it takes int32 or int64 [T, top]")
+    tokens, top = experts.shape
+    if x.shape not in ((tokens, weight.inputs), (tokens, top, weight.inputs)) or x.dtype not in _FLOATS:
+        raise UsageError(
+            f"x is {_dtype(x)} {_shape(x)}; it takes floats [{tokens}, {weight.inputs}] or "
+            f"[{tokens}, {top}, {weight.inputs}]"
+        )
+    for name, tensor in (("x", x), ("routing", routing), ("out", out)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise UsageError(f"{name} has strides {list(tensor.stride())}; call contiguous()")
+    if routing is not None and (routing.shape != experts.shape or routing.dtype not in _FLOATS):
+        raise UsageError(f"routing is {_dtype(routing)} {_shape(routing)}; it takes floats [{tokens}, {top}]")
+    if out is not None and (out.shape != (tokens, top, weight.outputs) or out.dtype != x.dtype):
+        raise UsageError(
+            f"out is {_dtype(out)} {_shape(out)}; it takes {_dtype(x)} [{tokens}, {top}, {weight.outputs}]"
+        )
+    for name, tensor in (("the weight", weight.qweight), ("experts", experts), ("routing", routing), ("out", out)):
+        if tensor is not None:
+            _same_device(x, name, tensor)
 
 
 def _need(condition: bool, message: str) -> None:

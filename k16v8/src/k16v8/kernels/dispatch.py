@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from k16v8.errors import NotSupportedError, UnknownNameError
-from k16v8.kernels import checks, torch_path
+from k16v8.kernels import checks, torch_path, torch_weights
 from k16v8.kernels.cache import PagedCache, Scaling, storage
 from k16v8.kernels.reference import Attention
+from k16v8.kernels.weights import LAYOUTS, QuantizedWeight
 
-__all__ = ["HEAD_DIMS", "IMPLEMENTATIONS", "PAGES", "Kernels", "choose", "load_triton"]
+__all__ = [
+    "HEAD_DIMS",
+    "IMPLEMENTATIONS",
+    "PAGES",
+    "Kernels",
+    "WeightKernels",
+    "choose",
+    "choose_weights",
+    "load_triton",
+]
 
 Implementation = Literal["torch", "triton", "interpreter"]
 IMPLEMENTATIONS = ("torch", "triton", "interpreter")
@@ -172,12 +182,84 @@ def _triton_refusal(
         return f"page size {page}; the gates cover {', '.join(map(str, PAGES))}"
     if ratio > _MOST_RATIO:
         return f"{ratio} query heads per KV head; the gates cover 1 to {_MOST_RATIO}"
+    return _device_refusal(implementation, device)
+
+
+def _device_refusal(implementation: str, device: torch.device | str) -> str | None:
     kind = torch.device(device).type
     if implementation == "interpreter" and kind != "cpu":
         return f"the interpreter runs on the CPU, the tensors lie on {kind}"
     if implementation == "triton" and kind != "cuda":
         return f"compiled kernels need a GPU, the tensors lie on {kind}; choose torch, or interpreter to test them"
     return None
+
+
+@dataclass(frozen=True)
+class WeightKernels:
+    """Products with 4-bit weights of one implementation; every call is checked before its launch.
+
+    ``name`` is for the record of a run, for example ``triton[awq]``.
+    """
+
+    name: str
+    implementation: Implementation
+
+    def plan(self, rows: int, weight: QuantizedWeight, *, splits: int | None = None) -> Any:
+        """Buffers for :meth:`matmul` of at most ``rows`` rows; ``None`` where the implementation needs none."""
+        if self.implementation == "torch":
+            return None
+        from k16v8.kernels.matmul import plan_matmul
+
+        return plan_matmul(rows, weight, splits=splits)
+
+    def matmul(self, x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None, plan: Any = None) -> Tensor:
+        """:func:`k16v8.kernels.torch_weights.matmul`; with ``out`` and ``plan`` Triton allocates nothing."""
+        checks.check_matmul(x, weight, out)
+        held = {} if plan is None else {"plan": plan}  # the torch path has none
+        return cast("Tensor", self._operation("matmul")(x, weight, out=out, **held))
+
+    def expert_matmul(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        experts: Tensor,
+        routing: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """:func:`k16v8.kernels.torch_weights.expert_matmul`; Triton launches one kernel for all experts."""
+        checks.check_expert_matmul(x, weight, experts, routing, out)
+        return cast("Tensor", self._operation("expert_matmul")(x, weight, experts, routing, out=out))
+
+    def _operation(self, name: str) -> Any:
+        module = torch_weights if self.implementation == "torch" else import_module("k16v8.kernels.matmul")
+        return getattr(module, name)
+
+
+def choose_weights(
+    implementation: str, *, layout: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+) -> WeightKernels:
+    """The products of ``implementation`` (``torch``, ``triton``, ``interpreter``); ``dtype``: of activations.
+
+    Raises:
+        NotSupportedError: this implementation cannot do it here; with the reason.
+        UnknownNameError: no such implementation or layout.
+    """
+    for kind, given, known in (
+        ("kernel implementation", implementation, IMPLEMENTATIONS),
+        ("layout of 4-bit weights", layout, LAYOUTS),
+    ):
+        if given not in known:
+            raise UnknownNameError(kind, given, known)
+    name = f"{implementation}[{layout}]"
+    if implementation != "torch":
+        reason = _device_refusal(implementation, device)
+        if dtype not in (torch.bfloat16, torch.float16):
+            reason = "the Triton kernels are for 16-bit activations; use the torch implementation for others"
+        if reason:
+            raise NotSupportedError(f"{name}: {reason}")
+        load_triton(interpret=implementation == "interpreter")
+    return WeightKernels(name, cast("Implementation", implementation))
 
 
 def load_triton(*, interpret: bool) -> None:

@@ -92,6 +92,7 @@ _ATTENTION = (
 )
 _DTYPES = ("float32", "bfloat16", "float16")
 _SENTINEL_ROWS = 8
+_BATCH_TOKENS = 8192  # of windows in one forward on a GPU: enough to fill one
 _SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with
 
 
@@ -284,18 +285,43 @@ class HFEngine(Engine):
     # ------------------------------------------------------------------------------------------ requests
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
-        for index, window in enumerate(request.windows):
-            sentinel = self._model.hidden and index in (0, len(request.windows) - 1)
-            keep = _SENTINEL_ROWS if sentinel else 1
-            if not self._model.hidden:
-                keep = len(window) - request.first
-            logits, states = self._model.forward(self._model.tensor([window]), self._model.new_cache(), keep=keep)
-            if sentinel:
-                self._model.check_replay(states[0, -keep:], logits[0])
-            rows = self._model.rows(states[0, request.first : request.last + 1], logits[0, : request.n_rows])
+        import torch
+
+        # Not by the memory that is free now: how many windows share a forward changes last bits, so all arms do alike.
+        tokens = _BATCH_TOKENS if self._on_gpu and self._model.hidden else 1
+        start, windows = 0, request.windows
+        while start < len(windows):
+            most = windows[start : start + max(1, tokens // len(windows[start]))]
+            batch = most[: next((n for n, window in enumerate(most) if len(window) != len(most[0])), len(most))]
+            try:
+                self._prefill_batch(request, start, batch, sink)
+            except torch.OutOfMemoryError:
+                if len(batch) == 1:
+                    raise
+                tokens = 1
+            else:
+                start += len(batch)
+        return {"tokens": sum(map(len, windows))}
+
+    @property
+    def _on_gpu(self) -> bool:
+        """Where one window alone leaves processors idle; a CPU computes several no faster."""
+        return self._arm.device != "cpu"
+
+    def _prefill_batch(self, request: Prefill, start: int, windows: Sequence[Tokens], sink: Sink) -> None:
+        """Store the rows of windows of one length, the first of which has index ``start``, from one forward."""
+        indices = range(start, start + len(windows))
+        ends = {0, len(request.windows) - 1}.intersection(indices) if self._model.hidden else set()
+        keep = _SENTINEL_ROWS if ends else 1
+        if not self._model.hidden:
+            keep = len(windows[0]) - request.first
+        logits, states = self._model.forward(self._model.tensor(windows), self._model.new_cache(), keep=keep)
+        for row, index in enumerate(indices):
+            if index in ends:
+                self._model.check_replay(states[row, -keep:], logits[row])
+            rows = self._model.rows(states[row, request.first : request.last + 1], logits[row, : request.n_rows])
             sink.add(index, self._model.stored(rows))
-            sink.progress(len(window))
-        return {"tokens": sum(map(len, request.windows))}
+            sink.progress(len(windows[row]))
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0
