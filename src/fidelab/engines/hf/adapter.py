@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array
@@ -46,6 +47,7 @@ from fidelab.engines.base import (
     answer_with_head,
     device_name,
     dtype_name,
+    one_line,
 )
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
@@ -112,6 +114,28 @@ def _loading(arm: Arm) -> dict[str, Any]:
     return {key.replace("-", "_"): json.loads(text) if text.startswith("{") else text for key, text in given}
 
 
+def _unreadable_quantization(arm: Arm) -> str | None:
+    """Why Transformers cannot load a quantized checkpoint here; ``None`` where it can, and for all others."""
+    try:
+        config = json.loads((Path(arm.path) / "config.json").read_text("utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    from transformers.quantizers import AutoHfQuantizer
+
+    try:
+        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+        quantizer.validate_environment(device_map={"": arm.device}, weights_only=True)
+    except Exception as error:
+        method = config.get("quant_method", "of an unknown method")
+        return (
+            f"the checkpoint is quantized ({method}) and Transformers cannot load it here: "
+            f"{one_line(error).rstrip('.')}; run it on engine vllm, or convert it with fidelab convert --to safetensors"
+        )
+    return None
+
+
 @dataclass(frozen=True)
 class _Shared:
     """The cache of what all prompts of a request begin with."""
@@ -171,6 +195,8 @@ class HFEngine(Engine):
         layers = hf_kernels.shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
             return Support(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
+        if reason := _unreadable_quantization(arm):
+            return Support(False, reason)
         if text := dict(arm.options).get(WEIGHTS):
             for key in ("quantization-config", "tp-plan"):
                 if key in dict(arm.options):
