@@ -29,6 +29,7 @@ __all__ = [
     "Speculation",
     "Status",
     "Vocabulary",
+    "cache_dir",
     "canonical_json",
     "digest",
     "finite",
@@ -84,6 +85,14 @@ def slug(text: str) -> str:
     return name if len(name) <= _LONGEST_SLUG else f"{name[: _LONGEST_SLUG - 9]}-{digest(text)[:8]}"
 
 
+def cache_dir() -> Path:
+    """``$FIDELAB_CACHE``, else ``fidelab`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; it may not exist."""
+    folder = os.environ.get("FIDELAB_CACHE")
+    if folder:
+        return Path(folder).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "fidelab"
+
+
 def state_dir() -> Path:
     """``fidelab`` in ``$XDG_STATE_HOME``, else in ``~/.local/state``: what is remembered for this user alone.
 
@@ -130,16 +139,23 @@ _MOST_LEVELS, _MOST_CONTAINERS = 64, 1_000_000  # of JSON: what is deeper or lar
 _LONG_NUMBER, _SURROGATE = re.compile(r"\d{19}"), re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def strict_json(raw: bytes | str, not_finite: Callable[[str], Any] | None = None, *, half_pairs: bool = False) -> Any:
+def strict_json(
+    raw: bytes | str,
+    not_finite: Callable[[str], Any] | None = None,
+    *,
+    half_pairs: bool = False,
+    most_values: int | None = None,
+) -> Any:
     """The value of a JSON text that may come from anybody.
 
     Args:
         not_finite: gives what stands for NaN and the infinities, which are refused by default.
         half_pairs: whether texts may hold half a surrogate pair, which UTF-8 cannot encode.
+        most_values: bound of the number of values, where a text of many short ones would need too much memory.
 
     Raises:
         ValueError: not UTF-8, not JSON, a number that is not finite, a whole number beyond 64 bits, half a surrogate
-            pair, more than 64 levels, or more than a million lists and objects.
+            pair, more than 64 levels, more than a million lists and objects, or more than ``most_values`` values.
     """
 
     def refuse(text: str) -> Any:
@@ -157,6 +173,8 @@ def strict_json(raw: bytes | str, not_finite: Callable[[str], Any] | None = None
     text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
     if text.count("[") + text.count("{") > _MOST_CONTAINERS:
         raise ValueError(f"more than {_MOST_CONTAINERS:,} lists and objects")
+    if most_values is not None and text.count(",") > most_values:
+        raise ValueError(f"more than {most_values:,} values")
     parse_int = whole if _LONG_NUMBER.search(text) else None  # asked for every number, it would be slow
     try:
         value = json.loads(text, parse_constant=not_finite or refuse, parse_float=number, parse_int=parse_int)
@@ -203,6 +221,38 @@ class FormatSpec:
 
     name: str
     options: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str, whole: str = "") -> FormatSpec:
+        """Read ``name`` or ``name[key=value,…]``; a value may itself be a list: ``skip=0,29``.
+
+        ``whole``: what errors quote, where the text is part of something.
+
+        Raises:
+            UsageError: the text does not have that form.
+        """
+        match = _FORMAT.match(text.strip())
+        if match is None:
+            raise UsageError(
+                f"KV format {whole or text!r}: write a name, K/V, or options in brackets, as in 'int4[group=32]' or "
+                "'f16/q8_0'"
+            )
+        options: dict[str, list[str]] = {}
+        key = ""
+        for item in filter(None, (piece.strip() for piece in (match["options"] or "").split(","))):
+            head, eq, value = item.partition("=")
+            if eq:
+                key = head.strip().replace("_", "-")
+                options.setdefault(key, []).append(value.strip())
+            elif key:  # "skip-layers=0,29": a piece without "=" continues the list before it
+                options[key].append(item)
+            else:
+                raise UsageError(f"KV format {whole or text!r}: option {item!r} has no value; write key=value")
+        return cls(match["name"], tuple(sorted((key, ",".join(values)) for key, values in options.items())))
+
+    def without(self, *keys: str) -> FormatSpec:
+        """The same format without some options."""
+        return FormatSpec(self.name, tuple(pair for pair in self.options if pair[0] not in keys))
 
     def __str__(self) -> str:
         if not self.options:
@@ -267,25 +317,10 @@ class KVSpec:
 
 
 def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
-    match = _FORMAT.match(side.strip())
-    if match is None:
-        raise UsageError(
-            f"KV format {whole!r}: write a name, K/V, or options in brackets, as in 'int4[group=32]' or 'f16/q8_0'"
-        )
-    options: dict[str, list[str]] = {}
-    key = ""
-    for item in filter(None, (piece.strip() for piece in (match["options"] or "").split(","))):
-        head, eq, value = item.partition("=")
-        if eq:
-            key = head.strip().replace("_", "-")
-            options.setdefault(key, []).append(value.strip())
-        elif key:  # "skip-layers=0,29": a piece without "=" continues the list before it
-            options[key].append(item)
-        else:
-            raise UsageError(f"KV format {whole!r}: option {item!r} has no value; write key=value")
-    layers = [layer for item in options.pop("skip-layers", []) for layer in _layers(item, whole)]
-    pairs = tuple(sorted((k, ",".join(v)) for k, v in options.items()))
-    return FormatSpec(match["name"], pairs), layers
+    spec = FormatSpec.parse(side, whole)
+    skipped = dict(spec.options).get("skip-layers")
+    items = () if skipped is None else skipped.split(",")
+    return spec.without("skip-layers"), [layer for item in items for layer in _layers(item, whole)]
 
 
 def _layers(item: str, whole: str) -> range:

@@ -29,6 +29,7 @@ COMMANDS = [
     ("formats",),
     ("doctor",),
     ("plan-size",),
+    ("audit",),
     ("import",),
     ("import", "refract"),
     ("import", "throughput"),
@@ -114,7 +115,7 @@ def test_commands_and_options_stand_in_groups(wide: None, tmp_path: Path) -> Non
     def panels(*words: str) -> list[str]:
         return re.findall(r"╭─ (.*?) ─+╮", cli(*words, "--help", cwd=tmp_path).out)
 
-    assert panels() == ["Options", "Compare", "Results", "Speed", "Models, engines and this machine"]
+    assert panels() == ["Options", "Compare", "Results", "Speed", "Checkpoints", "Models, engines and this machine"]
     assert panels("compare") == ["Arguments", "Options", "Arms", "What is measured", "Scoring", "Engine"]
 
 

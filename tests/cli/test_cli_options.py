@@ -40,17 +40,24 @@ OTHERS = {
         "bench sweep": "required, of any server",
         "presets check": "what is checked, of any server",
     },
+    "--batch": {"physics model": "cells of a table"},
     "--benches": {"bench offline": "benches are what it is for: never none"},
     "--candidate": {
         "bisect": "exactly one",
         "bench offline": "one arm of several; none is the reference",
     },
     "--concurrency": {"bench calibrate": "one number, of streams from the mock server"},
+    "--device": {
+        "physics model": "rows of the device table",
+        "physics fit": "a row of the device table",
+        "physics probe": "what is measured",
+    },
     "--dry-run": {
         "captures gc": "what would be removed",
         "models gc": "what would be removed",
         "launch": "a command, not a plan",
     },
+    "--dtype": {"convert": "of what is not quantized, not of a computation"},
     "--engine": {
         "bisect": "engines that pass on the states behind layers",
         **dict.fromkeys(_PRESET, "the preset's own"),
@@ -60,6 +67,7 @@ OTHERS = {
     "--force": {"baseline save": "replaces a baseline", "launch": "starts a server"},
     "--kv": {
         "bench capacity": "formats of servers that are started",
+        "physics model": "formats of no run",
         "bisect": "exactly one candidate",
         "capture": "the only arm",
         "bench offline": "the first is the reference",
@@ -67,6 +75,8 @@ OTHERS = {
         "bench sweep": "a label",
     },
     "--markdown": {"diff": "a table for a pull request"},
+    "--reference": {"physics model": "a format of no run"},
+    "--tp": {"physics model": "what a device holds"},
     "--older-than": {"models gc": "converted weights, not captures"},
     "--model": {
         "bench capacity": "the model on the server",

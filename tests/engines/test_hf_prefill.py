@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers
 
 LENGTH, FIRST, LAST = 20, 9, 18
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -99,6 +101,54 @@ def test_the_head_computes_only_the_rows_that_are_wanted(
     head.register_forward_hook(lambda _m, _i, out: computed.append(out.shape[1]))
     engine.answer(windows(4), Answers())
     assert computed == rows
+
+
+# On a GPU windows of one length share a forward; the CPU stands in for one here.
+@pytest.mark.parametrize("kv", ["f32", "fp8_e4m3[scale=per-channel]", "int4"])
+@pytest.mark.parametrize("kind", ["llama", "falcon_h1", "qwen3_next"])
+def test_windows_that_share_a_forward_have_the_rows_of_each_alone(
+    kind: str, kv: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, together = Answers(), Answers()
+    longer = windows(1, LENGTH + 3)
+    few = windows(5)
+    mixed = (*few.windows[:3], *longer.windows, *few.windows[3:])
+    request = replace(few, windows=mixed, units=(few.units[0],) * 6)
+    engine = tiny.opened(checkpoint(kind), kv)
+    engine.answer(request, alone)
+    monkeypatch.setattr(type(engine), "_on_gpu", True)
+    monkeypatch.setattr("fidelab.engines.hf.adapter._BATCH_TOKENS", 2 * LENGTH + 1)
+    batches: list[int] = []
+    engine._model.module.register_forward_pre_hook(
+        lambda _m, _a, kwargs: batches.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    answer = engine.answer(request, together)
+    assert batches == [2, 1, 1, 2]
+    assert answer.facts["sentinel_cosine"] >= 0.9999
+    assert together.tokens == alone.tokens
+    assert list(together.items) == list(alone.items)
+    for index in range(6):
+        torch.testing.assert_close(tiny.hidden(together.items[index]), tiny.hidden(alone.items[index]), **CLOSE)
+
+
+def test_windows_that_find_no_room_together_are_computed_one_by_one(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, single = Answers(), Answers()
+    engine = tiny.opened(checkpoint("llama"))
+    engine.answer(windows(4), alone)
+    tried: list[int] = []
+
+    def crowded(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        tried.append(len(kwargs["input_ids"]))
+        if tried[-1] > 1:
+            raise torch.OutOfMemoryError
+
+    engine._model.module.register_forward_pre_hook(crowded, with_kwargs=True)
+    monkeypatch.setattr(type(engine), "_on_gpu", True)
+    engine.answer(windows(4), single)
+    assert tried == [4, 1, 1, 1, 1]
+    assert all(torch.equal(tiny.hidden(single.items[i]), tiny.hidden(alone.items[i])) for i in range(4))
 
 
 def test_stored_rows_keep_no_memory_but_their_own(checkpoint: Checkpoint) -> None:

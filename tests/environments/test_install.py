@@ -368,6 +368,23 @@ def test_shims_that_an_engine_needs_take_part_in_the_trial_and_are_remembered(
     assert locate("odd").pythonpath == (str(other),)
 
 
+def test_a_shim_folder_that_is_gone_is_named_instead_of_a_module_that_it_held(
+    tmp_path: Path, quick: None, native: dict[str, str]
+) -> None:
+    shim, folder = tmp_path / "shim", environment.engines_dir() / "odd"
+    shim.mkdir()
+    install(recipe(), folder, sleeps_when_idle, pythonpath=[str(shim)])
+    shim.rmdir()
+    with pytest.raises(EngineError, match=f"^odd was installed with the shim folder {shim}, which is gone"):
+        locate("odd")
+    [place] = listing(["odd"])
+    assert place.environment is None
+    assert "is gone" in (place.problem or "")
+    shim.mkdir()
+    install(recipe(), folder, sleeps_when_idle, pythonpath=[str(shim)])
+    assert locate("odd").pythonpath == (str(shim),)
+
+
 # --------------------------------------------------------------------------------------------- what is not ours
 
 

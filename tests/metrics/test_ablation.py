@@ -11,7 +11,15 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from fidelab.metrics.ablation import AblationGrid, Effect, Findings, common_levels, estimate_effects
+from fidelab.metrics.ablation import (
+    AblationGrid,
+    Effect,
+    Findings,
+    JointLoss,
+    common_levels,
+    estimate_effects,
+    estimate_joint_losses,
+)
 from fidelab.metrics.intervals import binomial_interval
 
 Floats = NDArray[np.float64]
@@ -291,3 +299,56 @@ def test_cells_with_other_items_are_refused() -> None:
         estimate_effects(
             AblationGrid({"kv": ("a", "b")}, {("a",): np.zeros(3), ("b",): np.array([0.0, np.nan, 0.0])}, np.arange(3))
         )
+
+
+# ----------------------------------------------------------------------------------------- whether losses add
+
+MIXED: Mapping[str, tuple[str, ...]] = {"weights": ("native", "int4"), "kv": ("bf16", "int8")}
+
+
+def joint(extra: float, *, noise: float = 0.0005, n_clusters: int = 24, seed: int = 0) -> JointLoss:
+    planted = {("int4", "bf16"): 0.03, ("native", "int8"): 0.02, ("int4", "int8"): 0.05 + extra}
+    cells = grid(planted, factors=MIXED, noise=noise, n_clusters=n_clusters, seed=seed)
+    [loss] = estimate_joint_losses(cells, 0.001)
+    return loss
+
+
+def test_losses_that_add_are_said_to_add_with_an_interval_around_their_excess() -> None:
+    loss = joint(0.0)
+    assert loss.adds == "sum"
+    assert loss.levels == {"weights": "int4", "kv": "int8"}
+    assert loss.alone == pytest.approx({"weights": 0.03, "kv": 0.02}, abs=5e-4)
+    assert loss.together - sum(loss.alone.values()) == pytest.approx(loss.excess)
+    assert loss.interval is not None
+    assert loss.interval[0] < 0 < loss.interval[1]
+
+
+@pytest.mark.parametrize(("extra", "adds"), [(0.02, "more"), (-0.02, "less")])
+def test_losses_that_do_not_add_are_said_not_to(extra: float, adds: str) -> None:
+    loss = joint(extra)
+    assert loss.adds == adds
+    assert loss.excess == pytest.approx(extra, abs=1e-3)
+
+
+def test_with_too_much_noise_or_one_cluster_it_is_left_open_whether_losses_add() -> None:
+    assert joint(0.0, noise=0.05).adds == "unclear"
+    alone = joint(0.0, n_clusters=1)
+    assert (alone.adds, alone.interval) == ("unclear", None)
+
+
+def test_the_interval_of_the_excess_covers_it_as_often_as_it_says() -> None:
+    held = 0
+    for seed in range(200):
+        interval = joint(0.004, noise=0.004, seed=seed).interval
+        assert interval is not None
+        held += interval[0] <= 0.004 <= interval[1]
+    assert stats.binomtest(held, 200, 0.95).pvalue > 1e-3
+
+
+def test_of_a_cell_that_is_missing_nothing_is_said_about_its_sum() -> None:
+    cells = grid({("int4", "bf16"): 0.03}, factors=MIXED, without=(("int4", "int8"),))
+    assert estimate_joint_losses(cells) == ()
+
+
+def test_every_pair_of_levels_besides_those_of_the_best_cell_has_its_joint_loss() -> None:
+    assert len(estimate_joint_losses(grid(everywhere("kv", "int4", 0.01)))) == 4

@@ -26,15 +26,15 @@ REPO = "owner/tiny"
 class Hub:
     """What the server serves, and what it was asked.
 
-    ``files``: per commit, name → content.  A GET of ``cut_on`` sends half the bytes and hangs up; of
-    ``stall_on``
-    it sends them, sets ``stalled`` and waits.
+    ``files``: per commit, name → content; ``sent``: bytes of each that were asked for.  A GET of ``cut_on`` sends half
+    the bytes and hangs up; of ``stall_on`` it sends them, sets ``stalled`` and waits.
     """
 
     endpoint: str = ""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
+    sent: dict[str, int] = field(default_factory=dict)
     stall_on: str | None = None
     cut_on: str | None = None
     stalled: threading.Event = field(default_factory=threading.Event)
@@ -92,16 +92,19 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if data is None:
                 self._refuse(404, "EntryNotFound")
                 return
-            start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-            self.send_response(206 if start else 200)
+            first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+            start, whole = int(first), len(data)
+            data = data[: int(last) + 1] if last else data
+            self.send_response(206 if start or last else 200)
             self.send_header("X-Repo-Commit", commit)
             self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
             self.send_header("Content-Length", str(len(data) - start))
-            if start:
-                self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            if start or last:
+                self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{whole}")
             self.end_headers()
             if not body:
                 return
+            hub.sent[name] = hub.sent.get(name, 0) + len(data) - start
             if name in (hub.stall_on, hub.cut_on):
                 self.wfile.write(data[start : len(data) // 2])
                 self.wfile.flush()

@@ -14,6 +14,7 @@ from fidelab.results.ablation_record import (
     AblationCell,
     AblationOutcome,
     FactorEffect,
+    JointLossRecord,
     LevelShift,
     sentence_of,
 )
@@ -186,3 +187,31 @@ def test_hostile_levels_add_no_markup_to_page_and_card() -> None:
         part for part in card.split("\n\n") if part.startswith("| ") and "KLD |\n" in part and "verdict" not in part
     ]
     assert [line.count("|") - line.count("\\|") for line in table.splitlines()] == [3] * 4
+
+
+@pytest.mark.parametrize(
+    ("adds", "said"),
+    [
+        ("sum", "losses add"),
+        ("more", "losses are more than their sum"),
+        ("less", "losses are less than their sum"),
+        ("unclear", "whether losses add cannot be told"),
+    ],
+)
+def test_the_sentence_says_whether_losses_add_with_the_interval_of_their_excess(adds: Any, said: str) -> None:
+    weights = {"low": "native", "high": "int4"}
+    moving = [effect("weights", "everywhere", shift(weights, 0.05)), effect("kv", "everywhere", shift(KV, 0.01))]
+    joint = JointLossRecord(
+        levels={"weights": "int4", "kv": "int8"},
+        alone={"weights": 0.05, "kv": 0.01},
+        together=0.062,
+        excess=0.002,
+        ci=(-0.001, 0.005),
+        adds=adds,
+    )
+    told = sentence_of(outcome(*moving, joint=(joint,)))
+    assert told.endswith(
+        f"; {said}: weights=int4 0.0500 + kv=int8 0.0100, together 0.0620, a difference of +0.00200 nats "
+        "(95%: −0.00100 to +0.00500)"
+    )
+    assert "losses" not in sentence_of(outcome(moving[0], still("kv", 0.0001), joint=(joint,)))

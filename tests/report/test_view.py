@@ -323,6 +323,15 @@ def test_the_weights_of_arms_are_told_by_size() -> None:
     )
 
 
+def test_rounded_weights_have_the_size_of_their_format_and_are_called_simulated() -> None:
+    ran = RuntimeRecord(weight_bytes=256 * 2**20, simulated_weight_bytes=72 * 2**20)
+    reference = arm("bf16", ran=RuntimeRecord(weight_bytes=256 * 2**20))
+    view = build_view(sample_report(reference=reference, control=None, candidates=[arm("int4", ran=ran)]))
+    assert view.weights == "weights of bf16, as stored: 256 MiB; weights of int4, simulated: 72.0 MiB"
+    [table] = [table for table in view.tables if table.key == "ran"]
+    assert [row[table.columns.index("weight bytes")] for row in table.rows] == ["268,435,456", "75,497,472 simulated"]
+
+
 def test_the_weights_stand_beside_the_cache_in_every_face() -> None:
     ran = RuntimeRecord(cache_bytes_per_token=46080, weight_bytes=3 * 2**20)
     report = sample_report(reference=arm("f32", ran=ran))
@@ -464,7 +473,7 @@ def test_the_ranking_claims_equality_only_where_it_is_shown() -> None:
 
     pairs = (pair("a", "b", differs=True), pair("b", "c", equivalent=True), pair("c", "d"))
     assert build_view(sample_report(comparisons=pairs)).ranking == (
-        "cost by paired KLD differences: a < b ≈ c ? d (≈: shown to be equal within 10%; ?: cannot be told)"
+        "cost by paired KLD differences: a < b ≈ c ? d (≈: shown to be equal within 10%; ?: tied, cannot be told apart)"
     )
     both = (pair("a", "b", differs=True, equivalent=True),)  # a difference that is certain, and small
     assert build_view(sample_report(comparisons=both)).ranking == "cost by paired KLD differences: a < b"

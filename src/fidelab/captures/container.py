@@ -49,6 +49,7 @@ _NAMES: dict[np.dtype[Any], str] = {
 }
 _DTYPES: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in _NAMES.items()} | {"BF16": np.dtype("<u2")}
 _MOST_HEADER = 100_000_000  # bytes, the published limit
+_MOST_VALUES = 4_000_000  # of a header: some 400,000 tensors
 _MOST_ELEMENTS = 1 << 60  # of a shape, zeros left out: numpy's sizes are 64 bits
 
 
@@ -123,7 +124,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], int, int]:
         n = int.from_bytes(file.read(8), "little")
         if not n <= min(size - 8, _MOST_HEADER):
             raise ValueError("its header goes beyond the end of the file")
-        header = strict_json(file.read(n))
+        header = strict_json(file.read(n), most_values=_MOST_VALUES)
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")
     entries = {name: _entry(name, record) for name, record in header.items() if name != "__metadata__"}

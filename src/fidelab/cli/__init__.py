@@ -13,10 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from fidelab.cli import (
+    audit,
     baseline,
     bench,
     captures,
     compare,
+    convert,
     doctor,
     engines,
     extensions,
@@ -26,6 +28,7 @@ from fidelab.cli import (
     layer_diff,
     models,
     phases,
+    physics,
     presets,
     repeat,
     runs,
@@ -47,7 +50,13 @@ class _Stopped(Exception):
         self.command = command
 
 
-_COMPARE, _RESULTS, _SPEED, _MACHINE = _PANELS = ("Compare", "Results", "Speed", "Models, engines and this machine")
+_COMPARE, _RESULTS, _SPEED, _CHECKPOINTS, _MACHINE = _PANELS = (
+    "Compare",
+    "Results",
+    "Speed",
+    "Checkpoints",
+    "Models, engines and this machine",
+)
 
 
 class _Root(Group):
@@ -77,12 +86,16 @@ for _panel, _commands in {
     _COMPARE: (compare.compare, compare.run, layer_diff.bisect, repeat.repeat, sample_size.plan_size),
     _RESULTS: (runs.report, runs.charts, runs.rescore, phases.capture, phases.score, baseline.diff),
     _SPEED: (launch.launch, launch.stop),
+    _CHECKPOINTS: (audit.audit, convert.convert),
     _MACHINE: (doctor.doctor, formats.formats),
 }.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
 for _name, _group, _panel in (
-    *(("baseline", baseline.baseline, _RESULTS), ("import", imports.app, _RESULTS), ("bench", bench.app, _SPEED)),
+    ("baseline", baseline.baseline, _RESULTS),
+    ("import", imports.app, _RESULTS),
+    ("bench", bench.app, _SPEED),
+    ("physics", physics.app, _SPEED),
     *((module.__name__.rpartition(".")[2], module.app, _MACHINE) for module in (models, engines, presets, captures)),
 ):
     app.add_typer(_group, name=_name, rich_help_panel=_panel)

@@ -174,7 +174,7 @@ def locate(
         UnknownNameError: there is no such engine.
         UsageError: the interpreter does not exist, or a prefix is combined with shim folders.
         InputError: a shim folder does not exist.
-        EngineError: the engine is installed nowhere, or the image is not there.
+        EngineError: the engine is installed nowhere, its remembered shim folders or the image are not there.
     """
     cls: type[Engine] = ENGINES.load(engine)
     parts = _split(prefix)
@@ -240,9 +240,19 @@ def interpreter(python: str) -> str:
 
 
 def remembered_shims(folder: Path) -> tuple[str, ...]:
-    """The shim folders with which an environment was installed, as far as they are still there."""
-    kept = (read_marker(folder) or {}).get("pythonpath", [])
-    return tuple(str(path) for path in kept if Path(path).is_dir())
+    """The shim folders with which an environment was installed.
+
+    Raises:
+        EngineError: one of them is gone.
+    """
+    kept = [str(path) for path in (read_marker(folder) or {}).get("pythonpath", [])]
+    for path in kept:
+        if not Path(path).is_dir():
+            raise EngineError(
+                f"{folder.name} was installed with the shim folder {path}, which is gone: "
+                "install it again, with --pythonpath FOLDER if it still needs one"
+            )
+    return tuple(kept)
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from fidelab.environments.environment import (
     remembered_shims,
 )
 from fidelab.environments.recipes import install_command, variants
-from fidelab.errors import FidelabError
+from fidelab.errors import EngineError, FidelabError
 from fidelab.models.cache import cache_dir
 
 __all__ = ["Installed", "asking", "chosen", "listing"]
@@ -125,8 +125,12 @@ def _places(engine: str) -> Iterator[Installed]:
             problem = f"{folder} is unfinished"
             yield Installed(engine, folder.name, None, problem=problem, remedy=install_command(engine))
         elif folder in made:
-            environment = Environment(engine, str(_python(folder)), pythonpath=remembered_shims(folder))
-            yield Installed(engine, folder.name, environment)
+            try:
+                shims = remembered_shims(folder)
+            except EngineError as error:
+                yield Installed(engine, folder.name, None, problem=str(error), remedy=install_command(engine))
+            else:
+                yield Installed(engine, folder.name, Environment(engine, str(_python(folder)), pythonpath=shims))
     if not (here or unfinished or made):
         yield Installed(engine, engine, None, problem="not installed", remedy=install_command(engine))
 

@@ -1,7 +1,7 @@
-"""Number formats of the KV cache: what a value costs in bytes and loses in precision.
+"""Number formats of the KV cache and of weights: what a value costs in bytes and loses in precision.
 
-``base.py`` is the contract, each other format file one family.  A table target is a callable
-``(spec: FormatSpec) -> Format``; importing this package does not import torch.
+``base.py`` is the contract, ``weights.py`` what formats do to a checkpoint's matrices, each other format file one
+family.  A table target is a callable ``(spec: FormatSpec) -> Format``; importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from fidelab.registry import Registry
 if TYPE_CHECKING:
     from fidelab.formats.base import Format
 
-__all__ = ["FORMATS", "create"]
+__all__ = ["FORMATS", "K_QUANTS", "create"]
+
+K_QUANTS = ("q6_k", "q5_k", "q4_k", "q3_k", "q2_k")  # of weights alone: see weights.py
 
 FORMATS = Registry(
     "KV format",

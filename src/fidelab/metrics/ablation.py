@@ -27,6 +27,10 @@ the answer to "does dequant move it?" is often "by no more than this", which a p
   labels are swapped, so the level is divided by the number of pairs alone.
 
 A factor *moves* the outcome where an interval lies wholly beyond ± the noise floor.
+
+Whether the losses of two factors *add* is another question, with a family of its own: the *excess* of levels a and b
+over the cell with the smallest outcome (levels 0), ``x̄(a, b) − x̄(a, 0) − x̄(0, b) + x̄(0, 0)``, all other factors at
+their levels there.  KL is quadratic in small changes, so that changes without correlation add.
 """
 
 from __future__ import annotations
@@ -41,13 +45,26 @@ from numpy.typing import NDArray
 
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS, binomial_interval, resample_weights
 
-__all__ = ["AblationGrid", "Effect", "Findings", "Reach", "Shift", "common_levels", "estimate_effects"]
+__all__ = [
+    "AblationGrid",
+    "Adds",
+    "Effect",
+    "Findings",
+    "JointLoss",
+    "Reach",
+    "Shift",
+    "common_levels",
+    "estimate_effects",
+    "estimate_joint_losses",
+]
 
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 Context = dict[str, str]
 
 Reach = Literal["everywhere", "some", "opposed", "unclear", "none", "unmeasured"]
+Adds = Literal["sum", "more", "less", "unclear"]
+_EQUAL = 0.1  # of a sum: an excess within it is none
 _ROUNDING = 1e-12  # of what was subtracted: a spread below it is none
 
 
@@ -139,6 +156,24 @@ class Findings:
     contrasts: int
 
 
+@dataclass(frozen=True)
+class JointLoss:
+    """Two factors away from the best cell's levels: what each costs there alone, and both.
+
+    ``levels``: factor → its level; ``alone``: factor → its shift from the best cell; ``together``: the shift of both;
+    ``excess``: that minus the sum of those, with its simultaneous ``interval``, ``None`` for a single cluster.
+    ``adds``: sum (the interval lies within ± 10% of the sum, or ± the floor), more, less (wholly on one side of 0),
+    or unclear.  See docs/metrics.md#ablation.
+    """
+
+    levels: Context
+    alone: dict[str, float]
+    together: float
+    excess: float
+    interval: Interval | None
+    adds: Adds
+
+
 @dataclass(frozen=True, eq=False)
 class _Pair:
     """Contrasts of one pair of levels, as weights of cells ``[C]``."""
@@ -169,21 +204,84 @@ def estimate_effects(grid: AblationGrid, floor: float = 0.0, *, seed: int = 0, l
     """
     keys = list(grid.cells)
     n_items = len(grid.clusters)
-    if not all(values.shape == (n_items,) and np.isfinite(values).all() for values in grid.cells.values()):
-        raise ValueError("every cell has a finite outcome of every item: take failed items out of all cells")
-    clusters, index = np.unique(grid.clusters, return_inverse=True)
-    sums = np.array([np.bincount(index, weights=grid.cells[key], minlength=len(clusters)) for key in keys])
-    counts = np.bincount(index, minlength=len(clusters)).astype(np.float64)
+    sums, counts = _cluster_sums(grid)
     pairs = [pair for factor in grid.factors for pair in _pairs(grid, factor, keys)]
     weights = [row for pair in pairs for row in pair.rows]
     if not weights or not n_items:
-        return Findings(tuple(Effect(factor, "unmeasured") for factor in grid.factors), n_items, len(clusters), 0)
+        return Findings(tuple(Effect(factor, "unmeasured") for factor in grid.factors), n_items, len(counts), 0)
     estimates = _simultaneous(np.array(weights), sums, counts, len(pairs), grid.width, seed, level)
     effects = []
     for factor in grid.factors:
         measured = [_measured(pair, estimates, start, floor) for pair, start in _places(pairs) if pair.factor == factor]
         effects.append(_effect(factor, measured))
-    return Findings(tuple(effects), n_items, len(clusters), len(weights))
+    return Findings(tuple(effects), n_items, len(counts), len(weights))
+
+
+def estimate_joint_losses(
+    grid: AblationGrid, floor: float = 0.0, *, seed: int = 0, level: float = 0.95
+) -> tuple[JointLoss, ...]:
+    """Whether the losses of any two factors add, for all their levels. See docs/metrics.md#ablation.
+
+    Raises:
+        ValueError: cells differ in their items, or hold what is not finite.
+    """
+    keys, names = list(grid.cells), list(grid.factors)
+    sums, counts = _cluster_sums(grid)
+    if len(keys) < 4 or not len(counts):
+        return ()
+    means = sums.sum(axis=1) / counts.sum()
+    row = {key: number for number, key in enumerate(keys)}
+    best = keys[int(means.argmin())]
+
+    def cell(levels: Mapping[str, str]) -> int | None:
+        return row.get(tuple(levels.get(name, usual) for name, usual in zip(names, best, strict=True)))
+
+    found, weights = [], []
+    for pair in combinations(names, 2):
+        others = ([each for each in grid.factors[name] if each != best[names.index(name)]] for name in pair)
+        for chosen in product(*others):
+            levels = dict(zip(pair, chosen, strict=True))
+            cells = [cell(levels), *(cell({name: each}) for name, each in levels.items()), row[best]]
+            places = [place for place in cells if place is not None]
+            if len(places) == len(cells):
+                contrast = np.zeros(len(keys))
+                np.add.at(contrast, places, [1.0, -1.0, -1.0, 1.0])
+                weights.append(contrast)
+                found.append((levels, *(means[place] - means[row[best]] for place in places[:-1])))
+    if not found:
+        return ()
+    estimates = _simultaneous(np.array(weights), sums, counts, len(found), None, seed, level)
+    losses = []
+    for place, (levels, together, *alone) in enumerate(found):
+        excess, low, high = (float(side[place]) for side in (estimates.theta, estimates.low, estimates.high))
+        interval = None if np.isnan(low) else (low, high)
+        adds = _adds(interval, max(floor, _EQUAL * float(sum(alone))))
+        parts = dict(zip(levels, map(float, alone), strict=True))
+        losses.append(JointLoss(levels, parts, float(together), excess, interval, adds))
+    return tuple(losses)
+
+
+def _adds(interval: Interval | None, margin: float) -> Adds:
+    if interval is None:
+        return "unclear"
+    low, high = interval
+    if -margin <= low and high <= margin:
+        return "sum"
+    return "more" if low > 0 else "less" if high < 0 else "unclear"
+
+
+def _cluster_sums(grid: AblationGrid) -> tuple[Floats, Floats]:
+    """The sums of each cell's outcome per cluster ``[C, U]``, and the items of each cluster ``[U]``.
+
+    Raises:
+        ValueError: cells differ in their items, or hold what is not finite.
+    """
+    n_items = len(grid.clusters)
+    if not all(values.shape == (n_items,) and np.isfinite(values).all() for values in grid.cells.values()):
+        raise ValueError("every cell has a finite outcome of every item: take failed items out of all cells")
+    clusters, index = np.unique(grid.clusters, return_inverse=True)
+    sums = [np.bincount(index, weights=values, minlength=len(clusters)) for values in grid.cells.values()]
+    return np.array(sums), np.bincount(index, minlength=len(clusters)).astype(np.float64)
 
 
 def common_levels(

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fidelab.core import cache_dir
 from fidelab.errors import OutputError
 
 __all__ = ["build_once", "cache_dir"]
-
-
-def cache_dir() -> Path:
-    """``$FIDELAB_CACHE``, else ``fidelab`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; it may not exist."""
-    folder = os.environ.get("FIDELAB_CACHE")
-    if folder:
-        return Path(folder).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "fidelab"
 
 
 def build_once(target: Path, build: Callable[[Path], Path]) -> Path:

@@ -1,4 +1,4 @@
-"""GGUF → safetensors: the same weights, dequantized to bfloat16, for engines that do not read GGUF.
+"""GGUF → safetensors: the same weights, dequantized (to bfloat16 by default), for engines that do not read GGUF.
 
 llama.cpp computes on the quantized blocks, so its logits differ from those of the converted folder by more
 than KV formats do: the two are compared as two engines, never as one.
@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from copy import deepcopy
 from functools import partial
@@ -32,7 +32,7 @@ from fidelab.models.gguf import Header, StoredTensor, cannot_convert, hf_config,
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_room", "to_safetensors"]
+__all__ = ["check_room", "dequantized", "originals", "to_safetensors"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ _BESIDE = 64 << 20  # bytes: config and tokenizer
 Loader = Callable[[], "Tensor"]  # reads a parameter of the model
 
 
-def to_safetensors(file: Path, text: Path, target: Path) -> Path:
-    """The folder ``target`` with the file's weights in bfloat16, and config, tokenizer and template; made once.
+def to_safetensors(file: Path, text: Path, target: Path, dtype: str = "bfloat16") -> Path:
+    """The folder ``target`` with the file's weights in ``dtype``, and config, tokenizer and template; made once.
 
     ``text``: the folder with the file's tokenizer and template.
 
@@ -55,7 +55,7 @@ def to_safetensors(file: Path, text: Path, target: Path) -> Path:
 
     def convert(scratch: Path) -> Path:
         try:
-            return _convert(file.resolve(), text, scratch)
+            return _convert(file.resolve(), text, scratch, dtype)
         except (InputError, OutputError):
             raise
         except Exception as error:  # readers of damaged files fail in many ways
@@ -81,30 +81,53 @@ def check_room(target: Path, size: int) -> None:
         )
 
 
-def _convert(file: Path, text: Path, scratch: Path) -> Path:
-    import torch
-    import transformers
-    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+def originals(file: Path, folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """What :func:`to_safetensors` stores, from the GGUF file: names of the folder's tensors with values in float32.
 
-    header = read_header(file)
+    Raises:
+        InputError: Transformers cannot have the file's weights.
+    """
+    import torch
+    from transformers import AutoConfig
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model, parameters, loaders = _parameters(file.resolve(), config, torch.float32)
+    for name in parameters:
+        for stored, value in revert_weight_conversion(model, {name: loaders[name]()}).items():
+            yield stored, value.to(torch.float32).numpy()
+
+
+def _convert(file: Path, text: Path, scratch: Path, dtype: str) -> Path:
+    import torch
+
     config = hf_config(file, scratch)
-    parameters = sum(math.prod(tensor.shape) for tensor in header.tensors)
-    _log.info("converting %s to %.2f GiB of safetensors (once)", file, 2 * parameters / 2**30)
-    with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, trust_remote_code=False
-        )
+    model, wanted, loaders = _parameters(file, config, getattr(torch, dtype))
+    size = sum(value.nbytes for value in wanted.values())
+    _log.info("converting %s to %.2f GiB of safetensors (once)", file, size / 2**30)
     out = scratch / "hf"
     with redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(out, state_dict={})  # config and generation config
     for path in text.iterdir():
         if not (out / path.name).exists():
             shutil.copy(path, out)
+    _write(out / "model.safetensors", model, wanted, loaders)
+    return out
+
+
+def _parameters(file: Path, config: Any, dtype: Any) -> tuple[Any, dict[str, Tensor], dict[str, Loader]]:
+    """The model without content, its parameters in the shapes and the type that they shall have, and their readers."""
+    import torch
+    import transformers
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
+    header = read_header(file)
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
     wanted = {name: value for name, value in model.state_dict().items() if name not in tied}
     loaders = _by_conversions if is_gguf_arch_supported(header.architecture) else _by_processor
-    _write(out / "model.safetensors", model, wanted, loaders(file, header, model))
-    return out
+    return model, wanted, loaders(file, header, model)
 
 
 def _write(target: Path, model: Any, parameters: Mapping[str, Tensor], loaders: Mapping[str, Loader]) -> None:
@@ -182,7 +205,7 @@ def _by_processor(file: Path, header: Header, model: Any) -> dict[str, Loader]:
         gathered: dict[str, dict[str, Tensor]] = {"tensors": {}}  # by processors that join several tensors to one
         for tensor in tensors:
             content, name, _ = processor.process(
-                weights=_dequantized(file, tensor),
+                weights=dequantized(file, tensor),
                 name=tensor.name,
                 tensor_key_mapping=names,
                 parsed_parameters=gathered,
@@ -195,7 +218,7 @@ def _by_processor(file: Path, header: Header, model: Any) -> dict[str, Loader]:
     return {parameter: partial(load, tensors) for parameter, tensors in sources.items()}
 
 
-def _dequantized(file: Path, tensor: StoredTensor) -> NDArray[np.float32]:
+def dequantized(file: Path, tensor: StoredTensor) -> NDArray[np.float32]:
     """The content of a tensor, read and dequantized some rows at a time: the package holds what it is given twice."""
     import gguf
 
@@ -213,7 +236,6 @@ def _dequantized(file: Path, tensor: StoredTensor) -> NDArray[np.float32]:
 
 def _by_conversions(file: Path, _header: Header, model: Any) -> dict[str, Loader]:
     """By the rules of its newer loader, which are those of checkpoints in other layouts."""
-    import torch
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
     from transformers.integrations.gguf.utils import add_gguf_load_ops, get_gguf_conversion_mapping, get_gguf_plan
@@ -221,7 +243,7 @@ def _by_conversions(file: Path, _header: Header, model: Any) -> dict[str, Loader
     header = GgufHeader.from_file(str(file))
     mapping = get_gguf_conversion_mapping(header.architecture, model.config)
     quantized = get_gguf_plan(header, mapping)[0]
-    mapping = add_gguf_load_ops(mapping, quantized, header, torch.bfloat16)
+    mapping = add_gguf_load_ops(mapping, quantized, header, model.dtype)
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}

@@ -27,7 +27,8 @@ ORIGIN = "origin.txt"  # in what is made from a GGUF file: where that lay
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_MOST_ENTRIES = 1 << 24  # of an array of strings, and of the tables
+_MOST_ENTRIES = 1 << 24  # of an array of strings
+_MOST_ROWS = 1 << 20  # of the tables of metadata and of tensors
 _KEPT = 4096  # longest array of numbers that is kept: those with a number per layer
 _MOST_DIMENSIONS = 8
 _ALIGNMENT = 32
@@ -101,12 +102,13 @@ class _Cursor:
         version = self._number("I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} of the format is not known")
-        n_tensors, n_values = self._entries(), self._entries()
+        n_tensors, n_values = self._entries(_MOST_ROWS), self._entries(_MOST_ROWS)
         metadata = {self._text(): self._value(self._number("I")) for _ in range(n_values)}
-        if not isinstance(metadata.get("general.architecture"), str):
+        further = bool(metadata.get("split.no"))  # of the files that a model is split into, the first describes it
+        if not isinstance(metadata.get("general.architecture"), str) and not further:
             raise ValueError("it names no architecture")
-        layers = metadata.get(f"{metadata['general.architecture']}.block_count")
-        if isinstance(layers, int) and layers > n_tensors:
+        layers = metadata.get(f"{metadata.get('general.architecture')}.block_count")
+        if isinstance(layers, int) and layers > metadata.get("split.tensors.count", n_tensors):
             raise ValueError(f"it says {layers:,} layers, but holds {n_tensors:,} tensors")
         table = [(self._text(), self._shape(), self._number("I"), self._number("Q")) for _ in range(n_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
@@ -136,9 +138,9 @@ class _Cursor:
         self._at += struct.calcsize(f"<{code}")
         return value
 
-    def _entries(self) -> int:
+    def _entries(self, most: int = _MOST_ENTRIES) -> int:
         count: int = self._number("Q")
-        if count > _MOST_ENTRIES:
+        if count > most:
             raise ValueError(f"it announces {count:,} entries")
         return count
 

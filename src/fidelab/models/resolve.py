@@ -16,9 +16,9 @@ from fidelab.models.gguf import read_header, text_folder
 from fidelab.models.store import TEXT, gguf_dir
 from fidelab.models.weights import file_sha256, folder_sha256, measure, read_json, weight_files
 
-__all__ = ["Model", "check_conversion", "path", "pull", "resolve", "with_weights"]
+__all__ = ["HUB_ID", "Model", "check_conversion", "path", "pull", "resolve", "with_weights"]
 
-_HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
+HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 _FORMS = (
     f"an embedded name ({', '.join(embedded.NAMES)}), a hub id (owner/name or owner/name@revision), "
     "a model folder or a .gguf file"
@@ -91,7 +91,7 @@ def resolve(name: str) -> Model:
         if here.suffix != ".gguf":
             raise InputError(f"{name} is a file; a model is {_FORMS}")
         return _read_gguf(here.absolute(), name)
-    match = _HUB_ID.fullmatch(name)
+    match = HUB_ID.fullmatch(name)
     if match is None or here.suffix == ".gguf":
         raise InputError(
             f"no file {name}" if here.suffix == ".gguf" else f"no model {name!r} here; a model is {_FORMS}"

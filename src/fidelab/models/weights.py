@@ -16,17 +16,20 @@ from fidelab.errors import InputError
 from fidelab.models.cache import cache_dir
 
 __all__ = [
+    "INDEX",
     "WeightSize",
     "content_sha256",
     "file_sha256",
     "folder_sha256",
     "measure",
+    "read_entries",
+    "read_index",
     "read_json",
     "sha256_of",
     "weight_files",
 ]
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER = (
     "added_tokens.json",
@@ -44,6 +47,7 @@ _TOKENIZER = (
 )
 _NOISE = {"transformers_version", "_name_or_path", "_model_name_or_path"}  # of a config: who wrote it, from where
 _MOST_JSON = 64 << 20  # bytes of a config or an index
+_MOST_VALUES = 4_000_000  # of a config or an index
 _CACHE_FROM = 1 << 20  # bytes: smaller files are hashed faster than looked up
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -55,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InputError: the file cannot be read, is not JSON, or not an object.
     """
     try:
-        value = strict_json(read_file(path, _MOST_JSON), not_finite=_in_words)
+        value = strict_json(read_file(path, _MOST_JSON), not_finite=_in_words, most_values=_MOST_VALUES)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
@@ -78,7 +82,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         InputError: there are none, only pickled ones, or the index names files that are missing or outside
             the folder.
     """
-    index = folder / _INDEX
+    index = folder / INDEX
     if index.is_file():
         return _indexed(index)
     single = folder / "model.safetensors"
@@ -94,15 +98,25 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     raise InputError(f"{folder} has no *.safetensors file: a model folder holds config.json, weights and a tokenizer")
 
 
-def _indexed(index: Path) -> tuple[Path, ...]:
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor name → file name, as the index of a sharded checkpoint has them; the files need not be there.
+
+    Raises:
+        InputError: it is not an index, or names a file outside its folder.
+    """
     entries = read_json(index).get("weight_map")
     if not isinstance(entries, dict) or not entries:
         raise InputError(f"{index} has no weight_map; fetch the model again")
-    names = sorted({str(name) for name in entries.values()})
-    for name in names:
+    shards = {name: str(file) for name, file in entries.items()}
+    for name in sorted(set(shards.values())):
         pure = PurePosixPath(name.replace("\\", "/"))
         if pure.is_absolute() or ".." in pure.parts or ":" in name:
             raise InputError(f"{index} names a file outside its folder ({name!r}); do not use this checkpoint")
+    return shards
+
+
+def _indexed(index: Path) -> tuple[Path, ...]:
+    names = sorted(set(read_index(index).values()))
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise InputError(
@@ -128,7 +142,7 @@ def measure(files: tuple[Path, ...]) -> WeightSize:
     Raises:
         InputError: a file is not a complete safetensors file.
     """
-    tensors = [(name, entry) for path in files for name, entry in _header(path).items()]
+    tensors = [(name, entry) for path in files for name, entry in read_entries(path)[0].items()]
     return WeightSize(
         parameters=sum(math.prod(entry.shape) for _, entry in tensors),
         bytes=sum(entry.end - entry.start for _, entry in tensors),
@@ -137,15 +151,27 @@ def measure(files: tuple[Path, ...]) -> WeightSize:
     )
 
 
-def _header(path: Path) -> dict[str, Entry]:
+def read_entries(path: Path) -> tuple[dict[str, Entry], int]:
+    """The tensors of a complete safetensors file, and the place of their first byte.
+
+    As the format demands, the tensors fill the file: none begins within another, and nothing is between them.
+
+    Raises:
+        InputError: it is not a complete safetensors file.
+    """
     try:
-        entries, _, size = read_header(path)
-        end = max((entry.end for entry in entries.values()), default=0)
+        entries, start, size = read_header(path)
+        end, before = 0, "the header"
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+            if entry.start != end:
+                what = "begins within" if entry.start < end else "leaves a gap behind"
+                raise ValueError(f"tensor {name[:60]!r} {what} {before}")
+            end, before = entry.end, repr(name[:60])
         if end != size:
             raise ValueError(f"{size} bytes of tensors where its header says {end}")
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a complete safetensors file ({error}); fetch the model again") from None
-    return entries
+    return entries, start
 
 
 def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:

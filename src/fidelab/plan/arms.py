@@ -13,6 +13,7 @@ from fidelab.config.serve import PORTS, move_folders
 from fidelab.core import Arm, KVSpec
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.hf import kernels as hf_kernels
+from fidelab.engines.hf.weights import NATIVE, WEIGHTS
 from fidelab.engines.variables import check_env
 from fidelab.environments.answers import EngineAnswers
 from fidelab.errors import NotSupportedError, UnknownNameError, UsageError
@@ -65,6 +66,8 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     check_env(env)
     if engine.name == _HF and options.get(ATTENTION) == k16v8.FORMER_NAME:
         options[ATTENTION] = k16v8.K16V8
+    if engine.name == _HF and options.get(WEIGHTS) == NATIVE:
+        del options[WEIGHTS]
     return Arm(
         name=_name(config),
         engine=engine.name,
@@ -231,8 +234,9 @@ def _quoted(word: str) -> str:
 
 
 def family(arm: Arm) -> tuple[str, ...]:
-    """Arms of one family have one twin: same engine, checkpoint, compute type and formats, whatever their options."""
-    return arm.engine, arm.weights, arm.dtype, arm.kv.k.name, arm.kv.v.name
+    """Arms of one family have one twin: same engine, weights, compute type and formats, whatever else they say."""
+    rounded = dict(arm.options).get(WEIGHTS, "") if arm.engine == _HF else ""
+    return arm.engine, arm.weights, rounded, arm.dtype, arm.kv.k.name, arm.kv.v.name
 
 
 def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:

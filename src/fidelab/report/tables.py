@@ -258,6 +258,6 @@ def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
         one_line((ran.v_dtype if ran else None) or ABSENT),
         one_line((ran.attention if ran else None) or ABSENT),
         format_bytes(ran.cache_bytes_per_token if ran else None),
-        format_bytes(ran.weight_bytes if ran else None),
+        f"{format_bytes(ran.size)}{' simulated' if ran.simulated_weight_bytes else ''}" if ran else ABSENT,
         one_line(", ".join(versions + others)) or ABSENT,
     )

@@ -366,11 +366,12 @@ def _weights(arms: Sequence[ArmRecord]) -> str:
     """The size of each arm's weights, arms of one size together; empty where none is recorded."""
     sizes: dict[str, list[str]] = {}
     for arm in arms:
-        if arm.ran is not None and arm.ran.weight_bytes:
-            sizes.setdefault(f"{format_amount(arm.ran.weight_bytes / MIB)} MiB", []).append(one_line(arm.name))
-    if len(sizes) == 1 and all(arm.ran is None or arm.ran.weight_bytes for arm in arms):
-        return f"weights, as stored: {next(iter(sizes))} in each arm"
-    return "; ".join(f"weights of {', '.join(names)}, as stored: {size}" for size, names in sizes.items())
+        if arm.ran is not None and (size := arm.ran.size):
+            how = "simulated" if arm.ran.simulated_weight_bytes else "as stored"
+            sizes.setdefault(f"{how}: {format_amount(size / MIB)} MiB", []).append(one_line(arm.name))
+    if len(sizes) == 1 and all(arm.ran is None or arm.ran.size for arm in arms):
+        return f"weights, {next(iter(sizes))} in each arm"
+    return "; ".join(f"weights of {', '.join(names)}, {size}" for size, names in sizes.items())
 
 
 def _capital(text: str) -> str:
@@ -561,7 +562,7 @@ def _ranking(comparisons: Sequence[Comparison]) -> str:
     return f"cost by paired KLD differences: {names}{f' ({meant})' if meant else ''}"
 
 
-_SIGNS = {"≈": "shown to be equal within 10%", "?": "cannot be told"}
+_SIGNS = {"≈": "shown to be equal within 10%", "?": "tied, cannot be told apart"}
 
 
 def _points(role: str, arm: ArmRecord, number: int = 0) -> list[FrontierPoint]:

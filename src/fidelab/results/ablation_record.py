@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fidelab.metrics.ablation import Reach
+from fidelab.metrics.ablation import Adds, Reach
 from fidelab.results.numbers import MINUS, format_count, format_kld, one_line
 from fidelab.results.values import Count, Interval, Positive, Record
 
@@ -16,6 +16,7 @@ __all__ = [
     "AblationCell",
     "AblationOutcome",
     "FactorEffect",
+    "JointLossRecord",
     "LevelShift",
     "format_amount",
     "format_levels",
@@ -78,6 +79,23 @@ class FactorEffect(Record):
     """The largest shift between any two levels that any interval allows."""
 
 
+class JointLossRecord(Record):
+    """Two factors away from the levels of the best cell: what each costs alone, and both; all else as in that cell."""
+
+    levels: dict[str, str]
+    """Factor → its level."""
+    alone: dict[str, float]
+    """Factor → what its level costs alone."""
+    together: float
+    """What both cost."""
+    excess: float
+    """``together`` minus the sum of ``alone``."""
+    ci: Interval | None = None
+    """Its 95% interval, simultaneous over all joint losses; null with a single cluster."""
+    adds: Adds
+    """Whether losses add: sum (within 10% of it, or the floor), more, less, or unclear."""
+
+
 class AblationOutcome(Record):
     """One outcome over the whole grid."""
 
@@ -100,8 +118,10 @@ class AblationOutcome(Record):
     """The grid."""
     effects: tuple[FactorEffect, ...] = ()
     """One for each factor."""
+    joint: tuple[JointLossRecord, ...] = ()
+    """Of KLD: whether the losses of any two factors add."""
     sentence: str = ""
-    """Which factor moves the outcome."""
+    """Which factor moves the outcome, and whether losses add."""
 
 
 class Ablation(Record):
@@ -143,7 +163,32 @@ def sentence_of(outcome: AblationOutcome) -> str:
     else:
         clauses.append(f"nothing can be said about {what}")
     clauses += [f"{one_line(effect.factor)}: no two cells that differ in it alone" for effect in unmeasured]
-    return "; ".join(clauses)
+    names = [effect.factor for effect in moved]
+    losses = [loss for loss in outcome.joint if all(name in names for name in loss.levels)]
+    return "; ".join([*clauses, *([_added(losses, outcome)] if losses else [])])
+
+
+_ADDS = {
+    "sum": "losses add",
+    "more": "losses are more than their sum",
+    "less": "losses are less than their sum",
+    "unclear": "whether losses add cannot be told",
+}
+
+
+def _added(losses: Sequence[JointLossRecord], outcome: AblationOutcome) -> str:
+    """Whether losses add: by the largest of those that do not, else by the largest of all."""
+    told = [loss for word in ("more", "less", "unclear", "sum") for loss in losses if loss.adds == word]
+    loss = max((each for each in told if each.adds == told[0].adds), key=lambda each: each.together)
+    parts = " + ".join(
+        f"{one_line(name)}={one_line(level)} {format_amount(loss.alone[name], outcome)}"
+        for name, level in loss.levels.items()
+    )
+    excess = f"{format_amount(loss.excess, outcome, signed=True)} {outcome.unit}"
+    if loss.ci is not None:
+        low, high = (format_amount(end, outcome, signed=True) for end in loss.ci)
+        excess += f" (95%: {low} to {high})"
+    return f"{_ADDS[loss.adds]}: {parts}, together {format_amount(loss.together, outcome)}, a difference of {excess}"
 
 
 def _clause(effect: FactorEffect, outcome: AblationOutcome) -> str:

@@ -92,12 +92,19 @@ class RuntimeRecord(Record):
     """Bytes of KV cache per token, all layers, scales included."""
     weight_bytes: Count | None = None
     """Bytes of the weights in the checkpoint's files; null where a server holds them."""
+    simulated_weight_bytes: Count | None = None
+    """Bytes that the weights would take in the formats to which they were rounded; null where none was."""
     versions: dict[str, str] = Field(default_factory=dict)
     """Package → version, in the engine's environment."""
 
     def others(self) -> dict[str, Any]:
         """The engine's own keys."""
         return dict(self.__pydantic_extra__)
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the weights: those of the formats to which they were rounded, else those stored."""
+        return self.simulated_weight_bytes or self.weight_bytes
 
     @property
     def modified(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from fidelab.results.ablation_record import (
     AblationCell,
     AblationOutcome,
     FactorEffect,
+    JointLossRecord,
     LevelShift,
     sentence_of,
 )
@@ -98,9 +99,9 @@ def _outcome(
     usable = {name: cell.values[common] for name, cell in outcomes.items() if cell.values is not None}
     clusters = next((measured[f"candidate:{name}"].scores[frame.name].clusters[common] for name in usable), np.zeros(0))
     cells = {tuple(grid[name][factor] for factor in factors): values for name, values in usable.items()}
-    findings = ablation.estimate_effects(
-        ablation.AblationGrid(factors, cells, clusters, budget), frame.floor, seed=experiment.seed
-    )
+    measured_grid = ablation.AblationGrid(factors, cells, clusters, budget)
+    findings = ablation.estimate_effects(measured_grid, frame.floor, seed=experiment.seed)
+    joint = ablation.estimate_joint_losses(measured_grid, frame.floor, seed=experiment.seed) if budget is None else ()
     means = {name: float(values.mean()) for name, values in usable.items() if len(values)}
     outcome = frame.model_copy(
         update={
@@ -112,6 +113,7 @@ def _outcome(
                 for name, levels in grid.items()
             ),
             "effects": tuple(map(_effect, findings.effects)),
+            "joint": tuple(map(_joint_loss, joint)),
         }
     )
     return outcome.model_copy(update={"sentence": sentence_of(outcome)})
@@ -157,6 +159,17 @@ def _effect(effect: ablation.Effect) -> FactorEffect:
         only=effect.only,
         depends=effect.depends,
         most=effect.most,
+    )
+
+
+def _joint_loss(loss: ablation.JointLoss) -> JointLossRecord:
+    return JointLossRecord(
+        levels=loss.levels,
+        alone=loss.alone,
+        together=loss.together,
+        excess=loss.excess,
+        ci=loss.interval,
+        adds=loss.adds,
     )
 
 

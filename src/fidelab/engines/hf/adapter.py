@@ -3,11 +3,12 @@
 Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transformers``: whichever that chooses itself,
 ``k16v8``: that package's kernels over pages), ``dequant`` (``fused``, the default with these kernels: they convert what
 they read; ``unpack``: the cache is decoded to the compute type before attention, as with every other attention),
-``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped), and those
-of ``from_pretrained``: ``device-map``, ``max-memory``, ``quantization-config``, ``tp-plan`` and
-``experts-implementation``.  Unless told, attention is k16v8 on a GPU where it is installed, holds the formats of all
-arms that are compared and runs the model, and Transformers' own choice elsewhere.  What goes into the cache is
-Transformers' choice too: models with latent attention may hand it a latent as keys and the rotary part as values.
+``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped),
+``weights`` (formats to which linear weights are rounded: see weights.py), and those of ``from_pretrained``:
+``device-map``, ``max-memory``, ``quantization-config``, ``tp-plan`` and ``experts-implementation``.  Unless told,
+attention is k16v8 on a GPU where it is installed, holds the formats of all arms that are compared and runs the model,
+and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
+attention may hand it a latent as keys and the rotary part as values.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from fidelab.engines.base import (
     dtype_name,
 )
 from fidelab.engines.hf import kernels as hf_kernels
+from fidelab.engines.hf.weights import WEIGHTS, check_weights
 from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.options import (
     NAME,
@@ -71,6 +73,7 @@ _OPTIONS: Mapping[str, Value] = {
     "dequant": one_of(*hf_kernels.DEQUANT),
     "estimator": one_of("hidden", "logprobs"),
     "jitter": (is_count, "a seed: a whole number above 0"),
+    WEIGHTS: (bool, "a format of weights"),
     **_LOADING,
 }
 _CONTROLLED: Mapping[str, str] = {
@@ -87,6 +90,7 @@ _ATTENTION = (
 )
 _DTYPES = ("float32", "bfloat16", "float16")
 _SENTINEL_ROWS = 8
+_BATCH_TOKENS = 8192  # of windows in one forward on a GPU: enough to fill one
 _SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with
 
 
@@ -155,6 +159,11 @@ class HFEngine(Engine):
         layers = hf_kernels.shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
             return Support(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
+        if text := dict(arm.options).get(WEIGHTS):
+            for key in ("quantization-config", "tp-plan"):
+                if key in dict(arm.options):
+                    raise UsageError(f"engine hf: weights={text} cannot be combined with {key}")
+            check_weights(text, arm.path, trusted=trusts_code(arm))
         is_k16v8 = attention == hf_kernels.NAME
         reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if is_k16v8 else None)
         return Support(reason is None, reason or "")
@@ -235,6 +244,7 @@ class HFEngine(Engine):
                 "k_options": dict(self._arm.kv.k.options),
                 "v_options": dict(self._arm.kv.v.options),
                 **({} if packed is None else {"emulated": True, "packed_bytes_per_token": packed}),
+                **self._model.rounded,
                 **({} if self._jittered is None else {"jittered_weights": self._jittered}),
                 **({"state_dtypes": sorted({dtype_name(state.dtype) for state in states})} if states else {}),
                 **({"kernels_refused": refused} if (refused := self._model.kernels_refused) else {}),
@@ -249,18 +259,43 @@ class HFEngine(Engine):
     # ------------------------------------------------------------------------------------------ requests
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
-        for index, window in enumerate(request.windows):
-            sentinel = self._model.hidden and index in (0, len(request.windows) - 1)
-            keep = _SENTINEL_ROWS if sentinel else 1
-            if not self._model.hidden:
-                keep = len(window) - request.first
-            logits, states = self._model.forward(self._model.tensor([window]), self._model.new_cache(), keep=keep)
-            if sentinel:
-                self._model.check_replay(states[0, -keep:], logits[0])
-            rows = self._model.rows(states[0, request.first : request.last + 1], logits[0, : request.n_rows])
+        import torch
+
+        # Not by the memory that is free now: how many windows share a forward changes last bits, so all arms do alike.
+        tokens = _BATCH_TOKENS if self._on_gpu and self._model.hidden else 1
+        start, windows = 0, request.windows
+        while start < len(windows):
+            most = windows[start : start + max(1, tokens // len(windows[start]))]
+            batch = most[: next((n for n, window in enumerate(most) if len(window) != len(most[0])), len(most))]
+            try:
+                self._prefill_batch(request, start, batch, sink)
+            except torch.OutOfMemoryError:
+                if len(batch) == 1:
+                    raise
+                tokens = 1
+            else:
+                start += len(batch)
+        return {"tokens": sum(map(len, windows))}
+
+    @property
+    def _on_gpu(self) -> bool:
+        """Where one window alone leaves processors idle; a CPU computes several no faster."""
+        return self._arm.device != "cpu"
+
+    def _prefill_batch(self, request: Prefill, start: int, windows: Sequence[Tokens], sink: Sink) -> None:
+        """Store the rows of windows of one length, the first of which has index ``start``, from one forward."""
+        indices = range(start, start + len(windows))
+        ends = {0, len(request.windows) - 1}.intersection(indices) if self._model.hidden else set()
+        keep = _SENTINEL_ROWS if ends else 1
+        if not self._model.hidden:
+            keep = len(windows[0]) - request.first
+        logits, states = self._model.forward(self._model.tensor(windows), self._model.new_cache(), keep=keep)
+        for row, index in enumerate(indices):
+            if index in ends:
+                self._model.check_replay(states[row, -keep:], logits[row])
+            rows = self._model.rows(states[row, request.first : request.last + 1], logits[row, : request.n_rows])
             sink.add(index, self._model.stored(rows))
-            sink.progress(len(window))
-        return {"tokens": sum(map(len, request.windows))}
+            sink.progress(len(windows[row]))
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0

@@ -22,14 +22,15 @@ from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
 from fidelab.engines.hf.proof import Proof
+from fidelab.engines.hf.weights import WEIGHTS, round_weights
 from fidelab.engines.options import trusts_code
-from fidelab.errors import EngineError, NotSupportedError
+from fidelab.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.formats import create
 
 if TYPE_CHECKING:
     from fidelab.engines.hf.paged import ArmCache
 
-__all__ = ["HFModel"]
+__all__ = ["HFModel", "skeleton"]
 
 _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
 
@@ -54,6 +55,27 @@ def _leave_attention_open(config: Any) -> None:
     config._attn_implementation = None
 
 
+def _auto(config: Any) -> tuple[Any, Any]:
+    """The class of Transformers that loads a decoder-only model of this config, and its table of models."""
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def skeleton(path: str, *, trusted: bool = False) -> Any:
+    """Transformers' model of a checkpoint without its weights: what its parameters are called and how large they are.
+
+    Raises:
+        EngineError: Transformers has no such model.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+        with torch.device("meta"):
+            return _auto(config)[0].from_config(config, trust_remote_code=trusted)
+    except Exception as error:
+        raise EngineError(f"Transformers has no model for {path}: {one_line(error)}") from error
+
+
 class HFModel:
     """An arm's model, loaded and tried out.  ``mark`` is called at the end of each phase of opening.
 
@@ -67,6 +89,7 @@ class HFModel:
         paged: whether k16v8's kernels compute attention.
         kernels_refused: why they do not, on a GPU where no attention was requested.
         proof: evidence for the formats.
+        rounded: what was rounded by the option ``weights``, for the record.
 
     Raises:
         EngineError: it cannot be loaded, or is not what we take it for.
@@ -114,12 +137,7 @@ class HFModel:
                     f"{config.model_type} is an encoder-decoder model; engine hf runs decoder-only models"
                 )
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
-            causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-            auto, mapped = (
-                (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
-                if causal
-                else (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-            )
+            auto, mapped = _auto(config)
             mapped.get(type(config), None)  # imports the model's code, so that this is not timed as loading weights
             self._mark("import")
             opened: dict[str, Any] = {"attn_implementation": attn} if attn else {}
@@ -137,15 +155,16 @@ class HFModel:
             )
             placed = {"device_map", "tp_plan"} & opened.keys()
             self.module = (model if placed else model.to(self._arm.device)).eval()
+            self.config = model.config.get_text_config(decoder=True)
+            self.rounded = round_weights(model, self.config, text) if (text := self._options.get(WEIGHTS)) else {}
             self._mark("weights")
             self._lm_head = model.get_output_embeddings()
             if self._lm_head is not None:
                 self._lm_head.register_forward_pre_hook(self._at_head)
-        except EngineError:
+        except FidelabError:
             raise
         except Exception as error:
             raise EngineError(f"Transformers cannot load {self._arm.model}: {one_line(error)}") from error
-        self.config = model.config.get_text_config(decoder=True)
         unfilled = sorted(report["missing_keys"])
         if unfilled:
             raise EngineError(f"{len(unfilled)} parameters were filled by no checkpoint tensor, first {unfilled[0]}")

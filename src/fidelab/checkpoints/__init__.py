@@ -1,0 +1,6 @@
+"""Quantized checkpoints as files: read, audited, converted; nothing of a model's code runs.
+
+``files`` opens a checkpoint as tensors by name, wherever it lies; ``modules`` groups them to layers and reads what the
+configuration says of these; ``scan`` looks at every value once. ``rules`` is the table of what can be wrong,
+``tensors`` holds the rules about tensors, and ``audit`` applies all.
+"""

@@ -1,0 +1,139 @@
+"""What is wrong with a checkpoint, found without running it: one pass over its tensors, then rules over what was seen.
+
+The table of rules is :mod:`fidelab.checkpoints.rules`; the modules that are imported here enter theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fidelab.checkpoints import tensors as _tensors  # noqa: F401 (its rules enter the table)
+from fidelab.checkpoints.files import Checkpoint, open_checkpoint
+from fidelab.checkpoints.modules import SCALES, modules_of, scheme_of
+from fidelab.checkpoints.rules import RULES, Finding, Subject
+from fidelab.checkpoints.scan import Statistics, fused, scan, slices
+from fidelab.errors import InputError, UsageError
+
+__all__ = ["SCHEMA", "Audit", "Verdict", "audit", "survey"]
+
+SCHEMA = "fidelab.audit/1"
+Verdict = Literal["ok", "suspicious", "broken"]
+_ORDER: dict[str, int] = {"broken": 0, "suspicious": 1, "information": 2}
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The outcome.
+
+    Attributes:
+        checkpoint: its name.
+        method: of its quantization; ``gguf``; or ``None`` for plain weights.
+        findings: the most severe first.
+        tensors, nbytes: what was read.
+        quantized: modules that are quantized.
+        modules: those that have a weight.
+    """
+
+    checkpoint: str
+    method: str | None
+    findings: tuple[Finding, ...]
+    tensors: int
+    nbytes: int
+    quantized: int
+    modules: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """``broken`` with a finding that is, else ``suspicious`` with one that is, else ``ok``."""
+        severities = {finding.severity for finding in self.findings}
+        return "broken" if "broken" in severities else "suspicious" if "suspicious" in severities else "ok"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, schema ``fidelab.audit/1``."""
+        return {
+            "schema": SCHEMA,
+            "checkpoint": self.checkpoint,
+            "verdict": self.verdict,
+            "method": self.method,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "modules": self.modules,
+            "quantized_modules": self.quantized,
+            "rules": list(RULES),
+            "findings": [finding.as_json() for finding in self.findings],
+        }
+
+
+def audit(
+    name: str | Path,
+    base: str | Path | None = None,
+    tp: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Audit:
+    """Read a checkpoint once and apply all rules.
+
+    Args:
+        name, base: see :func:`fidelab.checkpoints.files.open_checkpoint`; ``base``: the original that it was made from.
+        tp: number of devices that its layers will be split over.
+        progress: called with the bytes read and the bytes of all tensors.
+
+    Raises:
+        InputError: it is no checkpoint, damaged, pickled or of an unknown method.  UsageError: ``tp`` below 1.
+    """
+    if tp < 1:
+        raise UsageError(f"--tp {tp}: the number of devices is at least 1")
+    with open_checkpoint(name, complete=False) as checkpoint:
+        if base is None:
+            return _audited(survey(checkpoint, tp=tp, progress=progress))
+        with open_checkpoint(base) as original:
+            if original.format != checkpoint.format:
+                raise InputError(
+                    f"--base {base} is {original.format} and {name} is {checkpoint.format}, whose tensors have other "
+                    "names: pass the original in the same format"
+                )
+            return _audited(survey(checkpoint, base=original, tp=tp, progress=progress))
+
+
+def _audited(subject: Subject) -> Audit:
+    findings = [finding for known in RULES.values() for finding in known.findings(subject)]
+    checkpoint = subject.checkpoint
+    return Audit(
+        checkpoint=checkpoint.name,
+        method="gguf" if checkpoint.format == "gguf" else subject.scheme.method,
+        findings=tuple(sorted(findings, key=lambda finding: _ORDER[str(finding.severity)])),
+        tensors=len(checkpoint.tensors),
+        nbytes=checkpoint.nbytes,
+        quantized=sum(module.quantized for module in subject.modules.values()),
+        modules=sum(module.quantized or "weight" in module.parts for module in subject.modules.values()),
+    )
+
+
+def survey(
+    checkpoint: Checkpoint,
+    base: Checkpoint | None = None,
+    tp: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Subject:
+    """What rules look at; reads every tensor of the checkpoint once.
+
+    Raises:
+        InputError: the method is not known, or a file changed meanwhile.
+    """
+    scheme = scheme_of(checkpoint)
+    modules = modules_of(checkpoint)
+    scales = {info.name for module in modules.values() for part, info in module.parts.items() if part in SCALES}
+    statistics: dict[str, Statistics] = {}
+    done, total = 0, checkpoint.nbytes
+    for name, info in checkpoint.tensors.items():
+        whole = Statistics()
+        for part in slices(info) if fused(info) else (info,):
+            statistics[part.name] = scan(checkpoint, part, scale=name in scales)
+            whole = whole.joined(statistics[part.name])
+        statistics[name] = whole
+        done += info.nbytes
+        if progress is not None:
+            progress(done, total)
+    return Subject(checkpoint, base, tp, scheme, modules, statistics)

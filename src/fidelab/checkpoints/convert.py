@@ -1,0 +1,865 @@
+"""From one layout of quantized weights to another without changing a weight, and the certificate that says so.
+
+Codes, zero points and scales are rearranged, never computed anew: groups are split by repeating scales, narrower codes
+are kept in wider ones, a negative scale turns into a positive one with codes and zero point mirrored.  What the target
+cannot hold exactly is refused, unless a loss is allowed; then those weights alone are rounded to the nearest values
+that it has, and the certificate reports the error.
+
+A module at a time is read, repacked and written, and afterwards read again from both checkpoints and compared.  The
+source is opened for reading only.  The target is written under a temporary name beside its own and renamed when the
+certificate is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo, open_checkpoint, to_floats
+from fidelab.checkpoints.layouts import (
+    ACTIVATION_PARTS,
+    Awq,
+    Gptq,
+    GptqV2,
+    Layout,
+    PackQuantized,
+    QuantizedLinear,
+    QuantizedModule,
+    StoredArray,
+    method_of,
+    quantized_modules,
+)
+from fidelab.errors import InputError, OutputError, UnknownNameError, UsageError
+from fidelab.models import gguf
+from fidelab.models.convert import originals, to_safetensors
+
+__all__ = ["CERTIFICATE", "DTYPES", "TARGETS", "Certificate", "Compared", "convert"]
+
+_log = logging.getLogger(__name__)
+
+CERTIFICATE = "certificate.json"
+TARGETS = ("awq", "gptq", "compressed-tensors", "safetensors", "gguf")
+DTYPES = {"keep": None, "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""What tensors of 16 or 32 bits may be stored as; ``keep``: as they are, and dequantized weights as float32."""
+
+_SHARD = 5 << 30  # bytes of weights per file
+_ROWS = 1 << 22  # weights that are dequantized at a time
+_SPARE = 64 << 20  # bytes of disk for config, tokenizer and certificate
+_SMALLEST_GROUP = 16  # inputs; no engine has kernels for smaller ones
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"}
+_REWRITTEN = {
+    "config.json",
+    "model.safetensors.index.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "recipe.yaml",
+    CERTIFICATE,
+}
+_FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_MOST_NAMED = 3  # modules in an error
+
+
+@dataclass
+class Compared:
+    """How the values of some tensor differ between source and target."""
+
+    name: str
+    values: int = 0
+    differing: int = 0
+    max_error: float = 0.0
+    squared_error: float = 0.0
+    squared: float = 0.0
+
+    def add(self, source: NDArray[np.float32], target: NDArray[np.float32]) -> None:
+        """Take further values of the tensor into account; NaN equals NaN."""
+        self.values += source.size
+        same = (source == target) | (np.isnan(source) & np.isnan(target))
+        if same.all():
+            return
+        error = np.abs(source.astype(np.float64) - target)[~same]
+        self.differing += error.size
+        self.max_error = max(self.max_error, float(np.nan_to_num(error, nan=np.inf).max()))
+        self.squared_error += float(np.square(error).sum())
+        self.squared += float(np.square(source, dtype=np.float64).sum())
+
+    def record(self) -> dict[str, Any]:
+        """For the certificate."""
+        record = {"name": self.name, "values": self.values, "differing": self.differing, "max_error": self.max_error}
+        return record if not self.differing else {**record, "relative_rms_error": self.relative}
+
+    @property
+    def relative(self) -> float:
+        """Root mean square of the error over that of the values compared where any differs."""
+        return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
+
+
+@dataclass
+class Certificate:
+    """What a conversion did and what comparing both checkpoints found.
+
+    Attributes:
+        modules: quantized modules, dequantized from both.
+        tensors: the others, whose values were compared.
+        dropped: tensors of the source that the target has no place for, with the reason.
+        notes: what a reader of the target should know.
+    """
+
+    source: str
+    target: Path
+    method: str
+    to: str
+    settings: dict[str, Any]
+    modules: list[Compared] = field(default_factory=list)
+    tensors: list[Compared] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        """Every value of the target equals the source's."""
+        return not any(compared.differing for compared in (*self.modules, *self.tensors))
+
+    @property
+    def worst(self) -> Compared:
+        """The tensor with the largest error."""
+        return max((*self.modules, *self.tensors), key=lambda compared: compared.max_error, default=Compared(""))
+
+    def record(self) -> dict[str, Any]:
+        """The certificate as plain data."""
+        differing = [compared for compared in (*self.modules, *self.tensors) if compared.differing]
+        return {
+            "schema": "fidelab.certificate/1",
+            "source": self.source,
+            "from": self.method,
+            "to": self.to,
+            "exact": self.exact,
+            "max_error": self.worst.max_error,
+            "settings": self.settings,
+            "counts": {
+                "modules": len(self.modules),
+                "tensors": len(self.tensors),
+                "values": sum(compared.values for compared in (*self.modules, *self.tensors)),
+                "tensors_differing": len(differing),
+                "dropped": len(self.dropped),
+            },
+            "notes": self.notes,
+            "dropped": self.dropped,
+            "modules": [compared.record() for compared in self.modules],
+            "tensors": [compared.record() for compared in self.tensors],
+        }
+
+    def line(self) -> str:
+        """The certificate in one line."""
+        count = sum(compared.values for compared in (*self.modules, *self.tensors))
+        what = f"{len(self.modules)} quantized modules and {len(self.tensors)} other tensors"
+        if self.exact:
+            return f"{self.method} to {self.to}: {what} compared, all {count:,} values are equal"
+        differing = [compared for compared in (*self.modules, *self.tensors) if compared.differing]
+        total = math.sqrt(sum(c.squared_error for c in differing) / (sum(c.squared for c in differing) or 1))
+        return (
+            f"{self.method} to {self.to}: {what} compared, {len(differing)} differ, by at most "
+            f"{self.worst.max_error:.3g} ({self.worst.name}), root mean square {100 * total:.3g}% of their values'"
+        )
+
+
+def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, dtype: str = "keep") -> Certificate:
+    """Write the checkpoint ``source`` in another layout as the new folder ``target``; ``to``: one of :data:`TARGETS`.
+
+    Args:
+        lossy: whether weights may be rounded where the target cannot hold them.
+        dtype: one of :data:`DTYPES`.
+
+    Raises:
+        UsageError: a target that is there already or lies within the source, or no such layout or type.
+        InputError: the source cannot be read, or the target cannot hold it; says which modules and why.
+        OutputError: the target cannot be written, or its disk has no room.
+    """
+    if to not in TARGETS:
+        raise UnknownNameError("layout", to, TARGETS)
+    if dtype not in DTYPES:
+        raise UnknownNameError("data type", dtype, DTYPES)
+    target = target.expanduser().absolute()
+    with open_checkpoint(source) as checkpoint:
+        _check_target(checkpoint, target)
+        if to == "gguf":
+            raise InputError(
+                f"{source} cannot be written as GGUF here: llama.cpp's convert_hf_to_gguf.py knows the tokenizers and "
+                "tensor names of its architectures; run it on the folder that --to safetensors gives"
+            )
+        if checkpoint.format == "gguf":
+            if to != "safetensors":
+                raise InputError(f"{source} is a GGUF file, whose blocks {to} cannot hold; convert it --to safetensors")
+            write = partial(_convert_gguf, checkpoint, dtype=dtype, lossy=lossy)
+        else:
+            plan = _plan(checkpoint, to, lossy=lossy, dtype=DTYPES[dtype])
+            _check_room(target, plan.nbytes)
+            write = partial(_convert, plan)
+        with _whole(target) as folder:
+            certificate = write(folder)
+            certificate.source, certificate.target = str(source), target
+            text = json.dumps(certificate.record(), indent=1)
+            (folder / CERTIFICATE).write_text(text + "\n", encoding="utf-8")
+    return certificate
+
+
+def _check_target(checkpoint: Checkpoint, target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise UsageError(f"{target} exists; name a folder that does not, nothing is overwritten")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target.parent} is no folder; make it, the target is written in it")
+    folder = checkpoint.folder.resolve()
+    if folder in target.resolve().parents and checkpoint.format != "gguf":
+        raise UsageError(f"{target} lies within the source {folder}, which is not written to; name a folder elsewhere")
+
+
+def _check_room(target: Path, size: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if size + _SPARE > free:
+        raise OutputError(
+            f"{target} needs about {size / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free in {target.parent}: "
+            "make room, or name a folder on another disk"
+        )
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """A folder beside ``target`` that becomes it, or disappears."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.part-", dir=target.parent) as scratch:
+            folder = Path(scratch) / "target"
+            folder.mkdir()
+            yield folder
+            folder.replace(target)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {target} ({error.strerror or error}); nothing was left there, the source is as it was"
+        ) from error
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What decides how a module can be stored, from all its tensors but the codes."""
+
+    name: str
+    shape: tuple[int, int]
+    kind: str
+    bits: int
+    groups: int
+    group_size: int
+    symmetric: bool
+    negative: bool
+    zero_at_0: bool
+    runs: frozenset[int] | None  # group sizes in which inputs of an index are in order; None: no index
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How each module is stored."""
+
+    source: Checkpoint
+    method: str
+    to: str
+    modules: dict[str, QuantizedModule]
+    layout: Layout | None  # None: dense
+    bits: int
+    group_size: int  # 0: one group per output
+    symmetric: bool
+    indexed: bool
+    rounded: dict[str, str]  # modules that lose, and why
+    lossy: bool
+    dtype: str | None
+    carried: dict[str, TensorInfo]
+    dropped: dict[str, str]
+    notes: list[str]
+    nbytes: int
+
+
+def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Plan:
+    if source.quantization is None and to != "safetensors":
+        raise InputError(
+            f"{source.name} is not quantized (its config has no quantization_config): converting changes no weight; "
+            "fidelab quantize makes quantized checkpoints"
+        )
+    if source.quantization is None and dtype is None:
+        raise InputError(f"{source.name} is dense already; name the type that it shall have with --dtype")
+    packing = method_of(source.quantization) if source.quantization else "dense"
+    named = str((source.quantization or {}).get("quant_method", "dense"))
+    method = packing if packing.startswith(named) else f"{named} ({packing})"
+    if packing == named == to:
+        raise InputError(f"{source.name} is {to} already; there is nothing to convert")
+    modules = quantized_modules(source.tensors, source.quantization)
+    if source.quantization is not None and not modules:
+        raise InputError(f"{source.name} says it is {named}, but none of its tensors is of a quantized module")
+    parts = {tensor for module in modules.values() for tensor in module.parts.values()}
+    carried = {name: info for name, info in source.tensors.items() if name not in parts}
+    _check_once(source, modules, carried)
+    facts = [_facts(source, module) for module in modules.values()]
+    activations = [
+        module.parts[part] for module in modules.values() for part in ACTIVATION_PARTS if part in module.parts
+    ]
+    dropped = dict.fromkeys(activations, "scale of a layer's inputs: the target rounds weights only")
+    for name in [name for name in carried if name.endswith((".k_scale", ".v_scale", ".q_scale"))]:
+        dropped[name] = "scale of a KV cache: the target's configuration has no place for it"
+        del carried[name]
+    notes = ["scales of activations or of a KV cache were dropped: weights alone are quantized"] if dropped else []
+    if to == "safetensors":
+        size = sum(math.prod(fact.shape) for fact in facts) * _BYTES[dtype or "F32"]
+        return _Plan(
+            *(source, method, to, modules, None, 0, 0, True, False, {}, lossy, dtype, carried, dropped, notes),
+            nbytes=size + sum(info.nbytes for info in carried.values()) * (2 if dtype == "F32" else 1),
+        )
+    rounded: dict[str, str] = {}
+    whole = [fact for fact in facts if not (why := _not_held(fact, to)) or rounded.setdefault(fact.name, why) is None]
+    bits = 4 if to == "awq" else max((fact.bits for fact in whole), default=4)
+    group_size, out_of_order = _common_group(whole, facts, indexed=to != "awq")
+    rounded |= out_of_order
+    if rounded and not lossy:
+        name, why = next(iter(rounded.items()))
+        more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        raise InputError(
+            f"{to} cannot hold module {name}{more} of {source.name} without loss: {why}; --lossy rounds such weights "
+            "and reports the error, --to safetensors keeps them"
+        )
+    whole = [fact for fact in whole if fact.name not in rounded]
+    symmetric = not rounded and all(fact.symmetric and fact.bits == bits for fact in whole)
+    if to == "awq":
+        symmetric = False
+        if mirrored := sum(fact.negative for fact in whole):
+            notes.append(f"{mirrored} modules had negative scales: codes and zero points were mirrored")
+    layout: Layout = {"awq": Awq(), "gptq": Gptq(), "compressed-tensors": PackQuantized()}[to]
+    if to == "gptq" and (rounded or any(fact.zero_at_0 for fact in whole)):
+        layout = GptqV2()
+        notes.append("zero points of 0, which version 1 of the format cannot hold in every reader: gptq_v2")
+    if to == "gptq" and not symmetric:
+        notes.append("zero points differ (sym: false): not every engine reads such a GPTQ checkpoint")
+    indexed = any(fact.runs is not None for fact in whole) and to != "awq"
+    weights = sum(math.prod(fact.shape) * bits // 8 + 4 * fact.shape[1] for fact in facts)
+    scales = sum(fact.shape[0] * (fact.shape[1] // group_size + 1 if group_size else 1) * 5 for fact in facts)
+    return _Plan(
+        *(source, method, to, modules, layout, bits, group_size, symmetric, indexed, rounded, lossy, dtype),
+        *(carried, dropped, notes),
+        nbytes=weights + scales + sum(info.nbytes for info in carried.values()),
+    )
+
+
+def _check_once(source: Checkpoint, modules: Mapping[str, QuantizedModule], carried: Mapping[str, TensorInfo]) -> None:
+    """Check that nothing is there twice.
+
+    Raises:
+        InputError: a tensor in two files with different contents, or a module both quantized and not.
+    """
+    for info in source.copies:
+        first = source.tensors[info.name]
+        if first.shape != info.shape or first.dtype != info.dtype or not _equal_bytes(source, first, info):
+            raise InputError(
+                f"{source.name} holds tensor {info.name} twice with different contents, in {first.file.name} and "
+                f"{info.file.name}: which one counts depends on the reader; fetch the model again"
+            )
+    both = next((name for name in modules if f"{name}.weight" in carried), None)
+    if both is not None:
+        raise InputError(
+            f"{source.name} holds module {both} twice, quantized and as {both}.weight: which one counts depends on "
+            "the reader; fetch the model again"
+        )
+
+
+def _equal_bytes(source: Checkpoint, first: TensorInfo, second: TensorInfo) -> bool:
+    pairs = zip(source.chunks(first), source.chunks(second), strict=True)
+    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
+
+
+def _facts(source: Checkpoint, module: QuantizedModule) -> _Facts:
+    """Read what is small of a module; the codes are represented by a zero of their shape."""
+    codes = {"qweight", "weight_packed", "weight"}
+    stored = {
+        part: StoredArray(np.broadcast_to(np.zeros((), RAW[info.dtype]), source.tensors[tensor].shape), info.dtype)
+        if part in codes
+        else StoredArray(source.read(tensor), info.dtype)
+        for part, tensor in module.parts.items()
+        for info in (source.tensors[tensor],)
+    }
+    linear = module.unpack(stored)
+    if not np.isfinite(linear.scales).all():
+        raise InputError(
+            f"module {module.name} of {source.name} has scales that are not finite: its weights are no numbers; "
+            "fidelab audit says what else is wrong"
+        )
+    runs = None
+    if linear.group_index is not None:
+        sizes = (size for size in (linear.group_size >> n for n in range(12)) if size >= _SMALLEST_GROUP)
+        runs = frozenset(size for size in sizes if linear.regrouped(size) is not None)
+    return _Facts(
+        name=module.name,
+        shape=linear.shape,
+        kind=linear.kind,
+        bits=linear.bits,
+        groups=linear.scales.shape[1],
+        group_size=linear.group_size,
+        symmetric=linear.zeros is None,
+        negative=bool(np.signbit(linear.scales).any()),
+        zero_at_0=linear.zeros is not None and not linear.zeros.all(),
+        runs=runs,
+    )
+
+
+def _not_held(fact: _Facts, to: str) -> str | None:
+    """Why a layout cannot hold a module whatever its groups are."""
+    n, k = fact.shape
+    if fact.kind != "int":
+        return f"its weights are {fact.kind}, the target's integers"
+    if to == "awq" and fact.bits > 4:
+        return f"its weights have {fact.bits} bits, the target's 4"
+    per_word = 32 // math.gcd(fact.bits, 32)
+    if to == "gptq" and (n % per_word or k % per_word):
+        return f"{n} outputs and {k} inputs do not fill its words"
+    if to == "awq" and n % 8:
+        return f"{n} outputs do not fill its words"
+    return None
+
+
+def _common_group(whole: list[_Facts], every: list[_Facts], *, indexed: bool) -> tuple[int, dict[str, str]]:
+    """One group size for all modules (0: a group per output), and the modules that it does not fit, with the reason.
+
+    ``whole``: those whose weights the target can hold; the others are rounded.  ``indexed``: whether the target has an
+    index of groups.
+    """
+    grouped = [fact.group_size for fact in whole if fact.groups > 1]
+    if not grouped and len(whole) == len(every):
+        return 0, {}
+    inputs = [fact.shape[1] for fact in every]
+    size = math.gcd(*inputs, *(grouped or [128]))
+    if not indexed:  # smaller groups may be in order where larger ones are not
+        finer = (size >> n for n in range(12) if size >> n >= _SMALLEST_GROUP)
+        size = next((s for s in finer if all(s in fact.runs for fact in whole if fact.runs)), size)
+    if size < _SMALLEST_GROUP:
+        size = math.gcd(*inputs, 128)
+    if size < _SMALLEST_GROUP:
+        odd = min(every, key=lambda fact: math.gcd(fact.shape[1], 128))
+        raise InputError(
+            f"module {odd.name} has {odd.shape[1]} inputs, which are not in groups of {_SMALLEST_GROUP} or more that "
+            "all modules share; --to safetensors writes them dense"
+        )
+    return size, {fact.name: why for fact in whole if (why := _ungrouped(fact, size, indexed=indexed))}
+
+
+def _ungrouped(fact: _Facts, size: int, *, indexed: bool) -> str | None:
+    """Why a module's groups do not become groups of ``size`` inputs."""
+    if fact.runs is None:
+        return f"its groups of {fact.group_size} inputs are no multiples of {size}" if fact.group_size % size else None
+    if size in fact.runs or (indexed and size == fact.group_size):
+        return None
+    if indexed:
+        return f"its g_idx has groups of {fact.group_size} inputs where other modules need {size}"
+    return (
+        "its g_idx (desc_act, act-order) assigns inputs to groups out of their order, which needs an index that the "
+        "target lacks"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- reading, fitting
+
+
+def _load(checkpoint: Checkpoint, module: QuantizedModule) -> QuantizedLinear:
+    return module.unpack(
+        {
+            part: StoredArray(checkpoint.read(name), checkpoint.tensors[name].dtype)
+            for part, name in module.parts.items()
+        }
+    )
+
+
+def _fitted(plan: _Plan, linear: QuantizedLinear, name: str) -> QuantizedLinear:
+    """A module's weights as the plan stores them."""
+    size = plan.group_size or linear.shape[1]
+    if name in plan.rounded:
+        linear = _rounded(linear, plan.bits, size)
+    elif plan.to == "awq" or linear.group_index is None:
+        ordered = linear.regrouped(size)
+        if ordered is None:
+            raise InputError(f"module {name} has no groups of {size} inputs in their order")
+        linear = ordered
+    if plan.to == "awq":
+        linear = linear.with_positive_scales()
+    linear = _widened(linear, plan.bits)
+    if plan.indexed:  # readers expect an index of every module or of none
+        linear = replace(linear, group_index=linear.groups)
+    if not plan.symmetric and linear.zeros is None:
+        linear = replace(linear, zeros=np.full(linear.scales.shape, linear.midpoint, np.uint8))
+    if plan.dtype is not None and plan.dtype != linear.scale_dtype:
+        scales = to_floats(_cast(linear.scales, plan.dtype, f"{name} (scales)", plan.lossy), plan.dtype)
+        linear = replace(linear, scales=scales, scale_dtype=plan.dtype)
+    return linear
+
+
+def _widened(linear: QuantizedLinear, bits: int) -> QuantizedLinear:
+    """Codes of fewer bits in more; the zero points stay."""
+    if linear.bits == bits:
+        return linear
+    zeros = np.full(linear.scales.shape, linear.midpoint, np.uint8) if linear.zeros is None else linear.zeros
+    return replace(linear, bits=bits, zeros=zeros)
+
+
+def _rounded(linear: QuantizedLinear, bits: int, group_size: int) -> QuantizedLinear:
+    """Weights rounded to the nearest of ``2^bits`` values between each group's smallest and largest (0 included)."""
+    n, k = linear.shape
+    groups = k // group_size
+    codes, most = np.empty((n, k), np.uint8), (1 << bits) - 1
+    scales, zeros = np.empty((n, groups), np.float32), np.empty((n, groups), np.uint8)
+    for start, stop in _blocks(n, k):
+        weight = linear.rows(start, stop).dequantize().reshape(stop - start, groups, group_size)
+        low, high = np.minimum(weight.min(axis=2), 0), np.maximum(weight.max(axis=2), 0)
+        step = ((high - low) / most).astype(np.float16).astype(np.float32)
+        step[step == 0] = 1
+        zero = np.clip(np.rint(-low / step), 0, most)
+        code = np.clip(np.rint(weight / step[:, :, None]) + zero[:, :, None], 0, most)
+        codes[start:stop] = code.reshape(stop - start, k)
+        scales[start:stop], zeros[start:stop] = step, zero
+    if not np.isfinite(scales).all():
+        raise InputError("weights beyond the range of float16 cannot be rounded to a target with float16 scales")
+    return QuantizedLinear(codes, scales, zeros, None, group_size, bits)
+
+
+def _blocks(n: int, k: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _ROWS // max(1, k))
+    for start in range(0, n, step):
+        yield start, min(n, start + step)
+
+
+def _cast(values: NDArray[np.float32], dtype: str, name: str, lossy: bool) -> NDArray[Any]:
+    """Values in a type as it is stored.
+
+    Raises:
+        InputError: they overflow, or are rounded and that is not allowed.
+    """
+    if dtype == "F32":
+        return values
+    if dtype == "BF16":
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        nearest = bits + (0x7FFF + (bits >> 16 & 1))  # ties to even
+        cast: NDArray[Any] = np.where(np.isnan(values), bits >> 16 | 1, nearest >> 16).astype(np.uint16)
+    else:
+        with np.errstate(over="ignore"):
+            cast = values.astype(np.float16)
+    back = to_floats(cast, dtype)
+    lost = np.isfinite(values) & ~np.isfinite(back)
+    type_name = next(text for text, kind in DTYPES.items() if kind == dtype)
+    if lost.any():
+        raise InputError(
+            f"{name} holds {int(lost.sum()):,} values beyond the range of {type_name}, up to "
+            f"{float(np.abs(values[lost]).max()):.6g}: they would become infinite; keep its type (without --dtype)"
+        )
+    if not lossy and not np.array_equal(back, values, equal_nan=True):
+        raise InputError(
+            f"{name} cannot be stored as {type_name} without loss (largest error "
+            f"{float(np.nanmax(np.abs(back - values))):.3g}); --lossy allows it and reports the error, "
+            "without --dtype types stay"
+        )
+    return cast
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+class _Writer:
+    """Safetensors files written tensor by tensor, in parts as they come; a file's header is written last.
+
+    The space for the header is kept at the file's beginning and filled with blanks.
+    """
+
+    def __init__(self, folder: Path, most_header: int) -> None:
+        self._folder = folder
+        self._room = -(-most_header // 8) * 8
+        self._files: list[Path] = []
+        self._entries: dict[str, Any] = {}
+        self._out: BinaryIO | None = None
+        self._at = 0
+        self._places: dict[str, int] = {}
+        self.total = 0
+
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...], size: int) -> Callable[[NDArray[Any]], None]:
+        """Begin a tensor of ``size`` bytes; what is returned takes its values in order."""
+        if self._out is None or (self._at and self._at + size > _SHARD):
+            self._finish()
+            self._files.append(self._folder / f"part-{len(self._files) + 1}.safetensors")
+            self._out = self._files[-1].open("wb")
+            self._out.seek(8 + self._room)
+            self._at = 0
+        self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [self._at, self._at + size]}
+        self._places[name] = len(self._files)
+        self._at += size
+        self.total += size
+        out = self._out
+
+        def write(values: NDArray[Any]) -> None:
+            out.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+        return write
+
+    def close(self) -> None:
+        """Write the last header, name the files and write the index."""
+        self._finish()
+        count = len(self._files)
+        names = ["model.safetensors"]
+        if count > 1:
+            names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+            index = {
+                "metadata": {"total_size": self.total},
+                "weight_map": {name: names[place - 1] for name, place in sorted(self._places.items())},
+            }
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+        for file, name in zip(self._files, names, strict=True):
+            file.rename(self._folder / name)
+
+    def abort(self) -> None:
+        """Close the open file."""
+        if self._out is not None:
+            self._out.close()
+            self._out = None
+
+    def _finish(self) -> None:
+        if self._out is None:
+            return
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}, separators=(",", ":")).encode()
+        room = self._room
+        if len(header) > room:
+            raise OutputError(f"the header of {self._files[-1].name} needs {len(header)} bytes, {room} were kept")
+        self._out.seek(0)
+        self._out.write(room.to_bytes(8, "little") + header + b" " * (room - len(header)))
+        self._out.close()
+        self._out, self._entries = None, {}
+
+
+def _convert(plan: _Plan, folder: Path) -> Certificate:
+    source = plan.source
+    names = [*plan.carried, *(name for module in plan.modules.values() for name in module.parts.values())]
+    writer = _Writer(folder, 256 + sum(len(json.dumps(name)) + 180 for name in names))
+    try:
+        for name, module in plan.modules.items():
+            linear = _load(source, module)
+            if plan.layout is None:
+                _write_dense(plan, writer, name, linear)
+            else:
+                try:
+                    stored = plan.layout.pack(_fitted(plan, linear, name))
+                except ValueError as error:
+                    raise InputError(f"{plan.to} cannot hold module {name} of {source.name}: {error}") from None
+                for part, (values, dtype) in stored.items():
+                    writer.tensor(f"{name}.{part}", dtype, values.shape, values.nbytes)(values)
+        for name, info in plan.carried.items():
+            dtype = plan.dtype if plan.dtype and info.dtype in _FLOATS else info.dtype
+            size = info.nbytes if dtype == info.dtype else math.prod(info.shape) * _BYTES[dtype]
+            write = writer.tensor(name, dtype, info.shape, size)
+            for chunk in source.chunks(info):
+                same = dtype == info.dtype
+                write(chunk if same else _cast(to_floats(chunk, info.dtype), dtype, name, plan.lossy))
+        writer.close()
+    finally:
+        writer.abort()
+    quantization = _quantization(plan)
+    config = {key: value for key, value in source.config.items() if key not in _OLD}
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    dtype_name = next((text for text, kind in DTYPES.items() if kind == plan.dtype and kind), None)
+    if dtype_name is None and plan.layout is None:
+        dtype_name = "float32"
+    if dtype_name is not None:
+        config |= {key: dtype_name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": dtype_name}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _carry_files(source.folder, folder)
+    return _certify(plan, folder, quantization)
+
+
+_OLD = {"quantization_config", "compression_config"}
+
+
+def _write_dense(plan: _Plan, writer: _Writer, name: str, linear: QuantizedLinear) -> None:
+    dtype = plan.dtype or "F32"
+    write = writer.tensor(f"{name}.weight", dtype, linear.shape, math.prod(linear.shape) * _BYTES[dtype])
+    for start, stop in _blocks(*linear.shape):
+        write(_cast(linear.rows(start, stop).dequantize(), dtype, f"{name}.weight", plan.lossy))
+
+
+def _carry_files(source: Path, folder: Path) -> None:
+    """Copy what is neither weights nor written anew: tokenizer, templates, licence, code."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix not in _WEIGHTS and path.name not in _REWRITTEN and path.name[0] != ".":
+            shutil.copyfile(path, folder / path.name)
+
+
+def _quantization(plan: _Plan) -> dict[str, Any] | None:
+    """The ``quantization_config`` of the target."""
+    if plan.layout is None:
+        return None
+    kept = [name.removesuffix(".weight") for name, info in plan.carried.items() if _is_linear(name, info)]
+    if not any(name.rpartition(".")[2] == "lm_head" for name in (*plan.modules, *kept)):
+        kept.append("lm_head")  # which has no tensor where it shares the embedding's
+    group_size = plan.group_size or -1
+    if plan.to == "awq":
+        quantized = "\n".join(plan.modules)
+        listed = [name for name in kept if name not in quantized]
+        if len(listed) < len(kept):  # vLLM looks for these names within those of modules
+            others = [name for name in kept if name in quantized]
+            plan.notes.append(
+                f"{others[0]} and {len(others) - 1} more are not quantized and not listed in modules_to_not_convert: "
+                "readers would take quantized modules whose names begin like theirs for listed ones, too"
+                if len(others) > 1
+                else f"{others[0]} is not quantized and not listed in modules_to_not_convert: readers would take "
+                "quantized modules whose names begin like its for listed ones, too"
+            )
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": group_size,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": listed or None,
+        }
+    if plan.to == "gptq":
+        inner = [name for name in kept if re.search(r"\.\d+\.", name)]
+        return {
+            "quant_method": "gptq",
+            "bits": plan.bits,
+            "group_size": group_size,
+            "desc_act": plan.indexed,
+            "sym": plan.symmetric,
+            "checkpoint_format": "gptq" if type(plan.layout) is Gptq else "gptq_v2",
+            "lm_head": any(name.rpartition(".")[2] == "lm_head" for name in plan.modules),
+            **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inner}} if inner else {}),
+        }
+    weights = {
+        "num_bits": plan.bits,
+        "type": "int",
+        "symmetric": plan.symmetric,
+        "strategy": "group" if plan.group_size else "channel",
+        "group_size": plan.group_size or None,
+        "actorder": "group" if plan.indexed else None,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": kept,
+    }
+
+
+def _is_linear(name: str, info: TensorInfo) -> bool:
+    """Whether a tensor may be the weight of a linear layer: two dimensions, and no embedding by its name."""
+    if not name.endswith(".weight") or len(info.shape) != 2 or info.dtype not in _FLOATS:
+        return False
+    return not re.search(r"(embed|wte|wpe|norm)[^.]*\.weight$", name)
+
+
+# --------------------------------------------------------------------------------------------------------- certificate
+
+
+def _certify(plan: _Plan, folder: Path, quantization: dict[str, Any] | None) -> Certificate:
+    """Compare both checkpoints, from their files, value by value.
+
+    Raises:
+        OutputError: the target lacks a tensor, has one too many, or differs where nothing was allowed to.
+    """
+    source = plan.source
+    certificate = Certificate(
+        source.name, folder, plan.method, plan.to, quantization or {}, dropped=plan.dropped, notes=plan.notes
+    )
+    with open_checkpoint(folder) as target:
+        modules = quantized_modules(target.tensors, quantization)
+        expected = plan.modules.keys() if plan.layout else set[str]()
+        weights = {f"{name}.weight" for name in plan.modules} if plan.layout is None else set[str]()
+        parts = {tensor for module in modules.values() for tensor in module.parts.values()}
+        if modules.keys() != expected or target.tensors.keys() - parts != plan.carried.keys() | weights:
+            odd = (modules.keys() ^ expected) | ((target.tensors.keys() - parts) ^ (plan.carried.keys() | weights))
+            raise OutputError(f"the target does not hold what it should, first {min(odd)}; please report this")
+        for name, module in plan.modules.items():
+            linear, compared = _load(source, module), Compared(name)
+            if plan.layout is None:
+                start = 0
+                for chunk in target.chunks(f"{name}.weight", 4 * _ROWS):
+                    values = to_floats(chunk, target.tensors[f"{name}.weight"].dtype).reshape(-1, linear.shape[1])
+                    compared.add(linear.rows(start, start + len(values)).dequantize(), values)
+                    start += len(values)
+            else:
+                written = _load(target, modules[name])
+                for start, stop in _blocks(*linear.shape):
+                    compared.add(linear.rows(start, stop).dequantize(), written.rows(start, stop).dequantize())
+            certificate.modules.append(compared)
+        for name, info in plan.carried.items():
+            compared, there = Compared(name), target.tensors[name]
+            if there.dtype == info.dtype:
+                compared.values = math.prod(info.shape)
+                if there.shape != info.shape or not _same_bytes(source, info, target, there):
+                    raise OutputError(f"tensor {name} was carried over and differs; please report this")
+            else:
+                for mine, theirs in _pairs(source, info, target, there):
+                    compared.add(to_floats(mine, info.dtype), to_floats(theirs, there.dtype))
+            certificate.tensors.append(compared)
+    if not plan.lossy and not certificate.exact:
+        raise OutputError(f"{certificate.worst.name} differs though no loss was allowed; please report this")
+    return certificate
+
+
+def _same_bytes(source: Checkpoint, info: TensorInfo, target: Checkpoint, there: TensorInfo) -> bool:
+    pairs = zip(source.chunks(info), target.chunks(there), strict=True)
+    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
+
+
+def _pairs(
+    source: Checkpoint, info: TensorInfo, target: Checkpoint, there: TensorInfo
+) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Equally many values of both tensors at a time."""
+    sizes = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+    yield from zip(
+        source.chunks(info, _ROWS * sizes[info.dtype]), target.chunks(there, _ROWS * sizes[there.dtype]), strict=True
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- GGUF
+
+
+def _convert_gguf(source: Checkpoint, folder: Path, *, dtype: str, lossy: bool) -> Certificate:
+    """A GGUF file as a folder for Transformers, by its own rules of names and layouts."""
+    if len(source.files) > 1:
+        raise InputError(f"{source.name} is split into {len(source.files)} files; join them first (llama-gguf-split)")
+    file = source.files[0]
+    dtype = "float32" if dtype == "keep" else dtype
+    work = folder.parent
+    text = gguf.text_folder(file, work / "text")
+    made = to_safetensors(file, text, work / "weights", dtype)
+    for path in made.iterdir():
+        if path.name != gguf.ORIGIN:
+            path.replace(folder / path.name)
+    settings = {"dtype": dtype}
+    certificate = Certificate(source.name, folder, "gguf", "safetensors", settings)
+    with open_checkpoint(folder) as target:
+        for name, values in originals(file, folder):
+            compared = Compared(name)
+            compared.add(values, target.floats(name))
+            certificate.tensors.append(compared)
+        if odd := target.tensors.keys() ^ {compared.name for compared in certificate.tensors}:
+            raise OutputError(f"the target does not hold what it should, first {min(odd)}; please report this")
+    if not (lossy or certificate.exact):
+        worst = certificate.worst
+        raise InputError(
+            f"{worst.name} of {source.name} cannot be stored as {dtype} without loss (largest error "
+            f"{worst.max_error:.3g}); --lossy allows it and reports the error, --dtype float32 avoids it"
+        )
+    return certificate

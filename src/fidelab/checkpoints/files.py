@@ -1,0 +1,474 @@
+"""A checkpoint as tensors by name: safetensors (one file or shards with an index) and GGUF, here or on the hub.
+
+Opening reads headers and JSON files only.  Tensors are then read one at a time or in chunks, from their places in the
+files, so that the memory needed does not depend on the size of the model.  Of a repository on the hub, what is read is
+fetched by ranged requests; nothing of its weights is stored.
+
+Checkpoints come from anybody: every number of a header is checked against the size of its file before it is used, an
+index cannot name files outside its folder, and pickled weights are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.errors import InputError
+from fidelab.models import embedded, gguf, hub
+from fidelab.models.convert import dequantized
+from fidelab.models.weights import INDEX, read_entries, read_index, read_json, weight_files
+
+__all__ = ["RAW", "Checkpoint", "TensorInfo", "open_checkpoint", "to_floats"]
+
+RAW: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+}
+"""Data types as safetensors names them → numpy's, in which :meth:`Checkpoint.read` returns them; those that numpy
+lacks come as the unsigned integers of their bits.  GGUF's plain types have the same names; its block types keep ggml's
+(``Q4_K``) and come as bytes, with the last dimension in bytes."""
+
+_HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_MOST_SPLITS = 1000
+_CHUNK = 16 << 20  # bytes
+_MOST_HEADER = 100_000_000  # bytes of a safetensors header, the published limit
+_GGUF_HEADER = 4 << 20, 1 << 30  # bytes of a GGUF file fetched for its header: at first, at most
+_AHEAD = 4 << 20  # bytes that are fetched from the hub at least
+_LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # beside config.json, by older writers
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: ``start`` is the place of its first byte in ``file``; ``dtype`` see :data:`RAW`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    nbytes: int
+
+
+@dataclass
+class Checkpoint:
+    """The tensors of a checkpoint with its configuration.
+
+    Attributes:
+        name: as the user wrote it.
+        folder: with config and tokenizer; of a GGUF file the folder where it lies.
+        format: ``safetensors`` or ``gguf``.
+        files: the weight files that are there.
+        tensors: by name, in the order of files and places in them.
+        config: content of ``config.json``; empty for GGUF.
+        quantization: ``quantization_config`` of the config (or of the file in which older writers of GPTQ and AWQ kept
+            it, with ``quant_method`` filled in); ``None`` where nothing says that the checkpoint is quantized.
+        index: tensor name → file name, of a sharded safetensors checkpoint.
+        missing_files: which the index names and the folder lacks.
+        copies: further tensors whose names other files hold already.
+        metadata: of a GGUF file, see :class:`fidelab.models.gguf.Header`.
+    """
+
+    name: str
+    folder: Path
+    format: str
+    files: tuple[Path, ...]
+    tensors: dict[str, TensorInfo]
+    config: dict[str, Any] = field(default_factory=dict)
+    quantization: dict[str, Any] | None = None
+    index: dict[str, str] | None = None
+    missing_files: tuple[str, ...] = ()
+    copies: tuple[TensorInfo, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    remote: tuple[str, str] | None = None  # repository and commit
+    _scratch: tempfile.TemporaryDirectory[str] | None = None
+    _open: tuple[Path, FileIO] | None = None
+    _ahead: tuple[Path, int, bytes] | None = None  # the last piece that came from the hub, and its place
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def read(self, tensor: str | TensorInfo) -> NDArray[Any]:
+        """A tensor as it is stored, in the type that :data:`RAW` gives and its own shape.
+
+        Raises:
+            InputError: there is no such tensor, or its file has changed since it was opened.
+        """
+        info = self._info(tensor)
+        raw = self._bytes(info, 0, info.nbytes)
+        kind = RAW.get(info.dtype)
+        if kind is not None:
+            return raw.view(kind).reshape(info.shape)
+        rows = math.prod(info.shape[:-1])
+        return raw.reshape(*info.shape[:-1], -1) if rows and raw.size and raw.size % rows == 0 else raw
+
+    def floats(self, tensor: str | TensorInfo) -> NDArray[np.float32]:
+        """A tensor's values as float32, blocks of GGUF dequantized; packed integers come as the integers they are in.
+
+        Raises:
+            InputError: as :meth:`read`; or the type is one that cannot be decoded.
+        """
+        info = self._info(tensor)
+        if self.format == "gguf" and info.dtype not in RAW:
+            return dequantized(info.file, gguf.StoredTensor(info.name, info.shape, _ggml(info.dtype), info.start))
+        return to_floats(self.read(info), info.dtype)
+
+    def chunks(self, tensor: str | TensorInfo, nbytes: int = _CHUNK) -> Iterator[NDArray[Any]]:
+        """A tensor's stored values in order, flat, ``nbytes`` bytes at a time.
+
+        A chunk ends at the end of a row (the last dimension) where a row is not longer than a chunk.  Values of types
+        that are not in :data:`RAW` come as bytes.
+
+        Raises:
+            InputError: as :meth:`read`.
+        """
+        info = self._info(tensor)
+        kind = RAW.get(info.dtype, np.dtype("u1"))
+        rows = math.prod(info.shape[:-1])
+        row = info.nbytes // rows if rows else 0
+        step = max(kind.itemsize, nbytes // row * row if 0 < row <= nbytes else nbytes // 8 * 8)
+        for start in range(0, info.nbytes, step):
+            yield self._bytes(info, start, min(step, info.nbytes - start)).view(kind)
+
+    def close(self) -> None:
+        """Close the open file, and remove what was stored of a repository's headers."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _info(self, tensor: str | TensorInfo) -> TensorInfo:
+        if isinstance(tensor, TensorInfo):
+            return tensor
+        try:
+            return self.tensors[tensor]
+        except KeyError:
+            raise InputError(f"{self.name} has no tensor {tensor!r}") from None
+
+    def _bytes(self, info: TensorInfo, start: int, size: int) -> NDArray[np.uint8]:
+        """Bytes of a tensor, from its file or from the hub."""
+        if self.remote is not None:
+            return self._fetched(info.file, info.start + start, size)
+        if self._open is None or self._open[0] != info.file:
+            if self._open is not None:
+                self._open[1].close()
+            self._open = info.file, FileIO(info.file)
+        content = np.empty(size, np.uint8)
+        file = self._open[1]
+        file.seek(info.start + start)
+        done = 0
+        while done < size and (n := file.readinto(content[done:].data)):
+            done += n
+        if done < size:
+            raise InputError(f"{info.file} ends within tensor {info.name!r}: it was changed while it was read")
+        return content
+
+    def _fetched(self, file: Path, start: int, size: int) -> NDArray[np.uint8]:
+        """Bytes of a file on the hub; with small tensors come those behind them, which are mostly asked for next."""
+        assert self.remote is not None
+        if size >= _AHEAD:
+            return np.frombuffer(hub.read_range(*self.remote, file.name, start, size), np.uint8)
+        if (
+            self._ahead is None
+            or self._ahead[0] != file
+            or not 0 <= start - self._ahead[1] <= len(self._ahead[2]) - size
+        ):
+            length = min(_AHEAD, file.stat().st_size - start)
+            self._ahead = file, start, hub.read_range(*self.remote, file.name, start, length)
+        place = start - self._ahead[1]
+        return np.frombuffer(self._ahead[2][place : place + size], np.uint8)
+
+
+def open_checkpoint(name: str | Path, *, complete: bool = True) -> Checkpoint:
+    """The checkpoint behind ``name``.
+
+    ``name``: a folder, a ``.gguf`` file (of a split one the first), an embedded model's name or a hub id
+    ``owner/name[@revision]``.
+
+    Args:
+        complete: whether shards that the index names and the folder lacks are an error; else they are
+            ``missing_files``.
+
+    Raises:
+        InputError: nothing of that name, or what is there is damaged, pickled or no checkpoint; the message says what
+            to do.  UnavailableError: the hub cannot be reached.
+    """
+    text = str(name)
+    if text in embedded.NAMES:
+        return _open_gguf(embedded.gguf_file(), text)
+    here = Path(text).expanduser()
+    if text and here.is_dir():
+        return _open_folder(here.absolute(), text, complete)
+    if here.is_file():
+        if here.suffix == ".gguf":
+            return _open_gguf(here.absolute(), text)
+        raise InputError(f"{text} is a file; a checkpoint is a folder (config.json, *.safetensors) or a .gguf file")
+    match = _HUB_ID.fullmatch(text)
+    if match is None or here.suffix == ".gguf":
+        raise InputError(
+            f"no checkpoint {text!r} here; a checkpoint is a folder with config.json and *.safetensors, a .gguf file, "
+            f"a hub id (owner/name or owner/name@revision) or an embedded model ({', '.join(embedded.NAMES)})"
+        )
+    return _open_remote(match["repo"], match["revision"], text, complete)
+
+
+def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        ggufs = sorted(folder.glob("*.gguf"))
+        if ggufs:
+            if len(ggufs) == 1 or _SPLIT.fullmatch(ggufs[0].name):
+                return _open_gguf(ggufs[0], name)
+            raise InputError(f"{name} holds {len(ggufs)} GGUF files: pass one of them, for example {ggufs[0]}")
+        weight_files(folder)  # says what is there, such as pickled weights
+        raise InputError(
+            f"{name} has no config.json: a checkpoint folder holds config.json, *.safetensors and a tokenizer"
+        )
+    index = read_index(folder / INDEX) if (folder / INDEX).is_file() else None
+    files: tuple[Path, ...]
+    missing: tuple[str, ...] = ()
+    if index is None or complete:
+        files = weight_files(folder)
+    else:
+        named = [folder / shard for shard in sorted(set(index.values()))]
+        files = tuple(path for path in named if path.is_file())
+        missing = tuple(path.name for path in named if not path.is_file())
+    tensors: dict[str, TensorInfo] = {}
+    copies: list[TensorInfo] = []
+    for file in files:
+        entries, begin = read_entries(file)
+        for tensor, entry in sorted(entries.items(), key=lambda item: item[1].start):
+            info = TensorInfo(tensor, entry.dtype, entry.shape, file, begin + entry.start, entry.end - entry.start)
+            _check_size(info)
+            if tensors.setdefault(tensor, info) is not info:
+                copies.append(info)
+    config = read_json(folder / "config.json")
+    return Checkpoint(
+        name=name,
+        folder=folder,
+        format="safetensors",
+        files=files,
+        tensors=tensors,
+        config=config,
+        quantization=_quantization(folder, config),
+        index=index,
+        missing_files=missing,
+        copies=tuple(copies),
+    )
+
+
+def _check_size(info: TensorInfo) -> None:
+    """Check the size of types that captures do not have."""
+    kind = RAW.get(info.dtype)
+    if kind is not None and math.prod(info.shape) * kind.itemsize != info.nbytes:
+        raise InputError(
+            f"{info.file} is damaged: tensor {info.name[:60]!r} has {info.nbytes} bytes, which is not its shape's "
+            "size; fetch the model again"
+        )
+
+
+def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    text = config.get("text_config")
+    places = (config, text if isinstance(text, dict) else {})
+    for key in ("quantization_config", "compression_config"):
+        for place in places:
+            if isinstance(value := place.get(key), dict):
+                return value if "quant_method" in value else {"quant_method": _method(value), **value}
+    for file, method in _LEGACY.items():
+        if (folder / file).is_file():
+            return {"quant_method": method, **read_json(folder / file)}
+    return None
+
+
+def _method(quantization: Mapping[str, Any]) -> str | None:
+    """The method of a configuration that does not name it."""
+    return "compressed-tensors" if "config_groups" in quantization else None
+
+
+def _open_gguf(file: Path, name: str) -> Checkpoint:
+    header = gguf.read_header(file)
+    files, headers = [file], [header]
+    count = header.metadata.get("split.count", 1)
+    if isinstance(count, int) and count > 1:
+        match = _SPLIT.fullmatch(file.name)
+        if match is None or int(match["count"]) != count or count > _MOST_SPLITS:
+            raise InputError(f"{file} is one of {count} parts, but is not called NAME-00001-of-{count:05}.gguf")
+        files = [file.with_name(f"{match['stem']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+        if missing := [part.name for part in files if not part.is_file()]:
+            raise InputError(f"{file.parent} lacks {len(missing)} of {count} parts, the first is {missing[0]}")
+        headers = [header if part == file else gguf.read_header(part) for part in files]
+    tensors: dict[str, TensorInfo] = {}
+    copies: list[TensorInfo] = []
+    for part, content in zip(files, headers, strict=True):
+        end = 0
+        for stored in sorted(content.tensors, key=lambda stored: stored.offset):
+            dtype, size = _stored_as(part, stored)
+            if stored.offset < end:
+                raise InputError(
+                    f"{part} is damaged: tensor {stored.name[:60]!r} begins within another; fetch it again"
+                )
+            end = stored.offset + size
+            info = TensorInfo(stored.name, dtype, stored.shape, part, stored.offset, size)
+            if tensors.setdefault(stored.name, info) is not info:
+                copies.append(info)
+    return Checkpoint(
+        name=name,
+        folder=file.parent,
+        format="gguf",
+        files=tuple(files),
+        tensors=tensors,
+        copies=tuple(copies),
+        metadata=headers[0].metadata,
+    )
+
+
+def _stored_as(file: Path, stored: gguf.StoredTensor) -> tuple[str, int]:
+    """The name of a tensor's type, and its bytes."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        kind = GGMLQuantizationType(stored.type)
+    except ValueError:
+        raise InputError(
+            f"{file}: tensor {stored.name[:60]!r} is of type {stored.type}, which the installed package gguf does "
+            "not know; update it (pip install --upgrade gguf)"
+        ) from None
+    per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    if stored.shape and stored.shape[-1] % per_block:
+        raise InputError(
+            f"{file} is damaged: rows of tensor {stored.name[:60]!r} are not whole blocks of {kind.name}; "
+            "fetch it again"
+        )
+    return kind.name, math.prod(stored.shape) // per_block * block_bytes
+
+
+def _ggml(dtype: str) -> int:
+    from gguf import GGMLQuantizationType
+
+    return int(GGMLQuantizationType[dtype])
+
+
+def _open_remote(repo: str, revision: str | None, name: str, complete: bool) -> Checkpoint:
+    """A repository of the hub: its JSON files as they are, of its weight files the headers."""
+    folder, commit = hub.snapshot(repo, revision, weights=False)
+    try:
+        if weight_files(folder):  # fetched before
+            return _open_folder(folder, name, complete)
+    except InputError:
+        pass
+    sizes = hub.sizes(repo, commit)
+    scratch = tempfile.TemporaryDirectory(prefix="fidelab-checkpoint-")
+    copy = Path(scratch.name)
+    for text in folder.glob("*"):
+        if text.is_file():
+            (copy / text.name).symlink_to(text)
+    shards = [file for file in sizes if file.endswith(".safetensors")]
+    ggufs = [file for file in sizes if file.endswith(".gguf")]
+    if (copy / INDEX).is_file():
+        shards = [file for file in shards if file in set(read_index(copy / INDEX).values())]
+    elif "model.safetensors" in shards:
+        shards = ["model.safetensors"]
+    for file in shards:
+        length = int.from_bytes(hub.read_range(repo, commit, file, 0, min(8, sizes[file])), "little")
+        header = hub.read_range(repo, commit, file, 0, min(sizes[file], 8 + min(length, _MOST_HEADER)))
+        _sparse(copy / file, header, sizes[file])
+    if ggufs and not shards:
+        if len(ggufs) > 1:
+            raise InputError(f"{name} holds {len(ggufs)} GGUF files: download one of them and pass its path")
+        _fetch_gguf_header(copy / ggufs[0], repo, commit, sizes[ggufs[0]])
+        opened = _open_gguf(copy / ggufs[0], name)
+    else:
+        for file in sizes if not shards else ():  # by their names, pickled weights are refused
+            if not (copy / file).exists() and "/" not in file:
+                (copy / file).touch()
+        opened = _open_folder(copy, name, complete)
+    opened.remote, opened._scratch = (repo, commit), scratch
+    return opened
+
+
+def _sparse(file: Path, begin: bytes, size: int) -> None:
+    """A file of ``size`` bytes of which only the beginning takes room on the disk."""
+    with file.open("wb") as out:
+        out.write(begin)
+        out.truncate(size)
+
+
+def _fetch_gguf_header(file: Path, repo: str, commit: str, size: int) -> None:
+    """Fetch as much of a GGUF file as its header takes, which only reading it tells."""
+    length, most = _GGUF_HEADER
+    while True:
+        length = min(length, size)
+        file.unlink(missing_ok=True)
+        _sparse(file, hub.read_range(repo, commit, file.name, 0, length), size)
+        try:
+            header = gguf.read_header(file)
+            if size - header.data_bytes <= length:
+                return
+        except InputError:
+            if length >= min(size, most):
+                raise
+        length *= 4
+
+
+def to_floats(raw: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Stored values (:meth:`Checkpoint.read`) as float32.
+
+    Raises:
+        InputError: the type cannot be decoded.
+    """
+    if dtype == "BF16":
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    if dtype.startswith("F8_") and dtype in RAW:
+        decoded: NDArray[np.float32] = _table(dtype)[raw]
+        return decoded
+    if dtype not in RAW:
+        raise InputError(f"values of type {dtype} cannot be decoded")
+    return raw.astype(np.float32)
+
+
+@cache
+def _table(dtype: str) -> NDArray[np.float32]:
+    """The values of the 256 codes of an 8-bit type (OCP 8-bit floating point, and the scales of OCP MX)."""
+    codes = np.arange(256)
+    if dtype == "F8_E5M2":  # the upper half of a float16
+        return (codes << 8).astype(np.uint16).view(np.float16).astype(np.float32)
+    if dtype == "F8_E8M0":
+        values = np.ldexp(np.float64(1), codes - 127)
+        values[255] = np.nan
+        return values.astype(np.float32)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    magnitude = np.where(exponent > 0, np.ldexp(1 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6))
+    magnitude[(codes & 127) == 127] = np.nan
+    return np.where(codes < 128, magnitude, -magnitude).astype(np.float32)

@@ -1,0 +1,388 @@
+"""Tensors grouped to modules by their names, and what the configuration says of each: without trusting either.
+
+:mod:`fidelab.checkpoints.layouts` unpacks modules that are whole; here those that lack a part, or have one too many,
+are told apart as well, which is what the audit is about.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo
+from fidelab.checkpoints.layouts import method_of
+from fidelab.errors import InputError
+
+__all__ = ["IGNORING", "METHODS", "SCALES", "Module", "Scheme", "kind_of", "modules_of", "scheme_of"]
+
+METHODS = {
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "auto-round": "auto-round",
+    "intel/auto-round": "auto-round",
+    "auto_round": "auto-round",
+    "compressed-tensors": "compressed-tensors",
+    "compressed_tensors": "compressed-tensors",
+    "fp8": "fp8",
+    "fbgemm_fp8": "fp8",
+    "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt",
+    "mxfp4": "mxfp4",
+}
+"""Methods as configurations name them → the families that the audit knows."""
+
+IGNORING = {
+    "gptq": ("modules_to_not_convert",),
+    "awq": ("modules_to_not_convert",),
+    "auto-round": ("modules_to_not_convert",),
+    "compressed-tensors": ("ignore",),
+    "fp8": ("modules_to_not_convert", "ignored_layers"),
+    "modelopt": ("exclude_modules", "ignore"),
+    "mxfp4": ("modules_to_not_convert",),
+}
+"""The keys under which engines look for modules that are not quantized, by method."""
+
+PACKED = ("qweight", "weight_packed", "blocks")  # parts that hold codes by their name
+SCALES = (
+    *("scales", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
+    *("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale"),
+)
+"""Parts that hold scales."""
+_PARTS = (
+    *(*PACKED, *SCALES, "qzeros", "g_idx", "weight_g_idx", "weight_zero_point", "weight_shape", "input_zero_point"),
+    *("weight", "bias"),
+)
+_CODES = {"I8", "U8", "F8_E4M3", "F8_E5M2", "I32", "U32"}  # of a part "weight"
+
+_KINDS: tuple[tuple[str, str], ...] = (  # the first that is found in a module's name
+    ("vision", r"(^|\.)(visual|vision\w*|image\w*|mm_projector|multi_modal_projector|patch_embed\w*|v\.blk|mm)(\.|$)"),
+    ("audio", r"(^|\.)(audio\w*|speech\w*)(\.|$)"),
+    ("norm", r"(^|[._])(norm\w*|ln_?\w*|\w*layernorm\w*|rmsnorm)$|_norm\w*$"),
+    ("head", r"(^|\.)(lm_head|embed_out|unembed|output)$"),
+    ("embedding", r"(^|\.)(embed(_\w+)?|\w*embeddings?|wte|wpe|token_embd|position_embd|tok_embeddings)$"),
+    ("shared gate", r"(^|\.)(shared_experts?_gate|ffn_gate_inp_shexp)$"),
+    ("router", r"(^|\.)(router(\.\w+)?|ffn_gate_inp|(mlp|moe|block_sparse_moe|feed_forward|ffn|mixer)\.gate(\.wg)?)$"),
+    ("recurrent", r"(^|\.)(linear_attn|mamba\w*|ssm\w*|short_conv|delta\w*|recurrent\w*|conv1d|time_mix\w*)(\.|$|_)"),
+    ("recurrent", r"(^|\.)(ssm_\w+|conv1d|(mixer|mamba)\.(in_proj|out_proj|x_proj|dt_proj))$"),
+)
+_KIND_PATTERNS = tuple((kind, re.compile(pattern)) for kind, pattern in _KINDS)
+_EXPERT = re.compile(r"(?P<layer>.*?)\.experts\.(?P<number>\d+)(\.(?P<leaf>.+))?$")
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks|blk|block)\.\d+\.")
+
+# Linear layers whose inputs tensor parallelism splits; of all others it splits the outputs.
+_ROW_PARALLEL = re.compile(
+    r"(^|\.)(o_proj|out_proj|down_proj|wo|w2|fc2|c_proj|dense_4h_to_h|linear_2|attn_output|ffn_down\w*|proj_out)$"
+    r"|(attention|attn|self_attention)\.dense$"
+)
+_REPLICATED = re.compile(r"(^|\.)(\w*_a_proj(_with_mqa)?|q_a_proj|kv_a_proj\w*|wq_a|wkv_a)$")
+
+
+def kind_of(module: str) -> str:
+    """What a module is by its name: ``vision``, ``norm``, ``head``, ``router`` …, or ``linear``."""
+    for kind, pattern in _KIND_PATTERNS:
+        if pattern.search(module):
+            return kind
+    return "linear"
+
+
+@dataclass(frozen=True)
+class Module:
+    """The tensors of one layer with a weight.
+
+    Attributes:
+        name: ``model.layers.0.mlp.down_proj``.
+        parts: what follows the name (``qweight``) → the tensor.
+        kind: see :func:`kind_of`.
+    """
+
+    name: str
+    parts: Mapping[str, TensorInfo]
+    kind: str
+
+    @property
+    def packed(self) -> TensorInfo | None:
+        """The tensor that holds quantized weights."""
+        for part in PACKED:
+            if part in self.parts:
+                return self.parts[part]
+        weight = self.parts.get("weight")
+        if weight is not None and (weight.dtype in _CODES or weight.dtype not in RAW):
+            return weight
+        return None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a tensor holds quantized weights."""
+        return self.packed is not None
+
+    @property
+    def scales(self) -> TensorInfo | None:
+        """The scales of the weights."""
+        for part in ("scales", "weight_scale", "weight_scale_inv"):
+            if part in self.parts:
+                return self.parts[part]
+        return None
+
+    @property
+    def expert(self) -> tuple[str, int] | None:
+        """Where it is one of a layer's experts: the layer with what it is of each expert, and the expert's number."""
+        match = _EXPERT.match(self.name)
+        return (f"{match['layer']}.experts.*.{match['leaf'] or ''}", int(match["number"])) if match else None
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether it is in one of a stack of layers."""
+        return _LAYER.search(self.name) is not None
+
+    @property
+    def parallel(self) -> str | None:
+        """What tensor parallelism splits: ``inputs`` or ``outputs``; ``None``: nothing."""
+        if self.kind in ("router", "shared gate", "norm", "embedding") or _REPLICATED.search(self.name):
+            return None
+        return "inputs" if _ROW_PARALLEL.search(self.name) else "outputs"
+
+    def packing(self) -> Packing | None:
+        """Sizes of the quantized weight as its tensors' shapes tell them; ``None`` where they do not."""
+        packed, scales = self.packed, self.scales
+        if packed is None or scales is None or len(packed.shape) != 2:
+            return None
+        if "qweight" in self.parts:
+            return self._words(packed, scales)
+        if len(scales.shape) != 2 or scales.shape[1] == 0:
+            return None
+        n, per_row = packed.shape
+        if "weight_packed" not in self.parts:
+            return Packing("plain", n, per_row, 8, scales.shape[1])
+        if packed.dtype == "U8":
+            return Packing("bytes", n, per_row * 2, 4, scales.shape[1])
+        return Packing("words", n, None, None, scales.shape[1], per_row)
+
+    def _words(self, packed: TensorInfo, scales: TensorInfo) -> Packing | None:
+        """GPTQ and AWQ: codes in 32-bit words along the inputs or along the outputs."""
+        if len(scales.shape) != 2 or 0 in scales.shape:
+            return None
+        groups, n = scales.shape
+        zeros, index = self.parts.get("qzeros"), self.parts.get("g_idx")
+        rows, columns = packed.shape
+        if columns == n:
+            k = index.shape[0] if index is not None and len(index.shape) == 1 else None
+            bits = None
+            if zeros is not None and len(zeros.shape) == 2:
+                bits = zeros.shape[1] * 32 // n
+            elif k:
+                bits = rows * 32 // k
+            return Packing("gptq", n, k or (rows * 32 // bits if bits else None), bits, groups, rows)
+        bits = columns * 32 // n
+        return Packing("awq", n, rows, bits, groups)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sizes of a quantized weight: ``n`` outputs, ``k`` inputs, ``groups`` of scales per output.
+
+    ``words``: 32-bit words along the inputs, from which ``bits`` gives ``k`` where the shapes alone do not.
+    """
+
+    layout: str
+    n: int
+    k: int | None
+    bits: int | None
+    groups: int
+    words: int | None = None
+
+    def inputs(self, bits: int | None) -> int | None:
+        """``k``, if need be for a width of codes that the configuration gives."""
+        bits = self.bits or bits
+        return self.k if self.k is not None else self.words * 32 // bits if self.words and bits else None
+
+
+def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
+    """All modules, by name, in the order of the checkpoint's tensors.
+
+    A tensor without a known ending is a module of its own, with the part ``""``.
+    """
+    grouped: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in checkpoint.tensors.items():
+        module, part = _split(name)
+        grouped.setdefault(module, {})[part] = info
+    return {name: Module(name, parts, kind_of(name)) for name, parts in grouped.items()}
+
+
+_FUSED = re.compile(r"(?P<module>.*\.experts\.\w+)_(?P<part>blocks|scales|bias)$")  # GPT-OSS
+
+
+def _split(name: str) -> tuple[str, str]:
+    module, _, part = name.rpartition(".")
+    if module and part in _PARTS:
+        return module, part
+    fused = _FUSED.match(name)
+    return (fused["module"], fused["part"]) if fused else (name, "")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a configuration says of the quantization.
+
+    Attributes:
+        method: a value of :data:`METHODS`; ``None``: nothing is said to be quantized.
+        bits, group: where it gives one number for all modules; a group of ``None`` covers a whole row.
+        symmetric: without zero points.
+        ignored: patterns of modules that are not quantized, see :meth:`ignores`.
+        ignored_by: the key that lists them.
+        targets: patterns of those that are, where it lists them; else all linear layers are.
+        layout: a key of :data:`fidelab.checkpoints.layouts.LAYOUTS`, where modules are in one of them.
+        kv_cache: whether scales of the KV cache are announced.
+    """
+
+    method: str | None = None
+    bits: int | None = None
+    group: int | None = None
+    symmetric: bool | None = None
+    ignored: tuple[str, ...] = ()
+    ignored_by: str = "ignore"
+    targets: tuple[str, ...] = ()
+    layout: str | None = None
+    kv_cache: bool = False
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    def ignores(self, module: str) -> bool:
+        """Whether the configuration says that this module keeps its 16 bits."""
+        return any(_matches(pattern, module, self.method) for pattern in self.ignored)
+
+    def targets_linear(self, module: str) -> bool:
+        """Whether an engine would build this linear layer quantized."""
+        if self.ignores(module):
+            return False
+        return not self.targets or any(
+            target == "Linear" or _matches(target, module, self.method) for target in self.targets
+        )
+
+
+def _matches(pattern: str, module: str, method: str | None) -> bool:
+    """Whether a pattern of a configuration names a module, by the rules of the library that wrote it."""
+    if pattern.startswith("re:"):
+        return _search(pattern[3:], module, at_start=True)
+    if method == "gptq":  # GPTQModel's dynamic: regular expressions
+        return _search(pattern, module, at_start=True)
+    if method == "modelopt":
+        return fnmatch.fnmatchcase(module, pattern)
+    if method in ("awq", "fp8", "auto-round", "mxfp4"):  # a part of the name between its dots
+        return re.search(rf"(^|\.){re.escape(pattern.strip('.'))}(\.|$)", module) is not None or (
+            method == "awq" and pattern in module
+        )
+    return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
+
+
+def _search(pattern: str, text: str, *, at_start: bool) -> bool:
+    """A regular expression from a file, bounded: one that is broken, or so long or nested that it may not end, matches
+    nothing."""
+    if len(pattern) > 1000 or len(text) > 500 or re.search(r"\)[*+{]", pattern):
+        return False
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return (compiled.match(text) if at_start else compiled.search(text)) is not None
+
+
+def scheme_of(checkpoint: Checkpoint) -> Scheme:
+    """What the checkpoint's configuration says, in one form for all methods.
+
+    Raises:
+        InputError: it names a method, or a variant of one, that is not known.
+    """
+    raw = checkpoint.quantization
+    if raw is None:
+        return Scheme()
+    named = raw.get("quant_method")
+    method = METHODS.get(named) if isinstance(named, str) else None
+    if method is None:
+        raise InputError(
+            f"{checkpoint.name} says that it is quantized by the method {str(named)[:60]!r}, which is not known; "
+            f"known are {', '.join(dict.fromkeys(METHODS.values()))}, GGUF and unquantized weights"
+        )
+    if method == "compressed-tensors":
+        return _compressed(raw)
+    ignored_by, ignored = _listed(raw, *IGNORING[method])
+    dynamic = raw.get("dynamic")
+    if method == "gptq" and isinstance(dynamic, dict):
+        ignored_by, ignored = "dynamic", (*ignored, *(str(key)[2:] for key in dynamic if str(key).startswith("-:")))
+    extra = raw.get("extra_config")
+    if method == "auto-round" and isinstance(extra, dict):
+        kept = (
+            name
+            for name, settings in extra.items()
+            if isinstance(settings, dict) and settings.get("bits", 0) in (16, 32)
+        )
+        ignored_by, ignored = "extra_config", (*ignored, *map(str, kept))
+    group = _number(raw, "group_size", "q_group_size")
+    block = raw.get("weight_block_size")
+    if method == "fp8" and isinstance(block, list) and len(block) == 2 and type(block[1]) is int:
+        group = block[1]
+    uniform = not isinstance(dynamic, dict) and not extra
+    if method == "awq":
+        zero_point = raw.get("zero_point")
+        symmetric = not zero_point if isinstance(zero_point, bool) else None
+    else:
+        symmetric = raw.get("sym") if isinstance(raw.get("sym"), bool) else None
+    return Scheme(
+        method=method,
+        bits=_number(raw, "bits", "w_bit") if uniform else None,
+        group=group if uniform and group is not None and group > 0 else None,
+        symmetric=symmetric,
+        ignored=ignored,
+        ignored_by=ignored_by,
+        targets=_strings(raw.get("modules_in_block_to_quantize")),
+        layout=None if method in ("modelopt", "mxfp4") else method_of({**raw, "quant_method": method}),
+        raw=raw,
+    )
+
+
+def _compressed(raw: Mapping[str, Any]) -> Scheme:
+    groups = raw.get("config_groups")
+    weights = [
+        (group.get("targets"), group["weights"])
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+    ]
+    one = weights[0][1] if len(weights) == 1 else {}
+    size = _number(one, "group_size")
+    return Scheme(
+        method="compressed-tensors",
+        bits=_number(one, "num_bits"),
+        group=size if size is not None and size > 0 else None,
+        symmetric=one.get("symmetric") if isinstance(one.get("symmetric"), bool) else None,
+        ignored=_strings(raw.get("ignore")),
+        targets=tuple(target for targets, _ in weights for target in _strings(targets)),
+        layout="compressed-tensors",
+        kv_cache=isinstance(raw.get("kv_cache_scheme"), dict),
+        raw=raw,
+    )
+
+
+def _listed(raw: Mapping[str, Any], *keys: str) -> tuple[str, tuple[str, ...]]:
+    """The first of these keys that lists something, and what."""
+    found = ((key, _strings(raw.get(key))) for key in keys)
+    return next(((key, names) for key, names in found if names), (keys[0], ()))
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    """All texts of a list, or of a list of lists."""
+    if isinstance(value, str):
+        return (value,)
+    items: Iterable[Any] = value if isinstance(value, list) else ()
+    return tuple(
+        text
+        for item in items
+        for text in (_strings(item) if isinstance(item, list) else (item,))
+        if isinstance(text, str)
+    )
+
+
+def _number(raw: Mapping[str, Any], *keys: str) -> int | None:
+    return next((raw[key] for key in keys if type(raw.get(key)) is int), None)

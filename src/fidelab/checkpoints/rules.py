@@ -1,0 +1,120 @@
+"""The table of what can be wrong with a checkpoint: each rule with its symptom, cause, check and remedy.
+
+The audit runs every rule, and the failure catalogue in docs/ is made from this table, so that neither can have what the
+other lacks.  A rule is a function over a :class:`Subject` that yields what it found:
+
+    @rule("scale-zero", title=…, severity="broken", symptom=…, cause=…, check=…, command=…)
+    def _zero_scales(subject: Subject) -> Iterator[Finding]:
+        yield Finding("the scales of 3 modules are all zero", tensors)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from fidelab.checkpoints.files import Checkpoint
+from fidelab.checkpoints.modules import Module, Scheme
+from fidelab.checkpoints.scan import Statistics
+
+__all__ = ["RULES", "Finding", "Rule", "Severity", "Subject", "rule"]
+
+Severity = Literal["broken", "suspicious", "information"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found.
+
+    Attributes:
+        text: a sentence without its full stop, with numbers and places.
+        tensors: names of all tensors (or modules) that it is about.
+        severity: where it differs from the rule's.
+        rule: filled in by the audit.
+    """
+
+    text: str
+    tensors: Sequence[str] = ()
+    severity: Severity | None = None
+    rule: str = ""
+
+    def as_json(self, most: int = 20) -> dict[str, Any]:
+        """Plain data, with the first ``most`` names of tensors and the count of all."""
+        return {
+            "rule": self.rule,
+            "severity": self.severity,
+            "text": self.text,
+            "at_run_time": RULES[self.rule].symptom,
+            "count": len(self.tensors),
+            "tensors": list(self.tensors[:most]),
+        }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What rules look at.
+
+    Attributes:
+        checkpoint: the one that is audited.
+        base: the original that it was made from, if the user names it.
+        tp: number of devices that tensor parallelism would split it over.
+        scheme: what its configuration says of its quantization.
+        modules: name → the tensors that make up one linear layer (or any other layer with a weight).
+        statistics: tensor name → what the pass over its values found; empty where values were not read.
+    """
+
+    checkpoint: Checkpoint
+    base: Checkpoint | None = None
+    tp: int = 1
+    scheme: Scheme = field(default_factory=Scheme)
+    modules: Mapping[str, Module] = field(default_factory=dict)
+    statistics: Mapping[str, Statistics] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of fault.
+
+    Attributes:
+        id: its name in reports and documents, as ``scale-zero``.
+        title: a heading.
+        severity: what its findings make of the verdict, where a finding itself does not say.
+        symptom: what it looks like at run time; a sentence without its full stop.
+        cause: how checkpoints come to have it.
+        check: what is looked at.
+        command: what to run, or to do about it.
+        find: the check itself.
+    """
+
+    id: str
+    title: str
+    severity: Severity
+    symptom: str
+    cause: str
+    check: str
+    command: str
+    find: Callable[[Subject], Iterable[Finding]]
+
+    def findings(self, subject: Subject) -> list[Finding]:
+        """What the check finds, with the rule's name and severity."""
+        return [replace(found, rule=self.id, severity=found.severity or self.severity) for found in self.find(subject)]
+
+
+RULES: dict[str, Rule] = {}
+"""All rules, in the order in which their modules were imported (:mod:`fidelab.checkpoints.audit` imports them)."""
+
+_Check = Callable[[Subject], Iterable[Finding]]
+
+
+def rule(
+    id: str, *, title: str, severity: Severity, symptom: str, cause: str, check: str, command: str
+) -> Callable[[_Check], _Check]:
+    """Enter a function into :data:`RULES`; the arguments are those of :class:`Rule`."""
+
+    def enter(find: _Check) -> _Check:
+        assert id not in RULES, f"two rules are called {id}"
+        RULES[id] = Rule(id, title, severity, symptom, cause, check, command, find)
+        return find
+
+    return enter

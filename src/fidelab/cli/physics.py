@@ -1,0 +1,402 @@
+"""``fidelab physics``: what a format can gain, from a model's shape and a device's rates."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from operator import getitem
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fidelab.cli import options
+from fidelab.cli.commands import Commands, Group
+from fidelab.cli.output import note, open_console
+from fidelab.errors import UsageError
+
+if TYPE_CHECKING:
+    from fidelab.physics.geometry import Geometry
+
+__all__ = ["app"]
+
+_NUMBER = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_KV = ("bf16", "k16v8", "fp8_e4m3", "q8_0", "int4")
+
+
+class _Physics(Group):
+    """A model's name stands where a command's would: ``fidelab physics MODEL`` is ``fidelab physics model MODEL``."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["model", *args])
+
+
+app = Commands(
+    name="physics",
+    cls=_Physics,
+    help="What a KV format can gain: bytes, ceilings and bounds of a model; fits of measured figures. "
+    "fidelab physics MODEL is short for fidelab physics model MODEL.",
+    context_settings={"ignore_unknown_options": True},
+)
+
+
+def _bytes(text: str, base: int = 1000) -> float:
+    """``80G``, ``1.5GiB``, ``24e9`` → bytes.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or float(match["number"]) <= 0:
+        raise UsageError(f"{text!r} is no size; write 80G (10^9), 80GiB (2^30) or a number of bytes")
+    return float(float(match["number"]) * (1024 if match["binary"] else base) ** _POWERS[match["unit"].lower()])
+
+
+def _counts(text: str, what: str) -> list[int]:
+    """``2k,8k,32768`` → numbers, where k is 1,024.
+
+    Raises:
+        UsageError: one of them is no whole number above 0.
+    """
+    counts = []
+    for item in text.split(","):
+        match = _NUMBER.fullmatch(item.strip())
+        value = float(match["number"]) * 1024 ** _POWERS[match["unit"].lower()] if match else 0
+        if value < 1 or value % 1:
+            raise UsageError(f"--{what} {item.strip()!r}: write whole numbers above 0, such as 2k,8k,32k")
+        counts.append(int(value))
+    return sorted(dict.fromkeys(counts))
+
+
+@app.command()
+def model(
+    name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A model's folder, config.json, GGUF file, hub id or name.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Instead of MODEL: layers, all alike.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads of each layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Elements of a head.")] = None,
+    params: Annotated[float | None, typer.Option(help="Parameters, such as 7.6e9.")] = None,
+    kv: Annotated[list[str] | None, typer.Option(help=f"KV formats [default: {', '.join(_KV[1:])}].")] = None,
+    reference: Annotated[str, typer.Option(help="The format that ceilings are against.")] = _KV[0],
+    device: Annotated[list[str] | None, typer.Option(help="Devices of the table, such as H100.")] = None,
+    context: Annotated[str, typer.Option(help="Tokens per sequence; k is 1,024.")] = "2k,8k,32k",
+    batch: Annotated[str, typer.Option(help="Sequences.")] = "1,8,32",
+    weight_bits: Annotated[float, typer.Option(help="Bits per weight, scales included.")] = 16.0,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (tensor parallel).")] = 1,
+    memory: Annotated[str | None, typer.Option(help="Memory of each device, such as 80G.")] = None,
+    overhead: Annotated[str | None, typer.Option(help="What the engine takes besides, measured, such as 2GiB.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="A measured speed-up, to be held against ceilings.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Measured tokens/s, to be held against bounds.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say what a model's KV cache weighs in each format, and what reading fewer bytes can gain at most.
+
+    Needs the configuration alone, no weights. All rates are bounds that no program can beat.
+
+    [bold]Examples[/bold]
+
+      fidelab physics smollm2-135m --device H100
+
+      fidelab physics ./Qwen3-8B --device H200 --context 8k,32k --batch 1,32 --kv k16v8
+
+      fidelab physics --layers 28 --kv-heads 4 --head-dim 128 --params 7.6e9 --speedup 1.38 --kv k16v8
+    """
+    from fidelab.core import KVSpec
+    from fidelab.physics.devices import find_device
+    from fidelab.physics.overview import overview
+    from fidelab.physics.traffic import Model
+
+    sizes = {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "params": params}
+    geometry, native = _geometry(name, sizes)
+    devices = [find_device(one) for one in device or ()]
+    for what, value in (("speedup", speedup), ("rate", rate)):
+        if value is not None and not value > 0:
+            raise UsageError(f"--{what} must be above 0, not {value:g}")
+    if rate is not None and not devices:
+        raise UsageError("--rate is held against what a device allows: name it with --device")
+    found = overview(
+        Model(geometry, weight_bits, tp, native, _bytes(overhead) if overhead else 0.0),
+        KVSpec.parse(reference),
+        [KVSpec.parse(one) for one in kv or _offered(geometry)],
+        _counts(context, "context"),
+        _counts(batch, "batch"),
+        devices,
+        None if memory is None else _bytes(memory),
+        {key: value for key, value in (("speedup", speedup), ("rate", rate)) if value is not None},
+    )
+    if as_json:
+        from fidelab.core import finite
+
+        print(json.dumps(finite(found), indent=2, ensure_ascii=False))
+    else:
+        _show(found)
+
+
+def _offered(geometry: Geometry) -> Sequence[str]:
+    """Formats that are shown unasked: those that this model's caches can have."""
+    return [name for name in _KV[1:] if not (name == "k16v8" and any(layer.latent for layer in geometry.kv))]
+
+
+def _geometry(name: str | None, sizes: Mapping[str, float | None]) -> tuple[Geometry, str]:
+    """The shape and the model's own 16-bit type."""
+    from fidelab.physics.geometry import Geometry
+
+    given = {key: value for key, value in sizes.items() if value is not None}
+    if name is None:
+        if missing := [f"--{key}" for key in sizes if key not in given]:
+            raise UsageError(f"name a model, or give its sizes; missing: {', '.join(missing)}")
+        n, heads, dim = (int(given[key]) for key in ("layers", "kv-heads", "head-dim"))
+        return Geometry.of_sizes(n, heads, dim, given["params"]), "bf16"
+    if given:
+        raise UsageError(f"{name} has sizes of its own: leave out --{next(iter(given))}")
+    from fidelab.physics.geometry import named_geometry
+
+    return named_geometry(name)
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    from fidelab.report.text import literal, print_line, simple_table
+    from fidelab.results.numbers import format_amount, format_count, format_ratio, format_share, format_tokens, one_line
+
+    console = open_console()
+    line = partial(print_line, console)
+    shape, cells = found["model"], found["cells"]
+
+    def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        line("")
+        line(title)
+        grid = simple_table()
+        for n, heading in enumerate(headings):
+            grid.add_column(literal(heading, console), justify="right" if n else "left", no_wrap=n > 0)
+        for row in rows:
+            grid.add_row(*(literal(cell, console) for cell in row))
+        console.print(grid)
+
+    kept = "; ".join(
+        f"{kind['layers']} × {kind['heads']} KV heads of "
+        + (f"{kind['k_dim']}" if kind["k_dim"] == kind["v_dim"] else f"{kind['k_dim']} and {kind['v_dim']}")
+        + (" (latents)" if kind.get("latent") else "")
+        + (f", window {kind['window']:,}" if kind["window"] else "")
+        for kind in shape["kv_layers"]
+    )
+    line(f"{one_line(shape['name'])}: {shape['layers']} layers, cache: {kept or 'none'}")
+    gigabytes = shape["weight_bytes"] / 1e9
+    over = f", over {shape['tp']} devices" if shape["tp"] > 1 else ""
+    line(
+        f"{shape['parameters'] / 1e9:.3f} G parameters, {gigabytes:.2f} GB at {shape['weight_bits']:g} bits{over}; "
+        f"one token's step reads {shape['read_parameters'] / 1e9:.3f} G of them"
+    )
+    if shape["experts"]:
+        experts = {cell["batch"]: cell["touched_experts"] for cell in cells}
+        said = ", ".join(f"{n:.1f} at B = {batch}" for batch, n in experts.items())
+        line(f"experts read per layer, of {shape['experts']}, if tokens choose evenly: {said}")
+    if shape["state_bytes_per_sequence"]:
+        line(f"recurrent state: {shape['state_bytes_per_sequence'] / 2**20:.2f} MiB per sequence, whatever its length")
+    per = " per device" if shape["tp"] > 1 else ""
+    first = found["formats"][0]["bytes"]
+    at = f"{format_tokens(first['tokens'])} × {first['batch']}"
+    windowed = any(entry["bytes"]["capped"] != entry["bytes"]["reserved"] for entry in found["formats"])
+    table(
+        f"KV cache{per}" + (" (window-capped; in brackets as reserved for all tokens)" if windowed else ""),
+        ["format", "bytes/token", f"GiB at {at}", "speed-up at most"],
+        [
+            [
+                entry["kv"],
+                format_count(entry["bytes_per_token"]),
+                f"{entry['bytes']['capped'] / 2**30:.2f}"
+                + (f" ({entry['bytes']['reserved'] / 2**30:.2f})" if windowed else ""),
+                format_ratio(entry["limit"]),
+            ]
+            for entry in found["formats"]
+        ],
+    )
+    reference = found["formats"][0]["kv"]
+    batches = list(dict.fromkeys(cell["batch"] for cell in cells))
+
+    def grid(title: str, write: Callable[[Any], str], *keys: str) -> None:
+        """A table of tokens × batch of what lies below ``keys`` in each cell."""
+        rows: dict[int, list[str]] = {}
+        for cell in cells:
+            rows.setdefault(cell["tokens"], []).append(write(reduce(getitem, keys, cell)))
+        headings = ["tokens", *(f"B = {batch}" for batch in batches)]
+        table(title, headings, [[format_tokens(tokens), *row] for tokens, row in rows.items()])
+
+    grid(f"share of the cache in the bytes of a decode step, {reference}", format_share, "kv_share", reference)
+    for entry in found["formats"][1:]:
+        grid(f"decode ceiling of {entry['kv']} over {reference}", format_ratio, "ceiling", entry["kv"])
+    for entry in found["devices"]:
+        name = entry["device"]
+        unchecked = "" if entry["verified"] else "; published figures, unverified"
+        line("")
+        line(
+            f"{name}: {entry['memory_bytes'] / 1e9:.0f} GB, {entry['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s{unchecked}"
+            + ("" if entry["weights_fit"] else "; the weights alone do not fit")
+        )
+        contexts = list(entry["formats"][0]["largest_batch"])
+        table(
+            f"what fits on {name}",
+            ["format", *(f"tokens at B = {b}" for b in batches), *(f"B at {format_tokens(int(t))}" for t in contexts)],
+            [
+                [
+                    row["kv"],
+                    *("no limit" if n is None else f"{n:,}" for n in row["longest_context"].values()),
+                    *("no limit" if n is None else f"{n:,}" for n in row["largest_batch"].values()),
+                ]
+                for row in entry["formats"]
+            ],
+        )
+        title = f"tokens/s of all sequences at most on {name}, {reference} (c: bound by compute)"
+        grid(title, _rate, "decode", name, reference)
+        prefill = {cell["tokens"]: cell["prefill"][name]["tokens_per_s"] for cell in cells}
+        line(
+            "prompt tokens/s at most: "
+            + ", ".join(f"{format_amount(rate)} at {format_tokens(tokens)}" for tokens, rate in prefill.items())
+        )
+        for row in entry["formats"]:
+            if row["overflow_bytes"] and row["link_shortfall"]:
+                said = ", ".join(f"{link} {format_ratio(times)}" for link, times in row["link_shortfall"].items())
+                line(
+                    f"{row['kv']} at {at}: {row['overflow_bytes'] / 2**30:.1f} GiB do not fit; to be read in every "
+                    f"step, a link would have to be faster by: {said}"
+                )
+    bounds: dict[str, list[str]] = {}
+    for cell in cells:
+        for flag in cell.get("cannot_be_right", ()):
+            if "kv" in flag:
+                why = f"{flag['kv']}: {format_ratio(flag['speedup'])} is not from reading fewer bytes, which"
+                most = format_ratio(flag["at_most"])
+            else:
+                rate = format_count(flag["tokens_per_s"])
+                why = f"{flag['device']}: {rate} tokens/s cannot be right; reading weights and caches"
+                most = format_amount(flag["at_most"])
+            here = f"{format_tokens(cell['tokens'])} × {cell['batch']}"
+            bounds.setdefault(why, []).append(f"{most} at {here}")
+    for why, places in bounds.items():
+        line("")
+        line(f"{why} allows {', '.join(places)}")
+
+
+def _rate(entry: Mapping[str, Any]) -> str:
+    from fidelab.results.numbers import format_amount
+
+    return format_amount(entry["tokens_per_s"]) + (" c" if entry["bound"] == "compute" else "")
+
+
+@app.command()
+def fit(
+    file: Annotated[Path, typer.Argument(help="CSV, or JSON with a list of objects.")],
+    y: Annotated[str, typer.Option("--y", help="Column that is fitted: a speed-up, tokens/s, or with --time a time.")],
+    x: Annotated[str, typer.Option("--x", help="Column of batches; A*B multiplies two columns.")] = "batch",
+    length: Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")] = None,
+    time: Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")] = False,
+    by: Annotated[str | None, typer.Option(help="Column of models or machines; intervals resample these.")] = None,
+    part: Annotated[str | None, typer.Option(help="Which list of a JSON object.")] = None,
+    min_x: Annotated[float | None, typer.Option(help="Leave out points below this x.")] = None,
+    kv_bytes: Annotated[float | None, typer.Option(help="KV bytes per token, for the bandwidth of c.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device of the table that the points were measured on.")] = None,
+    ceiling: Annotated[float | None, typer.Option(help="Largest speed-up that fewer bytes allow.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Fit a Hill curve over the batch and an affine time of a step to measured figures, and say which explains more.
+
+    [bold]Examples[/bold]
+
+      fidelab physics fit ablation.csv --y speedup_vs_p0 --by model
+
+      fidelab physics fit steps.json --part context_scaling --y latency_ms --time --length context --kv-bytes 57344
+    """
+    from fidelab.physics.devices import find_device
+    from fidelab.physics.fits import compare_fits, read_points
+
+    for what, value in (("kv-bytes", kv_bytes), ("ceiling", ceiling)):
+        if value is not None and not value > 0:
+            raise UsageError(f"--{what} must be above 0, not {value:g}")
+    found = compare_fits(
+        read_points(file, part),
+        y=y,
+        x=x,
+        context=length,
+        is_time=time,
+        by=by,
+        min_x=min_x,
+        kv_bytes=kv_bytes,
+        device=find_device(device) if device else None,
+        ceiling=ceiling,
+    )
+    if as_json:
+        from fidelab.core import finite
+
+        print(json.dumps(finite(found), indent=2, ensure_ascii=False))
+    else:
+        _show_fit(found)
+
+
+def _show_fit(found: Mapping[str, Any]) -> None:
+    from fidelab.report.text import literal, print_line, simple_table
+
+    console = open_console()
+    line = partial(print_line, console)
+    for name, entry in found["fits"].items():
+        if "why_not" in entry:
+            line(f"{name}: {entry['why_not']}")
+            continue
+        how = f"{entry['clusters']} clusters resampled" if entry["clusters"] else "linearised"
+        line(f"{name}: {entry['formula']}, {entry['n']} points, R² {entry['r2']:.4f}; 95% intervals ({how})")
+        table = simple_table()
+        for heading in ("", "estimate", "from", "to"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for key, values in entry["parameters"].items():
+            table.add_row(key, *(literal(f"{value:.5g}", console) for value in values))
+        console.print(table)
+    for text in found["sentences"]:
+        line(text)
+    if residuals := found["residuals"]:
+        line("")
+        line(f"residuals by {found['x']}: median, and from the smallest to the largest")
+        table = simple_table()
+        table.add_column(literal(found["x"], console), justify="right")
+        for name in residuals[0]["by_fit"]:
+            table.add_column(name, justify="right")
+            table.add_column("", justify="left")
+        for row in residuals:
+            cells = []
+            for entry in row["by_fit"].values():
+                cells += [f"{entry['median']:+.3g} ({entry['from']:+.3g} to {entry['to']:+.3g})", entry["bar"]]
+            table.add_row(f"{row['x']:g}", *(literal(cell, console) for cell in cells))
+        console.print(table)
+
+
+@app.command()
+def probe(
+    name: Annotated[str | None, typer.Option("--as", help="Name of the row; by default the device's own.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or a CUDA device such as cuda:0.")] = "cpu",
+    seconds: Annotated[float, typer.Option(help="For each rate.")] = 2.0,
+    as_json: options.Json = False,
+) -> None:
+    """Measure this device: copying, reading, and multiplying matrices; keep the row in the device table.
+
+    [bold]Examples[/bold]
+
+      fidelab physics probe
+
+      fidelab physics probe --device cuda:0 --as H100-here
+    """
+    from fidelab.doctor.machine import cpu_name
+    from fidelab.physics.devices import remember_device
+    from fidelab.physics.probe import probe_device
+
+    if not 0 < seconds <= 600:
+        raise UsageError(f"--seconds {seconds:g}: write a number above 0 and at most 600")
+    found = probe_device(device, seconds)
+    label = name or found.name or cpu_name()
+    path = remember_device(label, found.row)
+    if as_json:
+        print(json.dumps({"name": label, **found.row}, indent=2))
+        return
+    rates = ", ".join(f"{kind} {rate:.2f} TFLOP/s" for kind, rate in found.row["compute"].items())
+    print(f"{label}: copy {found.row['sustained']:.1f} GB/s, read {found.row['read']:.1f} GB/s, {rates}")
+    note(f"kept in {path}; fidelab physics MODEL --device {label!r} uses it")

@@ -1,0 +1,144 @@
+"""The device table: memory, bandwidth, compute and links, as published and, where somebody did, as measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fidelab.core import read_file, state_dir
+from fidelab.errors import InputError, UsageError, nearest_first
+
+__all__ = ["Device", "devices", "find_device", "own_table", "remember_device"]
+
+_MOST_BYTES = 2**20
+_FIELDS = {"memory", "bandwidth", "sustained", "read", "compute", "links", "verified", "source"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    Attributes:
+        memory: bytes.
+        peak_bandwidth: bytes per second between memory and processor, as published.
+        sustained: what a copy reaches, measured; ``None``: not measured.
+        compute: operations per second by type, dense.
+        links: bytes per second to other devices and to the host, by name.
+        verified: how it was measured; empty for a row that nobody checked against a device.
+    """
+
+    name: str
+    memory: float
+    peak_bandwidth: float
+    sustained: float | None = None
+    compute: Mapping[str, float] = field(default_factory=dict)
+    links: Mapping[str, float] = field(default_factory=dict)
+    verified: str = ""
+
+    @property
+    def bandwidth(self) -> float:
+        """The bandwidth of bounds: as published, which no program exceeds, or the measured one where it is higher."""
+        return max(self.peak_bandwidth, self.sustained or 0.0)
+
+    def flops(self, dtype: str) -> float:
+        """Operations per second with this type; without a bound where the table has no figure."""
+        return self.compute.get(dtype, math.inf)
+
+
+def own_table() -> Path:
+    """The user's rows, which go before those of the package."""
+    return state_dir() / "devices.yaml"
+
+
+def devices() -> dict[str, Device]:
+    """All rows by name.
+
+    Raises:
+        InputError: the user's table cannot be read, or a row of it is wrong.
+    """
+    shipped = yaml.safe_load(files("fidelab.physics").joinpath("devices.yaml").read_text("utf-8"))
+    rows = {name: _device(name, row, "devices.yaml") for name, row in shipped.items()}
+    own = own_table()
+    return rows | {name: _device(name, row, str(own)) for name, row in _read(own).items()}
+
+
+def find_device(name: str) -> Device:
+    """A row by its name, in any case.
+
+    Raises:
+        UsageError: there is none; lists those that there are.
+    """
+    table = devices()
+    found = next((device for key, device in table.items() if key.lower() == name.strip().lower()), None)
+    if found is None:
+        known = ", ".join(nearest_first(name, table))
+        raise UsageError(f"unknown device {name!r}; known: {known}; fidelab physics probe adds this machine's")
+    return found
+
+
+def remember_device(name: str, row: Mapping[str, Any]) -> Path:
+    """Put a row into the user's table, in the units of the file; returns the file.
+
+    Raises:
+        InputError: the table that is there cannot be read.  UsageError: the row is wrong.
+    """
+    path = own_table()
+    table = _read(path)
+    table[name] = dict(row)
+    _device(name, row, str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(yaml.safe_dump(table, sort_keys=False), "utf-8")
+    part.replace(path)
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        table = yaml.safe_load(read_file(path, _MOST_BYTES)) or {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: {str(error).splitlines()[0]}; correct it or remove it") from None
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: a table of devices maps names to rows; correct it or remove it")
+    return table
+
+
+def _device(name: str, row: Any, where: str) -> Device:
+    """A row in the units of Python: bytes, bytes per second, operations per second.
+
+    Raises:
+        InputError: a field is unknown, missing, or not above 0.
+    """
+    if not isinstance(row, Mapping) or (unknown := set(row) - _FIELDS):
+        wrong = f"unknown field {sorted(unknown)[0]!r}" if isinstance(row, Mapping) else "not a row of fields"
+        raise InputError(f"{where}: device {name}: {wrong}; known: {', '.join(sorted(_FIELDS))}")
+
+    def number(value: Any, what: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
+            raise InputError(f"{where}: device {name}: {what} must be a number above 0, not {value!r}")
+        return float(value)
+
+    def rates(what: str, scale: float) -> dict[str, float]:
+        held = row.get(what) or {}
+        if not isinstance(held, Mapping):
+            raise InputError(f"{where}: device {name}: {what} maps names to numbers")
+        return {str(key): scale * number(value, f"{what} of {key}") for key, value in held.items()}
+
+    sustained = row.get("sustained")
+    return Device(
+        name=name,
+        memory=1e9 * number(row.get("memory"), "memory"),
+        peak_bandwidth=1e9 * number(row.get("bandwidth"), "bandwidth"),
+        sustained=None if sustained is None else 1e9 * number(sustained, "sustained"),
+        compute=rates("compute", 1e12),
+        links=rates("links", 1e9),
+        verified=str(row.get("verified") or ""),
+    )

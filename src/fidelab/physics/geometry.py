@@ -1,0 +1,259 @@
+"""A model's shape, as far as memory traffic depends on it: what each layer caches, which weights a step reads.
+
+Nothing is derived from the names of configuration fields: Transformers builds the model on the ``meta`` device, where
+tensors have shapes and no content, and one token is passed through it.  What its cache holds afterwards is what the
+architecture caches, also for shared layers, latents, sliding windows and recurrent states.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fidelab.errors import InputError, UsageError
+from fidelab.models import embedded, hub
+from fidelab.models.gguf import hf_config
+from fidelab.models.resolve import HUB_ID
+from fidelab.models.weights import read_json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["Geometry", "KVLayer", "model_geometry", "named_geometry"]
+
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "num_selected_experts")
+_CHUNK = 2**16  # an expert count beyond this is no expert count
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """What one layer caches per token: ``heads`` keys of ``k_dim`` and values of ``v_dim`` elements.
+
+    ``window``: how many tokens at most; ``None``: all of them.  ``latent``: one compressed vector stands for keys and
+    values of all heads (multi-head latent attention), and both parts are stored in one format.
+    """
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None = None
+    latent: bool = False
+
+    def shard(self, tp: int) -> KVLayer:
+        """What each of ``tp`` devices holds; heads that are fewer than devices, and latents, are held several times."""
+        return self if self.latent else replace(self, heads=math.ceil(self.heads / tp))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A model's shape.
+
+    Attributes:
+        name: for messages.
+        layers: decoder layers, with and without a cache of their own.
+        kv: the layers that cache keys and values; layers that use another's are not among them.
+        state_bytes: recurrent state of one sequence, in 16-bit models as Transformers keeps it.
+        parameters: all, vision towers included.
+        idle_parameters: of these the embedding tables that are not also the LM head, which are looked up by row, and
+            parts that are not the language model: a decode step does not read them.
+        expert_parameters: of all routed experts together.
+        experts, active_experts: routed experts per layer, and how many of them a token takes.
+        query_heads: heads of the queries, for the arithmetic of attention.
+        max_positions: what the configuration allows.
+    """
+
+    name: str
+    layers: int
+    kv: tuple[KVLayer, ...]
+    parameters: int
+    state_bytes: int = 0
+    idle_parameters: int = 0
+    expert_parameters: int = 0
+    experts: int = 0
+    active_experts: int = 0
+    query_heads: int = 0
+    max_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, value in (("layers", self.layers), ("parameters", self.parameters)):
+            if value <= 0:
+                raise UsageError(f"{what} must be above 0, not {value:,}")
+        for layer in self.kv:
+            if min(layer.heads, layer.k_dim) <= 0 or layer.v_dim < 0:
+                raise UsageError(f"{layer.heads} heads of {layer.k_dim} and {layer.v_dim} elements are no cache")
+
+    @classmethod
+    def of_sizes(cls, layers: int, kv_heads: int, head_dim: int, parameters: float) -> Geometry:
+        """A dense model whose layers are alike, from four numbers.
+
+        Raises:
+            UsageError: one of them is not above 0.
+        """
+        for what, value in (("kv-heads", kv_heads), ("head-dim", head_dim), ("layers", layers)):
+            if value <= 0:
+                raise UsageError(f"{what} must be above 0, not {value:,}")
+        if not (math.isfinite(parameters) and parameters >= 1):
+            raise UsageError(f"params must be a number of parameters such as 7.6e9, not {parameters:g}")
+        name = f"{layers} layers, {kv_heads} KV heads of {head_dim}, {parameters:.4g} parameters"
+        return cls(name, layers, (KVLayer(kv_heads, head_dim, head_dim),) * layers, round(parameters))
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with."""
+        share = self.active_experts / self.experts if self.experts else 0
+        return round(self.parameters - self.idle_parameters - (1 - share) * self.expert_parameters)
+
+    def touched_experts(self, batch: int) -> float:
+        """Expected experts per layer that a step of ``batch`` tokens reads, if tokens choose evenly and independently.
+
+        ``E·(1 - (1 - k/E)^B)``; real routers prefer some experts and read fewer.
+        """
+        return self.experts * (1 - (1 - self.active_experts / self.experts) ** batch) if self.experts else 0.0
+
+    def read_parameters(self, batch: int) -> float:
+        """Expected parameters that one decode step of ``batch`` sequences reads."""
+        dense = self.parameters - self.idle_parameters - self.expert_parameters
+        share = self.touched_experts(batch) / self.experts if self.experts else 0
+        return dense + share * self.expert_parameters
+
+
+def model_geometry(source: Path, name: str = "") -> Geometry:
+    """The shape of a model in a folder with ``config.json``, or of such a file.
+
+    Raises:
+        InputError: there is none, Transformers does not know the architecture, or cannot build it from these fields.
+    """
+    from transformers import AutoConfig
+
+    file = source if source.is_file() else source / "config.json"
+    words = read_json(file)
+    kind = words.get("model_type")
+    if not isinstance(kind, str):
+        raise _cannot(file, "it lacks model_type")
+    try:
+        config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
+        if lacks := _lacks(words, config):
+            raise _cannot(file, f"it lacks {', '.join(lacks)}")
+        return _built(config, name or str(source))
+    except InputError:
+        raise
+    except Exception as error:  # configurations and models fail in as many ways as there are classes
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise _cannot(file, f"Transformers cannot build model_type {kind!r} from it ({first})") from error
+
+
+def named_geometry(name: str) -> tuple[Geometry, str]:
+    """The shape of a model as it is named elsewhere, and its own 16-bit type; no weights are fetched or read.
+
+    ``name``: an embedded name, a folder with ``config.json``, such a file, a ``.gguf`` file, or a hub id.
+
+    Raises:
+        InputError: nothing of that name, or Transformers cannot build its architecture.
+    """
+    here = Path(name).expanduser()
+    if here.suffix == ".gguf" or name in embedded.NAMES:
+        file = here if here.suffix == ".gguf" else embedded.gguf_file()
+        if not file.is_file():
+            raise InputError(f"no file {name}")
+        with tempfile.TemporaryDirectory() as scratch:
+            hf_config(file.resolve(), Path(scratch)).save_pretrained(scratch)
+            return replace(model_geometry(Path(scratch)), name=name), "bf16"
+    if not here.exists():
+        match = HUB_ID.fullmatch(name)
+        if match is None:
+            raise InputError(f"no model {name!r} here: name a folder with config.json, a .gguf file or a hub id")
+        here, _ = hub.snapshot(match["repo"], match["revision"], weights=False)
+    words = read_json(here if here.is_file() else here / "config.json")
+    return model_geometry(here, name), "f16" if "float16" in (words.get("torch_dtype"), words.get("dtype")) else "bf16"
+
+
+def _cannot(file: Path, why: str) -> InputError:
+    return InputError(f"{file}: {why}; or pass --layers, --kv-heads, --head-dim and --params")
+
+
+def _lacks(words: Mapping[str, Any], config: PretrainedConfig) -> list[str]:
+    """Fields that every shape needs and that the file does not have: the class would put in its own."""
+    inner = words.get("text_config")
+    own = {**words, **(inner if isinstance(inner, Mapping) else {})}
+    text = config.get_text_config()
+    return [
+        key for key in ("num_hidden_layers", "hidden_size") if not {key, text.attribute_map.get(key, key)} & own.keys()
+    ]
+
+
+def _built(config: PretrainedConfig, name: str) -> Geometry:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+
+    text = config.get_text_config()
+    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    with torch.device("meta"), torch.no_grad():
+        model = auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        cache = DynamicCache(config=text)
+        takes = inspect.signature(model.forward).parameters
+        held = "past_key_values" if "past_key_values" in takes else "cache_params"  # models without attention
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True, **{held: cache})
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    head = model.get_output_embeddings()
+    named = dict(model.named_parameters())
+    total = sum(p.numel() for p in named.values())
+    language = {id(p): p.numel() for part in (decoder, head) if part is not None for p in part.parameters()}
+    tables = {id(m.weight): m.weight.numel() for m in decoder.modules() if isinstance(m, torch.nn.Embedding)}
+    if head is not None:
+        tables.pop(id(head.weight), None)  # one matrix for both is multiplied with in every step
+    idle = total - sum(language.values()) + sum(tables.values())
+    experts = [p for key, p in named.items() if ".experts." in key and id(p) in language]
+    n_experts, active = _experts(text, bool(experts))
+    latent = getattr(text, "kv_lora_rank", None) is not None
+    layers = cache.layers
+    return Geometry(
+        name=name,
+        layers=int(text.num_hidden_layers),
+        kv=tuple(_kv_layer(layer, latent) for layer in layers if getattr(layer, "keys", None) is not None),
+        parameters=total,
+        state_bytes=sum(state.nbytes for layer in layers for state in _states(layer)),
+        idle_parameters=idle,
+        expert_parameters=sum(p.numel() for p in experts) if n_experts else 0,
+        experts=n_experts,
+        active_experts=active,
+        query_heads=int(getattr(text, "num_attention_heads", 0) or 0),
+        max_positions=getattr(text, "max_position_embeddings", None),
+    )
+
+
+def _kv_layer(layer: Any, latent: bool) -> KVLayer:
+    _, heads, _, k_dim = layer.keys.shape
+    window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+    return KVLayer(heads, k_dim, layer.values.shape[-1], window, latent and heads == 1)
+
+
+def _states(layer: Any) -> Iterator[Any]:
+    """Tensors of a recurrent layer's state."""
+    for name in ("conv_states", "recurrent_states"):
+        held = getattr(layer, name, None)
+        yield from (state for state in (held.values() if isinstance(held, Mapping) else [held]) if state is not None)
+
+
+def _experts(text: PretrainedConfig, has_experts: bool) -> tuple[int, int]:
+    """Routed experts per layer and how many a token takes.
+
+    Raises:
+        InputError: the configuration does not tell.
+    """
+    if not has_experts:
+        return 0, 0
+    counts = [getattr(text, key, None) for key in ("num_local_experts", "n_routed_experts", "num_experts")]
+    n = next((count for count in counts if isinstance(count, int) and 0 < count < _CHUNK), None)
+    active = next((k for k in (getattr(text, key, None) for key in _ACTIVE) if isinstance(k, int) and k > 0), None)
+    if n is None or active is None:
+        raise InputError(
+            f"{text.model_type}: the configuration does not say "
+            f"{'how many experts there are' if n is None else 'how many experts a token takes'} "
+            f"({'num_local_experts' if n is None else _ACTIVE[0]})"
+        )
+    return n, min(active, n)

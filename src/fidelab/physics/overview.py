@@ -1,0 +1,161 @@
+"""Everything that follows from a model's shape, as one record: bytes, shares, ceilings, bounds of rates, what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fidelab.core import KVSpec
+from fidelab.physics.devices import Device
+from fidelab.physics.fits import impossible_rate, impossible_speedup
+from fidelab.physics.traffic import Model, interconnect_shortfall, required_link_bandwidth
+
+__all__ = ["overview"]
+
+
+def overview(
+    model: Model,
+    reference: KVSpec,
+    specs: Sequence[KVSpec],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    devices: Sequence[Device] = (),
+    memory: float | None = None,
+    measured: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The record that ``fidelab physics MODEL --json`` prints; plain data.
+
+    Args:
+        reference: the format that ceilings are against; ``specs``: the others.
+        contexts, batches: tokens per sequence, sequences; every combination is a cell.
+        memory: bytes of each device, instead of the table's.
+        measured: ``speedup`` and ``rate`` (tokens per second of all sequences), which every cell is held against.
+
+    Raises:
+        UsageError: a format is unknown, or this model's cache cannot have it.
+    """
+    geometry, everything = model.geometry, [reference, *(spec for spec in specs if spec != reference)]
+    longest, largest = max(contexts), max(batches)
+    return {
+        "model": {
+            "name": geometry.name,
+            "layers": geometry.layers,
+            "kv_layers": [
+                {"layers": n, "heads": layer.heads, "k_dim": layer.k_dim, "v_dim": layer.v_dim, "window": layer.window}
+                | ({"latent": True} if layer.latent else {})
+                for layer, n in _counted(geometry.kv)
+            ],
+            "parameters": geometry.parameters,
+            "read_parameters": geometry.read_parameters(1),
+            "active_parameters": geometry.active_parameters,
+            "experts": geometry.experts,
+            "active_experts": geometry.active_experts,
+            "state_bytes_per_sequence": geometry.state_bytes,
+            "weight_bytes": model.weight_bytes,
+            "weight_bits": model.weight_bits,
+            "tp": model.tp,
+            "overhead_bytes": model.overhead_bytes,
+        },
+        "formats": [
+            {
+                "kv": spec.label,
+                "bytes_per_token": model.token_bytes(spec),
+                "limit": model.limit(spec, reference),
+                "bytes": {"tokens": longest, "batch": largest, "capped": model.cache_bytes(spec, longest, largest)}
+                | {"reserved": model.cache_bytes(spec, longest, largest, capped=False)},
+                "break_even_tokens": {str(batch): model.break_even(spec, batch) for batch in batches},
+            }
+            for spec in everything
+        ],
+        "cells": [
+            cell
+            for tokens in contexts
+            for batch in batches
+            for cell in [_cell(model, reference, everything, tokens, batch, devices, measured or {})]
+        ],
+        "devices": [_fits(model, everything, contexts, batches, device, memory) for device in devices],
+    }
+
+
+def _counted(layers: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    """Each different layer and how often it occurs."""
+    counts: dict[Any, int] = {}
+    for layer in layers:
+        counts[layer] = counts.get(layer, 0) + 1
+    yield from counts.items()
+
+
+def _cell(
+    model: Model,
+    reference: KVSpec,
+    specs: Sequence[KVSpec],
+    tokens: int,
+    batch: int,
+    devices: Sequence[Device],
+    measured: Mapping[str, float],
+) -> dict[str, Any]:
+    ceilings = {spec.label: model.ceiling(spec, reference, tokens, batch) for spec in specs[1:]}
+    rates = {
+        device.name: {spec.label: model.decode_rate(spec, tokens, batch, device) for spec in specs}
+        for device in devices
+    }
+    flags = []
+    if "speedup" in measured:
+        for label, ceiling in ceilings.items():
+            if impossible_speedup(measured["speedup"], ceiling):
+                flags.append({"kv": label, "speedup": measured["speedup"], "at_most": ceiling})
+    if "rate" in measured:
+        for name, by_format in rates.items():
+            bound = max(rate for rate, _ in by_format.values())
+            if impossible_rate(measured["rate"], bound):
+                flags.append({"device": name, "tokens_per_s": measured["rate"], "at_most": bound})
+    return {
+        "tokens": tokens,
+        "batch": batch,
+        "kv_share": {spec.label: model.kv_share(spec, tokens, batch) for spec in specs},
+        "ceiling": ceilings,
+        "decode": {name: {label: _bound(*rate) for label, rate in found.items()} for name, found in rates.items()},
+        "prefill": {device.name: _bound(*model.prefill_rate(tokens, device)) for device in devices},
+        "touched_experts": model.geometry.touched_experts(batch),
+    } | ({"cannot_be_right": flags} if flags else {})
+
+
+def _bound(rate: float, by: str) -> dict[str, Any]:
+    return {"tokens_per_s": rate, "bound": by}
+
+
+def _fits(
+    model: Model,
+    specs: Sequence[KVSpec],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    device: Device,
+    memory: float | None,
+) -> dict[str, Any]:
+    room = device.memory if memory is None else memory
+    rows = []
+    for spec in specs:
+        needed = model.cache_bytes(spec, max(contexts), max(batches))
+        beyond = max(0.0, model.device_bytes(spec, max(contexts), max(batches)) - room)
+        step = model.step_seconds(spec, max(contexts), max(batches), device)[0]
+        required = required_link_bandwidth(min(needed, beyond), step)
+        rows.append(
+            {
+                "kv": spec.label,
+                "longest_context": {str(batch): model.longest_context(spec, batch, room) for batch in batches},
+                "largest_batch": {str(tokens): model.largest_batch(spec, tokens, room) for tokens in contexts},
+                "compute_bound_batch": {
+                    str(tokens): model.compute_bound_batch(spec, tokens, device) for tokens in contexts
+                },
+                "overflow_bytes": beyond,
+                "link_shortfall": {name: interconnect_shortfall(required, rate) for name, rate in device.links.items()},
+            }
+        )
+    return {
+        "device": device.name,
+        "memory_bytes": room,
+        "bandwidth_bytes_per_s": device.bandwidth,
+        "verified": device.verified or None,
+        "weights_fit": model.weight_bytes / model.tp + model.overhead_bytes <= room,
+        "formats": rows,
+    }

@@ -1,0 +1,235 @@
+"""Memory traffic of decoding: what a step reads, the ceilings that follow, and what fits into a device.
+
+``T`` is the number of tokens in the cache of each sequence, ``B`` the number of sequences.  A decode step reads the
+weights once and every sequence's cache once, so that its time is at least ``(W + KV·T·B) / bandwidth``; it also has to
+multiply.  All rates here are bounds: what no program can beat, not what one reaches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fidelab.core import FormatSpec, KVSpec
+from fidelab.errors import UsageError
+from fidelab.formats import create
+from fidelab.physics.devices import Device
+from fidelab.physics.geometry import Geometry, KVLayer
+
+__all__ = ["Model", "composition", "interconnect_shortfall", "required_link_bandwidth"]
+
+_MOST_TOKENS = 2**40
+
+
+def _pair(kv: KVSpec, native: str) -> KVSpec:
+    """``k16v8`` written out: keys in the model's own 16 bits, values in FP8."""
+    if kv.label != "k16v8":
+        return kv
+    return KVSpec(kv.label, FormatSpec(native), FormatSpec("fp8_e4m3"), kv.skip_layers)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A geometry as it is run: bytes per weight, number of devices, the 16-bit type, what an engine takes besides.
+
+    ``weight_bits`` counts scales, too (4.25 for 4 bits with a 16-bit scale per 64).  ``overhead_bytes`` per device:
+    activations, graphs and buffers of the engine; measured (``fidelab bench memory``), never guessed.
+    """
+
+    geometry: Geometry
+    weight_bits: float = 16.0
+    tp: int = 1
+    native: str = "bf16"
+    overhead_bytes: float = 0.0
+    _bytes: dict[KVSpec, tuple[tuple[int, int | None], ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight_bits) and self.weight_bits > 0):
+            raise UsageError(f"weight bits must be above 0, not {self.weight_bits:g}")
+        if self.tp < 1:
+            raise UsageError(f"tensor parallelism must be at least 1, not {self.tp}")
+        if self.overhead_bytes < 0:
+            raise UsageError("an engine's overhead cannot be below 0 bytes")
+
+    # -------------------------------------------------------------------------------------------- bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights on all devices."""
+        return self.geometry.parameters * self.weight_bits / 8
+
+    def read_bytes(self, batch: int = 1) -> float:
+        """Bytes of the weights that a step of ``batch`` sequences reads, on all devices together."""
+        return self.geometry.read_parameters(batch) * self.weight_bits / 8
+
+    def layer_bytes(self, kv: KVSpec) -> tuple[tuple[int, int | None], ...]:
+        """Per layer with a cache: bytes per token on one device, and the layer's window.
+
+        Codes are counted as packed; scales of one sequence, which do not grow, are left out.
+
+        Raises:
+            UsageError: unknown formats, or two formats for latents, which hold keys and values in one vector.
+        """
+        if kv not in self._bytes:
+            pair = _pair(kv, self.native)
+            k, v, wide = create(pair.k), create(pair.v), create(FormatSpec(self.native))
+            rows = []
+            for index, whole in enumerate(self.geometry.kv):
+                layer = whole.shard(self.tp)
+                if layer.latent and not pair.same:
+                    raise UsageError(
+                        f"KV format {kv.label}: this model caches latents, one vector for keys and values, "
+                        "so that both have one format"
+                    )
+                sides = (wide, wide) if index in pair.skip_layers else (k, v)
+                rows.append((_token_bytes(layer, *(side.packed_token_bytes for side in sides)), layer.window))
+            self._bytes[kv] = tuple(rows)
+        return self._bytes[kv]
+
+    def token_bytes(self, kv: KVSpec) -> int:
+        """Bytes per token of all layers on one device, as long as no window is full."""
+        return sum(size for size, _ in self.layer_bytes(kv))
+
+    def cache_bytes(self, kv: KVSpec, tokens: int, batch: int = 1, *, capped: bool = True) -> int:
+        """Bytes of the caches of ``batch`` sequences of ``tokens`` tokens on one device, recurrent states included.
+
+        ``capped``: layers with a sliding window hold no more than it; else room is reserved for all tokens, as engines
+        do that give every layer the same pages.
+        """
+        held = (
+            size * min(tokens, window or tokens) if capped else size * tokens for size, window in self.layer_bytes(kv)
+        )
+        return batch * (sum(held) + math.ceil(self.geometry.state_bytes / self.tp))
+
+    def device_bytes(self, kv: KVSpec, tokens: int, batch: int, *, capped: bool = True) -> float:
+        """Bytes that one device needs: its weights, the caches, the engine's overhead."""
+        return self.weight_bytes / self.tp + self.cache_bytes(kv, tokens, batch, capped=capped) + self.overhead_bytes
+
+    def longest_context(self, kv: KVSpec, batch: int, memory: float, *, capped: bool = True) -> int | None:
+        """Tokens per sequence that fit into ``memory`` bytes of each device; 0 where none does, ``None``: no limit."""
+        return _largest(lambda tokens: self.device_bytes(kv, tokens, batch, capped=capped) <= memory)
+
+    def largest_batch(self, kv: KVSpec, tokens: int, memory: float, *, capped: bool = True) -> int | None:
+        """Sequences of ``tokens`` tokens that fit; 0 where none does, ``None``: no limit."""
+        return _largest(lambda batch: self.device_bytes(kv, tokens, batch, capped=capped) <= memory)
+
+    # ----------------------------------------------------------------------------------------- one step
+
+    def kv_share(self, kv: KVSpec, tokens: int, batch: int) -> float:
+        """Share of the caches in the bytes that a decode step reads: ``KV·T·B / (W + KV·T·B)``."""
+        cache = self.cache_bytes(kv, tokens, batch)
+        return cache / (self.read_bytes(batch) / self.tp + cache)
+
+    def ceiling(self, kv: KVSpec, reference: KVSpec, tokens: int, batch: int) -> float:
+        """The largest speed-up of decoding that reading fewer bytes can give: ``(W + KV_ref) / (W + KV)``."""
+        weights = self.read_bytes(batch) / self.tp
+        before, after = (self.cache_bytes(spec, tokens, batch) for spec in (reference, kv))
+        return (weights + before) / (weights + after)
+
+    def limit(self, kv: KVSpec, reference: KVSpec) -> float:
+        """The ceiling where caches are all that is read (T·B without bound, no window full)."""
+        after = self.token_bytes(kv)
+        return self.token_bytes(reference) / after if after else 1.0
+
+    def break_even(self, kv: KVSpec, batch: int = 1, share: float = 0.5) -> int | None:
+        """The fewest tokens per sequence at which caches are ``share`` of a step's bytes; ``None``: never."""
+        below = _largest(lambda tokens: self.kv_share(kv, tokens, batch) < share)
+        return None if below is None else below + 1
+
+    def step_flops(self, tokens: int, batch: int) -> float:
+        """Operations of one decode step on one device: two per weight and token, and attention over the cache."""
+        return batch * (2 * self.geometry.active_parameters + self._attention_flops(tokens)) / self.tp
+
+    def _attention_flops(self, tokens: int) -> float:
+        """Of one new token: queries times keys, probabilities times values."""
+        heads = self.geometry.query_heads
+        return sum(
+            2.0 * (heads or layer.heads) * (layer.k_dim + layer.v_dim) * min(tokens, layer.window or tokens)
+            for layer in self.geometry.kv
+        )
+
+    def step_seconds(self, kv: KVSpec, tokens: int, batch: int, device: Device) -> tuple[float, str]:
+        """The least time of a decode step, and what bounds it: ``memory`` or ``compute``."""
+        moved = self.read_bytes(batch) / self.tp + self.cache_bytes(kv, tokens, batch)
+        times = {"memory": moved / device.bandwidth, "compute": self.step_flops(tokens, batch) / device.flops("bf16")}
+        bound = max(times, key=lambda name: times[name])
+        return times[bound], bound
+
+    def decode_rate(self, kv: KVSpec, tokens: int, batch: int, device: Device) -> tuple[float, str]:
+        """Tokens per second of all sequences that no program can exceed, and what bounds them."""
+        seconds, bound = self.step_seconds(kv, tokens, batch, device)
+        return batch / seconds, bound
+
+    def prefill_rate(self, tokens: int, device: Device) -> tuple[float, str]:
+        """Prompt tokens per second of one sequence of ``tokens`` tokens that no program can exceed, and what bounds it.
+
+        Attention is counted over half the prompt on average (causal).
+        """
+        flops = tokens * (2 * self.geometry.active_parameters + self._attention_flops(max(1, tokens // 2))) / self.tp
+        moved = self.read_bytes(tokens) / self.tp
+        times = {"memory": moved / device.bandwidth, "compute": flops / device.flops("bf16")}
+        bound = max(times, key=lambda name: times[name])
+        return tokens / times[bound], bound
+
+    def compute_bound_batch(self, kv: KVSpec, tokens: int, device: Device) -> int | None:
+        """The fewest sequences from which on a decode step is bound by arithmetic; ``None``: never (below 2^40)."""
+        below = _largest(lambda batch: self.step_seconds(kv, tokens, batch, device)[1] == "memory")
+        return None if below is None else below + 1
+
+
+def _token_bytes(layer: KVLayer, k: Callable[[int], int], v: Callable[[int], int]) -> int:
+    if layer.latent:
+        return layer.heads * k(layer.k_dim + layer.v_dim)
+    return layer.heads * (k(layer.k_dim) + v(layer.v_dim))
+
+
+def _largest(holds: Callable[[int], bool]) -> int | None:
+    """The largest n >= 1 for which a monotone condition holds; 0: for none, ``None``: for all below 2^40."""
+    if not holds(1):
+        return 0
+    low, high = 1, 2
+    while holds(high):
+        low, high = high, 2 * high
+        if high > _MOST_TOKENS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def required_link_bandwidth(cache_bytes: float, seconds: float) -> float:
+    """Bytes per second that a link must carry for caches that lie behind it and are read once per step.
+
+    Raises:
+        UsageError: the step takes no time.
+    """
+    if not seconds > 0:
+        raise UsageError("a step takes more than 0 seconds")
+    return cache_bytes / seconds
+
+
+def interconnect_shortfall(required: float, link: float) -> float:
+    """How many times faster a link would have to be: required over given bytes per second.
+
+    Raises:
+        UsageError: the link's bandwidth is not above 0.
+    """
+    if not link > 0:
+        raise UsageError("a link's bandwidth must be above 0")
+    return required / link
+
+
+def composition(both: float, quantized: float, speculative: float) -> tuple[float, str]:
+    """``ρ = S_both / (S_quant · S_spec)``: how the speed-ups of a format and of speculation combine.
+
+    Below 0.9 ``sub-multiplicative``, above 1.1 ``super-multiplicative``, else ``multiplicative``.
+
+    Raises:
+        UsageError: a speed-up is not above 0.
+    """
+    if not min(both, quantized, speculative) > 0:
+        raise UsageError("speed-ups must be above 0")
+    rho = both / (quantized * speculative)
+    return rho, "sub-multiplicative" if rho < 0.9 else "super-multiplicative" if rho > 1.1 else "multiplicative"

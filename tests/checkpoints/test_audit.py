@@ -1,0 +1,603 @@
+"""The audit finds every fault that is planted, by its rule and with its names, and nothing in whole checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fidelab.checkpoints.audit import audit
+from fidelab.checkpoints.rules import RULES, Finding
+from fidelab.errors import InputError
+from tests.checkpoints.synthetic import (
+    EXPERTS,
+    QUANTIZERS,
+    Synthetic,
+    plain,
+    quantized,
+    replaced,
+)
+from tests.models.tiny_gguf import write_gguf
+from tests.runs.harness import cli
+from tests.tiny_models import KINDS
+
+DOWN, GATE, QUERY = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.self_attn.q_proj"
+EXPERT = "model.layers.1.mlp.experts.2.up_proj"
+
+
+def findings(folder: Path, **options: Any) -> dict[str, list[Finding]]:
+    """Of an audit, by rule."""
+    found: dict[str, list[Finding]] = {}
+    for finding in audit(folder, **options).findings:
+        found.setdefault(finding.rule, []).append(finding)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ whole ones
+
+
+CLEAN: dict[str, Callable[[], Synthetic]] = {
+    "plain": plain,
+    "plain, tied": lambda: plain(tied=True),
+    "plain, float32": lambda: plain(dtype=torch.float32),
+    "plain, experts": lambda: plain(moe=True),
+    "plain, shards": lambda: plain(moe=True).sharded(),
+    **{form: (lambda form=form: quantized(form)) for form in QUANTIZERS},  # type: ignore[misc]
+    **{f"{form}, experts": (lambda form=form: quantized(form, moe=True)) for form in QUANTIZERS},  # type: ignore[misc]
+    "w4a16, shards": lambda: quantized("w4a16", moe=True).sharded(),
+}
+
+
+@pytest.mark.parametrize("kind", CLEAN)
+def test_nothing_is_found_in_a_whole_checkpoint(kind: str, tmp_path: Path) -> None:
+    base = plain(moe="experts" in kind or "shards" in kind, tied="tied" in kind).write(tmp_path / "base")
+    folder = CLEAN[kind]().write(tmp_path / "m")
+    every: tuple[dict[str, Any], ...] = ({}, {"tp": 2}, {"base": base})
+    for options in every:
+        outcome = audit(folder, **options)
+        assert [(finding.rule, finding.text) for finding in outcome.findings] == []
+        assert outcome.verdict == "ok"
+        assert (outcome.quantized > 0) == (outcome.method is not None)
+
+
+def test_nothing_is_found_in_gguf_files(tmp_path: Path) -> None:
+    import gguf
+
+    def blocks(values: Any) -> tuple[Any, Any]:
+        kind = gguf.GGMLQuantizationType.Q8_0 if values.shape[-1] % 32 == 0 else gguf.GGMLQuantizationType.F16
+        return gguf.quantize(values, kind), kind
+
+    assert findings(write_gguf(tmp_path / "f32.gguf")) == {}
+    stored = {f"blk.0.{part}.weight": blocks for part in ("attn_q", "attn_output", "ffn_up", "ffn_down")}
+    assert findings(write_gguf(tmp_path / "q8.gguf", stored=stored)) == {}
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon_h1", "gemma4", "inkling2", "mistral3", "qwen3_next"])
+def test_nothing_is_found_in_what_transformers_writes(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind.auto).from_config(kind.config())
+    model.save_pretrained(tmp_path)
+    assert findings(tmp_path) == {}
+
+
+@pytest.mark.model
+def test_nothing_is_found_in_the_embedded_model() -> None:
+    outcome = audit("smollm2-135m")
+    assert (outcome.findings, outcome.method, outcome.quantized) == ((), "gguf", 211)
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+
+@dataclass
+class Fault:
+    """A change to a whole checkpoint, the rule that must find it, and the names that it must give."""
+
+    rule: str
+    whole: Callable[[], Synthetic]
+    change: Callable[[Synthetic], Any]
+    names: list[str] = field(default_factory=list)
+    severity: str | None = None
+    tp: int = 1
+    base: Callable[[], Synthetic] | None = None
+    also: frozenset[str] = frozenset()  # rules that rightly speak up, too
+
+
+def _set(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Synthetic], None]:
+    def change(content: Synthetic) -> None:
+        content.tensors[name] = value(content.tensors[name].clone())
+
+    return change
+
+
+def _poked(value: float, place: int = 3) -> Callable[[torch.Tensor], torch.Tensor]:
+    def poke(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[place] = value
+        return tensor
+
+    return poke
+
+
+def _drop(*names: str) -> Callable[[Synthetic], None]:
+    def change(content: Synthetic) -> None:
+        for name in names:
+            del content.tensors[name]
+
+    return change
+
+
+def _settings(**changes: Any) -> Callable[[Synthetic], None]:
+    return lambda content: content.config["quantization_config"].update(changes)
+
+
+def _quantize(module: str, form: str) -> Callable[[Synthetic], None]:
+    """Quantize one more module."""
+    return lambda content: replaced(content, module, QUANTIZERS[form][1](content.tensors[f"{module}.weight"]))
+
+
+def _keep(module: str, whole: Callable[[], Synthetic]) -> Callable[[Synthetic], None]:
+    """Put a module back as it was."""
+
+    def change(content: Synthetic) -> None:
+        content.tensors = {k: v for k, v in content.tensors.items() if not k.startswith(f"{module}.")}
+        content.tensors[f"{module}.weight"] = whole().tensors[f"{module}.weight"]
+
+    return change
+
+
+def _several(*changes: Callable[[Synthetic], Any]) -> Callable[[Synthetic], None]:
+    def change(content: Synthetic) -> None:
+        for one in changes:
+            one(content)
+
+    return change
+
+
+def _add(module: str, weight: torch.Tensor, form: str | None = None) -> Callable[[Synthetic], None]:
+    def change(content: Synthetic) -> None:
+        content.tensors[f"{module}.weight"] = weight
+        if form is not None:
+            _quantize(module, form)(content)
+
+    return change
+
+
+def _swapped(one: str, other: str) -> Callable[[Synthetic], None]:
+    def change(content: Synthetic) -> None:
+        names = {one: other, other: one}
+        content.tensors = {
+            f"{names.get(name.rpartition('.')[0], name.rpartition('.')[0])}.{name.rpartition('.')[2]}": value
+            for name, value in content.tensors.items()
+        }
+
+    return change
+
+
+def _all_but_first_expert(value: float) -> Callable[[Synthetic], None]:
+    def change(content: Synthetic) -> None:
+        for e in range(1, EXPERTS):
+            content.tensors[f"model.layers.0.mlp.experts.{e}.up_proj.weight_scale"].fill_(value)
+
+    return change
+
+
+def _sharded(change: Callable[[Synthetic], Any]) -> Callable[[Synthetic], None]:
+    def both(content: Synthetic) -> None:
+        content.sharded()
+        content.index = dict(content.shards)
+        change(content)
+
+    return both
+
+
+def _index(content: Synthetic) -> dict[str, str]:
+    assert content.index is not None
+    return content.index
+
+
+def _moved(name: str, file: str, *, listed: bool) -> Callable[[Synthetic], None]:
+    def change(content: Synthetic) -> None:
+        content.shards[name] = file
+        if listed:
+            _index(content)[name] = file
+
+    return change
+
+
+def _second_copy(content: Synthetic, value: torch.Tensor | None = None) -> None:
+    name = f"{GATE}.weight"
+    content.more["model-00003-of-00003.safetensors"] = {
+        name: content.tensors[name].clone() if value is None else value,
+        "extra.weight": torch.ones(1),
+    }
+    _index(content)["extra.weight"] = "model-00003-of-00003.safetensors"
+
+
+def _form(form: str, **options: Any) -> Callable[[], Synthetic]:
+    return lambda: quantized(form, **options)
+
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+GPTQ, AWQ, W4, W4_MOE, FP8 = _form("gptq"), _form("awq"), _form("w4a16"), _form("w4a16", moe=True), _form("fp8")
+EXPERT_SCALES = [f"model.layers.0.mlp.experts.{e}.up_proj.weight_scale" for e in range(1, EXPERTS)]
+INF, NAN = float("inf"), float("nan")
+FAULTS: dict[str, Fault] = {
+    "NaN in a norm": Fault("nonfinite", plain, _set("model.norm.weight", _poked(NAN)), ["model.norm.weight"], "broken"),
+    "infinity in a matrix": Fault("nonfinite", plain, _set(f"{DOWN}.weight", _poked(-INF)), [f"{DOWN}.weight"]),
+    "NaN among FP8 codes": Fault(
+        "nonfinite",
+        FP8,
+        _set(f"{DOWN}.weight", lambda t: _poked(0x7F)(t.view(torch.uint8)).view(t.dtype)),
+        [f"{DOWN}.weight"],
+    ),
+    "NaN scale": Fault("scale-nonfinite", GPTQ, _set(f"{DOWN}.scales", _poked(NAN)), [f"{DOWN}.scales"], "broken"),
+    "infinite FP8 scale": Fault(
+        "scale-nonfinite", FP8, _set(f"{DOWN}.weight_scale", _poked(INF)), [f"{DOWN}.weight_scale"]
+    ),
+    "zero scales": Fault("scale-zero", AWQ, _set(f"{GATE}.scales", torch.zeros_like), [f"{GATE}.scales"], "broken"),
+    "some zero scales": Fault(
+        "scale-zero", W4, _set(f"{GATE}.weight_scale", _poked(0.0)), [f"{GATE}.weight_scale"], "suspicious"
+    ),
+    "absurd scales": Fault("scale-absurd", GPTQ, _set(f"{DOWN}.scales", lambda t: t * 0 + 6e4), [f"{DOWN}.scales"]),
+    "scales of one": Fault("scale-absurd", W4, _set(f"{DOWN}.weight_scale", torch.ones_like), [f"{DOWN}.weight_scale"]),
+    "negative scales": Fault(
+        "scale-negative",
+        _form("auto-round"),
+        _set(f"{DOWN}.scales", lambda t: t * torch.where(torch.arange(t.shape[1]) % 2 == 0, 1, -1)),
+        [f"{DOWN}.scales"],
+        "information",
+    ),
+    "scales that vanish": Fault(
+        "scale-underflow", W4, _set(f"{DOWN}.weight_scale", _poked(1e-9)), [f"{DOWN}.weight_scale"], "suspicious"
+    ),
+    "subnormal scales": Fault(
+        "scale-underflow", GPTQ, _set(f"{DOWN}.scales", lambda t: t * 0 + 3e-6), [f"{DOWN}.scales"]
+    ),
+    "a norm beyond float16": Fault(
+        "overflow-float16", plain, _set("model.norm.weight", _poked(7e4)), ["model.norm.weight"], "suspicious"
+    ),
+    "a norm beyond the float16 of the configuration": Fault(
+        "overflow-float16",
+        plain,
+        _several(_set("model.norm.weight", _poked(7e4)), lambda c: c.config.update(torch_dtype="float16")),
+        ["model.norm.weight"],
+        "broken",
+    ),
+    "zero codes": Fault(
+        "zero-weights", GPTQ, _set(f"{DOWN}.qweight", torch.zeros_like), [f"{DOWN}.qweight"], "suspicious"
+    ),
+    "zero codes over live weights": Fault(
+        "zero-weights",
+        GPTQ,
+        _set(f"{DOWN}.qweight", torch.zeros_like),
+        [f"{DOWN}.qweight"],
+        "broken",
+        base=plain,
+        also=frozenset({"base-differs"}),
+    ),
+    "middle codes": Fault(
+        "zero-weights", W4, _set(f"{DOWN}.weight_packed", lambda t: t * 0 - 0x77777778), [f"{DOWN}.weight_packed"]
+    ),
+    "half of the codes blank": Fault(
+        "zero-weights",
+        AWQ,
+        _set(f"{DOWN}.qweight", lambda t: torch.cat([t[: len(t) // 2], torch.zeros_like(t[len(t) // 2 :])])),
+        [f"{DOWN}.qweight"],
+        "suspicious",
+    ),
+    "a zero matrix": Fault("zero-weights", plain, _set(f"{DOWN}.weight", torch.zeros_like), [f"{DOWN}.weight"]),
+    "infinite scales of experts": Fault(
+        "experts-uncalibrated", W4_MOE, _all_but_first_expert(INF), EXPERT_SCALES, "broken"
+    ),
+    "default scales of experts": Fault(
+        "experts-uncalibrated", W4_MOE, _all_but_first_expert(1.0), EXPERT_SCALES, "broken"
+    ),
+    "an expert without input scale": Fault(
+        "experts-uncalibrated",
+        _form("nvfp4", moe=True),
+        lambda c: c.tensors.update(
+            {f"model.layers.0.mlp.experts.{e}.up_proj.input_global_scale": torch.tensor([3.0 + e]) for e in (0, 1, 3)}
+        ),
+        ["model.layers.0.mlp.experts.2.up_proj"],
+    ),
+    "a missing expert": Fault(
+        "experts-missing",
+        W4_MOE,
+        lambda c: _drop(*(name for name in c.tensors if name.startswith("model.layers.1.mlp.experts.3.")))(c),
+        [f"model.layers.1.mlp.experts.3.{part}_proj" for part in ("gate", "up", "down")],
+    ),
+    "a tensor in no file": Fault(
+        "index-missing", plain, _sharded(_drop(f"{QUERY}.weight")), [f"{QUERY}.weight"], "broken"
+    ),
+    "a tensor not in the index": Fault(
+        "index-unlisted", plain, _sharded(lambda c: _index(c).pop(f"{QUERY}.weight")), [f"{QUERY}.weight"], "suspicious"
+    ),
+    "a tensor in another file": Fault(
+        "index-elsewhere", plain, _sharded(_moved(f"{GATE}.weight", SECOND, listed=False)), [f"{GATE}.weight"]
+    ),
+    "scales in another file": Fault(
+        "scale-apart", W4, _sharded(_moved(f"{GATE}.weight_scale", SECOND, listed=True)), [f"{GATE}.weight_scale"]
+    ),
+    "the same tensor twice": Fault("duplicate-tensor", plain, _sharded(_second_copy), [f"{GATE}.weight"], "suspicious"),
+    "another tensor of the same name": Fault(
+        "duplicate-tensor",
+        plain,
+        _sharded(lambda c: _second_copy(c, torch.ones(2))),
+        [f"{GATE}.weight"],
+        "broken",
+    ),
+    "a layer under two prefixes": Fault(
+        "duplicate-tensor",
+        plain,
+        lambda c: c.tensors.update({f"model.language_model.{DOWN[6:]}.weight": c.tensors[f"{DOWN}.weight"].clone()}),
+        [f"{DOWN}.weight", f"model.language_model.{DOWN[6:]}.weight"],
+    ),
+    "no scales": Fault("incomplete-module", GPTQ, _drop(f"{DOWN}.scales"), [DOWN], "broken"),
+    "no zero points": Fault(
+        "incomplete-module", AWQ, _drop(f"{DOWN}.qzeros"), [DOWN], also=frozenset({"packing-mismatch"})
+    ),
+    "no codes": Fault("incomplete-module", W4, _drop(f"{DOWN}.weight_packed"), [DOWN]),
+    "no scale of FP8": Fault("incomplete-module", FP8, _drop(f"{DOWN}.weight_scale"), [DOWN]),
+    "two forms of a weight": Fault(
+        "doubly-quantized",
+        GPTQ,
+        lambda c: c.tensors.update({f"{DOWN}.weight": plain().tensors[f"{DOWN}.weight"]}),
+        [DOWN],
+    ),
+    "two methods": Fault(
+        "doubly-quantized",
+        GPTQ,
+        _several(_keep(DOWN, plain), _quantize(DOWN, "w4a16")),
+        also=frozenset({"scale-dtype"}),
+    ),
+    "no quantization_config": Fault(
+        "quantization-mismatch", W4, lambda c: c.config.pop("quantization_config"), [DOWN], "broken"
+    ),
+    "nothing quantized": Fault(
+        "quantization-mismatch", plain, lambda c: c.config.update(quantization_config=QUANTIZERS["awq"][0])
+    ),
+    "a quantized layer on the list": Fault(
+        "ignored-quantized", AWQ, _settings(modules_to_not_convert=["layers.0.mlp.down_proj"]), [DOWN], "broken"
+    ),
+    "a quantized layer under ignore": Fault(
+        "ignored-quantized", W4, _settings(ignore=["lm_head", "re:.*layers.0.mlp.down.*"]), [DOWN]
+    ),
+    "a kept layer that is not listed": Fault("plain-not-ignored", W4, _keep(DOWN, plain), [DOWN], "broken"),
+    "a kept layer of AWQ that is not listed": Fault("plain-not-ignored", AWQ, _keep(DOWN, plain), [DOWN], "broken"),
+    "the other method's key": Fault(
+        "ignore-key",
+        AWQ,
+        _several(_keep(DOWN, plain), _settings(ignore=[DOWN])),
+        [DOWN],
+        "broken",
+        also=frozenset({"plain-not-ignored"}),
+    ),
+    "a quantized router": Fault(
+        "router-quantized",
+        _form("w8a16", moe=True),
+        _several(
+            _settings(ignore=["lm_head", "re:.*shared_expert_gate$"]), _quantize("model.layers.0.mlp.gate", "w8a16")
+        ),
+        ["model.layers.0.mlp.gate"],
+        also=frozenset({"plain-not-ignored"}),
+    ),
+    "a quantized shared-expert gate": Fault(
+        "router-quantized",
+        _form("fp8", moe=True),
+        _several(
+            _settings(ignore=["lm_head", "re:.*mlp.gate$"]), _quantize("model.layers.1.mlp.shared_expert_gate", "fp8")
+        ),
+        ["model.layers.1.mlp.shared_expert_gate"],
+        also=frozenset({"plain-not-ignored"}),
+    ),
+    "a quantized norm": Fault(
+        "norm-quantized",
+        FP8,
+        lambda c: c.tensors.update(
+            {
+                "model.norm.weight": torch.ones(128).to(torch.float8_e4m3fn),
+                "model.norm.weight_scale": torch.ones(1) * 0.5,
+            }
+        ),
+        ["model.norm"],
+    ),
+    "a recurrent layer in 4 bits": Fault(
+        "recurrent-quantized",
+        GPTQ,
+        _add("model.layers.0.linear_attn.in_proj_qkvz", torch.randn(128, 128) * 0.05, "gptq"),
+        ["model.layers.0.linear_attn.in_proj_qkvz"],
+        "suspicious",
+    ),
+    "other bits": Fault(
+        "packing-mismatch", GPTQ, _settings(bits=8), [DOWN], "broken", also=frozenset({"zero-point-offset"})
+    ),
+    "other groups": Fault(
+        "packing-mismatch",
+        W4,
+        lambda c: c.config["quantization_config"]["config_groups"]["group_0"]["weights"].update(group_size=64),
+        [DOWN],
+    ),
+    "the other packing": Fault(
+        "packing-mismatch", GPTQ, lambda c: c.config.update(quantization_config=QUANTIZERS["awq"][0]), [DOWN]
+    ),
+    "another stored shape": Fault("packing-mismatch", W4, _set(f"{DOWN}.weight_shape", lambda t: t * 2), [DOWN]),
+    "a short last group": Fault(
+        "group-not-dividing",
+        AWQ,
+        lambda c: c.tensors.update(
+            {
+                f"{DOWN}.qweight": torch.randint(-(1 << 30), 1 << 30, (176, 16), dtype=torch.int32),
+                f"{DOWN}.qzeros": torch.randint(-(1 << 30), 1 << 30, (6, 16), dtype=torch.int32),
+                f"{DOWN}.scales": torch.rand(6, 128).half() * 0.01 + 0.01,
+            }
+        ),
+        [DOWN],
+        "broken",
+    ),
+    "a group across devices": Fault(
+        "tp-split",
+        _form("gptq"),
+        lambda c: None,
+        [f"model.layers.{n}.self_attn.o_proj" for n in range(2)],
+        "broken",
+        tp=8,
+    ),
+    "outputs that are no multiple of 8": Fault(
+        "tp-split", AWQ, lambda c: None, [QUERY.replace("q_proj", "k_proj")], tp=16
+    ),
+    "a group index beyond the groups": Fault("group-index", GPTQ, _set(f"{DOWN}.g_idx", _poked(99)), [f"{DOWN}.g_idx"]),
+    "one group for all inputs": Fault("group-index", GPTQ, _set(f"{DOWN}.g_idx", torch.zeros_like), [f"{DOWN}.g_idx"]),
+    "inputs out of order": Fault("group-index", GPTQ, _set(f"{DOWN}.g_idx", lambda t: t.flip(0)), [f"{DOWN}.g_idx"]),
+    "zero points of the other version": Fault(
+        "zero-point-offset", GPTQ, _settings(checkpoint_format="gptq_v2"), [f"{DOWN}.qzeros"], "broken"
+    ),
+    "scales of two types": Fault(
+        "scale-dtype", GPTQ, _set(f"{DOWN}.scales", lambda t: t.bfloat16()), [f"{DOWN}.scales"], "suspicious"
+    ),
+    "no scales of the KV cache": Fault("kv-scales-missing", W4, _settings(kv_cache_scheme={"num_bits": 8})),
+    "no vision tower": Fault("vision-missing", plain, lambda c: c.config.update(vision_config={"depth": 2})),
+    "no LM head": Fault("head-missing", plain, _drop("lm_head.weight"), ["lm_head.weight"], "broken"),
+    "no embedding": Fault("head-missing", plain, _drop("model.embed_tokens.weight")),
+    "a layer that the original has": Fault(
+        "base-missing", plain, _drop(f"{QUERY}.weight"), [f"{QUERY}.weight"], "broken", base=plain
+    ),
+    "another layer's weights": Fault(
+        "base-differs",
+        GPTQ,
+        _swapped(GATE, GATE.replace("gate", "up")),
+        [GATE, GATE.replace("gate", "up")],
+        "broken",
+        base=plain,
+        also=frozenset({"base-differs"}),
+    ),
+    "codes in another order": Fault(
+        "base-differs", AWQ, _set(f"{DOWN}.qweight", lambda t: t.roll(1, 1)), [DOWN], base=plain
+    ),
+    "zero points off by one": Fault(
+        "base-differs",
+        GPTQ,
+        _set(f"{DOWN}.qzeros", lambda t: t + 0x11111111),
+        [DOWN],
+        base=plain,
+        also=frozenset({"zero-point-offset"}),
+    ),
+    "a layer of another shape": Fault(
+        "base-missing", plain, _set(f"{QUERY}.weight", lambda t: t[:, :64].clone()), [QUERY], base=plain
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_planted_fault_is_found_by_its_rule_with_its_names(kind: str, tmp_path: Path) -> None:
+    fault = FAULTS[kind]
+    content = fault.whole()
+    fault.change(content)
+    options: dict[str, Any] = {"tp": fault.tp}
+    if fault.base is not None:
+        options["base"] = fault.base().write(tmp_path / "base")
+    found = findings(content.write(tmp_path / "m"), **options)
+    ours = {rule for rule in found if RULES[rule].find.__module__ == "fidelab.checkpoints.tensors"}
+    assert fault.rule in ours
+    assert ours <= {fault.rule, *fault.also}
+    names = [name for finding in found[fault.rule] for name in finding.tensors]
+    assert set(fault.names) <= set(names)
+    if fault.severity is not None:
+        assert fault.severity in {finding.severity for finding in found[fault.rule]}
+
+
+@pytest.mark.parametrize("form", QUANTIZERS)
+def test_two_layers_that_are_swapped_are_told_from_the_original_in_every_format(form: str, tmp_path: Path) -> None:
+    content = quantized(form)
+    up = GATE.replace("gate", "up")
+    _swapped(GATE, up)(content)
+    [finding] = findings(content.write(tmp_path / "m"), base=plain().write(tmp_path / "base"))["base-differs"]
+    assert set(finding.tensors) == {GATE, up}
+
+
+def test_every_rule_about_tensors_has_a_planted_fault() -> None:
+    ours = {name for name, rule in RULES.items() if rule.find.__module__ == "fidelab.checkpoints.tensors"}
+    assert ours == {fault.rule for fault in FAULTS.values()}
+
+
+def test_every_rule_says_what_the_catalogue_needs() -> None:
+    for rule in RULES.values():
+        for text in (rule.title, rule.symptom, rule.cause, rule.check, rule.command):
+            assert text
+            assert not text.endswith(".")
+
+
+def test_a_missing_shard_is_a_finding_that_names_it(tmp_path: Path) -> None:
+    folder = plain().sharded().write(tmp_path / "m")
+    (folder / SECOND).unlink()
+    [finding] = findings(folder)["index-missing"]
+    assert SECOND in finding.text
+    assert f"{QUERY}.weight" in finding.tensors
+
+
+def test_a_router_of_gguf_in_blocks_and_infinite_block_scales_are_found(tmp_path: Path) -> None:
+    import gguf
+
+    def blocks(values: Any) -> tuple[Any, Any]:
+        return gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0
+
+    def infinite(values: Any) -> tuple[Any, Any]:
+        raw, kind = blocks(values)
+        raw[0, :2] = np.array([np.inf], np.float16).view(np.uint8)
+        return raw, kind
+
+    changed = {"blk.0.ffn_gate_inp.weight": (4, 32)}
+    stored = {"blk.0.ffn_gate_inp.weight": blocks, "blk.0.ffn_up.weight": infinite}
+    found = findings(write_gguf(tmp_path / "m.gguf", changed=changed, stored=stored))
+    assert found["router-quantized"][0].tensors == ["blk.0.ffn_gate_inp"]
+    assert found["scale-nonfinite"][0].tensors == ["blk.0.ffn_up.weight"]
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_verdict_is_the_exit_code_and_json_has_all_of_it(tmp_path: Path) -> None:
+    whole = quantized("gptq").write(tmp_path / "whole")
+    broken = quantized("gptq")
+    _set(f"{DOWN}.scales", _poked(NAN))(broken)
+    folder = broken.write(tmp_path / "broken")
+    assert cli("audit", whole, cwd=tmp_path).code == 0
+    done = cli("audit", folder, cwd=tmp_path)
+    assert (done.code, done.err.strip()) == (1, f"fidelab: {folder} is broken: 1 finding")
+    assert f"{DOWN}.scales" in done.out
+    assert "verdict: broken" in done.out
+    answer = json.loads(cli("audit", folder, "--json", cwd=tmp_path).out)
+    assert (answer["schema"], answer["verdict"], answer["rules"]) == ("fidelab.audit/1", "broken", list(RULES))
+    [finding] = answer["findings"]
+    assert (finding["rule"], finding["count"], finding["tensors"]) == ("scale-nonfinite", 1, [f"{DOWN}.scales"])
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    content = quantized("gptq")
+    content.config["quantization_config"]["quant_method"] = "hqq"
+    folder = content.write(tmp_path / "m")
+    whole = plain().write(tmp_path / "whole")
+    for words, says in (
+        ((folder,), "'hqq', which is not known"),
+        ((tmp_path / "nothing",), "no checkpoint"),
+        ((whole, "--tp", "0"), "at least 1"),
+        ((whole, "--base", write_gguf(tmp_path / "m.gguf")), "in the same format"),
+    ):
+        done = cli("audit", *words, cwd=tmp_path)
+        assert done.code == 2
+        assert says in done.err
+        assert done.err.count("\n") == 1
+
+
+def test_an_unknown_method_is_named(tmp_path: Path) -> None:
+    content = plain()
+    content.config["quantization_config"] = {"quant_method": ["x"]}
+    with pytest.raises(InputError, match="is not known"):
+        audit(content.write(tmp_path / "m"))

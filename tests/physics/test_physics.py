@@ -1,0 +1,401 @@
+"""Physics of decoding: shapes from configurations, bytes, ceilings, bounds, what fits, fits of measured figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from fidelab.cli import app
+from fidelab.core import KVSpec
+from fidelab.errors import FidelabError, InputError, UsageError
+from fidelab.models.tiny import GGUF_NAME, make_tiny
+from fidelab.physics import devices
+from fidelab.physics.devices import find_device, remember_device
+from fidelab.physics.fits import (
+    compare_fits,
+    fit_affine,
+    fit_hill,
+    impossible_rate,
+    impossible_speedup,
+    read_points,
+)
+from fidelab.physics.geometry import Geometry, KVLayer, model_geometry, named_geometry
+from fidelab.physics.probe import probe_device
+from fidelab.physics.traffic import Model, composition, interconnect_shortfall, required_link_bandwidth
+from tests.tiny_models import KINDS, model
+
+BF16, K16V8, FP8 = (KVSpec.parse(name) for name in ("bf16", "k16v8", "fp8_e4m3"))
+QWEN, MISTRAL, LLAMA = (
+    Model(Geometry.of_sizes(*sizes)) for sizes in ((28, 4, 128, 7.616e9), (32, 8, 128, 7.248e9), (32, 8, 128, 8.030e9))
+)
+KNLP = Path(__file__).parents[2].parent / "shared" / "data" / "knlp"
+recorded = pytest.mark.skipif(not KNLP.is_dir(), reason="the recorded figures are not here")
+
+
+# ------------------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shape_is_what_the_architecture_caches(kind: str, tmp_path: Path) -> None:
+    KINDS[kind].config().save_pretrained(tmp_path)
+    shape = model_geometry(tmp_path)
+    assert tuple((layer.heads, layer.k_dim, layer.v_dim, layer.window) for layer in shape.kv) == KINDS[kind].kv
+    assert shape.parameters == sum(p.numel() for p in model(kind).parameters())
+    assert (shape.state_bytes > 0) == KINDS[kind].recurrent
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_recurrent_state_is_as_large_as_in_a_real_forward(kind: str, tmp_path: Path) -> None:
+    KINDS[kind].config().save_pretrained(tmp_path)
+    real = model(kind)
+    cache = transformers.DynamicCache(config=real.config)
+    with torch.no_grad():
+        real.bfloat16()(input_ids=torch.zeros((1, 1), dtype=torch.long), past_key_values=cache, use_cache=True)
+    real.float()
+    held = [getattr(layer, name, None) or {} for layer in cache.layers for name in ("conv_states", "recurrent_states")]
+    states = [state for states in held for state in states.values() if state is not None]
+    assert model_geometry(tmp_path).state_bytes == sum(state.nbytes for state in states) > 0
+
+
+def test_experts_count_by_how_many_a_token_takes(tmp_path: Path) -> None:
+    transformers.GptOssConfig(
+        num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=2, vocab_size=64, hidden_size=32,
+        intermediate_size=32, head_dim=16, num_attention_heads=4, num_key_value_heads=2,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    shape = model_geometry(tmp_path)
+    assert (shape.experts, shape.active_experts) == (8, 2)
+    dense = shape.parameters - shape.idle_parameters - shape.expert_parameters
+    assert shape.active_parameters == dense + shape.expert_parameters // 4
+    assert shape.read_parameters(1) == pytest.approx(shape.active_parameters)
+    assert shape.touched_experts(3) == pytest.approx(8 * (1 - 0.75**3))
+    assert shape.read_parameters(10_000) == pytest.approx(dense + shape.expert_parameters)
+
+
+def test_an_embedding_table_is_read_only_where_it_is_the_head_too(tmp_path: Path) -> None:
+    shapes = []
+    for tied in (True, False):
+        folder = tmp_path / str(tied)
+        transformers.LlamaConfig(
+            num_hidden_layers=1, vocab_size=100, hidden_size=32, intermediate_size=32, num_attention_heads=2,
+            tie_word_embeddings=tied,
+        ).save_pretrained(folder)  # fmt: skip
+        shapes.append(model_geometry(folder))
+    tied_shape, untied = shapes
+    assert untied.parameters == tied_shape.parameters + 3200
+    assert (tied_shape.idle_parameters, untied.idle_parameters) == (0, 3200)
+    assert untied.read_parameters(1) == tied_shape.read_parameters(1)
+
+
+def test_a_gguf_file_and_a_folder_give_the_same_shape(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model")
+    (one, _), (other, _) = (named_geometry(str(path)) for path in (folder, folder / GGUF_NAME))
+    assert one.kv == other.kv
+    assert one.parameters == other.parameters
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"model_type": "llama", "hidden_size": 64}, "num_hidden_layers"),
+        ({"hidden_size": 64, "num_hidden_layers": 2}, "model_type"),
+        ({"model_type": "nonesuch", "hidden_size": 64, "num_hidden_layers": 2}, "cannot build model_type 'nonesuch'"),
+    ],
+)
+def test_a_configuration_without_what_is_needed_names_it(words: dict[str, object], said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    with pytest.raises(InputError, match=said):
+        model_geometry(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- bytes and bounds
+
+
+def test_bytes_per_token_are_those_of_known_models() -> None:
+    assert [QWEN.token_bytes(kv) for kv in (BF16, K16V8)] == [57_344, 43_008]
+    assert [LLAMA.token_bytes(kv) for kv in (BF16, K16V8)] == [131_072, 98_304]
+    assert QWEN.limit(K16V8, BF16) == pytest.approx(4 / 3)
+
+
+def test_share_and_ceiling_are_those_of_known_models() -> None:
+    shares = [QWEN.kv_share(BF16, 2048, 1), QWEN.kv_share(BF16, 8192, 1)]
+    shares += [one.kv_share(BF16, 8192, 1) for one in (MISTRAL, LLAMA)]
+    assert [round(100 * share, 2) for share in shares] == [0.77, 2.99, 6.90, 6.27]
+    assert [round(QWEN.ceiling(K16V8, BF16, t, 32), 2) for t in (2048, 8192, 32768)] == [1.05, 1.14, 1.25]
+
+
+def test_windows_cap_what_is_held_and_not_what_is_reserved() -> None:
+    layers = (KVLayer(8, 64, 64, 128), KVLayer(8, 64, 64)) * 12
+    gpt_oss = Model(Geometry("gpt-oss-20b", 24, layers, 20_914_757_184))
+    assert gpt_oss.cache_bytes(BF16, 8192, 32) / 2**30 == pytest.approx(6.09, abs=0.005)
+    assert gpt_oss.cache_bytes(BF16, 8192, 32, capped=False) / 2**30 == 12.0
+
+
+def test_heads_that_are_fewer_than_devices_are_held_several_times() -> None:
+    shape = Geometry.of_sizes(2, 4, 64, 1e6)
+    per_device = [Model(shape, tp=tp).token_bytes(BF16) for tp in (1, 2, 4, 8)]
+    assert per_device == [2048, 1024, 512, 512]
+
+
+def test_latents_have_one_format_for_keys_and_values() -> None:
+    latent = Model(Geometry("mla", 1, (KVLayer(1, 512, 64, None, True),), 10**6, query_heads=16), tp=4)
+    assert latent.token_bytes(BF16) == 2 * 576
+    with pytest.raises(UsageError, match="latents"):
+        latent.token_bytes(K16V8)
+
+
+def test_skipped_layers_keep_sixteen_bits() -> None:
+    kept = KVSpec.parse("fp8_e4m3[skip-layers=0,27]")
+    assert QWEN.token_bytes(kept) == (26 * 1024 + 2 * 2048)
+
+
+@pytest.mark.parametrize("kv", [BF16, K16V8])
+@pytest.mark.parametrize("batch", [1, 7])
+def test_the_longest_context_fits_and_one_token_more_does_not(kv: KVSpec, batch: int) -> None:
+    shape = Model(Geometry("windowed", 3, (KVLayer(2, 64, 64, 512), KVLayer(2, 64, 64)), 10**6, state_bytes=999))
+    memory = 3e7
+    most = shape.longest_context(kv, batch, memory)
+    assert most
+    assert shape.device_bytes(kv, most, batch) <= memory < shape.device_bytes(kv, most + 1, batch)
+    largest = shape.largest_batch(kv, 1000, memory)
+    assert largest
+    assert shape.device_bytes(kv, 1000, largest) <= memory < shape.device_bytes(kv, 1000, largest + 1)
+    assert shape.longest_context(kv, 1, 1e6) == 0
+    assert Model(Geometry("sliding", 1, (KVLayer(2, 64, 64, 512),), 10**6)).longest_context(kv, 1, 1e8) is None
+
+
+def test_break_even_is_where_the_cache_becomes_half_of_a_step() -> None:
+    tokens = QWEN.break_even(BF16, 32)
+    assert tokens == math.ceil(2 * 7.616e9 / (57_344 * 32))
+
+
+def test_bounds_follow_from_bytes_and_operations() -> None:
+    h100 = find_device("h100")
+    rates = {name: QWEN.decode_rate(BF16, 1, 1, find_device(name))[0] for name in ("H100", "A100", "W7900")}
+    assert {name: round(rate) for name, rate in rates.items()} == {"H100": 220, "A100": 134, "W7900": 57}
+    rate, bound = QWEN.decode_rate(BF16, 1, 4096, h100)
+    assert bound == "compute"
+    assert rate == pytest.approx(989e12 / (2 * 7.616e9), rel=1e-4)
+    first = QWEN.compute_bound_batch(BF16, 1, h100)
+    assert first
+    assert [QWEN.decode_rate(BF16, 1, b, h100)[1] for b in (first - 1, first)] == ["memory", "compute"]
+    assert QWEN.prefill_rate(1, h100)[1] == "memory"
+    assert QWEN.prefill_rate(8192, h100)[1] == "compute"
+
+
+def test_recorded_claims_that_cannot_be_right_are_flagged() -> None:
+    for tokens in (2048, 8192, 32768):
+        assert impossible_speedup(1.38, QWEN.ceiling(K16V8, BF16, tokens, 32))
+    assert impossible_speedup(1.27, QWEN.ceiling(K16V8, BF16, 32768, 32)) is None
+    for device, rate in (("H100", 20_100), ("A100", 12_700), ("W7900", 1_200)):
+        assert impossible_rate(rate, QWEN.decode_rate(BF16, 1, 1, find_device(device))[0])
+
+
+def test_links_and_compositions_are_plain_ratios() -> None:
+    required = required_link_bandwidth(100e9, 0.01)
+    assert [int(interconnect_shortfall(required, link * 1e9)) for link in (900, 64, 32)] == [11, 156, 312]
+    rho, how = composition(1.5, 1.2, 1.25)
+    assert rho == pytest.approx(1.0)
+    assert how == "multiplicative"
+    assert [composition(s, 1, 1)[1] for s in (0.89, 1.11)] == ["sub-multiplicative", "super-multiplicative"]
+    for wrong in (lambda: interconnect_shortfall(1, 0), lambda: composition(1, 0, 1)):
+        with pytest.raises(UsageError, match="above 0"):
+            wrong()
+
+
+# --------------------------------------------------------------------------------------------------- fits
+
+
+def test_a_hill_curve_and_an_affine_time_are_found_again() -> None:
+    random = np.random.default_rng(1)
+    batch = np.repeat([1.0, 2, 4, 8, 16, 32, 64], 4)
+    tokens = np.tile([512.0, 2048, 8192, 32768], 7)
+    hill = 3.5 * batch**1.4 / (6**1.4 + batch**1.4) + 0.01 * random.standard_normal(28)
+    fit = fit_hill(batch, hill)
+    for name, true in (("smax", 3.5), ("b_half", 6.0), ("gamma", 1.4)):
+        value, low, high = fit.parameters[name]
+        assert low < true < high
+        assert value == pytest.approx(true, rel=0.03)
+    assert fit.r2 > 0.999
+    time = 8 + 0.01 * batch + 3e-5 * batch * tokens + 0.01 * random.standard_normal(28)
+    affine = fit_affine(batch, time, tokens)
+    for name, true in (("a", 8), ("b", 0.01), ("c", 3e-5)):
+        _, low, high = affine.parameters[name]
+        assert low < true < high
+
+
+def test_ninety_five_percent_intervals_cover_the_truth_about_as_often() -> None:
+    random = np.random.default_rng(2)
+    batch = np.tile([1.0, 2, 4, 8, 16, 32], 5)
+    true = 4 * batch / (8 + batch)
+    covered = 0
+    for _ in range(200):
+        _, low, high = fit_hill(batch, true + 0.05 * random.standard_normal(30)).parameters["smax"]
+        covered += low < 4 < high
+    assert 180 <= covered <= 199
+
+
+def test_intervals_of_points_that_belong_together_come_from_resampling_these() -> None:
+    random = np.random.default_rng(3)
+    batch = np.tile([1.0, 2, 4, 8, 16, 32], 8)
+    models = np.repeat(np.arange(8), 6)
+    y = (4 + random.standard_normal(8))[models] * batch / (8 + batch)
+    alone, clustered = fit_hill(batch, y), fit_hill(batch, y, [str(m) for m in models])
+    assert clustered.clusters == 8
+    assert clustered.parameters["smax"][0] == alone.parameters["smax"][0]
+    assert clustered.parameters["smax"] != alone.parameters["smax"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "y", "said"),
+    [
+        ([1, 2, 4], [1, 2, 3], "3 points are too few.*needs at least 5"),
+        ([1, 2, 4, 8, 16], [1, 2, math.nan, 4, 5], "1 of 5 points have no number for y .the first is row 3"),
+        ([1, 2, 4, 0, 16], [1, 2, 3, 4, 5], "x must be above 0; row 4"),
+        ([1, 1, 2, 2, 2], [1, 2, 3, 4, 5], "3 or more values of x"),
+    ],
+)
+def test_points_that_no_fit_can_use_are_refused_with_what_is_needed(
+    batch: list[float], y: list[float], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        fit_hill(np.array(batch, float), np.array(y, float))
+
+
+def test_an_affine_time_needs_two_contexts() -> None:
+    batch = np.array([1.0, 2, 4, 8, 16])
+    with pytest.raises(InputError, match="two or more contexts"):
+        fit_affine(batch, 8 + batch, np.full(5, 2048.0))
+
+
+def test_a_time_is_compared_with_both_fits_and_bandwidth_above_the_device_is_said(tmp_path: Path) -> None:
+    rows = [{"batch": b, "context": t, "ms": 5 + 1e-5 * b * t} for b in (1, 4, 16, 64) for t in (1024, 4096, 16384)]
+    path = tmp_path / "points.json"
+    path.write_text(json.dumps({"steps": rows}))
+    points = read_points(path)
+    found = compare_fits(points, y="ms", is_time=True, context="context", kv_bytes=57_344, device=find_device("H100"))
+    assert found["fits"]["affine"]["r2"] > 0.9999
+    assert any("affine explains more" in text for text in found["sentences"])
+    [bandwidth] = [text for text in found["sentences"] if "TB/s" in text]
+    assert "5.73 TB/s" in bandwidth
+    assert "above it" in bandwidth
+
+
+@recorded
+def test_fits_of_the_recorded_points_are_those_that_others_found() -> None:
+    points = read_points(KNLP / "h100_int4_kernel_ablation.csv")
+    fit = fit_hill(points.column("batch"), points.column("speedup_vs_p0"), points.labels["model"])
+    assert [round(fit.value(name), 3) for name in ("smax", "b_half", "gamma")] == [3.883, 2.438, 1.695]
+    assert round(fit.r2, 3) == 0.887
+    both = compare_fits(points, y="speedup_vs_p0", x="batch*n_q_heads")
+    assert both["fits"]["Hill"]["r2"] == pytest.approx(0.934, abs=5e-4)
+    found = compare_fits(points, y="speedup_vs_p0")
+    assert found["fits"]["Hill, batch of 4 and more"]["r2"] == pytest.approx(0.43, abs=0.005)
+    steps = read_points(KNLP / "b200_kv_bandwidth.json", "context_scaling")
+    affine = fit_affine(steps.column("batch"), steps.column("latency_ms"), steps.column("context"))
+    assert affine.value("a") == pytest.approx(8.536, abs=5e-4)
+    assert affine.value("c") == pytest.approx(2.867e-5, rel=1e-3)
+    assert affine.r2 == pytest.approx(0.9915, abs=5e-5)
+    assert 57_344 / affine.value("c") / 1e9 == pytest.approx(2.0, abs=0.01)
+    batches = read_points(KNLP / "b200_kv_bandwidth.json", "bandwidth_scaling")
+    rate = fit_hill(batches.column("batch"), batches.column("tokens_per_sec"))
+    assert [round(rate.value("smax")), round(rate.value("b_half"), 1)] == [10741, 80.7]
+
+
+# ------------------------------------------------------------------------------------------ devices, commands
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "fidelab" / "devices.yaml"
+
+
+def test_a_probe_of_this_machine_gives_a_row_that_the_table_takes(state: Path) -> None:
+    found = probe_device("cpu", 0.01)
+    assert remember_device("here", found.row) == state
+    row = find_device("HERE")
+    assert row.verified
+    assert row.bandwidth >= (row.sustained or 0) > 0
+    assert set(row.compute) == {"f32", "bf16"}
+    assert not any(device.verified for name, device in devices.devices().items() if name != "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("here: {memory: 1, bandwidth: -3}", "bandwidth must be a number above 0"),
+        ("here: {memory: 1, bandwith: 3}", "unknown field 'bandwith'"),
+        ("[1]", "maps names to rows"),
+        ("here: [", "correct it or remove it"),
+    ],
+)
+def test_a_wrong_row_of_the_own_table_is_named(text: str, said: str, state: Path) -> None:
+    state.parent.mkdir(parents=True)
+    state.write_text(text)
+    with pytest.raises(InputError, match=said):
+        find_device("H100")
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, ["physics", *words])
+
+
+SIZES = ("--layers", "28", "--kv-heads", "4", "--head-dim", "128", "--params", "7.616e9")
+
+
+def test_the_command_takes_sizes_and_prints_what_follows() -> None:
+    words = (*SIZES, "--kv", "k16v8", "--device", "H100", "--speedup", "1.38", "--rate", "20100", "--batch", "32")
+    done = run(*words)
+    assert done.exit_code == 0, done.exception
+    for text in ("57,344", "43,008", "1.14×", "unverified", "1.38× is not from reading fewer bytes"):
+        assert text in done.stdout
+    found = json.loads(run(*words, "--json").stdout)
+    assert [cell["ceiling"]["k16v8"] for cell in found["cells"]] == pytest.approx([1.052, 1.142, 1.249], abs=1e-3)
+    assert all(len(cell["cannot_be_right"]) == 2 for cell in found["cells"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--layers", "28"), "missing: --kv-heads, --head-dim, --params"),
+        (("--layers", "0", *SIZES[2:]), "layers must be above 0"),
+        ((*SIZES[:-1], "nan"), "params must be a number"),
+        ((*SIZES, "--device", "H1000"), "unknown device 'H1000'; known: H100"),
+        ((*SIZES, "--context", "8k,x"), "--context 'x'"),
+        ((*SIZES, "--batch", "0"), "--batch '0'"),
+        ((*SIZES, "--memory", "much"), "'much' is no size"),
+        ((*SIZES, "--kv", "int44"), "int44"),
+        ((*SIZES, "--rate", "100"), "name it with --device"),
+        (("nonesuch",), "no model 'nonesuch' here"),
+        (("fit", "nonesuch.csv", "--y", "ms"), "nonesuch.csv"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(words: tuple[str, ...], said: str) -> None:
+    refusal = run(*words).exception
+    assert isinstance(refusal, FidelabError)  # which main() prints, with exit code 2
+    assert said in str(refusal)
+    assert len(str(refusal).splitlines()) == 1
+
+
+def test_growing_memory_never_fits_less() -> None:
+    fits = [QWEN.longest_context(K16V8, 8, memory) or 0 for memory in np.linspace(1e10, 2e11, 20)]
+    assert all(a <= b for a, b in pairwise(fits))
+
+
+def test_the_command_fits_a_csv_file(tmp_path: Path) -> None:
+    path = tmp_path / "points.csv"
+    path.write_text("batch,speedup\n" + "".join(f"{b},{3 * b / (4 + b)}\n" for b in (1, 2, 4, 8, 16, 32)))
+    done = run("fit", str(path), "--y", "speedup", "--ceiling", "2")
+    assert done.exit_code == 0, done.exception
+    assert "Smax: 3× is above the ceiling of 2×" in done.stdout
+    refusal = run("fit", str(path), "--y", "speedups").exception
+    assert "no column 'speedups'; it has speedup" in str(refusal)
