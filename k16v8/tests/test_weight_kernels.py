@@ -81,6 +81,8 @@ def test_g_idx_gives_each_row_the_scale_of_its_group() -> None:
     codes = torch.randint(0, 16, (64, 8))
     plain = weights.pack("gptq", codes, codes[:2], torch.ones(2, 8), 32, trivial)
     assert plain.order is None
+    never = weights.pack("gptq", codes, codes[:2], torch.ones(2, 8), 32, torch.full((64,), -1))
+    assert never.order is None
 
 
 # What is refused

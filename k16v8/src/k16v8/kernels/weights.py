@@ -108,7 +108,7 @@ def gptq(
     weight = _checked(QuantizedWeight("gptq", qweight, qzeros, scales, rows if group == -1 else group))
     if version == 1:
         weight = replace(weight, qzeros=qzeros + _ONES)  # int32 wraps, as the subtraction did
-    if g_idx is None:
+    if g_idx is None or (g_idx.numel() and bool((g_idx == -1).all())):  # -1: never filled in
         return weight
     if g_idx.shape != (*scales.shape[:-2], rows):
         raise UsageError(f"g_idx is {list(g_idx.shape)}; it takes {[*scales.shape[:-2], rows]}, one group for each row")
