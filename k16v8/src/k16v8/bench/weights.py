@@ -185,8 +185,8 @@ WEIGHT_CONTENDERS = (
     Contender("k16v8", "awq", "ours", _ours, _KINDS),
     Contender("k16v8", "gptq", "ours", _ours, _KINDS),
     Contender("torch matmul", "bf16", "rival", _torch, _KINDS),
-    Contender("torch int4", "int4", "rival", _torch_int4, _KINDS, scratch=8),
+    Contender("torch int4", "int4", "rival", _torch_int4, _KINDS, scratch=2),
     Contender("marlin", "awq", "rival", _marlin, _KINDS, scratch=1),
-    Contender("dequantize, then matmul", "awq", "naive", _dequantized, _KINDS, scratch=8),
-    Contender("dequantize, then matmul", "gptq", "naive", _dequantized, _KINDS, scratch=8),
+    Contender("dequantize, then matmul", "awq", "naive", _dequantized, _KINDS),
+    Contender("dequantize, then matmul", "gptq", "naive", _dequantized, _KINDS),
 )

@@ -35,9 +35,8 @@ _DEFAULTS: dict[str, dict[str, str]] = {
 _CHUNK = {"cuda": 512, "cpu": 64}
 _EXTEND_BATCHES = {"cuda": (1, 8), "cpu": (1,)}
 _GEOMETRIES = "llama-3.1-8b,qwen2.5-7b,mistral-7b"
-# of weights: a CPU reads every layer from memory that no cache holds, some seconds each
-_LAYERS = {"cuda": _GEOMETRIES, "cpu": "tiny"}
-_EXPERTS = {"cuda": "qwen3-30b-a3b,mixtral-8x7b", "cpu": "tiny-experts"}
+_LAYERS = {"cuda": _GEOMETRIES, "cpu": "llama-3.1-8b"}  # linear ones, unless told
+_EXPERTS = {"cuda": "qwen3-30b-a3b,mixtral-8x7b", "cpu": "none"}
 _ROWS = {"cuda": "1,4,16,64,512,4096", "cpu": "1"}
 _MODELS = {"cuda": "qwen2.5-7b,llama-3.1-8b", "cpu": "tiny"}  # of --end-to-end unless told
 
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--geometry",
         help="Models whose attention or linear layers are measured: llama-3.1-8b, qwen2.5-7b, mistral-7b, tiny. "
-        "[default: the first three; weights on cpu: tiny]",
+        "[default: the first three; weights on cpu: the first]",
     )
     add("--formats", default="16/16,16/8,8/8", help="K/V bits of our kernels. [default: 16/16,16/8,8/8]")
     add("--batch", help="Sequences. [default: 1,4,8,16,32,64; cpu: 1,4]")
@@ -60,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", help="Of activations, or tokens. [default: 1,4,16,64,512,4096; cpu: 1]")
     add("--layouts", default="awq,gptq", help="Of our 4-bit weights. [default: awq,gptq]")
     add("--group", type=at_least(1, int), default=128, help="Inputs that share a scale. [default: 128]")
-    add("--experts", help="Models whose experts are measured: qwen3-30b-a3b, mixtral-8x7b, tiny-experts, or none.")
+    add(
+        "--experts",
+        help="Models whose experts are measured: qwen3-30b-a3b, mixtral-8x7b, tiny-experts, or none. "
+        "[default: the first two; cpu: none]",
+    )
     add("--kernels", help="Ours: torch or triton. [default: triton on cuda, else torch]")
     add("--seconds", type=at_least(0.0, float, 60.0), default=0.1, help="Of each timing. [default: 0.1]")
     add("--minutes", type=at_least(0.0, float), help="After which nothing more is begun.")
