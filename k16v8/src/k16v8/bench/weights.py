@@ -116,7 +116,7 @@ def _marlin(cell: WeightCell, name: str, draw: Draw, *, kernels: str) -> WeightW
     words = library.awq_marlin_repack(weight.qweight, inputs, outputs, 4)
     scales = utilities.marlin_permute_scales(weight.scales, inputs, outputs, group)
     zeros = utilities.awq_to_marlin_zero_points(weight.qzeros, len(weight.qzeros), outputs, 4)
-    workspace = utilities.marlin_make_workspace_new(draw.device)
+    workspace = utilities.marlin_make_workspace_new(words.device)
     x, _ = _inputs(cell, draw)
 
     def call() -> Tensor:
