@@ -64,9 +64,7 @@ def test_afterwards_the_weights_are_what_they_were(kind: str, checkpoint: Checkp
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma4", "qwen3_next", "falcon_h1"])
-def test_layers_below_the_rounded_ones_change_no_bit_whether_they_run_or_not(
-    kind: str, checkpoint: Checkpoint
-) -> None:
+def test_layers_below_the_rounded_ones_change_no_bit_whether_they_run_or_not(kind: str, checkpoint: Checkpoint) -> None:
     weights = "int4[group=8,only=1]"
     engine = tiny.opened(checkpoint(kind))
     answered(engine, reweighted("native"))
