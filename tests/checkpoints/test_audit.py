@@ -16,6 +16,7 @@ import transformers
 from fidelab.checkpoints.audit import audit
 from fidelab.checkpoints.rules import RULES, Finding
 from fidelab.errors import InputError
+from tests.checkpoints.conversations import CHATML
 from tests.checkpoints.synthetic import (
     EXPERTS,
     QUANTIZERS,
@@ -83,12 +84,12 @@ def test_nothing_is_found_in_gguf_files(tmp_path: Path) -> None:
         kind = gguf.GGMLQuantizationType.Q8_0 if values.shape[-1] % 32 == 0 else gguf.GGMLQuantizationType.F16
         return gguf.quantize(values, kind), kind
 
-    assert findings(write_gguf(tmp_path / "f32.gguf")) == {}
+    assert findings(write_gguf(tmp_path / "f32.gguf", template=CHATML)) == {}
     stored = {f"blk.0.{part}.weight": blocks for part in ("attn_q", "attn_output", "ffn_up", "ffn_down")}
-    assert findings(write_gguf(tmp_path / "q8.gguf", stored=stored)) == {}
+    assert findings(write_gguf(tmp_path / "q8.gguf", template=CHATML, stored=stored)) == {}
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon_h1", "gemma4", "inkling2", "mistral3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["bloom", "falcon_h1", "gemma4", "inkling2", "minicpm3", "mistral3", "qwen3_next"])
 def test_nothing_is_found_in_what_transformers_writes(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     torch.manual_seed(0)

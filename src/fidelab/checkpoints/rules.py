@@ -62,6 +62,7 @@ class Subject:
         scheme: what its configuration says of its quantization.
         modules: name → the tensors that make up one linear layer (or any other layer with a weight).
         statistics: tensor name → what the pass over its values found; empty where values were not read.
+        kept: what one rule worked out and others use as well.
     """
 
     checkpoint: Checkpoint
@@ -70,6 +71,7 @@ class Subject:
     scheme: Scheme = field(default_factory=Scheme)
     modules: Mapping[str, Module] = field(default_factory=dict)
     statistics: Mapping[str, Statistics] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
