@@ -611,7 +611,7 @@ def test_gguf_rows_are_compared_with_the_original(tmp_path: Path) -> None:
 
     base = write_gguf(tmp_path / "base.gguf")
     up, down = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight"
-    whole = write_gguf(tmp_path / "whole.gguf", stored={up: blocks, down: blocks})
+    whole = write_gguf(tmp_path / "whole.gguf", template=CHATML, stored={up: blocks, down: blocks})
     assert findings(whole, base=base) == {}
     changed = write_gguf(tmp_path / "changed.gguf", stored={up: blocks, down: other})
     [finding] = findings(changed, base=base)["base-differs"]
