@@ -286,7 +286,7 @@ with Operations():
     kernels.matmul(x[:16], problem.weight, out=out[:16], plan=plan)
 assert set(operations) <= {"aten.slice.Tensor"}, operations
 assert [name for name, *_ in launched] == ["matmul", "sum"] and plan.splits > 1
-assert launched[0][1] == (1, 16, plan.splits), launched
+assert launched[0][1] == (1, 8, plan.splits), launched
 launched.clear()
 for rows in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 512, 1000, 4096):
     kernels.matmul(x[:rows], problem.weight, out=out[:rows])

@@ -192,7 +192,8 @@ def matmul_tiles(rows: int, weight: QuantizedWeight, target: Target) -> Tiles:
     rdna = target.backend == "hip" and target.warp == 32
     stages = 4 if target.backend == "cuda" else 2
     if rows <= 16:
-        return Tiles(16, 64, 4, stages)
+        # words of AWQ lie along the columns: 128 of them are 64 bytes of a row, as much as memory gives at once
+        return Tiles(16, 128 if weight.layout == "awq" and not rdna else 64, 4, stages)
     if rows <= 32 or rdna:
         return Tiles(32 if rows <= 32 else 64, 64, 4, stages)
     # where matrix units take their sums from registers, gathering activations as well needs more than there are
@@ -204,7 +205,7 @@ def matmul_tiles(rows: int, weight: QuantizedWeight, target: Target) -> Tiles:
 
 def depth(weight: QuantizedWeight, tile: Tiles, target: Target) -> int:
     """Inputs of one step: a power of two that divides the group, so that a step has one scale."""
-    most = 128 if tile.rows == 16 else 64
+    most = 128 if (tile.rows, tile.tokens) == (16, 64) else 64
     if target.backend == "interpreter":
         most = 64
     elif target.backend == "hip" and target.warp == 32:
