@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,27 @@ def test_the_control_of_a_32_bit_reference_is_the_native_cache_and_a_16_bit_one_
 def test_a_device_that_is_not_there_is_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(EngineError, match="Transformers cannot load llama: "):
         HFEngine().open(replace(tiny.arm(checkpoint("llama")), device="nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128},
+            r"quantized \(gptq\) .* cannot load it here: .*pip install",
+        ),
+        ({"quant_method": "nosuch"}, r"quantized \(nosuch\) .* Unknown quantization type, got nosuch"),
+        ({"bits": 4}, r"quantized \(of an unknown method\)"),
+    ],
+)
+def test_a_quantized_checkpoint_that_transformers_cannot_load_is_not_supported_and_says_what_to_do(
+    checkpoint: Checkpoint, tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    path = copy(checkpoint("llama"), tmp_path / "quantized")
+    found = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**found, "quantization_config": config}))
+    support = HFEngine.supports(tiny.arm(path))
+    assert not support.ok
+    assert re.search(said, support.reason)
+    assert "fidelab convert" in support.reason
+    assert "\n" not in support.reason

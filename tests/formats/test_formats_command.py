@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from fidelab.cli import formats
-from fidelab.formats import FORMATS
+from fidelab.formats import FORMATS, K_QUANTS
 
 
 def run(*args: str) -> str:
@@ -79,3 +79,15 @@ def test_the_model_gives_the_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
     listing = json.loads(run("--json", "--model", "tiny"))
     assert listing["geometry"] == {"model": "tiny", "layers": 2, "kv_heads": 5, "head_dim": 80}
     assert row(listing, "f32")["bytes_per_token"] == 2 * 2 * 5 * 80 * 4
+
+
+def test_every_format_of_weights_is_listed_with_its_bits_or_the_reason_why_it_cannot_be_had(
+    listing: dict[str, Any],
+) -> None:
+    rows = {entry["name"]: entry for entry in listing["weights"]}
+    assert [*rows] == [*FORMATS.names(), *K_QUANTS]
+    assert rows["int4"]["bits_per_weight"] == 4 + 16 / 128
+    assert rows["fp8_e4m3"]["typical_error"] < 0.03
+    for name, bits in {"q6_k": 6.5625, "q4_k": 4.5, "q2_k": 2.625}.items():
+        assert rows[name]["reason"] is not None or rows[name]["bits_per_weight"] == bits
+    assert "weights=NAME" in run()

@@ -207,6 +207,17 @@ def test_p_zero_where_q_is_positive_costs_only_the_mass_q_puts_there() -> None:
 # ---------------------------------------------------------------------------------------- cut vocabulary
 
 
+@pytest.mark.parametrize("longer", ["reference", "test"])
+def test_the_probability_that_is_cut_off_with_ids_of_one_side_alone_is_kept(longer: str) -> None:
+    ref, test = (side.numpy() for side in random_pair(40, 11))
+    more = np.random.default_rng(5).normal(size=(40, 4)).astype(np.float32)
+    sides = {"reference": (np.hstack([ref, more]), test), "test": (ref, np.hstack([test, more]))}
+    whole = np.exp(sides[longer][longer == "test"].astype(np.float64))
+    found = compare(*map(torch.from_numpy, sides[longer])).cut
+    np.testing.assert_allclose(found, whole[:, 11:].sum(1) / whole.sum(1), rtol=1e-6)
+    assert np.isnan(compare(torch.from_numpy(ref), torch.from_numpy(test)).cut).all()
+
+
 def test_different_vocabularies_are_cut_to_the_common_size_and_renormalised() -> None:
     ref, test = random_pair(9, 130)
     test = test[:, :100]
@@ -397,6 +408,7 @@ def rows_of(top1: list[bool], margin: list[float]) -> RowComparison:
         nll_ref=some,
         nll_test=some,
         margin=np.array(margin),
+        cut=np.full(n, np.nan),
     )
 
 

@@ -188,3 +188,17 @@ def test_an_interval_that_crosses_a_band_is_said_to() -> None:
     said = sentence(replace(FP8, band="FAIL", at_best="PASS", kld=0.08, kld_ci=(0.03, 0.2), clusters="12 blocks"))
     assert "its interval reaches from PASS to FAIL: more windows decide" in said
     assert "reaches" not in sentence(INT4)
+
+
+def test_probability_that_is_cut_off_with_ids_of_one_side_alone_is_told_from_a_thousandth_on() -> None:
+    told = "ids that one vocabulary alone has hold 2.14% of the probability, which KLD leaves out"
+    assert told in sentence(replace(INT4, cut=0.0214))
+    assert "vocabulary" not in sentence(replace(INT4, cut=0.0009))
+
+
+def test_where_weights_are_rounded_too_no_other_cache_format_is_advised() -> None:
+    assert "try k16v8" in sentence(INT4)
+    said = sentence(replace(INT4, rounded=True))
+    assert "try k16v8" not in said
+    assert "weights and cache apart: --vary weights=native,… --vary kv=…" in said
+    assert "--vary" not in sentence(replace(INT4, k="bf16", v="bf16", rounded=True))

@@ -64,6 +64,12 @@ KLD_METRICS = {
         "tokens to flip", "tokens", None, "Expected tokens until the first changed most likely token, 1/(1 - top-1)."
     ),
     "rms_dp": Definition("RMS Δp", "share", "lower", "Root mean square change of the actual next token's probability."),
+    "cut": Definition(
+        "cut off",
+        "share",
+        None,
+        "Mean probability of the ids that one side alone has, which KL leaves out; of vocabularies of different size.",
+    ),
     "score": SCORE,
 }
 """The axis's metrics by the field of :class:`KLSummary` or :class:`Flips` that holds the value."""
@@ -277,8 +283,15 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
         define["real_flips"](flips.real_flips, flips.real_flips_ci),
         define["tokens_to_flip"](flips.tokens_to_flip, flips.tokens_to_flip_ci),
         define["rms_dp"](summary.rms_dp),
+        *([define["cut"](cut)] if (cut := _cut(rows)) is not None else []),
         *(() if score.bound else (score.score(seed, headline=False),)),
     )
+
+
+def _cut(rows: RowComparison) -> float | None:
+    """The mean probability that was cut off; ``None`` where vocabularies have the same size."""
+    known = rows.cut[np.isfinite(rows.cut)]
+    return float(known.mean()) if len(known) else None
 
 
 def kl_curve(key: str, edges: Sequence[float], means: Sequence[float | None]) -> Curve:

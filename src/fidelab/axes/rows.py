@@ -35,6 +35,7 @@ __all__ = [
     "reported",
 ]
 
+_CUT = 1e-3  # probability of ids of one side alone: beyond it, distributions are not identical
 CHUNK = 256  # rows at a time: 50 MB of float32 per side at 49,152 tokens
 
 
@@ -72,7 +73,7 @@ def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -
         usable=~rows.failed,
         transform=None if bound else kld_score,
         bounds=(0.0, float("inf")),
-        identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all()),
+        identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all() and not (rows.cut > _CUT).any()),
         bound=bound,
     )
 

@@ -39,15 +39,15 @@ class Finding:
     severity: Severity | None = None
     rule: str = ""
 
-    def as_json(self, most: int = 20) -> dict[str, Any]:
-        """Plain data, with the first ``most`` names of tensors and the count of all."""
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, with the names of all tensors."""
         return {
             "rule": self.rule,
             "severity": self.severity,
             "text": self.text,
             "at_run_time": RULES[self.rule].symptom,
             "count": len(self.tensors),
-            "tensors": list(self.tensors[:most]),
+            "tensors": list(self.tensors),
         }
 
 

@@ -1,4 +1,4 @@
-"""``fidelab formats``: the KV formats, what they cost in bytes and lose in precision."""
+"""``fidelab formats``: formats of the KV cache and of weights, what they cost in bytes and lose in precision."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class _Geometry:
 
 _EMBEDDED = _Geometry("smollm2-135m", 30, 3, 64)  # written down: the table needs no model on this machine
 _TOKENS = 2048  # of one head, measured
+_WEIGHT = (512, 2048)  # outputs and inputs of the matrix that weight formats are measured on
 
 
 def formats(
@@ -43,9 +44,10 @@ def formats(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the KV formats: bytes, error, the engines that have them, and why one cannot run here.
+    """List the formats of caches and of weights: bytes, error, where they run, and why one cannot run here.
 
-    Errors are L2 norms relative to that of the values, normally distributed: over all, and in the worst token.
+    Errors are L2 norms relative to that of the values, normally distributed: over all, and in the worst token. Weight
+    formats are those of --candidate weights=… on engine hf, rounded to nearest without calibration.
 
     [bold]Example[/bold]
 
@@ -57,8 +59,9 @@ def formats(
     with waiting("asking the engines"):
         places = chosen(listing())
     rows = _rows(geometry, places)
+    weights = _weight_rows()
     if as_json:
-        print(json.dumps({"geometry": asdict(geometry), "formats": rows}, indent=2))
+        print(json.dumps({"geometry": asdict(geometry), "formats": rows, "weights": weights}, indent=2))
         return
     from rich import box
     from rich.padding import Padding
@@ -103,6 +106,40 @@ def formats(
             console.print(Padding(Text(f"{place.engine}: {place.problem}; {place.remedy}"), (0, 0, 0, 2)))
         for why, names in by_reason(place.refused).items():
             console.print(Padding(Text(f"({place.engine}) {', '.join(names)}: {why}"), (0, 0, 0, 2)))
+    rounded = Table(box=box.SIMPLE_HEAD, title="Weights, on engine hf: --candidate weights=NAME", title_justify="left")
+    rounded.add_column("format", no_wrap=True)
+    for heading in ("bits/weight", "typical error"):
+        rounded.add_column(heading, justify="right")
+    for row in weights:
+        if row["reason"] is None:
+            rounded.add_row(row["name"], f"{row['bits_per_weight']:.2f}", f"{row['typical_error']:.3%}")
+    console.print(rounded)
+    for why, names in by_reason({row["name"]: row["reason"] for row in weights if row["reason"]}).items():
+        console.print(Padding(Text(f"{', '.join(names)}: {why}"), (0, 0, 0, 2)))
+
+
+def _weight_rows() -> list[dict[str, Any]]:
+    """Bits and errors of the formats of weights, all scales counted; ``reason``: why one is not to be had here."""
+    import torch
+
+    from fidelab.core import FormatSpec
+    from fidelab.errors import NotSupportedError
+    from fidelab.formats import FORMATS, K_QUANTS
+    from fidelab.formats.weights import weight_format
+
+    weight = torch.randn(_WEIGHT, generator=torch.Generator().manual_seed(0)) / 32
+    rows: list[dict[str, Any]] = []
+    for name in (*FORMATS.names(), *K_QUANTS):
+        try:
+            fmt, out = weight_format(FormatSpec(name)), weight.clone()
+        except NotSupportedError as refused:
+            rows.append({"name": name, "bits_per_weight": None, "typical_error": None, "reason": str(refused)})
+            continue
+        fmt.round_(out)
+        error = ((out - weight).double().norm() / weight.double().norm()).item()
+        bits = 8 * fmt.nbytes(_WEIGHT) / weight.numel()
+        rows.append({"name": name, "bits_per_weight": bits, "typical_error": error, "reason": None})
+    return rows
 
 
 def _geometry(name: str | None) -> _Geometry:

@@ -114,6 +114,8 @@ class RowComparison:
         nll_test: −log Q(actual), nats; likewise.
         margin: log P of the reference's most likely token minus log P of the candidate's, nats, ≥ 0: how clearly
             the reference prefers its own; 0 where they agree, NaN where the row failed or that is not known.
+        cut: the probability of the ids that one side alone has, before both were cut to the common ones; NaN where
+            the row failed, or both have the same ids.
     """
 
     kl: Floats
@@ -124,6 +126,7 @@ class RowComparison:
     nll_ref: Floats
     nll_test: Floats
     margin: Floats
+    cut: Floats
 
     def __len__(self) -> int:
         return len(self.kl)
@@ -169,6 +172,8 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
         raise ValueError(f"{n} rows over {vocab} common ids do not fit targets of shape {tuple(goal.shape)}")
     has_goal = (goal >= 0) & (goal < vocab)
     pick = goal.where(has_goal, torch.zeros_like(goal))[:, None]
+    longer = ref_logits if ref_logits.shape[1] > vocab else test_logits if test_logits.shape[1] > vocab else None
+    cut = torch.full((n,), math.nan, dtype=torch.float64, device=device)
     block = max(1, min(n, (_CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK) // vocab))
     work = _Work(block, vocab, device)
     top1 = torch.empty(n, dtype=torch.bool, device=device)
@@ -185,6 +190,8 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
         columns[4, at] = work.q[:rows].gather(1, pick[at])[:, 0].double()
         columns[5, at] = work.p[:rows].gather(1, best_q[:, None])[:, 0].double()
         columns[0, at] = work.expected_gap(rows) / sum_p + columns[2, at] - columns[1, at]
+        if longer is not None:
+            cut[at] = longer[at].double().softmax(-1)[:, vocab:].sum(-1)
     kl, norm_p, norm_q, score_p, score_q, flipped = columns.cpu().numpy()
     failed = ~np.isfinite(kl)
     no_goal = ~has_goal.cpu().numpy()
@@ -198,6 +205,7 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
         nll_ref=nll_ref,
         nll_test=nll_test,
         margin=np.where(failed, np.nan, 0.0 - flipped),
+        cut=np.where(failed, np.nan, cut.cpu().numpy()),
     )
 
 
@@ -320,6 +328,7 @@ def compare_topk(
         nll_ref=nll_ref,
         nll_test=nll_test,
         margin=np.where(failed, np.nan, margin),
+        cut=np.full(len(kl), np.nan),
     )
 
 

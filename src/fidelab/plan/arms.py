@@ -13,7 +13,7 @@ from fidelab.config.serve import PORTS, move_folders
 from fidelab.core import Arm, KVSpec
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.hf import kernels as hf_kernels
-from fidelab.engines.hf.weights import NATIVE, WEIGHTS
+from fidelab.engines.hf.weights import NATIVE, WEIGHTS, rounding_of
 from fidelab.engines.variables import check_env
 from fidelab.environments.answers import EngineAnswers
 from fidelab.errors import NotSupportedError, UnknownNameError, UsageError
@@ -235,8 +235,7 @@ def _quoted(word: str) -> str:
 
 def family(arm: Arm) -> tuple[str, ...]:
     """Arms of one family have one twin: same engine, weights, compute type and formats, whatever else they say."""
-    rounded = dict(arm.options).get(WEIGHTS, "") if arm.engine == _HF else ""
-    return arm.engine, arm.weights, rounded, arm.dtype, arm.kv.k.name, arm.kv.v.name
+    return arm.engine, arm.weights, rounding_of(arm), arm.dtype, arm.kv.k.name, arm.kv.v.name
 
 
 def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:

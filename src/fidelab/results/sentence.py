@@ -17,6 +17,7 @@ from fidelab.results.numbers import counted, format_kld, format_odds, format_spa
 __all__ = ["ArmFacts", "is_native", "sentence"]
 
 _ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
+_MUCH_CUT = 1e-3  # probability
 _MUCH = 0.5  # share of keys and values from which on nothing is said
 _NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
 
@@ -35,6 +36,7 @@ class ArmFacts:
     ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run whose keys are native and
     whose values have this arm's format, if there is one.  ``native_keys_format``: what to suggest where there is
     none, in the engine's own words (``f16/q8_0`` on llama.cpp); empty where the engine has one format for both.
+    ``cut``: the mean probability of ids that one side alone has.  ``rounded``: its weights are rounded, too.
     ``lowered_by``: why the band is below what the KLD alone gives.  ``forced``: run although its engine warned.
     """
 
@@ -62,6 +64,8 @@ class ArmFacts:
     native_keys_band: str | None = None
     native_keys_kld: float | None = None
     native_keys_format: str = "k16v8"
+    cut: float | None = None
+    rounded: bool = False
     lowered_by: str = ""
     forced: bool = False
 
@@ -153,6 +157,8 @@ def _doubts(arm: ArmFacts) -> list[str]:
         doubts.append(f"a verdict takes {counted(MIN_STUDENTIZED_CLUSTERS, word)} or more")
     elif arm.at_best is not None:
         doubts[-1] += ": more windows decide"
+    if arm.cut is not None and arm.cut >= _MUCH_CUT:
+        doubts.append(f"ids that one vocabulary alone has hold {arm.cut:.2%} of the probability, which KLD leaves out")
     return doubts
 
 
@@ -194,6 +200,9 @@ def _remedies(arm: ArmFacts) -> list[str]:
         return [line, "try another attention backend"] if bad and not arm.n_failed else [line]
     if not bad or _hides_the_format(arm):
         return []
+    if arm.rounded:
+        both = not (is_native(arm.k) and is_native(arm.v))
+        return ["weights and cache apart: --vary weights=native,… --vary kv=…"] if both else []
     if is_native(arm.k):
         return [] if is_native(arm.v) else ["try wider values"]
     if arm.native_keys_band in ("EXCELLENT", "PASS"):

@@ -17,6 +17,7 @@ from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec, Status
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
+from fidelab.engines.hf.weights import rounding_of
 from fidelab.metrics.composite import Band, composite, cost_alike, verdict
 from fidelab.metrics.composite import Ruling as Ruling
 from fidelab.plan.arms import serve_command
@@ -316,6 +317,8 @@ class _Summary:
             native_keys_kld=_value(other_kld, "mean"),
             native_keys_format=_native_keys(kv) if _has_separate_kv(arm.result.arm.engine) else "",
             lowered_by="; ".join((*arm.broken, *_harms(arm.scores))),
+            cut=_value(kld, "cut off"),
+            rounded=bool(rounding_of(arm.result.arm)),
             forced=dict(arm.result.arm.options).get("force") == "yes",
         )
 

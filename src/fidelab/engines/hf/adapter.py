@@ -20,10 +20,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed, Tokens
+from fidelab.captures.requests import (
+    WAYS,
+    Forced,
+    Generate,
+    Layerwise,
+    Prefill,
+    Request,
+    Reweighted,
+    Served,
+    Timed,
+    Tokens,
+)
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import (
     Answer,
@@ -35,6 +47,7 @@ from fidelab.engines.base import (
     answer_with_head,
     device_name,
     dtype_name,
+    one_line,
 )
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
@@ -59,6 +72,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fidelab.engines.hf.cache import EncodedCache
+    from fidelab.engines.hf.reweighted import Reweighing
 
 _LOADING: Mapping[str, Value] = {  # passed on to ``from_pretrained``
     "device-map": (bool, "a device, auto, balanced …, or a JSON object of modules and devices"),
@@ -100,6 +114,28 @@ def _loading(arm: Arm) -> dict[str, Any]:
     return {key.replace("-", "_"): json.loads(text) if text.startswith("{") else text for key, text in given}
 
 
+def _unreadable_quantization(arm: Arm) -> str | None:
+    """Why Transformers cannot load a quantized checkpoint here; ``None`` where it can, and for all others."""
+    try:
+        config = json.loads((Path(arm.path) / "config.json").read_text("utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    from transformers.quantizers import AutoHfQuantizer
+
+    try:
+        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+        quantizer.validate_environment(device_map={"": arm.device}, weights_only=True)
+    except Exception as error:
+        method = config.get("quant_method", "of an unknown method")
+        return (
+            f"the checkpoint is quantized ({method}) and Transformers cannot load it here: "
+            f"{one_line(error).rstrip('.')}; run it on engine vllm, or convert it with fidelab convert --to safetensors"
+        )
+    return None
+
+
 @dataclass(frozen=True)
 class _Shared:
     """The cache of what all prompts of a request begin with."""
@@ -119,7 +155,7 @@ class HFEngine(Engine):
     controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
     aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
     start_seconds: ClassVar[float] = 5.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served", "reweighted"}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
@@ -159,6 +195,8 @@ class HFEngine(Engine):
         layers = hf_kernels.shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
             return Support(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
+        if reason := _unreadable_quantization(arm):
+            return Support(False, reason)
         if text := dict(arm.options).get(WEIGHTS):
             for key in ("quantization-config", "tp-plan"):
                 if key in dict(arm.options):
@@ -180,6 +218,7 @@ class HFEngine(Engine):
         self._arm = arm
         self._model = HFModel(arm, self.mark, _loading(arm))
         self._jittered: int | None = None
+        self._reweighing: Reweighing | None = None
         if seed := dict(arm.options).get("jitter"):
             from fidelab.engines.hf.layers import decoder_layers, jitter
 
@@ -192,7 +231,7 @@ class HFEngine(Engine):
         began = time.monotonic()
         if self._model.head is not None:
             self._model.head.sentinels.clear()
-        self._model.proof.due = not isinstance(request, Timed)  # a look takes time
+        self._model.proof.due = not isinstance(request, Timed | Reweighted)  # a look takes time, and wants all layers
         match request:
             case Prefill():
                 facts = self._prefill(request, sink)
@@ -210,6 +249,11 @@ class HFEngine(Engine):
                 from fidelab.engines.hf.ways import answer_served
 
                 facts = answer_served(self._model, request, sink)
+            case Reweighted():
+                from fidelab.engines.hf.reweighted import Reweighing
+
+                self._reweighing = self._reweighing or Reweighing(self._model)
+                facts = self._reweighing.answer(request, sink)
         estimator = Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS
         return answer_with_head(request, estimator, facts, began, self._model.head)
 

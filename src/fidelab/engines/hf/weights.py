@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fidelab.core import FormatSpec
+from fidelab.core import Arm, FormatSpec
 from fidelab.errors import FidelabError, NotSupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ __all__ = [
     "check_weights",
     "parse_rules",
     "round_weights",
+    "rounding_of",
     "weights_of",
 ]
 
@@ -77,6 +78,11 @@ class ModelWeight:
     def kind(self) -> str:
         """The last part of its name: ``down_proj``."""
         return self.name.rpartition(".")[2]
+
+
+def rounding_of(arm: Arm) -> str:
+    """The option ``weights`` of an arm of engine hf; empty where nothing is rounded."""
+    return dict(arm.options).get(WEIGHTS, "") if arm.engine == "hf" else ""
 
 
 def parse_rules(text: str) -> tuple[WeightRule, ...]:
