@@ -44,9 +44,12 @@ def main() -> None:
     args = parser.parse_args()
     figures = {}
     print(f"{'checkpoint':<26} {'GB':>6} {'seconds':>8} {'GB/s':>6} {'peak GB':>8}  verdict")
-    for name in ("bfloat16", "packed 4-bit"):
+    for name in ("bfloat16", "packed 4-bit", "GGUF, Q4_K"):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            _write(Path(folder), int(args.gigabytes * 1e9), packed=name != "bfloat16")
+            if name.startswith("GGUF"):
+                _write_gguf(Path(folder) / "model.gguf", int(args.gigabytes * 1e9))
+            else:
+                _write(Path(folder), int(args.gigabytes * 1e9), packed=name != "bfloat16")
             figures[name] = _audited(name, folder)
     figures["smollm2-135m (GGUF)"] = _audited("smollm2-135m (GGUF)", "smollm2-135m")
     converted = subprocess.run(
@@ -109,6 +112,25 @@ def _write(folder: Path, size: int, *, packed: bool) -> None:
                 for _, value in parts.values():
                     out.write(value.data)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def _write_gguf(file: Path, size: int) -> None:
+    """Matrices in blocks of 4 bits."""
+    import gguf
+
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (ROWS * COLUMNS // 256, 144), dtype=np.uint8)
+    blocks[:, :4] = rng.uniform(0.001, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8)
+    raw = blocks.reshape(ROWS, -1)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(1)
+    writer.add_tensor("token_embd.weight", np.ones((64, 64), np.float32))
+    for layer in range(size // raw.nbytes):
+        writer.add_tensor(f"blk.{layer}.ffn_up.weight", raw, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def test_a_geometry_has_the_parameters_of_its_model(name: str, billions: float) 
 
 def test_bytes_of_a_cell_are_cache_queries_and_output() -> None:
     llama = Cell("decode", GEOMETRIES["llama-3.1-8b"].shape, 32, 32768)
-    assert 32 * llama.kv_bytes("16/16") == 32 * 32768 * 131_072
-    assert 32 * llama.kv_bytes("16/8") == 32 * 32768 * 98_304
+    assert 32 * llama.held_bytes("16/16") == 32 * 32768 * 131_072
+    assert 32 * llama.held_bytes("16/8") == 32 * 32768 * 98_304
     assert llama.moved_bytes("8/8") == 32 * 32768 * 8 * 128 * 2 + 2 * (32 * 32 * 128 * 2)
 
 
@@ -162,7 +162,7 @@ def test_every_contender_is_measured_and_right_or_says_why_not(cell: Cell) -> No
         assert result.seconds is not None
         assert result.error is not None
         assert result.error <= 0.0035
-        assert result.caches * cell.kv_bytes(contender.formats) > 2 << 15
+        assert result.caches * cell.held_bytes(contender.formats) > 2 << 15
 
 
 def _broken(spoil: Callable[[Tensor], Tensor | None], cell: Cell = DECODE) -> Contender:

@@ -81,6 +81,8 @@ def test_g_idx_gives_each_row_the_scale_of_its_group() -> None:
     codes = torch.randint(0, 16, (64, 8))
     plain = weights.pack("gptq", codes, codes[:2], torch.ones(2, 8), 32, trivial)
     assert plain.order is None
+    never = weights.pack("gptq", codes, codes[:2], torch.ones(2, 8), 32, torch.full((64,), -1))
+    assert never.order is None
 
 
 # What is refused
@@ -284,7 +286,7 @@ with Operations():
     kernels.matmul(x[:16], problem.weight, out=out[:16], plan=plan)
 assert set(operations) <= {"aten.slice.Tensor"}, operations
 assert [name for name, *_ in launched] == ["matmul", "sum"] and plan.splits > 1
-assert launched[0][1] == (1, 16, plan.splits), launched
+assert launched[0][1] == (1, 8, plan.splits), launched
 launched.clear()
 for rows in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 512, 1000, 4096):
     kernels.matmul(x[:rows], problem.weight, out=out[:rows])
@@ -298,6 +300,15 @@ with Operations():
     kernels.expert_matmul(problem.x, problem.weight, problem.experts, problem.routing)
 assert not forbidden & set(operations), operations
 assert [name for name, *_ in launched][-1:] == ["matmul"]
+
+# both products of a layer share the tables: one launch each, and nothing besides
+plan = kernels.plan_experts(problem.experts, problem.weight)
+held = torch.empty(50, 6, problem.weight.outputs, dtype=torch.bfloat16)
+operations.clear(), launched.clear()
+with Operations():
+    kernels.expert_matmul(problem.x, problem.weight, problem.experts, problem.routing, out=held, plan=plan)
+assert set(operations) <= {"aten.view.default"}, operations
+assert [name for name, *_ in launched] == ["matmul"]
 """
 
 
@@ -310,7 +321,7 @@ def test_a_product_is_one_launch_without_host_sync_and_few_variants_are_compiled
 
 
 @triton
-def test_a_plan_for_fewer_rows_is_refused() -> None:
+def test_a_plan_for_fewer_rows_or_other_experts_is_refused() -> None:
     script = (
         "from k16v8.errors import UsageError\nfrom k16v8.gates.weights import WeightCase\n"
         "from k16v8.kernels.dispatch import choose_weights\n"
@@ -318,5 +329,11 @@ def test_a_plan_for_fewer_rows_is_refused() -> None:
         "plan = kernels.plan(2, problem.weight)\n"
         "try:\n    kernels.matmul(problem.x, problem.weight, plan=plan)\n"
         "except UsageError as error:\n    print(error)\n"
+        "problem, _ = WeightCase('x', rows=5, experts=4).build(0)\n"
+        "plan = kernels.plan_experts(problem.experts[:2], problem.weight)\n"
+        "try:\n    kernels.expert_matmul(problem.x, problem.weight, problem.experts, plan=plan)\n"
+        "except UsageError as error:\n    print(error)\n"
     )
-    assert _python(script).stdout.startswith("the plan is for 2 rows")
+    lines = _python(script).stdout.splitlines()
+    assert lines[0].startswith("the plan is for 2 rows")
+    assert lines[1].startswith("the plan is for 4 pairs of token and expert")

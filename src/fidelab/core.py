@@ -34,6 +34,7 @@ __all__ = [
     "digest",
     "finite",
     "looked_up",
+    "parse_bytes",
     "read_file",
     "slug",
     "state_dir",
@@ -189,6 +190,22 @@ def strict_json(
     if not half_pairs and _SURROGATE.search(text):
         json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
     return value
+
+
+_SIZE = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> float:
+    """``80G`` and ``80GB`` (10^9), ``80GiB`` (2^30), ``24e9`` → bytes.
+
+    Raises:
+        UsageError: it is no size above 0.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not 0 < float(match["number"]) < math.inf:
+        raise UsageError(f"{text!r} is no size; write 80G (10^9), 80GiB (2^30) or a number of bytes")
+    power = " kmgt".index(match["unit"].lower() or " ")
+    return float(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
 
 
 def usable_cores() -> int:

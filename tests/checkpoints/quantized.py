@@ -18,7 +18,10 @@ CONFIGS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "gptq": (Gptq(), {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq"}),
     "gptq_v2": (GptqV2(), {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq_v2"}),
     "awq": (Awq(), {"quant_method": "awq", "version": "gemm", "zero_point": True}),
-    "compressed-tensors": (PackQuantized(), {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+    "compressed-tensors": (
+        PackQuantized(),
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"},
+    ),
     "auto-round": (Gptq(), {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}),
     "auto-round-awq": (Awq(), {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}),
 }

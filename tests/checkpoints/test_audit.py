@@ -16,6 +16,7 @@ import transformers
 from fidelab.checkpoints.audit import audit
 from fidelab.checkpoints.rules import RULES, Finding
 from fidelab.errors import InputError
+from tests.checkpoints.conversations import CHATML
 from tests.checkpoints.synthetic import (
     EXPERTS,
     QUANTIZERS,
@@ -43,6 +44,14 @@ def findings(folder: Path, **options: Any) -> dict[str, list[Finding]]:
 # ------------------------------------------------------------------------------------------------------ whole ones
 
 
+def _with_cache_scales(content: Synthetic) -> Synthetic:
+    content.config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    for n in range(2):
+        for part in ("k_scale", "v_scale"):
+            content.tensors[f"model.layers.{n}.self_attn.{part}"] = torch.tensor([0.02]).bfloat16()
+    return content
+
+
 CLEAN: dict[str, Callable[[], Synthetic]] = {
     "plain": plain,
     "plain, tied": lambda: plain(tied=True),
@@ -51,6 +60,7 @@ CLEAN: dict[str, Callable[[], Synthetic]] = {
     "plain, shards": lambda: plain(moe=True).sharded(),
     **{form: (lambda form=form: quantized(form)) for form in QUANTIZERS},  # type: ignore[misc]
     **{f"{form}, experts": (lambda form=form: quantized(form, moe=True)) for form in QUANTIZERS},  # type: ignore[misc]
+    "w4a16, scales of the KV cache": lambda: _with_cache_scales(quantized("w4a16")),
     "w4a16, shards": lambda: quantized("w4a16", moe=True).sharded(),
 }
 
@@ -74,12 +84,12 @@ def test_nothing_is_found_in_gguf_files(tmp_path: Path) -> None:
         kind = gguf.GGMLQuantizationType.Q8_0 if values.shape[-1] % 32 == 0 else gguf.GGMLQuantizationType.F16
         return gguf.quantize(values, kind), kind
 
-    assert findings(write_gguf(tmp_path / "f32.gguf")) == {}
+    assert findings(write_gguf(tmp_path / "f32.gguf", template=CHATML)) == {}
     stored = {f"blk.0.{part}.weight": blocks for part in ("attn_q", "attn_output", "ffn_up", "ffn_down")}
-    assert findings(write_gguf(tmp_path / "q8.gguf", stored=stored)) == {}
+    assert findings(write_gguf(tmp_path / "q8.gguf", template=CHATML, stored=stored)) == {}
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon_h1", "gemma4", "inkling2", "mistral3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["bloom", "falcon_h1", "gemma4", "inkling2", "minicpm3", "mistral3", "qwen3_next"])
 def test_nothing_is_found_in_what_transformers_writes(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     torch.manual_seed(0)
@@ -308,6 +318,13 @@ FAULTS: dict[str, Fault] = {
         ),
         ["model.layers.0.mlp.experts.2.up_proj"],
     ),
+    "an expert missing amid others": Fault(
+        "experts-missing",
+        W4_MOE,
+        lambda c: _drop(*(name for name in c.tensors if name.startswith("model.layers.1.mlp.experts.1.up")))(c),
+        ["model.layers.1.mlp.experts.1.up_proj"],
+        "broken",
+    ),
     "a missing expert": Fault(
         "experts-missing",
         W4_MOE,
@@ -450,9 +467,7 @@ FAULTS: dict[str, Fault] = {
         "broken",
         tp=8,
     ),
-    "outputs that are no multiple of 8": Fault(
-        "tp-split", AWQ, lambda c: None, [QUERY.replace("q_proj", "k_proj")], tp=16
-    ),
+    "outputs that are no multiple of 8": Fault("tp-split", AWQ, lambda c: None, [GATE], tp=64),
     "a group index beyond the groups": Fault("group-index", GPTQ, _set(f"{DOWN}.g_idx", _poked(99)), [f"{DOWN}.g_idx"]),
     "one group for all inputs": Fault("group-index", GPTQ, _set(f"{DOWN}.g_idx", torch.zeros_like), [f"{DOWN}.g_idx"]),
     "inputs out of order": Fault("group-index", GPTQ, _set(f"{DOWN}.g_idx", lambda t: t.flip(0)), [f"{DOWN}.g_idx"]),
@@ -463,7 +478,15 @@ FAULTS: dict[str, Fault] = {
         "scale-dtype", GPTQ, _set(f"{DOWN}.scales", lambda t: t.bfloat16()), [f"{DOWN}.scales"], "suspicious"
     ),
     "no scales of the KV cache": Fault("kv-scales-missing", W4, _settings(kv_cache_scheme={"num_bits": 8})),
-    "no vision tower": Fault("vision-missing", plain, lambda c: c.config.update(vision_config={"depth": 2})),
+    "no vision tower": Fault(
+        "vision-missing",
+        plain,
+        lambda c: c.config.update(vision_config={"depth": 2}, architectures=["Qwen2_5_VLForConditionalGeneration"]),
+        severity="broken",
+    ),
+    "no vision tower in a model for text": Fault(
+        "vision-missing", plain, lambda c: c.config.update(vision_config={"depth": 2}), severity="suspicious"
+    ),
     "no LM head": Fault("head-missing", plain, _drop("lm_head.weight"), ["lm_head.weight"], "broken"),
     "no embedding": Fault("head-missing", plain, _drop("model.embed_tokens.weight")),
     "a layer that the original has": Fault(
@@ -560,6 +583,54 @@ def test_a_router_of_gguf_in_blocks_and_infinite_block_scales_are_found(tmp_path
     assert found["scale-nonfinite"][0].tensors == ["blk.0.ffn_up.weight"]
 
 
+def _experts(values: Any) -> tuple[Any, Any]:
+    """The experts of a layer in blocks of 8 bits; those from the second on are as they were allocated."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType.Q8_0
+    raw = np.stack([gguf.quantize(part, kind) for part in values])
+    raw[1:] = 0
+    return raw, kind
+
+
+def test_experts_of_gguf_that_were_never_written_are_found_by_number(tmp_path: Path) -> None:
+    name = "blk.0.ffn_up_exps.weight"
+    file = write_gguf(tmp_path / "m.gguf", changed={name: (4, 64, 32)}, stored={name: _experts})
+    found = findings(file)
+    assert found["experts-uncalibrated"][0].tensors == [f"{name}[{n}]" for n in (1, 2, 3)]
+
+
+def test_gguf_rows_are_compared_with_the_original(tmp_path: Path) -> None:
+    import gguf
+
+    def blocks(values: Any) -> tuple[Any, Any]:
+        return gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0
+
+    def other(values: Any) -> tuple[Any, Any]:
+        return blocks(np.ascontiguousarray(values[::-1]))
+
+    base = write_gguf(tmp_path / "base.gguf")
+    up, down = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight"
+    whole = write_gguf(tmp_path / "whole.gguf", template=CHATML, stored={up: blocks, down: blocks})
+    assert findings(whole, base=base) == {}
+    changed = write_gguf(tmp_path / "changed.gguf", stored={up: blocks, down: other})
+    [finding] = findings(changed, base=base)["base-differs"]
+    assert finding.tensors == ["blk.0.ffn_down"]
+
+
+def test_experts_in_mxfp4_as_gpt_oss_has_them_are_whole_or_found_by_number(tmp_path: Path) -> None:
+    content = plain()
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    content.tensors[f"{experts}_blocks"] = torch.randint(0, 256, (4, 64, 4, 16), dtype=torch.uint8)
+    content.tensors[f"{experts}_scales"] = torch.randint(115, 123, (4, 64, 4), dtype=torch.uint8)
+    content.tensors[f"{experts}_bias"] = torch.randn(4, 64).bfloat16()
+    content.config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}
+    assert findings(content.write(tmp_path / "whole")) == {}
+    content.tensors[f"{experts}_scales"][2] = 255  # NaN
+    [finding] = findings(content.write(tmp_path / "nan"))["experts-uncalibrated"]
+    assert finding.tensors == [f"{experts}_scales[2]"]
+
+
 # --------------------------------------------------------------------------------------------------------- the command
 
 
@@ -584,8 +655,15 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     content.config["quantization_config"]["quant_method"] = "hqq"
     folder = content.write(tmp_path / "m")
     whole = plain().write(tmp_path / "whole")
+    pickled, cut = tmp_path / "pickled", plain().write(tmp_path / "cut") / "model.safetensors"
+    pickled.mkdir()
+    (pickled / "config.json").write_text("{}")
+    (pickled / "pytorch_model.bin").write_bytes(b"\x80")
+    cut.write_bytes(cut.read_bytes()[:-100])
     for words, says in (
         ((folder,), "'hqq', which is not known"),
+        ((pickled,), "pickled weights only (pytorch_model.bin)"),
+        ((cut.parent,), "is truncated"),
         ((tmp_path / "nothing",), "no checkpoint"),
         ((whole, "--tp", "0"), "at least 1"),
         ((whole, "--base", write_gguf(tmp_path / "m.gguf")), "in the same format"),

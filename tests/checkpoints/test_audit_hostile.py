@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,20 @@ def gguf_data(path: Path) -> int:
     return read_header(path).data_bytes
 
 
+def _tensors(names: Iterable[str]) -> bytes:
+    """A header of empty tensors."""
+    return b"{%s}" % b",".join(
+        b'"%s":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % name.encode() for name in names
+    )
+
+
 ENDLESS: dict[str, Callable[[], bytes]] = {
     "many short keys": lambda: b"{" + b",".join(b'"%x":1' % n for n in range(6_000_000)) + b"}",
-    "many tensors": lambda: (
-        b"{" + b",".join(b'"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % n for n in range(60_000)) + b"}"
-    ),
+    "many tensors": lambda: _tensors(map(str, range(60_000))),
+    "experts with large numbers": lambda: _tensors(f"layers.{n}.mlp.experts.{4000}.a" for n in range(20_000)),
+    "an expert beyond all numbers": lambda: _tensors([f"mlp.experts.{'9' * 400}.a", f"mlp.experts.{'9' * 4}.a"]),
+    "a name without end": lambda: _tensors(["_" * 50_000_000]),
+    "names of underscores": lambda: _tensors("_norm" * 100 + str(n) for n in range(10_000)),
     "a shape without end": lambda: b'{"x":{"dtype":"F4","shape":[' + b"9," * 30_000_000 + b'9],"data_offsets":[0,0]}}',
 }
 

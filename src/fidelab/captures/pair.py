@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill, Served
+from fidelab.captures.requests import Prefill, Reweighted, Served
 from fidelab.core import Estimator, digest
 from fidelab.errors import MismatchError
 
@@ -47,7 +47,8 @@ class Pair:
                 "(top-k gives only a lower bound)"
             )
         _same_kind_of_ids(ref, test, where)
-        if isinstance(ref.request, Prefill | Served) and isinstance(test.request, Prefill | Served):
+        whole = Prefill | Served | Reweighted
+        if isinstance(ref.request, whole) and isinstance(test.request, whole):
             rows, other = (ref.request.first, ref.request.last), (test.request.first, test.request.last)
             if rows != other:
                 raise MismatchError(f"{where}: rows {other[0]}–{other[1]} of each window are not {rows[0]}–{rows[1]}")

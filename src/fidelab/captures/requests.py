@@ -26,6 +26,7 @@ __all__ = [
     "Layerwise",
     "Prefill",
     "Request",
+    "Reweighted",
     "Served",
     "Timed",
     "Tokens",
@@ -237,7 +238,32 @@ class Served(_Request):
                 return 0
 
 
-Request = Prefill | Generate | Forced | Timed | Layerwise | Served
+@dataclass(frozen=True)
+class Reweighted(_Request):
+    """Next-token distributions of whole windows, as of :class:`Prefill`, with other weights for this answer alone.
+
+    ``weights`` is what the option of that name takes (``int4[only=down_proj]``); ``native`` rounds nothing.  Afterwards
+    the weights are what they were before, so that one loaded model answers for many.
+    """
+
+    axis: str
+    windows: tuple[Tokens, ...]
+    first: int
+    last: int
+    units: tuple[Tokens, ...]
+    weights: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    kind: str = field(default="reweighted", init=False)
+    _PER_ITEM = ("windows", "units")
+
+    @property
+    def n_rows(self) -> int:
+        """Stored rows per window."""
+        return self.last - self.first + 1
+
+
+Request = Prefill | Generate | Forced | Timed | Layerwise | Served | Reweighted
 KINDS: Mapping[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
 """``kind`` → class."""
 
@@ -275,7 +301,7 @@ def _is_sound(request: Request, name: str) -> bool:
     match name:
         case "kind" | "settings":
             return True
-        case "axis":
+        case "axis" | "weights":
             return isinstance(value, str) and value != ""
         case "tensors":
             return value in _TENSORS
@@ -292,9 +318,9 @@ def _is_sound(request: Request, name: str) -> bool:
     if not (isinstance(value, tuple) and all(map(_are_ids, value))):  # windows, units, prompts, continuations, others
         return False
     match request, name:
-        case Prefill(windows=windows), "units":
+        case ((Prefill(windows=windows) | Reweighted(windows=windows)), "units"):
             return len(value) == len(windows) and all(len(units) == request.n_rows for units in value)
-        case ((Prefill() | Layerwise() | Served()), "windows"):
+        case ((Prefill() | Layerwise() | Served() | Reweighted()), "windows"):
             rows = _are_ids((request.first, request.last)) and request.first <= request.last
             return rows and all(request.last < len(window) for window in value)
         case Forced(prompts=prompts), "continuations":

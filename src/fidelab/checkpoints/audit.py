@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fidelab.checkpoints import tensors as _tensors  # noqa: F401 (its rules enter the table)
+from fidelab.checkpoints import geometry, templates, tensors  # noqa: F401 (their rules enter the table)
 from fidelab.checkpoints.files import Checkpoint, open_checkpoint
 from fidelab.checkpoints.modules import SCALES, modules_of, scheme_of
 from fidelab.checkpoints.rules import RULES, Finding, Subject

@@ -58,6 +58,7 @@ _MOST_SPLITS = 1000
 _CHUNK = 16 << 20  # bytes
 _MOST_HEADER = 100_000_000  # bytes of a safetensors header, the published limit
 _GGUF_HEADER = 4 << 20, 1 << 30  # bytes of a GGUF file fetched for its header: at first, at most
+_MOST_NAME = 512  # characters
 _AHEAD = 4 << 20  # bytes that are fetched from the hub at least
 _LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # beside config.json, by older writers
 
@@ -271,7 +272,7 @@ def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
         entries, begin = read_entries(file)
         for tensor, entry in sorted(entries.items(), key=lambda item: item[1].start):
             info = TensorInfo(tensor, entry.dtype, entry.shape, file, begin + entry.start, entry.end - entry.start)
-            _check_size(info)
+            _check(info)
             if tensors.setdefault(tensor, info) is not info:
                 copies.append(info)
     config = read_json(folder / "config.json")
@@ -289,8 +290,10 @@ def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
     )
 
 
-def _check_size(info: TensorInfo) -> None:
-    """Check the size of types that captures do not have."""
+def _check(info: TensorInfo) -> None:
+    """Check a tensor's name, and the size of types that captures do not have."""
+    if len(info.name) > _MOST_NAME:
+        raise InputError(f"{info.file} is damaged: a tensor has a name of {len(info.name):,} characters")
     kind = RAW.get(info.dtype)
     if kind is not None and math.prod(info.shape) * kind.itemsize != info.nbytes:
         raise InputError(
@@ -341,6 +344,7 @@ def _open_gguf(file: Path, name: str) -> Checkpoint:
                 )
             end = stored.offset + size
             info = TensorInfo(stored.name, dtype, stored.shape, part, stored.offset, size)
+            _check(info)
             if tensors.setdefault(stored.name, info) is not info:
                 copies.append(info)
     return Checkpoint(

@@ -60,18 +60,22 @@ _PARTS = (
 _CODES = {"I8", "U8", "F8_E4M3", "F8_E5M2", "I32", "U32"}  # of a part "weight"
 
 _KINDS: tuple[tuple[str, str], ...] = (  # the first that is found in a module's name
-    ("vision", r"(^|\.)(visual|vision\w*|image\w*|mm_projector|multi_modal_projector|patch_embed\w*|v\.blk|mm)(\.|$)"),
+    (
+        "vision",
+        r"(^|\.)(visual|vision\w*|image\w*|img\w*|vpm|vit|siglip\w*|mm_projector|multi_modal_projector|patch_embed\w*|"
+        r"v\.blk|mm)(\.|$)",
+    ),
     ("audio", r"(^|\.)(audio\w*|speech\w*)(\.|$)"),
-    ("norm", r"(^|[._])(norm\w*|ln_?\w*|\w*layernorm\w*|rmsnorm)$|_norm\w*$"),
-    ("head", r"(^|\.)(lm_head|embed_out|unembed|output)$"),
-    ("embedding", r"(^|\.)(embed(_\w+)?|\w*embeddings?|wte|wpe|token_embd|position_embd|tok_embeddings)$"),
+    ("norm", r"(^|\.)(ln(_\w*)?|[^.]*norm[^.]*)$"),
+    ("head", r"(^|\.)(lm_head|head|embed_out|unembed|output|output_layer)$"),
+    ("embedding", r"(^|\.)(emb|embed(_\w+)?|[^.]*embeddings?|wte|wpe|token_embd|position_embd|tok_embeddings)$"),
     ("shared gate", r"(^|\.)(shared_experts?_gate|ffn_gate_inp_shexp)$"),
     ("router", r"(^|\.)(router(\.\w+)?|ffn_gate_inp|(mlp|moe|block_sparse_moe|feed_forward|ffn|mixer)\.gate(\.wg)?)$"),
     ("recurrent", r"(^|\.)(linear_attn|mamba\w*|ssm\w*|short_conv|delta\w*|recurrent\w*|conv1d|time_mix\w*)(\.|$|_)"),
     ("recurrent", r"(^|\.)(ssm_\w+|conv1d|(mixer|mamba)\.(in_proj|out_proj|x_proj|dt_proj))$"),
 )
 _KIND_PATTERNS = tuple((kind, re.compile(pattern)) for kind, pattern in _KINDS)
-_EXPERT = re.compile(r"(?P<layer>.*?)\.experts\.(?P<number>\d+)(\.(?P<leaf>.+))?$")
+_EXPERT = re.compile(r"(?P<layer>.*?)\.experts\.(?P<number>\d{1,6})(\.(?P<leaf>.+))?$")
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks|blk|block)\.\d+\.")
 
 # Linear layers whose inputs tensor parallelism splits; of all others it splits the outputs.
@@ -310,6 +314,8 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
         return _compressed(raw)
     ignored_by, ignored = _listed(raw, *IGNORING[method])
     dynamic = raw.get("dynamic")
+    if not ignored and method in ("gptq", "auto-round"):
+        ignored_by = "dynamic" if method == "gptq" else "extra_config"
     if method == "gptq" and isinstance(dynamic, dict):
         ignored_by, ignored = "dynamic", (*ignored, *(str(key)[2:] for key in dynamic if str(key).startswith("-:")))
     extra = raw.get("extra_config")

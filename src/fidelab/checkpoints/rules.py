@@ -39,15 +39,15 @@ class Finding:
     severity: Severity | None = None
     rule: str = ""
 
-    def as_json(self, most: int = 20) -> dict[str, Any]:
-        """Plain data, with the first ``most`` names of tensors and the count of all."""
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, with the names of all tensors."""
         return {
             "rule": self.rule,
             "severity": self.severity,
             "text": self.text,
             "at_run_time": RULES[self.rule].symptom,
             "count": len(self.tensors),
-            "tensors": list(self.tensors[:most]),
+            "tensors": list(self.tensors),
         }
 
 
@@ -62,6 +62,7 @@ class Subject:
         scheme: what its configuration says of its quantization.
         modules: name → the tensors that make up one linear layer (or any other layer with a weight).
         statistics: tensor name → what the pass over its values found; empty where values were not read.
+        kept: what one rule worked out and others use as well.
     """
 
     checkpoint: Checkpoint
@@ -70,6 +71,7 @@ class Subject:
     scheme: Scheme = field(default_factory=Scheme)
     modules: Mapping[str, Module] = field(default_factory=dict)
     statistics: Mapping[str, Statistics] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

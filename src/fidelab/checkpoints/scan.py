@@ -7,8 +7,9 @@ for scales, which are few.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class Statistics:
         first: the first value.
         smallest, negative, subnormal, vanishing: of scales: the smallest magnitude besides zero; how many are below
             zero, of a magnitude that float16 has at less than full precision, of one that it rounds to zero.
-        bits_or, low, high: of integers: the smallest and the largest value.
+        low, high: of integers: the smallest and the largest value.
     """
 
     size: int = 0
@@ -136,15 +137,7 @@ def scan(checkpoint: Checkpoint, info: TensorInfo, *, scale: bool = False) -> St
         InputError: the file ends early.
     """
     chunks = checkpoint.chunks(info, _REMOTE if checkpoint.remote else _CHUNK)
-    return _joined(_of_chunk(chunk, info, scale) for chunk in chunks)
-
-
-def _joined(parts: Iterable[Statistics]) -> Statistics:
-    """Joined in one go: of a large tensor the parts are many, and each of them is a few numbers."""
-    total = Statistics()
-    for part in parts:
-        total = total.joined(part)
-    return total
+    return reduce(Statistics.joined, (_of_chunk(chunk, info, scale) for chunk in chunks), Statistics())
 
 
 def _of_chunk(chunk: NDArray[Any], info: TensorInfo, scale: bool) -> Statistics:

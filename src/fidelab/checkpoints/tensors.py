@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo
 from fidelab.checkpoints.layouts import ACTIVATION_PARTS, QuantizedModule, StoredArray, quantized_modules
@@ -24,6 +26,8 @@ _FLOAT16_MAX = 65504.0
 _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of language models are below 100
 _SMALLEST_WEIGHT = 1e-8
 _OUTLIER = 1000.0  # times the median of the same layer kind
+_MASKS = ("masked_bias", ".attn.bias", ".attention.bias")  # of GPT-2 and its kind: masks, which may be infinite
+_MOST_MISSING = 100_000  # experts that are listed
 _ROWS = 64  # of each layer that are compared with the original's
 _MOST_ERROR = {8: 0.15, 6: 0.15, 5: 0.25, 4: 0.35, 3: 0.7, 2: 1.2}  # relative, by bits; an ordinary one is a third
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -115,7 +119,7 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
         (name, statistics)
         for info in subject.checkpoint.tensors.values()
         for name, statistics in _seen(subject, info)
-        if not statistics.finite and name not in scales and not name.endswith(("masked_bias", "attn.bias"))
+        if not statistics.finite and name not in scales and not name.endswith(_MASKS)
     ]
     if found:
         names = [name for name, _ in found]
@@ -154,7 +158,12 @@ def _scale_zero(subject: Subject) -> Iterator[Finding]:
     dead = [name for module, part, name, s in packed if s.dead and not _zero_in_base(subject, module)]
     if dead:
         yield Finding(f"all scales of {_count(dead, 'tensor')} are zero: {_named(dead)}", dead)
-    some = [(name, s) for _, _, name, s in packed if 0 < s.zeros < s.size]
+    # of NVFP4, whose scales are 8-bit floats, those of small groups vanish
+    some = [
+        (name, s)
+        for module, part, name, s in packed
+        if (s.size // 10 if module.parts[part].dtype.startswith("F8") else 0) < s.zeros < s.size
+    ]
     if some:
         names = [name for name, _ in some]
         zeros, size = (sum(getattr(s, what) for _, s in some) for what in ("zeros", "size"))
@@ -187,14 +196,15 @@ def _scale_absurd(subject: Subject) -> Iterator[Finding]:
     extreme = [
         name for items in alike.values() for name, _, weight in items if not _SMALLEST_WEIGHT < weight < _LARGEST_WEIGHT
     ]
+    beyond = set(extreme)
     if extreme:
-        largest = max(s.largest for items in alike.values() for name, s, _ in items if name in set(extreme))
+        largest = max(s.largest for items in alike.values() for name, s, _ in items if name in beyond)
         yield Finding(f"scales up to {largest:.3g} give weights of an absurd size in {_named(extreme)}", extreme)
     odd: list[str] = []
     for items in alike.values():
         middle = median(s.largest for _, s, _ in items)
         if len(items) >= 4:
-            odd += [name for name, s, _ in items if s.largest > _OUTLIER * middle and name not in set(extreme)]
+            odd += [name for name, s, _ in items if s.largest > _OUTLIER * middle and name not in beyond]
     if odd:
         yield Finding(f"scales over {_OUTLIER:g} times those of the same layers elsewhere in {_named(odd)}", odd)
     if ones:
@@ -270,7 +280,7 @@ def _overflow(subject: Subject) -> Iterator[Finding]:
     found = [
         (name, statistics.largest)
         for info in subject.checkpoint.tensors.values()
-        if info.dtype in ("BF16", "F32", "F64")
+        if info.dtype in ("BF16", "F32", "F64") and subject.checkpoint.format != "gguf"  # llama.cpp keeps these types
         for name, statistics in _seen(subject, info)
         if statistics.largest > _FLOAT16_MAX and name not in scales
     ]
@@ -281,9 +291,14 @@ def _overflow(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"values up to {largest:.4g} do not fit float16, in {_named(names)}", names, severity)
 
 
-def _dtype(checkpoint: Checkpoint) -> str:
+def _text(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The configuration of the text model."""
     text = checkpoint.config.get("text_config")
-    places = (checkpoint.config, text if isinstance(text, dict) else {})
+    return text if isinstance(text, dict) else checkpoint.config
+
+
+def _dtype(checkpoint: Checkpoint) -> str:
+    places = (checkpoint.config, _text(checkpoint))
     values = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
     return str(next(filter(None, values), "")).removeprefix("torch.")
 
@@ -425,17 +440,19 @@ def _experts_missing(subject: Subject) -> Iterator[Finding]:
     most: dict[str, int] = defaultdict(int)
     for layer, present in numbers.items():
         most[_leaf(layer)] = max(most[_leaf(layer)], *present)
-    missing = [
-        layer.replace("*", str(n), 1)
-        for layer, present in numbers.items()
-        for n in range(min(most[_leaf(layer)] + 1, MOST_SLICES))
-        if n not in present
-    ]
-    if missing:
-        yield Finding(
-            f"{_count(missing, 'expert')} of other layers' numbers {_are(missing)} not there: {_named(missing)}",
-            missing,
-        )
+    gaps: list[str] = []
+    fewer: list[str] = []
+    for layer, present in numbers.items():
+        if len(gaps) + len(fewer) > _MOST_MISSING:
+            break
+        last = max(present)
+        for n in range(min(most[_leaf(layer)] + 1, MOST_SLICES)):
+            if n not in present:
+                (gaps if n < last else fewer).append(layer.replace("*", str(n), 1))
+    if gaps:
+        yield _some(gaps, "expert", "not there, and such with higher numbers are")
+    if fewer:
+        yield _some(fewer, "expert", "not there, which other layers have", "broken" if gaps else "suspicious")
 
 
 # --------------------------------------------------------------------------------------------------- files and index
@@ -872,10 +889,19 @@ def _tp_split(subject: Subject) -> Iterator[Finding]:
                 found[f"{k} inputs over {tp} devices"].append(module.name)
             elif (k // tp) % group:
                 found[f"{k} / {tp} = {k // tp} inputs are {k / tp / group:g} groups of {group}"].append(module.name)
-        elif module.parallel == "outputs" and (packing.n % tp or (packing.n // tp) % 8):
-            found[f"{packing.n} / {tp} outputs are no multiple of 8"].append(module.name)
+        elif module.parallel == "outputs":
+            parts = _parts(subject.checkpoint, module, tp)
+            if packing.n % parts or (packing.n // parts) % 8:
+                found[f"{packing.n} / {parts} outputs are no multiple of 8"].append(module.name)
     for text, names in found.items():
         yield Finding(f"{text} in {_count(names, 'module')}: {_named(names)}", names)
+
+
+def _parts(checkpoint: Checkpoint, module: Module, tp: int) -> int:
+    """Into how many parts the outputs of a layer go; heads of keys and values are repeated where they are too few."""
+    heads = _text(checkpoint).get("num_key_value_heads")
+    few = module.name.endswith(("k_proj", "v_proj")) and type(heads) is int and 0 < heads < tp
+    return int(heads) if few else tp  # type: ignore[arg-type]
 
 
 @rule(
@@ -904,7 +930,7 @@ def _group_index(subject: Subject) -> Iterator[Finding]:
             if (np.diff(content) < 0).any():
                 ignored.append(index.name)
     if outside:
-        yield Finding(f"{_count(outside, 'index')} name groups that are not there: {_named(outside)}", outside)
+        yield Finding(f"groups that are not there are named in {_named(outside)}", outside)
     if single:
         yield Finding(f"all inputs are in one of several groups in {_named(single)}", single)
     if ignored:
@@ -995,14 +1021,20 @@ def _kv_scales(subject: Subject) -> Iterator[Finding]:
     severity="broken",
     symptom="fabricated answers about images, which the text part never sees",
     cause="a text-only conversion or calibration of a model for images, or names lost on the way",
-    check="a vision_config goes with tensors of a vision tower",
+    check="a vision_config goes with tensors of a vision tower, an audio_config with an audio tower; suspicious where "
+    "the architecture is one for text alone",
     command="quantize again with the vision tower kept in 16 bits; ask about an image, and about a wrong one",
 )
 def _vision_missing(subject: Subject) -> Iterator[Finding]:
     for kind, what in (("vision", "vision tower"), ("audio", "audio tower")):
         announced = subject.checkpoint.config.get(f"{kind}_config")
         if isinstance(announced, dict) and announced and not _has(subject.modules.values(), kind):
-            yield Finding(f"config.json has a {kind}_config and no tensor belongs to a {what}")
+            named = subject.checkpoint.config.get("architectures")
+            text_only = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
+            yield Finding(
+                f"config.json has a {kind}_config and no tensor belongs to a {what}",
+                severity="suspicious" if text_only else "broken",
+            )
 
 
 def _has(modules: Iterable[Module], kind: str) -> bool:
@@ -1028,7 +1060,7 @@ def _head_missing(subject: Subject) -> Iterator[Finding]:
             yield Finding("there is no token_embd.weight")
         return
     config = checkpoint.config
-    text = config["text_config"] if isinstance(config.get("text_config"), dict) else {}
+    text = _text(checkpoint)
     named = config.get("architectures")
     generates = isinstance(named, list) and any(
         str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in named
@@ -1037,7 +1069,7 @@ def _head_missing(subject: Subject) -> Iterator[Finding]:
         return
     tied = next((value for place in (config, text) if type(value := place.get("tie_word_embeddings")) is bool), None)
     if not _has(modules, "embedding"):
-        yield Finding("there is no embedding table")
+        yield Finding("no tensor is named as an embedding table", severity="suspicious")
     elif not _has(modules, "head"):
         base_head = subject.base is not None and any("lm_head" in name for name in subject.base.tensors)
         if tied is False or (base_head and not tied):
@@ -1054,7 +1086,7 @@ def _head_missing(subject: Subject) -> Iterator[Finding]:
     command="convert or quantize again; fidelab convert ends with a certificate over all tensors",
 )
 def _base_missing(subject: Subject) -> Iterator[Finding]:
-    if subject.base is None:
+    if subject.base is None or subject.checkpoint.missing_files:
         return
     present = {_bare(module.name): module for module in subject.modules.values()}
     stacked = any(".experts." in name and module.expert is None for name, module in subject.modules.items())
@@ -1105,19 +1137,15 @@ def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
     command="convert again with fidelab convert, or name the checkpoint that it was really made from",
 )
 def _base_differs(subject: Subject) -> Iterator[Finding]:
-    base, scheme = subject.base, subject.scheme
-    if base is None or scheme.layout is None:
-        return
-    try:
-        known = quantized_modules(subject.checkpoint.tensors, subject.checkpoint.quantization)
-    except InputError:  # incomplete modules, which have a rule of their own
+    base = subject.base
+    if base is None:
         return
     found: dict[str, float] = {}
-    for name, module in known.items():
+    for name, values in _dequantized(subject):
         info = _original(base, name)
-        if info is None or len(info.shape) != 2 or info.dtype not in _FLOATS:
+        if info is None or len(info.shape) != 2 or info.nbytes % info.shape[0]:
             continue
-        error = _error(subject.checkpoint, base, module, info)
+        error = _error(values, base.floats(_head(info, len(values))))
         if error is not None and error > _MOST_ERROR.get(_bits(subject, name), _MOST_ERROR[8]):
             found[name] = error
     if found:
@@ -1132,8 +1160,38 @@ def _base_differs(subject: Subject) -> Iterator[Finding]:
 
 def _bits(subject: Subject, name: str) -> int:
     """Bits per weight of a quantized module."""
-    packing = subject.modules[name].packing() if name in subject.modules else None
+    module = subject.modules[name]
+    packed, packing = module.packed, module.packing()
+    if packed is not None and packed.dtype not in RAW:
+        return packed.nbytes * 8 // max(1, math.prod(packed.shape))
     return (packing.bits if packing else None) or subject.scheme.bits or 4
+
+
+def _dequantized(subject: Subject) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """The first rows of every quantized layer, as far as they can be had; other rules speak of the rest."""
+    checkpoint = subject.checkpoint
+    if checkpoint.format == "gguf":
+        for module in _quantized(subject):
+            if module.packed is not None and len(module.packed.shape) == 2:
+                yield module.name, checkpoint.floats(_head(module.packed, _ROWS))
+        return
+    if subject.scheme.layout is None:
+        return
+    try:
+        known = quantized_modules(checkpoint.tensors, checkpoint.quantization)
+    except InputError:  # a module is incomplete
+        return
+    for name, layer in known.items():
+        try:
+            yield name, layer.unpack(_first_rows(checkpoint, layer, _ROWS)).dequantize()
+        except InputError:
+            continue
+
+
+def _head(info: TensorInfo, rows: int) -> TensorInfo:
+    """The first rows of a matrix."""
+    count = min(rows, info.shape[0])
+    return replace(info, shape=(count, *info.shape[1:]), nbytes=info.nbytes // info.shape[0] * count)
 
 
 def _first_rows(checkpoint: Checkpoint, module: QuantizedModule, rows: int) -> dict[str, StoredArray]:
@@ -1142,6 +1200,7 @@ def _first_rows(checkpoint: Checkpoint, module: QuantizedModule, rows: int) -> d
     along_columns = "qweight" in infos  # GPTQ and AWQ keep outputs in columns
     codes = next(infos[part] for part in ("scales", "weight_packed", "weight") if part in infos)
     n = codes.shape[1 if along_columns else 0]
+    rows = min(rows, n)
     stored = {}
     for part, info in infos.items():
         if along_columns and len(info.shape) == 2:
@@ -1150,28 +1209,18 @@ def _first_rows(checkpoint: Checkpoint, module: QuantizedModule, rows: int) -> d
         elif part == "weight_shape":
             values = np.array([rows, checkpoint.read(info)[1]])
         elif info.shape and info.shape[0] > 1 and part not in ("g_idx", "weight_g_idx"):
-            count = max(1, -(-rows * info.shape[0] // n))
-            size = info.nbytes // info.shape[0] * count
-            values = checkpoint.read(replace(info, shape=(count, *info.shape[1:]), nbytes=size))
+            values = checkpoint.read(_head(info, max(1, -(-rows * info.shape[0] // n))))
         else:
             values = checkpoint.read(info)
         stored[part] = StoredArray(values, info.dtype)
     return stored
 
 
-def _error(checkpoint: Checkpoint, base: Checkpoint, module: QuantizedModule, info: TensorInfo) -> float | None:
-    """Root mean square of the difference, relative to that of the original, over the first rows.
+def _error(values: NDArray[np.float32], original: NDArray[np.float32]) -> float | None:
+    """Root mean square of the difference, relative to that of the original; a factor per input is taken out.
 
-    ``None``: their shapes differ, or something is not finite; other rules say so.
+    ``None``: their shapes differ, or something is not finite.
     """
-    rows = min(_ROWS, info.shape[0])
-    try:
-        values = module.unpack(_first_rows(checkpoint, module, rows)).dequantize()
-    except InputError:
-        return None
-    row_bytes = info.nbytes // info.shape[0]
-    head = replace(info, shape=(rows, info.shape[1]), nbytes=rows * row_bytes)
-    original = base.floats(head)
     if values.shape != original.shape or not (np.isfinite(values).all() and np.isfinite(original).all()):
         return None
     power = (original**2).sum(0)

@@ -79,7 +79,7 @@ def _show_finding(finding: Finding, width: int) -> None:
     _paragraph("to do", f"{known.command}.", width)
     if len(finding.tensors) > 2:
         more = len(finding.tensors) - _NAMES
-        names = [*finding.tensors[:_NAMES], *([f"and {more:,} more (--json has the first 20)"] if more > 0 else [])]
+        names = [*finding.tensors[:_NAMES], *([f"and {more:,} more (--json has all)"] if more > 0 else [])]
         for place, name in enumerate(names):
             print(f"{'tensors' if place == 0 else '':<{_MARGIN}}{name}")
 

@@ -43,18 +43,6 @@ app = Commands(
 )
 
 
-def _bytes(text: str, base: int = 1000) -> float:
-    """``80G``, ``1.5GiB``, ``24e9`` → bytes.
-
-    Raises:
-        UsageError: it is no size.
-    """
-    match = _NUMBER.fullmatch(text.strip())
-    if match is None or float(match["number"]) <= 0:
-        raise UsageError(f"{text!r} is no size; write 80G (10^9), 80GiB (2^30) or a number of bytes")
-    return float(float(match["number"]) * (1024 if match["binary"] else base) ** _POWERS[match["unit"].lower()])
-
-
 def _counts(text: str, what: str) -> list[int]:
     """``2k,8k,32768`` → numbers, where k is 1,024.
 
@@ -105,7 +93,7 @@ def model(
 
       fidelab physics --layers 28 --kv-heads 4 --head-dim 128 --params 7.6e9 --speedup 1.38 --kv k16v8
     """
-    from fidelab.core import KVSpec
+    from fidelab.core import KVSpec, parse_bytes
     from fidelab.physics.devices import find_device
     from fidelab.physics.overview import overview
     from fidelab.physics.traffic import Model
@@ -119,13 +107,13 @@ def model(
     if rate is not None and not devices:
         raise UsageError("--rate is held against what a device allows: name it with --device")
     found = overview(
-        Model(geometry, weight_bits, tp, native, _bytes(overhead) if overhead else 0.0),
+        Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0),
         KVSpec.parse(reference),
         [KVSpec.parse(one) for one in kv or _offered(geometry)],
         _counts(context, "context"),
         _counts(batch, "batch"),
         devices,
-        None if memory is None else _bytes(memory),
+        None if memory is None else parse_bytes(memory),
         {key: value for key, value in (("speedup", speedup), ("rate", rate)) if value is not None},
     )
     if as_json:

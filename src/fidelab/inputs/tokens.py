@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import signal
 import sqlite3
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,12 +17,12 @@ from fidelab.captures.requests import Tokens
 from fidelab.core import Vocabulary, digest
 from fidelab.errors import InputError
 from fidelab.models import Model
+from fidelab.models.bounds import bounded
 from fidelab.models.cache import cache_dir
 from fidelab.models.hub import first_line
 
 __all__ = ["ChatMessage", "Template", "Tokenizer", "apply_template"]
 
-_TEMPLATE_SECONDS, _TEMPLATE_BYTES = 10.0, 1 << 30  # processor time and memory that rendering a prompt may take
 _TEMPLATE_TEXT = 1 << 20  # characters that a template may write besides eight times what it was given
 
 ChatMessage = Mapping[str, str]  # role and content
@@ -369,31 +365,8 @@ def apply_template(library: Any, messages: Sequence[ChatMessage], **switches: An
         TimeoutError, MemoryError, ValueError: it goes beyond a bound.  Exception: whatever it or jinja2 raises.
     """
     given = [dict(message) for message in messages]
-    with _bounded():
+    with bounded():
         text = str(library.apply_chat_template(given, tokenize=False, **switches))
     if len(text) > _TEMPLATE_TEXT + 8 * sum(map(len, (value for message in given for value in message.values()))):
         raise ValueError(f"it makes {len(text):,} characters of the prompt")
     return text
-
-
-@contextlib.contextmanager
-def _bounded() -> Iterator[None]:
-    """Bound the processor time (in the main thread, where signals arrive) and the memory of what is done inside."""
-
-    def stop(_number: int, _frame: Any) -> None:
-        raise TimeoutError(f"it does not end within {_TEMPLATE_SECONDS:g} s")
-
-    with contextlib.ExitStack() as stack:
-        if sys.platform != "win32" and threading.current_thread() is threading.main_thread():
-            stack.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, stop))
-            stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
-            signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_SECONDS)
-        with contextlib.suppress(OSError, ValueError):  # only Linux says how much is in use, and bounds it
-            import resource
-
-            used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-            if soft == resource.RLIM_INFINITY or soft > used + _TEMPLATE_BYTES:
-                resource.setrlimit(resource.RLIMIT_AS, (used + _TEMPLATE_BYTES, hard))
-                stack.callback(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
-        yield

@@ -20,7 +20,7 @@ from fidelab.captures.container import Array
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Layerwise, Prefill
+from fidelab.captures.requests import Layerwise, Prefill, Request
 from fidelab.config.load import dump
 from fidelab.config.schema import Experiment
 from fidelab.core import Status, finite, slug
@@ -37,7 +37,7 @@ from fidelab.runs.conduct import Prepared, prepare
 from fidelab.runs.pairing import ArmResult, engaged
 from fidelab.runs.runner import Listener, Silent
 
-__all__ = ["bisect", "capture_qkv"]
+__all__ = ["bisect", "capture_qkv", "run_jobs", "with_requests"]
 
 _STATES, _QKV = "bisect", "qkv"
 _ERRORS = ("median", "tail", "rms")  # of a curve
@@ -70,8 +70,8 @@ def bisect(experiment: Experiment, *, command: str, listener: Listener | None = 
     config = dump(settings.experiment, {"command": command, "created": created.isoformat()})
     name = slug(f"bisect-{Path(experiment.model).name}")
     folder = RunFolder.create(settings.output_dir, name, f"{config}kind: bisect\n")
-    jobs = [_with_probe(prepared, job, _over_states(job)) for job in prepared.plan.jobs]
-    results = _run(prepared, jobs, listener or Silent(), folder.log, folder)
+    jobs = [with_requests(prepared, job, [_over_states(job)]) for job in prepared.plan.jobs]
+    results = run_jobs(prepared, jobs, listener or Silent(), folder.log, folder)
     request = jobs[0].captures[0].request
     assert isinstance(request, Layerwise)
     report = BisectReport(
@@ -106,7 +106,7 @@ def capture_qkv(experiment: Experiment, layers: Sequence[int], *, listener: List
     [job] = prepared.plan.jobs
     request = replace(_over_states(job).select([0]), axis=_QKV, tensors="qkv", layers=tuple(sorted({*layers})))
     log = prepared.settings.captures_dir / "logs" / f"{_QKV}.log"
-    [result] = _run(prepared, [_with_probe(prepared, job, request)], listener or Silent(), lambda _role: log)
+    [result] = run_jobs(prepared, [with_requests(prepared, job, [request])], listener or Silent(), lambda _role: log)
     if _QKV not in result.captures:
         raise EngineError(_why(result))
     capture = Capture(result.captures[_QKV])
@@ -135,15 +135,17 @@ def _over_states(job: PlannedJob) -> Layerwise:
     return Layerwise(_STATES, request.windows, request.first, request.last, settings=request.settings)
 
 
-def _with_probe(prepared: Prepared, job: PlannedJob, request: Layerwise) -> PlannedJob:
-    """The job with this question alone."""
-    settings = prepared.settings
-    key = capture_key(job.arm, request, settings.deployed[job.arm.name].versions, job.replicate)
-    folder = capture_folder(settings.captures_dir, job.arm, request, key)
-    return replace(job, captures=(PlannedCapture(request.axis, request, key, folder),))
+def with_requests(prepared: Prepared, job: PlannedJob, requests: Sequence[Request]) -> PlannedJob:
+    """The job with these questions alone."""
+    settings, captures = prepared.settings, []
+    for request in requests:
+        key = capture_key(job.arm, request, settings.deployed[job.arm.name].versions, job.replicate)
+        folder = capture_folder(settings.captures_dir, job.arm, request, key)
+        captures.append(PlannedCapture(request.axis, request, key, folder))
+    return replace(job, captures=tuple(captures))
 
 
-def _run(
+def run_jobs(
     prepared: Prepared,
     jobs: Sequence[PlannedJob],
     listener: Listener,

@@ -11,9 +11,8 @@ import pytest
 from fidelab.axes.capability.checks import TOOL
 from fidelab.axes.capability.template import NotApplicable, thinking_prompt, tool_prompt
 from fidelab.errors import InputError
-from fidelab.inputs import tokens
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.models import resolve
+from fidelab.models import bounds, resolve
 from tests.conftest import MakeFolder
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -106,7 +105,7 @@ def test_a_template_that_is_meant_to_harm_is_one_line(
 ) -> None:
     tokenizer = make(PLAIN)
     tokenizer.library.chat_template = template
-    monkeypatch.setattr(tokens, "_TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr(bounds, "SECONDS", 0.2)
     with pytest.raises(InputError, match=r"the chat template of .* refuses the prompt") as refused:
         tokenizer.chat(MESSAGES)
     assert said in str(refused.value)

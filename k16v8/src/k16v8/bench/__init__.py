@@ -1,6 +1,7 @@
-"""How fast attention kernels are: ours, installed libraries', naive ones, on one device in one run.
+"""How fast kernels are: ours, installed libraries', naive ones, on one device in one run.
 
-``shapes`` says what is measured, ``contenders`` who is, ``timing`` by which clock; ``run`` measures the cells one after
+``shapes`` says what is measured, ``contenders`` (attention) and ``weights`` (products with 4-bit weights) who is,
+``timing`` by which clock; ``run`` measures the cells one after
 another, checks every output against the definition and writes down what it finds; ``judge`` adds ratios, ``ceilings``
 and goals.  ``end_to_end`` decodes with whole models of random weights; ``conduct`` does all of it and keeps the record.
 """

@@ -20,17 +20,19 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from k16v8.bench.shapes import Cell, Kind, formats
+from k16v8.bench.shapes import Cell, Kind, WeightCell, formats
 from k16v8.errors import NotSupportedError
 from k16v8.kernels.cache import FLOAT8, PagedCache, codes_to_values, storage
 from k16v8.kernels.dispatch import Kernels, choose
 
-__all__ = ["CONTENDERS", "FLASH", "Contender", "Draw", "Role", "Work"]
+__all__ = ["CONTENDERS", "FLASH", "Contender", "Draw", "Role", "WeightWork", "Work"]
 
 Role = Literal["ours", "rival", "naive"]
+_ATTENTION: tuple[Kind, ...] = ("decode", "extend")
 FLASH = ("flash-attn-2", "flash-attn-3", "sdpa-flash")  # implementations of FlashAttention
 
 _DTYPE = torch.bfloat16
+_COLUMNS, _ROWS = 512, 8  # of a product that are checked, at most, at each of two places
 _CHUNK = 1 << 26  # numbers drawn at a time where they are converted
 _WORKSPACE = 256 << 20  # of FlashInfer, bytes
 _NO_BACKEND = ("no viable backend", "no available kernel")  # what torch says where it has none for these inputs
@@ -57,6 +59,12 @@ class Draw:
             part.copy_(self.normal(len(part)))
         return codes.view(storage(name).dtype).view(shape)
 
+    def words(self, *shape: int) -> Tensor:
+        """Random bits, int32."""
+        info = torch.iinfo(torch.int32)
+        size = {"dtype": torch.int32, "device": self.device, "generator": self.generator}
+        return torch.randint(info.min, info.max + 1, shape, **size)  # type: ignore[call-overload, no-any-return]
+
     def permutation(self, n: int) -> Tensor:
         """0 … n - 1 in random order, int32."""
         return torch.randperm(n, generator=self.generator, device=self.device).int()
@@ -77,8 +85,42 @@ class Work:
     kernel: str
 
 
+@dataclass(frozen=True)
+class WeightWork:
+    """One set of inputs.
+
+    ``call`` multiplies and returns ``[rows, N]`` or ``[T, top, N]``; ``dense``: weights in float64 ``[K, columns]`` of
+    an expert (0 for a linear layer) and some columns; ``experts`` ``[T, top]``; ``kernel``: what ran, for the record.
+    """
+
+    call: Callable[[], Tensor]
+    x: Tensor
+    dense: Callable[[int, slice], Tensor]
+    experts: Tensor | None
+    kernel: str
+
+    def error(self, out: Tensor, outputs: int, some: Callable[[int, int], list[int]]) -> float:
+        """Relative L2 of the worst row among some, over the last columns and others; NaN where any value is.
+
+        ``some``: the last of so many numbers, and others, at most so many.
+        """
+        shape = self.x.shape[:1] if self.experts is None else self.experts.shape
+        if out.shape != (*shape, outputs) or not bool(out.isfinite().all()):
+            return math.nan
+        worst = 0.0
+        for block in some(-(-outputs // _COLUMNS), 2):
+            columns = slice(block * _COLUMNS, min((block + 1) * _COLUMNS, outputs))
+            for row in some(shape[0], _ROWS):
+                chosen = [0] if self.experts is None else self.experts[row].tolist()
+                for place, expert in enumerate(chosen):
+                    exact = self.x[row].double() @ self.dense(expert, columns)
+                    found = (out[row] if self.experts is None else out[row, place])[columns].double()
+                    worst = max(worst, ((found - exact).norm() / exact.norm()).item())
+        return worst
+
+
 class Prepare(Protocol):
-    def __call__(self, cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+    def __call__(self, cell: Any, pair: str, draw: Draw, /, *, kernels: str) -> Work | WeightWork:
         """Inputs of a cell.  ``kernels``: which implementation of ours.
 
         Raises:
@@ -89,20 +131,27 @@ class Prepare(Protocol):
 
 @dataclass(frozen=True)
 class Contender:
-    """``formats``: of the cache it reads; ``scratch``: further bytes it needs for each cache, per value of V."""
+    """``formats``: of the cache or the weights that it reads; ``kinds``: of cells that it can be measured at.
+
+    ``scratch``: further bytes that it needs for each cache, per value of V, or for each set of weights, per weight.
+    """
 
     name: str
     formats: str
     role: Role
     prepare: Prepare
-    kinds: tuple[Kind, ...] = ("decode", "extend")
+    kinds: tuple[Kind, ...] = _ATTENTION
     scratch: int = 0
 
-    def bytes_needed(self, cell: Cell) -> int:
-        """Memory for one set of inputs: cache, scratch, and queries, outputs and partial sums generously."""
+    def bytes_needed(self, cell: Cell | WeightCell) -> int:
+        """Memory for one set of inputs: cache or weights, scratch; queries, outputs and partial sums generously."""
+        if isinstance(cell, WeightCell):
+            inputs, outputs, _ = cell.shape
+            stack = cell.held_bytes(self.formats) * max(1, cell.experts) // cell.active
+            return stack + self.scratch * inputs * outputs + 64 * cell.batch * (inputs + cell.top * outputs)
         heads, kv_heads, dim = cell.shape
         values = cell.batch * cell.tokens * kv_heads * dim
-        return cell.kv_bytes(self.formats) + self.scratch * values + 64 * cell.batch * cell.queries * heads * dim
+        return cell.held_bytes(self.formats) + self.scratch * values + 64 * cell.batch * cell.queries * heads * dim
 
 
 def _ours(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from k16v8.bench.ceilings import above_ceiling, decode_ceiling
 from k16v8.bench.contenders import FLASH
-from k16v8.bench.shapes import GEOMETRIES, GOAL_TOKENS, Cell
+from k16v8.bench.shapes import GEOMETRIES, GOAL_TOKENS, Cell, WeightCell
 
 __all__ = ["GOALS", "Goal", "best", "judge", "judge_goals"]
 
@@ -46,7 +46,8 @@ def judge(record: dict[str, Any]) -> None:
     """Add to every cell its best kernels, to every measured result its rates, and the goals to the record."""
     for entry in record["cells"]:
         cell = _cell(entry)
-        wide = best(entry["results"], "16/16")
+        products = isinstance(cell, WeightCell)
+        wide = best(entry["results"], "bf16" if products else "16/16")
         narrow = best(entry["results"], "8/8", "rival")
         entry["best_16"] = wide and wide["name"]
         entry["best_fp8"] = narrow and narrow["name"]
@@ -56,18 +57,23 @@ def judge(record: dict[str, Any]) -> None:
     record["goals"] = [vars(goal) for goal in judge_goals(record)]
 
 
-def _cell(entry: Entry) -> Cell:
+def _cell(entry: Entry) -> Cell | WeightCell:
     heads, kv_heads, dim = entry["shape"]
+    if entry["kind"] in ("linear", "experts"):
+        return WeightCell(entry["kind"], (heads, kv_heads, dim), entry["batch"], entry["experts"], entry["top"])
     return Cell(entry["kind"], (heads, kv_heads, dim), entry["batch"], entry["tokens"], entry["queries"], entry["page"])
 
 
-def _rate(one: dict[str, Any], cell: Cell, wide: dict[str, Any] | None, run: dict[str, Any]) -> None:
+def _rate(one: dict[str, Any], cell: Cell | WeightCell, wide: dict[str, Any] | None, run: dict[str, Any]) -> None:
     one["bytes_per_second"] = one["moved_bytes"] / one["seconds"]
     one["of_copy_bandwidth"] = one["bytes_per_second"] / run["copy_bandwidth"]
     one["operations_per_second"] = cell.operations / one["seconds"]
     one["speedup"] = wide and wide["seconds"] / one["seconds"]
-    if cell.kind == "decode":  # extend is bound by arithmetic: bytes are no ceiling
-        one["ceiling"] = decode_ceiling(0, cell.kv_bytes("16/16"), cell.kv_bytes(one["formats"]))
+    if isinstance(cell, WeightCell):  # the seconds in which the device reads that many bytes
+        one["floor"] = one["moved_bytes"] / run["read_bandwidth"]
+    if cell.kind != "extend":  # which is bound by arithmetic: bytes are no ceiling
+        every = cell.held_bytes("bf16" if isinstance(cell, WeightCell) else "16/16")
+        one["ceiling"] = decode_ceiling(0, every, cell.held_bytes(one["formats"]))
         one["above_ceiling"] = wide and above_ceiling(one["speedup"], one["ceiling"])
 
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from k16v8.bench.contenders import CONTENDERS, Contender, Draw, Role, Work
-from k16v8.bench.shapes import Cell
+from k16v8.bench.contenders import CONTENDERS, Contender, Draw, Role, WeightWork, Work
+from k16v8.bench.shapes import Cell, WeightCell
 from k16v8.bench.timing import Times, free_bytes, last_level_cache, measure
 from k16v8.errors import EngineError, NotSupportedError, UsageError, one_line
 from k16v8.gates.run import RELATIVE_L2
@@ -41,7 +41,7 @@ class Settings:
 
     device: torch.device
     kernels: str
-    cells: tuple[Cell, ...]
+    cells: tuple[Cell | WeightCell, ...]
     contenders: tuple[Contender, ...] = CONTENDERS
     seconds: float = 0.2
     seed: int = 0
@@ -78,7 +78,9 @@ class Result:
     error: float | None = None
 
 
-def run(settings: Settings, cells: Iterable[Cell], record: dict[str, Any], save: Callable[[], None]) -> int:
+def run(
+    settings: Settings, cells: Iterable[Cell | WeightCell], record: dict[str, Any], save: Callable[[], None]
+) -> int:
     """Measure what ``record["cells"]`` lacks of ``cells``; ``save`` after every result.  Returns what time left out.
 
     Raises:
@@ -102,7 +104,7 @@ def run(settings: Settings, cells: Iterable[Cell], record: dict[str, Any], save:
     return left
 
 
-def _entry(record: dict[str, Any], cell: Cell) -> dict[str, Any]:
+def _entry(record: dict[str, Any], cell: Cell | WeightCell) -> dict[str, Any]:
     found: dict[str, Any] | None = next((one for one in record["cells"] if one["key"] == cell.key), None)
     if found is None:
         found = {"key": cell.key, **asdict(cell), "shape": list(cell.shape), "results": []}
@@ -110,7 +112,7 @@ def _entry(record: dict[str, Any], cell: Cell) -> dict[str, Any]:
     return found
 
 
-def run_one(contender: Contender, cell: Cell, settings: Settings) -> Result:
+def run_one(contender: Contender, cell: Cell | WeightCell, settings: Settings) -> Result:
     """Measure and check; whatever it raises is a result."""
     fixed = (contender.name, contender.formats, contender.role)
     try:
@@ -132,9 +134,9 @@ class _NoMemory(Exception):
     """A cell that does not fit: its message says by how much."""
 
 
-def _measured(contender: Contender, cell: Cell, settings: Settings) -> Result:
+def _measured(contender: Contender, cell: Cell | WeightCell, settings: Settings) -> Result:
     device = settings.device
-    caches = caches_needed(cell.kv_bytes(contender.formats), settings.last_cache)
+    caches = caches_needed(cell.held_bytes(contender.formats), settings.last_cache)
     draw = Draw(device, settings.seed)
     needed, free = _needed(contender, cell, settings), free_bytes(device)
     if needed > free:
@@ -180,8 +182,8 @@ def caches_needed(kv_bytes: int, last_cache: int) -> int:
     return 2 * last_cache // kv_bytes + 1
 
 
-def _needed(contender: Contender, cell: Cell, settings: Settings) -> int:
-    caches = caches_needed(cell.kv_bytes(contender.formats), settings.last_cache)
+def _needed(contender: Contender, cell: Cell | WeightCell, settings: Settings) -> int:
+    caches = caches_needed(cell.held_bytes(contender.formats), settings.last_cache)
     return caches * contender.bytes_needed(cell) + RESERVE[settings.device.type]
 
 
@@ -208,8 +210,11 @@ def check_memory(settings: Settings) -> None:
         )
 
 
-def _error(work: Work, out: Tensor, cell: Cell, draw: Draw) -> float:
-    """Relative L2 of the worst query among some, NaN where any of all values is."""
+def _error(work: Work | WeightWork, out: Tensor, cell: Cell | WeightCell, draw: Draw) -> float:
+    """Relative L2 of the worst query or row among some, NaN where any of all values is."""
+    if isinstance(work, WeightWork) or isinstance(cell, WeightCell):
+        assert isinstance(work, WeightWork)
+        return work.error(out, cell.shape[1], lambda n, most: _some(n, most, draw))
     found = work.tokens(out)
     if found.shape != work.q.shape or not bool(found.isfinite().all()):
         return math.nan

@@ -1,4 +1,4 @@
-"""What is measured: attention shapes of models, and cells of batch and length."""
+"""What is measured: attention shapes of models, cells of batch and length, and layers with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from k16v8.errors import UnknownNameError, UsageError
 from k16v8.kernels.cache import storage
 
 __all__ = [
+    "EXPERT_GEOMETRIES",
     "FORMATS",
     "GEOMETRIES",
     "GOAL_TOKENS",
     "Cell",
+    "ExpertGeometry",
     "Geometry",
     "Kind",
     "Shape",
+    "WeightCell",
     "cells",
+    "expert_geometry",
     "formats",
     "geometry",
     "has_goal",
+    "weight_cells",
 ]
 
-Kind = Literal["decode", "extend"]
+Kind = Literal["decode", "extend", "linear", "experts"]
 Shape = tuple[int, int, int]  # query heads, KV heads, head dimension
 
 FORMATS = {"16/16": ("bf16", "bf16"), "16/8": ("bf16", "fp8_e4m3"), "8/8": ("fp8_e4m3", "fp8_e4m3")}
@@ -110,14 +115,14 @@ class Cell:
         size = f"B{self.batch} T{self.tokens}"
         return f"{self.kind} {heads}/{kv_heads}/{dim} {size}" + (f" Q{self.queries}" if self.kind == "extend" else "")
 
-    def kv_bytes(self, pair: str) -> int:
+    def held_bytes(self, pair: str) -> int:
         """Bytes of one cache: batch · tokens · kv_heads · D · (bytes of a K + bytes of a V value)."""
         per_value = sum(storage(name).dtype.itemsize for name in formats(pair))
         return self.batch * self.tokens * self.shape[1] * self.shape[2] * per_value
 
     def moved_bytes(self, pair: str) -> int:
         """What a call must move at least: K and V of the cache once, the queries, the output (bfloat16)."""
-        return self.kv_bytes(pair) + 2 * 2 * self.batch * self.queries * self.shape[0] * self.shape[2]
+        return self.held_bytes(pair) + 2 * 2 * self.batch * self.queries * self.shape[0] * self.shape[2]
 
     @property
     def operations(self) -> int:
@@ -158,8 +163,117 @@ def cells(
     return sorted(found, key=_order)
 
 
-def has_goal(cell: Cell) -> bool:
+@dataclass(frozen=True)
+class ExpertGeometry:
+    """The expert layers of a model: gate and up in one, and down."""
+
+    name: str
+    experts: int
+    top: int
+    hidden: int
+    intermediate: int
+
+
+EXPERT_GEOMETRIES = {
+    one.name: one
+    for one in (
+        ExpertGeometry("qwen3-30b-a3b", 128, 8, 2048, 768),
+        ExpertGeometry("mixtral-8x7b", 8, 2, 4096, 14336),
+        ExpertGeometry("tiny-experts", 8, 2, 256, 128),  # for tests
+    )
+}
+
+
+def expert_geometry(name: str) -> ExpertGeometry:
+    """A geometry by name.
+
+    Raises:
+        UnknownNameError: there is no such geometry.
+    """
+    if name not in EXPERT_GEOMETRIES:
+        raise UnknownNameError("geometry of experts", name, EXPERT_GEOMETRIES)
+    return EXPERT_GEOMETRIES[name]
+
+
+@dataclass(frozen=True)
+class WeightCell:
+    """``batch`` rows times one linear layer, or ``batch`` tokens times ``top`` of ``experts`` each.
+
+    ``shape``: inputs, outputs, group.
+    """
+
+    kind: Kind
+    shape: Shape
+    batch: int
+    experts: int = 0
+    top: int = 1
+    page: int = 0  # there is no cache
+
+    @property
+    def key(self) -> str:
+        """By which a record knows it."""
+        inputs, outputs, group = self.shape
+        many = f" {self.top} of {self.experts}" if self.experts else ""
+        return f"{self.kind}{many} {inputs}x{outputs}/{group} M{self.batch}"
+
+    @property
+    def active(self) -> int:
+        """Weights that one call reads."""
+        return min(self.experts, self.batch * self.top) if self.experts else 1
+
+    def held_bytes(self, name: str) -> int:
+        """Bytes of the weights that one call reads; of 4 bits: codes, zero points and 16-bit scales."""
+        inputs, outputs, group = self.shape
+        if name == "bf16":
+            return self.active * 2 * inputs * outputs
+        return self.active * (inputs * outputs // 2 + -(-inputs // group) * (outputs // 2 + 2 * outputs))
+
+    def moved_bytes(self, name: str) -> int:
+        """What a call must move at least: those weights once, the activations, the output (bfloat16)."""
+        inputs, outputs, _ = self.shape
+        return self.held_bytes(name) + 2 * self.batch * (inputs + self.top * outputs)
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of the product."""
+        inputs, outputs, _ = self.shape
+        return 2 * self.batch * self.top * inputs * outputs
+
+
+def weight_cells(
+    geometries: Sequence[Geometry],
+    experts: Sequence[ExpertGeometry],
+    *,
+    rows: Sequence[int],
+    group: int,
+) -> list[WeightCell]:
+    """Linear layers of ``geometries`` (q, k and v in one; gate and up in one) and of ``experts``, small ones first.
+
+    Raises:
+        UsageError: a group that the kernels do not take.
+    """
+    if group < 32 or group % 32:
+        raise UsageError(f"groups of {group}; the kernels take multiples of 32")
+    found: list[WeightCell] = []
+    for one in geometries:
+        q, kv = one.heads * one.head_dim, one.kv_heads * one.head_dim
+        layers = (
+            (one.hidden, q + 2 * kv),
+            (q, one.hidden),
+            (one.hidden, 2 * one.intermediate),
+            (one.intermediate, one.hidden),
+        )
+        found += [WeightCell("linear", (*layer, group), batch) for layer in layers for batch in rows]
+    for many in experts:
+        for layer in ((many.hidden, 2 * many.intermediate), (many.intermediate, many.hidden)):
+            found += [WeightCell("experts", (*layer, group), batch, many.experts, many.top) for batch in rows]
+    return sorted(dict.fromkeys(found), key=lambda cell: (cell.kind == "experts", cell.held_bytes("bf16"), cell.batch))
+
+
+def has_goal(cell: Cell | WeightCell) -> bool:
     """Whether a goal is about this cell: decode at one length for two batches, and all of extend."""
+    if not isinstance(cell, Cell):
+        return False
     return cell.kind == "extend" or (cell.tokens == GOAL_TOKENS and cell.batch in _GOAL_BATCHES)
 
 

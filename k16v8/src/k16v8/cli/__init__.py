@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="k16v8",
-        description="Check, audit and measure attention kernels for caches with 16-bit keys and 8-bit values.",
+        description="Check, audit and measure kernels: attention with 16-bit keys and 8-bit values, and products with "
+        "4-bit weights.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"k16v8 {k16v8.__version__}")

@@ -1,12 +1,17 @@
-"""Measure attention kernels: ours, and those of torch, FlashAttention and FlashInfer that are installed.
+"""Measure our kernels beside those of torch, FlashAttention, FlashInfer and vLLM (Marlin) that are installed.
 
 Decode over a paged cache, and extend (a chunk of a prompt over its prefix): microseconds, share of this device's
 own copy bandwidth, speed-up over the best 16-bit kernel and what bytes allow at most. Every output is checked
 against the definition; one that fails has no time. What cannot run is listed with its reason.
 
+With --operations weights: products with 4-bit weights as AWQ and GPTQ store them, of a model's linear layers and of
+all experts in one launch, beside 16-bit weights, dequantizing first, torch's own 4-bit product and Marlin, and how long
+the device takes to read that many bytes.
+
 examples:
   k16v8 bench --geometry qwen2.5-7b --lengths 2k --batch 1,4
   k16v8 bench --device cuda --end-to-end --minutes 9
+  k16v8 bench --operations weights --geometry qwen2.5-7b --experts none --rows 1
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import time
 from pathlib import Path
 
 from k16v8.cli.bench_tables import render
-from k16v8.cli.common import add_json, at_least, check_device, counts, note, show_json
+from k16v8.cli.common import add_json, add_operations, at_least, check_device, counts, note, operations, show_json
 from k16v8.errors import UnknownNameError, UsageError
 
 __all__ = ["add_arguments", "run"]
@@ -30,6 +35,9 @@ _DEFAULTS: dict[str, dict[str, str]] = {
 _CHUNK = {"cuda": 512, "cpu": 64}
 _EXTEND_BATCHES = {"cuda": (1, 8), "cpu": (1,)}
 _GEOMETRIES = "llama-3.1-8b,qwen2.5-7b,mistral-7b"
+_LAYERS = {"cuda": _GEOMETRIES, "cpu": "llama-3.1-8b"}  # linear ones, unless told
+_EXPERTS = {"cuda": "qwen3-30b-a3b,mixtral-8x7b", "cpu": "none"}
+_ROWS = {"cuda": "1,4,16,64,512,4096", "cpu": "1"}
 _MODELS = {"cuda": "qwen2.5-7b,llama-3.1-8b", "cpu": "tiny"}  # of --end-to-end unless told
 
 
@@ -39,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="cpu or cuda. [default: cpu]")
     add(
         "--geometry",
-        help="Models whose attention is measured: llama-3.1-8b, qwen2.5-7b, mistral-7b, tiny. "
-        "[default: the first three]",
+        help="Models whose attention or linear layers are measured: llama-3.1-8b, qwen2.5-7b, mistral-7b, tiny. "
+        "[default: the first three; weights on cpu: the first]",
     )
     add("--formats", default="16/16,16/8,8/8", help="K/V bits of our kernels. [default: 16/16,16/8,8/8]")
     add("--batch", help="Sequences. [default: 1,4,8,16,32,64; cpu: 1,4]")
@@ -48,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefixes", help="Tokens before a chunk of extend, or none. [default: 2k,8k,32k; cpu: 512]")
     add("--chunk", type=at_least(1, int), help="Tokens of a chunk. [default: 512; cpu: 64]")
     add("--page", type=at_least(1, int), default=16, help="Tokens in a page. [default: 16]")
+    add("--rows", help="Of activations, or tokens. [default: 1,4,16,64,512,4096; cpu: 1]")
+    add("--layouts", default="awq,gptq", help="Of our 4-bit weights. [default: awq,gptq]")
+    add("--group", type=at_least(1, int), default=128, help="Inputs that share a scale. [default: 128]")
+    add(
+        "--experts",
+        help="Models whose experts are measured: qwen3-30b-a3b, mixtral-8x7b, tiny-experts, or none. "
+        "[default: the first two; cpu: none]",
+    )
     add("--kernels", help="Ours: torch or triton. [default: triton on cuda, else torch]")
     add("--seconds", type=at_least(0.0, float, 60.0), default=0.1, help="Of each timing. [default: 0.1]")
     add("--minutes", type=at_least(0.0, float), help="After which nothing more is begun.")
@@ -57,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--end-to-end-lengths", help="Tokens there. [default: 2k,8k,32k; cpu: 512]")
     add("--output", type=Path, help="The record. [default: runs/kernels-DEVICE-TIME.json]")
     add("--resume", type=Path, help="Go on with this record; what it holds is kept.")
+    add_operations(parser, "attention")
     add_json(parser)
 
 
@@ -73,16 +90,28 @@ def run(options: argparse.Namespace) -> int:
     from k16v8.bench.end_to_end import PAGE
     from k16v8.bench.machine import describe, slug
     from k16v8.bench.run import Settings
-    from k16v8.bench.shapes import cells, geometry
+    from k16v8.bench.shapes import cells, expert_geometry, geometry, weight_cells
+    from k16v8.bench.weights import WEIGHT_CONTENDERS
 
     began = time.monotonic()
     device = options.device
-    own, pairs = _checked(device, options.kernels, options.formats)
+    measured = operations(options.operations)
+    own, pairs, layouts = _checked(device, options.kernels, options.formats, options.layouts)
+    if options.end_to_end and "attention" not in measured:
+        raise UsageError("--end-to-end decodes with attention kernels; add attention to --operations, or leave it out")
     if options.resume is not None and options.output is not None:
         raise UsageError("--resume writes to the record that it goes on with; leave out --output")
     place, default = torch.device(device), _DEFAULTS[device]
-    chosen, models = (
-        [geometry(name) for name in (options.geometry or names).split(",")] for names in (_GEOMETRIES, _MODELS[device])
+    chosen, models, layered = (
+        [geometry(name) for name in (options.geometry or names).split(",")]
+        for names in (_GEOMETRIES, _MODELS[device], _LAYERS[device])
+    )
+    experts = options.experts or _EXPERTS[device]
+    weighed = weight_cells(
+        layered,
+        [] if experts == "none" else [expert_geometry(name) for name in experts.split(",")],
+        rows=counts("--rows", options.rows or _ROWS[device]),
+        group=options.group,
     )
     prefixes = options.prefixes or default["prefixes"]
     asked = cells(
@@ -97,8 +126,10 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(
         place,
         own,
-        tuple(asked),
-        tuple(one for one in CONTENDERS if one.role != "ours" or one.formats in pairs),
+        (*(asked if "attention" in measured else ()), *(weighed if "weights" in measured else ())),
+        tuple(
+            one for one in (*CONTENDERS, *WEIGHT_CONTENDERS) if one.role != "ours" or one.formats in (*pairs, *layouts)
+        ),
         options.seconds,
         options.seed,
         until=math.inf if options.minutes is None else began + 60 * options.minutes,
@@ -111,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
         path = Path("runs") / f"kernels-{slug(str(describe(place)['name']))}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     record = bench_kernels(
         settings,
-        chosen,
+        chosen if "attention" in measured else [],
         path,
         resume=options.resume is not None,
         end_to_end=EndToEnd(models, depths, options.end_to_end_batch) if options.end_to_end else None,
@@ -124,9 +155,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(device: str, implementation: str | None, formats: str) -> tuple[str, tuple[str, ...]]:
-    """Our implementation, and the pairs of formats, of which all that can be wrong is said before anything runs."""
+def _checked(
+    device: str, implementation: str | None, formats: str, layouts: str
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Our implementation, pairs of formats and layouts, whose faults are named before anything runs."""
     from k16v8.bench.shapes import formats as named
+    from k16v8.kernels.weights import LAYOUTS
 
     check_device(device)
     own = implementation or ("triton" if device == "cuda" else "torch")
@@ -137,4 +171,8 @@ def _checked(device: str, implementation: str | None, formats: str) -> tuple[str
     pairs = tuple(formats.split(","))
     for pair in pairs:
         named(pair)
-    return own, pairs
+    held = tuple(layouts.split(","))
+    for layout in held:
+        if layout not in LAYOUTS:
+            raise UnknownNameError("layout of 4-bit weights", layout, LAYOUTS)
+    return own, pairs, held

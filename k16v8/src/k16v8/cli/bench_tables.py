@@ -10,6 +10,7 @@ from k16v8.cli.common import table
 __all__ = ["render"]
 
 _OURS = ("16/16", "16/8", "8/8")
+_PRODUCTS = ("linear", "experts")
 _SPREAD = 0.1  # of repeats, from the 10th to the 90th percentile, above which a time is marked
 
 
@@ -34,16 +35,29 @@ def render(record: dict[str, Any]) -> Iterator[str]:
             asked = [one for one in record["cells"] if one["shape"] == [*shape] and one["kind"] == kind]
             if asked:
                 yield _cells(f"{title}; {kind}", sorted(asked, key=lambda one: (one["batch"], one["tokens"])))
-    if record["cells"]:
+    weighed = [one for one in record["cells"] if one["kind"] in _PRODUCTS]
+    for kind, title in (
+        ("linear", "linear layers with 4-bit weights"),
+        ("experts", "experts with 4-bit weights, all in one launch"),
+    ):
+        if products := [one for one in weighed if one["kind"] == kind]:
+            yield _products(title, products)
+    if weighed:
+        yield (
+            "µs, speed-up over 16-bit weights, share of the floor: the time in which the device reads those bytes; "
+            "^: more than 2% above what bytes allow; ~: repeats spread over more than 10%"
+        )
+    if len(weighed) < len(record["cells"]):
         yield (
             "µs, speed-up over the best 16-bit kernel, share of the copy bandwidth (extend: TFLOP/s); "
             "^: more than 2% above what bytes allow (16/8: 1.333, 8/8: 2); ~: repeats spread over more than 10%"
         )
+    if record["cells"]:
         measured = [one for cell in record["cells"] for one in cell["results"] if one["status"] == "measured"]
         if measured:
             caches, worst = [one["caches"] for one in measured], max(one["error"] for one in measured)
             yield (
-                f"inputs lie in {min(caches)} to {max(caches)} caches in turn, twice the last cache and more; "
+                f"inputs lie in {min(caches)} to {max(caches)} places in turn, twice the last cache and more; "
                 f"largest error of what was measured: {worst:.2g} (relative L2; most is 0.0035)"
             )
     if record["end_to_end"]:
@@ -53,7 +67,7 @@ def render(record: dict[str, Any]) -> Iterator[str]:
             "^: more than 2% above its ceiling"
         )
     yield from _missing(record)
-    for goal in record["goals"]:
+    for goal in record["goals"] if len(weighed) < len(record["cells"]) or not record["cells"] else ():
         found = f"{goal['found']:.3g} at {goal['where']}" if goal["found"] is not None else goal["reason"]
         yield f"goal {goal['verdict']}: {goal['name']} ≥ {goal['wanted']:g} ({found})"
     if record["left_out"]:
@@ -75,6 +89,30 @@ def _cells(title: str, found: list[dict[str, Any]]) -> str:
         row += [_figures(results.get((name, "16/8")), extend) for name in naive]
         rows.append(row)
     return table((*columns, *naive), rows, title)
+
+
+def _products(title: str, found: list[dict[str, Any]]) -> str:
+    """A line per cell, a column per contender that was measured at one of them."""
+    who = {
+        (one["name"], one["formats"]): None for cell in found for one in cell["results"] if one["status"] == "measured"
+    }
+    rows = []
+    for cell in found:
+        inputs, outputs, group = cell["shape"]
+        results = {(one["name"], one["formats"]): one for one in cell["results"]}
+        of = f"{cell['top']} of {cell['experts']}, " if cell["kind"] == "experts" else ""
+        row = [f"{of}{inputs:,} x {outputs:,}", f"{group}", f"{cell['batch']:,}"]
+        for name in who:
+            one = results.get(name)
+            shown = "–" if one is None else one["status"].replace("_", " ")
+            if one is not None and one["status"] == "measured":
+                speedup = (
+                    "" if one["speedup"] is None else f" {one['speedup']:.2f}×{'^' if one['above_ceiling'] else ''}"
+                )
+                shown = f"{_micro(one)}{speedup} {100 * one['floor'] / one['seconds']:.0f}%"
+            row.append(shown)
+        rows.append(row)
+    return table(("layer", "group", "rows", *(" ".join(name) for name in who)), rows, title)
 
 
 def _micro(one: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Kernels held against their definition: gates that must pass, kernels broken on purpose that must not, compiling.
 
 ``run`` holds attention to the definition at many shapes (``cases``), ``writer`` the cache writer, ``soak`` a long
-decode through page reuse; ``mutations`` are kernels with known faults; ``compile`` builds the kernels for processors
-that are not here.
+decode through page reuse; ``mutations`` are kernels with known faults; ``weights`` has cases and mutations of products
+with 4-bit weights; ``compile`` builds the kernels for processors that are not here.
 """

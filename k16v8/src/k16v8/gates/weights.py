@@ -175,7 +175,8 @@ def _output(case: WeightCase, kernels: WeightKernels, problem: WeightProblem) ->
     if problem.experts is not None:
         shape = (*problem.experts.shape, weight.outputs)
         out = torch.full(shape, float("nan"), dtype=x.dtype, device=x.device)
-        return kernels.expert_matmul(x, weight, problem.experts, problem.routing, out=out)
+        plan = kernels.plan_experts(problem.experts, weight)
+        return kernels.expert_matmul(x, weight, problem.experts, problem.routing, out=out, plan=plan)
     plan = kernels.plan(len(x), weight, splits=case.splits)
     if plan is not None:
         plan.part.fill_(float("nan"))

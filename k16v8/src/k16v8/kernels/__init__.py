@@ -1,4 +1,6 @@
-"""Paged attention with separate formats for K and V: the definition, Triton kernels, a vectorised torch path.
+"""Paged attention with separate formats for K and V, and products with 4-bit weights.
 
-Sees tensors and scales, never formats or engines.  Start with :func:`k16v8.kernels.dispatch.choose`.
+Of each the definition (``reference``, ``weights``), Triton kernels and a vectorised torch path.  Sees tensors and
+scales, never models or engines.  Start with :func:`k16v8.kernels.dispatch.choose` and
+:func:`k16v8.kernels.dispatch.choose_weights`.
 """

@@ -212,6 +212,14 @@ class WeightKernels:
 
         return plan_matmul(rows, weight, splits=splits)
 
+    def plan_experts(self, experts: Tensor, weight: QuantizedWeight) -> Any:
+        """Tables for :meth:`expert_matmul`, which all products of one layer share; ``None`` where there are none."""
+        if self.implementation == "torch":
+            return None
+        from k16v8.kernels.matmul import plan_experts
+
+        return plan_experts(experts, weight)
+
     def matmul(self, x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None, plan: Any = None) -> Tensor:
         """:func:`k16v8.kernels.torch_weights.matmul`; with ``out`` and ``plan`` Triton allocates nothing."""
         checks.check_matmul(x, weight, out)
@@ -226,10 +234,15 @@ class WeightKernels:
         routing: Tensor | None = None,
         *,
         out: Tensor | None = None,
+        plan: Any = None,
     ) -> Tensor:
-        """:func:`k16v8.kernels.torch_weights.expert_matmul`; Triton launches one kernel for all experts."""
+        """:func:`k16v8.kernels.torch_weights.expert_matmul`; Triton launches one kernel for all experts.
+
+        With ``out`` and ``plan`` it allocates nothing.
+        """
         checks.check_expert_matmul(x, weight, experts, routing, out)
-        return cast("Tensor", self._operation("expert_matmul")(x, weight, experts, routing, out=out))
+        held = {} if plan is None else {"plan": plan}  # the torch path has none
+        return cast("Tensor", self._operation("expert_matmul")(x, weight, experts, routing, out=out, **held))
 
     def _operation(self, name: str) -> Any:
         module = torch_weights if self.implementation == "torch" else import_module("k16v8.kernels.matmul")

@@ -25,7 +25,7 @@ from k16v8.kernels.bits import narrow, widen
 from k16v8.kernels.launch import Target, Tiles, compile_options, target_of
 from k16v8.kernels.weights import QuantizedWeight
 
-__all__ = ["MatmulPlan", "expert_matmul", "matmul", "plan_matmul", "split_count"]
+__all__ = ["ExpertPlan", "MatmulPlan", "expert_matmul", "matmul", "plan_experts", "plan_matmul", "split_count"]
 
 _MOST_SPLITS = 32
 _SHORTEST = 256  # inputs that a split should at least have
@@ -192,7 +192,8 @@ def matmul_tiles(rows: int, weight: QuantizedWeight, target: Target) -> Tiles:
     rdna = target.backend == "hip" and target.warp == 32
     stages = 4 if target.backend == "cuda" else 2
     if rows <= 16:
-        return Tiles(16, 64, 4, stages)
+        # words of AWQ lie along the columns: 128 of them are 64 bytes of a row, as much as memory gives at once
+        return Tiles(16, 128 if weight.layout == "awq" and not rdna else 64, 4, stages)
     if rows <= 32 or rdna:
         return Tiles(32 if rows <= 32 else 64, 64, 4, stages)
     # where matrix units take their sums from registers, gathering activations as well needs more than there are
@@ -204,7 +205,7 @@ def matmul_tiles(rows: int, weight: QuantizedWeight, target: Target) -> Tiles:
 
 def depth(weight: QuantizedWeight, tile: Tiles, target: Target) -> int:
     """Inputs of one step: a power of two that divides the group, so that a step has one scale."""
-    most = 128 if tile.rows == 16 else 64
+    most = 128 if (tile.rows, tile.tokens) == (16, 64) else 64
     if target.backend == "interpreter":
         most = 64
     elif target.backend == "hip" and target.warp == 32:
@@ -267,23 +268,25 @@ def matmul(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None, pla
 
 
 @dataclass(frozen=True)
-class Sorted:
-    """Pairs of token and expert, sorted by expert and cut into blocks of rows of one expert each.
+class ExpertPlan:
+    """Pairs of token and expert, sorted by expert and cut into blocks of ``rows`` of one expert each.
 
     ``pairs``: int32 ``[T * top]``, the number of the pair at each sorted place; of each block its ``expert`` (-1 for
     pairs whose expert does not exist), the ``first`` of its places and the ``end`` of its expert's.  There are as many
-    blocks as there can be at most: those that are not needed have no places.
+    blocks as there can be at most: those that are not needed have no places.  All products of one layer share a plan.
     """
 
+    rows: int
     pairs: Tensor
     expert: Tensor
     first: Tensor
     end: Tensor
 
 
-def sort_pairs(experts: Tensor, many: int, rows: int) -> Sorted:
-    """Tables for ``experts`` ``[T, top]`` of ``many`` experts and blocks of ``rows``; the host waits for nothing."""
-    flat = experts.flatten()
+def plan_experts(experts: Tensor, weight: QuantizedWeight) -> ExpertPlan:
+    """The tables for ``experts`` ``[T, top]``; the host waits for nothing."""
+    flat, many = experts.flatten(), weight.experts
+    rows = _expert_tiles(len(flat), weight, target_of(experts.device)).rows
     absent = (flat < 0) | (flat >= many)
     keys = flat.masked_fill(absent, many).int()
     ordered, pairs = torch.sort(keys, stable=True)
@@ -297,7 +300,12 @@ def sort_pairs(experts: Tensor, many: int, rows: int) -> Sorted:
     owner = torch.searchsorted(block_ends, block, right=True).clamp_max(many)
     before = torch.cat((block_ends.new_zeros(1), block_ends))[owner]
     first = starts[owner] + (block - before) * rows
-    return Sorted(pairs.int(), torch.where(owner == many, -1, owner).int(), first.int(), ends[owner].int())
+    return ExpertPlan(rows, pairs.int(), torch.where(owner == many, -1, owner).int(), first.int(), ends[owner].int())
+
+
+def _expert_tiles(pairs: int, weight: QuantizedWeight, target: Target) -> Tiles:
+    """For as many rows as each expert has where pairs are spread evenly."""
+    return matmul_tiles(-(-pairs // weight.experts), weight, target)
 
 
 def expert_matmul(
@@ -307,24 +315,32 @@ def expert_matmul(
     routing: Tensor | None = None,
     *,
     out: Tensor | None = None,
+    plan: ExpertPlan | None = None,
 ) -> Tensor:
-    """As :func:`k16v8.kernels.torch_weights.expert_matmul`: the tables, then one launch for all experts.
+    """As :func:`k16v8.kernels.torch_weights.expert_matmul`: one launch for all experts, after the tables of the plan.
 
-    No host sync; the tables are allocated.
+    No host sync; with ``out`` and ``plan`` (of the same ``experts``) no allocation either.
+
+    Raises:
+        UsageError: the plan is for other experts or tiles.
     """
     tokens, top = experts.shape
     out = x.new_empty(tokens, top, weight.outputs) if out is None else out
     if not experts.numel():
         return out
     target = target_of(x.device)
-    # rows that an expert has where tokens are spread evenly
-    tile = matmul_tiles(-(-tokens * top // weight.experts), weight, target)
-    table = sort_pairs(experts, weight.experts, tile.rows)
+    tile = _expert_tiles(tokens * top, weight, target)
+    plan = plan or plan_experts(experts, weight)
+    if len(plan.pairs) != tokens * top or plan.rows != tile.rows:
+        raise UsageError(
+            f"the plan is for {len(plan.pairs)} pairs of token and expert in blocks of {plan.rows}; this is "
+            f"{tokens * top} in blocks of {tile.rows}"
+        )
     flat = out.view(tokens * top, weight.outputs)
-    grid = (len(table.expert), -(-weight.outputs // tile.tokens), 1)
+    grid = (len(plan.expert), -(-weight.outputs // tile.tokens), 1)
     matmul_kernel[grid](
         *matmul_arguments(
-            x.flatten(0, -2), weight, flat, rows=len(flat), splits=1, table=table, routing=routing,
+            x.flatten(0, -2), weight, flat, rows=len(flat), splits=1, table=plan, routing=routing,
             shared=top if x.dim() == 2 else 1,
         ),
         **matmul_constants(x.dtype, weight, tile, target, experts=True, routed=routing is not None),
@@ -340,7 +356,7 @@ def matmul_arguments(
     *,
     rows: int,
     splits: int,
-    table: Sorted | None = None,
+    table: ExpertPlan | None = None,
     routing: Tensor | None = None,
     shared: int = 1,
 ) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from k16v8.kernels.weights import QuantizedWeight, zero_points
 
-__all__ = ["expert_matmul", "matmul"]
+__all__ = ["dequantize", "expert_matmul", "matmul", "one_expert"]
 
 _AT_ONCE = 1 << 20  # codes that are float32 at a time: 4 MB, which processors' own caches hold
 
@@ -41,18 +41,45 @@ def expert_matmul(
     out[absent] = 0
     for expert in torch.unique(experts[~absent]).tolist():
         token, place = torch.nonzero(experts == expert, as_tuple=True)
-        found = _product(x[token] if x.dim() == 2 else x[token, place], _one(weight, expert))
+        found = _product(x[token] if x.dim() == 2 else x[token, place], one_expert(weight, expert))
         if routing is not None:
             found *= routing[token, place].unsqueeze(-1)
         out[token, place] = found.to(out.dtype)
     return out
 
 
-def _one(weight: QuantizedWeight, expert: int) -> QuantizedWeight:
+def one_expert(weight: QuantizedWeight, expert: int) -> QuantizedWeight:
+    """The linear layer of one expert."""
     order = None if weight.order is None else weight.order[expert]
     return QuantizedWeight(
         weight.layout, weight.qweight[expert], weight.qzeros[expert], weight.scales[expert], weight.group, order
     )
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """A linear layer's weights ``[K, N]``, as :func:`k16v8.kernels.weights.dequantize` defines them, but faster.
+
+    Each is rounded once, from float32.
+    """
+    out = torch.empty(weight.inputs, weight.outputs, dtype=dtype, device=weight.qweight.device)
+    zeros, scales = zero_points(weight).float(), weight.scales.float()
+    step = max(1, _AT_ONCE // (weight.group * weight.outputs))
+    for first in range(0, len(scales), step):
+        rows = slice(first * weight.group, min((first + step) * weight.group, weight.inputs))
+        values = torch.empty(rows.stop - rows.start, weight.outputs, device=out.device)
+        for place in range(8):
+            if weight.layout == "awq":
+                column = (0, 2, 4, 6, 1, 3, 5, 7)[place]
+                values[:, column::8] = (weight.qweight[rows] >> 4 * place) & 15
+            else:
+                values[place::8] = (weight.qweight[rows.start // 8 : rows.stop // 8] >> 4 * place) & 15
+        for group, part in enumerate(torch.split(values, weight.group), first):
+            part.sub_(zeros[group]).mul_(scales[group])
+        if weight.order is None:
+            out[rows] = values.to(dtype)
+        else:
+            out[weight.order[rows].long()] = values.to(dtype)
+    return out
 
 
 def _product(x: Tensor, weight: QuantizedWeight) -> Tensor:

@@ -108,7 +108,7 @@ def gptq(
     weight = _checked(QuantizedWeight("gptq", qweight, qzeros, scales, rows if group == -1 else group))
     if version == 1:
         weight = replace(weight, qzeros=qzeros + _ONES)  # int32 wraps, as the subtraction did
-    if g_idx is None:
+    if g_idx is None or (g_idx.numel() and bool((g_idx == -1).all())):  # -1: never filled in
         return weight
     if g_idx.shape != (*scales.shape[:-2], rows):
         raise UsageError(f"g_idx is {list(g_idx.shape)}; it takes {[*scales.shape[:-2], rows]}, one group for each row")
@@ -127,7 +127,7 @@ def gptq(
 
 
 def _checked(weight: QuantizedWeight) -> QuantizedWeight:
-    name, scales = weight.layout.upper(), weight.scales
+    name, scales = f"{weight.layout.upper()} of 4 bits", weight.scales
     if scales.dim() not in (2, 3) or scales.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UsageError(f"scales are {_kind(scales)}; {name} takes 16- or 32-bit floats [groups, N]")
     stack, groups, outputs = scales.shape[:-2], scales.shape[-2], scales.shape[-1]
@@ -183,10 +183,10 @@ def _pack_words(values: Tensor, layout: Layout) -> Tensor:
 
 def _unpack_words(words: Tensor, layout: Layout) -> Tensor:
     """The inverse of :func:`_pack_words`, uint8."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    nibbles = ((words.unsqueeze(-1) >> shifts) & 15).byte()
-    places = torch.tensor(_NIBBLES[layout], device=words.device).argsort()
-    return nibbles[..., places].flatten(-2)
+    found = torch.empty(*words.shape, 8, dtype=torch.uint8, device=words.device)
+    for place, number in enumerate(_NIBBLES[layout]):
+        found[..., number] = (words >> 4 * place) & 15
+    return found.flatten(-2)
 
 
 def codes(weight: QuantizedWeight) -> Tensor:

@@ -24,7 +24,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed, Tokens
+from fidelab.captures.requests import (
+    WAYS,
+    Forced,
+    Generate,
+    Layerwise,
+    Prefill,
+    Request,
+    Reweighted,
+    Served,
+    Timed,
+    Tokens,
+)
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import (
     Answer,
@@ -61,6 +72,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fidelab.engines.hf.cache import EncodedCache
+    from fidelab.engines.hf.reweighted import Reweighing
 
 _LOADING: Mapping[str, Value] = {  # passed on to ``from_pretrained``
     "device-map": (bool, "a device, auto, balanced …, or a JSON object of modules and devices"),
@@ -143,7 +155,7 @@ class HFEngine(Engine):
     controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
     aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
     start_seconds: ClassVar[float] = 5.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served", "reweighted"}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
@@ -206,6 +218,7 @@ class HFEngine(Engine):
         self._arm = arm
         self._model = HFModel(arm, self.mark, _loading(arm))
         self._jittered: int | None = None
+        self._reweighing: Reweighing | None = None
         if seed := dict(arm.options).get("jitter"):
             from fidelab.engines.hf.layers import decoder_layers, jitter
 
@@ -218,7 +231,7 @@ class HFEngine(Engine):
         began = time.monotonic()
         if self._model.head is not None:
             self._model.head.sentinels.clear()
-        self._model.proof.due = not isinstance(request, Timed)  # a look takes time
+        self._model.proof.due = not isinstance(request, Timed | Reweighted)  # a look takes time, and wants all layers
         match request:
             case Prefill():
                 facts = self._prefill(request, sink)
@@ -236,6 +249,11 @@ class HFEngine(Engine):
                 from fidelab.engines.hf.ways import answer_served
 
                 facts = answer_served(self._model, request, sink)
+            case Reweighted():
+                from fidelab.engines.hf.reweighted import Reweighing
+
+                self._reweighing = self._reweighing or Reweighing(self._model)
+                facts = self._reweighing.answer(request, sink)
         estimator = Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS
         return answer_with_head(request, estimator, facts, began, self._model.head)
 

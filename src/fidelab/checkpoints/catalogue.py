@@ -1,0 +1,72 @@
+"""The failure catalogue: the rules of the audit as a page.
+
+python -m fidelab.checkpoints.catalogue > docs/failures.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import groupby
+
+import fidelab.checkpoints.audit  # noqa: F401 (all rules enter the table)
+from fidelab.checkpoints.rules import RULES, Rule
+
+__all__ = ["page"]
+
+_SECTIONS = {  # module of the rules → heading
+    "tensors": "Weights, scales and files",
+    "templates": "Chat template and special tokens",
+    "geometry": "Sizes",
+}
+_INTRODUCTION = """\
+# Failures of checkpoints
+
+What goes wrong with quantized checkpoints, how it shows, where it comes from, and what finds it. This page is made from
+the rules of [`fidelab audit`](checkpoints.md#audit) (`python -m fidelab.checkpoints.catalogue`): what is listed here is
+looked for, and what is looked for is listed here. `broken` and `suspicious` say what a finding makes of the verdict;
+`information` leaves it as it is.
+"""
+_BEYOND = """\
+## What files do not show
+
+Kernels, parsers, calibration texts and engines also fail with checkpoints that are whole, which only a run tells:
+
+- Noise after some tens of tokens, or beyond a length of context: too few bits in the sums or softmax weights of a
+  kernel, or a lost window of attention. `fidelab kernels audit --model MODEL` compares attention with float64, and
+  `fidelab bisect` [layer with layer](diagnosis.md#which-layer).
+- A loss with an FP8 KV cache at long contexts: unit scales, or scales that one of the kernels leaves out.
+  `fidelab compare MODEL --control full` at that length tells [format from kernel](diagnosis.md#format-or-kernel).
+- Thinking that never ends, empty answers: calibration without such texts, or a parser of reasoning that does not fit.
+  `fidelab compare --axes trajectory,degeneration` let both arms write and compare what came.
+"""
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    parts = [_INTRODUCTION]
+    rules = sorted(RULES.values(), key=lambda rule: list(_SECTIONS).index(_module(rule)))
+    for module, group in groupby(rules, key=_module):
+        rows = [
+            f"| **{_cell(rule.title)}** `{rule.id}` | {rule.severity} | {_cell(rule.symptom)} | {_cell(rule.cause)} "
+            f"| {_cell(rule.check)} | {_cell(rule.command)} |"
+            for rule in group
+        ]
+        head = "| failure | verdict | symptom | cause | check | command |\n|---|---|---|---|---|---|\n"
+        parts.append(f"## {_SECTIONS[module]}\n\n{head}" + "\n".join(rows) + "\n")
+    return "\n".join([*parts, _BEYOND])
+
+
+def _module(rule: Rule) -> str:
+    return rule.find.__module__.rpartition(".")[2]
+
+
+def _cell(text: str) -> str:
+    """A text for a table: tokens and commands as code, bars escaped."""
+    text = re.sub(r"<\|?\w+\|?>", lambda match: f"`{match[0]}`", text)
+    text = re.sub(r"fidelab \w+(?: --to [a-z]+| --[a-z]+| [A-Z]+\b)*", lambda match: f"`{match[0]}`", text)
+    return text.replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,95 @@
+"""``fidelab sensitivity``: which weights a format costs most in, and the plan within a budget."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import typer
+
+from fidelab.cli import options
+from fidelab.cli.compare import experiment_from
+from fidelab.cli.output import command_line, exit_on, note, open_console
+
+__all__ = ["sensitivity"]
+
+
+@options.expand_options
+def sensitivity(
+    *,
+    model: Annotated[str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.")],
+    weights: Annotated[
+        list[str], typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.", show_default=False)
+    ],
+    by: Annotated[str, typer.Option(help="What is rounded at a time: module, layer or kind.")] = "module",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Make a plan: bytes of the layers' weights, as 80MB, 4.5bpw, or a format for its size."),
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the plan's --tensor-type arguments for llama-quantize to this file.")
+    ] = None,
+    text: options.TextOptions,
+    windows: Annotated[int, typer.Option(help="Windows of text; with a budget, every second is kept to test it.")] = 8,
+    n_ctx: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    engine: options.EngineOptions,
+    runs: options.CapturedRunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    r"""Round one group of weights at a time and say what each costs; with a budget, choose a format for each.
+
+    The model is loaded once. Repeating the command goes on where it was stopped. The plan is chosen on one half of the
+    windows and measured on the other, beside the best single format that fits the same budget.
+
+    [bold]Examples[/bold]
+
+      fidelab sensitivity smollm2-135m --weights 'int4\[group=64]' --by layer
+
+      fidelab sensitivity ./model --weights q4_k --weights q6_k --weights q8_0 --budget 5bpw --export types.txt
+    """
+    from fidelab.cli.progress import watcher
+    from fidelab.core import Status
+    from fidelab.errors import OutputError, UsageError
+    from fidelab.report.sensitivity import render_sensitivity, write_sensitivity_html
+    from fidelab.runs.sensitivity import sensitivity as measure
+
+    if by not in ("module", "layer", "kind"):
+        raise UsageError(f"--by {by}: write module, layer or kind")
+    if export is not None and budget is None:
+        raise UsageError("--export writes a plan: give it a --budget")
+    data: dict[str, Any] = {
+        "model": model,
+        **engine.settings(),
+        "control": "none",
+        "candidates": [f"weights={weights[0]}"],  # asked about in time, and not run
+        "axes": {"kld": {"windows": windows, "n_ctx": n_ctx}},
+        **text.settings(),
+        "floor": 0.0,
+        "twins": 0.0,
+        **runs.settings(),
+    }
+    report, folder = measure(
+        experiment_from(data, "sensitivity"),
+        weights,
+        by=cast("Literal['module', 'layer', 'kind']", by),
+        budget=budget,
+        command=command_line(),
+        listener=watcher(),
+    )
+    write_sensitivity_html(report, folder.html)
+    if as_json:
+        sys.stdout.write(report.to_json())
+    else:
+        render_sensitivity(report, open_console(), folder=folder.path)
+    if export is not None and report.plan is not None:
+        if not report.plan.tensor_types:
+            raise UsageError(
+                "llama-quantize lacks one of these formats, or names for these weights: nothing is exported"
+            )
+        try:
+            export.write_text("\n".join(report.plan.tensor_types) + "\n", "utf-8")
+        except OSError as error:
+            raise OutputError(f"cannot write {export}: {error.strerror or error}") from error
+        note(f"fidelab: llama-quantize $(cat {export}) MODEL.gguf OUT.gguf COPY")
+    exit_on([f"{cell.group} in {cell.format}: {cell.reason}" for cell in report.cells if cell.status is not Status.OK])

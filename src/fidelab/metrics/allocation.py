@@ -1,0 +1,48 @@
+"""Which format for which group of weights: the least total cost within a budget of bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["allocate"]
+
+Floats = NDArray[np.float64]
+
+
+def allocate(costs: Floats, sizes: Floats, budget: float) -> NDArray[np.intp]:
+    """One choice per group, of the least sum of costs whose sum of sizes does not exceed the budget.
+
+    The multiple-choice knapsack problem, solved exactly as a mixed-integer linear program (HiGHS).
+
+    Args:
+        costs, sizes: [groups, choices]; a cost of infinity is no choice.
+        budget: in the unit of sizes.
+
+    Returns:
+        The chosen column of each group, [groups].
+
+    Raises:
+        ValueError: even the smallest choices exceed the budget.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array, identity, kron
+
+    groups, choices = costs.shape
+    allowed = np.isfinite(costs)
+    least = np.where(allowed, sizes, np.inf).min(axis=1).sum()
+    if least > budget:
+        raise ValueError(f"the smallest choices take {least:,.0f}, the budget is {budget:,.0f}")
+    each = csr_array(kron(identity(groups), np.ones((1, choices))))
+    scale = float(sizes.max())
+    total = csr_array(sizes.reshape(1, -1) / scale)
+    found = milp(
+        np.where(allowed, costs, 0.0).ravel() / (float(costs[allowed].max()) or 1.0),
+        constraints=[LinearConstraint(each, 1, 1), LinearConstraint(total, -np.inf, budget / scale)],
+        integrality=np.ones(groups * choices),
+        bounds=Bounds(0, allowed.ravel().astype(float)),
+        options={"mip_rel_gap": 1e-6, "time_limit": 60},
+    )
+    if found.x is None:
+        raise ValueError(f"no choice was found: {found.message}")
+    return np.asarray(found.x.reshape(groups, choices).argmax(axis=1))

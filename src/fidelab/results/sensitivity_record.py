@@ -1,0 +1,105 @@
+"""The record of a weight sensitivity: ``sensitivity.json``, schema ``fidelab.sensitivity/0``.
+
+A cell is one group of weights in one format, all others native; its loss is the mean KL from the native model.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final, Literal
+
+from pydantic import Field
+
+from fidelab.results.record import ExperimentReport
+from fidelab.results.values import Count, Outcome, Positive, Record
+
+__all__ = ["SCHEMA", "Loss", "SensitivityCell", "SensitivityReport", "WeightPlan"]
+
+SCHEMA: Final = "fidelab.sensitivity/0"
+
+
+class Loss(Record):
+    """What a rounding costs."""
+
+    kld: Positive
+    """Mean KL(native‖rounded), nats."""
+    kld_interval: tuple[float, float] | None = None
+    """95%, over clusters; null with fewer than two."""
+    top1: Positive | None = None
+    """Share of rows whose most likely token is the same."""
+    delta_nll: float | None = None
+    """Mean change of the negative log-likelihood of the text, nats."""
+
+
+class SensitivityCell(Outcome):
+    """One group in one format."""
+
+    group: str
+    """Pattern that names it: ``model.layers.3.mlp.down_proj``, ``3`` or ``down_proj``."""
+    layer: Count | None = None
+    """Its layer; null of groups over several."""
+    kind: str | None = None
+    """Its kind of weight; null of groups over several."""
+    format: str
+    """The format."""
+    parameters: Count
+    """Weights that are rounded."""
+    bytes: Count
+    """What they take in the format."""
+    loss: Loss | None = None
+    """Null where it was not measured."""
+
+
+class WeightPlan(Record):
+    """A format for every group within a budget, and what it really costs."""
+
+    budget: Count
+    """Bytes of all weights of decoder layers, at most."""
+    bytes: Count
+    """What the plan takes."""
+    bits_per_weight: Positive
+    """Of these weights."""
+    formats: dict[str, str]
+    """Group → format; ``native`` is the checkpoint's own."""
+    weights: str
+    """The same as the option ``weights`` of an arm."""
+    predicted: Positive
+    """Sum of the losses of its cells, nats."""
+    measured: Loss
+    """On windows that were not used to choose it."""
+    uniform: str | None = None
+    """The best of the formats that fits the budget everywhere; null: none does."""
+    uniform_bytes: Count | None = None
+    """What that takes."""
+    uniform_loss: Loss | None = None
+    """What it costs on the same windows."""
+    difference: float | None = None
+    """Plan minus uniform, nats; below 0 the plan is better."""
+    difference_interval: tuple[float, float] | None = None
+    """95%, paired by clusters."""
+    tensor_types: tuple[str, ...] = ()
+    """``--tensor-type`` arguments of llama-quantize, where it has all formats."""
+
+
+class SensitivityReport(ExperimentReport):
+    """Everything that was found."""
+
+    file_name: ClassVar[str] = "sensitivity.json"
+
+    schema_name: Literal["fidelab.sensitivity/0"] = Field(default=SCHEMA, alias="schema")
+    """Name and version of this schema."""
+    by: Literal["module", "layer", "kind"]
+    """What a group is."""
+    windows: Count
+    """Windows that the cells were measured on."""
+    rows: Count
+    """Scored rows of them."""
+    native: Outcome
+    """The native model's own answer."""
+    native_bytes: Count
+    """Bytes of the weights of decoder layers as they are."""
+    parameters: Count
+    """Of these."""
+    cells: tuple[SensitivityCell, ...] = ()
+    """In the order of the model, format by format."""
+    plan: WeightPlan | None = None
+    """Null without a budget."""

@@ -1,0 +1,394 @@
+"""What each group of weights costs in each format, and the plan that costs least within a budget of bytes.
+
+One model is loaded once (engine hf) and answers the same windows under many roundings: only one group is rounded at a
+time, all others are native.  Every answer is a capture, found again when the command is repeated.  Every second window
+is kept for the plan: it is chosen on the others, and measured there, beside the best single format of that size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import fidelab
+from fidelab.axes.rows import compare_item
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill, Reweighted
+from fidelab.config.load import dump
+from fidelab.config.schema import Experiment
+from fidelab.core import FormatSpec, Status, digest, parse_bytes, slug
+from fidelab.engines.hf.weights import NATIVE, ModelWeight, parse_rules, weights_of
+from fidelab.errors import EngineError, InputError, NotSupportedError, UsageError
+from fidelab.formats.weights import WeightFormat, weight_format
+from fidelab.metrics.allocation import allocate
+from fidelab.metrics.divergence import RowComparison
+from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
+from fidelab.results.sensitivity_record import Loss, SensitivityCell, SensitivityReport, WeightPlan
+from fidelab.results.store import RunFolder
+from fidelab.results.values import Outcome
+from fidelab.runs.conduct import Prepared, prepare
+from fidelab.runs.layer_diff import run_jobs, with_requests
+from fidelab.runs.pairing import ArmResult
+from fidelab.runs.runner import Listener, Silent
+
+__all__ = ["By", "sensitivity"]
+
+By = Literal["module", "layer", "kind"]
+
+_AXIS, _CHECK = "sensitivity", "sensitivity-check"
+_BITS = re.compile(r"(?P<bits>[0-9]*\.?[0-9]+)\s*(bpw|bits?)", re.IGNORECASE)
+_LLAMA_CPP = {  # what llama.cpp calls the weights of a layer
+    **{f"{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "o_proj": "attn_output",
+}
+_GGML = re.compile(r"q[2-8]_([01k])|iq4_nl")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Weights that are rounded together; ``pattern`` names them."""
+
+    pattern: str
+    weights: tuple[ModelWeight, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(weight.tensor.numel() for weight in self.weights)
+
+    def nbytes(self, fmt: WeightFormat | None) -> int:
+        """Bytes in a format, or as they are."""
+        if fmt is None:
+            return sum(weight.tensor.nbytes for weight in self.weights)
+        return sum(fmt.nbytes(tuple(weight.tensor.shape)) for weight in self.weights)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """KL and agreement of all rows of an answer, with the clusters that they belong to."""
+
+    rows: RowComparison
+    clusters: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def items(self) -> RatioItems:
+        return RatioItems.of(self.rows.kl, np.ones(len(self.rows)), self.clusters)
+
+    @property
+    def mean(self) -> float:
+        return float(self.rows.kl.mean())
+
+    def loss(self) -> Loss:
+        interval = ratio_interval(self.items, bounds=(0.0, float("inf")))
+        nll = self.rows.nll_test - self.rows.nll_ref
+        return Loss(
+            kld=max(0.0, self.mean),
+            kld_interval=None if interval is None else (float(interval[0]), float(interval[1])),
+            top1=float(self.rows.top1.mean()),
+            delta_nll=float(np.nanmean(nll)) if np.isfinite(nll).any() else None,
+        )
+
+
+def sensitivity(
+    experiment: Experiment,
+    formats: Sequence[str],
+    *,
+    by: By = "module",
+    budget: str | None = None,
+    command: str = "",
+    listener: Listener | None = None,
+) -> tuple[SensitivityReport, RunFolder]:
+    """Measure every group in every format, and with a budget the plan; the new run folder gets ``sensitivity.json``.
+
+    Args:
+        experiment: the model on engine hf; of the axes ``kld``, whose windows and scored rows are taken.
+        formats: of weights: ``int4[group=64]``, ``q4_k``.
+        by: a group is one weight matrix, all of a layer, or all of one kind.
+        budget: bytes of the decoder layers' weights: ``80MB``, ``4.5bpw``, or a format, for what that takes everywhere.
+
+    Raises:
+        FidelabError: before anything ran.  EngineError: the model came to no answer.
+        KeyboardInterrupt: stopped; finished captures are kept and found again.
+    """
+    if experiment.engine.name != "hf":
+        raise NotSupportedError(f"engine {experiment.engine.name} cannot round single weights; leave out --engine")
+    specs = _specs(formats)
+    prepared = prepare(experiment, only="reference")
+    groups = _groups(str(prepared.settings.reference.path), by)
+    limit = None if budget is None else _budget(budget, groups, specs)
+    [job] = prepared.plan.jobs
+    [asked] = [capture.request for capture in job.captures]
+    assert isinstance(asked, Prefill)
+    if limit is not None and len(asked.windows) < 2:
+        raise UsageError("a plan is chosen on one half of the windows and measured on the other: --windows 2 or more")
+    n = len(asked.windows)
+    chosen = asked if limit is None else asked.select(range(0, n, 2))
+    created = datetime.now(UTC).replace(microsecond=0)
+    config = dump(prepared.settings.experiment, {"command": command, "created": created.isoformat()})
+    name = slug(f"sensitivity-{Path(experiment.model).name}")
+    folder = RunFolder.create(prepared.settings.output_dir, name, f"{config}kind: sensitivity\n")
+    texts = {(group.pattern, spec): _text(spec, (group.pattern,)) for spec in specs for group in groups}
+    answers = _ask(prepared, chosen, _AXIS, [NATIVE, *texts.values()], listener, folder, "cells")
+    cells, losses = [], {}
+    for spec, fmt in specs.items():
+        for group in groups:
+            text = texts[group.pattern, spec]
+            rows, why = answers.rows(text)
+            if rows is not None:
+                losses[group.pattern, spec] = rows.mean
+            cells.append(_cell(group, by, spec, fmt, rows, why))
+    report = SensitivityReport(
+        run_id=folder.run_id,
+        created=created,
+        fidelab_version=fidelab.__version__,
+        command=command,
+        settings=prepared.settings.experiment.model_dump(mode="json"),
+        by=by,
+        windows=len(chosen.windows),
+        rows=len(chosen.windows) * chosen.n_rows,
+        native=Outcome(status=Status.OK),
+        native_bytes=sum(group.nbytes(None) for group in groups),
+        parameters=sum(group.parameters for group in groups),
+        cells=tuple(cells),
+    )
+    report.write(folder.path)
+    if limit is not None:
+        held_out = asked.select(range(1, n, 2))
+        plan = _plan(prepared, groups, specs, losses, limit, held_out, listener, folder)
+        report = report.model_copy(update={"plan": plan})
+        report.write(folder.path)
+    return report, folder
+
+
+def _specs(formats: Sequence[str]) -> dict[FormatSpec, WeightFormat]:
+    """The formats by their specs.
+
+    Raises:
+        UsageError: none, one twice, or one that is native or has patterns; and as ``weight_format``.
+    """
+    specs: dict[FormatSpec, WeightFormat] = {}
+    for text in formats:
+        rules = parse_rules(text)
+        if len(rules) != 1 or rules[0].only or rules[0].skip or text == NATIVE:
+            raise UsageError(f"--weights {text}: name one format, such as int4[group=64]; its weights are chosen here")
+        spec = rules[0].format
+        if spec in specs:
+            raise UsageError(f"--weights {text} is there twice")
+        specs[spec] = weight_format(spec)
+    if not specs:
+        raise UsageError("name the formats of weights: --weights int4[group=64] --weights int8")
+    return specs
+
+
+def _groups(path: str, by: By) -> list[_Group]:
+    """The linear weights of decoder layers, grouped; their tensors have shapes and no content.
+
+    Raises:
+        NotSupportedError: there are none.
+    """
+    from fidelab.engines.hf.model import skeleton
+
+    module = skeleton(path)
+    weights = [w for w in weights_of(module, module.config.get_text_config(decoder=True)) if w.usual]
+    if not weights:
+        raise NotSupportedError(f"{path} has no floating-point linear weights in decoder layers")
+    members: dict[str, list[ModelWeight]] = {}
+    for weight in weights:
+        pattern = {"module": weight.name, "layer": str(weight.layer), "kind": weight.kind}[by]
+        members.setdefault(pattern, []).append(weight)
+    return [_Group(pattern, tuple(each)) for pattern, each in members.items()]
+
+
+def _text(spec: FormatSpec, patterns: Sequence[str]) -> str:
+    """The option ``weights`` that rounds these groups alone."""
+    return str(FormatSpec(spec.name, tuple(sorted((*spec.options, ("only", ",".join(patterns)))))))
+
+
+def _budget(text: str, groups: Sequence[_Group], specs: Mapping[FormatSpec, WeightFormat]) -> int:
+    """Bytes that the weights of all groups may take.
+
+    Raises:
+        UsageError: it is no size and no format, or below the smallest possible.
+    """
+    if match := _BITS.fullmatch(text.strip()):
+        limit = float(match["bits"]) * sum(group.parameters for group in groups) / 8
+    elif text.strip()[:1].isdigit():
+        limit = parse_bytes(text)
+    else:
+        fmt = weight_format(FormatSpec.parse(text))
+        limit = float(sum(group.nbytes(fmt) for group in groups))
+    least = sum(min(group.nbytes(fmt) for fmt in (None, *specs.values())) for group in groups)
+    if limit < least:
+        raise UsageError(f"--budget {text}: {limit:,.0f} bytes; the smallest of these formats takes {least:,}")
+    return int(limit)
+
+
+# ------------------------------------------------------------------------------------------------ answers
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """The captures of one set of windows, by the text of their roundings."""
+
+    request: Prefill
+    result: ArmResult
+    axis: str
+
+    def rows(self, text: str) -> tuple[_Rows | None, str]:
+        """All rows against the native answer, or ``None`` and why not."""
+        name = _name(self.axis, text)
+        if name not in self.result.captures:
+            return None, self.result.failures.get(name) or self.result.reason or "not asked"
+        native, other = (Capture(self.result.captures[one]) for one in (_name(self.axis, NATIVE), name))
+        pair = Pair(native, other, tuple((i, i) for i in range(len(self.request.windows))))
+        low, high = self.request.first + 1, self.request.last + 2
+        targets = []
+        for window in self.request.windows:
+            after = list(window[low:high])
+            targets.append(np.array(after + [-1] * (self.request.n_rows - len(after)), dtype=np.int64))
+        rows = RowComparison.concat([compare_item(pair, i, i, each) for i, each in enumerate(targets)])
+        if rows.failed.any():
+            return None, f"{int(rows.failed.sum())} of {len(rows)} rows are no distributions"
+        return _Rows(rows, np.concatenate([np.asarray(units, dtype=np.int64) for units in self.request.units])), ""
+
+
+def _name(axis: str, text: str) -> str:
+    return f"{axis}.{digest(text)[:10]}"
+
+
+def _ask(
+    prepared: Prepared,
+    request: Prefill,
+    axis: str,
+    texts: Sequence[str],
+    listener: Listener | None,
+    folder: RunFolder,
+    log: str,
+) -> _Answers:
+    """Ask one process for all roundings.
+
+    Raises:
+        EngineError: not even the native answer came.
+    """
+    [job] = prepared.plan.jobs
+    requests = [
+        Reweighted(
+            _name(axis, text),
+            request.windows,
+            request.first,
+            request.last,
+            request.units,
+            text,
+            request.settings,
+        )
+        for text in texts
+    ]
+    asked = with_requests(prepared, job, requests)
+    [result] = run_jobs(prepared, [asked], listener or Silent(), lambda _role: folder.log(log), folder)
+    if _name(axis, NATIVE) not in result.captures:
+        reasons = result.reason or "; ".join(dict.fromkeys(result.failures.values()))
+        raise EngineError(f"the native model came to no answer: {reasons or 'the engine left no capture'}")
+    return _Answers(request, result, axis)
+
+
+def _cell(group: _Group, by: By, spec: FormatSpec, fmt: WeightFormat, rows: _Rows | None, why: str) -> SensitivityCell:
+    first = group.weights[0]
+    return SensitivityCell(
+        status=Status.OK if rows is not None else Status.FAILED,
+        reason=None if rows is not None else why,
+        group=group.pattern,
+        layer=None if by == "kind" else first.layer,
+        kind=None if by == "layer" else first.kind,
+        format=str(spec),
+        parameters=group.parameters,
+        bytes=group.nbytes(fmt),
+        loss=None if rows is None else rows.loss(),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- plan
+
+
+def _plan(
+    prepared: Prepared,
+    groups: Sequence[_Group],
+    specs: Mapping[FormatSpec, WeightFormat],
+    losses: Mapping[tuple[str, FormatSpec], float],
+    limit: int,
+    request: Prefill,
+    listener: Listener | None,
+    folder: RunFolder,
+) -> WeightPlan:
+    """Choose, and measure on other windows beside every single format that fits.
+
+    Raises:
+        InputError: cells that failed leave no plan within the budget.
+    """
+    names = [*specs]
+    costs = np.array([[0.0, *(losses.get((g.pattern, spec), np.inf) for spec in names)] for g in groups])
+    sizes = np.array([[g.nbytes(None), *(g.nbytes(fmt) for fmt in specs.values())] for g in groups], dtype=float)
+    try:
+        columns = allocate(costs, sizes, limit)
+    except ValueError as error:
+        raise InputError(f"no plan: {error}") from None
+    size = int(sizes[np.arange(len(groups)), columns].sum())
+    formats = {g.pattern: NATIVE if not c else str(names[c - 1]) for g, c in zip(groups, columns, strict=True)}
+    text = _plan_text(formats, names)
+    uniform = {str(spec): spec for n, spec in enumerate(names, 1) if sizes[:, n].sum() <= limit}
+    everywhere = {name: _text(spec, [g.pattern for g in groups]) for name, spec in uniform.items()}
+    texts = [*dict.fromkeys([NATIVE, text, *everywhere.values()])]
+    answers = _ask(prepared, request, _CHECK, texts, listener, folder, "plan")
+    rows, why = answers.rows(text)
+    if rows is None:
+        raise EngineError(f"the plan came to no answer: {why}")
+    measured = {name: found for name, each in everywhere.items() if (found := answers.rows(each)[0]) is not None}
+    best = min(measured, key=lambda name: measured[name].mean, default=None)
+    difference = None if best is None else paired_difference(rows.items, measured[best].items)
+    parameters = sum(group.parameters for group in groups)
+    return WeightPlan(
+        budget=limit,
+        bytes=size,
+        bits_per_weight=8 * size / parameters,
+        formats=formats,
+        weights=text,
+        predicted=float(costs[np.arange(len(groups)), columns].sum()),
+        measured=rows.loss(),
+        uniform=best,
+        uniform_bytes=None if best is None else int(sizes[:, 1 + names.index(uniform[best])].sum()),
+        uniform_loss=None if best is None else measured[best].loss(),
+        difference=None if difference is None else difference.estimate,
+        difference_interval=None if difference is None else difference.interval,
+        tensor_types=_tensor_types(groups, formats),
+    )
+
+
+def _plan_text(formats: Mapping[str, str], names: Sequence[FormatSpec]) -> str:
+    """A plan as the option ``weights``: a rule per format, with the groups that have it."""
+    parts = []
+    for spec in names:
+        if patterns := [pattern for pattern, found in formats.items() if found == str(spec)]:
+            parts.append(_text(spec, patterns))
+    return "+".join(parts) or NATIVE
+
+
+def _tensor_types(groups: Sequence[_Group], formats: Mapping[str, str]) -> tuple[str, ...]:
+    """Arguments of llama-quantize; none where it lacks a format, or a weight's place in its files is not known."""
+    arguments = []
+    for group in groups:
+        found = formats[group.pattern]
+        if found == NATIVE:
+            found = "f16"
+        elif not _GGML.fullmatch(found):
+            return ()
+        for weight in group.weights:
+            if weight.kind not in _LLAMA_CPP or weight.tensor.ndim != 2:
+                return ()
+            arguments.append(rf"--tensor-type blk\.{weight.layer}\.{_LLAMA_CPP[weight.kind]}={found}")
+    return tuple(arguments)

@@ -1,0 +1,55 @@
+"""The choice of formats within a budget, against brute force."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from fidelab.metrics.allocation import allocate
+
+
+def brute_force(costs: np.ndarray, sizes: np.ndarray, budget: float) -> float:
+    """The least cost over all combinations."""
+    groups = range(len(costs))
+    return min(
+        sum(costs[g, c] for g, c in zip(groups, chosen, strict=True))
+        for chosen in product(range(costs.shape[1]), repeat=len(costs))
+        if sum(sizes[g, c] for g, c in zip(groups, chosen, strict=True)) <= budget
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_costs_as_little_as_any_that_fits(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes = random.integers(1, 100, (5, 4)).astype(float)
+    costs = random.exponential(1.0, (5, 4)) * 10.0 ** random.integers(-4, 2, (5, 1))
+    least = sizes.min(axis=1).sum()
+    budget = least + random.uniform(0, sizes.max(axis=1).sum() - least)
+    chosen = allocate(costs, sizes, budget)
+    rows = np.arange(5)
+    assert sizes[rows, chosen].sum() <= budget
+    assert costs[rows, chosen].sum() == pytest.approx(brute_force(costs, sizes, budget), rel=1e-5)
+
+
+def test_a_cost_that_is_not_known_is_never_chosen() -> None:
+    costs = np.array([[0.0, np.inf, 0.5], [0.0, 0.1, np.inf]])
+    sizes = np.array([[16.0, 1.0, 4.0], [16.0, 4.0, 1.0]])
+    assert allocate(costs, sizes, 9.0).tolist() == [2, 1]
+
+
+def test_a_budget_below_the_smallest_choices_is_refused() -> None:
+    with pytest.raises(ValueError, match="the smallest choices take 6, the budget is 5"):
+        allocate(np.ones((2, 2)), np.array([[3.0, 4], [3, 9]]), 5.0)
+
+
+def test_hundreds_of_groups_are_chosen_for_at_once() -> None:
+    random = np.random.default_rng(0)
+    sizes = np.outer(random.integers(1, 50, 400) * 1000.0, [16, 8, 4.25, 3.25])
+    costs = random.exponential(1.0, (400, 1)) * np.array([0, 0.001, 0.05, 0.4])
+    budget = sizes[:, 2].sum()
+    chosen = allocate(costs, sizes, budget)
+    rows = np.arange(400)
+    assert sizes[rows, chosen].sum() <= budget
+    assert costs[rows, chosen].sum() < costs[:, 2].sum()
