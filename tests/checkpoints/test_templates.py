@@ -44,6 +44,15 @@ WHOLE: dict[str, Callable[[], Texts]] = {
     "thinking left out of old turns": lambda: Texts(
         template=CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
     ),
+    "thoughts that an old answer closes": lambda: Texts(
+        template=CHATML.replace(
+            " + '\n' + m['content']", " + '\n' + ('</think>' if m.role == 'assistant' else '') + m.content"
+        ).replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif")
+    ),
+    "closed by the next turn's mark": lambda: Texts(
+        template="{% for m in messages %}{{ ('<|im_end|>' if m.role == 'user' else '<|im_start|>') + m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    ),
     "no generation config": lambda: Texts(generation=None),
 }
 

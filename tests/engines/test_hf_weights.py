@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fidelab.captures.requests import Prefill
+from fidelab.checkpoints.files import open_checkpoint
+from fidelab.checkpoints.layouts import StoredArray, quantized_modules
 from fidelab.core import FormatSpec
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.weights import WEIGHTS, ModelWeight, assigned, parse_rules, weights_of
 from fidelab.errors import NotSupportedError, UsageError
 from fidelab.formats.weights import weight_format
+from tests.checkpoints.quantized import write_quantized
 from tests.engines import tiny
 from tests.engines.tiny import Answers
 
@@ -188,7 +193,7 @@ def test_a_wrong_option_is_refused_before_the_model_is_loaded(llama: Path, text:
 
 
 def test_a_model_without_floating_point_weights_is_refused() -> None:
-    module = tiny.model("llama")
+    module = copy.deepcopy(tiny.model("llama"))  # other tests share it
     for weight in weights_of(module, module.config):
         assert isinstance(weight, ModelWeight)
     for layer in module.model.layers:
@@ -200,6 +205,27 @@ def test_a_model_without_floating_point_weights_is_refused() -> None:
 
     with pytest.raises(NotSupportedError, match="no floating-point linear weights"):
         round_weights(module, module.config, "int4")
+
+
+@pytest.mark.parametrize("says", [{}, {"quantization_status": "compressed"}])
+def test_a_compressed_tensors_checkpoint_computes_with_the_weights_it_stores(tmp_path: Path, says: Any) -> None:
+    pytest.importorskip("compressed_tensors", reason="Transformers needs compressed-tensors to load such a checkpoint")
+    path = write_quantized(tmp_path / "quantized", "compressed-tensors", symmetric=True)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= says
+    (path / "config.json").write_text(json.dumps(config))
+    support = HFEngine.supports(tiny.arm(path))
+    assert support.ok, support.reason
+    checkpoint, loaded = open_checkpoint(str(path)), parameters(path)
+    modules = quantized_modules(checkpoint.tensors, checkpoint.quantization)
+    assert len(modules) == 14
+    for name, module in modules.items():
+        parts = {
+            part: StoredArray(checkpoint.read(tensor), checkpoint.tensors[tensor].dtype)
+            for part, tensor in module.parts.items()
+        }
+        expected = torch.from_numpy(module.unpack(parts).dequantize())
+        torch.testing.assert_close(loaded[f"{name}.weight"].float(), expected, rtol=2**-7, atol=1e-6)
 
 
 def test_options_that_load_weights_otherwise_cannot_be_combined(llama: Path) -> None:

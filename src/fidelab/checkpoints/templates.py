@@ -26,6 +26,8 @@ _MOST_RENDERED = 1 << 20  # characters
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MARK = re.compile(r"<\|[^|<>\s]{1,60}\|>|<｜[^｜<>]{1,60}｜>|</?s>|<(?:start|end)_of_turn>|<bos>|<eos>|<unk>")
 
+_THOUGHT = re.compile(r"<[^<]*think", re.IGNORECASE)
+
 _SYSTEM, _DEVELOPER = "Speak like a sailor of old", "Keep to three sentences"
 _QUESTION, _ANSWER, _NEXT = "Which town lies at the fjord", "That must be Bergen", "Who founded it"
 _CITY, _RESULT = "Reykjavik", "drizzle and gales"
@@ -526,8 +528,11 @@ def _tools_ignored(subject: Subject) -> Iterator[Finding]:
     if call is not None:
         lost = [what for what, text in (("call", _CITY), ("result", _RESULT)) if text not in call]
         if lost:
+            # Models that write calls as plain text have them in the content, if a server leaves them there.
+            untold = lost == ["call"] and "tool_calls" not in template
             yield Finding(
-                f"the {' and the '.join(lost)} of a tool {'are' if len(lost) > 1 else 'is'} not in the prompt"
+                f"the {' and the '.join(lost)} of a tool {'are' if len(lost) > 1 else 'is'} not in the prompt",
+                severity="information" if untold else None,
             )
 
 
@@ -561,21 +566,29 @@ def _role_dropped(subject: Subject) -> Iterator[Finding]:
 )
 def _unclosed_turn(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
-    _before, found, tail = chat.texts.get("turn", "").rpartition(_ANSWER)
+    before, found, tail = chat.texts.get("turn", "").rpartition(_ANSWER)
     if not found:
+        return
+    # Some templates close an answer by the mark of the next turn, which then ends generation as well.
+    between = chat.texts.get("turns", "").rpartition(_ANSWER)[2].partition(_NEXT)[0]
+    if chat.tokenizer is None:
+        marks = _MARK.findall(between)
+        if not tail.strip() and (not marks or marks[0] in before.rpartition(_QUESTION)[2]):
+            yield Finding("nothing closes an assistant's message")
+        return
+    ending = chat.specials - ({chat.id_of("unk_token")} - chat.ends)
+    numbers = [number for number in chat.encode(tail) if number in ending]
+    if chat.ends & {*numbers, *chat.encode(between)}:
         return
     if not tail.strip():
         yield Finding("nothing closes an assistant's message")
-    elif chat.tokenizer is not None:
-        ending = chat.specials - ({chat.id_of("unk_token")} - chat.ends)
-        numbers = [number for number in chat.encode(tail) if number in ending]
-        if not numbers:
-            yield Finding(f"an assistant's message is closed by {tail.strip()[:40]!r}, which is no special token")
-        elif chat.ends and not chat.ends & set(numbers):
-            yield Finding(
-                f"an assistant's message is closed by {chat.tokenizer.id_to_token(numbers[0])!r}, id {numbers[0]}, "
-                f"which is not among the ids that end an answer ({', '.join(map(str, sorted(chat.ends)))})"
-            )
+    elif not numbers:
+        yield Finding(f"an assistant's message is closed by {tail.strip()[:40]!r}, which is no special token")
+    elif chat.ends:
+        yield Finding(
+            f"an assistant's message is closed by {chat.tokenizer.id_to_token(numbers[0])!r}, id {numbers[0]}, "
+            f"which is not among the ids that end an answer ({', '.join(map(str, sorted(chat.ends)))})"
+        )
 
 
 @rule(
@@ -599,6 +612,9 @@ def _generation_prompt(subject: Subject) -> Iterator[Finding]:
     if header and not opened:
         yield Finding(f"add_generation_prompt adds nothing, while answers begin with {header[:60]!r}")
     elif header and not opened.startswith(header) and not header.startswith(opened):
+        opener = _THOUGHT.split(opened)[0].rstrip()
+        if opener != opened and opener and header.startswith(opener):
+            return  # a prompt opens thoughts that old answers lack
         yield Finding(f"a prompt ends with {opened[:60]!r}, while answers begin with {header[:60]!r}")
 
 

@@ -142,6 +142,11 @@ class HFModel:
             self._mark("import")
             opened: dict[str, Any] = {"attn_implementation": attn} if attn else {}
             opened |= self._loading
+            stored = getattr(config, "quantization_config", None)
+            if isinstance(stored, dict) and stored.get("quant_method") == "compressed-tensors":
+                # Dense from the start, as they would be after the first forward; and where a checkpoint does not say
+                # that it is compressed, Transformers would leave its layers at random numbers.
+                opened.setdefault("quantization_config", transformers.CompressedTensorsConfig(dequantize=True))
             if not _attentions(config) <= _PLAIN:
                 _leave_attention_open(config)
                 opened["config"] = config
