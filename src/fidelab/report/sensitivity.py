@@ -116,7 +116,7 @@ def _plan_sentences(plan: WeightPlan) -> list[str]:
     sentences = [
         f"Plan of {plan.bytes / 2**20:.1f} MiB ({plan.bits_per_weight:.3f} bits per weight): {kinds}.",
         f"It costs {format_kld(found.kld)} nats{span} on windows that it was not chosen on. On the others its "
-        f"cells add up to {format_kld(plan.predicted)}, and all of it together costs {format_kld(plan.measured_there.kld)}.",
+        f"cells add up to {format_kld(plan.predicted)}, and together they cost {format_kld(plan.measured_there.kld)}.",
     ]
     if plan.uniform is None or plan.uniform_loss is None or plan.difference is None:
         sentences.append("No single format fits this budget everywhere, so that there is nothing to compare it with.")
