@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fidelab.checkpoints.recipe import read_recipe
 
 from fidelab.models.tiny import make_tiny
 from fidelab.results.sensitivity_record import SensitivityReport
@@ -119,6 +120,17 @@ def test_a_plan_of_formats_that_llama_cpp_has_is_exported_for_llama_quantize(roo
     assert any(line.endswith("attn_q=q8_0") for line in lines)
 
 
+def test_a_plan_of_one_format_is_exported_as_a_recipe(room: Path) -> None:
+    done = sensitivity(room, "--weights", "int4[group=16]", "--budget", "8bpw", "--export", "recipe.yaml")
+    assert done.code == 0, done.err
+    recipe = read_recipe(room / "recipe.yaml")
+    assert (recipe.method, recipe.scheme.format, recipe.scheme.group) == ("rtn", "W4A16", 16)
+    found = json.loads((done.folder / "sensitivity.json").read_text())["plan"]["formats"]
+    assert (
+        {rule.pattern for rule in recipe.keep} == {group for group, name in found.items() if name == "native"} != set()
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -130,6 +142,8 @@ def test_a_plan_of_formats_that_llama_cpp_has_is_exported_for_llama_quantize(roo
         (("--weights", "int8", "--budget", "some"), "some"),
         (("--weights", "int8", "--export", "x"), "--budget"),
         (("--weights", "int8", "--budget", "int8", "--export", "x"), "llama-quantize has no int8"),
+        (("--weights", "int8", "--budget", "int8", "--by", "layer", "--export", "x.yaml"), "leave out --by"),
+        (("--weights", "nvfp4", "--budget", "nvfp4", "--export", "x.yaml"), "single --weights of int4 or int8"),
         (("--weights", "int8", "--engine", "fake"), "cannot round single weights"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -12,7 +12,12 @@ from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
 from fidelab.cli.output import command_line, exit_on, note, open_console
 
+if TYPE_CHECKING:
+    from fidelab.results.sensitivity_record import WeightPlan
+
 __all__ = ["sensitivity"]
+
+_YAML = (".yaml", ".yml")
 
 
 @options.expand_options
@@ -50,12 +55,14 @@ def sensitivity(
     """
     from fidelab.cli.progress import watcher
     from fidelab.core import Status
-    from fidelab.errors import OutputError, UsageError
+    from fidelab.errors import UsageError
     from fidelab.report.sensitivity import render_sensitivity, write_sensitivity_html
     from fidelab.runs.sensitivity import sensitivity as measure
 
     if by not in ("module", "layer", "kind"):
         raise UsageError(f"--by {by}: write module, layer or kind")
+    if by != "module" and export is not None and export.suffix in _YAML:
+        raise UsageError("--export: a recipe names single matrices: leave out --by")
     if export is not None and budget is None:
         raise UsageError("--export writes a plan: give it a --budget")
     data: dict[str, Any] = {
@@ -74,7 +81,7 @@ def sensitivity(
         weights,
         by=cast("Literal['module', 'layer', 'kind']", by),
         budget=budget,
-        exports=export is not None,
+        exports=None if export is None else "recipe" if export.suffix in _YAML else "llama-quantize",
         command=command_line(),
         listener=watcher(),
     )
@@ -84,11 +91,27 @@ def sensitivity(
     else:
         render_sensitivity(report, open_console(), folder=folder.path)
     if export is not None and report.plan is not None:
-        if not report.plan.tensor_types:
-            raise UsageError("nothing is exported: what llama-quantize calls these weights is not known")
-        try:
-            export.write_text("\n".join(report.plan.tensor_types) + "\n", "utf-8")
-        except OSError as error:
-            raise OutputError(f"cannot write {export}: {error.strerror or error}") from error
-        note(f"fidelab: llama-quantize $(cat {export}) MODEL.gguf OUT.gguf COPY")
+        _export(report.plan, export)
     exit_on([f"{cell.group} in {cell.format}: {cell.reason}" for cell in report.cells if cell.status is not Status.OK])
+
+
+def _export(plan: WeightPlan, file: Path) -> None:
+    import yaml
+
+    from fidelab.errors import OutputError, UsageError
+    from fidelab.runs.sensitivity import recipe_of
+
+    if file.suffix in _YAML:
+        recipe = recipe_of(plan)
+        text = None if recipe is None else yaml.safe_dump(recipe, sort_keys=False)
+        how = f"fidelab quantize MODEL --recipe {file}; method: gptq with calibration: costs less"
+    else:
+        text = "\n".join(plan.tensor_types) + "\n" if plan.tensor_types else None
+        how = f"llama-quantize $(cat {file}) MODEL.gguf OUT.gguf COPY"
+    if text is None:
+        raise UsageError("nothing is exported: the plan keeps everything native, or has weights of unknown names")
+    try:
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
+    note(f"fidelab: {how}")

@@ -38,7 +38,7 @@ from fidelab.runs.layer_diff import run_jobs, with_requests
 from fidelab.runs.pairing import ArmResult
 from fidelab.runs.runner import Listener, Silent
 
-__all__ = ["By", "sensitivity"]
+__all__ = ["By", "recipe_of", "sensitivity"]
 
 By = Literal["module", "layer", "kind"]
 
@@ -102,7 +102,7 @@ def sensitivity(
     *,
     by: By = "module",
     budget: str | None = None,
-    exports: bool = False,
+    exports: Literal["llama-quantize", "recipe"] | None = None,
     command: str = "",
     listener: Listener | None = None,
 ) -> tuple[SensitivityReport, RunFolder]:
@@ -112,7 +112,7 @@ def sensitivity(
         experiment: the model on engine hf; of the axes ``kld``, whose windows and scored rows are taken.
         formats: of weights: ``int4[group=64]``, ``q4_k``.
         by: a group is one weight matrix, all of a layer, or all of one kind.
-        exports: refuse formats that llama-quantize lacks, before anything runs.
+        exports: refuse formats that this cannot have, before anything runs.
         budget: bytes of the decoder layers' weights: ``80MB``, ``4.5bpw``, or a format, for what that takes everywhere.
 
     Raises:
@@ -122,8 +122,10 @@ def sensitivity(
     if experiment.engine.name != "hf":
         raise NotSupportedError(f"engine {experiment.engine.name} cannot round single weights; leave out --engine")
     specs = _specs(formats)
-    if exports and (lacking := [str(spec) for spec in specs if not _GGML.fullmatch(str(spec))]):
+    if exports == "llama-quantize" and (lacking := [str(spec) for spec in specs if not _GGML.fullmatch(str(spec))]):
         raise UsageError(f"--export: llama-quantize has no {', '.join(lacking)}; it has q4_k, q6_k, q8_0 and others")
+    if exports == "recipe" and (len(specs) != 1 or not _scheme(next(iter(specs)))):
+        raise UsageError("--export: a recipe has one format beside 16 bits: pass a single --weights of int4 or int8")
     prepared = prepare(experiment, only="reference")
     groups = _groups(str(prepared.settings.reference.path), by)
     limit = None if budget is None else _budget(budget, groups, specs)
@@ -383,6 +385,28 @@ def _plan_text(formats: Mapping[str, str], names: Sequence[FormatSpec]) -> str:
         if patterns := [pattern for pattern, found in formats.items() if found == str(spec)]:
             parts.append(_text(spec, patterns))
     return "+".join(parts) or NATIVE
+
+
+def _scheme(spec: FormatSpec) -> dict[str, Any] | None:
+    """The scheme of a recipe with this format; ``None``: there is none."""
+    options = dict(spec.options)
+    if spec.name not in ("int4", "int8") or set(options) - {"group"}:
+        return None
+    bits = spec.name.removeprefix("int")
+    return {"format": f"W{bits}A16", "group": int(options.get("group", 128))}
+
+
+def recipe_of(plan: WeightPlan) -> dict[str, Any] | None:
+    """The plan as a recipe of ``fidelab quantize``: what is native in it is kept; ``None`` with other formats.
+
+    Only plans of single matrices, whose names a recipe can have.
+    """
+    formats = {name for name in plan.formats.values() if name != NATIVE}
+    schemes = [_scheme(FormatSpec.parse(name)) for name in formats]
+    if len(schemes) != 1 or schemes[0] is None or any("." not in group for group in plan.formats):
+        return None
+    kept = [{"pattern": group, "matches": 1} for group, found in plan.formats.items() if found == NATIVE]
+    return {"method": "rtn", "scheme": schemes[0], "keep": kept}
 
 
 def _tensor_types(groups: Sequence[_Group], formats: Mapping[str, str]) -> tuple[str, ...]:
