@@ -158,8 +158,8 @@ def _prepared(file: Path, calibration: Mapping[str, Any], tokenizer: Any) -> lis
         marked[index] = sum(share["mark"] in tokenizer.decode(sample) for sample in samples)
         if marked[index] < share["at_least"] * len(samples):
             raise _Refused(
-                f"calibration: {marked[index]} of {len(samples)} samples contain {share['mark']!r}, fewer than the share "
-                f"of {share['at_least']:g} that is asked for: add a source that has it, or raise its weight"
+                f"calibration: {marked[index]} of {len(samples)} samples contain {share['mark']!r}, fewer than "
+                f"the share of {share['at_least']:g} that is asked for: add a source that has it, or raise its weight"
             )
     random.Random(calibration["seed"]).shuffle(samples)
     part = file.with_suffix(".part")

@@ -23,7 +23,7 @@ from fidelab.checkpoints.convert import convert
 from fidelab.checkpoints.files import open_checkpoint
 from fidelab.checkpoints.recipe import Fidelity, Plan, Recipe, plan, read_recipe
 from fidelab.config.load import validate
-from fidelab.core import canonical_json, digest, digest_file
+from fidelab.core import canonical_json, digest
 from fidelab.environments.environment import Environment, engines_dir, interpreter, link_folder, read_marker
 from fidelab.environments.recipes import install_command, variants
 from fidelab.errors import EngineError, InputError, OutputError, UsageError
@@ -126,7 +126,9 @@ def _identity(recipe: Recipe, files: list[Path]) -> str:
     """Changes with the recipe, the texts it names and the model's files; large files by size and time."""
     texts = [source.text for source in recipe.calibration.sources] if recipe.calibration else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return digest(canonical_json([recipe.model_dump(mode="json"), [digest_file(Path(t)) for t in texts], stats]))
+    return digest(
+        canonical_json([recipe.model_dump(mode="json"), [digest(Path(t).read_bytes()) for t in texts], stats])
+    )
 
 
 def _prepare(work: Path, identity: str, resume: bool) -> None:
@@ -181,7 +183,7 @@ def _worker(environment: Environment, work: Path, say: Callable[[str], None]) ->
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    command = environment.command("fidelab.checkpoints.quantizer") + [str(work / "job.json")]
+    command = [*environment.command("fidelab.checkpoints.quantizer"), str(work / "job.json")]
     last: dict[str, Any] = {}
     with log.open("ab") as errors, _terminate_as_interrupt():
         process = subprocess.Popen(
