@@ -180,21 +180,25 @@ def read_recipe(path: Path) -> Recipe:
     """
     recipe = validate_as(Recipe, read_yaml(path), str(path))
     base = path.expanduser().absolute().parent
+    if recipe.fidelity is not None and recipe.fidelity.text not in ("default", "wikitext-2"):
+        text = _file(path, base, "fidelity.text", recipe.fidelity.text)
+        recipe = recipe.model_copy(update={"fidelity": recipe.fidelity.model_copy(update={"text": text})})
     if recipe.calibration is None:
         return recipe
     sources = tuple(
-        source.model_copy(update={"text": str(base / Path(source.text).expanduser())})
+        source.model_copy(update={"text": _file(path, base, "calibration.sources", source.text)})
         for source in recipe.calibration.sources
     )
-    for source in sources:
-        if not Path(source.text).is_file():
-            raise ConfigError(f"{path}: calibration.sources: {source.text} is no file")
-    if recipe.fidelity is not None and (base / recipe.fidelity.text).is_file():
-        text = str(base / recipe.fidelity.text)
-        recipe = recipe.model_copy(update={"fidelity": recipe.fidelity.model_copy(update={"text": text})})
-        if any(Path(source.text).samefile(text) for source in sources):
-            raise ConfigError(f"{path}: fidelity.text is also calibrated on, which flatters the result: name another")
+    if recipe.fidelity is not None and any(source.text == recipe.fidelity.text for source in sources):
+        raise ConfigError(f"{path}: fidelity.text is also calibrated on, which flatters the result: name another")
     return recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"sources": sources})})
+
+
+def _file(path: Path, base: Path, key: str, name: str) -> str:
+    file = (base / Path(name).expanduser()).resolve()
+    if not file.is_file():
+        raise ConfigError(f"{path}: {key}: {file} is no file")
+    return str(file)
 
 
 def edge_and_global(n_layers: int, layers: Layers) -> tuple[int, ...]:
