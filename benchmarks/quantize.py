@@ -2,7 +2,7 @@
 
 python benchmarks/quantize.py FOLDER [--python ENVIRONMENT/bin/python] [--groups 64 32] [--model smollm2-135m]
 
-The package's own text is calibrated on and tested by alternate documents. What lies in FOLDER already is not made again.
+The package's own text is calibrated on and tested by alternate documents. What lies in FOLDER already is kept.
 """
 
 from __future__ import annotations
@@ -55,10 +55,6 @@ def measured(folder: Path, model: str, group: int, python: str | None, windows: 
         text=str(folder / "test.txt"),
         output_dir=str(folder / "runs"),
     )
-    for arm in report.arms:
-        for metric in arm.metrics:
-            if metric.key in ("kld.mean", "mean_kld", "kld.mean_kld"):
-                print(f"group {group}: {arm.name} {metric.value:.4f} nats, {metric.ci}")
     return next(found for found in report.comparisons if found.axis == "kld")
 
 
