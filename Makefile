@@ -1,8 +1,9 @@
 # make demo   the main job on a real model, from nothing
 # make test   all tests of fidelab and k16v8 but those of other engines
 # make test-engines   install llama.cpp, vLLM and SGLang in environments of their own, and run each for real
+# make test-quantize   install llm-compressor, and quantize the embedded model with it; not part of continuous integration
 # make check  ruff and strict mypy
-.PHONY: demo test test-engines check setup clean
+.PHONY: demo test test-engines test-quantize check setup clean
 
 RUN := .venv/bin/python -m
 # Files of tests that run side by side; a file's tests stay together and share what they set up.
@@ -19,6 +20,11 @@ test: .venv/.ready
 test-engines: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
 	WORKERS=$(WORKERS) scripts/test-engines
+
+test-quantize: .venv/.ready
+	.venv/bin/fidelab models pull smollm2-135m
+	.venv/bin/fidelab engines install llm-compressor --cpu
+	FIDELAB_REQUIRE_TOOLS=1 $(RUN) pytest -m engines tests/real/test_quantize.py
 
 check: .venv/.ready
 	$(RUN) ruff check .

@@ -110,7 +110,7 @@ OTHERS = {
     "--python": {"engines install": "makes the environment"},
     "--pythonpath": {"engines install": "becomes part of the environment"},
     "--repeats": {"bench offline": "answers of a bench, not passes over loads"},
-    "--resume": {"repeat": "a repeat's folder"},
+    "--resume": {"quantize": "a flag: the output names what is resumed", "repeat": "a repeat's folder"},
     "--seed": {
         "bench capacity": "of prompts and arrivals",
         "bench serve": "of prompts and arrivals",

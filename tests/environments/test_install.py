@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -440,7 +441,7 @@ def test_a_broken_environment_is_listed_with_its_problem_and_an_unfinished_one_t
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_brings_a_package_of_its_engine_and_nothing_that_breaks_it(name: str) -> None:
     found = RECIPES[name]
-    packages = {package.lower() for package in ENGINES.load(found.engine).packages}
+    packages = {package.lower() for package in found.imports or ENGINES.load(found.engine).packages}
     wanted = [line for step in found.steps for line in step.requirements()]
     names = {re.split(r"[\[<>=!~; ]", line)[0].lower() for line in wanted}
     assert packages & names
@@ -462,6 +463,16 @@ def test_what_is_built_for_gpus_comes_neither_from_nor_into_pips_cache(
         assert found.build
 
 
+def test_a_tool_that_is_no_engine_is_installed_when_its_packages_can_be_imported(tmp_path: Path, quick: None) -> None:
+    tool = Recipe("tool-cpu", "tool", "cpu", (), "small", imports=("json",))
+    install(tool, tmp_path / "tool", lambda line: None)
+    assert (read_marker(tmp_path / "tool") or {})["versions"] == {"json": json.__version__}
+    broken = Recipe("tool-cpu", "tool", "cpu", (), "small", imports=("no_such_package",))
+    with pytest.raises(EngineError, match="tool-cpu is not installed: its packages cannot be imported"):
+        install(broken, tmp_path / "broken", lambda line: None)
+    assert not (tmp_path / "broken").exists()
+
+
 def test_each_version_is_kept_in_one_place() -> None:
     text = Path(recipes.__file__).read_text()
     versions = re.findall(r'^_\w+ = "([\d.]+)"$', text, re.MULTILINE)
@@ -470,7 +481,10 @@ def test_each_version_is_kept_in_one_place() -> None:
 
 
 def test_an_unknown_recipe_names_those_that_there_are() -> None:
-    for arguments, said in ((("hf", "cpu"), "vllm, sglang, llamacpp"), (("sglang", "rocm"), "cuda, cpu")):
+    for arguments, said in (
+        (("hf", "cpu"), "vllm, sglang, llamacpp, llm-compressor"),
+        (("sglang", "rocm"), "cuda, cpu"),
+    ):
         with pytest.raises(UsageError, match=f"no recipe .*there are: {said}$"):
             recipes.recipe(*arguments)
 

@@ -30,6 +30,7 @@ from fidelab.cli import (
     phases,
     physics,
     presets,
+    quantize,
     repeat,
     runs,
     sample_size,
@@ -87,7 +88,7 @@ for _panel, _commands in {
     _COMPARE: (compare.compare, compare.run, layer_diff.bisect, repeat.repeat, sample_size.plan_size),
     _RESULTS: (runs.report, runs.charts, runs.rescore, phases.capture, phases.score, baseline.diff),
     _SPEED: (launch.launch, launch.stop),
-    _CHECKPOINTS: (audit.audit, convert.convert, sensitivity.sensitivity),
+    _CHECKPOINTS: (audit.audit, convert.convert, quantize.quantize, sensitivity.sensitivity),
     _MACHINE: (doctor.doctor, formats.formats),
 }.items():
     for _command in _commands:

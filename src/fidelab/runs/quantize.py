@@ -1,0 +1,279 @@
+"""``fidelab quantize``: a recipe's plan, the quantization in its tool's environment, an audit and a comparison.
+
+Everything is made in ``OUT.work`` beside the output: what is finished there is not done again by a resumed run, and the
+output appears under its name when all of it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fidelab.checkpoints.audit import audit
+from fidelab.checkpoints.convert import convert
+from fidelab.checkpoints.files import open_checkpoint
+from fidelab.checkpoints.recipe import Fidelity, Plan, Recipe, plan, read_recipe
+from fidelab.config.load import validate
+from fidelab.core import canonical_json, digest
+from fidelab.environments.environment import Environment, engines_dir, interpreter, link_folder, read_marker
+from fidelab.environments.recipes import install_command, variants
+from fidelab.errors import EngineError, InputError, OutputError, UsageError
+from fidelab.models.resolve import path as model_path
+from fidelab.results.record import Report
+from fidelab.runs.conduct import execute
+from fidelab.runs.runner import Listener
+
+__all__ = ["RECORD", "Quantized", "quantize"]
+
+SCHEMA, RECORD = "fidelab.quantize/1", "fidelab-quantize.json"
+_TOOL = "llm-compressor"
+_GRACE = 10.0  # seconds between asking the worker to end and killing it
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The outcome: where it lies, what was quantized, what the audit says, and the comparison with the original."""
+
+    output: Path
+    plan: Plan
+    verdict: str
+    experts: Mapping[str, Any]
+    report: Report | None
+
+
+def quantize(
+    model: str,
+    recipe_file: Path,
+    output: Path,
+    *,
+    resume: bool = False,
+    python: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    listener: Listener | None = None,
+) -> Quantized:
+    """Quantize a model by a recipe, audit the result and compare it with the original.
+
+    Args:
+        model: a folder, a hub id or an embedded model.
+        recipe_file: see :func:`fidelab.checkpoints.recipe.read_recipe`.
+        output: folder to be made.
+        resume: go on with what an earlier call left; its recipe and model have to be the same.
+        python: the interpreter of an environment with llm-compressor; found by itself.
+        say: gets a line for what is being done.
+        listener: of the comparison.
+
+    Raises:
+        ConfigError, InputError: before anything is loaded: the recipe is wrong, or does not fit the model.
+        UsageError: the output is there, or there is nothing, or something else, to resume.
+        EngineError: the tool is not installed, or failed.
+    """
+    recipe = read_recipe(recipe_file)
+    output = output.expanduser().absolute()
+    work = output.with_name(f"{output.name}.work")
+    if output.exists():
+        raise UsageError(f"{output} exists; name another folder with --output")
+    source = model_path(model)
+    with open_checkpoint(source) as checkpoint:
+        planned = plan(recipe, checkpoint)
+        identity = _identity(recipe, [*checkpoint.files, checkpoint.folder / "config.json"])
+    environment = _environment(python)
+    _prepare(work, identity, resume)
+    about = _quantized(recipe, planned, source, work, environment, say)
+    made = work / "model"
+    say("auditing")
+    audited = audit(made, tp=recipe.tp)
+    _write(made / "fidelab-audit.json", audited.as_json())
+    report = _compared(model, recipe.fidelity, made, work, say, listener) if recipe.fidelity else None
+    record = {
+        "schema": SCHEMA,
+        "model": model,
+        "recipe": recipe.model_dump(mode="json"),
+        "quantized": list(planned.quantized),
+        "kept": dict(planned.kept),
+        "kept_layers": list(planned.layers),
+        "tool": about,
+        "verdict": audited.verdict,
+        "fidelity": None if report is None else "fidelab-report.json",
+    }
+    if report is not None:
+        _write_text(made / "fidelab-report.json", report.to_json())
+    _write(made / RECORD, record)
+    made.rename(output)
+    shutil.rmtree(work, ignore_errors=True)
+    return Quantized(output, planned, audited.verdict, about.get("experts", {}), report)
+
+
+def _environment(python: str | None) -> Environment:
+    if python is not None:
+        return Environment(_TOOL, interpreter(python))
+    for name in variants(_TOOL):
+        folder = engines_dir() / name
+        if read_marker(folder) is not None:
+            return Environment(_TOOL, str(folder / "bin" / "python"))
+    raise EngineError(f"{_TOOL} is not installed: {install_command(_TOOL)} (or name its Python with --python)")
+
+
+def _identity(recipe: Recipe, files: list[Path]) -> str:
+    """Changes with the recipe, the texts it names and the model's files; large files by size and time."""
+    texts = [source.text for source in recipe.calibration.sources] if recipe.calibration else []
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return digest(
+        canonical_json([recipe.model_dump(mode="json"), [digest(Path(t).read_bytes()) for t in texts], stats])
+    )
+
+
+def _prepare(work: Path, identity: str, resume: bool) -> None:
+    state = work / "state.json"
+    if work.exists() and not resume:
+        raise UsageError(f"{work} is left from an interrupted run: go on with --resume, or remove it")
+    if resume:
+        if not state.is_file():
+            raise UsageError(f"{work}: there is nothing to resume")
+        if json.loads(state.read_text("utf-8")).get("identity") != identity:
+            raise UsageError(f"{work} was begun with another recipe, text or model: remove it to begin anew")
+        return
+    try:
+        work.mkdir(parents=True)
+        _write(state, {"identity": identity})
+    except OSError as error:
+        raise OutputError(f"cannot write {work} ({error.strerror or error})") from error
+
+
+def _quantized(
+    recipe: Recipe, planned: Plan, source: Path, work: Path, environment: Environment, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """What the worker says of its work; the checkpoint is ``work / "model"``."""
+    answer = work / "tool.json"
+    if answer.is_file() and (work / "model").is_dir():
+        say("already quantized")
+        kept: dict[str, Any] = json.loads(answer.read_text("utf-8"))
+        return kept
+    for name in ("model", "model.part"):
+        shutil.rmtree(work / name, ignore_errors=True)
+    content = recipe.model_dump(mode="json")
+    job = {
+        **{key: content[key] for key in ("method", "scheme", "calibration", "keep_kinds")},
+        "seed": recipe.calibration.seed if recipe.calibration else 0,
+        "model": str(source),
+        "kept": list(planned.kept),
+        "samples": str(work / "samples.json"),
+        "output": str(work / "model"),
+    }
+    _write(work / "job.json", job)
+    about = _worker(environment, work, say)
+    _write(answer, about)
+    return about
+
+
+def _worker(environment: Environment, work: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    log = work / "log.txt"
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(link_folder()),
+        "PYTHONSAFEPATH": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [*environment.command("fidelab.checkpoints.quantizer"), str(work / "job.json")]
+    last: dict[str, Any] = {}
+    with log.open("ab") as errors, _terminate_as_interrupt():
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=variables, cwd=work,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            for line in process.stdout or ():
+                last = json.loads(line)
+                if stage := last.get("stage"):
+                    say(f"{stage} {last['done']}/{last['of']}" if "of" in last else str(stage))
+            process.wait()
+        finally:
+            _end(process)
+    if "done" in last and process.returncode == 0:
+        done: dict[str, Any] = last["done"]
+        return done
+    reason = last.get("failed") or f"it ended with {process.returncode} while {last.get('stage', 'starting')}"
+    if process.returncode == 2 and "failed" in last:
+        raise InputError(str(reason))
+    raise EngineError(f"{_TOOL}: {reason}; go on with --resume; log: {log}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the worker with all that it started, also where a second Ctrl-C interrupts."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the worker, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _compared(
+    model: str,
+    fidelity: Fidelity,
+    made: Path,
+    work: Path,
+    say: Callable[[str], None],
+    listener: Listener | None,
+) -> Report:
+    """The result against the original, both in float32 on engine hf: its weights are read as dense ones, exactly."""
+    dense = work / "dense"
+    if not dense.is_dir():
+        say("dequantizing for the comparison")
+        convert(made, dense, "safetensors", dtype="float32", lossy=True)
+    say("comparing with the original")
+    experiment = validate(
+        {
+            "model": model,
+            "engine": "hf",
+            "dtype": "float32",
+            "reference": {},
+            "control": "none",
+            "candidates": [{"name": "quantized", "model": str(dense)}],
+            "axes": {"kld": {"windows": fidelity.windows, "n_ctx": fidelity.n_ctx}},
+            "text": fidelity.text,
+            "output_dir": str(work / "runs"),
+        },
+        "the comparison of fidelab quantize",
+    )
+    return execute(experiment, command="fidelab quantize", listener=listener)[0]
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    _write_text(file, json.dumps(content, indent=1) + "\n")
+
+
+def _write_text(file: Path, text: str) -> None:
+    part = file.with_name(f".{file.name}.part")
+    part.write_text(text, "utf-8")
+    part.replace(file)
