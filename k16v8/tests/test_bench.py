@@ -170,6 +170,7 @@ def _broken(spoil: Callable[[Tensor], Tensor | None], cell: Cell = DECODE) -> Co
 
     def prepare(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
         work = OURS.prepare(cell, pair, draw, kernels=kernels)
+        assert isinstance(work, Work)
 
         def call() -> Tensor:
             out = work.call().clone()
@@ -205,7 +206,9 @@ def test_a_kernel_that_reads_stale_inputs_in_one_of_its_caches_is_found() -> Non
     made: list[Work] = []
 
     def prepare(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
-        made.append(OURS.prepare(cell, pair, draw, kernels=kernels))
+        work = OURS.prepare(cell, pair, draw, kernels=kernels)
+        assert isinstance(work, Work)
+        made.append(work)
         return replace(made[-1], call=made[0].call)
 
     result = run_one(replace(OURS, prepare=prepare), DECODE, SETTINGS)

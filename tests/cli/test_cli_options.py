@@ -85,7 +85,7 @@ OTHERS = {
         "bench serve": "the model on the server",
         "bench sweep": "the model on the server",
     },
-    "--n-ctx": {"bisect": "one short context"},
+    "--n-ctx": {"bisect": "one short context", "sensitivity": "one context, of no axis"},
     "--name": {
         "import refract": "a candidate's",
         "import kld-dumps": "a candidate's, repeated",
@@ -94,6 +94,7 @@ OTHERS = {
     "--output-dir": {
         "compare": "with captures",
         "bisect": "with captures",
+        "sensitivity": "with captures",
         "capture": "captures alone",
         "score": "none unless asked for",
         "charts": "pictures",
@@ -123,7 +124,7 @@ OTHERS = {
     },
     "--stride": {"import kld-dumps": "what the dumps were made with"},
     "--timeout": {"launch": "of a start, not of a request"},
-    "--windows": {"bisect": "few windows"},
+    "--windows": {"bisect": "few windows", "sensitivity": "of no axis"},
     "--workers": {"bench calibrate": "always given; no load to choose by"},
 }
 

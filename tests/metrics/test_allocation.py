@@ -14,7 +14,7 @@ def brute_force(costs: np.ndarray, sizes: np.ndarray, budget: float) -> float:
     """The least cost over all combinations."""
     groups = range(len(costs))
     return min(
-        sum(costs[g, c] for g, c in zip(groups, chosen, strict=True))
+        float(sum(costs[g, c] for g, c in zip(groups, chosen, strict=True)))
         for chosen in product(range(costs.shape[1]), repeat=len(costs))
         if sum(sizes[g, c] for g, c in zip(groups, chosen, strict=True)) <= budget
     )

@@ -72,6 +72,7 @@ def test_the_plan_keeps_its_budget_and_is_measured_beside_the_best_single_format
     losses = {(cell["group"], cell["format"]): cell["loss"]["kld"] for cell in found["cells"]}
     predicted = sum(losses.get(pair, 0.0) for pair in plan["formats"].items())
     assert plan["predicted"] == pytest.approx(predicted)
+    assert plan["measured_there"]["kld"] == pytest.approx(predicted, rel=0.5)
 
 
 def test_the_plan_runs_as_an_arm(found: dict[str, Any], room: Path) -> None:
@@ -128,6 +129,7 @@ def test_a_plan_of_formats_that_llama_cpp_has_is_exported_for_llama_quantize(roo
         (("--weights", "int4[group=16]", "--budget", "2bpw"), "the smallest of these formats takes"),
         (("--weights", "int8", "--budget", "some"), "some"),
         (("--weights", "int8", "--export", "x"), "--budget"),
+        (("--weights", "int8", "--budget", "int8", "--export", "x"), "llama-quantize has no int8"),
         (("--weights", "int8", "--engine", "fake"), "cannot round single weights"),
     ],
 )

@@ -782,7 +782,7 @@ def _norm_quantized(subject: Subject) -> Iterator[Finding]:
     symptom="errors add up in the state: good short answers, noise after some hundred tokens",
     cause="DeltaNet, Mamba or convolution layers taken for ordinary linear layers",
     check="projections of recurrent layers have at least 8 bits",
-    command="fidelab sensitivity MODEL --weights shows what they cost; keep them with a rule of the recipe",
+    command="fidelab sensitivity ORIGINAL --weights int4 --by kind says what they cost; keep them in 16 bits",
 )
 def _recurrent_quantized(subject: Subject) -> Iterator[Finding]:
     names = []

@@ -281,7 +281,7 @@ def fit(
     x: Annotated[str, typer.Option("--x", help="Column of batches; A*B multiplies two columns.")] = "batch",
     length: Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")] = None,
     time: Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")] = False,
-    by: Annotated[str | None, typer.Option(help="Column of models or machines; intervals resample these.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Column of models or machines; intervals resample these.")] = None,
     part: Annotated[str | None, typer.Option(help="Which list of a JSON object.")] = None,
     min_x: Annotated[float | None, typer.Option(help="Leave out points below this x.")] = None,
     kv_bytes: Annotated[float | None, typer.Option(help="KV bytes per token, for the bandwidth of c.")] = None,
@@ -293,7 +293,7 @@ def fit(
 
     [bold]Examples[/bold]
 
-      fidelab physics fit ablation.csv --y speedup_vs_p0 --by model
+      fidelab physics fit ablation.csv --y speedup_vs_p0 --cluster model
 
       fidelab physics fit steps.json --part context_scaling --y latency_ms --time --length context --kv-bytes 57344
     """
@@ -309,7 +309,7 @@ def fit(
         x=x,
         context=length,
         is_time=time,
-        by=by,
+        by=cluster,
         min_x=min_x,
         kv_bytes=kv_bytes,
         device=find_device(device) if device else None,

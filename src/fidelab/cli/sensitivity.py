@@ -74,6 +74,7 @@ def sensitivity(
         weights,
         by=cast("Literal['module', 'layer', 'kind']", by),
         budget=budget,
+        exports=export is not None,
         command=command_line(),
         listener=watcher(),
     )
@@ -84,9 +85,7 @@ def sensitivity(
         render_sensitivity(report, open_console(), folder=folder.path)
     if export is not None and report.plan is not None:
         if not report.plan.tensor_types:
-            raise UsageError(
-                "llama-quantize lacks one of these formats, or names for these weights: nothing is exported"
-            )
+            raise UsageError("nothing is exported: what llama-quantize calls these weights is not known")
         try:
             export.write_text("\n".join(report.plan.tensor_types) + "\n", "utf-8")
         except OSError as error:

@@ -13,7 +13,8 @@ Floats = NDArray[np.float64]
 def allocate(costs: Floats, sizes: Floats, budget: float) -> NDArray[np.intp]:
     """One choice per group, of the least sum of costs whose sum of sizes does not exceed the budget.
 
-    The multiple-choice knapsack problem, solved exactly as a mixed-integer linear program (HiGHS).
+    The multiple-choice knapsack problem as a mixed-integer linear program (HiGHS), solved to one part in a million, or
+    to what 60 seconds reach.  See docs/metrics.md#weight-sensitivity.
 
     Args:
         costs, sizes: [groups, choices]; a cost of infinity is no choice.

@@ -115,8 +115,8 @@ def _plan_sentences(plan: WeightPlan) -> list[str]:
     span = "" if found.kld_interval is None else f" ({format_span(found.kld_interval)})"
     sentences = [
         f"Plan of {plan.bytes / 2**20:.1f} MiB ({plan.bits_per_weight:.3f} bits per weight): {kinds}.",
-        f"It costs {format_kld(found.kld)} nats{span} on windows that it was not chosen on; "
-        f"its cells add up to {format_kld(plan.predicted)} on the others.",
+        f"It costs {format_kld(found.kld)} nats{span} on windows that it was not chosen on. On the others its "
+        f"cells add up to {format_kld(plan.predicted)}, and together they cost {format_kld(plan.measured_there.kld)}.",
     ]
     if plan.uniform is None or plan.uniform_loss is None or plan.difference is None:
         sentences.append("No single format fits this budget everywhere, so that there is nothing to compare it with.")

@@ -64,6 +64,8 @@ class WeightPlan(Record):
     """The same as the option ``weights`` of an arm."""
     predicted: Positive
     """Sum of the losses of its cells, nats."""
+    measured_there: Loss
+    """What it costs on the windows of the cells: as much as predicted where losses add up."""
     measured: Loss
     """On windows that were not used to choose it."""
     uniform: str | None = None

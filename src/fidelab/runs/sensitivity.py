@@ -102,6 +102,7 @@ def sensitivity(
     *,
     by: By = "module",
     budget: str | None = None,
+    exports: bool = False,
     command: str = "",
     listener: Listener | None = None,
 ) -> tuple[SensitivityReport, RunFolder]:
@@ -111,6 +112,7 @@ def sensitivity(
         experiment: the model on engine hf; of the axes ``kld``, whose windows and scored rows are taken.
         formats: of weights: ``int4[group=64]``, ``q4_k``.
         by: a group is one weight matrix, all of a layer, or all of one kind.
+        exports: refuse formats that llama-quantize lacks, before anything runs.
         budget: bytes of the decoder layers' weights: ``80MB``, ``4.5bpw``, or a format, for what that takes everywhere.
 
     Raises:
@@ -120,6 +122,8 @@ def sensitivity(
     if experiment.engine.name != "hf":
         raise NotSupportedError(f"engine {experiment.engine.name} cannot round single weights; leave out --engine")
     specs = _specs(formats)
+    if exports and (lacking := [str(spec) for spec in specs if not _GGML.fullmatch(str(spec))]):
+        raise UsageError(f"--export: llama-quantize has no {', '.join(lacking)}; it has q4_k, q6_k, q8_0 and others")
     prepared = prepare(experiment, only="reference")
     groups = _groups(str(prepared.settings.reference.path), by)
     limit = None if budget is None else _budget(budget, groups, specs)
@@ -161,7 +165,7 @@ def sensitivity(
     report.write(folder.path)
     if limit is not None:
         held_out = asked.select(range(1, n, 2))
-        plan = _plan(prepared, groups, specs, losses, limit, held_out, listener, folder)
+        plan = _plan(prepared, groups, specs, losses, limit, chosen, held_out, listener, folder)
         report = report.model_copy(update={"plan": plan})
         report.write(folder.path)
     return report, folder
@@ -322,7 +326,8 @@ def _plan(
     specs: Mapping[FormatSpec, WeightFormat],
     losses: Mapping[tuple[str, FormatSpec], float],
     limit: int,
-    request: Prefill,
+    chosen: Prefill,
+    held_out: Prefill,
     listener: Listener | None,
     folder: RunFolder,
 ) -> WeightPlan:
@@ -344,9 +349,10 @@ def _plan(
     uniform = {str(spec): spec for n, spec in enumerate(names, 1) if sizes[:, n].sum() <= limit}
     everywhere = {name: _text(spec, [g.pattern for g in groups]) for name, spec in uniform.items()}
     texts = [*dict.fromkeys([NATIVE, text, *everywhere.values()])]
-    answers = _ask(prepared, request, _CHECK, texts, listener, folder, "plan")
+    there, _ = _ask(prepared, chosen, _AXIS, [NATIVE, text], listener, folder, "plan").rows(text)
+    answers = _ask(prepared, held_out, _CHECK, texts, listener, folder, "check")
     rows, why = answers.rows(text)
-    if rows is None:
+    if rows is None or there is None:
         raise EngineError(f"the plan came to no answer: {why}")
     measured = {name: found for name, each in everywhere.items() if (found := answers.rows(each)[0]) is not None}
     best = min(measured, key=lambda name: measured[name].mean, default=None)
@@ -359,6 +365,7 @@ def _plan(
         formats=formats,
         weights=text,
         predicted=float(costs[np.arange(len(groups)), columns].sum()),
+        measured_there=there.loss(),
         measured=rows.loss(),
         uniform=best,
         uniform_bytes=None if best is None else int(sizes[:, 1 + names.index(uniform[best])].sum()),

@@ -6,11 +6,11 @@ before it, so that the layers below are not computed again: the kept states take
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -113,7 +113,7 @@ class Reweighing:
         if self._model.module.device.type == "cuda":
             available = torch.cuda.mem_get_info(self._model.module.device)[0]
         else:
-            available = psutil.virtual_memory().available
+            available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return bool(tokens * width * size * len(self._layers) * _SHARE <= available)
 
     def _try_reuse(self, window: Tokens) -> bool:
