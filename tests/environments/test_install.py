@@ -12,10 +12,10 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-import yaml
 
 import fidelab
 from fidelab.config.load import validate
@@ -464,9 +464,9 @@ def test_what_is_built_for_gpus_comes_neither_from_nor_into_pips_cache(
 
 
 def test_a_tool_that_is_no_engine_is_installed_when_its_packages_can_be_imported(tmp_path: Path, quick: None) -> None:
-    tool = Recipe("tool-cpu", "tool", "cpu", (), "small", imports=("yaml",))
+    tool = Recipe("tool-cpu", "tool", "cpu", (), "small", imports=("json",))
     install(tool, tmp_path / "tool", lambda line: None)
-    assert (read_marker(tmp_path / "tool") or {})["versions"] == {"yaml": yaml.__version__}
+    assert (read_marker(tmp_path / "tool") or {})["versions"] == {"json": import_module("json").__version__}
     broken = Recipe("tool-cpu", "tool", "cpu", (), "small", imports=("no_such_package",))
     with pytest.raises(EngineError, match="tool-cpu is not installed: its packages cannot be imported"):
         install(broken, tmp_path / "broken", lambda line: None)
