@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from fidelab.errors import EngineError, InputError, UsageError
 from fidelab.models.tiny import make_tiny
 from fidelab.runs.quantize import RECORD, quantize
+from tests.checkpoints.quantized import write_quantized
 
 WORKER = """
 import json, pathlib, shutil, sys, time
@@ -28,7 +30,7 @@ if mode == "sleep":
 if mode == "fail":
     print(json.dumps({"failed": "out of luck"}), flush=True)
     sys.exit(1)
-shutil.copytree(job["model"], job["output"])
+shutil.copytree(here / "quantized", job["output"])
 print(json.dumps({"done": {"llm-compressor": "0"}}), flush=True)
 """
 
@@ -36,6 +38,7 @@ print(json.dumps({"done": {"llm-compressor": "0"}}), flush=True)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     make_tiny(tmp_path / "tiny", "Q8_0")
+    write_quantized(tmp_path / "quantized", "compressed-tensors")
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "worker.py"} "$@"\n')
     (tmp_path / "python").chmod(0o755)
@@ -63,6 +66,20 @@ def test_the_output_has_the_audit_and_the_record_and_nothing_else_is_left(folder
     assert not (folder / "out.work").exists()
     with pytest.raises(UsageError, match="exists; name another folder"):
         run(folder)
+
+
+def test_a_tool_that_quantizes_other_modules_than_the_plan_says_is_caught(folder: Path) -> None:
+    kept = "layers.0.mlp.down_proj"
+    (folder / "recipe.yaml").write_text(f"method: rtn\nscheme: {{group: 32}}\nkeep: ['re:.*{kept}']\nfidelity: null\n")
+    with pytest.raises(EngineError, match=f"quantized {kept}, and 0 more that the recipe keeps"):
+        run(folder)
+    shutil.rmtree(folder / "out.work")
+    (folder / "recipe.yaml").write_text("method: rtn\nscheme: {group: 32}\nfidelity: null\n")
+    shutil.rmtree(folder / "quantized")
+    write_quantized(folder / "quantized", "compressed-tensors", keep=(kept,))
+    with pytest.raises(EngineError, match=f"left {kept} in 16 bits"):
+        run(folder)
+    assert not (folder / "out").exists()
 
 
 def test_a_recipe_that_does_not_fit_is_refused_before_the_tool_starts(folder: Path) -> None:

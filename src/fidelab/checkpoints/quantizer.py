@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["main", "tail"]
 
 Say = Callable[..., None]
 
@@ -50,6 +50,8 @@ def _quantize(job: Mapping[str, Any], say: Say) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if job["method"] == "awq" and not torch.accelerator.is_available():
+        raise _Refused("AWQ of llm-compressor runs on GPUs alone: use gptq or rtn here")
     torch.manual_seed(job["seed"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"], local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto", local_files_only=True)
@@ -86,14 +88,15 @@ def _ignored(model: Any, kept: Sequence[str], kinds: Sequence[str]) -> list[str]
     from fidelab.checkpoints.modules import kind_of
 
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    tails = {_tail(name) for name in kept}
-    found = [name for name in linear if _tail(name) in tails or kind_of(name) in kinds]
+    tails = {tail(name) for name in kept}
+    found = [name for name in linear if tail(name) in tails or kind_of(name) in kinds]
     if len(found) == len(linear):
         raise _Refused("the loaded model has no linear layer that is not kept")
     return found
 
 
-def _tail(name: str) -> str:
+def tail(name: str) -> str:
+    """A module's name without what wraps the language model."""
     return re.sub(r"^(model\.|language_model\.)+", "", name)
 
 

@@ -21,6 +21,8 @@ from typing import Any
 from fidelab.checkpoints.audit import audit
 from fidelab.checkpoints.convert import convert
 from fidelab.checkpoints.files import open_checkpoint
+from fidelab.checkpoints.layouts import quantized_modules
+from fidelab.checkpoints.quantizer import tail
 from fidelab.checkpoints.recipe import Fidelity, Plan, Recipe, plan, read_recipe
 from fidelab.config.load import validate
 from fidelab.core import canonical_json, digest
@@ -89,6 +91,7 @@ def quantize(
     _prepare(work, identity, resume)
     about = _quantized(recipe, planned, source, work, environment, say)
     made = work / "model"
+    _check_plan(planned, made)
     say("auditing")
     audited = audit(made, tp=recipe.tp)
     _write(made / "fidelab-audit.json", audited.as_json())
@@ -236,6 +239,23 @@ def _terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _check_plan(planned: Plan, made: Path) -> None:
+    """Whether the tool quantized what the plan says.  It may call what wraps the language model otherwise.
+
+    Raises:
+        EngineError: it did not; names the first module.
+    """
+    with open_checkpoint(made) as checkpoint:
+        found = {tail(name) for name in quantized_modules(checkpoint.tensors, checkpoint.quantization)}
+    wanted = {tail(name) for name in planned.quantized}
+    if missing := sorted(wanted - found):
+        raise EngineError(
+            f"{_TOOL} left {missing[0]} in 16 bits, and {len(missing) - 1} more that the recipe quantizes"
+        )
+    if extra := sorted(found - wanted):
+        raise EngineError(f"{_TOOL} quantized {extra[0]}, and {len(extra) - 1} more that the recipe keeps")
 
 
 def _compared(
