@@ -57,7 +57,7 @@ def test_the_papers_figure_is_met_by_ours_and_by_exact_attention() -> None:
 def test_all_gates_pass_over_500_steps() -> None:
     found = list(gates.run_gates("torch"))
     assert [gate for gate in found if not gate.passed] == []
-    assert {gate.group for gate in found} == {"attention", "writer", "paper", "soak", "mutation"}
+    assert {gate.group for gate in found} == {"attention", "writer", "paper", "soak", "mutation", "weights"}
 
 
 class _Remembering(Kernels):
