@@ -289,6 +289,23 @@ def test_a_time_is_compared_with_both_fits_and_bandwidth_above_the_device_is_sai
     assert "above it" in bandwidth
 
 
+def test_a_report_of_fidelab_gives_what_its_bench_decode_measured(tmp_path: Path) -> None:
+    metrics = [
+        {"name": name, "cell": {"depth": 512, "batch": b}, "repeats": [100.0 * b / (4 + b), 99.0 * b / (4 + b)]}
+        for b in (1, 2, 4, 8)
+        for name in ("isolated", "by subtraction")
+    ]
+    arms = [{"name": name, "benches": {"decode": {"metrics": metrics}}} for name in ("bf16", "k16v8")]
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"schema": "fidelab.report/1", "reference": arms[0], "candidates": arms[1:]}))
+    points = read_points(path)
+    assert len(points.column("tok_s")) == 2 * 4 * 2
+    assert set(points.labels["arm"]) == {"bf16", "k16v8"}
+    assert set(points.column("context")) == {512.0}
+    found = compare_fits(points, y="tok_s")
+    assert found["fits"]["Hill"]["parameters"]["b_half"][0] == pytest.approx(4, rel=0.05)
+
+
 @recorded
 def test_fits_of_the_recorded_points_are_those_that_others_found() -> None:
     points = read_points(KNLP / "h100_int4_kernel_ablation.csv")

@@ -11,7 +11,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,8 @@ class Points:
 def read_points(path: Path, part: str | None = None) -> Points:
     """Rows of numbers from CSV, or from JSON: a list of objects, or an object that has such a list under ``part``.
 
+    Of a report of fidelab these are the repeats of bench ``decode``: ``arm``, ``batch``, ``context`` and ``tok_s``.
+
     Raises:
         InputError: the file cannot be read, is neither, or has no rows.  UsageError: no such part.
     """
@@ -95,6 +97,8 @@ def _json_rows(path: Path, text: str, part: str | None) -> list[dict[str, Any]]:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is no JSON ({error})") from None
+    if isinstance(content, dict) and str(content.get("schema", "")).startswith("fidelab.report/"):
+        return [*_decode_rows(content)]
     lists = {"": content} if isinstance(content, list) else content if isinstance(content, dict) else {}
     parts = {name: rows for name, rows in lists.items() if _is_rows(rows)}
     if part is not None and part not in parts:
@@ -103,6 +107,17 @@ def _json_rows(path: Path, text: str, part: str | None) -> list[dict[str, Any]]:
         raise UsageError(f"{path} has rows under {', '.join(parts)}; choose with --part")
     chosen: list[dict[str, Any]] = parts[part] if part is not None else next(iter(parts.values()), [])
     return chosen
+
+
+def _decode_rows(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What bench ``decode`` measured by its first method, a row per repeat."""
+    for arm in filter(None, (report.get("reference"), *(report.get("candidates") or ()))):
+        bench = (arm.get("benches") or {}).get("decode") or {}
+        for metric in bench.get("metrics") or ():
+            cell = metric.get("cell") or {}
+            if metric.get("name") == "isolated" and "batch" in cell:
+                place = {"arm": arm.get("name"), "batch": cell["batch"], "context": cell.get("depth")}
+                yield from ({**place, "tok_s": value} for value in metric.get("repeats") or [metric.get("value")])
 
 
 def _is_rows(rows: Any) -> bool:
