@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fidelab.checkpoints.recipe import read_recipe
 
+from fidelab.checkpoints.recipe import read_recipe
 from fidelab.models.tiny import make_tiny
 from fidelab.results.sensitivity_record import SensitivityReport
 from tests.runs.harness import Done, cli
