@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 import fidelab
-from fidelab.axes.rows import compare_item
-from fidelab.captures.pair import Pair
+from fidelab.axes.rows import compare_many
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Reweighted
 from fidelab.config.load import dump
@@ -43,6 +42,7 @@ __all__ = ["By", "recipe_of", "sensitivity"]
 By = Literal["module", "layer", "kind"]
 
 _AXIS, _CHECK = "sensitivity", "sensitivity-check"
+_OPEN = 256  # captures that are open at a time
 _BITS = re.compile(r"(?P<bits>[0-9]*\.?[0-9]+)\s*(bpw|bits?)", re.IGNORECASE)
 _LLAMA_CPP = {  # what llama.cpp calls the weights of a layer
     **{f"{part}_proj": f"attn_{part}" for part in "qkv"},
@@ -142,14 +142,14 @@ def sensitivity(
     folder = RunFolder.create(prepared.settings.output_dir, name, f"{config}kind: sensitivity\n")
     texts = {(group.pattern, spec): _text(spec, (group.pattern,)) for spec in specs for group in groups}
     answers = _ask(prepared, chosen, _AXIS, [NATIVE, *texts.values()], listener, folder, "cells")
+    found = answers.rows([*texts.values()])
     cells, losses = [], {}
     for spec, fmt in specs.items():
         for group in groups:
-            text = texts[group.pattern, spec]
-            rows, why = answers.rows(text)
-            if rows is not None:
+            rows = found[texts[group.pattern, spec]]
+            if isinstance(rows, _Rows):
                 losses[group.pattern, spec] = rows.mean
-            cells.append(_cell(group, by, spec, fmt, rows, why))
+            cells.append(_cell(group, by, spec, fmt, rows))
     report = SensitivityReport(
         run_id=folder.run_id,
         created=created,
@@ -247,22 +247,35 @@ class _Answers:
     result: ArmResult
     axis: str
 
-    def rows(self, text: str) -> tuple[_Rows | None, str]:
-        """All rows against the native answer, or ``None`` and why not."""
-        name = _name(self.axis, text)
-        if name not in self.result.captures:
-            return None, self.result.failures.get(name) or self.result.reason or "not asked"
-        native, other = (Capture(self.result.captures[one]) for one in (_name(self.axis, NATIVE), name))
-        pair = Pair(native, other, tuple((i, i) for i in range(len(self.request.windows))))
+    def rows(self, texts: Sequence[str]) -> dict[str, _Rows | str]:
+        """All rows of each answer against the native one, or why there are none."""
+        answers: dict[str, _Rows | str] = {}
+        for start in range(0, len(texts), _OPEN):
+            answers |= self._rows(texts[start : start + _OPEN])
+        return answers
+
+    def _rows(self, texts: Sequence[str]) -> dict[str, _Rows | str]:
+        names = {text: _name(self.axis, text) for text in texts}
+        paths = self.result.captures
+        found = {text: Capture(paths[name]) for text, name in names.items() if name in paths}
+        native = Capture(paths[_name(self.axis, NATIVE)])
         low, high = self.request.first + 1, self.request.last + 2
-        targets = []
-        for window in self.request.windows:
+        parts: list[list[RowComparison]] = []
+        for index, window in enumerate(self.request.windows):
             after = list(window[low:high])
-            targets.append(np.array(after + [-1] * (self.request.n_rows - len(after)), dtype=np.int64))
-        rows = RowComparison.concat([compare_item(pair, i, i, each) for i, each in enumerate(targets)])
-        if rows.failed.any():
-            return None, f"{int(rows.failed.sum())} of {len(rows)} rows are no distributions"
-        return _Rows(rows, np.concatenate([np.asarray(units, dtype=np.int64) for units in self.request.units])), ""
+            targets = np.array(after + [-1] * (self.request.n_rows - len(after)), dtype=np.int64)
+            parts.append(compare_many(native, [*found.values()], index, targets))
+        clusters = np.concatenate([np.asarray(units, dtype=np.int64) for units in self.request.units])
+        answers: dict[str, _Rows | str] = {
+            text: self.result.failures.get(name) or self.result.reason or "not asked"
+            for text, name in names.items()
+            if text not in found
+        }
+        for text, each in zip(found, zip(*parts, strict=True), strict=True):
+            rows = RowComparison.concat(each)
+            failed = int(rows.failed.sum())
+            answers[text] = f"{failed} of {len(rows)} rows are no distributions" if failed else _Rows(rows, clusters)
+        return answers
 
 
 def _name(axis: str, text: str) -> str:
@@ -304,18 +317,19 @@ def _ask(
     return _Answers(request, result, axis)
 
 
-def _cell(group: _Group, by: By, spec: FormatSpec, fmt: WeightFormat, rows: _Rows | None, why: str) -> SensitivityCell:
+def _cell(group: _Group, by: By, spec: FormatSpec, fmt: WeightFormat, rows: _Rows | str) -> SensitivityCell:
     first = group.weights[0]
+    why = rows if isinstance(rows, str) else None
     return SensitivityCell(
-        status=Status.OK if rows is not None else Status.FAILED,
-        reason=None if rows is not None else why,
+        status=Status.OK if why is None else Status.FAILED,
+        reason=why,
         group=group.pattern,
         layer=None if by == "kind" else first.layer,
         kind=None if by == "layer" else first.kind,
         format=str(spec),
         parameters=group.parameters,
         bytes=group.nbytes(fmt),
-        loss=None if rows is None else rows.loss(),
+        loss=None if isinstance(rows, str) else rows.loss(),
     )
 
 
@@ -351,12 +365,12 @@ def _plan(
     uniform = {str(spec): spec for n, spec in enumerate(names, 1) if sizes[:, n].sum() <= limit}
     everywhere = {name: _text(spec, [g.pattern for g in groups]) for name, spec in uniform.items()}
     texts = [*dict.fromkeys([NATIVE, text, *everywhere.values()])]
-    there, _ = _ask(prepared, chosen, _AXIS, [NATIVE, text], listener, folder, "plan").rows(text)
-    answers = _ask(prepared, held_out, _CHECK, texts, listener, folder, "check")
-    rows, why = answers.rows(text)
-    if rows is None or there is None:
-        raise EngineError(f"the plan came to no answer: {why}")
-    measured = {name: found for name, each in everywhere.items() if (found := answers.rows(each)[0]) is not None}
+    there = _ask(prepared, chosen, _AXIS, [NATIVE, text], listener, folder, "plan").rows([text])[text]
+    answers = _ask(prepared, held_out, _CHECK, texts, listener, folder, "check").rows([text, *everywhere.values()])
+    rows = answers[text]
+    if isinstance(rows, str) or isinstance(there, str):
+        raise EngineError(f"the plan came to no answer: {rows if isinstance(rows, str) else there}")
+    measured = {name: one for name, each in everywhere.items() if isinstance(one := answers[each], _Rows)}
     best = min(measured, key=lambda name: measured[name].mean, default=None)
     difference = None if best is None else paired_difference(rows.items, measured[best].items)
     parameters = sum(group.parameters for group in groups)
