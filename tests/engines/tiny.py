@@ -97,5 +97,6 @@ def ids(arrays: Mapping[str, Array]) -> list[int]:
 def replayed(answer: Answer, arrays: Mapping[str, Array]) -> Tensor:
     """Logits as scoring computes them from what an engine handed over."""
     assert answer.head is not None
-    head = {name: torch.from_numpy(to_float32(array)) for name, array in answer.head.items()}
-    return head_logits(hidden(arrays), Head(head["weight"], head.get("bias"), answer.softcap, answer.scale))
+    head = {name: to_float32(array) for name, array in answer.head.items()}
+    states = to_float32(arrays["hidden"])
+    return torch.from_numpy(head_logits(states, Head(head["weight"], head.get("bias"), answer.softcap, answer.scale)))

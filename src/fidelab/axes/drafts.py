@@ -18,6 +18,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import Arm, Estimator, looked_up
 from fidelab.metrics.agreement import NEAR_TIE
+from fidelab.metrics.divergence import log_softmax
 from fidelab.metrics.speculation import expected_length, overlap, replay
 from fidelab.results.composition_record import SAMPLED_LENGTH, SAMPLED_RATE, acceptance
 from fidelab.results.measurement import Flag, Metric
@@ -79,8 +80,8 @@ def drafted_by(pair: Pair, tokens: int) -> tuple[Metric, ...]:
         for start in range(0, n, CHUNK):
             stop = min(start + CHUNK, n)
             p, q = (logits(side, item, start, stop) for side, item in ((pair.ref, r), (pair.test, t)))
-            right += [int(top) == token for top, token in zip(q.argmax(dim=-1), text[start:stop], strict=True)]
-            shared.append(overlap(*(rows.double().log_softmax(dim=-1).numpy() for rows in _common(p, q))))
+            right += [int(top) == token for top, token in zip(q.argmax(axis=-1), text[start:stop], strict=True)]
+            shared.append(overlap(*map(log_softmax, _common(p, q))))
         counts += replay(n, partial(_following, right, tokens))
     if not counts[0]:
         return ()

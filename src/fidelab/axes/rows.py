@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +15,17 @@ from numpy.typing import NDArray
 from fidelab.axes.base import AxisScore
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, HeadFile
-from fidelab.core import Estimator
+from fidelab.core import Estimator, usable_cores
 from fidelab.errors import CaptureError
-from fidelab.metrics.divergence import Head, RowComparison, compare_rows, compare_topk, head_logits, kld_score
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fidelab.metrics.divergence import (
+    Head,
+    RowComparison,
+    compare_rows,
+    compare_topk,
+    head_logits,
+    kld_score,
+    log_softmax,
+)
 
 __all__ = [
     "CHUNK",
@@ -84,13 +88,11 @@ def item_rows(capture: Capture, item: int) -> int:
     return capture.array_shape(item, name)[0] if name in capture.names(item) else 0
 
 
-def logits(capture: Capture, item: int, start: int, stop: int) -> Tensor:
+def logits(capture: Capture, item: int, start: int, stop: int) -> NDArray[np.float32]:
     """Unnormalised log scores ``[stop - start, V]`` float32 of some rows of one item."""
     if capture.estimator is Estimator.TOPK:
         raise CaptureError(f"capture {capture.folder} holds the top tokens alone, no rows over the vocabulary")
-    import torch
-
-    rows = torch.from_numpy(capture.floats(item, str(capture.estimator), start, stop))
+    rows = capture.floats(item, str(capture.estimator), start, stop)
     if capture.estimator is Estimator.LOGPROBS:
         return rows
     if capture.head is None:
@@ -109,12 +111,10 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
 
     ``skip``: so many rows the reference side has before these, which are left out.
     """
-    import torch
-
     n = len(targets)
     if n == 0 or item_rows(pair.ref, r) != n + skip or item_rows(pair.test, t) != n:
-        nothing = torch.full((max(n, 1), 2), float("nan"))
-        return compare_rows(nothing, nothing, torch.full((max(n, 1),), -1))
+        nothing = np.full((max(n, 1), 2), np.nan)
+        return compare_rows(nothing, nothing, np.full(max(n, 1), -1))
     sides = ((pair.ref, r, skip), (pair.test, t, 0))
     if estimator_of(pair) is Estimator.TOPK:
         ref, test = (reported(capture, item, before, before + n) for capture, item, before in sides)
@@ -123,7 +123,7 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
     for start in range(0, n, CHUNK):
         stop = min(start + CHUNK, n)
         p, q = (logits(capture, item, before + start, before + stop) for capture, item, before in sides)
-        parts.append(compare_rows(p, q, targets[start:stop]))
+        parts.append(compare_rows(p, q, targets[start:stop], usable_cores()))
     return RowComparison.concat(parts)
 
 
@@ -135,13 +135,10 @@ def margin(capture: Capture, item: int, row: int, token: int) -> float:
         ids, logprobs = (side[0] for side in reported(capture, item, row, row + 1))
         chosen = logprobs[ids == token]
         return float(logprobs[ids >= 0].max() - chosen[0]) if len(chosen) else float("nan")
-    scores = logits(capture, item, row, row + 1)[0].double().log_softmax(dim=-1)
+    scores = log_softmax(logits(capture, item, row, row + 1))[0]
     return float(scores.max() - scores[token]) if token < len(scores) else float("nan")
 
 
 @lru_cache(maxsize=2)  # reference and candidate of another checkpoint; 113 MB each at 49,152 × 576
 def _head(file: HeadFile) -> Head:
-    import torch
-
-    weight, bias = file.load()
-    return Head(torch.from_numpy(weight), None if bias is None else torch.from_numpy(bias), file.softcap, file.scale)
+    return Head(*file.load(), file.softcap, file.scale)

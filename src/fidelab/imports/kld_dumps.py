@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fidelab.axes.kld import KLD_METRICS, kl_curve
-from fidelab.core import Estimator, Status
+from fidelab.core import Estimator, Status, usable_cores
 from fidelab.errors import UsageError
 from fidelab.imports.dump_folder import DumpFolder, open_dump, pair_windows
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run, window_blocks
@@ -163,8 +162,8 @@ def _window(ref: DumpFolder, test: DumpFolder, number: int) -> RowComparison:
     parts = []
     for start in range(0, n, step):
         stop = min(start + step, n)
-        p, q = (torch.from_numpy(side.rows(start, stop)) for side in sides)
-        parts.append(compare_rows(p, q, torch.full((stop - start,), -1)))
+        p, q = (side.rows(start, stop) for side in sides)
+        parts.append(compare_rows(p, q, np.full(stop - start, -1), usable_cores()))
     return RowComparison.concat(parts)
 
 

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fidelab.metrics.intervals import Interval, RatioItems, ratio_interval
-
-if TYPE_CHECKING:  # torch is imported where rows are compared: most of what imports this module only plans
-    import torch
-    from torch import Tensor
 
 __all__ = [
     "Flips",
@@ -35,6 +32,7 @@ __all__ = [
     "kl_by_confidence",
     "kl_by_position",
     "kld_score",
+    "log_softmax",
     "parting",
     "summarise_flips",
     "summarise_kl",
@@ -42,15 +40,15 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
+Singles = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 REAL_FLIP = 0.1
 """Nats: a smaller margin of the reference is a near tie.  See docs/metrics.md#real-flips."""
 
-# Elements of one work buffer.  On a CPU three in float32 and one in float64 (10 MiB) stay in the caches from
-# pass to pass, and allocating them once spares the page faults that cost more than the arithmetic.
-_CPU_BLOCK = 1 << 19
-_DEVICE_BLOCK = 1 << 24
+# Elements of one work buffer.  Three in float64 stay in a core's cache from pass to pass, and allocating them once
+# spares the page faults that cost more than the arithmetic.
+_BLOCK = 1 << 17
 # Sums of float32 log-probabilities are known to about this much.
 _MASS_RESOLUTION = 1e-6
 _LEAST_ROWS = 8  # at the end of windows: fewer are no evidence that a way parts
@@ -62,39 +60,43 @@ _LEAST_ROWS = 8  # at the end of windows: fewer are no evidence that a way parts
 class Head:
     """The LM head of a checkpoint: final-norm states to logits.
 
-    ``weight``: ``[V, d]`` in any float type; ``bias``: ``[V]`` or None.  Logits are
+    ``weight``: ``[V, d]`` float32; ``bias``: ``[V]`` float32 or None.  Logits are
     ``cap·tanh(scale·(h·Wᵀ + b) / cap)``, or ``scale·(h·Wᵀ + b)`` where ``softcap`` is None.
     See docs/metrics.md#estimators.
     """
 
-    weight: Tensor
-    bias: Tensor | None = None
+    weight: Singles
+    bias: Singles | None = None
     softcap: float | None = None
     scale: float = 1.0
 
-    def float32(self) -> Head:
-        """The same head with float32 parameters; make it once and keep it."""
-        bias = None if self.bias is None else self.bias.float()
-        return replace(self, weight=self.weight.float(), bias=bias)
 
+def head_logits(hidden: Singles, head: Head, vocab: int | None = None) -> Singles:
+    """Replay the head over states ``hidden [n, d]``: logits ``[n, vocab]``, all in float32.
 
-def head_logits(hidden: Tensor, head: Head, vocab: int | None = None) -> Tensor:
-    """Replay the head over states ``hidden [n, d]`` (any float type): float32 logits ``[n, vocab]``.
-
-    ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator
-    ``hidden``).  A head that is not in float32 is converted on every call: pass :meth:`Head.float32`.
+    ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator ``hidden``).
     See docs/metrics.md#estimators.
     """
-    import torch
-
-    with torch.no_grad():
-        bias = None if head.bias is None else head.bias[:vocab].float()
-        logits = torch.nn.functional.linear(hidden.float(), head.weight[:vocab].float(), bias)
-        if head.scale != 1.0:
-            logits.mul_(head.scale)
-        if head.softcap is not None:
-            logits.div_(head.softcap).tanh_().mul_(head.softcap)
+    logits: Singles = hidden @ head.weight[:vocab].T
+    if head.bias is not None:
+        logits += head.bias[:vocab]
+    if head.scale != 1.0:
+        logits *= np.float32(head.scale)
+    if head.softcap is not None:
+        cap = np.float32(head.softcap)
+        logits /= cap
+        np.tanh(logits, out=logits)
+        logits *= cap
     return logits
+
+
+def log_softmax(logits: NDArray[Any]) -> Floats:
+    """log softmax of each row ``[n, V]``, in float64; NaN in a row with NaN, +inf or only −inf."""
+    rows = logits.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        rows -= rows.max(axis=-1, keepdims=True)
+        rows -= np.log(np.exp(rows).sum(axis=-1, keepdims=True))
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------- rows
@@ -140,17 +142,19 @@ class RowComparison:
         return cls(**columns)
 
 
-def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDArray[Any]) -> RowComparison:
+def compare_rows(
+    ref_logits: NDArray[Any], test_logits: NDArray[Any], targets: NDArray[Any], threads: int = 1
+) -> RowComparison:
     """KL(P‖Q) = Σ_x P(x)·(log P(x) − log Q(x)) of each row over the whole vocabulary, nats.
 
-    Inputs are unnormalised log scores (logits or log-probabilities), ``[n, V_ref]`` and ``[n, V_test]``; both
-    are cut to the common ids and normalised there.  ``targets [n]``: the actual next tokens; an id outside
-    the common vocabulary (−1 for "none") gives NaN in the columns that need it.
+    Inputs are unnormalised log scores (logits or log-probabilities) of any float type, ``[n, V_ref]`` and
+    ``[n, V_test]``; both are cut to the common ids and normalised there.  ``targets [n]``: the actual next tokens; an
+    id outside the common vocabulary (−1 for "none") gives NaN in the columns that need it.  ``threads`` changes no
+    figure.
 
-    Elements are in float32, every sum over the vocabulary in float64: with a = scores minus their peak,
-    ``KL = Σ_x P·(a_P − a_Q) + log Σ_x exp a_Q − log Σ_x exp a_P``, good to about 1e-8 nats per row.
-    (``torch.log_softmax`` normalises by a float32 sum, which costs 1e-6, and 4e-5 in a flat row of 150,000:
-    more than a 16-bit cache does.)  0·log 0 = 0; tiny negative results become 0; bit-identical rows give
+    Everything is in float64: with a = scores minus their peak, ``KL = Σ_x P·(a_P − a_Q) + log Σ_x exp a_Q − log Σ_x
+    exp a_P``.  (``torch.log_softmax`` of float32 normalises by a float32 sum, which costs 1e-6, and 4e-5 in a flat row
+    of 150,000: more than a 16-bit cache does.)  0·log 0 = 0; tiny negative results become 0; bit-identical rows give
     exactly 0.
 
     "P > 0 where Q = 0" is judged on log scores: Q has −inf at a token where P has not, however small P is
@@ -160,103 +164,85 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
     See docs/metrics.md#mean-kl-divergence.
     """
     if ref_logits.ndim != 2 or test_logits.ndim != 2 or len(ref_logits) != len(test_logits):
-        shapes = f"reference {tuple(ref_logits.shape)}, test {tuple(test_logits.shape)}"
-        raise ValueError(f"rows do not match: {shapes}")
-    import torch
-
-    ref_logits, test_logits = ref_logits.detach(), test_logits.detach()
+        raise ValueError(f"rows do not match: reference {ref_logits.shape}, test {test_logits.shape}")
     n, vocab = len(ref_logits), min(ref_logits.shape[1], test_logits.shape[1])
-    device = ref_logits.device
-    goal = torch.as_tensor(targets).to(device=device, dtype=torch.int64)
-    if goal.shape != (n,) or vocab == 0:
-        raise ValueError(f"{n} rows over {vocab} common ids do not fit targets of shape {tuple(goal.shape)}")
-    has_goal = (goal >= 0) & (goal < vocab)
-    pick = goal.where(has_goal, torch.zeros_like(goal))[:, None]
-    longer = ref_logits if ref_logits.shape[1] > vocab else test_logits if test_logits.shape[1] > vocab else None
-    cut = torch.full((n,), math.nan, dtype=torch.float64, device=device)
-    block = max(1, min(n, (_CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK) // vocab))
-    work = _Work(block, vocab, device)
-    top1 = torch.empty(n, dtype=torch.bool, device=device)
+    if targets.shape != (n,) or vocab == 0:
+        raise ValueError(f"{n} rows over {vocab} common ids do not fit targets of shape {targets.shape}")
+    has_goal = (targets >= 0) & (targets < vocab)
+    pick = np.where(has_goal, targets, 0)
+    block = max(1, _BLOCK // vocab)
+    top1 = np.empty(n, dtype=bool)
+    cut = np.full(n, np.nan)
     # per row: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token; a_P of Q's most likely token
-    columns = torch.empty((6, n), dtype=torch.float64, device=device)
-    for start in range(0, n, block):
-        at = slice(start, min(start + block, n))
-        best_q, sum_q = work.load(work.q, test_logits[at, :vocab])
-        best_p, sum_p = work.load(work.p, ref_logits[at, :vocab])
-        rows = len(best_p)
-        top1[at] = best_p == best_q
-        columns[1, at], columns[2, at] = sum_p.log(), sum_q.log()
-        columns[3, at] = work.p[:rows].gather(1, pick[at])[:, 0].double()
-        columns[4, at] = work.q[:rows].gather(1, pick[at])[:, 0].double()
-        columns[5, at] = work.p[:rows].gather(1, best_q[:, None])[:, 0].double()
-        columns[0, at] = work.expected_gap(rows) / sum_p + columns[2, at] - columns[1, at]
-        if longer is not None:
-            cut[at] = longer[at].double().softmax(-1)[:, vocab:].sum(-1)
-    kl, norm_p, norm_q, score_p, score_q, flipped = columns.cpu().numpy()
+    columns = np.empty((6, n))
+
+    def fill(span: range) -> None:
+        work = _Work(min(block, len(span)), vocab)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            for start in span[::block]:
+                at = slice(start, min(start + block, span.stop))
+                top1[at], cut[at] = work.compare(ref_logits[at], test_logits[at], pick[at], columns[:, at])
+
+    step = max(block, -(-n // threads))
+    spans = [range(start, min(start + step, n)) for start in range(0, n, step)]
+    if len(spans) > 1:
+        with ThreadPoolExecutor(len(spans)) as pool:
+            list(pool.map(fill, spans))
+    elif spans:
+        fill(spans[0])
+    kl, norm_p, norm_q, score_p, score_q, flipped = columns
     failed = ~np.isfinite(kl)
-    no_goal = ~has_goal.cpu().numpy()
-    nll_ref, nll_test = (np.where(no_goal, np.nan, norm - a) for norm, a in ((norm_p, score_p), (norm_q, score_q)))
-    return RowComparison(
-        kl=np.where(failed, np.nan, np.maximum(kl, 0.0)),
-        failed=failed,
-        top1=top1.cpu().numpy() & ~failed,
-        confidence=np.exp(-norm_p),
-        dp=np.where(failed, np.nan, np.exp(-nll_test) - np.exp(-nll_ref)),
-        nll_ref=nll_ref,
-        nll_test=nll_test,
-        margin=np.where(failed, np.nan, 0.0 - flipped),
-        cut=np.where(failed, np.nan, cut.cpu().numpy()),
-    )
+    with np.errstate(invalid="ignore"):
+        nll_ref, nll_test = (np.where(has_goal, norm - a, np.nan) for norm, a in ((norm_p, score_p), (norm_q, score_q)))
+        return RowComparison(
+            kl=np.where(failed, np.nan, np.maximum(kl, 0.0)),
+            failed=failed,
+            top1=top1 & ~failed,
+            confidence=np.exp(-norm_p),
+            dp=np.where(failed, np.nan, np.exp(-nll_test) - np.exp(-nll_ref)),
+            nll_ref=nll_ref,
+            nll_test=nll_test,
+            margin=np.where(failed, np.nan, 0.0 - flipped),
+            cut=np.where(failed, np.nan, cut),
+        )
 
 
 class _Work:
     """The buffers of :func:`compare_rows`, ``[block, vocab]`` each."""
 
-    def __init__(self, block: int, vocab: int, device: torch.device) -> None:
-        import torch
+    def __init__(self, block: int, vocab: int) -> None:
+        self._vocab = vocab
+        self._p, self._q, self._exp = (np.empty((block, vocab)) for _ in range(3))
 
-        self.p, self.q, self.exp = (torch.empty((block, vocab), dtype=torch.float32, device=device) for _ in range(3))
-        self.wide = torch.empty((block, vocab), dtype=torch.float64, device=device)
+    def compare(
+        self, ref: NDArray[Any], test: NDArray[Any], pick: NDArray[Any], columns: Floats
+    ) -> tuple[Bools, Floats | float]:
+        """Fill ``columns [6, rows]``; whether both have the same top token, and the probability that is cut off."""
+        vocab, rows = self._vocab, np.arange(len(ref))
+        p, q, exp = (buffer[: len(ref)] for buffer in (self._p, self._q, self._exp))
+        best_q, sum_q = self._load(q, test[:, :vocab])
+        best_p, sum_p = self._load(p, ref[:, :vocab])  # last: its exponentials stay
+        columns[1], columns[2] = np.log(sum_p), np.log(sum_q)
+        columns[3], columns[4], columns[5] = p[rows, pick], q[rows, pick], p[rows, best_q]
+        gap = np.subtract(p, q, out=q)
+        sums = np.einsum("rv,rv->r", exp, gap)
+        if not np.isfinite(sums).all():  # masked tokens (0·∞ above) or a broken row
+            gap[p == -np.inf] = 0.0
+            # an infinity that is left is Q = 0 under P > 0; where P underflows to 0 the product is NaN
+            sums = np.einsum("rv,rv->r", exp, gap)
+        columns[0] = sums / sum_p + columns[2] - columns[1]
+        longer = ref if ref.shape[1] > vocab else test if test.shape[1] > vocab else None
+        return best_p == best_q, np.nan if longer is None else np.exp(log_softmax(longer)[:, vocab:]).sum(axis=-1)
 
-    def load(self, into: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Put scores minus their peak ``into`` a buffer: (argmax, Σ exp in float64), both ``[rows]``.
+    def _load(self, into: Floats, scores: NDArray[Any]) -> tuple[NDArray[np.int64], Floats]:
+        """Put scores minus their peak ``into`` a buffer: (argmax, Σ exp), both ``[rows]``.
 
         The exponentials stay in ``exp``.  A row with NaN, +inf or only −inf becomes NaN with a sum of NaN.
         """
-        import torch
-
-        rows = len(scores)
-        scores = scores.float()
-        best = _argmax(scores)
-        torch.sub(scores, scores.gather(1, best[:, None]), out=into[:rows])
-        return best, self._sum(torch.exp(into[:rows], out=self.exp[:rows]))
-
-    def expected_gap(self, rows: int) -> Tensor:
-        """``Σ_x exp(a_P)·(a_P − a_Q)`` in float64, not finite where the row failed; P must be loaded last.
-
-        Overwrites ``q`` and ``exp``.
-        """
-        import torch
-
-        gap = torch.sub(self.p[:rows], self.q[:rows], out=self.q[:rows])
-        sums = self._sum(self.exp[:rows].mul_(gap))
-        if not torch.isfinite(sums).all():  # masked tokens (0·∞ above) or a broken row
-            gap.masked_fill_(self.p[:rows] == -math.inf, 0.0)
-            # an infinity that is left is Q = 0 under P > 0; where P underflows to 0 the product is NaN
-            sums = self._sum(torch.exp(self.p[:rows], out=self.exp[:rows]).mul_(gap))
-        return sums
-
-    def _sum(self, terms: Tensor) -> Tensor:
-        return self.wide[: len(terms)].copy_(terms).sum(-1)
-
-
-def _argmax(scores: Tensor) -> Tensor:
-    """The first of the largest per row (NaN counts as largest); numpy's is several times faster on a CPU."""
-    import torch
-
-    if scores.device.type == "cpu":
-        return torch.from_numpy(scores.detach().numpy().argmax(-1))
-    return scores.argmax(-1)
+        best = scores.argmax(axis=-1)
+        peak = np.take_along_axis(scores, best[:, None], axis=-1).astype(np.float64)
+        np.subtract(scores, peak, out=into)
+        return best, np.exp(into, out=self._exp[: len(scores)]).sum(axis=-1)
 
 
 # ------------------------------------------------------------------------------------------------ top-k

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.metrics.divergence import log_softmax
 from fidelab.metrics.intervals import Interval, RatioItems, ratio_estimate, ratio_interval, standard_error
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["PerplexityPair", "compare_nll", "exponential", "row_nll"]
 
@@ -31,28 +29,23 @@ _BLOCK = 1 << 19  # float64 elements at a time: 4 MiB
 _LARGEST = 700.0  # nats: beyond it the exponential is no double
 
 
-def row_nll(logits: Tensor, targets: Tensor | NDArray[Any]) -> Floats:
-    """−log softmax(logits)[target] of each row, nats; the log-sum-exp is in float64.
+def row_nll(logits: NDArray[Any], targets: NDArray[Any]) -> Floats:
+    """−log softmax(logits)[target] of each row, nats, in float64.
 
     ``logits [n, V]``: unnormalised log scores of any float type; ``targets [n]``: ids in 0 … V − 1, any other id has
     no probability.  NaN where a row holds NaN or +inf, or gives its target the probability 0: the row failed.
     See docs/metrics.md#perplexity.
     """
-    import torch
-
-    logits = logits.detach()
     n, vocab = logits.shape
-    goal = torch.as_tensor(targets).to(device=logits.device, dtype=torch.int64)
-    if goal.shape != (n,):
-        raise ValueError(f"{n} rows do not fit targets of shape {tuple(goal.shape)}")
-    losses = torch.full((n,), math.nan, dtype=torch.float64, device=logits.device)
+    if targets.shape != (n,):
+        raise ValueError(f"{n} rows do not fit targets of shape {targets.shape}")
+    losses = np.empty(n)
     block = max(1, _BLOCK // vocab)
     for start in range(0, n, block):
         at = slice(start, start + block)
-        rows, pick = logits[at].double(), goal[at, None].clamp(0, vocab - 1)
-        losses[at] = torch.logsumexp(rows, dim=-1) - rows.gather(1, pick)[:, 0]
-    nll: Floats = losses.where((goal >= 0) & (goal < vocab), math.nan).cpu().numpy()
-    return np.where(np.isfinite(nll), nll, np.nan)
+        pick = targets[at, None].clip(0, vocab - 1)
+        losses[at] = -np.take_along_axis(log_softmax(logits[at]), pick, axis=-1)[:, 0]
+    return np.where(np.isfinite(losses) & (targets >= 0) & (targets < vocab), losses, np.nan)
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,6 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
 def _prepare_scoring() -> None:
     """Import what scores and the report need, for two seconds, while the first worker opens its model."""
     with contextlib.suppress(Exception):  # the main thread meets it again, and says it
-        import_module("torch")
         import_module("pyarrow.parquet")
         for name in AXES.built_in:
             AXES.load(name)
