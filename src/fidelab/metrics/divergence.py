@@ -11,7 +11,8 @@ whole row *failed*, and a failed row is counted, not averaged.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -71,13 +72,18 @@ class Head:
     scale: float = 1.0
 
 
-def head_logits(hidden: Singles, head: Head, vocab: int | None = None) -> Singles:
+def head_logits(
+    hidden: Singles,
+    head: Head,
+    vocab: int | None = None,
+    product: Callable[[Singles, Singles], Singles] = operator.matmul,
+) -> Singles:
     """Replay the head over states ``hidden [n, d]``: logits ``[n, vocab]``, all in float32.
 
-    ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator ``hidden``).
-    See docs/metrics.md#estimators.
+    ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator ``hidden``), of
+    numpy's or another's.  See docs/metrics.md#estimators.
     """
-    logits: Singles = hidden @ head.weight[:vocab].T
+    logits = product(hidden, head.weight[:vocab].T)
     if head.bias is not None:
         logits += head.bias[:vocab]
     if head.scale != 1.0:
