@@ -344,6 +344,14 @@ def test_a_failed_row_has_no_divergence(name: str) -> None:
         assert np.isnan(column).all()
 
 
+def test_kl_alone_is_the_same_kl() -> None:
+    ref, test = random_pair(16, 211)
+    whole, alone = compare(ref, test), compare_rows(ref, test, first_ids(16), kl_alone=True)
+    for name in ("kl", "top1", "nll_ref", "nll_test", "dp", "margin"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(alone, name))
+    assert np.isnan([alone.tv, alone.jsd, alone.chi2, alone.reverse_kl, alone.overlap]).all()
+
+
 def test_a_vocabulary_below_ten_compares_all_its_tokens() -> None:
     assert compare(rows([0.0, 1.0, 2.0]), rows([2.0, 1.0, 0.0])).overlap[0] == 1.0
 

@@ -11,7 +11,8 @@ whole row *failed*, and a failed row is counted, not averaged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -79,13 +80,18 @@ class Head:
     scale: float = 1.0
 
 
-def head_logits(hidden: Singles, head: Head, vocab: int | None = None) -> Singles:
+def head_logits(
+    hidden: Singles,
+    head: Head,
+    vocab: int | None = None,
+    product: Callable[[Singles, Singles], Singles] = operator.matmul,
+) -> Singles:
     """Replay the head over states ``hidden [n, d]``: logits ``[n, vocab]``, all in float32.
 
-    ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator ``hidden``).
-    See docs/metrics.md#estimators.
+    ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator ``hidden``), of
+    numpy's or another's.  See docs/metrics.md#estimators.
     """
-    logits: Singles = hidden @ head.weight[:vocab].T
+    logits = product(hidden, head.weight[:vocab].T)
     if head.bias is not None:
         logits += head.bias[:vocab]
     if head.scale != 1.0:
@@ -166,14 +172,19 @@ class RowComparison:
 
 
 def compare_rows(
-    ref_logits: NDArray[Any], test_logits: NDArray[Any], targets: NDArray[Any], threads: int = 1
+    ref_logits: NDArray[Any],
+    test_logits: NDArray[Any],
+    targets: NDArray[Any],
+    threads: int = 1,
+    *,
+    kl_alone: bool = False,
 ) -> RowComparison:
     """KL(P‖Q) = Σ_x P(x)·(log P(x) − log Q(x)) of each row over the whole vocabulary, nats.
 
     Inputs are unnormalised log scores (logits or log-probabilities) of any float type, ``[n, V_ref]`` and
     ``[n, V_test]``; both are cut to the common ids and normalised there.  ``targets [n]``: the actual next tokens; an
     id outside the common vocabulary (−1 for "none") gives NaN in the columns that need it.  ``threads`` changes no
-    figure.
+    figure.  ``kl_alone``: without the other divergences, whose columns are NaN then; takes half of the time.
 
     Everything is in float64: with a = scores minus their peak, ``KL = Σ_x P·(a_P − a_Q) + log Σ_x exp a_Q − log Σ_x
     exp a_P``.  (``torch.log_softmax`` of float32 normalises by a float32 sum, which costs 1e-6, and 4e-5 in a flat row
@@ -199,7 +210,7 @@ def compare_rows(
     columns = np.empty((11, n))
 
     def fill(span: range) -> None:
-        work = _Work(min(block, len(span)), vocab)
+        work = _Work(min(block, len(span)), vocab, kl_alone)
         with np.errstate(invalid="ignore", divide="ignore"):
             for start in span[::block]:
                 at = slice(start, min(start + block, span.stop))
@@ -237,8 +248,9 @@ def compare_rows(
 class _Work:
     """The buffers of :func:`compare_rows`: ``[block, vocab]`` and ``[block, columns]``."""
 
-    def __init__(self, block: int, vocab: int) -> None:
+    def __init__(self, block: int, vocab: int, kl_alone: bool) -> None:
         self._vocab = vocab
+        self._kl_alone = kl_alone
         self._probabilities = [np.empty((block, vocab)) for _ in range(2)]
         self._columns = [np.empty((block, min(vocab, _COLUMNS))) for _ in range(3)]
 
@@ -280,10 +292,19 @@ class _Work:
             (3, 4, 5), ((ref, peak_p, pick), (test, peak_q, pick), (ref, peak_p, best_q)), strict=True
         ):
             columns[column] = x[rows, ids] - peak[:, 0]
+        if self._kl_alone:
+            columns[6:] = np.nan
+        else:
+            columns[10] = [_shared_top(*row) for row in zip(ref, test, strict=True)]
+            columns[7:10] = self._others(p, q, sum_p, sum_q, columns[0])
+        return best_p == best_q, np.nan if whole is None else np.exp(log_softmax(whole)[:, vocab:]).sum(axis=-1)
+
+    def _others(self, p: Floats, q: Floats, sum_p: Floats, sum_q: Floats, kl: Floats) -> tuple[Floats, Floats, Floats]:
+        """Jensen–Shannon divergence, total variation and χ² of unnormalised rows; overwrites ``q``."""
         # With ρ = P/Q: JSD = log 2 + ½KL − ½Σ (P + Q)·log(1 + ρ), because log(1 + 1/ρ) = log(1 + ρ) − log ρ.
-        shared, logs, squares = sums = np.zeros((3, n))
+        shared, logs, squares = sums = np.zeros((3, len(p)))
         scale = (sum_p / sum_q)[:, None]
-        for at, (ratio, both, work) in self._spans(n):
+        for at, (ratio, both, work) in self._spans(len(p)):
             x, y = p[:, at], q[:, at]
             y *= scale  # both sum to sum_p: cheaper than to make both sum to 1
             shared += np.minimum(x, y, out=work).sum(axis=-1)
@@ -296,9 +317,7 @@ class _Work:
             np.add(x, y, out=both)
             logs += _dot(both, np.log(np.add(ratio, 1.0, out=ratio), out=ratio), work)
         shared, logs, squares = sums / sum_p
-        columns[7], columns[8], columns[9] = math.log(2) + (columns[0] - logs) / 2, 1 - shared, squares - 1
-        columns[10] = [_shared_top(*row) for row in zip(ref, test, strict=True)]
-        return best_p == best_q, np.nan if whole is None else np.exp(log_softmax(whole)[:, vocab:]).sum(axis=-1)
+        return math.log(2) + (kl - logs) / 2, 1 - shared, squares - 1
 
     def _spans(self, n: int) -> Iterator[tuple[slice, list[Floats]]]:
         """Some columns at a time, with three buffers ``[n, columns]``."""
