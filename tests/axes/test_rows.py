@@ -54,7 +54,7 @@ def test_rows_against_many_captures_are_those_of_each_pair(
         for test, found in zip(tests, compare_many(ref, tests, item, TARGETS), strict=True):
             pair = compare_item(Pair.match(ref, test), item, item, TARGETS)
             assert pair.kl.mean() > 1e-3
-            for field in fields(RowComparison):
+            for field in fields(RowComparison)[:-5]:  # without the other divergences
                 np.testing.assert_allclose(getattr(found, field.name), getattr(pair, field.name), rtol=1e-4, atol=1e-6)
 
 

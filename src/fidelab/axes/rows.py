@@ -131,8 +131,9 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
 def compare_many(ref: Capture, tests: Sequence[Capture], item: int, targets: NDArray[np.int64]) -> list[RowComparison]:
     """All rows of one item against those of many captures of hidden states that have the reference's head.
 
-    The figures of :func:`compare_item` but for the order of float32 sums.  The reference's logits are computed once,
-    and one product with the head, :data:`CHUNK` rows high, serves several captures.
+    The figures of :func:`compare_item` but for the order of float32 sums, without the other divergences.  The
+    reference's logits are computed once, and one product with the head, :data:`CHUNK` rows high, serves several
+    captures.
 
     Raises:
         CaptureError: one has no hidden states, or another head.
@@ -149,7 +150,7 @@ def compare_many(ref: Capture, tests: Sequence[Capture], item: int, targets: NDA
         together = max(1, CHUNK // len(rows))
         for first in range(0, len(whole), together):
             for k, scores in enumerate(_logits_of(whole[first : first + together], item, at), first):
-                parts[k].append(compare_rows(rows, scores, targets[at], usable_cores()))
+                parts[k].append(compare_rows(rows, scores, targets[at], usable_cores(), kl_alone=True))
             del scores  # two such blocks and no third
     found = iter(parts)
     return [RowComparison.concat(next(found)) if test in whole else _none(n) for test in tests]
