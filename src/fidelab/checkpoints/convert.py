@@ -47,7 +47,17 @@ from fidelab.models import gguf
 from fidelab.models.convert import originals, to_safetensors
 from fidelab.models.gguf_writer import Tensor, check_tokenizer, load_config, write_gguf
 
-__all__ = ["CERTIFICATE", "DTYPES", "TARGETS", "Certificate", "Compared", "convert"]
+__all__ = [
+    "CERTIFICATE",
+    "DTYPES",
+    "TARGETS",
+    "Certificate",
+    "Compared",
+    "check_room",
+    "check_target",
+    "convert",
+    "whole_folder",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -195,7 +205,7 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
         raise UnknownNameError("data type", dtype, DTYPES)
     target = target.expanduser().absolute()
     with open_checkpoint(source) as checkpoint:
-        _check_target(checkpoint, target)
+        check_target(checkpoint, target)
         if to == "gguf" and checkpoint.format != "gguf":
             write = partial(_write_gguf, checkpoint, dtype=DTYPES[dtype], lossy=lossy)
         elif checkpoint.format == "gguf":
@@ -206,9 +216,9 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
             write = partial(_convert_gguf, checkpoint, dtype=dtype, lossy=lossy)
         else:
             plan = _plan(checkpoint, to, lossy=lossy, dtype=DTYPES[dtype])
-            _check_room(target, plan.nbytes)
+            check_room(target, plan.nbytes)
             write = partial(_convert, plan)
-        with _whole(target) as folder:
+        with whole_folder(target) as folder:
             certificate = write(folder)
             certificate.source, certificate.target = str(source), target
             text = json.dumps(certificate.record(), indent=1)
@@ -216,7 +226,8 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
     return certificate
 
 
-def _check_target(checkpoint: Checkpoint, target: Path) -> None:
+def check_target(checkpoint: Checkpoint, target: Path) -> None:
+    """Refuse a target that exists, has no parent or lies within the source."""
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists; name a folder that does not, nothing is overwritten")
     if not target.parent.is_dir():
@@ -226,7 +237,8 @@ def _check_target(checkpoint: Checkpoint, target: Path) -> None:
         raise UsageError(f"{target} lies within the source {folder}, which is not written to; name a folder elsewhere")
 
 
-def _check_room(target: Path, size: int) -> None:
+def check_room(target: Path, size: int) -> None:
+    """Refuse to write ``size`` bytes where the disk has no room for them."""
     free = shutil.disk_usage(target.parent).free
     if size + _SPARE > free:
         raise OutputError(
@@ -236,7 +248,7 @@ def _check_room(target: Path, size: int) -> None:
 
 
 @contextmanager
-def _whole(target: Path) -> Iterator[Path]:
+def whole_folder(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` that becomes it, or disappears."""
     try:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.part-", dir=target.parent) as scratch:
@@ -889,7 +901,7 @@ def _write_gguf(source: Checkpoint, folder: Path, *, dtype: str | None, lossy: b
     ]
     for name, module in modules.items():
         tensors.append(Tensor(f"{name}.weight", _facts(source, module).shape, dtype or "F32", reader(f"{name}.weight")))
-    _check_room(folder.parent.parent / "target", sum(math.prod(t.shape) * _BYTES[t.dtype] for t in tensors))
+    check_room(folder.parent.parent / "target", sum(math.prod(t.shape) * _BYTES[t.dtype] for t in tensors))
     file = folder / "model.gguf"
 
     def cast(values: NDArray[np.float32], kind: str, name: str) -> NDArray[Any]:
