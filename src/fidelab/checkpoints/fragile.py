@@ -183,4 +183,4 @@ def _times(raw: NDArray[Any], tensor: TensorInfo, factor: float) -> NDArray[Any]
             f"{tensor.name} times 2^{math.log2(factor):.0f} leaves the range of {tensor.dtype}: take a smaller "
             "factor, or weights in BF16 (fidelab convert --to safetensors --dtype bfloat16)"
         )
-    return scaled
+    return np.asarray(scaled)
