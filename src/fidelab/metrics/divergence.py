@@ -118,6 +118,9 @@ class RowComparison:
             the reference prefers its own; 0 where they agree, NaN where the row failed or that is not known.
         cut: the probability of the ids that one side alone has, before both were cut to the common ones; NaN where
             the row failed, or both have the same ids.
+        right_ref: 1 where the actual next token is the reference's most likely one (or one of equals), else 0; NaN
+            where that side is broken or where there is no such token.
+        right_test: the same of the candidate.
     """
 
     kl: Floats
@@ -129,6 +132,8 @@ class RowComparison:
     nll_test: Floats
     margin: Floats
     cut: Floats
+    right_ref: Floats
+    right_test: Floats
 
     def __len__(self) -> int:
         return len(self.kl)
@@ -194,6 +199,9 @@ def compare_rows(
     failed = ~np.isfinite(kl)
     with np.errstate(invalid="ignore"):
         nll_ref, nll_test = (np.where(has_goal, norm - a, np.nan) for norm, a in ((norm_p, score_p), (norm_q, score_q)))
+        right_ref, right_test = (
+            np.where(has_goal & ~np.isnan(a), a == 0.0, np.nan).astype(np.float64) for a in (score_p, score_q)
+        )
         return RowComparison(
             kl=np.where(failed, np.nan, np.maximum(kl, 0.0)),
             failed=failed,
@@ -204,6 +212,8 @@ def compare_rows(
             nll_test=nll_test,
             margin=np.where(failed, np.nan, 0.0 - flipped),
             cut=np.where(failed, np.nan, cut),
+            right_ref=right_ref,
+            right_test=right_test,
         )
 
 
@@ -315,6 +325,8 @@ def compare_topk(
         nll_test=nll_test,
         margin=np.where(failed, np.nan, margin),
         cut=np.full(len(kl), np.nan),
+        right_ref=np.full(len(kl), np.nan),
+        right_test=np.full(len(kl), np.nan),
     )
 
 
