@@ -1,6 +1,7 @@
-"""GPTQ against rounding to nearest in the same format, made by ``fidelab quantize``: mean KL with a paired interval.
+"""Methods of quantization, made by ``fidelab quantize``, ranked by mean KL with paired intervals.
 
 python benchmarks/quantize.py FOLDER [--python ENVIRONMENT/bin/python] [--groups 64 32] [--model smollm2-135m]
+    [--methods gptq rtn awq autoround] [--candidates weights=nvfp4 ...]
 
 The package's own text is calibrated on and tested by alternate documents. What lies in FOLDER already is kept.
 """
@@ -8,12 +9,13 @@ The package's own text is calibrated on and tested by alternate documents. What 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from fidelab import compare
 from fidelab.checkpoints.convert import convert
 from fidelab.inputs.corpus import load_text
-from fidelab.results.record import Comparison
+from fidelab.results.record import Comparison, Report
 from fidelab.runs.quantize import quantize
 
 
@@ -41,20 +43,32 @@ def make(folder: Path, model: str, method: str, group: int, python: str | None) 
     return dense
 
 
-def measured(folder: Path, model: str, group: int, python: str | None, windows: int = 16) -> Comparison:
-    """GPTQ and rounding to nearest with groups of this size, by their paired difference."""
+def ranked(
+    folder: Path,
+    model: str,
+    group: int,
+    python: str | None,
+    methods: Sequence[str] = ("gptq", "rtn"),
+    candidates: Sequence[str] = (),
+    windows: int = 16,
+) -> Report:
+    """Methods with groups of this size, and further candidates that are rounded when the model is loaded."""
     write_texts(folder)
-    report = compare(
+    made = [{"name": method, "model": str(make(folder, model, method, group, python))} for method in methods]
+    return compare(
         model,
-        candidates=[
-            {"name": method, "model": str(make(folder, model, method, group, python))} for method in ("gptq", "rtn")
-        ],
+        candidates=[*made, *candidates],
         dtype="float32",
         control="none",
         axes={"kld": {"windows": windows, "n_ctx": 256}},
         text=str(folder / "test.txt"),
         output_dir=str(folder / "runs"),
     )
+
+
+def measured(folder: Path, model: str, group: int, python: str | None) -> Comparison:
+    """GPTQ and rounding to nearest with groups of this size, by their paired difference."""
+    report = ranked(folder, model, group, python)
     return next(found for found in report.comparisons if found.axis == "kld")
 
 
@@ -65,14 +79,31 @@ def main() -> None:
     parser.add_argument("--python")
     parser.add_argument("--groups", type=int, nargs="+", default=[64, 32])
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--methods", nargs="+", default=["gptq", "rtn"])
+    parser.add_argument("--candidates", nargs="*", default=[])
+    parser.add_argument("--windows", type=int, default=16)
     options = parser.parse_args()
     for group in options.groups:
-        found = measured(options.folder.absolute(), options.model, group, options.python)
-        print(
-            f"group {group}: {found.better} costs {found.difference:.4f} nats less than {found.worse}, "
-            f"95% {found.ci}, {'differs' if found.differs else 'cannot be told apart'}",
-            flush=True,
+        report = ranked(
+            options.folder.absolute(),
+            options.model,
+            group,
+            options.python,
+            options.methods,
+            options.candidates,
+            options.windows,
         )
+        for arm in report.candidates:
+            found = arm.axes["kld"].metric("mean", {})
+            value = "no figure" if found is None else f"{found.value:.4f} nats, 95% {found.interval}"
+            print(f"group {group}: {arm.name}: {value}")
+        for pair in report.comparisons:
+            verdict = "differs" if pair.differs else "equal within 10%" if pair.equivalent else "tied"
+            print(
+                f"group {group}: {pair.better} costs {pair.difference:.4f} nats less than {pair.worse}, "
+                f"95% {pair.ci}, {verdict}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

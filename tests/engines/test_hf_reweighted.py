@@ -84,6 +84,18 @@ def test_layers_below_the_rounded_ones_do_not_run(checkpoint: Checkpoint) -> Non
     assert facts["from_layer"] == 2
 
 
+def test_nor_do_they_where_the_native_answer_was_found_on_disk(checkpoint: Checkpoint) -> None:
+    engine = tiny.opened(checkpoint("llama"))
+    first, facts = answered(engine, reweighted("int4[group=32,only=1]"))
+    assert facts["from_layer"] == 1
+    ran: list[int] = []
+    for n, layer in enumerate(engine._model.module.model.layers):
+        layer.mlp.register_forward_hook(lambda _m, _a, _o, n=n: ran.append(n))
+    again, _ = answered(engine, reweighted("int4[group=32,only=1]"))
+    assert ran == [1, 2, 1, 2]
+    assert torch.equal(again, first)
+
+
 def test_a_failure_in_the_middle_puts_the_weights_back(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.opened(checkpoint("llama"))
     native, _ = answered(engine, reweighted("native"))

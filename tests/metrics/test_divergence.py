@@ -23,6 +23,7 @@ from fidelab.metrics.divergence import (
     kl_by_confidence,
     kl_by_position,
     kld_score,
+    summarise_divergences,
     summarise_flips,
     summarise_kl,
     topk_lower_bound,
@@ -279,6 +280,88 @@ def test_shapes_that_do_not_fit_are_refused(ref: tuple[int, int], test: tuple[in
         compare_rows(np.zeros(ref), np.zeros(test), first_ids(n))
 
 
+# ----------------------------------------------------------------------------------- the other divergences
+
+
+def probabilities(scores: Scores) -> Floats:
+    return np.asarray(np.exp(log_softmax(scores.astype(np.float64), axis=-1)))
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 1.0])
+def test_all_divergences_agree_with_their_definitions(noise: float) -> None:
+    ref, test = random_pair(31, 2003, noise)
+    p, q = probabilities(ref), probabilities(test)
+    got = compare(ref, test)
+    m = (p + q) / 2
+    np.testing.assert_allclose(got.reverse_kl, rel_entr(q, p).sum(-1), rtol=1e-9)
+    np.testing.assert_allclose(got.jsd, (rel_entr(p, m) + rel_entr(q, m)).sum(-1) / 2, rtol=1e-8, atol=1e-14)
+    np.testing.assert_allclose(got.tv, np.abs(p - q).sum(-1) / 2, rtol=1e-9)
+    np.testing.assert_allclose(got.chi2, ((p - q) ** 2 / q).sum(-1), rtol=1e-8)
+    for row in range(31):
+        first, second = (set(np.argsort(-side[row])[:10].tolist()) for side in (ref, test))
+        assert got.overlap[row] == len(first & second) / 10
+
+
+def test_divergences_keep_the_inequalities_between_them() -> None:
+    got = compare(*random_pair(64, 503, 0.7))
+    assert (2 * got.tv**2 <= np.minimum(got.kl, got.reverse_kl) + 1e-12).all()  # Pinsker
+    assert (got.kl <= np.log1p(got.chi2) + 1e-12).all()  # Jensen
+    assert (got.jsd <= math.log(2) * got.tv + 1e-12).all()  # Lin, 1991
+
+
+def test_equal_rows_have_no_divergence_of_any_kind() -> None:
+    ref, _ = random_pair(8, 301)
+    ref[3, 50:90] = -INF
+    got = compare(ref, ref.copy())
+    for column in (got.reverse_kl, got.jsd, got.tv, got.chi2):
+        assert (column == 0.0).all()
+    assert (got.overlap == 1.0).all()
+
+
+def test_a_token_masked_on_both_sides_changes_no_divergence() -> None:
+    masked, plain = compare(rows([0.0, -INF, 1.0]), rows([0.2, -INF, 1.0])), compare(rows([0.0, 1.0]), rows([0.2, 1.0]))
+    for name in ("reverse_kl", "jsd", "tv", "chi2"):
+        assert getattr(masked, name)[0] == pytest.approx(getattr(plain, name)[0], rel=1e-9)
+
+
+def test_what_the_reference_alone_masks_is_an_infinite_reverse_divergence_and_nothing_else() -> None:
+    got = compare(rows([0.0, -INF, 0.0], [0.0, 0.5, 0.0]), rows([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]))
+    assert got.reverse_kl[0] == INF
+    assert np.isfinite(got.reverse_kl[1])
+    # P = ½, 0, ½ against a third each
+    assert got.tv[0] == pytest.approx(1 / 3, rel=1e-6)
+    assert got.chi2[0] == pytest.approx(0.5, rel=1e-6)
+    m = np.array([5 / 12, 1 / 6, 5 / 12])
+    p, q = np.array([0.5, 0.0, 0.5]), np.full(3, 1 / 3)
+    assert got.jsd[0] == pytest.approx((rel_entr(p, m) + rel_entr(q, m)).sum() / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_failed_row_has_no_divergence(name: str) -> None:
+    bad_ref, bad_test = BAD_ROWS[name]
+    got = compare(rows(bad_ref), rows(bad_test))
+    for column in (got.reverse_kl, got.jsd, got.tv, got.chi2, got.overlap):
+        assert np.isnan(column).all()
+
+
+def test_kl_alone_is_the_same_kl() -> None:
+    ref, test = random_pair(16, 211)
+    whole, alone = compare(ref, test), compare_rows(ref, test, first_ids(16), kl_alone=True)
+    for name in ("kl", "top1", "nll_ref", "nll_test", "dp", "margin"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(alone, name))
+    assert np.isnan([alone.tv, alone.jsd, alone.chi2, alone.reverse_kl, alone.overlap]).all()
+
+
+def test_a_vocabulary_below_ten_compares_all_its_tokens() -> None:
+    assert compare(rows([0.0, 1.0, 2.0]), rows([2.0, 1.0, 0.0])).overlap[0] == 1.0
+
+
+def test_top_tokens_far_below_a_certain_one_are_found() -> None:
+    ref = rows([0.0, *(-20.0 - i for i in range(20))])
+    test = rows([0.0, *(-40.0 + i for i in range(20))])
+    assert compare(ref, test).overlap[0] == pytest.approx(0.1)
+
+
 # ------------------------------------------------------------------------------------------------- top-k
 
 
@@ -408,6 +491,11 @@ def rows_of(top1: list[bool], margin: list[float]) -> RowComparison:
         cut=np.full(n, np.nan),
         right_ref=np.full(n, np.nan),
         right_test=np.full(n, np.nan),
+        reverse_kl=some,
+        jsd=some,
+        tv=some,
+        chi2=some,
+        overlap=some,
     )
 
 
@@ -512,3 +600,49 @@ def test_confidence_bins_are_tenths_and_the_last_one_is_closed() -> None:
     assert got.means[0] == 1.0
     assert got.means[1] is None
     assert got.means[-1] == 3.0
+
+
+# ------------------------------------------------------------------------------------- other divergences, summarised
+
+
+def test_rollout_length_is_where_half_of_the_effective_sample_size_is_left() -> None:
+    # one token in two, drawn with 0.5 by P and 0.4 by Q: 1 + χ² = 0.25/0.4 + 0.25/0.6
+    ref, test = np.log([[0.5, 0.5]] * 12), np.log([[0.4, 0.6]] * 12)
+    found = summarise_divergences(compare(ref, test), np.arange(12))
+    per_token = 0.25 / 0.4 + 0.25 / 0.6
+    assert found.chi2[0] == pytest.approx(per_token - 1)
+    assert found.rollout[0] == pytest.approx(math.log(2) / math.log(per_token))
+    weights = np.array([0.5 / 0.4, 0.5 / 0.6])
+    drawn = np.random.default_rng(0).choice(2, size=(200_000, round(found.rollout[0] or 0)), p=[0.4, 0.6])
+    product = weights[drawn].prod(axis=1)
+    assert product.sum() ** 2 / (product**2).sum() / len(product) == pytest.approx(0.5, abs=0.05)
+
+
+def test_k3_over_tokens_sampled_from_the_arm_estimates_the_reverse_kl() -> None:
+    rng = np.random.default_rng(3)
+    ref, test = random_pair(1, 12, 0.4)
+    n = 40_000
+    p, q = np.repeat(ref, n, axis=0), np.repeat(test, n, axis=0)
+    rows = compare_rows(p, q, rng.choice(12, size=n, p=probabilities(test)[0]))
+    found = summarise_divergences(rows, np.arange(n) // 100)
+    assert found.reverse_kl[0] == pytest.approx(rows.reverse_kl[0], rel=1e-9)
+    low, high = found.k3[1] or (0, 0)
+    assert low <= rows.reverse_kl[0] <= high
+    assert found.k3[0] == pytest.approx(rows.reverse_kl[0], rel=0.05)
+
+
+def test_equal_rows_have_no_rollout_length_and_infinite_ones_no_mean() -> None:
+    ref, _ = random_pair(8, 11)
+    equal = summarise_divergences(compare(ref, ref), np.arange(8))
+    assert (equal.rollout, equal.tv) == ((None, None), (0.0, (0.0, 0.0)))
+    masked = ref.copy()
+    masked[:, 3] = -INF
+    found = summarise_divergences(compare(masked, ref), np.arange(8))
+    assert found.reverse_kl == (None, None)
+    assert found.tv[0] is not None
+
+
+def test_rows_of_the_top_tokens_have_no_other_divergences() -> None:
+    report = np.array([[1, 2]]), np.log([[0.6, 0.3]])
+    found = summarise_divergences(compare_topk(report, report, np.array([1])), np.arange(1))
+    assert found.tv == found.overlap == found.rollout == (None, None)

@@ -66,9 +66,8 @@ def test_the_plan_keeps_its_budget_and_is_measured_beside_the_best_single_format
     plan = found["plan"]
     assert plan["bytes"] <= plan["budget"] == int(6 * found["parameters"] / 8)
     assert set(plan["formats"]) == {cell["group"] for cell in found["cells"]}
-    assert plan["uniform"].startswith("int4")
-    assert plan["uniform_bytes"] <= plan["budget"]
-    assert plan["measured"]["kld"] < plan["uniform_loss"]["kld"]
+    assert plan["uniform"] == "int5[group=16]"  # 6 bits per weight
+    assert plan["uniform_bytes"] == plan["budget"]
     assert plan["difference"] == pytest.approx(plan["measured"]["kld"] - plan["uniform_loss"]["kld"])
     losses = {(cell["group"], cell["format"]): cell["loss"]["kld"] for cell in found["cells"]}
     predicted = sum(losses.get(pair, 0.0) for pair in plan["formats"].items())
@@ -118,6 +117,10 @@ def test_a_plan_of_formats_that_llama_cpp_has_is_exported_for_llama_quantize(roo
     assert len(lines) == LAYERS * len(KINDS)
     assert all(line.startswith(r"--tensor-type blk\.") for line in lines)
     assert any(line.endswith("attn_q=q8_0") for line in lines)
+    plan = json.loads((done.folder / "sensitivity.json").read_text())["plan"]
+    assert plan["uniform"] == "q5_1"  # the largest that fits
+    more = f"{(plan['uniform_bytes'] - plan['bytes']) / 1024:,.0f} KiB more than the plan"
+    assert more in " ".join(done.out.split())
 
 
 def test_a_plan_of_one_format_is_exported_as_a_recipe(room: Path) -> None:

@@ -29,6 +29,7 @@ from fidelab.metrics.divergence import (
     RowComparison,
     kl_by_confidence,
     kl_by_position,
+    summarise_divergences,
     summarise_flips,
     summarise_kl,
 )
@@ -70,9 +71,32 @@ KLD_METRICS = {
         None,
         "Mean probability of the ids that one side alone has, which KL leaves out; of vocabularies of different size.",
     ),
+    "reverse_kl": Definition(
+        "reverse KL", "nats", "lower", "Mean KL divergence of the reference from the arm, KL(Q‖P)."
+    ),
+    "jsd": Definition("Jensen–Shannon", "nats", "lower", "Mean Jensen–Shannon divergence; at most log 2."),
+    "tv": Definition(
+        "total variation",
+        "share",
+        "lower",
+        "Mean total variation; the rest is the share of the arm's sampled tokens that the reference would accept.",
+    ),
+    "overlap": Definition(
+        "top-10 overlap", "share", "higher", "Mean share of the reference's ten most likely tokens among the arm's."
+    ),
+    "k3": Definition(
+        "k3", "nats", "lower", "Mean of r - 1 - log r over the text's own tokens, r = P/Q, as trainers log it."
+    ),
+    "chi2": Definition("χ²", "ratio", "lower", "Mean variance of P/Q over the arm's own tokens."),
+    "rollout": Definition(
+        "rollout length",
+        "tokens",
+        "higher",
+        "Length of the arm's responses at which importance weights halve the effective sample size.",
+    ),
     "score": SCORE,
 }
-"""The axis's metrics by the field of :class:`KLSummary` or :class:`Flips` that holds the value."""
+"""The axis's metrics by the field of :class:`KLSummary`, :class:`Flips` or :class:`Divergences` that has the value."""
 
 _PLOT_TEXTS = {  # key of the curve: title, label of the x axis, caption
     "position": (
@@ -275,6 +299,7 @@ def _targets(request: Prefill, item: int) -> NDArray[np.int64]:
 def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, ...]:
     summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
     flips = summarise_flips(rows, score.clusters, seed)
+    divergences = {} if score.bound else vars(summarise_divergences(rows, score.clusters, seed))
     define = KLD_METRICS
     return (
         define["mean"](summary.mean, score.mean_interval(seed), bound=score.bound, headline=True),
@@ -284,6 +309,7 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
         define["real_flips"](flips.real_flips, flips.real_flips_ci),
         define["tokens_to_flip"](flips.tokens_to_flip, flips.tokens_to_flip_ci),
         define["rms_dp"](summary.rms_dp),
+        *(define[name](*value) for name, value in divergences.items()),
         *([define["cut"](cut)] if (cut := _cut(rows)) is not None else []),
         *(() if score.bound else (score.score(seed, headline=False),)),
     )

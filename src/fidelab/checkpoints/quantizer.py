@@ -50,8 +50,6 @@ def _quantize(job: Mapping[str, Any], say: Say) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if job["method"] == "awq" and not torch.accelerator.is_available():
-        raise _Refused("AWQ of llm-compressor runs on GPUs alone: use gptq or rtn here")
     torch.manual_seed(job["seed"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"], local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto", local_files_only=True)
@@ -119,8 +117,12 @@ def _modifiers(job: Mapping[str, Any], ignored: Sequence[str]) -> list[Any]:
     if job["method"] == "rtn":
         return [QuantizationModifier(**common)]
     if job["method"] == "awq":
+        import torch
         from llmcompressor.modifiers.transform.awq import AWQModifier
+        from llmcompressor.pipelines.cache import IntermediatesCache
 
+        if not torch.accelerator.is_available():  # pages are pinned for copies to a GPU, which fails without one
+            IntermediatesCache.pin_memory = lambda *_a, **_k: None
         return [AWQModifier(), QuantizationModifier(**common)]
     from llmcompressor.modifiers.autoround import AutoRoundModifier
 

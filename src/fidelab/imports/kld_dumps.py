@@ -32,6 +32,7 @@ from fidelab.metrics.divergence import (
     kl_by_confidence,
     kl_by_position,
     kld_score,
+    summarise_divergences,
     summarise_flips,
     summarise_kl,
 )
@@ -202,9 +203,12 @@ def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
     }
     if not arm.usable.any():
         return Measurement(status=Status.FAILED, reason="no row was usable", facts=facts, **common)
+    divergences = vars(summarise_divergences(rows, arm.clusters, seed))
     figures = {
         **vars(summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)),
         **vars(summarise_flips(rows, arm.clusters, seed)),
+        **{name: value for name, (value, _) in divergences.items()},
+        **{f"{name}_ci": interval for name, (_, interval) in divergences.items()},
         "mean_ci": ratio_interval(items, seed, bounds=_BOUNDS),
         "stderr": standard_error(items),
         "score": ratio_estimate(items, kld_score),

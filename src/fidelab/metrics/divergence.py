@@ -11,7 +11,8 @@ whole row *failed*, and a failed row is counted, not averaged.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -19,9 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fidelab.metrics.intervals import Interval, RatioItems, ratio_interval
+from fidelab.metrics.intervals import Interval, RatioItems, ratio_estimate, ratio_interval
 
 __all__ = [
+    "Divergences",
     "Flips",
     "Head",
     "KLSummary",
@@ -34,6 +36,7 @@ __all__ = [
     "kld_score",
     "log_softmax",
     "parting",
+    "summarise_divergences",
     "summarise_flips",
     "summarise_kl",
     "topk_lower_bound",
@@ -41,14 +44,20 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
+Estimate = tuple[float | None, Interval | None]
 Bools = NDArray[np.bool_]
 
 REAL_FLIP = 0.1
 """Nats: a smaller margin of the reference is a near tie.  See docs/metrics.md#real-flips."""
 
-# Elements of one work buffer.  Three in float64 stay in a core's cache from pass to pass, and allocating them once
-# spares the page faults that cost more than the arithmetic.
-_BLOCK = 1 << 17
+TOP = 10
+"""Tokens of each side whose overlap is counted."""
+
+# Elements of a work buffer over the whole vocabulary, and over some of its columns.  Two of the one and three of the
+# other in float64 stay in a core's cache from pass to pass, which costs half of what memory does.
+_BLOCK = 1 << 16
+_COLUMNS = 1 << 14
+_TALL = 64
 # Sums of float32 log-probabilities are known to about this much.
 _MASS_RESOLUTION = 1e-6
 _LEAST_ROWS = 8  # at the end of windows: fewer are no evidence that a way parts
@@ -71,13 +80,18 @@ class Head:
     scale: float = 1.0
 
 
-def head_logits(hidden: Singles, head: Head, vocab: int | None = None) -> Singles:
+def head_logits(
+    hidden: Singles,
+    head: Head,
+    vocab: int | None = None,
+    product: Callable[[Singles, Singles], Singles] = operator.matmul,
+) -> Singles:
     """Replay the head over states ``hidden [n, d]``: logits ``[n, vocab]``, all in float32.
 
-    ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator ``hidden``).
-    See docs/metrics.md#estimators.
+    ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator ``hidden``), of
+    numpy's or another's.  See docs/metrics.md#estimators.
     """
-    logits: Singles = hidden @ head.weight[:vocab].T
+    logits = product(hidden, head.weight[:vocab].T)
     if head.bias is not None:
         logits += head.bias[:vocab]
     if head.scale != 1.0:
@@ -91,7 +105,10 @@ def head_logits(hidden: Singles, head: Head, vocab: int | None = None) -> Single
 
 
 def log_softmax(logits: NDArray[Any]) -> Floats:
-    """log softmax of each row ``[n, V]``, in float64; NaN in a row with NaN, +inf or only −inf."""
+    """log softmax of each row ``[n, V]``, in float64; NaN in a row with NaN, +inf or only −inf.
+
+    See docs/metrics.md#mean-kl-divergence.
+    """
     rows = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):
         rows -= rows.max(axis=-1, keepdims=True)
@@ -121,6 +138,13 @@ class RowComparison:
         right_ref: 1 where the actual next token is the reference's most likely one (or one of equals), else 0; NaN
             where that side is broken or where there is no such token.
         right_test: the same of the candidate.
+        reverse_kl: KL(Q‖P) in nats, ≥ 0; inf where P = 0 under Q > 0.
+        jsd: the Jensen–Shannon divergence, ½KL(P‖M) + ½KL(Q‖M) with M = ½(P + Q), nats, 0 … log 2.
+        tv: the total variation, ½Σ|P − Q|, 0 … 1.
+        chi2: χ²(P‖Q) = Σ P²/Q − 1, ≥ 0: the variance of P/Q over tokens that Q draws.
+        overlap: share of P's :data:`TOP` most likely tokens that are among Q's.
+
+    The last five are NaN where the row failed, and of rows that hold the top tokens alone.
     """
 
     kl: Floats
@@ -134,6 +158,11 @@ class RowComparison:
     cut: Floats
     right_ref: Floats
     right_test: Floats
+    reverse_kl: Floats
+    jsd: Floats
+    tv: Floats
+    chi2: Floats
+    overlap: Floats
 
     def __len__(self) -> int:
         return len(self.kl)
@@ -148,14 +177,19 @@ class RowComparison:
 
 
 def compare_rows(
-    ref_logits: NDArray[Any], test_logits: NDArray[Any], targets: NDArray[Any], threads: int = 1
+    ref_logits: NDArray[Any],
+    test_logits: NDArray[Any],
+    targets: NDArray[Any],
+    threads: int = 1,
+    *,
+    kl_alone: bool = False,
 ) -> RowComparison:
     """KL(P‖Q) = Σ_x P(x)·(log P(x) − log Q(x)) of each row over the whole vocabulary, nats.
 
     Inputs are unnormalised log scores (logits or log-probabilities) of any float type, ``[n, V_ref]`` and
     ``[n, V_test]``; both are cut to the common ids and normalised there.  ``targets [n]``: the actual next tokens; an
     id outside the common vocabulary (−1 for "none") gives NaN in the columns that need it.  ``threads`` changes no
-    figure.
+    figure.  ``kl_alone``: without the other divergences, whose columns are NaN then; takes half of the time.
 
     Everything is in float64: with a = scores minus their peak, ``KL = Σ_x P·(a_P − a_Q) + log Σ_x exp a_Q − log Σ_x
     exp a_P``.  (``torch.log_softmax`` of float32 normalises by a float32 sum, which costs 1e-6, and 4e-5 in a flat row
@@ -178,11 +212,10 @@ def compare_rows(
     block = max(1, _BLOCK // vocab)
     top1 = np.empty(n, dtype=bool)
     cut = np.full(n, np.nan)
-    # per row: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token; a_P of Q's most likely token
-    columns = np.empty((6, n))
+    columns = np.empty((11, n))
 
     def fill(span: range) -> None:
-        work = _Work(min(block, len(span)), vocab)
+        work = _Work(min(block, len(span)), vocab, kl_alone)
         with np.errstate(invalid="ignore", divide="ignore"):
             for start in span[::block]:
                 at = slice(start, min(start + block, span.stop))
@@ -195,7 +228,7 @@ def compare_rows(
             list(pool.map(fill, spans))
     elif spans:
         fill(spans[0])
-    kl, norm_p, norm_q, score_p, score_q, flipped = columns
+    kl, norm_p, norm_q, score_p, score_q, flipped, reverse, jsd, tv, chi2, overlap = columns
     failed = ~np.isfinite(kl)
     with np.errstate(invalid="ignore"):
         nll_ref, nll_test = (np.where(has_goal, norm - a, np.nan) for norm, a in ((norm_p, score_p), (norm_q, score_q)))
@@ -214,45 +247,119 @@ def compare_rows(
             cut=np.where(failed, np.nan, cut),
             right_ref=right_ref,
             right_test=right_test,
+            **{
+                name: np.where(failed, np.nan, np.where(kl == 0.0, 0.0, np.maximum(column, 0.0)))
+                for name, column in (("reverse_kl", reverse), ("jsd", jsd), ("tv", tv), ("chi2", chi2))
+            },
+            overlap=np.where(failed, np.nan, overlap),
         )
 
 
 class _Work:
-    """The buffers of :func:`compare_rows`, ``[block, vocab]`` each."""
+    """The buffers of :func:`compare_rows`: ``[block, vocab]`` and ``[block, columns]``."""
 
-    def __init__(self, block: int, vocab: int) -> None:
+    def __init__(self, block: int, vocab: int, kl_alone: bool) -> None:
         self._vocab = vocab
-        self._p, self._q, self._exp = (np.empty((block, vocab)) for _ in range(3))
+        self._kl_alone = kl_alone
+        self._probabilities = [np.empty((block, vocab)) for _ in range(2)]
+        self._columns = [np.empty((block, min(vocab, _COLUMNS))) for _ in range(3)]
 
     def compare(
         self, ref: NDArray[Any], test: NDArray[Any], pick: NDArray[Any], columns: Floats
     ) -> tuple[Bools, Floats | float]:
-        """Fill ``columns [6, rows]``; whether both have the same top token, and the probability that is cut off."""
-        vocab, rows = self._vocab, np.arange(len(ref))
-        p, q, exp = (buffer[: len(ref)] for buffer in (self._p, self._q, self._exp))
-        best_q, sum_q = self._load(q, test[:, :vocab])
-        best_p, sum_p = self._load(p, ref[:, :vocab])  # last: its exponentials stay
-        columns[1], columns[2] = np.log(sum_p), np.log(sum_q)
-        columns[3], columns[4], columns[5] = p[rows, pick], q[rows, pick], p[rows, best_q]
-        gap = np.subtract(p, q, out=q)
-        sums = np.einsum("rv,rv->r", exp, gap)
-        if not np.isfinite(sums).all():  # masked tokens (0·∞ above) or a broken row
-            gap[p == -np.inf] = 0.0
-            # an infinity that is left is Q = 0 under P > 0; where P underflows to 0 the product is NaN
-            sums = np.einsum("rv,rv->r", exp, gap)
-        columns[0] = sums / sum_p + columns[2] - columns[1]
-        longer = ref if ref.shape[1] > vocab else test if test.shape[1] > vocab else None
-        return best_p == best_q, np.nan if longer is None else np.exp(log_softmax(longer)[:, vocab:]).sum(axis=-1)
+        """Whether both rows have the same top token, and the probability that is cut off.
 
-    def _load(self, into: Floats, scores: NDArray[Any]) -> tuple[NDArray[np.int64], Floats]:
-        """Put scores minus their peak ``into`` a buffer: (argmax, Σ exp), both ``[rows]``.
-
-        The exponentials stay in ``exp``.  A row with NaN, +inf or only −inf becomes NaN with a sum of NaN.
+        Fills ``columns [11, rows]``: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token; a_P of Q's
+        most likely token; KL(Q‖P), Jensen–Shannon divergence, total variation, χ²(P‖Q), overlap of the top tokens.
         """
-        best = scores.argmax(axis=-1)
-        peak = np.take_along_axis(scores, best[:, None], axis=-1).astype(np.float64)
-        np.subtract(scores, peak, out=into)
-        return best, np.exp(into, out=self._exp[: len(scores)]).sum(axis=-1)
+        vocab, n = self._vocab, len(ref)
+        whole, rows = ref if ref.shape[1] > vocab else test if test.shape[1] > vocab else None, np.arange(n)
+        ref, test = ref[:, :vocab], test[:, :vocab]
+        p, q = (buffer[:n] for buffer in self._probabilities)
+        best_p, best_q = ref.argmax(axis=-1), test.argmax(axis=-1)
+        peak_p, peak_q = (x[rows, best, None].astype(np.float64) for x, best in ((ref, best_p), (test, best_q)))
+        totals = np.zeros((4, n))  # Σ exp a_P, Σ exp a_Q, Σ exp(a_P)·(a_P − a_Q), Σ exp(a_Q)·(a_P − a_Q)
+        for at, (a_p, a_q, work) in self._spans(n):
+            np.subtract(ref[:, at], peak_p, out=a_p)
+            np.subtract(test[:, at], peak_q, out=a_q)
+            totals[0] += np.exp(a_p, out=p[:, at]).sum(axis=-1)
+            totals[1] += np.exp(a_q, out=q[:, at]).sum(axis=-1)
+            gap = np.subtract(a_p, a_q, out=a_q)
+            forward, backward = _dot(p[:, at], gap, work), _dot(q[:, at], gap, work)
+            if not (np.isfinite(forward).all() and np.isfinite(backward).all()):  # masked tokens (0·∞), a broken row
+                masked = a_p == -np.inf
+                unheard = (masked & (q[:, at] > 0)).any(axis=-1)
+                gap[masked] = 0.0
+                # an infinity that is left is Q = 0 under P > 0; where P underflows to 0 the product is NaN
+                forward, backward = _dot(p[:, at], gap, work), _dot(q[:, at], gap, work)
+                backward[unheard] = -np.inf
+            totals[2:] += forward, backward
+        sum_p, sum_q, forward, backward = totals
+        norm_p, norm_q = np.log(sum_p), np.log(sum_q)
+        columns[0], columns[6] = forward / sum_p + norm_q - norm_p, norm_p - norm_q - backward / sum_q
+        columns[1:3] = norm_p, norm_q
+        for column, (x, peak, ids) in zip(
+            (3, 4, 5), ((ref, peak_p, pick), (test, peak_q, pick), (ref, peak_p, best_q)), strict=True
+        ):
+            columns[column] = x[rows, ids] - peak[:, 0]
+        if self._kl_alone:
+            columns[6:] = np.nan
+        else:
+            columns[10] = [_shared_top(*row) for row in zip(ref, test, strict=True)]
+            columns[7:10] = self._others(p, q, sum_p, sum_q, columns[0])
+        return best_p == best_q, np.nan if whole is None else np.exp(log_softmax(whole)[:, vocab:]).sum(axis=-1)
+
+    def _others(self, p: Floats, q: Floats, sum_p: Floats, sum_q: Floats, kl: Floats) -> tuple[Floats, Floats, Floats]:
+        """Jensen–Shannon divergence, total variation and χ² of unnormalised rows; overwrites ``q``."""
+        # With ρ = P/Q: JSD = log 2 + ½KL − ½Σ (P + Q)·log(1 + ρ), because log(1 + 1/ρ) = log(1 + ρ) − log ρ.
+        shared, logs, squares = sums = np.zeros((3, len(p)))
+        scale = (sum_p / sum_q)[:, None]
+        for at, (ratio, both, work) in self._spans(len(p)):
+            x, y = p[:, at], q[:, at]
+            y *= scale  # both sum to sum_p: cheaper than to make both sum to 1
+            shared += np.minimum(x, y, out=work).sum(axis=-1)
+            np.divide(x, y, out=ratio)
+            part = _dot(x, ratio, work)
+            if np.isnan(part).any():  # tokens without probability on both sides
+                ratio[(x == 0) & (y == 0)] = 0.0
+                part = _dot(x, ratio, work)
+            squares += part
+            np.add(x, y, out=both)
+            logs += _dot(both, np.log(np.add(ratio, 1.0, out=ratio), out=ratio), work)
+        shared, logs, squares = sums / sum_p
+        return math.log(2) + (kl - logs) / 2, 1 - shared, squares - 1
+
+    def _spans(self, n: int) -> Iterator[tuple[slice, list[Floats]]]:
+        """Some columns at a time, with three buffers ``[n, columns]``."""
+        for start in range(0, self._vocab, _COLUMNS):
+            at = slice(start, min(start + _COLUMNS, self._vocab))
+            yield at, [buffer[:n, : at.stop - start] for buffer in self._columns]
+
+
+def _dot(weights: Floats, scores: Floats, work: Floats) -> Floats:
+    """``Σ_x weight·score`` of each row.  Not by ``einsum``, which holds the interpreter's lock while it computes."""
+    return np.asarray(np.multiply(weights, scores, out=work).sum(axis=-1))
+
+
+def _shared_top(ref: NDArray[Any], test: NDArray[Any]) -> float:
+    """The share of the :data:`TOP` largest of one row that are among those of the other."""
+    count = min(TOP, len(ref))
+    return len(_top(ref, count) & _top(test, count)) / count
+
+
+def _top(scores: NDArray[Any], count: int) -> set[int]:
+    """The ids of the ``count`` largest scores; of equals, any."""
+    width = len(scores) // _TALL
+    ids = np.arange(len(scores))
+    if width > count:  # they are in columns with the largest maxima: four times as fast as to partition all
+        table = scores[: width * _TALL].reshape(_TALL, width)
+        columns = _largest(np.maximum.reduce(table, axis=0), count)
+        ids = np.concatenate([(np.arange(_TALL)[:, None] * width + columns).ravel(), ids[width * _TALL :]])
+    return set(ids[_largest(scores[ids], count)].tolist())
+
+
+def _largest(scores: NDArray[Any], count: int) -> NDArray[np.intp]:
+    return np.argpartition(scores, len(scores) - count)[len(scores) - count :]
 
 
 # ------------------------------------------------------------------------------------------------ top-k
@@ -327,6 +434,7 @@ def compare_topk(
         cut=np.full(len(kl), np.nan),
         right_ref=np.full(len(kl), np.nan),
         right_test=np.full(len(kl), np.nan),
+        **dict.fromkeys(("cut", "reverse_kl", "jsd", "tv", "chi2", "overlap"), np.full(len(kl), np.nan)),
     )
 
 
@@ -439,6 +547,61 @@ def summarise_flips(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) 
         real_flips=float(real.num.mean()),
         real_flips_ci=ratio_interval(real, seed, bounds=(0.0, 1.0), proportion=True),
     )
+
+
+@dataclass(frozen=True)
+class Divergences:
+    """Means over the usable positions, each with its 95% interval by clusters; None where it is not known or infinite.
+
+    See docs/metrics.md#other-divergences.
+
+    Attributes:
+        reverse_kl, jsd, tv, overlap: means of the columns of :class:`RowComparison`.
+        k3: mean of r − 1 − log r with r = P/Q of the actual tokens, nats (Schulman, Approximating KL Divergence, 2020).
+        chi2: mean of χ²(P‖Q).
+        rollout: tokens of a response of the arm at which the effective sample size of importance weights P/Q has
+            fallen to one half, log 2 / mean log(1 + χ²); None where the distributions are equal.
+    """
+
+    reverse_kl: Estimate = (None, None)
+    jsd: Estimate = (None, None)
+    tv: Estimate = (None, None)
+    overlap: Estimate = (None, None)
+    k3: Estimate = (None, None)
+    chi2: Estimate = (None, None)
+    rollout: Estimate = (None, None)
+
+
+def summarise_divergences(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) -> Divergences:
+    """Means of rows that belong to ``clusters [n]``. See docs/metrics.md#other-divergences."""
+    usable = ~rows.failed & np.isfinite(rows.kl)
+
+    def mean(values: Floats, known: Bools = usable, most: float = math.inf) -> Estimate:
+        if not known.any() or not np.isfinite(values[known]).all():
+            return None, None
+        items = RatioItems.of(values[known], 1.0, clusters[known])
+        return ratio_estimate(items), ratio_interval(items, seed, bounds=(0.0, most))
+
+    log_ratio = rows.nll_test - rows.nll_ref  # log P/Q of the actual token
+    with np.errstate(over="ignore"):
+        k3 = np.expm1(log_ratio) - log_ratio
+    rate, ends = mean(np.log1p(rows.chi2))
+    return Divergences(
+        reverse_kl=mean(rows.reverse_kl),
+        jsd=mean(rows.jsd, most=math.log(2)),
+        tv=mean(rows.tv, most=1.0),
+        overlap=mean(rows.overlap, most=1.0),
+        k3=mean(k3, usable & np.isfinite(log_ratio)),
+        chi2=mean(rows.chi2),
+        rollout=(
+            _half_life(rate),
+            None if ends is None or ends[0] == 0.0 else (_half_life(ends[1]) or 0.0, _half_life(ends[0]) or 0.0),
+        ),
+    )
+
+
+def _half_life(rate: float | None) -> float | None:
+    return math.log(2) / rate if rate else None
 
 
 def _tokens_to_flip(top1: float) -> float | None:

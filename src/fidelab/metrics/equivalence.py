@@ -141,6 +141,11 @@ class Loss:
         return ratio_spread(self.items) if self.less is None else paired_spread(self.items, self.less)
 
     @property
+    def cautious(self) -> bool:
+        """Its interval expects skew, which makes it wider (:func:`~fidelab.metrics.intervals.critical_value`)."""
+        return not self.proportion or len(self.items.num) > self.n_clusters
+
+    @property
     def n_clusters(self) -> int:
         """Resampling clusters."""
         return len(np.unique(self.items.clusters))
@@ -158,7 +163,7 @@ class Loss:
             found = paired_difference(
                 self.items, self.less, seed, level=level, bounds=self.bounds, proportion=self.proportion
             ).interval
-        if found is None or not self.proportion or len(self.items.num) == self.n_clusters:
+        if found is None or not self.proportion or not self.cautious:
             return found
         return found[0], max(found[0], min(found[1], self._effective_bound(level)))
 
@@ -248,7 +253,7 @@ def _judge(losses: Sequence[Loss], level: float, seed: int) -> Judgement:
 
 def _claim(loss: Loss, level: float, seed: int) -> Claim:
     interval, spread, n = loss.interval(1 - 2 * level, seed), loss.spread, loss.n_clusters
-    cost = loss.unit == "nats"
+    cost = loss.cautious
     estimate, detectable, needed = loss.estimate, None, None
     if spread is not None and estimate is not None and interval is not None:
         # without a spread, what the exact bound leaves open

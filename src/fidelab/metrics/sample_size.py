@@ -116,7 +116,8 @@ def detectable_loss(sd: float, n: int, level: float, power: float, *, cost: bool
     ``(t(1 − level; n − 1) + t(power; n − 1)) · sd / √n``; of a ``cost`` the first t is wider, as its interval is.
     See docs/metrics.md#equivalence-certificate.
     """
-    return (critical_value(n, 1 - 2 * level, cost=cost) + float(special.stdtrit(n - 1, power))) * sd / math.sqrt(n)
+    reach = critical_value(n, 1 - 2 * level, cost=cost, upper=True) + float(special.stdtrit(n - 1, power))
+    return reach * sd / math.sqrt(n)
 
 
 def clusters_to_certify(sd: float, room: float, level: float, power: float, *, cost: bool = False) -> int:

@@ -128,9 +128,13 @@ def _plan_sentences(plan: WeightPlan) -> list[str]:
     else:
         verdict = "the plan is better" if interval[1] < 0 else "the plan is worse"
     assert plan.uniform_bytes is not None
+    less = plan.bytes - plan.uniform_bytes
+    size = (
+        "the same bytes" if not less else f"{abs(less) / 1024:,.0f} KiB {'less' if less > 0 else 'more'} than the plan"
+    )
     sentences.append(
-        f"{plan.uniform} everywhere takes {plan.uniform_bytes / 2**20:.1f} MiB and costs "
-        f"{format_kld(plan.uniform_loss.kld)}: {verdict} ({format_kld(plan.difference, signed=True)} nats{said})."
+        f"{plan.uniform} everywhere takes {size} and costs {format_kld(plan.uniform_loss.kld)}, "
+        f"the least of the single formats that fit: {verdict} ({format_kld(plan.difference, signed=True)} nats{said})."
     )
     return sentences
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fidelab.core import Status
+from fidelab.metrics.composite import kl_band
 from fidelab.results.decision_record import Certificate, CertificateClaim, Recommendation
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import counted, format_bytes, format_kld, format_odds, format_span, one_line
@@ -157,7 +158,7 @@ def recommend(
     return Recommendation(
         arm=best.name,
         basis=basis,
-        text=f"run {one_line(best.name)}: {f'{saved}, and ' if saved else ''}{wanted}: {_evidence(best, certified)}",
+        text=f"run {one_line(best.name)}: {f'{saved}; ' if saved else ''}{wanted}: {_evidence(best, certified)}",
         command=command,
         command_note=note,
         saving=sizes.saving(best.name),
@@ -165,6 +166,7 @@ def recommend(
         risks=tuple(_risks(best)),
         untested=_untested(report, [best]),
         others=tuple(_others(judged, best, sizes)),
+        more=_more([one.arm for one in judged if one.open]),
     )
 
 
@@ -173,11 +175,11 @@ def _wanted(limits: dict[str, float], certified: bool) -> str:
     if "max_loss" in limits:
         parts.append(f"a mean KLD below {format_kld(limits['max_loss'])} nats")
     if "max_flips" in limits:
-        parts.append(f"changed tokens below {limits['max_flips']:.3g}".replace("e-0", "e-"))
+        parts.append(f"changed tokens below {100 * limits['max_flips']:.3g}%")
     if "min_saving" in limits:
         parts.append(f"a saving of {limits['min_saving']:.0%} or more")
     if certified:
-        return " with ".join(["certified to lose less than the margins", *parts])
+        return " with ".join(["certified", *parts])
     return f"within the limits ({', '.join(parts)})"
 
 
@@ -195,7 +197,10 @@ def _judge(
         return _Judged(arm, one_line(arm.reason or (kld.reason if kld else "") or "no KLD was measured"))
     if arm.verdict is not None and arm.verdict.band == "FAIL" and certified:
         return _Judged(arm, "verdict FAIL")
-    failed = [f"{axis}: {_state(one)}" for axis, one in arm.certificates.items() if one.state == "exceeded"]
+    mean, top1 = kld.metric("mean", {}), kld.metric("top-1", {})
+    if certified and arm.verdict is not None and mean is not None and mean.interval is not None:
+        if arm.verdict.band not in (None, kl_band(mean.interval[1]).value):
+            return _Judged(arm, f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}")
     if axes := [axis for axis in arm.certificates if axis != _KLD and arm.certificates[axis].state == "exceeded"]:
         return _Judged(arm, f"a loss beyond the margin is shown on {', '.join(axes)}")
     saving = sizes.saving(arm.name)
@@ -203,7 +208,6 @@ def _judge(
         return _Judged(arm, "its size is not known" if saving is None else f"saves {saving:.0%}")
     if saving is not None and saving <= 0 and sizes.base_name.startswith("the ref"):
         return _Judged(arm, "saves nothing")
-    mean, top1 = kld.metric("mean", {}), kld.metric("top-1", {})
     if max_loss is not None:
         ends = None if mean is None or mean.bound else mean.interval
         if (why := _beyond("mean KLD", ends, max_loss, "nats")) is not None:
@@ -221,7 +225,7 @@ def _judge(
         return _Judged(arm, "no certificate: only a lower bound of its KLD is known, or the report is an older one")
     if certificate.state == "holds":
         return _Judged(arm)
-    return _Judged(arm, "; ".join(failed) or f"not certified: {_state(certificate)}", certificate.state != "exceeded")
+    return _Judged(arm, f"not certified, {_state(certificate)}", certificate.state != "exceeded")
 
 
 def _beyond(what: str, ends: tuple[float, float] | None, limit: float, unit: str) -> tuple[str, bool] | None:
@@ -237,20 +241,22 @@ def _beyond(what: str, ends: tuple[float, float] | None, limit: float, unit: str
 def _state(certificate: Certificate) -> str:
     """The claims that do not hold."""
     lacking = [claim for claim in certificate.claims if claim.state != "holds"]
-    return ", ".join(dict.fromkeys(f"{_claim(claim)} ({claim.state})" for claim in lacking))
+    return ", ".join(f"{claim.state}: {_claim(claim)}" for claim in lacking)
 
 
 def _amount(value: float, unit: str) -> str:
-    return format_kld(value) if unit == "nats" else f"{100 * value:.2g}"
+    return format_kld(value, digits=2) if unit == "nats" else f"{100 * value:.2g}"
 
 
 def _claim(claim: CertificateClaim) -> str:
-    """``mean KL 0.0082, at most 0.013, margin 0.01 nats at 2,048 tokens``."""
-    unit = "nats" if claim.unit == "nats" else "points"
+    """``mean KL 0.0082 nats at 2,048 tokens (at most 0.013, margin 0.01)``."""
+    unit = "nats" if claim.unit == "nats" else "points" if claim.name == "accuracy loss" else "%"
     at = f" at {claim.context:,} tokens" if claim.context else ""
-    value = "not known" if claim.estimate is None else _amount(claim.estimate, claim.unit)
-    most = "" if claim.ci is None else f", at most {_amount(claim.ci[1], claim.unit)}"
-    return f"{claim.name} {value}{most}, margin {_amount(claim.margin, claim.unit)} {unit}{at}"
+    value = (
+        "not known" if claim.estimate is None else f"{_amount(claim.estimate, claim.unit)} {unit}".replace(" %", "%")
+    )
+    most = "" if claim.ci is None else f"at most {_amount(claim.ci[1], claim.unit)}, "
+    return f"{claim.name} {value}{at} ({most}margin {_amount(claim.margin, claim.unit)})"
 
 
 def _evidence(arm: ArmRecord, certified: bool) -> str:
@@ -321,7 +327,8 @@ def _others(judged: Sequence[_Judged], best: ArmRecord | None, sizes: Sizes) -> 
             cost += f", {format_span(beaten.ci)}" if beaten.ci else ""
             size = "larger" if beaten.larger else "as large"
             than = "worse than" if beaten.differs else "tied in KLD with"
-            yield f"{name}: {size} and {than} {one_line(beaten.by)} here ({cost})"
+            also = f"; {one.why}" if one.why else ""
+            yield f"{name}: {size} and {than} {one_line(beaten.by)} here ({cost}){also}"
         elif one.why:
             yield f"{name}: {one.why}"
         elif best is not None:

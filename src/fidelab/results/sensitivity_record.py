@@ -69,7 +69,7 @@ class WeightPlan(Record):
     measured: Loss
     """On windows that were not used to choose it."""
     uniform: str | None = None
-    """The best of the formats that fits the budget everywhere; null: none does."""
+    """The best on these windows of the single formats that fit the budget; null: none does."""
     uniform_bytes: Count | None = None
     """What that takes."""
     uniform_loss: Loss | None = None

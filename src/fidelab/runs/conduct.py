@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -313,7 +312,6 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
 def _prepare_scoring() -> None:
     """Import what scores and the report need, for two seconds, while the first worker opens its model."""
     with contextlib.suppress(Exception):  # the main thread meets it again, and says it
-        import_module("pyarrow.parquet")
         for name in AXES.built_in:
             AXES.load(name)
         from fidelab.report.html import templates

@@ -243,23 +243,24 @@ class _Summary:
         return _bare_record(self.experiment, self.reference)
 
     def _losses(self, name: str, whole: AxisScore) -> list[Loss]:
-        """What an arm must not lose on an axis, at each context; nothing where that cannot be said."""
+        """What an arm must not lose on an axis, at each context; nothing where that cannot be said.
+
+        Accuracy is that of all contexts together where their clusters are the text's documents: flips are rare.
+        """
         limits, losses = self.experiment.limits, list[Loss]()
-        for score in _parts(whole):
-            if score.right is None or score.bound or score.not_measurable:
+        parts = _parts(whole)
+        if any(score.right is None or score.bound or score.not_measurable for score in parts):
+            return []
+        for score in parts if name == "kld" else ():
+            losses.append(Loss.of_kl(score.items(), limits.max_loss or KL_MARGIN))
+            same = score.positions.get("top1_agrees")
+            if limits.max_flips is not None and same is not None:
+                items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
+                losses.append(Loss.of_changes(items, limits.max_flips))
+        for known in _pools(parts):
+            if not len(known[0]):
                 return []
-            ref, test = score.right
-            usable = score.usable & ~np.isnan(ref) & ~np.isnan(test)
-            if not usable.any():
-                return []
-            if name == "kld":
-                losses.append(Loss.of_kl(score.items(), limits.max_loss or KL_MARGIN))
-                same = score.positions.get("top1_agrees")
-                if limits.max_flips is not None and same is not None:
-                    items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
-                    losses.append(Loss.of_changes(items, limits.max_flips))
-            margin = MARGIN if limits.margin is None else limits.margin
-            losses.append(Loss.of_accuracy(ref[usable], test[usable], score.clusters[usable], margin))
+            losses.append(Loss.of_accuracy(*known, MARGIN if limits.margin is None else limits.margin))
         return losses
 
     def _dominance(
@@ -442,34 +443,49 @@ def _parts(score: AxisScore) -> list[AxisScore]:
     return list(score.parts.values()) or [score]
 
 
+def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
+    """Right answers of both sides and their clusters: of all contexts together, or of each where clusters differ."""
+    pools = []
+    for score in parts:
+        assert score.right is not None
+        ref, test = score.right
+        known = score.usable & ~np.isnan(ref) & ~np.isnan(test)
+        pools.append((ref[known], test[known], score.clusters[known]))
+    if len(pools) > 1 and all(score.cluster == "document" for score in parts):
+        pools = [tuple(np.concatenate(column) for column in zip(*pools, strict=True))]
+    return pools
+
+
 def _certificate(judged: Judgement, whole: AxisScore) -> Certificate:
-    """The record of a judgement whose claims are those of all contexts, in their order."""
+    """The record of a judgement; contexts stand with claims and flips that are those of one alone."""
     parts = _parts(whole)
     contexts = [n if isinstance(n := part.facts.get("n_ctx"), int) else None for part in parts]
-    each = len(judged.claims) // len(parts)
-    claims = tuple(
-        CertificateClaim(
-            name=claim.name,
-            unit=claim.unit,
-            context=contexts[number // each],
-            margin=claim.margin,
-            estimate=claim.estimate,
-            ci=claim.interval,
-            state=claim.state,
-            detectable=claim.detectable,
-            clusters=claim.clusters,
-            clusters_needed=claim.clusters_needed,
-            equivalent=claim.equivalent,
+    seen: dict[str, int] = {}
+    claims = []
+    for claim in judged.claims:
+        number = seen[claim.name] = seen.get(claim.name, -1) + 1
+        alone = sum(other.name == claim.name for other in judged.claims) == len(parts)
+        claims.append(
+            CertificateClaim(
+                name=claim.name,
+                unit=claim.unit,
+                context=contexts[number] if alone else None,
+                margin=claim.margin,
+                estimate=claim.estimate,
+                ci=claim.interval,
+                state=claim.state,
+                detectable=claim.detectable,
+                clusters=claim.clusters,
+                clusters_needed=claim.clusters_needed,
+                equivalent=claim.equivalent,
+            )
         )
-        for number, claim in enumerate(judged.claims)
+    pools = _pools(parts)
+    flips = tuple(
+        FlipRecord(context=context if len(pools) == len(parts) else None, **vars(flip_counts(*pool)))
+        for pool, context in zip(pools, contexts, strict=False)
     )
-    flips = []
-    for part, context in zip(parts, contexts, strict=True):
-        assert part.right is not None
-        known = part.usable & ~np.isnan(part.right[0]) & ~np.isnan(part.right[1])
-        counts = flip_counts(part.right[0][known], part.right[1][known], part.clusters[known])
-        flips.append(FlipRecord(context=context, **vars(counts)))
-    return Certificate(state=judged.state, level=judged.level, claims=claims, flips=tuple(flips))
+    return Certificate(state=judged.state, level=judged.level, claims=tuple(claims), flips=flips)
 
 
 _LLAMACPP_ALONE = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")

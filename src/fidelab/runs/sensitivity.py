@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 import fidelab
-from fidelab.axes.rows import compare_item
-from fidelab.captures.pair import Pair
+from fidelab.axes.rows import compare_many
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Reweighted
 from fidelab.config.load import dump
@@ -26,6 +25,7 @@ from fidelab.config.schema import Experiment
 from fidelab.core import FormatSpec, Status, digest, parse_bytes, slug
 from fidelab.engines.hf.weights import NATIVE, ModelWeight, parse_rules, weights_of
 from fidelab.errors import EngineError, InputError, NotSupportedError, UsageError
+from fidelab.formats import K_QUANTS
 from fidelab.formats.weights import WeightFormat, weight_format
 from fidelab.metrics.allocation import allocate
 from fidelab.metrics.divergence import RowComparison
@@ -43,12 +43,15 @@ __all__ = ["By", "recipe_of", "sensitivity"]
 By = Literal["module", "layer", "kind"]
 
 _AXIS, _CHECK = "sensitivity", "sensitivity-check"
+_GROUPS = (16, 32, 64, 128, 256)  # of integer formats that a plan of any size is compared with
+_OPEN = 256  # captures that are open at a time
 _BITS = re.compile(r"(?P<bits>[0-9]*\.?[0-9]+)\s*(bpw|bits?)", re.IGNORECASE)
 _LLAMA_CPP = {  # what llama.cpp calls the weights of a layer
     **{f"{part}_proj": f"attn_{part}" for part in "qkv"},
     **{f"{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     "o_proj": "attn_output",
 }
+_BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")
 _GGML = re.compile(r"q[2-8]_([01k])|iq4_nl")
 
 
@@ -128,7 +131,7 @@ def sensitivity(
         raise UsageError("--export: a recipe has one format beside 16 bits: pass a single --weights of int4 or int8")
     prepared = prepare(experiment, only="reference")
     groups = _groups(str(prepared.settings.reference.path), by)
-    limit = None if budget is None else _budget(budget, groups, specs)
+    limit, named = (None, None) if budget is None else _budget(budget, groups, specs)
     [job] = prepared.plan.jobs
     [asked] = [capture.request for capture in job.captures]
     assert isinstance(asked, Prefill)
@@ -142,14 +145,14 @@ def sensitivity(
     folder = RunFolder.create(prepared.settings.output_dir, name, f"{config}kind: sensitivity\n")
     texts = {(group.pattern, spec): _text(spec, (group.pattern,)) for spec in specs for group in groups}
     answers = _ask(prepared, chosen, _AXIS, [NATIVE, *texts.values()], listener, folder, "cells")
+    found = answers.rows([*texts.values()])
     cells, losses = [], {}
     for spec, fmt in specs.items():
         for group in groups:
-            text = texts[group.pattern, spec]
-            rows, why = answers.rows(text)
-            if rows is not None:
+            rows = found[texts[group.pattern, spec]]
+            if isinstance(rows, _Rows):
                 losses[group.pattern, spec] = rows.mean
-            cells.append(_cell(group, by, spec, fmt, rows, why))
+            cells.append(_cell(group, by, spec, fmt, rows))
     report = SensitivityReport(
         run_id=folder.run_id,
         created=created,
@@ -167,7 +170,7 @@ def sensitivity(
     report.write(folder.path)
     if limit is not None:
         held_out = asked.select(range(1, n, 2))
-        plan = _plan(prepared, groups, specs, losses, limit, chosen, held_out, listener, folder)
+        plan = _plan(prepared, groups, specs, losses, limit, named, chosen, held_out, listener, folder)
         report = report.model_copy(update={"plan": plan})
         report.write(folder.path)
     return report, folder
@@ -217,23 +220,52 @@ def _text(spec: FormatSpec, patterns: Sequence[str]) -> str:
     return str(FormatSpec(spec.name, tuple(sorted((*spec.options, ("only", ",".join(patterns)))))))
 
 
-def _budget(text: str, groups: Sequence[_Group], specs: Mapping[FormatSpec, WeightFormat]) -> int:
-    """Bytes that the weights of all groups may take.
+def _budget(
+    text: str, groups: Sequence[_Group], specs: Mapping[FormatSpec, WeightFormat]
+) -> tuple[int, FormatSpec | None]:
+    """Bytes that the weights of all groups may take, and the format that says so.
 
     Raises:
         UsageError: it is no size and no format, or below the smallest possible.
     """
+    spec = None
     if match := _BITS.fullmatch(text.strip()):
         limit = float(match["bits"]) * sum(group.parameters for group in groups) / 8
     elif text.strip()[:1].isdigit():
         limit = parse_bytes(text)
     else:
-        fmt = weight_format(FormatSpec.parse(text))
-        limit = float(sum(group.nbytes(fmt) for group in groups))
+        spec = FormatSpec.parse(text)
+        limit = float(_everywhere(spec, groups))
     least = sum(min(group.nbytes(fmt) for fmt in (None, *specs.values())) for group in groups)
     if limit < least:
         raise UsageError(f"--budget {text}: {limit:,.0f} bytes; the smallest of these formats takes {least:,}")
-    return int(limit)
+    return int(limit), spec
+
+
+def _everywhere(spec: FormatSpec, groups: Sequence[_Group]) -> int:
+    """Bytes of all groups in one format."""
+    fmt = weight_format(spec)
+    return sum(group.nbytes(fmt) for group in groups)
+
+
+def _rivals(
+    specs: Sequence[FormatSpec], named: FormatSpec | None, groups: Sequence[_Group], limit: int
+) -> dict[FormatSpec, int]:
+    """The single formats that a plan has to beat, with their bytes: none takes more than the budget.
+
+    Those that the plan is made of, the one that named the budget, and of a plan of integers or of llama.cpp's formats
+    the one of its kind that takes the most of the budget.
+    """
+    names = {str(spec) for spec in specs}
+    if all(name.startswith("int") for name in names):
+        kind = [f"int{bits}[group={size}]" for bits in range(2, 9) for size in _GROUPS]
+    else:
+        of_ggml = ("q8_0", *K_QUANTS) if any(name.endswith("_k") for name in names) else _BLOCKS
+        kind = list(of_ggml) if all(_GGML.fullmatch(name) for name in names) else []
+    sizes = {spec: _everywhere(spec, groups) for spec in map(FormatSpec.parse, kind)}
+    closest = max((spec for spec in sizes if sizes[spec] <= limit), key=lambda spec: sizes[spec], default=None)
+    sizes = {spec: _everywhere(spec, groups) for spec in (*specs, named, closest) if spec is not None}
+    return {spec: nbytes for spec, nbytes in sizes.items() if nbytes <= limit}
 
 
 # ------------------------------------------------------------------------------------------------ answers
@@ -247,22 +279,35 @@ class _Answers:
     result: ArmResult
     axis: str
 
-    def rows(self, text: str) -> tuple[_Rows | None, str]:
-        """All rows against the native answer, or ``None`` and why not."""
-        name = _name(self.axis, text)
-        if name not in self.result.captures:
-            return None, self.result.failures.get(name) or self.result.reason or "not asked"
-        native, other = (Capture(self.result.captures[one]) for one in (_name(self.axis, NATIVE), name))
-        pair = Pair(native, other, tuple((i, i) for i in range(len(self.request.windows))))
+    def rows(self, texts: Sequence[str]) -> dict[str, _Rows | str]:
+        """All rows of each answer against the native one, or why there are none."""
+        answers: dict[str, _Rows | str] = {}
+        for start in range(0, len(texts), _OPEN):
+            answers |= self._rows(texts[start : start + _OPEN])
+        return answers
+
+    def _rows(self, texts: Sequence[str]) -> dict[str, _Rows | str]:
+        names = {text: _name(self.axis, text) for text in texts}
+        paths = self.result.captures
+        found = {text: Capture(paths[name]) for text, name in names.items() if name in paths}
+        native = Capture(paths[_name(self.axis, NATIVE)])
         low, high = self.request.first + 1, self.request.last + 2
-        targets = []
-        for window in self.request.windows:
+        parts: list[list[RowComparison]] = []
+        for index, window in enumerate(self.request.windows):
             after = list(window[low:high])
-            targets.append(np.array(after + [-1] * (self.request.n_rows - len(after)), dtype=np.int64))
-        rows = RowComparison.concat([compare_item(pair, i, i, each) for i, each in enumerate(targets)])
-        if rows.failed.any():
-            return None, f"{int(rows.failed.sum())} of {len(rows)} rows are no distributions"
-        return _Rows(rows, np.concatenate([np.asarray(units, dtype=np.int64) for units in self.request.units])), ""
+            targets = np.array(after + [-1] * (self.request.n_rows - len(after)), dtype=np.int64)
+            parts.append(compare_many(native, [*found.values()], index, targets))
+        clusters = np.concatenate([np.asarray(units, dtype=np.int64) for units in self.request.units])
+        answers: dict[str, _Rows | str] = {
+            text: self.result.failures.get(name) or self.result.reason or "not asked"
+            for text, name in names.items()
+            if text not in found
+        }
+        for text, each in zip(found, zip(*parts, strict=True), strict=True):
+            rows = RowComparison.concat(each)
+            failed = int(rows.failed.sum())
+            answers[text] = f"{failed} of {len(rows)} rows are no distributions" if failed else _Rows(rows, clusters)
+        return answers
 
 
 def _name(axis: str, text: str) -> str:
@@ -304,18 +349,19 @@ def _ask(
     return _Answers(request, result, axis)
 
 
-def _cell(group: _Group, by: By, spec: FormatSpec, fmt: WeightFormat, rows: _Rows | None, why: str) -> SensitivityCell:
+def _cell(group: _Group, by: By, spec: FormatSpec, fmt: WeightFormat, rows: _Rows | str) -> SensitivityCell:
     first = group.weights[0]
+    why = rows if isinstance(rows, str) else None
     return SensitivityCell(
-        status=Status.OK if rows is not None else Status.FAILED,
-        reason=None if rows is not None else why,
+        status=Status.OK if why is None else Status.FAILED,
+        reason=why,
         group=group.pattern,
         layer=None if by == "kind" else first.layer,
         kind=None if by == "layer" else first.kind,
         format=str(spec),
         parameters=group.parameters,
         bytes=group.nbytes(fmt),
-        loss=None if rows is None else rows.loss(),
+        loss=None if isinstance(rows, str) else rows.loss(),
     )
 
 
@@ -328,12 +374,13 @@ def _plan(
     specs: Mapping[FormatSpec, WeightFormat],
     losses: Mapping[tuple[str, FormatSpec], float],
     limit: int,
+    named: FormatSpec | None,
     chosen: Prefill,
     held_out: Prefill,
     listener: Listener | None,
     folder: RunFolder,
 ) -> WeightPlan:
-    """Choose, and measure on other windows beside every single format that fits.
+    """Choose, and measure on other windows beside single formats that fit.
 
     Raises:
         InputError: cells that failed leave no plan within the budget.
@@ -348,16 +395,16 @@ def _plan(
     size = int(sizes[np.arange(len(groups)), columns].sum())
     formats = {g.pattern: NATIVE if not c else str(names[c - 1]) for g, c in zip(groups, columns, strict=True)}
     text = _plan_text(formats, names)
-    uniform = {str(spec): spec for n, spec in enumerate(names, 1) if sizes[:, n].sum() <= limit}
-    everywhere = {name: _text(spec, [g.pattern for g in groups]) for name, spec in uniform.items()}
+    rivals = _rivals(names, named, groups, limit)
+    everywhere = {spec: _text(spec, [g.pattern for g in groups]) for spec in rivals}
     texts = [*dict.fromkeys([NATIVE, text, *everywhere.values()])]
-    there, _ = _ask(prepared, chosen, _AXIS, [NATIVE, text], listener, folder, "plan").rows(text)
-    answers = _ask(prepared, held_out, _CHECK, texts, listener, folder, "check")
-    rows, why = answers.rows(text)
-    if rows is None or there is None:
-        raise EngineError(f"the plan came to no answer: {why}")
-    measured = {name: found for name, each in everywhere.items() if (found := answers.rows(each)[0]) is not None}
-    best = min(measured, key=lambda name: measured[name].mean, default=None)
+    there = _ask(prepared, chosen, _AXIS, [NATIVE, text], listener, folder, "plan").rows([text])[text]
+    answers = _ask(prepared, held_out, _CHECK, texts, listener, folder, "check").rows([text, *everywhere.values()])
+    rows = answers[text]
+    if isinstance(rows, str) or isinstance(there, str):
+        raise EngineError(f"the plan came to no answer: {rows if isinstance(rows, str) else there}")
+    measured = {spec: one for spec, each in everywhere.items() if isinstance(one := answers[each], _Rows)}
+    best = min(measured, key=lambda spec: measured[spec].mean, default=None)
     difference = None if best is None else paired_difference(rows.items, measured[best].items)
     parameters = sum(group.parameters for group in groups)
     return WeightPlan(
@@ -369,8 +416,8 @@ def _plan(
         predicted=float(costs[np.arange(len(groups)), columns].sum()),
         measured_there=there.loss(),
         measured=rows.loss(),
-        uniform=best,
-        uniform_bytes=None if best is None else int(sizes[:, 1 + names.index(uniform[best])].sum()),
+        uniform=None if best is None else str(best),
+        uniform_bytes=None if best is None else rivals[best],
         uniform_loss=None if best is None else measured[best].loss(),
         difference=None if difference is None else difference.estimate,
         difference_interval=None if difference is None else difference.interval,

@@ -49,10 +49,14 @@ class Reweighing:
         if self._reusable is None:
             self._reusable = self._fits(request) and self._try_reuse(request.windows[0])
         start = first if self._reusable else 0
+        if start:  # the native answer may lie on disk since an earlier run
+            for window in request.windows:
+                if window not in self._kept:
+                    self._read(window, 0, keeps=True)
         with self._rounded(chosen):
             for index, window in enumerate(request.windows):
                 keeps = not chosen and self._reusable and window not in self._kept
-                states, logits = self._read(window, start if window in self._kept else 0, keeps=keeps)
+                states, logits = self._read(window, start, keeps=keeps)
                 if not chosen and index in (0, len(request.windows) - 1):
                     self._model.check_replay(states[-1:], logits[0])
                 rows = slice(request.first, request.last + 1)
