@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,14 +128,14 @@ def twins(runs: int) -> int:
     print("| unit | flips | margin | clusters | certified | goal |\n|:--|--:|--:|--:|--:|--:|")
     for unit, per_cluster, spread in (("question", 1, 0.0), ("document of 250", 250, 0.01)):
         for flips, margin in ((0.02, 0.01), (0.05, 0.01), (0.02, 0.003)):
-            pilot = Loss.of_accuracy(*draw(np.random.default_rng(3), 4000, per_cluster, 0.0, flips, spread), margin)
+            twin = partial(draw, per_cluster=per_cluster, loss=0.0, flips=flips, spread=spread)
+            pilot = Loss.of_accuracy(*twin(np.random.default_rng(3), 4000), margin)
             size = pilot.spread
             assert size is not None
             n = max(clusters_to_certify(size.sd, margin, ALPHA, POWER, cost=pilot.cautious), MIN_STUDENTIZED_CLUSTERS)
 
-            def one(rng: Rng, n: int = n, flips: float = flips, margin: float = margin) -> bool:
-                loss = Loss.of_accuracy(*draw(rng, n, per_cluster, 0.0, flips, spread), margin)
-                return certify({0: [loss]})[0].state == "holds"
+            def one(rng: Rng, n: int = n, margin: float = margin, twin: Callable[..., Pair] = twin) -> bool:
+                return certify({0: [Loss.of_accuracy(*twin(rng, n), margin)]})[0].state == "holds"
 
             rate = _rates(runs, one)
             bad = rate < LEAST - _noise(LEAST, runs)

@@ -431,10 +431,9 @@ def compare_topk(
         nll_ref=nll_ref,
         nll_test=nll_test,
         margin=np.where(failed, np.nan, margin),
-        cut=np.full(len(kl), np.nan),
-        right_ref=np.full(len(kl), np.nan),
-        right_test=np.full(len(kl), np.nan),
-        **dict.fromkeys(("cut", "reverse_kl", "jsd", "tv", "chi2", "overlap"), np.full(len(kl), np.nan)),
+        **dict.fromkeys(
+            ("cut", "right_ref", "right_test", "reverse_kl", "jsd", "tv", "chi2", "overlap"), np.full(len(kl), np.nan)
+        ),
     )
 
 

@@ -198,9 +198,10 @@ def _judge(
     if arm.verdict is not None and arm.verdict.band == "FAIL" and certified:
         return _Judged(arm, "verdict FAIL")
     mean, top1 = kld.metric("mean", {}), kld.metric("top-1", {})
-    if certified and arm.verdict is not None and mean is not None and mean.interval is not None:
-        if arm.verdict.band not in (None, kl_band(mean.interval[1]).value):
-            return _Judged(arm, f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}")
+    ends = None if mean is None else mean.interval
+    lowered = arm.verdict is not None and ends and arm.verdict.band not in (None, kl_band(ends[1]).value)
+    if certified and lowered and arm.verdict is not None:
+        return _Judged(arm, f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}")
     if axes := [axis for axis in arm.certificates if axis != _KLD and arm.certificates[axis].state == "exceeded"]:
         return _Judged(arm, f"a loss beyond the margin is shown on {', '.join(axes)}")
     saving = sizes.saving(arm.name)
