@@ -95,7 +95,10 @@ def test_nothing_is_recommended_where_the_data_cannot_tell_and_it_says_so() -> N
 def test_an_arm_that_another_one_beats_is_said_so_and_a_tie_is_a_tie() -> None:
     worse, tied = (
         BIG.model_copy(
-            update={"name": name, "dominated": Dominance(by="small", difference=0.0002, ci=(low, 3e-4), differs=differs)}
+            update={
+                "name": name,
+                "dominated": Dominance(by="small", difference=0.0002, ci=(low, 3e-4), differs=differs),
+            }
         )
         for name, low, differs in (("worse", 1e-4, True), ("tied", -1e-4, False))
     )
