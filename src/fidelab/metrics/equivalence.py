@@ -203,6 +203,7 @@ class Claim:
     ``interval``: at the level of the test.  ``detectable``: the smallest true loss that a sample of this size would
     find with probability :data:`POWER`; ``clusters_needed``: how many clusters like these would show the claim with
     that probability if the loss is what was measured.  ``equivalent``: both ends of the interval lie within ± margin.
+    See docs/metrics.md#equivalence-certificate.
     """
 
     name: str
@@ -219,7 +220,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Judgement:
-    """One arm's certificate: it holds where all its claims do; ``level``: of the one-sided tests, by Holm."""
+    """One arm's certificate: it holds where all its claims do; ``level``: of the one-sided tests, by Holm.
+
+    See docs/metrics.md#equivalence-certificate.
+    """
 
     state: State
     level: float
