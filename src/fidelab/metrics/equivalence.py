@@ -126,8 +126,8 @@ class Loss:
     @classmethod
     def of_accuracy(cls, ref: ArrayLike, test: ArrayLike, clusters: ArrayLike, margin: float = MARGIN) -> Loss:
         """The reference's accuracy minus the arm's; ``ref``, ``test`` [n] are 1 where that side is right, else 0."""
-        sides = (RatioItems.of(side, 1.0, clusters) for side in (ref, test))
-        return cls("accuracy loss", "share", margin, *sides, bounds=(0.0, 1.0), proportion=True)
+        a, b = (RatioItems.of(side, 1.0, clusters) for side in (ref, test))
+        return cls("accuracy loss", "share", margin, a, b, bounds=(0.0, 1.0), proportion=True)
 
     @property
     def estimate(self) -> float | None:

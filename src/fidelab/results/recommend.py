@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fidelab.core import Status
 from fidelab.metrics.composite import kl_band
@@ -137,7 +138,7 @@ def recommend(
     ]
     fitting = [one.arm for one in judged if not one.why]
     fitting.sort(key=lambda arm: (sizes.sizes.get(arm.name, float("inf")), _mean(arm)))
-    basis = "certificate" if certified else "limits"
+    basis: Literal["limits", "certificate"] = "certificate" if certified else "limits"
     wanted = _wanted(limits, certified)
     if not fitting:
         opened = [one for one in judged if one.open]
@@ -333,9 +334,9 @@ def _others(judged: Sequence[_Judged], best: ArmRecord | None, sizes: Sizes) -> 
         elif one.why:
             yield f"{name}: {one.why}"
         elif best is not None:
-            size, own = sizes.sizes.get(arm.name), sizes.sizes.get(best.name)
+            taken, own = sizes.sizes.get(arm.name), sizes.sizes.get(best.name)
             better = f", {format_kld(_mean(arm))} nats against {format_kld(_mean(best))}"
-            yield f"{name}: qualifies too, and is {'larger' if size and own and size > own else 'no smaller'}{better}"
+            yield f"{name}: qualifies too, and is {'larger' if taken and own and taken > own else 'no smaller'}{better}"
 
 
 def _more(arms: Sequence[ArmRecord]) -> str:

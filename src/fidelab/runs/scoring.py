@@ -445,14 +445,15 @@ def _parts(score: AxisScore) -> list[AxisScore]:
 
 def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
     """Right answers of both sides and their clusters: of all contexts together, or of each where clusters differ."""
-    pools = []
+    pools: list[tuple[Any, Any, Any]] = []
     for score in parts:
         assert score.right is not None
         ref, test = score.right
         known = score.usable & ~np.isnan(ref) & ~np.isnan(test)
         pools.append((ref[known], test[known], score.clusters[known]))
     if len(pools) > 1 and all(score.cluster == "document" for score in parts):
-        pools = [tuple(np.concatenate(column) for column in zip(*pools, strict=True))]
+        ref, test, clusters = (np.concatenate(column) for column in zip(*pools, strict=True))
+        return [(ref, test, clusters)]
     return pools
 
 
