@@ -489,6 +489,8 @@ def rows_of(top1: list[bool], margin: list[float]) -> RowComparison:
         nll_test=some,
         margin=np.array(margin),
         cut=np.full(n, np.nan),
+        right_ref=np.full(n, np.nan),
+        right_test=np.full(n, np.nan),
         reverse_kl=some,
         jsd=some,
         tv=some,

@@ -115,6 +115,9 @@ class AxisScore:
 
     ``parts``: the scores of all parts, where the metrics and items are those of the part named ``part``.
 
+    ``right``: 1 where the reference and where the arm gives the right answer, else 0, NaN where that is not known; [n]
+    each.  Axes that have it get a certificate.
+
     ``onsets`` [n] (axis degeneration): tokens before an item's text degenerates; the token budget if it does not.
 
     ``cluster``: the word for one resampling cluster (``document``).  ``summary``, ``reference_summary``: what happened
@@ -141,6 +144,7 @@ class AxisScore:
     n_items: int | None = None
     n_failed: int | None = None
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    right: tuple[Floats, Floats] | None = None
     onsets: Floats | None = None
     cluster: str = ""
     summary: str = ""

@@ -135,6 +135,10 @@ class GSM8K(Axis):
             identical=len(usable) == len(items) and all(item.ref.ids == item.test.ids for item in items),
             proportion=True,
             scale=100.0,
+            right=(
+                np.array([item.ref.right for item in items], dtype=np.float64),
+                np.array([item.test.right for item in items], dtype=np.float64),
+            ),
         )
         difference = PairedDifference(math.nan, None, 0)
         if usable:

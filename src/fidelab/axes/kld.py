@@ -237,6 +237,7 @@ class KLD(Axis):
         return replace(
             score,
             cluster="document" if documents else "block",
+            right=(rows.right_ref, rows.right_test),
             metrics=_metrics(score, rows, seed),
             positions={
                 "window": windows,

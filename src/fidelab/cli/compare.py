@@ -88,6 +88,7 @@ def compare(
     benches: options.Benches = "",
     overrides: options.Set = None,
     scoring: options.ScoringOptions,
+    limits: options.MarginOptions,
     force: Annotated[
         bool,
         typer.Option("--force", help="Run what the engine is known to run wrongly, too.", rich_help_panel=options.ARMS),
@@ -181,6 +182,7 @@ def compare(
         **axes.settings(),
         "benches": bench_settings(benches),
         **scoring.settings(),
+        **limits.settings(),
         **runs.settings(),
         "fail_under": fail_under,
         **({} if floor else {"floor": 0.0, "twins": 0.0}),

@@ -30,6 +30,8 @@ __all__ = [
     "EngineOptions",
     "FailUnder",
     "Json",
+    "LimitOptions",
+    "MarginOptions",
     "Model",
     "Options",
     "Overrides",
@@ -467,6 +469,35 @@ class ScoringOptions(SeedOptions):
     """How captures become scores."""
 
     bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab"
+
+
+class LimitOptions(Options, panel=SCORING):
+    """What the recommendation has to meet."""
+
+    max_loss: Annotated[
+        float | None,
+        typer.Option(help="Recommend what costs less than this: mean KL, nats.", show_default=False),
+    ] = None
+    max_flips: Annotated[
+        str | None, typer.Option(help="… and changes fewer top tokens than this: 1%.", show_default=False)
+    ] = None
+    min_saving: Annotated[
+        str | None, typer.Option(help="… and saves at least this of the bytes: 40%.", show_default=False)
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Those that were given, as data of an experiment; nothing where none was."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return {"limits": given} if given else {}
+
+
+class MarginOptions(LimitOptions):
+    """The same where scores are computed."""
+
+    margin: Annotated[
+        str | None,
+        typer.Option(help="Loss of accuracy that a certificate rules out. \\[default: 1%]", show_default=False),
+    ] = None
 
 
 class RunsOptions(Options):

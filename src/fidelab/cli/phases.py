@@ -82,6 +82,7 @@ def score(
         str | None, typer.Option(help="Names of the candidates, separated by commas.", show_default=False)
     ] = None,
     scoring: options.ScoringOptions,
+    limits: options.MarginOptions,
     output_dir: Annotated[
         Path | None, typer.Option(help="Also leave a run folder here (report.json, report.html …).", show_default=False)
     ] = None,
@@ -103,6 +104,7 @@ def score(
         labels,
         seed=scoring.seed,
         bands=scoring.bands,
+        limits=limits.settings().get("limits", {}),
         output_dir=output_dir,
         command=command_line(),
         note=lambda text: note(f"fidelab: {text}"),

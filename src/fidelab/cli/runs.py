@@ -19,8 +19,11 @@ class _Format(StrEnum):
     PNG = "png"
 
 
+@options.expand_options
 def rescore(
+    *,
     run_dir: options.RunDir,
+    limits: options.MarginOptions,
     fail_under: options.FailUnder = None,
     as_json: options.Json = False,
     plot: options.Plot = False,
@@ -30,16 +33,21 @@ def rescore(
     [bold]Example[/bold]
 
       fidelab rescore runs/20260101-120000-smollm2-135m
+
+      fidelab rescore latest --margin 0.5%
     """
     from fidelab.runs.conduct import rescore as run_rescore
 
-    result, folder = run_rescore(run_dir)
+    result, folder = run_rescore(run_dir, limits.settings().get("limits"))
     show_report(result, as_json=as_json, folder=folder.path, plot=plot)
     gate(result, fail_under)
 
 
+@options.expand_options
 def report(
+    *,
     run_dir: options.RunDir,
+    limits: options.LimitOptions,
     as_json: options.Json = False,
     plot: options.Plot = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a model card instead.")] = False,
@@ -48,17 +56,22 @@ def report(
 
     [bold]Examples[/bold]
 
-      fidelab report latest
+      fidelab report latest --max-loss 0.01 --min-saving 40%
 
       fidelab report runs/20260101-120000-smollm2-135m/report.json --plot
 
       fidelab report runs/20260101-120000-smollm2-135m --markdown
     """
+    from fidelab.config.load import validate_as
+    from fidelab.config.schema import Limits
     from fidelab.errors import OutputError, UsageError
     from fidelab.report.html import write_html
+    from fidelab.results.recommend import recommended
     from fidelab.results.record import Report
     from fidelab.results.store import RunFolder
 
+    asked = limits.settings().get("limits")
+    chosen = validate_as(Limits, asked, "report") if asked else None
     if markdown and (as_json or plot):
         raise UsageError("--markdown prints a section of its own: leave out --json and --plot")
     folder = None if run_dir.is_file() else RunFolder.open(run_dir.absolute())
@@ -66,6 +79,9 @@ def report(
         result = Report.from_json(run_dir)
     else:
         result = folder.read_report(run_dir)
+    if chosen is not None:
+        result = recommended(result, **chosen.model_dump(exclude={"margin"}))
+    if folder is not None:
         try:
             write_html(result, folder.html)
         except OutputError as error:

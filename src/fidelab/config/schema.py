@@ -27,7 +27,17 @@ from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, 
 from fidelab.core import KVSpec
 from fidelab.errors import FidelabError, UsageError
 
-__all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat", "Options", "Preset", "ServeConfig", "merged_fields"]
+__all__ = [
+    "ArmConfig",
+    "EngineConfig",
+    "Experiment",
+    "KVFormat",
+    "Limits",
+    "Options",
+    "Preset",
+    "ServeConfig",
+    "merged_fields",
+]
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
 
@@ -195,6 +205,34 @@ class Preset(ArmConfig):
         return self.model_dump(mode="json", exclude={"about", "serve"}, exclude_defaults=True)
 
 
+def _share(value: Any) -> Any:
+    """``1%`` and ``0.01`` are the same share."""
+    if isinstance(value, str):
+        body = value.strip()
+        try:
+            return float(body.removesuffix("%")) / (100 if body.endswith("%") else 1)
+        except ValueError:
+            raise ValueError(f"{value!r}: write a share such as 1% or 0.01") from None
+    return value
+
+
+Share = Annotated[float, BeforeValidator(_share)]
+"""A number from 0 to 1, or a percentage."""
+
+
+class Limits(BaseModel):
+    """What a candidate may lose and has to save to be recommended, and the margin of its certificate."""
+
+    model_config = _STRICT
+
+    max_loss: float | None = Field(default=None, gt=0, description="largest mean KL, nats")
+    max_flips: Share | None = Field(default=None, gt=0, le=1, description="largest share of changed top tokens: 1%")
+    min_saving: Share | None = Field(default=None, gt=0, lt=1, description="least share of bytes saved: 40%")
+    margin: Share | None = Field(
+        default=None, gt=0, lt=1, description="loss of accuracy that a certificate rules out; 1% by default"
+    )
+
+
 def merged_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of an arm with other values for some; options and variables are replaced one by one."""
     maps = {
@@ -252,6 +290,9 @@ class Experiment(BaseModel):
     deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
     force: bool = Field(default=False, description="run what the engine is known to run wrongly, too")
     fail_under: float | None = Field(default=None, ge=0, le=100, description="gate on the lower bound of the KLD score")
+    limits: Limits = Field(
+        default_factory=Limits, description="what a candidate may lose and has to save to be recommended"
+    )
     output_dir: str = Field(default="runs", description="where runs are written")
     captures_dir: str | None = Field(default=None, description="where captures lie; <output_dir>/captures by default")
 

@@ -135,6 +135,9 @@ class RowComparison:
             the reference prefers its own; 0 where they agree, NaN where the row failed or that is not known.
         cut: the probability of the ids that one side alone has, before both were cut to the common ones; NaN where
             the row failed, or both have the same ids.
+        right_ref: 1 where the actual next token is the reference's most likely one (or one of equals), else 0; NaN
+            where that side is broken or where there is no such token.
+        right_test: the same of the candidate.
         reverse_kl: KL(Q‖P) in nats, ≥ 0; inf where P = 0 under Q > 0.
         jsd: the Jensen–Shannon divergence, ½KL(P‖M) + ½KL(Q‖M) with M = ½(P + Q), nats, 0 … log 2.
         tv: the total variation, ½Σ|P − Q|, 0 … 1.
@@ -153,6 +156,8 @@ class RowComparison:
     nll_test: Floats
     margin: Floats
     cut: Floats
+    right_ref: Floats
+    right_test: Floats
     reverse_kl: Floats
     jsd: Floats
     tv: Floats
@@ -227,6 +232,9 @@ def compare_rows(
     failed = ~np.isfinite(kl)
     with np.errstate(invalid="ignore"):
         nll_ref, nll_test = (np.where(has_goal, norm - a, np.nan) for norm, a in ((norm_p, score_p), (norm_q, score_q)))
+        right_ref, right_test = (
+            np.where(has_goal & ~np.isnan(a), a == 0.0, np.nan).astype(np.float64) for a in (score_p, score_q)
+        )
         return RowComparison(
             kl=np.where(failed, np.nan, np.maximum(kl, 0.0)),
             failed=failed,
@@ -237,6 +245,8 @@ def compare_rows(
             nll_test=nll_test,
             margin=np.where(failed, np.nan, 0.0 - flipped),
             cut=np.where(failed, np.nan, cut),
+            right_ref=right_ref,
+            right_test=right_test,
             **{
                 name: np.where(failed, np.nan, np.where(kl == 0.0, 0.0, np.maximum(column, 0.0)))
                 for name, column in (("reverse_kl", reverse), ("jsd", jsd), ("tv", tv), ("chi2", chi2))
@@ -421,7 +431,9 @@ def compare_topk(
         nll_ref=nll_ref,
         nll_test=nll_test,
         margin=np.where(failed, np.nan, margin),
-        **dict.fromkeys(("cut", "reverse_kl", "jsd", "tv", "chi2", "overlap"), np.full(len(kl), np.nan)),
+        **dict.fromkeys(
+            ("cut", "right_ref", "right_test", "reverse_kl", "jsd", "tv", "chi2", "overlap"), np.full(len(kl), np.nan)
+        ),
     )
 
 

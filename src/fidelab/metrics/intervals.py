@@ -377,10 +377,11 @@ def _bootstrap_t(estimate: _Estimate, resamples: Floats | int, level: float, ske
     )
 
 
-def critical_value(n: int, level: float = 0.95, *, cost: bool = False) -> float:
+def critical_value(n: int, level: float = 0.95, *, cost: bool = False, upper: bool = False) -> float:
     """Half-width of a mean's interval in standard errors, from n ≥ 2 clusters, where resamples are not known yet.
 
     Student's t; of a cost as its interval is made (module docstring), but for the skew that its resamples show.
+    ``upper``: of its upper end alone, which reaches farther, instead of the mean of both.
     See docs/metrics.md#sample-size.
     """
     q = 0.5 + level / 2
@@ -389,7 +390,8 @@ def critical_value(n: int, level: float = 0.95, *, cost: bool = False) -> float:
         return t
     if n < MIN_STUDENTIZED_CLUSTERS:
         return _SKEW_REACH * t
-    return (t + float(special.stdtrit(n - 1, 1 - (1 - q) * n / (n + _SKEW_CLUSTERS)))) / 2
+    wider = float(special.stdtrit(n - 1, 1 - (1 - q) * n / (n + _SKEW_CLUSTERS)))
+    return wider if upper else (t + wider) / 2
 
 
 def _student_t(estimate: _Estimate, level: float) -> Interval:

@@ -34,10 +34,16 @@ __all__ = [
     "agreement_reach",
     "clusters_for",
     "clusters_to_agree",
+    "clusters_to_certify",
+    "detectable_loss",
     "half_width",
     "paired_spread",
     "ratio_spread",
 ]
+
+# More clusters where quantiles are resampled, which err besides Student's: with them benchmarks/certificate.py
+# certifies as many twins as asked.
+_RESAMPLED = 1.1
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,25 @@ def clusters_for(sd: float, precision: float, level: float = 0.95, *, cost: bool
     See docs/metrics.md#sample-size.
     """
     return _least(lambda n: half_width(sd, n, level, cost=cost) <= precision)
+
+
+def detectable_loss(sd: float, n: int, level: float, power: float, *, cost: bool = False) -> float:
+    """The smallest true loss that a one-sided test at ``level`` over n ≥ 2 clusters finds with probability ``power``.
+
+    ``(t(1 − level; n − 1) + t(power; n − 1)) · sd / √n``; of a ``cost`` the first t is wider, as its interval is.
+    See docs/metrics.md#equivalence-certificate.
+    """
+    reach = critical_value(n, 1 - 2 * level, cost=cost, upper=True) + float(special.stdtrit(n - 1, power))
+    return reach * sd / math.sqrt(n)
+
+
+def clusters_to_certify(sd: float, room: float, level: float, power: float, *, cost: bool = False) -> int:
+    """The least number of clusters, 2 at least, with which a loss that lies ``room`` > 0 below its margin is shown to.
+
+    By a one-sided test at ``level``, with probability ``power``.  See docs/metrics.md#equivalence-certificate.
+    """
+    least = _least(lambda n: detectable_loss(sd, n, level, power, cost=cost) <= room)
+    return math.ceil(_RESAMPLED * least) if cost else least
 
 
 def agreement_reach(n: int, level: float = 0.95) -> float:

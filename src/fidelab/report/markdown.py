@@ -44,6 +44,9 @@ def render_markdown(report: Report) -> str:
         _bullets(escaped(line) for line in (view.control, view.weights, view.floor, view.ranking) if line),
     )
     parts = [
+        escaped(view.advice[0]) if view.advice else "",
+        _fence(view.advice_command) if view.advice_command else "",
+        _bullets(map(escaped, view.advice[1:])),
         _opening(report, view),
         _bullets([*(f"failed: {escaped(line)}" for line in view.failures), *map(escaped, view.modified)]),
         *(part for matrix in view.ablation for part in (escaped(matrix.said), *_titled(matrix.table))),

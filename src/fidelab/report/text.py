@@ -72,6 +72,13 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     """Print the report, with ``plot`` the frontier too; ``folder`` is where its files lie."""
     view = build_view(report)
     line = partial(print_line, console)
+    if view.advice:
+        line(view.advice[0], "bold")
+        if view.advice_command:
+            console.print(literal(f"  {view.advice_command}", console), soft_wrap=True)  # one line, to be copied
+        for said in view.advice[1:]:
+            line(said)
+        line("")
     line(f"{view.title}; {view.subtitle}", "bold")
     if view.failures:
         line("failed or not measurable:", "red")

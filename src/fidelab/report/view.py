@@ -6,7 +6,6 @@ Text and HTML lay out the same :class:`View`; it holds finished strings, and the
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +47,10 @@ from fidelab.report.summary import (
     ways_of,
 )
 from fidelab.report.tables import TextTable, ran_of, timing_of
+from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import Measurement, label
 from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, one_line
+from fidelab.results.recommend import bytes_in_16_bits
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
 __all__ = [
@@ -166,6 +167,10 @@ class View:
     run_id: str
     created: str
     version: str
+    advice: tuple[str, ...]
+    """The recommendation and what it rests on, a line each; empty in reports without."""
+    advice_command: str
+    """The command line that turns the recommended arm on."""
     failures: tuple[str, ...]
     modified: tuple[str, ...]
     rows: tuple[ArmRow, ...]
@@ -245,6 +250,8 @@ def build_view(report: Report) -> View:
         run_id=one_line(report.run_id),
         created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
         version=one_line(report.fidelab_version),
+        advice=_advice(report.recommendation),
+        advice_command=one_line((report.recommendation.command if report.recommendation else None) or ""),
         failures=tuple(
             shared((one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm, fidelity))
         ),
@@ -284,6 +291,20 @@ def build_view(report: Report) -> View:
         sections=tuple(section for section in sections_of(report) if section.found),
         fidelity=fidelity,
     )
+
+
+def _advice(found: Recommendation | None) -> tuple[str, ...]:
+    if found is None:
+        return ()
+    lines = (
+        f"recommendation: {one_line(found.text)}",
+        one_line(found.command_note) if found.arm is not None else "",
+        f"risk: {'; '.join(map(one_line, found.risks))}" if found.risks else "",
+        f"not tested: {', '.join(map(one_line, found.untested))}" if found.untested else "",
+        *map(one_line, found.others),
+        one_line(found.more),
+    )
+    return tuple(line for line in lines if line)
 
 
 def _present(*tables: TextTable | None) -> tuple[TextTable, ...]:
@@ -338,28 +359,12 @@ def _modified(arm: ArmRecord) -> tuple[str, ...]:
 
 def _saving(arm: ArmRecord, arms: Sequence[ArmRecord]) -> str:
     """The cache's bytes against those of a 16-bit cache, of the same engine if any arm tells them."""
-    sizes = [(other.engine != arm.engine, size) for other in arms if (size := _bytes_in_16_bits(other))]
+    sizes = [(other.engine != arm.engine, size) for other in arms if (size := bytes_in_16_bits(other))]
     own = arm.ran.cache_bytes_per_token if arm.ran else None
     if own is None or not sizes:
         return ""
     percent = 100 * own / min(sizes)[1]
     return f"cache {f'{percent:.0f}%' if percent >= 1 else 'under 1%'} of a 16-bit cache"
-
-
-def _bytes_in_16_bits(arm: ArmRecord) -> float | None:
-    """Bytes per token of an arm's cache if both sides had 16 bits; ``None`` of formats that are none of 16 or 32."""
-    ran = arm.ran
-    if ran is None or not ran.cache_bytes_per_token:
-        return None
-    widths = {match and match[1] for side in (ran.k_dtype, ran.v_dtype) for match in [_WIDTH.fullmatch(side or "")]}
-    return (
-        {"16": 1.0, "32": 0.5}.get(next(iter(widths)) or "", 0.0) * ran.cache_bytes_per_token
-        if len(widths) == 1
-        else None
-    )
-
-
-_WIDTH = re.compile(r"(?:bf|f|fp|float|bfloat)(16|32)", re.IGNORECASE)
 
 
 def _weights(arms: Sequence[ArmRecord]) -> str:

@@ -18,6 +18,7 @@ from fidelab.core import KVSpec, Status, read_file, strict_json
 from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES, READERS
 from fidelab.results.ablation_record import Ablation
+from fidelab.results.decision_record import Certificate, Dominance, Recommendation
 from fidelab.results.measurement import Measurement
 from fidelab.results.values import Count, Document, Free, FreeDict, Interval, Outcome, Positive, Record, Score
 
@@ -212,6 +213,12 @@ class ArmRecord(Outcome):
     """Harmonic mean of the axis scores, as REFRACT combines them."""
     verdict: Verdict | None = None
     """Candidates have one, also when nothing ran."""
+    certificates: dict[str, Certificate] = Field(default_factory=dict)
+    """Axis → whether a candidate is shown to lose less than the margins there; of axes with right and wrong answers."""
+    dominated: Dominance | None = None
+    """A candidate that is no larger and no worse than this one; null where there is none."""
+    elsewhere: str | None = None
+    """Command line of another engine's server that stores the cache so; where the arm's own engine has no server."""
 
     @field_validator("status")
     @classmethod
@@ -324,6 +331,8 @@ class Report(Document):
     """The reference's 32-bit twin on the same engine, over the reference."""
     floor: dict[str, Measurement] = Field(default_factory=dict)
     """Axis → the reference against a replicate of itself: repeatability."""
+    recommendation: Recommendation | None = None
+    """Which candidate to run; null where nothing was compared, and in reports of earlier versions."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -13,7 +13,7 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -23,8 +23,8 @@ import fidelab
 from fidelab.axes import AXES
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.config.load import dump, expand, expand_existing, load, read_text, read_yaml, validate
-from fidelab.config.schema import Experiment
+from fidelab.config.load import dump, expand, expand_existing, load, read_text, read_yaml, validate, validate_as
+from fidelab.config.schema import Experiment, Limits
 from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
@@ -183,8 +183,10 @@ def first_replicate(folder: RunFolder) -> int:
     return int(text)
 
 
-def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
+def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Report, RunFolder]:
     """Compute all scores again from the captures; no engine and no model are needed.
+
+    ``limits``: fields of :class:`~fidelab.config.schema.Limits` in the place of the run's own.
 
     Raises:
         InputError: the folder is no run, or an unfinished one.
@@ -197,6 +199,9 @@ def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
     if left:
         raise InputError(f"{folder.path} was stopped before {min(left)} was captured; {remedy}")
     experiment = load(folder.config)
+    if limits:
+        merged = experiment.limits.model_dump() | dict(limits)
+        experiment = experiment.model_copy(update={"limits": validate_as(Limits, merged, "limits")})
     if experiment.benches and not any(result.benches for result in results):
         raise InputError(f"{folder.path} was stopped before its benches were measured; {remedy}")
     for result in results:

@@ -32,6 +32,7 @@ def score_captures(
     *,
     seed: int = 42,
     bands: str = "fidelab",
+    limits: Mapping[str, Any] | None = None,
     output_dir: Path | None = None,
     command: str = "",
     note: Callable[[str], None] = lambda _text: None,
@@ -41,6 +42,7 @@ def score_captures(
     Args:
         ref, tests: capture folders, or folders that hold one arm's captures.
         names: one per test; by default what the captures say.
+        limits: fields of :class:`~fidelab.config.schema.Limits`.
         output_dir: where to leave a run folder; ``None`` for none.
         note: told about axes that are left out, because not every arm has a capture of them.
 
@@ -53,7 +55,7 @@ def score_captures(
     arms = [_find("reference", ref, None)]
     arms += [_find("candidate", path, names[index] if names else None) for index, path in enumerate(tests)]
     results = _choose(arms, note)
-    experiment = _experiment(results, list(results[0].captures), seed, bands)
+    experiment = _experiment(results, list(results[0].captures), seed, bands, limits or {})
     facts = RunFacts(
         run_id="score",
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -148,7 +150,9 @@ def _of_reference_alone(capture: str) -> bool:
     return axis in AXES.names() and part in AXES.load(axis).reference_only
 
 
-def _experiment(results: Sequence[ArmResult], axes: Sequence[str], seed: int, bands: str) -> Experiment:
+def _experiment(
+    results: Sequence[ArmResult], axes: Sequence[str], seed: int, bands: str, limits: Mapping[str, Any]
+) -> Experiment:
     """The experiment that these captures amount to."""
     arms = [{"kv": result.arm.kv, "name": result.arm.name} for result in results]
     names = [arm["name"] for arm in arms[1:]]
@@ -165,6 +169,7 @@ def _experiment(results: Sequence[ArmResult], axes: Sequence[str], seed: int, ba
         "axes": {name.split(".", 1)[0]: {} for name in axes},  # parts of one axis are scored together
         "seed": seed,
         "bands": bands,
+        "limits": dict(limits),
         "dtype": first.dtype,
         "device": first.device,
         "floor": 0.0,

@@ -9,21 +9,27 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 import fidelab
 from fidelab.axes import AXES
 from fidelab.axes.base import Axis, AxisScore
 from fidelab.bench import BENCHES
 from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec, Status
-from fidelab.engines import ENGINES
+from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import one_line
 from fidelab.engines.hf.weights import rounding_of
 from fidelab.metrics.composite import Band, composite, cost_alike, verdict
 from fidelab.metrics.composite import Ruling as Ruling
+from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Judgement, Loss, certify, flip_counts
+from fidelab.metrics.intervals import RatioItems
 from fidelab.plan.arms import serve_command
 from fidelab.plan.resolve import CONTROL, TRUTH
+from fidelab.results.decision_record import Certificate, CertificateClaim, Dominance, FlipRecord
 from fidelab.results.measurement import Measurement, Metric
 from fidelab.results.numbers import counted
+from fidelab.results.recommend import Sizes, recommended
 from fidelab.results.record import (
     ArmRecord,
     Comparison,
@@ -99,6 +105,8 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     measured = {result.role: scorer.measure(result) for result in others}
     floors = floors_of(experiment, results)
     summary = _Summary(experiment, measured, reference, floors)
+    records = summary.decided(candidates)
+    limits = experiment.limits
     report = Report(
         run_id=facts.run_id,
         created=datetime.fromisoformat(facts.created),
@@ -110,13 +118,14 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         reference=_bare_record(experiment, replace(reference, status=status, reason=reason)),
         control=None if control is None else summary.record(control),
         controls=tuple(summary.record(result) for result in controls),
-        candidates=tuple(summary.record(candidate) for candidate in candidates),
+        candidates=records,
         comparisons=tuple(summary.comparisons(candidates)),
         attribution=attribute(experiment, measured, diagnostics, floors),
         ablation=score_ablation(experiment, measured),
         truth=_truth(experiment, reference, diagnostics),
         floor=summary.axes(measured["floor"]) if "floor" in measured else {},
     )
+    report = recommended(report, max_loss=limits.max_loss, max_flips=limits.max_flips, min_saving=limits.min_saving)
     tables = [
         (result.arm.name, score.positions)
         for result in [*([control] if control else []), *controls, *candidates]
@@ -207,6 +216,85 @@ class _Summary:
                     )
                 )
         return comparisons
+
+    def decided(self, candidates: Sequence[ArmResult]) -> tuple[ArmRecord, ...]:
+        """The candidates' records with their certificates, tested together, and the arms that beat them."""
+        records = {result.role: self.record(result) for result in candidates}
+        certificates: dict[str, dict[str, Certificate]] = {role: {} for role in records}
+        for name in self.experiment.axes:
+            scores = {role: score for role in records if (score := self.measured[role].scores.get(name)) is not None}
+            judged = certify({role: self._losses(name, score) for role, score in scores.items()}, seed=self.seed)
+            for role, one in judged.items():
+                certificates[role][name] = _certificate(one, scores[role])
+        sizes = Sizes.of(self.reference_record(), list(records.values())).sizes
+        return tuple(
+            record.model_copy(
+                update={
+                    "certificates": certificates[role],
+                    "dominated": self._dominance(role, record, records, sizes),
+                    "elsewhere": None if record.serve_command else _elsewhere(self.measured[role].result),
+                }
+            )
+            for role, record in records.items()
+        )
+
+    def reference_record(self) -> ArmRecord:
+        """The reference's own record."""
+        return _bare_record(self.experiment, self.reference)
+
+    def _losses(self, name: str, whole: AxisScore) -> list[Loss]:
+        """What an arm must not lose on an axis, at each context; nothing where that cannot be said.
+
+        Accuracy is that of all contexts together where their clusters are the text's documents: flips are rare.
+        """
+        limits, losses = self.experiment.limits, list[Loss]()
+        parts = _parts(whole)
+        if any(score.right is None or score.bound or score.not_measurable for score in parts):
+            return []
+        for score in parts if name == "kld" else ():
+            losses.append(Loss.of_kl(score.items(), limits.max_loss or KL_MARGIN))
+            same = score.positions.get("top1_agrees")
+            if limits.max_flips is not None and same is not None:
+                items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
+                losses.append(Loss.of_changes(items, limits.max_flips))
+        for known in _pools(parts):
+            if not len(known[0]):
+                return []
+            losses.append(Loss.of_accuracy(*known, MARGIN if limits.margin is None else limits.margin))
+        return losses
+
+    def _dominance(
+        self, role: str, record: ArmRecord, records: Mapping[str, ArmRecord], sizes: Mapping[str, float]
+    ) -> Dominance | None:
+        """The candidate of the least mean KL that is no larger, and not shown to be worse; ``None`` without one.
+
+        Of two of one size, the one that is shown to be worse is beaten.
+        """
+        kld, own = self.measured[role].scores.get("kld"), sizes.get(record.name)
+        if kld is None or own is None:
+            return None
+        rivals = []
+        for other, rival in records.items():
+            theirs, size = self.measured[other].scores.get("kld"), sizes.get(rival.name)
+            if other == role or theirs is None or size is None or size > own:
+                continue
+            difference = kld.excess_over(theirs, self.seed)
+            if difference is None or (difference.excludes_zero and difference.estimate < 0):
+                continue
+            if size == own and not difference.excludes_zero:
+                continue
+            mean = theirs.value("mean")
+            rivals.append((math.inf if mean is None else mean, rival.name, difference, size < own))
+        if not rivals:
+            return None
+        _, by, difference, larger = min(rivals, key=lambda entry: entry[:2])
+        return Dominance(
+            by=by,
+            difference=difference.estimate,
+            ci=difference.interval,
+            differs=difference.excludes_zero,
+            larger=larger,
+        )
 
     def _excess(self, arm: Measured, name: str, axis: type[Axis]) -> Iterator[Metric]:
         control = control_of(arm, self.measured)
@@ -348,6 +436,73 @@ class _Summary:
             if other.result.role.startswith("candidate:") and is_native(theirs.k.name) and theirs.v == kv.v:
                 return other
         return None
+
+
+def _parts(score: AxisScore) -> list[AxisScore]:
+    """The scores of all contexts."""
+    return list(score.parts.values()) or [score]
+
+
+def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
+    """Right answers of both sides and their clusters: of all contexts together, or of each where clusters differ."""
+    pools: list[tuple[Any, Any, Any]] = []
+    for score in parts:
+        assert score.right is not None
+        ref, test = score.right
+        known = score.usable & ~np.isnan(ref) & ~np.isnan(test)
+        pools.append((ref[known], test[known], score.clusters[known]))
+    if len(pools) > 1 and all(score.cluster == "document" for score in parts):
+        ref, test, clusters = (np.concatenate(column) for column in zip(*pools, strict=True))
+        return [(ref, test, clusters)]
+    return pools
+
+
+def _certificate(judged: Judgement, whole: AxisScore) -> Certificate:
+    """The record of a judgement; contexts stand with claims and flips that are those of one alone."""
+    parts = _parts(whole)
+    contexts = [n if isinstance(n := part.facts.get("n_ctx"), int) else None for part in parts]
+    seen: dict[str, int] = {}
+    claims = []
+    for claim in judged.claims:
+        number = seen[claim.name] = seen.get(claim.name, -1) + 1
+        alone = sum(other.name == claim.name for other in judged.claims) == len(parts)
+        claims.append(
+            CertificateClaim(
+                name=claim.name,
+                unit=claim.unit,
+                context=contexts[number] if alone else None,
+                margin=claim.margin,
+                estimate=claim.estimate,
+                ci=claim.interval,
+                state=claim.state,
+                detectable=claim.detectable,
+                clusters=claim.clusters,
+                clusters_needed=claim.clusters_needed,
+                equivalent=claim.equivalent,
+            )
+        )
+    pools = _pools(parts)
+    flips = tuple(
+        FlipRecord(context=context if len(pools) == len(parts) else None, **vars(flip_counts(*pool)))
+        for pool, context in zip(pools, contexts, strict=False)
+    )
+    return Certificate(state=judged.state, level=judged.level, claims=tuple(claims), flips=flips)
+
+
+_LLAMACPP_ALONE = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+
+
+def _elsewhere(result: ArmResult) -> str | None:
+    """Command line of a server that stores the cache as an arm of engine hf does; ``None`` where none is known."""
+    arm, kv = result.arm, result.arm.kv
+    if arm.engine != "hf" or arm.options or kv.skip_layers or kv.k.options or kv.v.options:
+        return None
+    if kv.k.name in _LLAMACPP_ALONE and kv.v.name in (*_LLAMACPP_ALONE, "f16", "bf16", "f32"):
+        return serve_command(None, replace(arm, engine="llamacpp", path="MODEL.gguf", model="MODEL.gguf"))
+    native = kv.k.name in ("fp8_e4m3", "fp8_e5m2") and kv.same
+    if native or (k16v8.is_pair(kv) and {kv.k.name, kv.v.name} <= {*k16v8.SIDES}):
+        return serve_command(None, replace(arm, engine="vllm", dtype="auto"))
+    return None
 
 
 def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -> dict[str, Any]:

@@ -1,0 +1,279 @@
+"""Equivalence certificates: is a loss shown to be smaller than a margin?  See docs/metrics.md#equivalence-certificate.
+
+"No difference was seen" says nothing about a loss that the sample is too small to see.  A certificate turns the
+question round: the null hypothesis is a loss of the margin or more, and the claim holds where a one-sided test at
+α = 5% rejects it (non-inferiority, one half of the two one-sided tests of Schuirmann, J. Pharmacokinet. Biopharm. 15,
+1987), that is where the upper end of the 1 − 2α interval lies below the margin.
+
+Of one arm all claims have to hold (intersection-union test: R. L. Berger, Technometrics 24, 1982): each is tested at
+α, and the certificate as a whole is wrong with probability α at most, without a correction.  Over the arms of a run
+one is chosen among those that hold, so their certificates are tested together by Holm's step-down procedure (S. Holm,
+Scand. J. Statist. 6, 1979): the probability that any of them is wrong is α at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import special
+
+from fidelab.metrics.intervals import (
+    MIN_STUDENTIZED_CLUSTERS,
+    RatioItems,
+    binomial_interval,
+    mcnemar_exact,
+    paired_difference,
+    ratio_estimate,
+    ratio_interval,
+    standard_error,
+)
+from fidelab.metrics.sample_size import ClusterSpread, clusters_to_certify, detectable_loss, paired_spread, ratio_spread
+
+__all__ = [
+    "ALPHA",
+    "KL_MARGIN",
+    "MARGIN",
+    "POWER",
+    "Claim",
+    "FlipCounts",
+    "Judgement",
+    "Loss",
+    "certify",
+    "flip_counts",
+]
+
+ALPHA = 0.05
+"""Probability that any certificate of a run is wrong, at most."""
+POWER = 0.8
+"""Probability with which the minimum detectable loss would be found."""
+MARGIN = 0.01
+"""Default margin of a loss of accuracy: one point (docs/metrics.md#equivalence-certificate)."""
+KL_MARGIN = 0.01
+"""Default margin of the mean KL, nats: the edge of the band EXCELLENT."""
+
+Floats = NDArray[np.float64]
+State = Literal["holds", "exceeded", "underpowered", "undecided"]
+
+
+@dataclass(frozen=True)
+class FlipCounts:
+    """Items that one side alone gets right: ``harmful`` the reference, ``beneficial`` the arm; of ``n`` items.
+
+    ``p``: McNemar's exact test, which takes items as independent.  ``p_clusters``: the exact sign test over the
+    clusters that lose more than they win or the reverse.  See docs/metrics.md#equivalence-certificate.
+    """
+
+    n: int
+    harmful: int
+    beneficial: int
+    p: float
+    p_clusters: float
+
+
+def flip_counts(ref: ArrayLike, test: ArrayLike, clusters: ArrayLike) -> FlipCounts:
+    """Harmful and beneficial flips of ``n`` items: ``ref``, ``test`` [n] are 1 where that side is right, else 0.
+
+    See docs/metrics.md#equivalence-certificate.
+    """
+    lost = np.asarray(ref, dtype=np.float64) - np.asarray(test, dtype=np.float64)
+    sums = RatioItems.of(lost, 1.0, clusters).by_cluster().num
+    harmful, beneficial = int((lost > 0).sum()), int((lost < 0).sum())
+    return FlipCounts(
+        len(lost),
+        harmful,
+        beneficial,
+        mcnemar_exact(harmful, beneficial),
+        mcnemar_exact(int((sums > 0).sum()), int((sums < 0).sum())),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """One quantity that must stay below ``margin``: a ratio of sums, or the difference of two (``items − less``).
+
+    ``bounds``, ``proportion`` as in :func:`~fidelab.metrics.intervals.ratio_interval`.  See
+    docs/metrics.md#equivalence-certificate.
+    """
+
+    name: str
+    unit: Literal["nats", "share"]
+    margin: float
+    items: RatioItems
+    less: RatioItems | None = None
+    bounds: tuple[float, float] = (0.0, math.inf)
+    proportion: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin < math.inf:
+            raise ValueError(f"a margin must be above 0, not {self.margin}")
+
+    @classmethod
+    def of_kl(cls, items: RatioItems, margin: float = KL_MARGIN) -> Loss:
+        """The mean KL, nats."""
+        return cls("mean KL", "nats", margin, items)
+
+    @classmethod
+    def of_changes(cls, same: RatioItems, margin: float) -> Loss:
+        """The share of changed top tokens, from items that are 1 where the top token stays."""
+        changed = RatioItems(same.den - same.num, same.den, same.clusters)
+        return cls("changed tokens", "share", margin, changed, bounds=(0.0, 1.0), proportion=True)
+
+    @classmethod
+    def of_accuracy(cls, ref: ArrayLike, test: ArrayLike, clusters: ArrayLike, margin: float = MARGIN) -> Loss:
+        """The reference's accuracy minus the arm's; ``ref``, ``test`` [n] are 1 where that side is right, else 0."""
+        a, b = (RatioItems.of(side, 1.0, clusters) for side in (ref, test))
+        return cls("accuracy loss", "share", margin, a, b, bounds=(0.0, 1.0), proportion=True)
+
+    @property
+    def estimate(self) -> float | None:
+        """The loss that was measured."""
+        of, less = ratio_estimate(self.items), 0.0 if self.less is None else ratio_estimate(self.less)
+        return None if of is None or less is None else of - less
+
+    @property
+    def spread(self) -> ClusterSpread | None:
+        """How far clusters differ; ``None`` for a single one."""
+        return ratio_spread(self.items) if self.less is None else paired_spread(self.items, self.less)
+
+    @property
+    def cautious(self) -> bool:
+        """Its interval expects skew, which makes it wider (:func:`~fidelab.metrics.intervals.critical_value`)."""
+        return not self.proportion or len(self.items.num) > self.n_clusters
+
+    @property
+    def n_clusters(self) -> int:
+        """Resampling clusters."""
+        return len(np.unique(self.items.clusters))
+
+    def interval(self, level: float, seed: int = 0) -> tuple[float, float] | None:
+        """Two-sided interval of this level.
+
+        Of several items per cluster the upper end of a share is the smaller one of the usual interval's, which takes a
+        cluster to turn over as a whole where no spread is seen, and of the exact binomial bound at the effective
+        number of items (:func:`_effective_bound`); of a difference that of its positive part, which is no smaller.
+        """
+        if self.less is None:
+            found = ratio_interval(self.items, seed, level=level, bounds=self.bounds, proportion=self.proportion)
+        else:
+            found = paired_difference(
+                self.items, self.less, seed, level=level, bounds=self.bounds, proportion=self.proportion
+            ).interval
+        if found is None or not self.proportion or not self.cautious:
+            return found
+        return found[0], max(found[0], min(found[1], self._effective_bound(level)))
+
+    def _effective_bound(self, level: float) -> float:
+        """Clopper and Pearson's upper end at the effective sample size (Korn & Graubard, Survey Methodology 24, 1998).
+
+        The design effect is the largest of those of the loss and of both sides' shares, and 1 at least: without a
+        single event the data do not show how events cluster, and the shares of right items do.
+        """
+        lost = self.items if self.less is None else _positive_part(self.items, self.less)
+        shares = [lost] if self.less is None else [lost, self.items, self.less]
+        n, clusters = len(lost.num), self.n_clusters
+        q = 0.5 + level / 2
+        wider = (float(special.stdtrit(clusters - 1, q)) / float(special.stdtrit(n - 1, q))) ** 2
+        effective = max(1, int(n / (max(1.0, *map(_design_effect, shares)) * wider)))
+        return binomial_interval(effective * float(lost.num.mean()), effective, level)[1]
+
+
+def _positive_part(a: RatioItems, b: RatioItems) -> RatioItems:
+    return RatioItems(np.maximum(a.num - b.num, 0.0), a.den, a.clusters)
+
+
+def _design_effect(items: RatioItems) -> float:
+    """Variance of the share over clusters to that of as many independent items; 1 where that is not known."""
+    share, error = float(items.num.mean()), standard_error(items)
+    variance = share * (1 - share) / len(items.num)
+    return 1.0 if error is None or not variance > 0 else error**2 / variance
+
+
+# --------------------------------------------------------------------------------------------------------- judging
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of a certificate: ``name`` lies below ``margin``.
+
+    ``interval``: at the level of the test.  ``detectable``: the smallest true loss that a sample of this size would
+    find with probability :data:`POWER`; ``clusters_needed``: how many clusters like these would show the claim with
+    that probability if the loss is what was measured.  ``equivalent``: both ends of the interval lie within ± margin.
+    See docs/metrics.md#equivalence-certificate.
+    """
+
+    name: str
+    unit: Literal["nats", "share"]
+    margin: float
+    estimate: float | None
+    interval: tuple[float, float] | None
+    state: State
+    detectable: float | None
+    clusters: int
+    clusters_needed: int | None
+    equivalent: bool
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One arm's certificate: it holds where all its claims do; ``level``: of the one-sided tests, by Holm.
+
+    See docs/metrics.md#equivalence-certificate.
+    """
+
+    state: State
+    level: float
+    claims: tuple[Claim, ...] = field(default=())
+
+
+def certify(losses: Mapping[Any, Sequence[Loss]], alpha: float = ALPHA, seed: int = 0) -> dict[Any, Judgement]:
+    """The certificates of all arms of a run, at an error probability of ``alpha`` for any of them.
+
+    Holm's procedure without p-values: with k arms left, those whose claims all hold at α/k hold, and the others are
+    tested again at the level of what is left; where none holds, the rest does not.  Below six clusters nothing holds.
+    See docs/metrics.md#equivalence-certificate.
+    """
+    judged: dict[Any, Judgement] = {}
+    left = {arm: claims for arm, claims in losses.items() if claims}
+    while left:
+        level = alpha / len(left)
+        found = {arm: _judge(claims, level, seed) for arm, claims in left.items()}
+        holding = {arm: one for arm, one in found.items() if one.state == "holds"}
+        judged |= holding or found
+        left = {arm: claims for arm, claims in left.items() if arm not in judged}
+    return {arm: judged[arm] for arm in losses if arm in judged}
+
+
+def _judge(losses: Sequence[Loss], level: float, seed: int) -> Judgement:
+    claims = tuple(_claim(loss, level, seed) for loss in losses)
+    states = {claim.state for claim in claims}
+    order: tuple[State, ...] = ("exceeded", "underpowered", "undecided", "holds")
+    return Judgement(next(state for state in order if state in states), level, claims)
+
+
+def _claim(loss: Loss, level: float, seed: int) -> Claim:
+    interval, spread, n = loss.interval(1 - 2 * level, seed), loss.spread, loss.n_clusters
+    cost = loss.cautious
+    estimate, detectable, needed = loss.estimate, None, None
+    if spread is not None and estimate is not None and interval is not None:
+        # without a spread, what the exact bound leaves open
+        detectable = detectable_loss(spread.sd, n, level, POWER, cost=cost) if spread.sd > 0 else interval[1]
+        room = loss.margin - max(estimate, 0.0)
+        if room > 0 and spread.sd > 0:
+            needed = max(clusters_to_certify(spread.sd, room, level, POWER, cost=cost), MIN_STUDENTIZED_CLUSTERS)
+    state: State
+    few = n < MIN_STUDENTIZED_CLUSTERS
+    if interval is None or (few and interval != (0.0, 0.0)):
+        state = "underpowered"
+    elif interval[1] < loss.margin:
+        state = "holds"
+    elif interval[0] >= loss.margin:
+        state = "exceeded"
+    else:
+        state = "underpowered" if detectable is None or detectable > loss.margin else "undecided"
+    equivalent = state == "holds" and interval is not None and interval[0] > -loss.margin
+    return Claim(loss.name, loss.unit, loss.margin, estimate, interval, state, detectable, n, needed, equivalent)
