@@ -10,10 +10,12 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 from fidelab.core import FormatSpec, KVSpec
+from fidelab.engines.hf.kernels import options_of
 from fidelab.errors import NotSupportedError, UsageError
 from fidelab.formats import create
 from fidelab.formats.base import Format
 from fidelab.formats.known import canonical, names_of
+from fidelab.formats.weights import weight_format
 
 TEXTS = [
     "q8_0[rotate=hadamard]",
@@ -129,3 +131,13 @@ def test_what_is_no_rotation_is_refused(text: str, why: str) -> None:
 def test_head_dimensions_without_such_blocks_are_refused(kind: str, dim: int) -> None:
     with pytest.raises(NotSupportedError, match=f"head dimension {dim}"):
         make(f"q8_0[rotate={kind}]").encode(normal(1, 1, 1, dim))
+
+
+def test_a_rotation_of_weights_is_refused() -> None:
+    with pytest.raises(UsageError, match="not of weights"):
+        weight_format(KVSpec.parse("int4[rotate=hadamard]").k)
+
+
+def test_kernels_without_a_rotation_refuse_one() -> None:
+    with pytest.raises(NotSupportedError, match="no rotation"):
+        options_of(KVSpec.parse("fp8_e4m3[rotate=hadamard]"))
