@@ -41,4 +41,8 @@ def create(spec: FormatSpec) -> Format:
         UsageError: an option that the format lacks, or a value that it does not take.
     """
     factory: Callable[[FormatSpec], Format] = FORMATS.load(spec.name)
-    return factory(spec)
+    if not {"rotate", "seed"} & dict(spec.options).keys():
+        return factory(spec)
+    from fidelab.formats.rotated import OPTIONS, rotated  # imports torch
+
+    return rotated(spec, factory(spec.without(*OPTIONS)))

@@ -71,14 +71,23 @@ _VECTORS = {
 def canonical(spec: FormatSpec, dim: int) -> str:
     """One text for all ways to write a format: options that change nothing at this head dimension are left away."""
     options = dict(spec.options)
-    if options.get("scale") == "none":
-        del options["scale"]
+    for key in ("scale", "rotate"):
+        if options.get(key) == "none":
+            del options[key]
     if spec.name.startswith("int"):
         options["group"] = str(min(int(options.get("group", _GROUP)), dim))
     return str(FormatSpec(spec.name, tuple(sorted(options.items()))))
 
 
-def names_of(parts: Parts, dim: int, values: Tensor, scale: Tensor | None = None, *, exact: bool = True) -> list[str]:
+def names_of(
+    parts: Parts,
+    dim: int,
+    values: Tensor,
+    scale: Tensor | None = None,
+    *,
+    exact: bool = True,
+    asked: FormatSpec | None = None,
+) -> list[str]:
     """The formats, as :func:`canonical` writes them, in which ``parts`` hold ``values``.
 
     Several where the content leaves it open (zeros are alike in many); none where no format does.
@@ -89,15 +98,36 @@ def names_of(parts: Parts, dim: int, values: Tensor, scale: Tensor | None = None
         dim: head dimension of the content.
         values: ``[batch, heads, tokens, dim]``, what was made of the parts, in the type in which it was handed on.
         exact: bit by bit; else ``values`` are what the parts were made of, and the format that comes nearest counts.
+        asked: where it has a rotation, every format is looked for behind that rotation as well: parts do not tell.
     """
-    candidates = [
-        (name, _rounded(decode(parts, dim, scale), values.dtype)) for name, decode in _fitting(parts, dim, scale)
-    ]
+    decoded = [(name, decode(parts, dim, scale)) for name, decode in _fitting(parts, dim, scale)]
+    rotation = {key: value for key, value in (asked.options if asked else ()) if key in ("rotate", "seed")}
+    if rotation.get("rotate", "none") != "none":
+        matrix = _rotation(dim, rotation["rotate"], rotation.get("seed")).to(values.device)
+        for name, content in tuple(decoded):
+            plain = FormatSpec.parse(name)
+            behind = FormatSpec(plain.name, tuple(sorted((*plain.options, *rotation.items()))))
+            decoded.append((str(behind), (content.double() @ matrix).float()))
+    candidates = [(name, _rounded(content, values.dtype)) for name, content in decoded]
     if exact:
         return [name for name, decoded in candidates if equal_bits(decoded, values)]
     errors = [(float((decoded.double() - values.double()).abs().sum()), name) for name, decoded in candidates]
     finite = [(error, name) for error, name in errors if math.isfinite(error)]
     return [name for error, name in finite if error == min(finite)[0]]
+
+
+@cache
+def _rotation(dim: int, kind: str, seed: str | None) -> Tensor:
+    """``R``, float64 ``[dim, dim]``: blocks of ``(-1)^(number of bits that i and j share) / sqrt(n)``, times signs."""
+    size = 64 if kind == "hadamard-64" else math.gcd(dim, 1 << 30)
+    matrix = torch.zeros(dim, dim, dtype=torch.float64)
+    for i in range(dim):
+        for j in range(i - i % size, i - i % size + size):
+            matrix[i, j] = (-1) ** (i % size & j % size).bit_count() * size**-0.5
+    if seed is not None:
+        drawn = int.from_bytes(hashlib.shake_256(seed.encode()).digest(-(-dim // 8)), "little")
+        matrix = matrix * torch.tensor([(-1.0) ** (drawn >> i & 1) for i in range(dim)], dtype=torch.float64)
+    return matrix
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:

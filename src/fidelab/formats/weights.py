@@ -83,6 +83,8 @@ def weight_format(spec: FormatSpec) -> WeightFormat:
     if spec.name not in FORMATS.names():
         raise UnknownNameError("weight format", spec.name, [*FORMATS.names(), *K_QUANTS])
     given = dict(spec.options)
+    if {"rotate", "seed"} & given.keys():
+        raise UsageError(f"{spec}: rotate and seed are options of KV formats, not of weights")
     if spec.name.startswith("int"):
         given = {"group": _GROUP, **given}
     elif spec.name.startswith("fp8"):

@@ -65,7 +65,7 @@ from fidelab.engines.options import (
     unknown_option,
 )
 from fidelab.engines.timing import time_prompts
-from fidelab.errors import EngineError, UsageError
+from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import FORMATS, create
 
 if TYPE_CHECKING:
@@ -187,6 +187,8 @@ class HFEngine(Engine):
             raise unknown_option(cls.name, key, _OPTIONS)
         if arm.dtype not in _DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
+        if reason := _rotation_refusal(arm):
+            return Support(False, reason)
         attention = dict(arm.options).get("attention", "eager")
         if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
             raise UsageError(f"engine hf: attention={attention!r} is not one of {', '.join(_ATTENTION)}")
@@ -460,3 +462,17 @@ class HFEngine(Engine):
             batch.append(index)
         if batch:
             yield batch
+
+
+def _rotation_refusal(arm: Arm) -> str | None:
+    """Why a format's rotation does not fit the head dimension, as far as the model's config names it."""
+    sides = [spec for spec in (arm.kv.k, arm.kv.v) if "rotate" in dict(spec.options)]
+    head_dim = hf_kernels.shape_of(arm.path).head_dim if sides else None
+    if head_dim is None:
+        return None
+    try:
+        for spec in sides:
+            create(spec).token_bytes(head_dim)
+    except NotSupportedError as error:
+        return str(error)
+    return None

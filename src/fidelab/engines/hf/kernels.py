@@ -60,6 +60,8 @@ def dequant_refusal(arm: Arm) -> str | None:
 
 def _scaling(spec: FormatSpec) -> str:
     options = dict(spec.options)
+    if options.get("rotate", "none") != "none":
+        raise NotSupportedError(f"attention={NAME} does not hold {spec}: its kernels have no rotation")
     if spec.name in _NATIVE:
         return "none"
     if spec.name in _INTEGERS:  # where the group is as large as a head: seen at the first write

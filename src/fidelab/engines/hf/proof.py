@@ -204,7 +204,7 @@ class Proof:
             tokens = min(_POSITIONS, out.shape[2], *(part.shape[2] for part in parts))
             parts, out = tuple(part[:, :, -tokens:] for part in parts), out[:, :, -tokens:]
             written = written[:, :, -tokens:]
-            names = names_of(parts, written.shape[-1], out, scale)
+            names = names_of(parts, written.shape[-1], out, scale, asked=self._asked[side])
             decodes = bool(names)
             if self._asked[side].name not in KNOWN:
                 decodes = equal_bits(self._formats[side].decode(parts, written.shape[-1], out.dtype, scale), out)
@@ -213,7 +213,12 @@ class Proof:
                 what = "untouched" if equal_bits(fresh, written) else "other"
                 self.refute("received", f"layer {layer} is handed {what} {_WORDS[side]}, not those that are stored")
                 names = names_of(
-                    tuple(p[:, :, -written.shape[2] :] for p in parts), written.shape[-1], written, scale, exact=False
+                    tuple(p[:, :, -written.shape[2] :] for p in parts),
+                    written.shape[-1],
+                    written,
+                    scale,
+                    exact=False,
+                    asked=self._asked[side],
                 )
             self._note(evidence, side, layer, (parts, written, scale), names, out)
         evidence.layers.append(layer)
