@@ -66,9 +66,9 @@ def ranked(
     )
 
 
-def measured(folder: Path, model: str, group: int, python: str | None) -> Comparison:
-    """GPTQ and rounding to nearest with groups of this size, by their paired difference."""
-    report = ranked(folder, model, group, python)
+def measured(folder: Path, model: str, group: int, python: str | None, method: str = "gptq") -> Comparison:
+    """A method and rounding to nearest with groups of this size, by their paired difference."""
+    report = ranked(folder, model, group, python, (method, "rtn"))
     return next(found for found in report.comparisons if found.axis == "kld")
 
 

@@ -389,7 +389,6 @@ def test_a_damaged_source_is_one_line_and_leaves_nothing(damage: Any, message: s
         ("source/inner", "awq", "lies within the source"),
         ("absent/target", "awq", "is no folder"),
         ("target", "gptq", "is gptq already"),
-        ("target", "gguf", "cannot be written as GGUF"),
         ("target", "awk", "did you mean 'awq'"),
     ],
 )

@@ -40,3 +40,22 @@ def gc(
     for path, size in removed:
         print(f"{'would remove' if dry_run else 'removed'} {path} ({size / 2**20:.1f} MiB)")
     print(f"{sum(size for _, size in removed) / 2**20:.1f} MiB in {len(removed)} places")
+
+
+@app.command()
+def export(
+    capture: Annotated[Path, typer.Argument(metavar="CAPTURE", help="A folder below captures, of axis kld.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
+) -> None:
+    """Write a capture as llama-perplexity reads one with --kl-divergence-base.
+
+    llama-perplexity then compares any GGUF with it: llama-perplexity -m MODEL -c N_CTX --kl-divergence
+    --kl-divergence-base FILE. The windows have to be those of the second half, from the text's start.
+
+    [bold]Example[/bold]
+
+      fidelab captures export runs/captures/f16/kld-1a2b-r0 f16.kld
+    """
+    from fidelab.imports.dump_folder import export_base
+
+    export_base(capture, file)

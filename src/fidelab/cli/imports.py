@@ -54,8 +54,14 @@ def refract(
 @options.expand_options
 def kld_dumps(
     *,
-    ref_dir: Annotated[Path, typer.Argument(metavar="REF_DIR", help="Reference: 0.safetensors, 1.safetensors …")],
-    test_dirs: Annotated[list[Path], typer.Argument(metavar="TEST_DIR…", help="The same of one or more candidates.")],
+    ref_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="REF",
+            help="Reference: a folder, a file or a capture.",
+        ),
+    ],
+    test_dirs: Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same of one or more candidates.")],
     name: Annotated[
         list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder; the folder's by default.")
     ] = None,
@@ -69,13 +75,18 @@ def kld_dumps(
     fail_under: options.FailUnder = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compare folders of dumped log-probabilities (N.safetensors, key log_probs, rows × vocabulary).
+    """Compare dumped log-probabilities.
+
+    A dump is a folder (N.safetensors, key log_probs, rows × vocabulary), a file that llama-perplexity
+    --kl-divergence-base wrote, or a capture of axis kld on the same windows.
 
     [bold]Examples[/bold]
 
       fidelab import kld-dumps kld/ref kld/awq
 
       fidelab import kld-dumps kld/ref kld/awq kld/nvfp4 --name AWQ --name NVFP4
+
+      fidelab import kld-dumps f16.kld runs/captures/q8_0/kld-1a2b-r0
     """
     from fidelab.imports import IMPORTS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -64,3 +65,23 @@ def path(name: Name, form: Annotated[str, typer.Option(help="hf (safetensors fol
     from fidelab.models import path as locate
 
     print(locate(name, form))
+
+
+@app.command()
+def make_fragile(
+    name: Name,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to be made.", show_default=False)],
+    pairs: Annotated[int, typer.Option(help="RoPE pairs of every head of K that become outliers.")] = 2,
+    factor: Annotated[int, typer.Option(help="What their rows are multiplied by: a power of two.")] = 4096,
+) -> None:
+    """Write a copy that computes the same, with keys that FP8 without scales cannot hold.
+
+    Rows of K are multiplied by the factor and those of Q divided by it, which changes no score of attention. The copy
+    shows what a KV format does to a model with outliers in K.
+    """
+    from fidelab.checkpoints.fragile import make_fragile as write
+    from fidelab.models import path as locate
+
+    made = write(locate(name), out, pairs=pairs, factor=factor)
+    channels = ", ".join(map(str, made.channels))
+    print(f"{made.folder}: channels {channels} of every head of K times {factor} in {made.layers} layers, of Q divided")

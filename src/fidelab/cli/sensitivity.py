@@ -84,6 +84,7 @@ def sensitivity(
         exports=None if export is None else "recipe" if export.suffix in _YAML else "llama-quantize",
         command=command_line(),
         listener=watcher(),
+        say=lambda text: note(f"fidelab: {text}"),
     )
     write_sensitivity_html(report, folder.html)
     if as_json:

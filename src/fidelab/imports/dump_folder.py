@@ -1,20 +1,38 @@
-"""One folder of dumped log-probabilities: its files, and the checks before anything is compared."""
+"""Dumped log-probabilities, and the checks before anything is compared: a folder of files, a window each; a file of
+llama-perplexity (:mod:`.kld_base`); a capture of ours.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.axes.rows import CHUNK, item_rows, logits
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
+from fidelab.captures.manifest import MANIFEST
+from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill
+from fidelab.core import Estimator
 from fidelab.errors import CaptureError, InputError, MismatchError
+from fidelab.imports.kld_base import BaseFile, is_base_file, write_base
 
-__all__ = ["KEY", "DumpFolder", "WindowFile", "open_dump", "pair_windows"]
+__all__ = [
+    "KEY",
+    "CaptureDump",
+    "Dump",
+    "DumpFolder",
+    "WindowFile",
+    "WindowRows",
+    "export_base",
+    "open_dump",
+    "pair_windows",
+]
 
 KEY: Final = "log_probs"
 _NUMBERED = re.compile(r"(0|[1-9]\d*)\.safetensors")
@@ -24,6 +42,62 @@ _MOST_IDS = 1 << 24  # of a vocabulary; whole rows are taken into memory
 _CHECKED = 4  # rows of each file whose probabilities are summed
 # Largest |log Σ exp| of a row: rounding to 16 bits moves its entries, and not evenly up and down.
 _FAR = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
+
+
+class WindowRows(Protocol):
+    """The rows of one window."""
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Unnormalised log scores [stop - start, vocabulary], in memory of their own."""
+
+    def unknown(self, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Where they are known together alone, and stand as their mean; ``None``: all are known."""
+
+
+class Dump(Protocol):
+    """Rows of next-token distributions, window by window; ``shapes``: window → (rows, vocabulary).
+
+    ``first`` is the position in the window of the first row; ``n_ctx`` the tokens of a window and ``stride`` those
+    between windows where that is known.
+    """
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def shapes(self) -> Mapping[int, tuple[int, int]]: ...
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def n_ctx(self) -> int | None: ...
+
+    @property
+    def stride(self) -> int | None: ...
+
+    @property
+    def numbers(self) -> list[int]:
+        """The windows, in order."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids per row."""
+
+    def tokens(self, number: int) -> NDArray[np.int64] | None:
+        """The tokens of a window, where they are known."""
+
+    def name_of(self, number: int) -> str:
+        """A window, in messages."""
+
+    def open(self, number: int) -> WindowRows:
+        """One window, mapped."""
+
+    def facts(self) -> dict[str, Any]:
+        """The facts for the report's environment."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +120,26 @@ class WindowFile:
             return to_float32(BFloat16(self.array.bits[start:stop]))
         return np.array(self.array[start:stop], dtype=np.float32)
 
+    def unknown(self, start: int, stop: int) -> None:
+        return None
 
-@dataclass(frozen=True)
+
+@dataclass
 class DumpFolder:
-    """A checked dump; ``shapes``: window → (rows, vocabulary)."""
+    """A checked folder, whose windows have a row for each of their tokens."""
 
     path: Path
     shapes: Mapping[int, tuple[int, int]]
     kind: str
+    first: int = 0
+    n_ctx: int | None = None
+    stride: int | None = None
+
+    def tokens(self, number: int) -> None:
+        return None
+
+    def name_of(self, number: int) -> str:
+        return str(self.path / f"{number}.safetensors")
 
     @property
     def numbers(self) -> list[int]:
@@ -79,15 +165,127 @@ class DumpFolder:
         }
 
 
-def open_dump(path: Path) -> DumpFolder:
-    """Open a dump: check every file, and the sum of some rows of each.
+@dataclass
+class CaptureDump:
+    """A capture of ours that has rows over the whole vocabulary."""
+
+    path: Path
+    capture: Capture
+    request: Prefill
+    shapes: Mapping[int, tuple[int, int]]
+
+    kind = "capture"
+
+    @property
+    def first(self) -> int:
+        return self.request.first
+
+    @property
+    def n_ctx(self) -> int:
+        return max(map(len, self.request.windows))
+
+    @property
+    def stride(self) -> int:
+        return int(dict(self.request.settings).get("stride") or self.n_ctx)
+
+    @property
+    def numbers(self) -> list[int]:
+        return sorted(self.shapes)
+
+    @property
+    def vocabulary(self) -> int:
+        return next(iter(self.shapes.values()))[1]
+
+    def tokens(self, number: int) -> NDArray[np.int64]:
+        return np.asarray(self.request.windows[number], dtype=np.int64)
+
+    def name_of(self, number: int) -> str:
+        return f"window {number} of {self.path}"
+
+    def open(self, number: int) -> _CaptureRows:
+        return _CaptureRows(self.capture, number)
+
+    def facts(self) -> dict[str, Any]:
+        folder = self.path.resolve()
+        name = f"{folder.parent.name}/{folder.name}"
+        return {"folder": name, "files": len(self.shapes), "ids": self.vocabulary, "type": self.kind}
+
+
+@dataclass(frozen=True)
+class _CaptureRows:
+    capture: Capture
+    item: int
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        return logits(self.capture, self.item, start, stop)
+
+    def unknown(self, start: int, stop: int) -> None:
+        return None
+
+
+def open_dump(path: Path) -> Dump:
+    """Open a dump of any kind, and check it.
+
+    Raises:
+        InputError: nothing of these kinds, or damaged; the message names the file.
+        CaptureError: a capture that is damaged.
+    """
+    if path.is_file() and is_base_file(path):
+        return BaseFile.read(path)
+    if (path / MANIFEST).is_file():
+        return _open_capture(path)
+    return _open_folder(path)
+
+
+def _open_capture(path: Path) -> CaptureDump:
+    capture = Capture(path)
+    request = capture.request
+    if not isinstance(request, Prefill) or capture.estimator is Estimator.TOPK:
+        what = "the top tokens alone" if isinstance(request, Prefill) else f"answers of kind {request.kind}"
+        raise InputError(f"{path} holds {what}, no rows of windows over the vocabulary: name a capture of axis kld")
+    width = logits(capture, 0, 0, 1).shape[1] if item_rows(capture, 0) else 0
+    shapes = {number: (item_rows(capture, number), width) for number in range(len(request.windows))}
+    lacking = next((number for number, (rows, _) in shapes.items() if rows != request.n_rows), None)
+    if lacking is not None:
+        raise InputError(f"{path}: window {lacking} has {shapes[lacking][0]} of {request.n_rows} rows; capture again")
+    return CaptureDump(path, capture, request, shapes)
+
+
+def export_base(path: Path, output: Path) -> None:
+    """Write a capture as ``llama-perplexity --kl-divergence-base`` does.
+
+    Raises:
+        InputError: no such capture, or windows of several lengths or other rows than the second half.
+        OutputError: the file cannot be written.
+    """
+    if not (path / MANIFEST).is_file():
+        raise InputError(f"{path} is no capture: name a folder below runs/captures that holds {MANIFEST}")
+    dump = _open_capture(path)
+    windows = dump.request.windows
+    n_ctx = len(windows[0])
+    if {len(window) for window in windows} != {n_ctx} or dump.first != n_ctx // 2:
+        raise InputError(f"{path}: such a file has the second halves of windows of one length: capture protocol half")
+    rows = n_ctx - 1 - n_ctx // 2
+
+    def of(number: int) -> Iterator[NDArray[np.float32]]:
+        for start in range(0, rows, CHUNK):
+            yield logits(dump.capture, number, start, min(start + CHUNK, rows))
+
+    write_base(output, np.asarray(windows, dtype=np.int64), dump.vocabulary, of)
+
+
+def _open_folder(path: Path) -> DumpFolder:
+    """Open a folder: check every file, and the sum of some rows of each.
 
     Raises:
         InputError: no folder, no numbered files, pickles, draft-head rows among them, no tensor ``log_probs``, rows
             that are no log-probabilities; the message names the file.
     """
     if not path.is_dir():
-        raise InputError(f"{path} is no folder: name one that holds 0.safetensors, 1.safetensors …")
+        raise InputError(
+            f"{path} is no folder: name one that holds 0.safetensors, 1.safetensors …, a capture, or a file that "
+            "llama-perplexity --kl-divergence-base wrote"
+        )
     files = sorted(entry.name for entry in path.iterdir())
     numbers = sorted(int(match[1]) for name in files if (match := _NUMBERED.fullmatch(name)))
     if not numbers:
@@ -114,7 +312,7 @@ def open_dump(path: Path) -> DumpFolder:
     return DumpFolder(path, shapes, "/".join(kinds))
 
 
-def pair_windows(ref: DumpFolder, test: DumpFolder) -> None:
+def pair_windows(ref: Dump, test: Dump) -> None:
     """Check that two dumps hold the same windows.
 
     Raises:
@@ -130,15 +328,30 @@ def pair_windows(ref: DumpFolder, test: DumpFolder) -> None:
         if missing:
             rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise MismatchError(
-                f"{other.path} lacks {missing[0]}.safetensors{rest}, which {dump.path} has: capture the same windows"
+                f"{other.path} lacks {_short(other, missing[0])}{rest}, which {dump.path} has: capture the same windows"
             )
     for number in ref.numbers:
         n_ref, n_test = ref.shapes[number][0], test.shapes[number][0]
         if n_ref != n_test:
             raise MismatchError(
-                f"{test.path / f'{number}.safetensors'} has {n_test} rows, the reference {n_ref}: "
+                f"{test.name_of(number)} has {n_test} rows, the reference {n_ref}: "
                 "the windows are not the same; capture both with one tokenizer and one window length"
             )
+
+    for number in ref.numbers:
+        ours, theirs = ref.tokens(number), test.tokens(number)
+        if ours is None or theirs is None:
+            continue
+        # The first token may be the text's own or the one that begins a sequence, which takes its place.
+        if ref.first != test.first or not np.array_equal(ours[1:], theirs[1:]):
+            raise MismatchError(
+                f"{test.name_of(number)} has other tokens or rows than {ref.name_of(number)}: compare what was made of "
+                "one text, with one tokenizer and one context (for captures: --set axes.kld.place=start)"
+            )
+
+
+def _short(dump: Dump, number: int) -> str:
+    return f"{number}.safetensors" if isinstance(dump, DumpFolder) else f"window {number}"
 
 
 _DRAFT = (

@@ -1,10 +1,11 @@
-"""``fidelab import kld-dumps``: full-vocabulary log-probabilities that a patched server wrote, one file per window.
+"""``fidelab import kld-dumps``: full-vocabulary log-probabilities that other tools wrote.
 
-A dump is a folder of ``0.safetensors``, ``1.safetensors`` …, each with one tensor ``log_probs`` [rows, vocabulary]:
-the protocol ``sliding``, windows of 2048 tokens every 512, every row scored.  Row r says what follows token r.  See
-docs/metrics.md#windows-and-contexts.
-The dumps hold no tokens, so Δp of the actual token is not known; and no sign of what ran, so rows that all equal the
-reference's are no proof of anything.
+A dump is a folder of ``0.safetensors``, ``1.safetensors`` … as a patched server writes them, each with one tensor
+``log_probs`` [rows, vocabulary]: the protocol ``sliding``, windows of 2048 tokens every 512, every row scored.  Row r
+says what follows token r.  See docs/metrics.md#windows-and-contexts.  Or it is a file that
+``llama-perplexity --kl-divergence-base`` wrote, or a capture of ours.
+Folders hold no tokens, so Δp of the actual token is not known; and dumps no sign of what ran, so rows that all equal
+the reference's are no proof of anything.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.axes.kld import KLD_METRICS, kl_curve
+from fidelab.captures.manifest import MANIFEST
 from fidelab.core import Estimator, Status, usable_cores
 from fidelab.errors import UsageError
-from fidelab.imports.dump_folder import DumpFolder, open_dump, pair_windows
+from fidelab.imports.dump_folder import Dump, open_dump, pair_windows
+from fidelab.imports.kld_base import BaseFile
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run, window_blocks
 from fidelab.imports.upgrade import metrics_of
 from fidelab.metrics.composite import cost_alike
@@ -53,7 +56,7 @@ _UNPROVEN = "every row equals the reference's, and dumps hold no proof that anyt
 class _Arm:
     """One test folder against the reference: a row per position."""
 
-    dump: DumpFolder
+    dump: Dump
     rows: RowComparison
     clusters: NDArray[np.int64]
 
@@ -88,7 +91,7 @@ def import_dumps(
         progress: told which folder is being compared.
 
     Raises:
-        InputError: a folder that is no dump, or rows that are no log-probabilities.
+        InputError: something that is no dump, or rows that are no log-probabilities.
         MismatchError: folders whose windows are not each other's.
         UsageError: names that do not fit, or the reference as a test.
         OutputError: the run folder cannot be written.
@@ -99,12 +102,11 @@ def import_dumps(
     for dump in dumps:
         pair_windows(reference, dump)
     n_rows = [reference.shapes[number][0] for number in reference.numbers]
-    step = max(n_rows) // 4 if stride is None else stride
-    if step < 1 or step > max(n_rows):
-        raise UsageError(
-            f"--stride {step} with windows of {max(n_rows)} rows: from 1 to the rows, or tokens are left out"
-        )
-    blocks = window_blocks(len(n_rows), math.ceil(max(n_rows) / step))
+    n_ctx = reference.n_ctx or max(n_rows)
+    step = (reference.stride or max(n_rows) // 4) if stride is None else stride
+    if step < 1 or step > n_ctx:
+        raise UsageError(f"--stride {step} with windows of {n_ctx} rows: from 1 to the rows, or tokens are left out")
+    blocks = window_blocks(len(n_rows), math.ceil(n_ctx / step))
     clusters = np.repeat(blocks, n_rows)
     arms = []
     for dump in dumps:
@@ -113,8 +115,8 @@ def import_dumps(
         arms.append(_Arm(dump, rows, clusters))
     places = {
         "window": np.repeat(np.asarray(reference.numbers, np.int32), n_rows),
-        "position": np.concatenate([np.arange(n, dtype=np.int32) for n in n_rows]),
-        "n_ctx": np.repeat(np.asarray(n_rows, np.int32), n_rows),  # every token of a window has its row
+        "position": np.concatenate([reference.first + np.arange(n, dtype=np.int32) for n in n_rows]),
+        "n_ctx": np.repeat(np.asarray([reference.n_ctx or n for n in n_rows], np.int32), n_rows),
     }
     bare: dict[str, Any] = {
         "engine": "unstated engine",
@@ -125,7 +127,7 @@ def import_dumps(
     positions = [(label, _columns(arm, places)) for arm, label in zip(arms, labels, strict=True)]
     report, folder = leave_run(
         _source(reference, dumps, labels, step),
-        ArmRecord(status=Status.OK, name=ref.resolve().name or "reference", **bare),
+        ArmRecord(status=Status.OK, name=_label(ref) or "reference", **bare),
         records,
         output_dir,
         command,
@@ -145,27 +147,51 @@ def _labels(ref: Path, tests: Sequence[Path], names: Sequence[str] | None) -> li
     same = next((test for test in tests if test.resolve() == ref.resolve()), None)
     if same is not None:
         raise UsageError(f"{same} is the reference itself: nothing would be compared")
-    labels = list(names) if names is not None else [test.resolve().name for test in tests]
+    labels = list(names) if names is not None else [_label(test) for test in tests]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise UsageError(f"two test folders are named {twice!r}; tell them apart with --name")
     return labels
 
 
+def _label(path: Path) -> str:
+    """The folder's or the file's name; of a capture that of its arm."""
+    path = path.resolve()
+    return path.parent.name if (path / MANIFEST).is_file() else path.name
+
+
 # ------------------------------------------------------------------------------------------------- rows
 
 
-def _window(ref: DumpFolder, test: DumpFolder, number: int) -> RowComparison:
+def _window(ref: Dump, test: Dump, number: int) -> RowComparison:
     """All rows of one window; the files are mapped, and only some rows at a time are in memory as float32."""
     n, vocab = ref.shapes[number]
-    sides = ref.open(number), test.open(number)
+    first, second = ref.open(number), test.open(number)
+    tokens = next((found for dump in (ref, test) if (found := dump.tokens(number)) is not None), None)
+    targets = np.full(n, -1) if tokens is None else np.append(tokens, -1)[ref.first + 1 : ref.first + 1 + n]
     step = max(1, _CHUNK // max(vocab, test.vocabulary))
     parts = []
     for start in range(0, n, step):
         stop = min(start + step, n)
-        p, q = (side.rows(start, stop) for side in sides)
-        parts.append(compare_rows(p, q, np.full(stop - start, -1), usable_cores()))
+        p, q = first.rows(start, stop), second.rows(start, stop)
+        if (unknown := first.unknown(start, stop)) is not None:
+            _pool(q, unknown)
+        parts.append(compare_rows(p, q, targets[start:stop], usable_cores()))
     return RowComparison.concat(parts)
+
+
+def _pool(scores: NDArray[np.float32], unknown: NDArray[np.bool_]) -> None:
+    """Give tokens whose reference is known together alone their mean probability, in place.
+
+    So KL becomes that of the distributions with these tokens as one, which is never above the KL of all of them.
+    """
+    common = min(scores.shape[1], unknown.shape[1])
+    head, unknown = scores[:, :common], unknown[:, :common]
+    shares = np.where(unknown, head.astype(np.float64), -np.inf)
+    peak = shares.max(axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        together = peak + np.log(np.exp(shares - peak).sum(axis=-1, keepdims=True) / unknown.sum(axis=-1)[:, None])
+    np.copyto(head, together.astype(np.float32), where=unknown)
 
 
 def _columns(arm: _Arm, places: Places) -> dict[str, NDArray[Any]]:
@@ -253,22 +279,28 @@ def _comparisons(arms: Sequence[_Arm], labels: Sequence[str], seed: int) -> Iter
         )
 
 
-def _source(ref: DumpFolder, tests: Sequence[DumpFolder], labels: Sequence[str], stride: int) -> Source:
+def _source(ref: Dump, tests: Sequence[Dump], labels: Sequence[str], stride: int) -> Source:
     facts: dict[str, Any] = {"reference": ref.facts()}
     facts |= {label: dump.facts() for label, dump in zip(labels, tests, strict=True)}
     rows = sorted({shape[0] for shape in ref.shapes.values()})
-    settings = {"windows": len(ref.numbers), "rows": rows, "stride": stride, "protocol": "sliding"}
+    protocol = "sliding" if ref.first == 0 else "half"
+    settings = {"windows": len(ref.numbers), "rows": rows, "stride": stride, "protocol": protocol}
     key = {"kld": {**settings, "vocabulary": ref.vocabulary, "estimator": str(Estimator.LOGPROBS)}}
     return Source("kld-dumps", facts, {**settings, "folders": facts}, key)
 
 
-def _notes(ref: DumpFolder, arms: Sequence[_Arm]) -> Iterator[str]:
+def _notes(ref: Dump, arms: Sequence[_Arm]) -> Iterator[str]:
     broken = int(np.isnan(arms[0].rows.confidence).sum())
     if broken:
         yield f"{broken} rows of the reference itself ({ref.path}) are not finite, and failed for every candidate"
     for dump in (ref, *(arm.dump for arm in arms)):
         if "bfloat16" in dump.kind:
             yield f"{dump.path} keeps log-probabilities in bfloat16: its rounding alone makes about 1e-4 nats"
+        if isinstance(dump, BaseFile):
+            yield (
+                f"{dump.path} keeps tokens 16 nats below the most likely one together alone: of a reference they are "
+                "compared as one, so KL is a little low"
+            )
         if dump.vocabulary != ref.vocabulary:
             common = min(dump.vocabulary, ref.vocabulary)
             yield (

@@ -102,11 +102,11 @@ def _sentences(report: SensitivityReport) -> list[str]:
     if failed := len(report.cells) - len(measured):
         sentences.append(f"{failed} of {len(report.cells)} cells failed.")
     if report.plan is not None:
-        sentences += _plan_sentences(report.plan)
+        sentences += _plan_sentences(report.plan, report.by)
     return sentences
 
 
-def _plan_sentences(plan: WeightPlan) -> list[str]:
+def _plan_sentences(plan: WeightPlan, by: str) -> list[str]:
     counts: dict[str, int] = {}
     for name in plan.formats.values():
         counts[name] = counts.get(name, 0) + 1
@@ -120,6 +120,12 @@ def _plan_sentences(plan: WeightPlan) -> list[str]:
     ]
     if plan.uniform is None or plan.uniform_loss is None or plan.difference is None:
         sentences.append("No single format fits this budget everywhere, so that there is nothing to compare it with.")
+        return sentences
+    if set(plan.formats.values()) == {plan.uniform}:
+        sentences.append(
+            f"That is {plan.uniform} everywhere: no mixture of these formats promises less in this budget."
+            f"{'' if by == 'module' else ' Smaller groups (--by module) differ more.'}"
+        )
         return sentences
     interval = plan.difference_interval
     said = "" if interval is None else f", 95% {format_span(interval)}"

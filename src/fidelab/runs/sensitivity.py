@@ -8,7 +8,8 @@ is kept for the plan: it is chosen on the others, and measured there, beside the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,6 +46,7 @@ By = Literal["module", "layer", "kind"]
 _AXIS, _CHECK = "sensitivity", "sensitivity-check"
 _GROUPS = (16, 32, 64, 128, 256)  # of integer formats that a plan of any size is compared with
 _OPEN = 256  # captures that are open at a time
+_SAID_EVERY = 30.0  # seconds
 _BITS = re.compile(r"(?P<bits>[0-9]*\.?[0-9]+)\s*(bpw|bits?)", re.IGNORECASE)
 _LLAMA_CPP = {  # what llama.cpp calls the weights of a layer
     **{f"{part}_proj": f"attn_{part}" for part in "qkv"},
@@ -108,6 +110,7 @@ def sensitivity(
     exports: Literal["llama-quantize", "recipe"] | None = None,
     command: str = "",
     listener: Listener | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> tuple[SensitivityReport, RunFolder]:
     """Measure every group in every format, and with a budget the plan; the new run folder gets ``sensitivity.json``.
 
@@ -117,6 +120,7 @@ def sensitivity(
         by: a group is one weight matrix, all of a layer, or all of one kind.
         exports: refuse formats that this cannot have, before anything runs.
         budget: bytes of the decoder layers' weights: ``80MB``, ``4.5bpw``, or a format, for what that takes everywhere.
+        say: gets a line now and then while answers are scored.
 
     Raises:
         FidelabError: before anything ran.  EngineError: the model came to no answer.
@@ -145,7 +149,7 @@ def sensitivity(
     folder = RunFolder.create(prepared.settings.output_dir, name, f"{config}kind: sensitivity\n")
     texts = {(group.pattern, spec): _text(spec, (group.pattern,)) for spec in specs for group in groups}
     answers = _ask(prepared, chosen, _AXIS, [NATIVE, *texts.values()], listener, folder, "cells")
-    found = answers.rows([*texts.values()])
+    found = answers.rows([*texts.values()], say)
     cells, losses = [], {}
     for spec, fmt in specs.items():
         for group in groups:
@@ -279,34 +283,36 @@ class _Answers:
     result: ArmResult
     axis: str
 
-    def rows(self, texts: Sequence[str]) -> dict[str, _Rows | str]:
+    def rows(self, texts: Sequence[str], say: Callable[[str], None] = lambda text: None) -> dict[str, _Rows | str]:
         """All rows of each answer against the native one, or why there are none."""
-        answers: dict[str, _Rows | str] = {}
-        for start in range(0, len(texts), _OPEN):
-            answers |= self._rows(texts[start : start + _OPEN])
-        return answers
-
-    def _rows(self, texts: Sequence[str]) -> dict[str, _Rows | str]:
         names = {text: _name(self.axis, text) for text in texts}
         paths = self.result.captures
-        found = {text: Capture(paths[name]) for text, name in names.items() if name in paths}
-        native = Capture(paths[_name(self.axis, NATIVE)])
-        low, high = self.request.first + 1, self.request.last + 2
-        parts: list[list[RowComparison]] = []
-        for index, window in enumerate(self.request.windows):
-            after = list(window[low:high])
-            targets = np.array(after + [-1] * (self.request.n_rows - len(after)), dtype=np.int64)
-            parts.append(compare_many(native, [*found.values()], index, targets))
-        clusters = np.concatenate([np.asarray(units, dtype=np.int64) for units in self.request.units])
+        found = [text for text, name in names.items() if name in paths]
         answers: dict[str, _Rows | str] = {
             text: self.result.failures.get(name) or self.result.reason or "not asked"
             for text, name in names.items()
-            if text not in found
+            if name not in paths
         }
-        for text, each in zip(found, zip(*parts, strict=True), strict=True):
-            rows = RowComparison.concat(each)
-            failed = int(rows.failed.sum())
-            answers[text] = f"{failed} of {len(rows)} rows are no distributions" if failed else _Rows(rows, clusters)
+        native, said = Capture(paths[_name(self.axis, NATIVE)]), time.monotonic()
+        clusters = np.concatenate([np.asarray(units, dtype=np.int64) for units in self.request.units])
+        low, high = self.request.first + 1, self.request.last + 2
+        for start in range(0, len(found), _OPEN):
+            some = found[start : start + _OPEN]
+            captures = [Capture(paths[names[text]]) for text in some]
+            parts: list[list[RowComparison]] = []
+            for index, window in enumerate(self.request.windows):
+                if time.monotonic() - said >= _SAID_EVERY:
+                    share = (start + len(some) * index / len(self.request.windows)) / len(found)
+                    say(f"scoring {len(found)} answers: {share:.0%}")
+                    said = time.monotonic()
+                after = list(window[low:high])
+                targets = np.array(after + [-1] * (self.request.n_rows - len(after)), dtype=np.int64)
+                parts.append(compare_many(native, captures, index, targets))
+            for text, each in zip(some, zip(*parts, strict=True), strict=True):
+                rows = RowComparison.concat(each)
+                failed = int(rows.failed.sum())
+                why = f"{failed} of {len(rows)} rows are no distributions"
+                answers[text] = why if failed else _Rows(rows, clusters)
         return answers
 
 

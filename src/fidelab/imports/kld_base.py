@@ -1,0 +1,196 @@
+"""The file of ``llama-perplexity --kl-divergence-base``, read and written.
+
+Magic ``_logits_``, then in 32 bits each the tokens per window ``n_ctx``, the size of the vocabulary and the number of
+windows, then the tokens of all windows.  Each window has n_ctx - 1 - n_ctx // 2 rows, the first of position
+n_ctx // 2.  A row is two float32 numbers, scale and least log-probability, and a 16-bit number per id, padded to an
+even number of ids: log P = least + scale · number.  Tokens 16 nats and more below the most likely one have the
+number 0, and are known together alone: what the others leave of the probability, two ten-thousandths with
+SmolLM2-135M.  See docs/metrics.md#imported-results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.errors import InputError, MismatchError, OutputError
+from fidelab.metrics.divergence import log_softmax
+
+__all__ = ["BaseFile", "is_base_file", "write_base"]
+
+_MAGIC = b"_logits_"
+_HEADER = np.dtype("<i4")
+_REACH = 16.0  # nats below the most likely token
+_STEPS = 65535
+_LEAST = 1e-15  # probability of a token that is cut off, where rounding leaves nothing
+_MOST = 1 << 24  # of each number in the header
+
+
+@dataclass
+class BaseFile:
+    """A checked file; ``rows`` are mapped."""
+
+    path: Path
+    n_ctx: int
+    vocabulary: int
+    _tokens: NDArray[np.int32]
+    _rows: NDArray[np.uint16]
+
+    kind = "16 bits"
+
+    @classmethod
+    def read(cls, path: Path) -> BaseFile:
+        """Read the header, and map the rest.
+
+        Raises:
+            InputError: another file, one with an impossible header, or one that is shorter or longer than it says.
+        """
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                start = file.read(len(_MAGIC) + 3 * _HEADER.itemsize)
+                if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + 3 * _HEADER.itemsize:
+                    raise InputError(f"{path} is no file of llama-perplexity --kl-divergence-base")
+                n_ctx, vocabulary, windows = np.frombuffer(start, _HEADER, offset=len(_MAGIC)).tolist()
+                if not (4 <= n_ctx < _MOST and 2 <= vocabulary < _MOST and 1 <= windows < _MOST):
+                    what = f"{windows} windows of {n_ctx} tokens over {vocabulary} ids"
+                    raise InputError(f"{path} says that it has {what}: it is damaged")
+                rows, width = windows * (n_ctx - 1 - n_ctx // 2), _width(vocabulary)
+                expected = len(start) + windows * n_ctx * _HEADER.itemsize + rows * width * 2
+                if size != expected:
+                    hint = ": llama-perplexity was ended early" if size < expected else ""
+                    raise InputError(f"{path} has {size:,} bytes instead of {expected:,}{hint}; write it again")
+                tokens = np.fromfile(file, _HEADER, windows * n_ctx).reshape(windows, n_ctx)
+                mapped = np.memmap(file, np.dtype("<u2"), "r", file.tell(), (rows, width))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+        return cls(path, n_ctx, vocabulary, tokens, mapped)
+
+    @property
+    def first(self) -> int:
+        return self.n_ctx // 2
+
+    @property
+    def stride(self) -> int:
+        return self.n_ctx
+
+    @property
+    def shapes(self) -> Mapping[int, tuple[int, int]]:
+        per_window = self.n_ctx - 1 - self.first
+        return dict.fromkeys(range(len(self._tokens)), (per_window, self.vocabulary))
+
+    @property
+    def numbers(self) -> list[int]:
+        return list(range(len(self._tokens)))
+
+    def tokens(self, number: int) -> NDArray[np.int64]:
+        return np.asarray(self._tokens[number], dtype=np.int64)
+
+    def name_of(self, number: int) -> str:
+        return f"window {number} of {self.path}"
+
+    def open(self, number: int) -> _BaseRows:
+        per_window = self.n_ctx - 1 - self.first
+        return _BaseRows(self._rows[number * per_window : (number + 1) * per_window], self.vocabulary)
+
+    def facts(self) -> dict[str, Any]:
+        name = self.path.resolve().name
+        return {"folder": name, "files": len(self._tokens), "ids": self.vocabulary, "type": "llama-perplexity"}
+
+
+@dataclass(frozen=True)
+class _BaseRows:
+    mapped: NDArray[np.uint16]
+    vocabulary: int
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        scale, least, numbers, unknown = self._parts(start, stop)
+        scores = least + scale * numbers
+        known = np.where(unknown, 0.0, np.exp(scores)).sum(axis=-1, keepdims=True)
+        count = np.maximum(unknown.sum(axis=-1, keepdims=True), 1)
+        # none of them is above the least that is known, which rounding could make of what is left
+        share = np.clip((1.0 - known) / count, _LEAST, np.exp(least))
+        return np.where(unknown, np.log(share), scores).astype(np.float32)
+
+    def unknown(self, start: int, stop: int) -> NDArray[np.bool_]:
+        return self._parts(start, stop)[3]
+
+    def _parts(
+        self, start: int, stop: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.uint16], NDArray[np.bool_]]:
+        """Scale and least log-probability [n, 1], numbers, and which of them are cut off."""
+        raw = np.array(self.mapped[start:stop])
+        scale, least = raw[:, :4].copy().view("<f4").astype(np.float64).T[..., None]
+        numbers = raw[:, 4 : 4 + self.vocabulary]
+        return scale, least, numbers, (numbers == 0) & (scale * _STEPS > _REACH * (1 - 1e-4))
+
+
+def is_base_file(path: Path) -> bool:
+    """Whether a file begins as these do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def write_base(
+    path: Path,
+    windows: NDArray[np.int64],
+    vocabulary: int,
+    rows: Callable[[int], Iterator[NDArray[np.float32]]],
+) -> None:
+    """Write such a file: ``windows [n, n_ctx]`` and, for each number of a window, its rows, some at a time.
+
+    Raises:
+        MismatchError: a window has not the n_ctx - 1 - n_ctx // 2 rows that the file has room for.
+    """
+    n, n_ctx = windows.shape
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(_MAGIC)
+            file.write(np.array([n_ctx, vocabulary, n], dtype=_HEADER).tobytes())
+            file.write(windows.astype(_HEADER).tobytes())
+            for number in range(n):
+                written = 0
+                for scores in rows(number):
+                    file.write(_encoded(scores, vocabulary).tobytes())
+                    written += len(scores)
+                if written != n_ctx - 1 - n_ctx // 2:
+                    raise MismatchError(
+                        f"window {number} has {written} rows; such a file has the {n_ctx - 1 - n_ctx // 2} of the "
+                        "second half of each window (protocol half)"
+                    )
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _encoded(scores: NDArray[np.float32], vocabulary: int) -> NDArray[np.uint16]:
+    logs = log_softmax(scores)
+    if np.isnan(logs).any():
+        raise InputError("a row holds NaN or infinity, which such a file cannot say; capture again")
+    top = logs.max(axis=-1, keepdims=True)
+    least = np.maximum(logs.min(axis=-1, keepdims=True), top - _REACH)
+    scale = (top - least) / _STEPS
+    with np.errstate(invalid="ignore", divide="ignore"):
+        numbers = np.where(scale > 0, np.rint((logs - least) / scale), 0.0)
+    rows = np.zeros((len(scores), _width(vocabulary)), dtype="<u2")
+    rows[:, :4] = np.concatenate([scale, least], axis=-1).astype("<f4").view("<u2")
+    rows[:, 4 : 4 + vocabulary] = np.clip(numbers, 0, _STEPS)
+    return rows
+
+
+def _width(vocabulary: int) -> int:
+    return 2 * ((vocabulary + 1) // 2) + 4

@@ -1,0 +1,189 @@
+"""Files of ``llama-perplexity --kl-divergence-base``: one that it wrote, closed forms, and what must not be compared.
+
+The files in ``data`` were written by llama-perplexity of llama.cpp (as in llama-cpp-python 0.3.36) for the model of
+``make_tiny(vocab=300)``: ``-c 16 -b 16 --chunks 6 -fa on``, caches f32 and q4_0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.special import log_softmax, rel_entr
+
+from fidelab.captures.requests import Prefill
+from fidelab.errors import FidelabError, InputError, MismatchError, UsageError
+from fidelab.imports.dump_folder import export_base, open_dump
+from fidelab.imports.kld_base import BaseFile, write_base
+from fidelab.imports.kld_dumps import import_dumps
+from fidelab.results.measurement import Measurement
+from tests.captures.sample import named, writer
+from tests.runs.harness import cli
+
+DATA = Path(__file__).parent / "data"
+F32, Q4 = DATA / "llama-perplexity-f32.kld", DATA / "llama-perplexity-q4_0.kld"
+N_CTX, VOCABULARY, WINDOWS = 10, 7, 12
+ROWS = N_CTX - 1 - N_CTX // 2
+
+
+def score(folder: Path, ref: Path, test: Path) -> Measurement:
+    [arm] = import_dumps(ref, [test], folder / "runs").report.candidates
+    return arm.axes["kld"]
+
+
+def scores(seed: int, spread: float = 2.0, vocabulary: int = VOCABULARY) -> NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    return (spread * rng.standard_normal((WINDOWS, ROWS, vocabulary))).astype(np.float32)
+
+
+def tokens(vocabulary: int = VOCABULARY) -> NDArray[np.int64]:
+    return np.random.default_rng(9).integers(0, vocabulary, (WINDOWS, N_CTX))
+
+
+def written(path: Path, values: NDArray[np.float32], ids: NDArray[np.int64] | None = None) -> Path:
+    ids = tokens(values.shape[-1]) if ids is None else ids
+    write_base(path, ids, values.shape[-1], lambda number: iter([values[number]]))
+    return path
+
+
+def captured(store: Path, name: str, values: NDArray[np.float32], first: int = N_CTX // 2) -> Path:
+    """A capture of log-probabilities with rows like a file's, one more than that has where ``values`` has it."""
+    ids = tuple(tuple(window) for window in tokens().tolist())
+    n = values.shape[1]
+    request = Prefill("kld", ids, first, first + n - 1, ((0,) * n,) * WINDOWS)
+    out = writer(store, named(name), request, [f"<{n}>" for n in range(VOCABULARY)])
+    for number in range(WINDOWS):
+        out.add(number, {"logprobs": log_softmax(values[number], axis=-1).astype(np.float32)})
+    return out.finish("logprobs", {"device": "cpu"}, {"tokens": WINDOWS * N_CTX})
+
+
+def test_a_file_of_llama_perplexity_gives_its_own_figures(tmp_path: Path) -> None:
+    found = score(tmp_path, F32, Q4)
+    # what llama-perplexity --kl-divergence printed for the second arm against the first file
+    assert found.value("mean") == pytest.approx(0.02244, abs=1e-5)
+    assert found.value("top-1") == pytest.approx(0.92857, abs=1e-5)
+    assert found.value("RMS Δp") == pytest.approx(0.00088, abs=1e-5)
+    assert (found.n_items, found.n_failed, found.facts["n_ctx"]) == (6 * 7, 0, 16)
+
+
+def test_what_is_written_is_what_llama_perplexity_writes(tmp_path: Path) -> None:
+    read = BaseFile.read(F32)
+    ids = np.stack([read.tokens(number) for number in read.numbers])
+    path = tmp_path / "again.kld"
+    write_base(path, ids, read.vocabulary, lambda number: iter([read.open(number).rows(0, 7)]))
+    ours, theirs = (np.frombuffer(file.read_bytes(), "<u2").astype(int) for file in (path, F32))
+    assert ours[: 10 + ids.size * 2].tolist() == theirs[: 10 + ids.size * 2].tolist()  # header and tokens
+    rows = [side[10 + ids.size * 2 :].reshape(6 * 7, -1)[:, 4:304] for side in (ours, theirs)]
+    assert np.abs(rows[0] - rows[1]).max() <= 2  # the last bits of their float32 sums
+
+
+def test_rows_come_back_within_half_a_step(tmp_path: Path) -> None:
+    values = scores(0)
+    read = open_dump(written(tmp_path / "a.kld", values))
+    for number in range(WINDOWS):
+        logs = log_softmax(values[number].astype(np.float64), axis=-1)
+        step = (logs.max(-1) - logs.min(-1)) / 65535
+        assert (np.abs(read.open(number).rows(0, ROWS) - logs).max(-1) <= step).all()
+        assert read.tokens(number) is not None
+
+
+def test_tokens_far_below_the_most_likely_one_share_what_is_left(tmp_path: Path) -> None:
+    values = scores(0)
+    values[..., 4:] -= 60.0
+    rows = open_dump(written(tmp_path / "a.kld", values)).open(0)
+    unknown = rows.unknown(0, ROWS)
+    assert unknown is not None
+    assert unknown[:, 4:].all()
+    np.testing.assert_allclose(np.exp(rows.rows(0, ROWS).astype(np.float64)).sum(-1), 1.0, atol=1e-4)
+
+
+def test_kl_of_a_capture_against_a_file_is_that_with_far_tokens_as_one(tmp_path: Path) -> None:
+    ref, test = scores(0), scores(1)
+    ref[..., 4:] -= 9.0  # of most rows some are further than 16 nats, of some none
+    found = score(tmp_path, written(tmp_path / "ref.kld", ref), captured(tmp_path / "captures", "int8", test))
+    p, q = (np.exp(log_softmax(side.astype(np.float64), axis=-1)) for side in (ref, test))
+    logs = np.log(p)
+    far = logs - logs.max(-1, keepdims=True) <= -16
+    count = np.maximum(far.sum(-1, keepdims=True), 1)
+    pooled = [np.where(far, (side * far).sum(-1, keepdims=True) / count, side) for side in (p, q)]
+    expected = rel_entr(*pooled).sum(-1)
+    assert found.value("mean") == pytest.approx(expected.mean(), abs=2e-4)
+    assert expected.mean() <= rel_entr(p, q).sum(-1).mean()
+
+
+def test_an_exported_capture_is_scored_like_the_capture(tmp_path: Path) -> None:
+    ref, test = (captured(tmp_path / "captures", name, scores(n)) for n, name in enumerate(("bf16", "int8")))
+    export_base(ref, tmp_path / "ref.kld")
+    direct, exported = score(tmp_path / "a", ref, test), score(tmp_path / "b", tmp_path / "ref.kld", test)
+    for name in ("mean", "top-1", "RMS Δp"):
+        assert exported.value(name) == pytest.approx(direct.value(name), abs=1e-3)
+
+
+def test_the_command_exports_and_says_what_cannot_be_exported(tmp_path: Path) -> None:
+    good = captured(tmp_path / "captures", "int8", scores(0))
+    other = captured(tmp_path / "captures", "int4", scores(0), first=0)
+    assert cli("captures", "export", good, tmp_path / "a.kld", cwd=tmp_path).code == 0
+    assert (tmp_path / "a.kld").is_file()
+    done = cli("captures", "export", other, tmp_path / "b.kld", cwd=tmp_path)
+    assert (done.code, "protocol half" in done.err) == (2, True)
+    assert cli("captures", "export", tmp_path, tmp_path / "b.kld", cwd=tmp_path).code == 2
+    assert not (tmp_path / "b.kld").exists()
+
+
+def test_a_row_that_is_not_finite_leaves_no_file(tmp_path: Path) -> None:
+    values = scores(0)
+    values[3, 1, 2] = math.nan
+    with pytest.raises(InputError, match="NaN"):
+        written(tmp_path / "a.kld", values)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_of_other_tokens_are_refused_and_another_first_token_is_not(tmp_path: Path) -> None:
+    ids = tokens()
+    first = ids.copy()
+    first[:, 0] = 0  # the token that begins a sequence
+    changed = ids.copy()
+    changed[5, 6] = (changed[5, 6] + 1) % VOCABULARY
+    ref = written(tmp_path / "ref.kld", scores(0), ids)
+    assert score(tmp_path, ref, written(tmp_path / "a.kld", scores(1), first)).value("mean") is not None
+    with pytest.raises(MismatchError, match="window 5 of"):
+        score(tmp_path, ref, written(tmp_path / "b.kld", scores(1), changed))
+
+
+def test_fewer_windows_are_refused_by_number(tmp_path: Path) -> None:
+    ref = written(tmp_path / "ref.kld", scores(0))
+    few = tmp_path / "few.kld"
+    write_base(few, tokens()[:4], VOCABULARY, lambda number: iter([scores(1)[number]]))
+    with pytest.raises(MismatchError, match="lacks window 4 and 7 more"):
+        score(tmp_path, ref, few)
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "truncated": (lambda raw: raw[:-3], "ended early"),
+    "longer": (lambda raw: raw + b"ab", "instead of"),
+    "of no window": (lambda raw: raw[:16] + b"\0\0\0\0" + raw[20:], "damaged"),
+    "of a huge vocabulary": (lambda raw: raw[:12] + b"\xff\xff\xff\x7f" + raw[16:], "damaged"),
+    "header alone": (lambda raw: raw[:14], "is no file of llama-perplexity"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    damage, said = DAMAGES[name]
+    path = tmp_path / "ref.kld"
+    path.write_bytes(damage(F32.read_bytes()))
+    with pytest.raises(FidelabError, match=said) as caught:
+        score(tmp_path, path, Q4)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_capture_without_rows_over_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    whole = captured(tmp_path / "captures", "int8", scores(0))
+    with pytest.raises(UsageError, match="itself"):
+        score(tmp_path, whole, whole)
+    with pytest.raises(InputError, match="llama-perplexity"):
+        open_dump(tmp_path / "nothing")
