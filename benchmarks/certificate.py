@@ -4,8 +4,8 @@ python benchmarks/certificate.py [--runs 2000] [--only items documents arms twin
 
 The runs go through the package's own functions.  A certificate is false where it holds although the planted loss of
 accuracy is the margin or more.  Nominal: 5% of the runs at most, for any of their arms.  True twins flip as many items
-in either direction; their runs have the size that ``clusters_to_certify`` gives, which ``fidelab plan-size --margin``
-prints.
+in either direction; their runs have the size that ``clusters_to_certify`` gives, which reports name beside a claim that
+is not shown.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def arms(runs: int) -> int:
 
 
 def twins(runs: int) -> int:
-    """true twins at the size that plan-size gives (flips in either direction)"""
+    """true twins at the size that reports name (flips in either direction)"""
     missed = 0
     print("| unit | flips | margin | clusters | certified | goal |\n|:--|--:|--:|--:|--:|--:|")
     for unit, per_cluster, spread in (("question", 1, 0.0), ("document of 250", 250, 0.01)):
