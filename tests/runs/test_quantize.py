@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from fidelab.checkpoints.files import open_checkpoint
 from fidelab.errors import EngineError, InputError, UsageError
 from fidelab.models.tiny import make_tiny
+from fidelab.results.record import Report
 from fidelab.runs.quantize import RECORD, quantize
 from tests.checkpoints.quantized import write_quantized
 
@@ -119,6 +121,30 @@ def test_finished_weights_are_not_made_again_by_a_resumed_run(folder: Path, monk
     assert calls(folder) == 1
 
 
+def test_the_comparison_tells_the_results_own_bytes_and_is_not_repeated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "\n\n".join(f"Paragraph {n} tells of {n} ships that left the harbour of a small town." for n in range(20))
+    (folder / "test.txt").write_text(text)
+    fidelity = "{text: test.txt, windows: 2, n_ctx: 32}"
+    (folder / "recipe.yaml").write_text(f"method: rtn\nscheme: {{group: 32}}\nfidelity: {fidelity}\n")
+
+    def stop(*_: object, **__: object) -> None:
+        raise InputError("stopped here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fidelab.runs.quantize.write_html", stop)
+        with pytest.raises(InputError, match="stopped here"):
+            run(folder)
+    monkeypatch.setattr("fidelab.runs.quantize.execute", stop)
+    output = run(folder, resume=True)
+    [arm] = Report.from_json(output / "fidelab-report.json").candidates
+    with open_checkpoint(output) as checkpoint:
+        assert arm.ran is not None
+        assert arm.ran.weight_bytes == checkpoint.nbytes
+    assert (output / "fidelab-report.html").is_file()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_worker_and_leaves_what_can_be_resumed(folder: Path, number: signal.Signals) -> None:
     (folder / "mode").write_text("sleep")
@@ -137,6 +163,7 @@ def test_a_signal_ends_the_worker_and_leaves_what_can_be_resumed(folder: Path, n
         process.kill()
     assert process.returncode == 130
     assert "Traceback" not in said
+    assert "the same command with --resume goes on" in said
     assert (folder / "out.work" / "state.json").is_file()
     (folder / "mode").write_text("work")
     assert run(folder, resume=True).is_dir()

@@ -42,7 +42,11 @@ def quantize(
             say(text)
             note(f"fidelab: {text}")
 
-        outcome = run(model, recipe, target, resume=resume, python=python, say=tell)
+        try:
+            outcome = run(model, recipe, target, resume=resume, python=python, say=tell)
+        except KeyboardInterrupt:
+            note("fidelab: stopped; the same command with --resume goes on")
+            raise
     idle = outcome.experts.get("without_tokens", {})
     if idle:
         count = sum(map(len, idle.values()))

@@ -30,6 +30,8 @@ from fidelab.environments.environment import Environment, engines_dir, interpret
 from fidelab.environments.recipes import install_command, variants
 from fidelab.errors import EngineError, InputError, OutputError, UsageError
 from fidelab.models.resolve import path as model_path
+from fidelab.report.html import write_html
+from fidelab.results.recommend import recommended
 from fidelab.results.record import Report
 from fidelab.runs.conduct import execute
 from fidelab.runs.runner import Listener
@@ -109,6 +111,7 @@ def quantize(
     }
     if report is not None:
         _write_text(made / "fidelab-report.json", report.to_json())
+        write_html(report, made / "fidelab-report.html")
     _write(made / RECORD, record)
     made.rename(output)
     shutil.rmtree(work, ignore_errors=True)
@@ -266,7 +269,14 @@ def _compared(
     say: Callable[[str], None],
     listener: Listener | None,
 ) -> Report:
-    """The result against the original, both in float32 on engine hf: its weights are read as dense ones, exactly."""
+    """The result against the original, both in float32 on engine hf: its weights are read as dense ones, exactly.
+
+    The report tells the bytes that the result's own files have.
+    """
+    finished = work / "report.json"
+    if finished.is_file():
+        say("already compared")
+        return Report.from_json(finished)
     dense = work / "dense"
     if not dense.is_dir():
         say("dequantizing for the comparison")
@@ -286,7 +296,16 @@ def _compared(
         },
         "the comparison of fidelab quantize",
     )
-    return execute(experiment, command="fidelab quantize", listener=listener)[0]
+    report = execute(experiment, command="fidelab quantize", listener=listener)[0]
+    with open_checkpoint(made) as checkpoint:
+        size = checkpoint.nbytes
+    arms = [
+        arm if arm.ran is None else arm.model_copy(update={"ran": arm.ran.model_copy(update={"weight_bytes": size})})
+        for arm in report.candidates
+    ]
+    report = recommended(report.model_copy(update={"candidates": tuple(arms)}))
+    _write_text(finished, report.to_json())
+    return report
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
