@@ -19,6 +19,7 @@ from fidelab.metrics.divergence import (
     RowComparison,
     compare_rows,
     compare_topk,
+    floored_topk,
     head_logits,
     kl_by_confidence,
     kl_by_position,
@@ -600,6 +601,32 @@ def test_confidence_bins_are_tenths_and_the_last_one_is_closed() -> None:
     assert got.means[0] == 1.0
     assert got.means[1] is None
     assert got.means[-1] == 3.0
+
+
+# ------------------------------------------------------------------------------------------------ floored top-k
+
+
+def test_a_token_that_leaves_the_other_sides_list_is_charged_the_floor() -> None:
+    p, q = np.log([[0.9, 0.099, 0.001]]), np.log([[0.9, 0.001, 0.099]])
+    # the union is {0, 1, 2}; token 1 is listed by P alone, token 2 by Q alone
+    expected = 0.099 * (math.log(0.099) + 30) + math.exp(-30) * (-30 - math.log(0.099))
+    assert floored_topk(p, q, 2)[0] == pytest.approx(expected)
+    assert floored_topk(p, q, 3)[0] == pytest.approx(rel_entr(np.exp(p), np.exp(q)).sum())
+
+
+def test_the_number_of_listed_tokens_alone_moves_it_tenfold() -> None:
+    ref, test = random_pair(40, 5000, 0.086)
+    truth = compare(ref, test).kl.mean()
+    few, many, all_ = (floored_topk(ref, test, k).mean() for k in (20, 256, 5000))
+    assert truth == pytest.approx(0.0037, abs=2e-4)
+    assert few > 2 * many > 10 * truth
+    assert all_ == pytest.approx(truth, rel=1e-6)
+
+
+def test_a_broken_row_has_no_floored_kl() -> None:
+    ref, test = random_pair(3, 11)
+    test[1, 4] = NAN
+    assert np.isnan(floored_topk(ref, test, 5)).tolist() == [False, True, False]
 
 
 # ------------------------------------------------------------------------------------- other divergences, summarised

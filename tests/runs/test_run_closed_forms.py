@@ -31,6 +31,17 @@ def geometric(a: float, b: float) -> float:
 # --------------------------------------------------------------------------------------------------- KLD
 
 
+def test_what_another_tool_would_make_of_the_captures_stands_beside_the_truth(tmp_path: Path) -> None:
+    flags = ("--set", "axes.kld.compat=refract", "--set", "axes.kld.k=256")
+    done = compare(tmp_path, "tilt[q=0.6]", flags=flags, windows=8)
+    kld = done.axis("tilt[q=0.6]", "kld")
+    assert kld.value("mean") == pytest.approx(tilt(0.6), abs=1e-6)
+    assert kld.value("top-k KLD") == pytest.approx(tilt(0.6), abs=1e-6)  # all 256 tokens are listed
+    few = compare(tmp_path, "tilt[q=0.6]", flags=(*flags[:3], "axes.kld.k=20"), windows=8)
+    assert (few.axis("tilt[q=0.6]", "kld").value("top-k KLD") or 0) > 10 * tilt(0.6)
+    assert few.axis("tilt[q=0.6]", "kld").value("mean") == kld.value("mean")
+
+
 @pytest.mark.parametrize("q", [0.6, 0.9])
 def test_mean_kl_of_the_two_level_family(q: float, grand: Done) -> None:
     kld = grand.axis(f"tilt[q={q}]", "kld")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
-from fidelab.axes.rows import compare_item, estimator_of, kl_score, not_measurable
+from fidelab.axes.rows import compare_item, estimator_of, floored_item, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
 from fidelab.core import Estimator
@@ -33,7 +33,7 @@ from fidelab.metrics.divergence import (
     summarise_flips,
     summarise_kl,
 )
-from fidelab.metrics.intervals import standard_error
+from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.results.measurement import Coordinates, Definition, Metric
 from fidelab.results.plots import Curve
 
@@ -94,6 +94,9 @@ KLD_METRICS = {
         "higher",
         "Length of the arm's responses at which importance weights halve the effective sample size.",
     ),
+    "compat": Definition(
+        "top-k KLD", "nats", None, "The mean over top tokens alone, with -30 for those that one side does not list."
+    ),
     "score": SCORE,
 }
 """The axis's metrics by the field of :class:`KLSummary`, :class:`Flips` or :class:`Divergences` that has the value."""
@@ -121,6 +124,10 @@ class KLDSettings(AxisSettings):
     )
     protocol: Literal["half", "full", "sliding"] = Field(default="half", description="which rows are scored")
     stride: int | None = Field(default=None, ge=1, description="sliding: tokens between windows; n_ctx / 4 by default")
+    compat: Literal["refract"] | None = Field(
+        default=None, description="also the figure that REFRACT would give from the top tokens of each side"
+    )
+    k: int = Field(default=20, ge=1, description="compat: tokens per side; 20 and 64 are its backends'")
     place: Literal["spread", "start"] | None = Field(
         default=None, description="half, full: windows spread over the documents (default), or from the text's start"
     )
@@ -231,6 +238,7 @@ class KLD(Axis):
         positions = np.tile(np.arange(request.first, request.last + 1, dtype=np.int32), len(order))
         clusters = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for r in order])
         score = kl_score(rows, clusters, bound=estimator_of(pair) is Estimator.TOPK)
+        compat = self._compat(pair, score, seed)
         documents = pair.ref.manifest["settings"].get("unit") == "document"
         n_clusters = score.n_clusters
         by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
@@ -238,7 +246,7 @@ class KLD(Axis):
             score,
             cluster="document" if documents else "block",
             right=(rows.right_ref, rows.right_test),
-            metrics=_metrics(score, rows, seed),
+            metrics=(*_metrics(score, rows, seed), *compat),
             positions={
                 "window": windows,
                 "position": positions,
@@ -258,8 +266,19 @@ class KLD(Axis):
                 "n_clusters": n_clusters,
                 "n_documents": n_clusters if documents else None,
                 "windows": len(pair.items),
+                **({"compat": self.settings.compat, "k": self.settings.k} if compat else {}),
             },
         )
+
+    def _compat(self, pair: Pair, score: AxisScore, seed: int) -> tuple[Metric, ...]:
+        if self.settings.compat is None or score.bound:
+            return ()
+        values = np.concatenate([floored_item(pair, r, t, self.settings.k) for r, t in pair.items])
+        known = np.isfinite(values)
+        if len(values) != len(score.num) or not known.any():
+            return ()
+        items = RatioItems.of(values[known], 1.0, score.clusters[known])
+        return (KLD_METRICS["compat"](ratio_estimate(items), ratio_interval(items, seed)),)
 
 
 def _badness(score: AxisScore) -> tuple[int, float]:

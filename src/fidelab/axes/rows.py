@@ -23,6 +23,7 @@ from fidelab.metrics.divergence import (
     RowComparison,
     compare_rows,
     compare_topk,
+    floored_topk,
     head_logits,
     kld_score,
     log_softmax,
@@ -33,6 +34,7 @@ __all__ = [
     "compare_item",
     "compare_many",
     "estimator_of",
+    "floored_item",
     "item_rows",
     "kl_score",
     "logits",
@@ -154,6 +156,16 @@ def compare_many(ref: Capture, tests: Sequence[Capture], item: int, targets: NDA
             del scores  # two such blocks and no third
     found = iter(parts)
     return [RowComparison.concat(next(found)) if test in whole else _none(n) for test in tests]
+
+
+def floored_item(pair: Pair, r: int, t: int, k: int) -> NDArray[np.float64]:
+    """REFRACT's KL of all rows of one item, from the ``k`` most likely tokens of each side."""
+    n = min(item_rows(pair.ref, r), item_rows(pair.test, t))
+    parts = []
+    for start in range(0, n, CHUNK):
+        at = start, min(start + CHUNK, n)
+        parts.append(floored_topk(logits(pair.ref, r, *at), logits(pair.test, t, *at), k))
+    return np.concatenate(parts) if parts else np.empty(0)
 
 
 def _logits_of(captures: Sequence[Capture], item: int, at: slice) -> NDArray[np.float32]:

@@ -30,6 +30,7 @@ __all__ = [
     "RowComparison",
     "compare_rows",
     "compare_topk",
+    "floored_topk",
     "head_logits",
     "kl_by_confidence",
     "kl_by_position",
@@ -388,6 +389,27 @@ def topk_lower_bound(
     if rest_p > 0.0:
         terms.append(rest_p * math.log(rest_p / rest_q))
     return max(0.0, math.fsum(terms))
+
+
+def floored_topk(ref_logits: NDArray[Any], test_logits: NDArray[Any], k: int, floor: float = -30.0) -> Floats:
+    """What REFRACT calls the KL of a row, from logits ``[n, V]`` of both sides: for comparison alone, nats ``[n]``.
+
+    ``Σ P·(log P − log Q)`` over the union of both sides' ``k`` most likely tokens, where a token that one side does not
+    list has the log-probability ``floor`` on that side.  See docs/metrics.md#imported-results.
+    """
+    found = np.empty(len(ref_logits))
+    common = min(ref_logits.shape[1], test_logits.shape[1])
+    k = min(k, common)
+    sides = log_softmax(ref_logits[:, :common]), log_softmax(test_logits[:, :common])
+    for row, logs in enumerate(zip(*sides, strict=True)):
+        if np.isnan(logs).any():
+            found[row] = np.nan
+            continue
+        listed = [_largest(side, k) for side in logs]
+        ids = np.union1d(*listed)
+        log_p, log_q = (np.where(np.isin(ids, own), side[ids], floor) for side, own in zip(logs, listed, strict=True))
+        found[row] = (np.exp(log_p) * (log_p - log_q)).sum()
+    return found
 
 
 def _reported(ids: ArrayLike, logprobs: ArrayLike) -> Mapping[int, float]:
