@@ -105,6 +105,45 @@ def kld_dumps(
     gate(imported.report, fail_under)
 
 
+@app.command("lm-eval")
+@options.expand_options
+def lm_eval(
+    *,
+    ref_dir: Annotated[Path, typer.Argument(metavar="REF", help="The reference's output folder, with samples.")],
+    test_dirs: Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same of one or more candidates.")],
+    name: Annotated[
+        list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder; the folder's by default.")
+    ] = None,
+    margin: options.Margin = None,
+    bootstrap: options.SeedOptions,
+    runs: _RunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    """Compare runs of lm-evaluation-harness item by item, from what --log_samples wrote.
+
+    [bold]Example[/bold]
+
+      lm_eval --tasks arc_easy --output_path out/bf16 --log_samples …
+
+      fidelab import lm-eval out/bf16 out/fp8 --margin 1%
+    """
+    from fidelab.config.load import validate_as
+    from fidelab.config.schema import Limits
+    from fidelab.imports import IMPORTS
+
+    given = {} if margin is None else {"margin": validate_as(Limits, {"margin": margin}, "import lm-eval").margin}
+    imported = IMPORTS.load("lm-eval")(
+        ref_dir,
+        test_dirs,
+        runs.output_dir,
+        names=name or None,
+        seed=bootstrap.seed,
+        command=command_line(),
+        **given,
+    )
+    _finish(imported, as_json=as_json)
+
+
 @app.command("throughput")
 @options.expand_options
 def throughput(

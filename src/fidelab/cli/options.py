@@ -491,13 +491,15 @@ class LimitOptions(Options, panel=SCORING):
         return {"limits": given} if given else {}
 
 
+Margin = Annotated[
+    str | None, typer.Option(help="Loss of accuracy that a certificate rules out. \\[default: 1%]", show_default=False)
+]
+
+
 class MarginOptions(LimitOptions):
     """The same where scores are computed."""
 
-    margin: Annotated[
-        str | None,
-        typer.Option(help="Loss of accuracy that a certificate rules out. \\[default: 1%]", show_default=False),
-    ] = None
+    margin: Margin = None
 
 
 class RunsOptions(Options):

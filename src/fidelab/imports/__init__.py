@@ -10,6 +10,7 @@ IMPORTS = Registry(
     {
         "refract": "fidelab.imports.refract:import_refract",
         "kld-dumps": "fidelab.imports.kld_dumps:import_dumps",
+        "lm-eval": "fidelab.imports.lm_eval:import_samples",
         "throughput": "fidelab.imports.throughput:import_throughput",
     },
 )

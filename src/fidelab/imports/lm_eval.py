@@ -1,0 +1,267 @@
+"""``fidelab import lm-eval``: what lm-evaluation-harness wrote with ``--log_samples``, compared item by item.
+
+Each folder holds ``samples_TASK_TIME.jsonl`` (in a folder of the model's name, or beside it), a line per item and
+filter with ``doc_id``, ``doc_hash``, ``target_hash`` and the values of its metrics.  The harness compares two models by
+an unpaired z-test of their means, which throws away that both answered the same items; here items are paired.  Metrics
+that are 0 or 1 are read, others are named and left out.  See docs/metrics.md#imported-results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from fidelab.core import Status
+from fidelab.errors import InputError, MismatchError, UsageError
+from fidelab.imports.leave import Imported, Source, leave_run
+from fidelab.metrics.equivalence import MARGIN, Loss, certify, flip_counts
+from fidelab.metrics.intervals import RatioItems, paired_difference
+from fidelab.results.decision_record import Certificate, CertificateClaim, FlipRecord
+from fidelab.results.measurement import Definition, Measurement
+from fidelab.results.record import ArmRecord, KVFormats, Verdict
+
+__all__ = ["import_samples"]
+
+_NAMED = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl")
+_MOST = 1 << 30  # bytes of a file
+_OWN = {"doc_id", "doc_hash", "prompt_hash", "target_hash", "filter"}
+
+_ACCURACY = Definition("accuracy", "share", "higher", "Share of the items that the arm gets right.")
+_REFERENCE = Definition("reference accuracy", "share", None, "Share of the items that the reference gets right.")
+_DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired over the items.")
+_P = Definition("McNemar p", "p", None, "McNemar's exact test of items lost against gained.")
+_UNPAIRED = Definition("unpaired p", "p", None, "The z-test that the harness's own comparison makes of two means.")
+_LOST = Definition("lost", "count", None, "Items that the reference alone gets right.")
+_GAINED = Definition("gained", "count", None, "Items that the arm alone gets right.")
+
+Key = tuple[str, str, str]  # task, filter, metric
+
+
+@dataclass
+class _Samples:
+    """The items of one folder: key → document → 0 or 1; ``documents``: (task, document) → hash of its content."""
+
+    path: Path
+    values: dict[Key, dict[int, float]] = field(default_factory=dict)
+    documents: dict[tuple[str, int], str] = field(default_factory=dict)
+    left: set[Key] = field(default_factory=set)
+
+
+def import_samples(
+    ref: Path,
+    tests: Sequence[Path],
+    output_dir: Path,
+    *,
+    names: Sequence[str] | None = None,
+    margin: float = MARGIN,
+    seed: int = 42,
+    command: str = "",
+) -> Imported:
+    """Compare folders of samples with a reference folder, and leave a run folder.
+
+    Args:
+        names: of the candidates, one per folder; the folders' names by default.
+        margin: loss of accuracy that the certificate rules out, 0 … 1.
+        seed: of the bootstrap.
+
+    Raises:
+        InputError: a folder without samples, or a damaged line; the message names file and line.
+        MismatchError: folders without a task in common, or with other items in one.
+        UsageError: names that do not fit, or the reference as a test.
+    """
+    labels = list(names) if names is not None else [test.resolve().name for test in tests]
+    if len(labels) != len(tests) or len(set(labels)) < len(labels):
+        raise UsageError("give --name once per folder, in their order, each another one")
+    if any(test.resolve() == ref.resolve() for test in tests):
+        raise UsageError(f"{ref} is the reference itself: nothing would be compared")
+    reference, arms = _read(ref), [_read(test) for test in tests]
+    pairs = [_paired(reference, arm) for arm in arms]
+    judged = certify(
+        {
+            (label, key): [Loss.of_accuracy(a, b, np.arange(len(a)), margin)]
+            for label, pair in zip(labels, pairs, strict=True)
+            for key, (a, b) in pair.items()
+        },
+        seed=seed,
+    )
+    bare: dict[str, Any] = {"engine": "lm-eval", "model": "unstated model", "kv": KVFormats(k="unstated", v="unstated")}
+    records = []
+    for label, pair in zip(labels, pairs, strict=True):
+        axes = {_axis_name(key): _axis(key, *sides, seed) for key, sides in pair.items()}
+        certificates = {}
+        for key, sides in pair.items():
+            judgement = judged[label, key]
+            claims = tuple(
+                CertificateClaim(
+                    name=claim.name,
+                    unit=claim.unit,
+                    margin=claim.margin,
+                    estimate=claim.estimate,
+                    ci=claim.interval,
+                    state=claim.state,
+                    detectable=claim.detectable,
+                    clusters=claim.clusters,
+                    clusters_needed=claim.clusters_needed,
+                    equivalent=claim.equivalent,
+                )
+                for claim in judgement.claims
+            )
+            flips = FlipRecord(**vars(flip_counts(*sides, np.arange(len(sides[0])))))
+            certificates[_axis_name(key)] = Certificate(
+                state=judgement.state, level=judgement.level, claims=claims, flips=(flips,)
+            )
+        records.append(
+            ArmRecord(
+                status=Status.OK,
+                name=label,
+                axes=axes,
+                certificates=certificates,
+                verdict=Verdict(sentence="; ".join(_said(name, axes[name], certificates[name]) for name in axes)),
+                **bare,
+            )
+        )
+    facts = {"reference": str(ref.name), "margin": margin, "tasks": sorted({key[0] for key in reference.values})}
+    source = Source("lm-eval", facts, facts, {"lm-eval": facts["tasks"]})
+    report, folder = leave_run(
+        source, ArmRecord(status=Status.OK, name=ref.resolve().name, **bare), records, output_dir, command
+    )
+    return Imported(report, folder, tuple(_notes(reference, arms, pairs)))
+
+
+def _read(path: Path) -> _Samples:
+    if not path.is_dir():
+        raise InputError(f"{path} is no folder: name what lm_eval --output_path PATH --log_samples wrote")
+    files: dict[str, Path] = {}
+    for file in sorted(path.rglob("samples_*.jsonl")):
+        if match := _NAMED.fullmatch(file.name):
+            files[match["task"]] = file  # of several runs the last one
+    if not files:
+        raise InputError(f"{path} holds no samples_TASK_TIME.jsonl: run lm_eval with --log_samples")
+    samples = _Samples(path)
+    for task, file in files.items():
+        if file.stat().st_size > _MOST:
+            raise InputError(f"{file} has more than {_MOST >> 30} GiB: that is no file of samples")
+        with file.open("r", encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    _add(samples, task, line, f"{file}, line {number}")
+    return samples
+
+
+def _add(samples: _Samples, task: str, line: str, where: str) -> None:
+    try:
+        item = json.loads(line)
+        document = item["doc_id"]
+        if not isinstance(document, int) or isinstance(document, bool):
+            raise TypeError("doc_id is no whole number")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{where} is no sample of lm-eval ({error.__class__.__name__}: {error})") from None
+    content = f"{item.get('doc_hash')} {item.get('target_hash')}"
+    if samples.documents.setdefault((task, document), content) != content:
+        raise InputError(f"{where}: item {document} is there twice with different contents")
+    listed = item.get("metrics")
+    metrics = listed if isinstance(listed, list) else [name for name in item if name not in _OWN]
+    for name in metrics:
+        value = item.get(name)
+        if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
+            key = task, str(item.get("filter", "none")), str(name)
+            samples.values.setdefault(key, {})[document] = float(value)
+        elif isinstance(value, int | float | list):
+            samples.left.add((task, str(item.get("filter", "none")), str(name)))
+
+
+def _paired(ref: _Samples, test: _Samples) -> dict[Key, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Right answers of both sides, item by item."""
+    common = [key for key in ref.values if key in test.values and key not in ref.left | test.left]
+    if not common:
+        have, there = (sorted({key[0] for key in side.values}) or ["nothing"] for side in (ref, test))
+        raise MismatchError(
+            f"{ref.path} and {test.path} have no task with right and wrong answers in common: {', '.join(have[:5])} "
+            f"against {', '.join(there[:5])}"
+        )
+    pairs = {}
+    for key in common:
+        ours, theirs = ref.values[key], test.values[key]
+        if odd := sorted(ours.keys() ^ theirs.keys()):
+            raise MismatchError(
+                f"task {key[0]}: item {odd[0]} is in one of {ref.path} and {test.path} alone, with {len(odd) - 1} "
+                "more: run both with the same items (--limit, --samples)"
+            )
+        other = next((n for n in ours if ref.documents[key[0], n] != test.documents[key[0], n]), None)
+        if other is not None:
+            raise MismatchError(
+                f"task {key[0]}: item {other} has other content in {test.path} than in {ref.path}: another version of "
+                "the task, or another order"
+            )
+        order = sorted(ours)
+        pairs[key] = np.array([ours[n] for n in order]), np.array([theirs[n] for n in order])
+    return pairs
+
+
+def _axis_name(key: Key) -> str:
+    task, filter_, metric = key
+    return ":".join(["lm-eval", task, metric, *([] if filter_ == "none" else [filter_])])
+
+
+def _axis(key: Key, ref: NDArray[np.float64], test: NDArray[np.float64], seed: int) -> Measurement:
+    n = len(ref)
+    items = np.arange(n)
+    right, left = (RatioItems.of(side, 1.0, items) for side in (test, ref))
+    difference = paired_difference(right, left, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
+    flips = flip_counts(ref, test, items)
+    return Measurement(
+        status=Status.IDENTICAL if (ref == test).all() else Status.OK,
+        title=f"{key[0]}, {key[2]}" + (f" ({key[1]})" if key[1] != "none" else ""),
+        n_items=n,
+        n_clusters=n,
+        cluster="item",
+        metrics=(
+            _DIFFERENCE(difference.estimate, difference.interval, headline=True),
+            _ACCURACY(float(test.mean())),
+            _REFERENCE(float(ref.mean())),
+            _P(flips.p),
+            _UNPAIRED(_unpaired(ref, test)),
+            _LOST(flips.harmful),
+            _GAINED(flips.beneficial),
+        ),
+    )
+
+
+def _unpaired(ref: NDArray[np.float64], test: NDArray[np.float64]) -> float | None:
+    """The p-value of a z-test of two means with their standard errors, as if other items had been asked."""
+    n = len(ref)
+    errors = [side.std(ddof=1) / math.sqrt(n) for side in (ref, test)] if n > 1 else [0.0]
+    error = math.hypot(*errors)
+    return None if error == 0.0 else float(2 * special.ndtr(-abs(test.mean() - ref.mean()) / error))
+
+
+def _said(name: str, axis: Measurement, certificate: Certificate) -> str:
+    [claim] = certificate.claims
+    words = {
+        "holds": f"a loss of {100 * claim.margin:g} points is ruled out",
+        "exceeded": f"a loss of {100 * claim.margin:g} points or more is shown",
+        "underpowered": f"too few items to see {100 * claim.margin:g} points",
+        "undecided": f"a loss of {100 * claim.margin:g} points is neither shown nor ruled out",
+    }
+    lost, gained = (int(axis.value(key) or 0) for key in ("lost", "gained"))
+    p = axis.value("McNemar p")
+    counts = f"lost {lost} of {axis.n_items}, gained {gained} (p = {p:.2g})"
+    return f"{name.removeprefix('lm-eval:')}: {counts}; {words[claim.state]}"
+
+
+def _notes(ref: _Samples, arms: Sequence[_Samples], pairs: Sequence[Mapping[Key, Any]]) -> Iterator[str]:
+    for key in sorted(set[Key]().union(ref.left, *(arm.left for arm in arms))):
+        yield f"{_axis_name(key)} has values other than 0 and 1 and was left out"
+    for arm, pair in zip(arms, pairs, strict=True):
+        alone = sorted({key[0] for key in ref.values.keys() ^ arm.values.keys()} - {key[0] for key in pair})
+        if alone:
+            yield f"{arm.path} and {ref.path} do not both have {', '.join(alone)}"

@@ -1,0 +1,188 @@
+"""Samples of lm-evaluation-harness: paired tests against closed forms, and folders that cannot be compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from fidelab.errors import FidelabError, InputError, MismatchError, UsageError
+from fidelab.imports.leave import Imported
+from fidelab.imports.lm_eval import import_samples
+from fidelab.results.measurement import Measurement
+from tests.runs.harness import cli
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def samples(
+    folder: Path,
+    right: Sequence[int],
+    task: str = "arc_easy",
+    time: str = "2026-06-01T10-00-00.123456",
+    filters: Sequence[str] = ("none",),
+    change: Change = lambda _item: None,
+) -> Path:
+    """A folder as the harness leaves one: a line per item and filter."""
+    inner = folder / "model__name"
+    inner.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number, value in enumerate(right):
+        for filter_ in filters:
+            item = {
+                "doc_id": number,
+                "doc": {"question": f"q{number}"},
+                "target": "1",
+                "filter": filter_,
+                "metrics": ["acc", "loglikelihood"],
+                "doc_hash": f"d{number}",
+                "prompt_hash": f"p{number}",
+                "target_hash": f"t{number}",
+                "acc": float(value),
+                "loglikelihood": -1.5 - number,
+            }
+            change(item)
+            lines.append(json.dumps(item))
+    (inner / f"samples_{task}_{time}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def outcomes(both: int, lost: int, gained: int, neither: int) -> tuple[list[int], list[int]]:
+    """Right answers of reference and arm."""
+    ref = [1] * both + [1] * lost + [0] * gained + [0] * neither
+    test = [1] * both + [0] * lost + [1] * gained + [0] * neither
+    return ref, test
+
+
+def run(folder: Path, *tests: Path, **more: Any) -> Imported:
+    return import_samples(folder / "ref", tests, folder / "runs", **more)
+
+
+def only(imported: Imported) -> Measurement:
+    [arm] = imported.report.candidates
+    [axis] = arm.axes.values()
+    return axis
+
+
+def test_a_paired_test_finds_what_the_unpaired_one_of_the_harness_does_not(tmp_path: Path) -> None:
+    # the example of the harness's own discussion of it: 220 items, z-test 0.080, McNemar 0.008
+    ref, test = outcomes(110, 30, 12, 68)
+    samples(tmp_path / "ref", ref)
+    axis = only(run(tmp_path, samples(tmp_path / "test", test)))
+    assert axis.value("unpaired p") == pytest.approx(0.080, abs=5e-4)
+    assert axis.value("McNemar p") == pytest.approx(binomtest(12, 42).pvalue)
+    assert axis.value("McNemar p") == pytest.approx(0.008, abs=5e-4)
+    assert (axis.value("lost"), axis.value("gained"), axis.n_items) == (30, 12, 220)
+    assert axis.value("difference") == pytest.approx(-100 * 18 / 220)
+    low, high = axis.ci("difference") or (0, 0)
+    assert low < -100 * 18 / 220 < high < 0
+
+
+def test_twenty_equal_items_are_no_certificate_and_two_thousand_are(tmp_path: Path) -> None:
+    states = {}
+    for n in (20, 2000):
+        folder = tmp_path / str(n)
+        right = (np.random.default_rng(1).random(n) < 0.7).astype(int).tolist()
+        samples(folder / "ref", right)
+        [arm] = run(folder, samples(folder / "test", right)).report.candidates
+        [certificate] = arm.certificates.values()
+        states[n] = certificate.state
+        assert arm.verdict is not None
+    assert states == {20: "underpowered", 2000: "holds"}
+
+
+def test_a_planted_loss_is_exceeded(tmp_path: Path) -> None:
+    ref, test = outcomes(500, 120, 10, 370)
+    samples(tmp_path / "ref", ref)
+    [arm] = run(tmp_path, samples(tmp_path / "test", test)).report.candidates
+    [certificate] = arm.certificates.values()
+    assert certificate.state == "exceeded"
+    assert arm.verdict is not None
+    assert "lost 120 of 1000, gained 10" in arm.verdict.sentence
+
+
+def test_filters_are_apart_and_other_metrics_are_named(tmp_path: Path) -> None:
+    ref, test = outcomes(10, 3, 2, 5)
+    filters = ("strict-match", "flexible-extract")
+    samples(tmp_path / "ref", ref, "gsm8k", filters=filters)
+    imported = run(tmp_path, samples(tmp_path / "test", test, "gsm8k", filters=filters))
+    [arm] = imported.report.candidates
+    assert set(arm.axes) == {"lm-eval:gsm8k:acc:strict-match", "lm-eval:gsm8k:acc:flexible-extract"}
+    assert any("loglikelihood" in note and "left out" in note for note in imported.notes)
+
+
+def test_of_several_runs_in_a_folder_the_last_one_counts(tmp_path: Path) -> None:
+    ref, test = outcomes(10, 3, 2, 5)
+    samples(tmp_path / "ref", ref)
+    folder = samples(tmp_path / "test", ref)
+    samples(folder, test, time="2026-06-02T10-00-00.123456")
+    assert only(run(tmp_path, folder)).value("lost") == 3
+
+
+def _other_content(item: dict[str, Any]) -> None:
+    if item["doc_id"] == 7:
+        item["doc_hash"] = "another"
+
+
+def test_items_with_other_content_are_refused_by_number(tmp_path: Path) -> None:
+    ref, test = outcomes(10, 3, 2, 5)
+    samples(tmp_path / "ref", ref)
+    with pytest.raises(MismatchError, match=r"task arc_easy: item 7 has other content"):
+        run(tmp_path, samples(tmp_path / "test", test, change=_other_content))
+
+
+def test_fewer_items_and_other_tasks_are_refused(tmp_path: Path) -> None:
+    ref, test = outcomes(10, 3, 2, 5)
+    samples(tmp_path / "ref", ref)
+    with pytest.raises(MismatchError, match="item 18 is in one of"):
+        run(tmp_path, samples(tmp_path / "few", test[:18]))
+    with pytest.raises(MismatchError, match="arc_easy against hellaswag"):
+        run(tmp_path, samples(tmp_path / "other", test, "hellaswag"))
+
+
+DAMAGES = {
+    "no JSON": "{",
+    "a list": "[1]",
+    "without a number": '{"acc": 1.0}',
+    "with a text as number": '{"doc_id": "3", "acc": 1.0}',
+    "twice, differently": '{"doc_id": 0, "doc_hash": "x", "acc": 1.0}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_line_is_one_line_with_its_number(name: str, tmp_path: Path) -> None:
+    samples(tmp_path / "ref", [1, 0, 1])
+    folder = samples(tmp_path / "test", [1, 0, 1])
+    [file] = folder.rglob("*.jsonl")
+    file.write_text(file.read_text() + DAMAGES[name] + "\n")
+    with pytest.raises(FidelabError, match="line 4") as refused:
+        run(tmp_path, folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_without_samples_and_the_reference_itself_are_refused(tmp_path: Path) -> None:
+    samples(tmp_path / "ref", [1, 0])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="log_samples"):
+        run(tmp_path, tmp_path / "empty")
+    with pytest.raises(InputError, match="is no folder"):
+        run(tmp_path, tmp_path / "absent")
+    with pytest.raises(UsageError, match="itself"):
+        run(tmp_path, tmp_path / "ref")
+
+
+def test_the_command_writes_a_report_and_refuses_an_impossible_margin(tmp_path: Path) -> None:
+    ref, test = outcomes(110, 30, 12, 68)
+    samples(tmp_path / "ref", ref)
+    samples(tmp_path / "test", test)
+    done = cli("import", "lm-eval", "ref", "test", "--margin", "2%", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "lost 30 of 220" in " ".join(done.out.split())
+    assert (done.folder / "report.html").is_file()
+    refused = cli("import", "lm-eval", "ref", "test", "--margin", "200%", cwd=tmp_path)
+    assert (refused.code, "margin" in refused.err) == (2, True)
