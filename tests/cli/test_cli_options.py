@@ -89,6 +89,7 @@ OTHERS = {
     "--name": {
         "import refract": "a candidate's",
         "import kld-dumps": "a candidate's, repeated",
+        "import lm-eval": "a candidate's, repeated",
         "import throughput": "an arm's, repeated",
     },
     "--output-dir": {
@@ -100,6 +101,7 @@ OTHERS = {
         "charts": "pictures",
         "import refract": "no run was made, only its folder",
         "import kld-dumps": "no run was made, only its folder",
+        "import lm-eval": "no run was made, only its folder",
         "import throughput": "no run was made, only its folder",
     },
     "--prompts": {

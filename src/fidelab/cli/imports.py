@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 
+_Tests = Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same of one or more candidates.")]
+_Names = Annotated[
+    list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder; the folder's by default.")
+]
+
+
 class _RunsOptions(options.RunsOptions):
     output_dir: Annotated[Path, typer.Option(help="Where the run folder is made.")] = options.RunsOptions.output_dir
 
@@ -61,10 +67,8 @@ def kld_dumps(
             help="Reference: a folder, a file or a capture.",
         ),
     ],
-    test_dirs: Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same of one or more candidates.")],
-    name: Annotated[
-        list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder; the folder's by default.")
-    ] = None,
+    test_dirs: _Tests,
+    name: _Names = None,
     model: Annotated[str | None, typer.Option(help="What to call the model.", show_default=False)] = None,
     stride: Annotated[
         int | None,
@@ -110,10 +114,8 @@ def kld_dumps(
 def lm_eval(
     *,
     ref_dir: Annotated[Path, typer.Argument(metavar="REF", help="The reference's output folder, with samples.")],
-    test_dirs: Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same of one or more candidates.")],
-    name: Annotated[
-        list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder; the folder's by default.")
-    ] = None,
+    test_dirs: _Tests,
+    name: _Names = None,
     margin: options.Margin = None,
     bootstrap: options.SeedOptions,
     runs: _RunsOptions,
