@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
     "Claim",
@@ -20,7 +20,10 @@ __all__ = [
     "Vocabulary",
 ]
 
-Above0 = Annotated[float, Field(gt=0)]
+Above0 = Annotated[float, Field(ge=1e-12, le=1e18)]
+Whole = Annotated[int, Field(ge=1, le=10**9)]
+KL = Annotated[float, Field(ge=1e-12, le=2)]
+K = Annotated[int, Field(ge=1, le=4096)]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -45,9 +48,9 @@ class Rate(Claim):
     """Tokens per second of decoding; ``read_gb``: GB (10^9) that a step reads from the memory of all devices."""
 
     device: str
-    devices: PositiveInt = 1
+    devices: Whole = 1
     read_gb: Above0
-    batch: PositiveInt = 1
+    batch: Whole = 1
     tok_s: Above0
 
 
@@ -57,13 +60,13 @@ class Speedup(Claim):
     speedup: Above0
     kv: str
     reference: str = "bf16"
-    layers: PositiveInt
-    kv_heads: PositiveInt
-    head_dim: PositiveInt
+    layers: Whole
+    kv_heads: Whole
+    head_dim: Whole
     params: Above0
     weight_bits: Above0 = 16.0
-    context: PositiveInt | None = None
-    batch: PositiveInt = 1
+    context: Whole | None = None
+    batch: Whole = 1
 
 
 class Row(BaseModel):
@@ -77,9 +80,10 @@ class Row(BaseModel):
 
 
 class TimeRate(Claim):
-    """A table whose columns are the time of ``tokens`` tokens and their rate."""
+    """A table whose columns are the time of ``tokens`` tokens and a rate: of that time, or of decoding alone."""
 
-    tokens: PositiveInt
+    tokens: Whole
+    rate: Literal["whole", "decode"] = "whole"
     rows: Annotated[tuple[Row, ...], Field(min_length=1)]
 
 
@@ -95,8 +99,8 @@ class Proportions(Claim):
     ``claimed``: ``differ``, or ``equal`` within ``margin`` (a share of 1).
     """
 
-    n: PositiveInt
-    counts: dict[str, Count] = Field(default_factory=dict)
+    n: Annotated[int, Field(ge=1, le=10**7)]
+    counts: dict[str, Count] = Field(default_factory=dict, max_length=20)
     lost: Count | None = None
     gained: Count | None = None
     claimed: Literal["differ", "equal"] = "differ"
@@ -123,17 +127,17 @@ class TopK(Claim):
     ``kl`` and ``k`` are in the same order; ``floor`` is a log-probability.
     """
 
-    kl: tuple[Above0, Above0]
-    k: tuple[PositiveInt, PositiveInt]
-    floor: Annotated[float, Field(lt=0)] = -30.0
+    kl: tuple[KL, KL]
+    k: tuple[K, K]
+    floor: Annotated[float, Field(ge=-1000, lt=0)] = -30.0
 
 
 class KernelError(Claim):
     """A mean relative error (share of 1) credited to rounding to ``bits`` significant bits in attention."""
 
     error: Above0
-    tokens: Annotated[int, Field(ge=2, le=65536)]
-    head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
+    tokens: Annotated[int, Field(ge=2, le=8192)]
+    head_dim: Annotated[int, Field(ge=1, le=512)] = 128
     bits: Annotated[int, Field(ge=2, le=23)] = 8
 
 
@@ -169,10 +173,10 @@ class Vocabulary(Claim):
     ``kept`` under reference and candidate, for the size of the error.
     """
 
-    kept: PositiveInt
-    vocabulary: PositiveInt
-    tp: PositiveInt = 1
-    padding: PositiveInt = 64
+    kept: Whole
+    vocabulary: Whole
+    tp: Whole = 1
+    padding: Whole = 64
     outside: tuple[
         Annotated[float, Field(gt=0, lt=1)],
         Annotated[float, Field(gt=0, lt=1)],

@@ -62,6 +62,6 @@ def _show(judged: list[Judged]) -> None:
         line(f"{one_line(one.claim.name)}: {one.verdict}", style="bold")
         if one.claim.published:
             source = f" ({one_line(one.claim.source)})" if one.claim.source else ""
-            line(f"  Published: {one_line(one.claim.published)}{source}")
+            line(f"  published: {one_line(one.claim.published)}{source}")
         for text in one.arithmetic:
-            line(f"  {text[0].upper()}{text[1:]}.")
+            line(f"  - {one_line(text)}")
