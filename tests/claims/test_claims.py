@@ -1,4 +1,4 @@
-"""Each claim that comes with fidelab has its verdict from a second computation; files of claims are refused in a line."""
+"""Each claim that comes with fidelab has its figures from a second computation; bad files are refused in a line."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_what_arithmetic_allows_holds(tmp_path: Path) -> None:
         ("claims:\n- {name: a, kind: proportions, n: -3, counts: {a: 1, b: 2}}", "claims.0.n: "),
         ("claims:\n- {name: a, kind: proportions, n: 3, counts: {a: 1, b: 4}}", "b has 4 of 3"),
         ("claims:\n- {name: a, kind: proportions, n: 3, lost: 1}", "give both lost and gained"),
-        ("claims:\n- {name: a, kind: rate, device: H100, read: 1, tok_s: 3}", "did you mean 'read_gb'?"),
+        ("claims:\n- {name: a, kind: rate, device: H100, read_gb: 1, tok_s: 3, devces: 1}", "did you mean 'devices'?"),
         ("claims: []", "expected the key 'claims' alone"),
         ("- {name: a}", "expected keys like 'claims:'"),
         ("claims:\n- 3", "claims.0: unknown kind None"),

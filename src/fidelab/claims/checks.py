@@ -259,8 +259,9 @@ def _top_k(claim: schema.TopK) -> Finding:
     pairs = _constructed(true)
     scores = [float(np.mean([top_k_score(*pair, k, claim.floor) for pair in pairs])) for k in claim.k]
     said = (
-        f"a power law of {_HEAD} likely and {_VOCABULARY - _HEAD:,} rare tokens, disturbed until its KL over all of them "
-        f"is {true:.3g} nats ({_ROWS} draws), scores {scores[0]:.3g} with K = {claim.k[0]} and {scores[1]:.3g} with K = {claim.k[1]}",
+        f"a power law of {_HEAD} likely and {_VOCABULARY - _HEAD:,} rare tokens, disturbed until its KL over all of "
+        f"them is {true:.3g} nats ({_ROWS} draws), scores {scores[0]:.3g} with K = {claim.k[0]} and {scores[1]:.3g} "
+        f"with K = {claim.k[1]}",
         f"a token that one side lacks is charged {claim.floor:g}: a swap at rank K costs P·(log P − {claim.floor:g})",
     )
     figures = {"true": true, "score_0": scores[0], "score_1": scores[1]}
