@@ -262,7 +262,7 @@ def _top_k(claim: schema.TopK) -> Finding:
         f"a power law of {_HEAD} likely and {_VOCABULARY - _HEAD:,} rare tokens, disturbed until its KL over all of "
         f"them is {true:.3g} nats ({_ROWS} draws), scores {scores[0]:.3g} with K = {claim.k[0]} and {scores[1]:.3g} "
         f"with K = {claim.k[1]}",
-        f"a token that one side lacks is charged {claim.floor:g}: a swap at rank K costs P·(log P − {claim.floor:g})",
+        f"a token that one side lacks is charged {claim.floor:g}: a swap at rank K costs P·(log P + {-claim.floor:g})",
     )
     figures = {"true": true, "score_0": scores[0], "score_1": scores[1]}
     difference, alone = claim.kl[0] - claim.kl[1], scores[0] - scores[1]

@@ -456,7 +456,7 @@ def _discordant(a: RatioItems, b: RatioItems, bounds: Interval, n: int) -> tuple
 
 
 def discordant_interval(lost: int, gained: int, n: int, level: float) -> Interval:
-    """Gaffke's bound of (gained − lost)/n.
+    """Gaffke's bound of (gained − lost)/n. See docs/metrics.md#paired-differences.
 
     With weights that follow Dirichlet(lost, gained + 1, n − lost − gained) for the upper end, the gained share B of the
     discordant weight S is beta(gained + 1, lost), and ``S·(2B − 1)`` lies below 0 with McNemar's one-sided p.
