@@ -103,7 +103,7 @@ def test_gsm8k_of_200_cannot_show_equality_within_a_point(shipped: dict[str, Jud
     assert one.figures["detectable"] > 0.05
 
 
-def test_k_alone_turns_0_0037_nats_into_0_04(shipped: dict[str, Judged]) -> None:
+def test_k_alone_turns_0_0037_nats_into_0_04(tmp_path: Path) -> None:
     pairs = checks._constructed(0.0037)
     true = [float((np.exp(ref) * (ref - test)).sum()) for ref, test in pairs]
     assert np.mean(true) == pytest.approx(0.0037, rel=1e-6)
@@ -117,10 +117,18 @@ def test_k_alone_turns_0_0037_nats_into_0_04(shipped: dict[str, Judged]) -> None
             for token in {*mine, *others}:
                 p, q = mine.get(token, -30.0), others.get(token, -30.0)
                 scores[k] += math.exp(p) * (p - q) / len(pairs)
-    figures = shipped["top-20-against-top-64"].figures
+    one = judged(tmp_path, kind="top_k", kl=[0.04, 0.0037], k=[20, 64])
+    assert one.verdict is CANNOT
+    figures = one.figures
     assert (figures["score_0"], figures["score_1"]) == pytest.approx((scores[20], scores[64]))
     assert scores[20] == pytest.approx(0.04, rel=0.2)
     assert scores[64] == pytest.approx(0.0037, rel=0.05)
+
+
+def test_k_alone_makes_more_than_the_published_difference_of_engines(shipped: dict[str, Judged]) -> None:
+    figures = shipped["top-20-against-top-64"].figures
+    assert figures["score_0"] - figures["score_1"] > 0.037 - 0.021
+    assert figures["score_1"] == pytest.approx(0.021, rel=0.05)
 
 
 def test_attention_in_bf16_at_128_tokens_errs_by_far_less_than_15_percent(shipped: dict[str, Judged]) -> None:
