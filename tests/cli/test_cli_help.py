@@ -35,6 +35,7 @@ COMMANDS = [
     ("import", "throughput"),
     ("import", "kld-dumps"),
     ("diff",),
+    ("claims",),
     ("baseline",),
     ("baseline", "save"),
     ("baseline", "list"),

@@ -40,15 +40,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     return validate(read_yaml(path, overrides), str(path))
 
 
-def read_yaml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The keys of a settings file, with ``a.b=c`` overrides applied.
+def read_yaml(path: Path, overrides: Sequence[str] = (), keys: str = "'model:' and 'candidates:'") -> dict[str, Any]:
+    """The keys of a settings file, with ``a.b=c`` overrides applied; ``keys``: such as it should have, for the message.
 
     Raises:
         ConfigError: missing, not UTF-8, not YAML or no keys; the message names the place.
     """
     data = _parse(read_text(path), path)
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected keys like 'model:' and 'candidates:', found {type(data).__name__}")
+        raise ConfigError(f"{path}: expected keys like {keys}, found {type(data).__name__}")
     apply_overrides(data, overrides)
     return data
 

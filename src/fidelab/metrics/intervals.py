@@ -48,6 +48,7 @@ __all__ = [
     "RatioItems",
     "binomial_interval",
     "critical_value",
+    "discordant_interval",
     "mcnemar_exact",
     "paired_difference",
     "ratio_estimate",
@@ -259,11 +260,11 @@ def paired_difference(
     if estimate is None:
         return PairedDifference(difference, None, n, p)
     if counts is not None:
-        lo, hi = (width * end for end in _discordant_interval(*counts, n, level))
+        lo, hi = (width * end for end in discordant_interval(*counts, n, level))
     elif not proportion:
         lo, hi = _mean_interval(estimate, resamples, level)
     elif (a.num * b.den == b.num * a.den).all():
-        lo, hi = (width * end for end in _discordant_interval(0, 0, n, level))
+        lo, hi = (width * end for end in discordant_interval(0, 0, n, level))
     else:
         lo, hi = _share_interval(estimate, floors, resamples, level, several=len(a.clusters) > n)
     ends = [scale * min(max(end, -width), width) for end in (lo, hi)]
@@ -454,8 +455,8 @@ def _discordant(a: RatioItems, b: RatioItems, bounds: Interval, n: int) -> tuple
     return int((a.num < b.num).sum()), int((a.num > b.num).sum())
 
 
-def _discordant_interval(lost: int, gained: int, n: int, level: float) -> Interval:
-    """Gaffke's bound of (gained − lost)/n.
+def discordant_interval(lost: int, gained: int, n: int, level: float) -> Interval:
+    """Gaffke's bound of (gained − lost)/n. See docs/metrics.md#paired-differences.
 
     With weights that follow Dirichlet(lost, gained + 1, n − lost − gained) for the upper end, the gained share B of the
     discordant weight S is beta(gained + 1, lost), and ``S·(2B − 1)`` lies below 0 with McNemar's one-sided p.
