@@ -669,6 +669,13 @@ def test_equal_rows_have_no_rollout_length_and_infinite_ones_no_mean() -> None:
     assert found.tv[0] is not None
 
 
+def test_weights_beyond_all_bounds_have_no_mean_and_disturb_no_other() -> None:
+    found = summarise_divergences(compare(rows(*[[0.0, 0.0]] * 8), rows(*[[0.0, -300.0]] * 8)), np.arange(8))
+    assert found.chi2 == (None, None)
+    assert found.tv[0] == pytest.approx(0.5)
+    assert found.rollout[0] is not None
+
+
 def test_rows_of_the_top_tokens_have_no_other_divergences() -> None:
     report = np.array([[1, 2]]), np.log([[0.6, 0.3]])
     found = summarise_divergences(compare_topk(report, report, np.array([1])), np.arange(1))

@@ -61,6 +61,7 @@ _COLUMNS = 1 << 14
 _TALL = 64
 # Sums of float32 log-probabilities are known to about this much.
 _MASS_RESOLUTION = 1e-6
+_LARGEST = 1e100  # of χ² and k3: what is larger has no mean that a float could square
 _LEAST_ROWS = 8  # at the end of windows: fewer are no evidence that a way parts
 
 # ------------------------------------------------------------------------------------------------- head
@@ -598,7 +599,7 @@ def summarise_divergences(rows: RowComparison, clusters: NDArray[Any], seed: int
     usable = ~rows.failed & np.isfinite(rows.kl)
 
     def mean(values: Floats, known: Bools = usable, most: float = math.inf) -> Estimate:
-        if not known.any() or not np.isfinite(values[known]).all():
+        if not known.any() or not (np.abs(values[known]) < _LARGEST).all():
             return None, None
         items = RatioItems.of(values[known], 1.0, clusters[known])
         return ratio_estimate(items), ratio_interval(items, seed, bounds=(0.0, most))

@@ -126,7 +126,7 @@ def recommend(
     the verdict FAIL, or whose verdict other axes lowered, does not.  See docs/metrics.md#recommendation.
     """
     arms = [arm for arm in report.candidates if _KLD in arm.axes or arm.status is not Status.OK]
-    if not any(_KLD in arm.axes for arm in arms):
+    if not any(_KLD in arm.axes and arm.axes[_KLD].measured for arm in arms):
         return None
     asked = {"max_loss": max_loss, "max_flips": max_flips, "min_saving": min_saving}
     limits = {name: value for name, value in asked.items() if value is not None}
@@ -195,7 +195,7 @@ def _judge(
 ) -> _Judged:
     kld = arm.axes.get(_KLD)
     if kld is None or not arm.measured or not kld.measured:
-        return _Judged(arm, one_line(arm.reason or (kld.reason if kld else "") or "no KLD was measured"))
+        return _Judged(arm, "no KLD was measured")  # why stands with its verdict
     if arm.verdict is not None and arm.verdict.band == "FAIL" and certified:
         return _Judged(arm, "verdict FAIL")
     mean, top1 = kld.metric("mean", {}), kld.metric("top-1", {})
