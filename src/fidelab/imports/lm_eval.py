@@ -100,21 +100,7 @@ def import_samples(
         certificates = {}
         for key, sides in pair.items():
             judgement = judged[label, key]
-            claims = tuple(
-                CertificateClaim(
-                    name=claim.name,
-                    unit=claim.unit,
-                    margin=claim.margin,
-                    estimate=claim.estimate,
-                    ci=claim.interval,
-                    state=claim.state,
-                    detectable=claim.detectable,
-                    clusters=claim.clusters,
-                    clusters_needed=claim.clusters_needed,
-                    equivalent=claim.equivalent,
-                )
-                for claim in judgement.claims
-            )
+            claims = tuple(map(CertificateClaim.of, judgement.claims))
             flips = FlipRecord(**vars(flip_counts(*sides, np.arange(len(sides[0])))))
             certificates[_axis_name(key)] = Certificate(
                 state=judgement.state, level=judgement.level, claims=claims, flips=(flips,)

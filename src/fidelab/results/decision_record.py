@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from fidelab.metrics.equivalence import Claim
 from fidelab.results.values import Count, Interval, Positive, Record, Share
 
 __all__ = ["Certificate", "CertificateClaim", "CertificateState", "Dominance", "FlipRecord", "Recommendation"]
@@ -39,6 +40,23 @@ class CertificateClaim(Record):
     """Clusters like these with which the claim would be shown with probability 0.8, if the loss is as measured."""
     equivalent: bool = False
     """Both one-sided tests hold: the arm is not better by the margin either."""
+
+    @classmethod
+    def of(cls, claim: Claim, context: int | None = None) -> CertificateClaim:
+        """The record of a judged claim."""
+        return cls(
+            name=claim.name,
+            unit=claim.unit,
+            context=context,
+            margin=claim.margin,
+            estimate=claim.estimate,
+            ci=claim.interval,
+            state=claim.state,
+            detectable=claim.detectable,
+            clusters=claim.clusters,
+            clusters_needed=claim.clusters_needed,
+            equivalent=claim.equivalent,
+        )
 
 
 class FlipRecord(Record):

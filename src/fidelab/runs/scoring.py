@@ -466,21 +466,7 @@ def _certificate(judged: Judgement, whole: AxisScore) -> Certificate:
     for claim in judged.claims:
         number = seen[claim.name] = seen.get(claim.name, -1) + 1
         alone = sum(other.name == claim.name for other in judged.claims) == len(parts)
-        claims.append(
-            CertificateClaim(
-                name=claim.name,
-                unit=claim.unit,
-                context=contexts[number] if alone else None,
-                margin=claim.margin,
-                estimate=claim.estimate,
-                ci=claim.interval,
-                state=claim.state,
-                detectable=claim.detectable,
-                clusters=claim.clusters,
-                clusters_needed=claim.clusters_needed,
-                equivalent=claim.equivalent,
-            )
-        )
+        claims.append(CertificateClaim.of(claim, contexts[number] if alone else None))
     pools = _pools(parts)
     flips = tuple(
         FlipRecord(context=context if len(pools) == len(parts) else None, **vars(flip_counts(*pool)))
