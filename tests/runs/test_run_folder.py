@@ -135,6 +135,8 @@ def test_the_resolved_settings_spell_out_every_default(plain: Done) -> None:
         "protocol": "half",
         "stride": None,
         "place": None,
+        "compat": None,
+        "k": 20,
     }
     assert settings["axes"]["trajectory"]["template"] == "chat"
     assert "auto" not in (settings["dtype"], settings["device"], settings["threads"])
