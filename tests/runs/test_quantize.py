@@ -142,6 +142,7 @@ def test_the_comparison_tells_the_results_own_bytes_and_is_not_repeated(
     with open_checkpoint(output) as checkpoint:
         assert arm.ran is not None
         assert arm.ran.weight_bytes == checkpoint.nbytes
+    assert arm.model == str(output)
     assert (output / "fidelab-report.html").is_file()
 
 

@@ -97,7 +97,7 @@ def quantize(
     say("auditing")
     audited = audit(made, tp=recipe.tp)
     _write(made / "fidelab-audit.json", audited.as_json())
-    report = _compared(model, recipe.fidelity, made, work, say, listener) if recipe.fidelity else None
+    report = _compared(model, recipe.fidelity, made, output, work, say, listener) if recipe.fidelity else None
     record = {
         "schema": SCHEMA,
         "model": model,
@@ -265,6 +265,7 @@ def _compared(
     model: str,
     fidelity: Fidelity,
     made: Path,
+    output: Path,
     work: Path,
     say: Callable[[str], None],
     listener: Listener | None,
@@ -300,7 +301,12 @@ def _compared(
     with open_checkpoint(made) as checkpoint:
         size = checkpoint.nbytes
     arms = [
-        arm if arm.ran is None else arm.model_copy(update={"ran": arm.ran.model_copy(update={"weight_bytes": size})})
+        arm.model_copy(
+            update={
+                "model": str(output),  # the dense copy is removed
+                "ran": arm.ran and arm.ran.model_copy(update={"weight_bytes": size}),
+            }
+        )
         for arm in report.candidates
     ]
     report = recommended(report.model_copy(update={"candidates": tuple(arms)}))
