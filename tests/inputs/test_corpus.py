@@ -78,7 +78,7 @@ def test_other_encoding_is_refused_with_its_place(tmp_path: Path) -> None:
 
 
 def test_missing_text_names_what_there_is() -> None:
-    with pytest.raises(InputError, match="no text 'wikitext': write default, wikitext-2 or the path"):
+    with pytest.raises(InputError, match="no text 'wikitext': write default, domains, wikitext-2 or the path"):
         load_text("wikitext")
 
 

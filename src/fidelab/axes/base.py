@@ -37,6 +37,7 @@ from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Mea
 from fidelab.results.plots import Plot, TextPair, Texts
 
 if TYPE_CHECKING:
+    from fidelab.inputs.conversations import Traffic
     from fidelab.inputs.corpus import Text
     from fidelab.inputs.prompts import Prompt
     from fidelab.inputs.tokens import Template, Tokenizer
@@ -73,12 +74,18 @@ class AxisSettings(BaseModel):
 
 @dataclass(frozen=True)
 class AxisInputs:
-    """What requests are built from; ``max_positions`` is the model's limit in tokens, ``None`` if unknown."""
+    """What requests are built from; ``max_positions`` is the model's limit in tokens, ``None`` if unknown.
+
+    ``traffic``: the log that text and prompts are from, if they are.  ``private``: nothing of their words may be
+    written down, token ids apart.
+    """
 
     tokenizer: Tokenizer
     text: Text
     prompts: tuple[Prompt, ...]
     max_positions: int | None
+    traffic: Traffic | None = None
+    private: bool = False
 
 
 SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference.")
@@ -355,7 +362,7 @@ def prompt_ids(
         InputError: a prompt without tokens, or one that is too long for the model; ``setting`` says what to change.
     """
     prompts = inputs.prompts[:limit]
-    ids = tuple(inputs.tokenizer.chat(prompt.messages, template) for prompt in prompts)
+    ids = tuple(inputs.tokenizer.chat(prompt.messages, template, prompt.tools) for prompt in prompts)
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not tokens:
             raise InputError(f"prompt {prompt.id!r} has no tokens")

@@ -1,4 +1,4 @@
-"""Forced decode KLD: the reference's own greedy text, fed token by token through each arm's cache.
+"""Forced decode KLD: the reference's own greedy text, or recorded answers, token by token through each arm's cache.
 
 See docs/metrics.md#forced-decode-kld.
 
@@ -22,7 +22,8 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Request
 from fidelab.core import Estimator
-from fidelab.errors import CaptureError
+from fidelab.errors import CaptureError, UnavailableError
+from fidelab.inputs.conversations import recorded
 from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, kl_by_position, summarise_kl
 from fidelab.metrics.intervals import RatioItems, ratio_interval
@@ -64,6 +65,9 @@ class ForcedSettings(AxisSettings):
     limit: int | None = Field(default=16, ge=1, description="first prompts only")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="prompts that the reference continues together")
+    answers: Literal["reference", "recorded"] = Field(
+        default="reference", description="whose text is fed: the reference's greedy one, or the log's (--traffic)"
+    )
 
 
 class ForcedDecode(Axis):
@@ -85,11 +89,15 @@ class ForcedDecode(Axis):
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
         s = self.settings
+        if s.answers == "recorded":
+            return {_KL: self._recorded(inputs)}
         return {
             _PATH: greedy_probe(inputs, part_name(self.name, _PATH), s.n_predict, s.limit, s.template, batch=s.batch)
         }
 
     def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Request]:
+        if self.settings.answers == "recorded":
+            return {}
         path = reference.get(_PATH)
         if path is None or not isinstance(path.request, Generate):
             raise CaptureError("the reference left no greedy text to force; capture again")
@@ -103,8 +111,38 @@ class ForcedDecode(Axis):
             )
         }
 
+    def _recorded(self, inputs: AxisInputs) -> Forced:
+        """The first answers of the log, each behind the turns before it; the first tokens of longer ones.
+
+        Raises:
+            UnavailableError: there is no log, or it has no answer that fits the model.
+        """
+        s = self.settings
+        if inputs.traffic is None or inputs.traffic.text is not None:
+            raise UnavailableError("axes.forced.answers=recorded feeds the answers of a log: --traffic FILE.jsonl")
+        found, lost = recorded(inputs.tokenizer, inputs.traffic.conversations)
+        room = inputs.max_positions
+        fits = [each for each in found if room is None or len(each.prompt) + 1 < room]
+        if not fits:
+            raise UnavailableError(
+                f"forced: none of {len(found) + lost} recorded answers in {inputs.traffic.name} can be fed: the chat "
+                f"template writes {lost} otherwise, {len(found)} lie behind more turns than the model has positions"
+            )
+        fits = fits[: s.limit]
+        return Forced(
+            axis=part_name(self.name, _KL),
+            prompts=tuple(each.prompt for each in fits),
+            continuations=tuple(
+                each.answer[: s.n_predict if room is None else min(s.n_predict, room - len(each.prompt))]
+                for each in fits
+            ),
+            settings=(("n_predict", s.n_predict), ("recorded", len(fits)), ("template", inputs.tokenizer.template)),
+        )
+
     def foreseen(self, inputs: AxisInputs) -> Mapping[str, Request]:
         s, name = self.settings, part_name(self.name, _KL)
+        if s.answers == "recorded":
+            return {}
         prompts = prompt_ids(inputs, s.limit, s.template, s.n_predict, "axes.forced.n_predict")
         return {_KL: Forced(name, prompts, ((0,) * s.n_predict,) * len(prompts))}
 

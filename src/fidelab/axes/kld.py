@@ -9,7 +9,7 @@ positions are scored, but at least six: documents are the resampling clusters, a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
+from fidelab.axes.groups import DOMAIN, STRUCTURE, by_group, domains, structure_labels
 from fidelab.axes.rows import compare_item, estimator_of, floored_item, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
@@ -188,8 +189,10 @@ class KLD(Axis):
     def _cut(self, inputs: AxisInputs, part: str, n_ctx: int, windows: int) -> Prefill:
         from fidelab.inputs.corpus import make_windows
 
-        s = self.settings
-        cut = make_windows(inputs.tokenizer, inputs.text, n_ctx, windows, s.protocol, s.stride, s.place)
+        s, text = self.settings, inputs.text
+        cut = make_windows(inputs.tokenizer, text, n_ctx, windows, s.protocol, s.stride, s.place)
+        numbers = sorted({document for units in cut.units for document in units}) if cut.unit == "document" else []
+        named = tuple((document, name) for document in numbers if (name := text.domain_of(document)))
         return Prefill(
             axis=part_name(self.name, part),
             windows=cut.windows,
@@ -198,6 +201,7 @@ class KLD(Axis):
             units=cut.units,
             settings=(
                 ("bos", inputs.tokenizer.bos_id),
+                *((("domains", named),) if named else ()),
                 ("n_ctx", n_ctx),
                 ("place", cut.place),
                 ("protocol", s.protocol),
@@ -240,13 +244,14 @@ class KLD(Axis):
         score = kl_score(rows, clusters, bound=estimator_of(pair) is Estimator.TOPK)
         compat = self._compat(pair, score, seed)
         documents = pair.ref.manifest["settings"].get("unit") == "document"
+        grouped = tuple(self._groups(pair, request, order, rows, score, seed))
         n_clusters = score.n_clusters
         by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
         return replace(
             score,
             cluster="document" if documents else "block",
             right=(rows.right_ref, rows.right_test),
-            metrics=(*_metrics(score, rows, seed), *compat),
+            metrics=(*_metrics(score, rows, seed), *compat, *grouped),
             positions={
                 "window": windows,
                 "position": positions,
@@ -269,6 +274,22 @@ class KLD(Axis):
                 **({"compat": self.settings.compat, "k": self.settings.k} if compat else {}),
             },
         )
+
+    def _groups(
+        self, pair: Pair, request: Prefill, order: Sequence[int], rows: RowComparison, score: AxisScore, seed: int
+    ) -> Iterator[Metric]:
+        """Metrics by domain and by structure, of texts whose documents have domains."""
+        named = pair.ref.manifest["settings"].get("domains")
+        if not named or score.bound:
+            return
+        mean, top1 = KLD_METRICS["mean"], KLD_METRICS["top1"]
+        labels = {
+            DOMAIN: domains(score.clusters, {int(document): str(name) for document, name in named}),
+            STRUCTURE: structure_labels(pair, [request.windows[r] for r in order], request.first, request.last),
+        }
+        for coordinate, groups in labels.items():
+            if len(groups) == len(rows):
+                yield from by_group(coordinate, groups, rows, score.clusters, mean, top1, seed)
 
     def _compat(self, pair: Pair, score: AxisScore, seed: int) -> tuple[Metric, ...]:
         if self.settings.compat is None or score.bound:

@@ -22,7 +22,6 @@ from fidelab.core import canonical_json
 from fidelab.errors import CaptureError, InputError, UnknownNameError
 from fidelab.inputs.perturb import PERTURBATIONS, differences, perturb_prompt
 from fidelab.inputs.prompts import Prompt
-from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.drift import LOWEST_CELL, cell_scores, commonest, drift, ignores_prompts, sign_test
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.measurement import Definition
@@ -103,7 +102,7 @@ class PLAD(Axis):
     def request(self, inputs: AxisInputs) -> Generate:
         s, tokenizer = self.settings, inputs.tokenizer
         prompts = inputs.prompts[: s.limit]
-        asked = [item for index, prompt in enumerate(prompts) for item in self._questions(tokenizer, index, prompt)]
+        asked = [item for index, prompt in enumerate(prompts) for item in self._questions(inputs, index, prompt)]
         if not asked:
             raise InputError(
                 f"plad: of {', '.join(s.perturbations)} none applies to any of {len(prompts)} prompts; "
@@ -132,19 +131,20 @@ class PLAD(Axis):
             notes=tuple(canonical_json(note) for _, note in asked),
         )
 
-    def _questions(self, tokenizer: Tokenizer, index: int, prompt: Prompt) -> list[tuple[Tokens, dict[str, str | int]]]:
+    def _questions(self, inputs: AxisInputs, index: int, prompt: Prompt) -> list[tuple[Tokens, dict[str, str | int]]]:
         """Token ids and notes of a prompt, unperturbed and perturbed; empty if no perturbation changes its tokens."""
-        s = self.settings
-        plain = tokenizer.chat(prompt.messages, s.template)
+        s, tokenizer = self.settings, inputs.tokenizer
+        plain = tokenizer.chat(prompt.messages, s.template, prompt.tools)
         if not plain:
             raise InputError(f"plad: prompt {prompt.id!r} has no tokens")
         note: dict[str, str | int] = {"prompt": index, "id": prompt.id}
         questions = [(plain, {**note, "perturbation": _UNPERTURBED})]
         for name in s.perturbations:
             changed = perturb_prompt(prompt, name, s.seed + index)
-            ids = plain if changed is None else tokenizer.chat(changed.messages, s.template)
+            ids = plain if changed is None else tokenizer.chat(changed.messages, s.template, changed.tools)
             if changed is not None and ids != plain:
-                questions.append((ids, {**note, "perturbation": name, "change": differences(prompt, changed)}))
+                change = "" if inputs.private else differences(prompt, changed)
+                questions.append((ids, {**note, "perturbation": name, "change": change}))
         return questions if len(questions) > 1 else []
 
     def repeated(self, request: Request, share: float) -> Request | None:

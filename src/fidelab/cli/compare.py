@@ -146,7 +146,7 @@ def compare(
     from fidelab.errors import UsageError
 
     if resume_dir is not None:
-        named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts")
+        named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts", "traffic")
         options.refuse_beside_resume(context, "run", ("fail_under", "as_json", "plot", "trusted", *named))
         _go_on(resume_dir, _trust(trusted, engine, axes), fail_under, as_json, plot)
         return
@@ -322,6 +322,7 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
     words |= set(settings["engine_args"].items())
     words |= {(f"env.{name}", value) for name, value in settings["env"].items()}
     words |= {(key, value) for key in ("text", "prompts") if (value := getattr(axes, key)) != "default"}
+    words |= {("traffic", axes.traffic)} if axes.traffic is not None else set()
     return Trust(trusted or (), words, exact=True)
 
 

@@ -406,7 +406,9 @@ class ServableEngineOptions(EngineOptions):
 class TextOptions(Options, panel=MEASURED):
     """The text that is evaluated."""
 
-    text: Annotated[str, typer.Option(help="Evaluation text: 'default', 'wikitext-2', or a UTF-8 file.")] = "default"
+    text: Annotated[str, typer.Option(help="Evaluation text: 'default', 'domains', 'wikitext-2', or a UTF-8 file.")] = (
+        "default"
+    )
 
 
 class AxesOptions(TextOptions):
@@ -439,6 +441,15 @@ class AxesOptions(TextOptions):
         typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]", show_default=False),
     ] = None
     prompts: Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")] = "default"
+    traffic: Annotated[
+        str | None,
+        typer.Option(
+            help="Text and prompts from your own log: OpenAI's .jsonl with messages and tools, ShareGPT's .json, .txt.",
+            show_default=False,
+        ),
+    ] = None
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Traffic: leave out and count bad records.")] = False
+    keep_text: Annotated[bool, typer.Option("--keep-text", help="Traffic: its texts may stand in reports.")] = False
     n_predict: Annotated[
         int | None, typer.Option(help="Trajectory: tokens per prompt. \\[default: 64]", show_default=False)
     ] = None
@@ -456,7 +467,9 @@ class AxesOptions(TextOptions):
             "trajectory": {"n_predict": self.n_predict, "template": self.template},
         }
         axes = axis_settings(self.axes, flags, self.limit or [], self.quick)
-        return {"axes": axes, "text": self.text, "prompts": self.prompts}
+        log = {"traffic": self.traffic, "skip_bad": self.skip_bad, "keep_text": self.keep_text}
+        asked = {name: value for name, value in log.items() if value}
+        return {"axes": axes, "text": self.text, "prompts": self.prompts, **asked}
 
 
 class SeedOptions(Options, panel=SCORING):

@@ -272,6 +272,9 @@ class Experiment(BaseModel):
     benches: dict[str, dict[str, Any]] = Field(default_factory=dict, description="benches and their settings")
     text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
     prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
+    traffic: str | None = Field(default=None, description="a log of requests that text and prompts are taken from")
+    skip_bad: bool = Field(default=False, description="leave out what is wrong in the log of requests, and count it")
+    keep_text: bool = Field(default=False, description="show texts of the log of requests in reports")
     floor: float = Field(
         default=0.25, ge=0, le=1, description="share of the items captured again for the floor; 0: none"
     )
@@ -351,6 +354,8 @@ class Experiment(BaseModel):
             raise ValueError("axes: name at least one, or a bench")
         if self.axes and not self.candidates and not self.vary:
             raise ValueError("candidates: name at least one")
+        if self.traffic is not None and (self.text, self.prompts) != ("default", "default"):
+            raise ValueError("traffic gives the text and the prompts: leave out text and prompts")
         return self
 
     def cells(self) -> list[ArmConfig]:

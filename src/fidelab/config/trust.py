@@ -40,7 +40,11 @@ _KEY, _ADDRESS, _ATTENTION = "api-key-env", "base-url", "attention"
 # Options of engines and of their servers that name code, which they import and run.
 _CODE = re.compile(r"plugin|middleware|-cls$|logits-processor|custom-|-hooks$|kv-transfer|trust-remote-code")
 _TRUSTED: set[str] = set()  # presets that flags named, which are read once more when arms are made
-_NAMES = {"text": ("default", "wikitext-2"), "prompts": ("default",)}  # values that are no files
+_NAMES = {
+    "text": ("default", "domains", "wikitext-2"),
+    "prompts": ("default",),
+    "traffic": ("",),
+}  # values that are no files
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ def demands(settings: Asking) -> list[Demand]:
             host = options.get(_ADDRESS, "no address")
             found.append(Demand(_KEY, options[_KEY], f"is a variable whose content would be sent to {host!r}", host))
     for key, names in _NAMES.items():
-        value = getattr(settings, key, names[0])
+        value = getattr(settings, key, None) or names[0]
         if value not in names:
             found += _file(key, value)
     for values in ((getattr(settings, "axes", None) or {}).values(), getattr(settings, "benches", {}).values()):

@@ -16,10 +16,12 @@ from fidelab.errors import InputError, UsageError
 from fidelab.inputs.files import DATA, read_utf8
 from fidelab.inputs.tokens import Tokenizer
 
-__all__ = ["Place", "Protocol", "Text", "WindowSet", "load_text", "make_windows"]
+__all__ = ["TEXTS", "Place", "Protocol", "Text", "WindowSet", "load_text", "make_windows"]
 
 Protocol = Literal["half", "full", "sliding"]
 Place = Literal["spread", "start"]
+TEXTS = ("default", "domains", "wikitext-2")
+"""Names of texts that are no files."""
 
 _OWN = ("prose.md", "long.md")  # documents of about 470 tokens, and of 2,200 and more
 _WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
@@ -31,13 +33,19 @@ _MARKDOWN_TITLE = re.compile(r"^# [^\r\n]+\r?$", re.MULTILINE)
 class Text:
     """A corpus.  ``doc_starts``: character offsets of its documents, empty where it has fewer than two.
 
-    ``content`` is the file's text with its line ends as they are: other tools see the same bytes.
+    ``content`` is the file's text with its line ends as they are: other tools see the same bytes.  ``domains``: what
+    each document is (``code``), where that is known.
     """
 
     name: str
     content: str
     doc_starts: tuple[int, ...]
     sha256: str
+    domains: tuple[str, ...] = ()
+
+    def domain_of(self, document: int) -> str:
+        """The domain of a document by its number from 1, as windows have it; ``""``: not known."""
+        return self.domains[document - 1] if 1 <= document <= len(self.domains) else ""
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,10 @@ class WindowSet:
     text_tokens: int
 
 
-def load_text(name_or_path: str | Path) -> Text:
-    """The corpus of that name: ``default`` (the package's own), ``wikitext-2`` (from the hub), or a file's.
+def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> Text:
+    """The corpus of a name: ``default`` and ``domains`` (the package's own), ``wikitext-2`` (the hub's), or a file's.
+
+    ``domains`` holds eight kinds of text; ``tokenizer``: whose chat template writes its conversations.
 
     The package's own text is its short documents, then its long ones.
 
@@ -77,6 +87,10 @@ def load_text(name_or_path: str | Path) -> Text:
         InputError: no such file, not UTF-8 (with line and byte), empty, or the hub cannot be reached.
     """
     name = str(name_or_path)
+    if name == "domains":
+        from fidelab.inputs.conversations import domains_text
+
+        return domains_text(tokenizer)
     if name == "wikitext-2":
         content = _wikitext()
     elif name == "default":
@@ -84,7 +98,7 @@ def load_text(name_or_path: str | Path) -> Text:
     else:
         path = Path(name).expanduser()
         if not path.is_file():
-            raise InputError(f"no text {name!r}: write default, wikitext-2 or the path of a UTF-8 file")
+            raise InputError(f"no text {name!r}: write default, domains, wikitext-2 or the path of a UTF-8 file")
         content = read_utf8(path, "text")
     if not content.strip():
         raise InputError(f"text {name} is empty")

@@ -142,7 +142,7 @@ def _frame(tokenizer: Tokenizer, style: Style, *, several: bool) -> tuple[Tokens
     if style == "question" and tokenizer.template == "chat":
         mark = "HAYSTACK"
         asked = f"{mark}\n\nWhat {be} the rare paint color{s}?"
-        head, marker, tail = tokenizer.backend.render([{"role": "user", "content": asked}]).partition(mark)
+        head, marker, tail = tokenizer.render([{"role": "user", "content": asked}], generation=True).partition(mark)
         if not marker or mark in tail:
             raise InputError(
                 f"the chat template of {tokenizer.model.name} does not hold the user's text once: use style cloze"

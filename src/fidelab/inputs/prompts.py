@@ -15,11 +15,15 @@ __all__ = ["Prompt", "load_prompts"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as chat messages (``role`` and ``content``); ``kind`` groups prompts of one sort."""
+    """One prompt as chat messages (``role`` and ``content``); ``kind`` groups prompts of one sort.
+
+    ``tools``: functions that the model may call, in OpenAI's form.
+    """
 
     id: str
     kind: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 def load_prompts(path: Path | None = None, limit: int | None = None) -> tuple[Prompt, ...]:

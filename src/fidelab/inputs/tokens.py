@@ -21,11 +21,12 @@ from fidelab.models.bounds import bounded
 from fidelab.models.cache import cache_dir
 from fidelab.models.hub import first_line
 
-__all__ = ["ChatMessage", "Template", "Tokenizer", "apply_template"]
+__all__ = ["ChatMessage", "Template", "Tokenizer", "Tools", "apply_template"]
 
 _TEMPLATE_TEXT = 1 << 20  # characters that a template may write besides eight times what it was given
 
-ChatMessage = Mapping[str, str]  # role and content
+ChatMessage = Mapping[str, Any]  # role, content, and what else a template knows: tool_calls, reasoning_content
+Tools = Sequence[Mapping[str, Any]]  # functions that a model may call, in OpenAI's form
 Template = Literal["chat", "raw"]
 
 
@@ -34,7 +35,8 @@ class _Backend(Protocol):
 
     def encode(self, text: str) -> Tokens: ...
     def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]: ...
-    def render(self, messages: Sequence[ChatMessage]) -> str: ...
+    def chat(self, messages: Sequence[ChatMessage], tools: Tools) -> Tokens: ...
+    def render(self, messages: Sequence[ChatMessage], tools: Tools, *, generation: bool, private: bool) -> str: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def pieces(self) -> list[str]: ...
     def special_ids(self) -> frozenset[int]: ...
@@ -88,20 +90,39 @@ class Tokenizer:
         """
         return self.backend.encode_with_offsets(text)
 
-    def chat(self, messages: Sequence[ChatMessage], template: Template = "chat") -> Tokens:
+    def chat(self, messages: Sequence[ChatMessage], template: Template = "chat", tools: Tools = ()) -> Tokens:
         """A prompt's ids, ending where the model's answer begins.
 
         ``chat`` runs the model's template, thinking off where it has a switch, or ``raw`` where there is
         none; ``raw`` takes the contents as they are, a blank line between them, behind a BOS where the
-        tokenizer adds one.
+        tokenizer adds one, and leaves ``tools`` out.
 
         Raises:
             InputError: the template refuses these messages.
         """
         if template == "chat" and self.template == "chat":
-            return self.encode(self.backend.render(messages))
+            return self.backend.chat(messages, tools)
         bos = () if self.bos_id is None else (self.bos_id,)
-        return (*bos, *self.encode("\n\n".join(message["content"] for message in messages)))
+        return (*bos, *self.encode(_plain(messages)))
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Tools = (),
+        generation: bool = False,
+        private: bool = False,
+    ) -> str:
+        """The text of a conversation as the model's template writes it, or as :meth:`chat` with ``raw`` does.
+
+        ``generation``: with what comes before the model's next answer.  ``private``: the text is kept nowhere.
+
+        Raises:
+            InputError: the template refuses these messages.
+        """
+        if self.template == "chat":
+            return self.backend.render(messages, tools, generation=generation, private=private)
+        return _plain(messages) + ("\n\n" if generation else "")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens included, nothing cleaned up."""
@@ -126,6 +147,10 @@ class Tokenizer:
         return Vocabulary(len(pieces), digest(*pieces))
 
 
+def _plain(messages: Sequence[ChatMessage]) -> str:
+    return "\n\n".join(message["content"] for message in messages)
+
+
 class _Bytes:
     """The fake model's tokenizer: one id per UTF-8 byte."""
 
@@ -135,7 +160,10 @@ class _Bytes:
     def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
         return self.encode(text), tuple(i for i, char in enumerate(text) for _ in char.encode())
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def chat(self, messages: Sequence[ChatMessage], tools: Tools) -> Tokens:
+        raise AssertionError("the byte tokenizer has no chat template")
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools, *, generation: bool, private: bool) -> str:
         raise AssertionError("the byte tokenizer has no chat template")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -187,10 +215,20 @@ class _Remembered:
         ids, starts = self._recall("offsets", text, lambda: self._backend.encode_with_offsets(text))
         return tuple(ids), tuple(starts)
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def chat(self, messages: Sequence[ChatMessage], tools: Tools) -> Tokens:
         if self.facts()["dated"]:
-            return self._backend.render(messages)
-        return str(self._recall("render", [dict(m) for m in messages], lambda: self._backend.render(messages)))
+            return self._backend.chat(messages, tools)
+        asked = [[dict(m) for m in messages], [dict(tool) for tool in tools]]
+        return tuple(self._recall("chat", asked, lambda: self._backend.chat(messages, tools)))
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools, *, generation: bool, private: bool) -> str:
+        if private or self.facts()["dated"]:
+            return self._backend.render(messages, tools, generation=generation, private=private)
+        asked = [[dict(m) for m in messages], [dict(tool) for tool in tools], generation]
+        compute = self._backend.render
+        return str(
+            self._recall("render", asked, lambda: compute(messages, tools, generation=generation, private=private))
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._recall("decode", list(map(int, ids)), lambda: self._backend.decode(ids)))
@@ -308,10 +346,19 @@ class _HuggingFace:
         out = self.library(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return tuple(out["input_ids"]), tuple(start for start, _ in out["offset_mapping"])
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def chat(self, messages: Sequence[ChatMessage], tools: Tools) -> Tokens:
+        return self.encode(self.render(messages, tools, generation=True, private=True))
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools, *, generation: bool, private: bool) -> str:
+        switches: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
             text = apply_template(
-                self.library, messages, add_generation_prompt=True, enable_thinking=False, thinking=False
+                self.library,
+                messages,
+                add_generation_prompt=generation,
+                enable_thinking=False,
+                thinking=False,
+                **switches,
             )
         except Exception as error:  # jinja2's errors, and those that templates raise themselves
             raise InputError(f"the chat template of {self._name} refuses the prompt: {first_line(error)}") from error
@@ -367,6 +414,7 @@ def apply_template(library: Any, messages: Sequence[ChatMessage], **switches: An
     given = [dict(message) for message in messages]
     with bounded():
         text = str(library.apply_chat_template(given, tokenize=False, **switches))
-    if len(text) > _TEMPLATE_TEXT + 8 * sum(map(len, (value for message in given for value in message.values()))):
+    size = sum(len(value) for message in given for value in map(str, message.values()))
+    if len(text) > _TEMPLATE_TEXT + 8 * (size + len(str(switches))):
         raise ValueError(f"it makes {len(text):,} characters of the prompt")
     return text

@@ -14,12 +14,21 @@ from fidelab.core import Estimator, Status
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.numbers import counted, format_kld, format_odds, format_span, one_line
 
-__all__ = ["ArmFacts", "is_native", "sentence"]
+__all__ = ["ArmFacts", "DomainLoss", "is_native", "sentence"]
 
 _ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
 _MUCH_CUT = 1e-3  # probability
 _MUCH = 0.5  # share of keys and values from which on nothing is said
 _NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
+
+
+@dataclass(frozen=True)
+class DomainLoss:
+    """Mean KL (nats) over one kind of text, and its 95% interval."""
+
+    name: str
+    mean: float
+    ci: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,7 @@ class ArmFacts:
     ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run whose keys are native and
     whose values have this arm's format, if there is one.  ``native_keys_format``: what to suggest where there is
     none, in the engine's own words (``f16/q8_0`` on llama.cpp); empty where the engine has one format for both.
+    ``domains``: the kinds of text that the KLD is over, the worst first; none where the text has no kinds.
     ``cut``: the mean probability of ids that one side alone has.  ``rounded``: its weights are rounded, too.
     ``lowered_by``: why the band is below what the KLD alone gives.  ``forced``: run although its engine warned.
     """
@@ -65,6 +75,7 @@ class ArmFacts:
     native_keys_kld: float | None = None
     native_keys_format: str = "k16v8"
     cut: float | None = None
+    domains: tuple[DomainLoss, ...] = ()
     rounded: bool = False
     lowered_by: str = ""
     forced: bool = False
@@ -97,6 +108,7 @@ def sentence(arm: ArmFacts) -> str:
         f"{head}: {', '.join(_facts(arm))}",
         *_doubts(arm),
         *_changes(arm),
+        *_worst(arm),
         *_remedies(arm),
         *_gain(arm),
         *_reach(arm),
@@ -172,6 +184,19 @@ def _changes(arm: ArmFacts) -> list[str]:
     odds = format_odds(changed)
     text = f"{odds} of the top tokens change" if changed > 0.5 else f"{odds.replace('1 in', '1 top token in')} changes"
     return [text if arm.real_flips is None else f"{text}, {format_odds(arm.real_flips)} beyond a near tie"]
+
+
+def _worst(arm: ArmFacts) -> list[str]:
+    """The kinds of text that the figures rest on, and the one that loses most."""
+    if not arm.domains:
+        return []
+    worst = arm.domains[0]
+    if len(arm.domains) == 1:
+        return [f"measured on {one_line(worst.name)} alone"]
+    span = f" ({format_span(worst.ci)})" if worst.ci is not None else ""
+    return [
+        f"over {len(arm.domains)} kinds of text, worst on {one_line(worst.name)}: {format_kld(worst.mean)} nats{span}"
+    ]
 
 
 def _gain(arm: ArmFacts) -> list[str]:

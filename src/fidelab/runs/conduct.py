@@ -28,7 +28,8 @@ from fidelab.config.schema import Experiment, Limits
 from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
-from fidelab.inputs.corpus import load_text
+from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
+from fidelab.inputs.corpus import TEXTS, load_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
@@ -115,21 +116,27 @@ def prepare(
     if servers is not None and settings.axes:
         fork_server(settings, settings.reference, servers)
     tokenizer = Tokenizer.load(settings.model)
-    text = load_text(settings.experiment.text)
-    prompts = settings.experiment.prompts
-    inputs = AxisInputs(
-        tokenizer=tokenizer,
-        text=text,
-        prompts=load_prompts(None if prompts == "default" else Path(prompts)),
-        max_positions=settings.model.max_positions,
-    )
+    inputs = _inputs(settings, tokenizer)
     plan = build_plan(convert_weights(settings, convert), inputs, replicate)
+    if inputs.traffic is not None:
+        plan = replace(plan, remarks=(*traffic_remarks(tokenizer, inputs.traffic), *plan.remarks))
     if only is None:
         refuse_same_server(settings)
     else:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
     check_disk(plan)
-    return Prepared(plan, inputs, text.content[:_SAMPLE_CHARACTERS], servers or ForkServers())
+    return Prepared(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS], servers or ForkServers())
+
+
+def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
+    """Text and prompts, or what a log of requests holds of both."""
+    experiment, limit = settings.experiment, settings.model.max_positions
+    if experiment.traffic is None:
+        prompts = None if experiment.prompts == "default" else Path(experiment.prompts)
+        return AxisInputs(tokenizer, load_text(experiment.text, tokenizer), load_prompts(prompts), limit)
+    traffic = load_traffic(Path(experiment.traffic), tokenizer, skip_bad=experiment.skip_bad)
+    asked = traffic_prompts(traffic) or load_prompts()
+    return AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=not experiment.keep_text)
 
 
 def execute(
@@ -384,8 +391,10 @@ def _finish(experiment: Experiment, folder: RunFolder, facts: RunFacts, results:
 def _absolute(experiment: Experiment) -> Experiment:
     """Paths that hold from any folder, so that the resolved file can be run from anywhere."""
     updates: dict[str, Any] = {"output_dir": str(expand(experiment.output_dir))}
-    words = {"text": ("default", "wikitext-2"), "prompts": ("default",), "model": ("fake", *NAMES)}
+    words = {"text": TEXTS, "prompts": ("default",), "model": ("fake", *NAMES)}
     updates |= {name: expand_existing(getattr(experiment, name), reserved) for name, reserved in words.items()}
+    if experiment.traffic is not None:
+        updates["traffic"] = expand_existing(experiment.traffic, ())
     if experiment.captures_dir is not None:
         updates["captures_dir"] = str(expand(experiment.captures_dir))
     return experiment.model_copy(update=updates)

@@ -32,7 +32,7 @@ from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.config.trust import remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import FidelabError, InputError
-from fidelab.inputs.corpus import load_text, make_windows
+from fidelab.inputs.corpus import TEXTS, load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.metrics.latency import decode_rate_by_subtraction, decode_rate_isolated, prefill_rate
 from fidelab.models import Model, resolve
@@ -65,7 +65,7 @@ CrossWatch = Callable[[str], Listener | None]
 Floats = NDArray[np.float64]
 
 _AXES = ("trajectory", "kld", "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
-_RESERVED = ("default", "wikitext-2", "fake", *NAMES)  # names that are no paths, even where a file is called so
+_RESERVED = (*TEXTS, "fake", *NAMES)  # names that are no paths, even where a file is called so
 _TINY = {"vocab": 512, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
 _POSITIONS = 40_960
 _ELEMENT = {"float32": 4, "f32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "f16": 2}  # bytes

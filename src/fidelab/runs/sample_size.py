@@ -348,12 +348,14 @@ def _advice(folder: RunFolder, pilot: _Pilot, lines: Sequence[SizeLine], command
 def _supply(pilot: _Pilot) -> Supply | None:
     """What the run's text or prompt set holds, if it still is what the pilot was made from."""
     experiment, request = pilot.experiment, pilot.reference.request
+    if experiment.traffic is not None:
+        return None
     asked: dict[str, Any] = dict(request.settings)
     try:
         tokenizer = Tokenizer.load(resolve(pilot.results["reference"].arm.path))
         if isinstance(request, Prefill):
             n_ctx, stride, n = asked["n_ctx"], asked["stride"], len(request.windows)
-            text = load_text(experiment.text)
+            text = load_text(experiment.text, tokenizer)
             cut = make_windows(tokenizer, text, n_ctx, n, asked["protocol"], stride, asked["place"])
             same, name = cut.windows == request.windows, f"text {experiment.text}"
             holds = (cut.text_tokens - n_ctx) // stride + 1

@@ -14,6 +14,7 @@ import numpy as np
 import fidelab
 from fidelab.axes import AXES
 from fidelab.axes.base import Axis, AxisScore
+from fidelab.axes.groups import DOMAIN
 from fidelab.bench import BENCHES
 from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec, Status
@@ -29,6 +30,7 @@ from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.results.decision_record import Certificate, CertificateClaim, Dominance, FlipRecord
 from fidelab.results.measurement import Measurement, Metric
 from fidelab.results.numbers import counted
+from fidelab.results.plots import Texts
 from fidelab.results.recommend import Sizes, recommended
 from fidelab.results.record import (
     ArmRecord,
@@ -41,7 +43,7 @@ from fidelab.results.record import (
     Timing,
     Verdict,
 )
-from fidelab.results.sentence import ArmFacts, is_native, sentence
+from fidelab.results.sentence import ArmFacts, DomainLoss, is_native, sentence
 from fidelab.runs.ablation import score_ablation
 from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_truth
 from fidelab.runs.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
@@ -148,6 +150,7 @@ class _Summary:
         floors: Mapping[str, NoiseFloor],
     ) -> None:
         self.experiment = experiment
+        self._private = experiment.traffic is not None and not experiment.keep_text
         self.seed = experiment.seed
         self.measured = measured
         self.reference = reference
@@ -190,7 +193,8 @@ class _Summary:
                 axes[name] = Measurement(status=status, reason=reason, title=axis.title)
             elif name in arm.scores:
                 try:
-                    axes[name] = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
+                    found = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
+                    axes[name] = _without_texts(found) if self._private else found
                 except FOREIGN as error:
                     reason = f"{_UNRECORDED} ({one_line(error)})"
                     axes[name] = Measurement(status=Status.FAILED, reason=reason, title=axis.title)
@@ -406,6 +410,7 @@ class _Summary:
             native_keys_format=_native_keys(kv) if _has_separate_kv(arm.result.arm.engine) else "",
             lowered_by="; ".join((*arm.broken, *_harms(arm.scores))),
             cut=_value(kld, "cut off"),
+            domains=_domains(kld),
             rounded=bool(rounding_of(arm.result.arm)),
             forced=dict(arm.result.arm.options).get("force") == "yes",
         )
@@ -578,3 +583,20 @@ def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
         benches={name: Measurement.model_validate(found) for name, found in result.benches.items()},
         timing=Timing.model_validate(dict(result.timing)) if result.timing else None,
     )
+
+
+def _without_texts(found: Measurement) -> Measurement:
+    """Without plots that show words of the user's log."""
+    return found.model_copy(update={"plots": tuple(plot for plot in found.plots if not isinstance(plot, Texts))})
+
+
+def _domains(kld: AxisScore | None) -> tuple[DomainLoss, ...]:
+    """The mean KL of each kind of text, the largest first."""
+    if kld is None:
+        return ()
+    losses = [
+        DomainLoss(str(metric.cell[DOMAIN]), metric.value, metric.interval)
+        for metric in kld.metrics
+        if DOMAIN in metric.cell and metric.name == "mean" and metric.value is not None
+    ]
+    return tuple(sorted(losses, key=lambda loss: loss.mean, reverse=True))

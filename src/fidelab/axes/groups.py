@@ -1,0 +1,65 @@
+"""Rows of an axis by what their text is: metrics per domain of text and per kind of structure token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.captures.pair import Pair
+from fidelab.metrics.divergence import RowComparison
+from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval
+from fidelab.metrics.structure import STRUCTURES, structures
+from fidelab.results.measurement import Definition, Metric
+
+__all__ = ["DOMAIN", "STRUCTURE", "by_group", "domains", "structure_labels"]
+
+DOMAIN, STRUCTURE = "domain", "structure"
+"""Coordinates of the cells."""
+
+_ROWS = Definition("positions", "count", None, "Scored positions.")
+_LEAST = 8  # positions of a group
+
+
+def domains(clusters: NDArray[np.int64], names: Mapping[int, str]) -> NDArray[np.object_]:
+    """The domain of each row by its document's number; ``""``: not known."""
+    return np.array([names.get(int(document), "") for document in clusters], dtype=object)
+
+
+def structure_labels(pair: Pair, windows: Sequence[Sequence[int]], first: int, last: int) -> NDArray[np.object_]:
+    """The kind of structure of the token that each row predicts, windows one after the other; ``""``: none."""
+    labels: list[str] = []
+    for window in windows:
+        kinds = structures([pair.ref.text([token]) for token in window])
+        after = kinds[first + 1 : last + 2]
+        labels += [*after, *[""] * (last - first + 1 - len(after))]
+    return np.array(labels, dtype=object)
+
+
+def by_group(
+    coordinate: str,
+    labels: NDArray[np.object_],
+    rows: RowComparison,
+    clusters: NDArray[np.int64],
+    mean: Definition,
+    top1: Definition,
+    seed: int,
+) -> Iterator[Metric]:
+    """Mean KL and agreement of the most likely token, with intervals, and the positions of each group of rows.
+
+    ``labels`` [n]: the group of each row; rows without one, and groups of fewer than eight rows, are left out.
+    """
+    found = {str(label) for label in labels if label}
+    for name in [kind for kind in STRUCTURES if kind in found] + sorted(found - {*STRUCTURES}):
+        here = labels == name
+        usable = here & ~rows.failed & np.isfinite(rows.kl)
+        if int(usable.sum()) < _LEAST:
+            continue
+        cell: dict[str, Any] = {coordinate: name}
+        kl = RatioItems.of(rows.kl[usable], 1.0, clusters[usable])
+        same = RatioItems.of(rows.top1[usable], 1.0, clusters[usable])
+        yield mean(ratio_estimate(kl), ratio_interval(kl, seed, bounds=(0.0, float("inf"))), cell=cell)
+        yield top1(ratio_estimate(same), ratio_interval(same, seed, bounds=(0.0, 1.0), proportion=True), cell=cell)
+        yield _ROWS(int(usable.sum()), cell=cell)

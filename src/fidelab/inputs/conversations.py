@@ -1,0 +1,434 @@
+"""The user's own traffic: a log of conversations, as text with one document per conversation, and as prompts.
+
+See docs/guide.md#your-own-traffic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from fidelab.core import strict_json
+from fidelab.errors import InputError
+from fidelab.inputs.corpus import Text, load_text
+from fidelab.inputs.files import DATA, json_lines, numbered_lines, read_utf8
+from fidelab.inputs.prompts import Prompt
+from fidelab.inputs.tokens import Tokenizer
+
+__all__ = [
+    "Conversation",
+    "Response",
+    "Traffic",
+    "domains_text",
+    "load_traffic",
+    "recorded",
+    "traffic_prompts",
+    "traffic_remarks",
+    "traffic_text",
+]
+
+_WHAT = "traffic file"
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_SHAREGPT = {  # what the parties are called there
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_OWN = ((None, "prose", 6), ("long.md", "long document", 3))  # of the default text: file, domain, documents
+_SHOWN = 3  # bad places that a message lists
+_LONGEST = 40  # characters of a domain's name
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation: messages as a chat template takes them, and the tools that the model was offered.
+
+    ``id``: the record's own, or its line.  ``domain``: the record's ``domain``, or what its content looks like.
+    ``text``: as the model's chat template writes it.  Plain text has no messages.
+    """
+
+    id: str
+    domain: str
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A log.  ``bad``: why records were left out, each with its place.  ``images``: parts that were left out.
+
+    ``text``: a log of plain text, which has no conversations.
+    """
+
+    name: str
+    conversations: tuple[Conversation, ...] = ()
+    bad: tuple[str, ...] = ()
+    images: int = 0
+    text: Text | None = None
+
+
+@dataclass(frozen=True)
+class Response:
+    """One recorded answer of the assistant: the ids before it and its own, as the chat template writes them."""
+
+    id: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) -> Traffic:
+    """Read a log of requests, each as the model's chat template writes it.
+
+    ``.jsonl``: one object per line with ``messages`` and perhaps ``tools`` (OpenAI's chat requests and fine-tuning
+    files), or with these in its ``body`` (batch files), or with plain ``text``; ``id`` or ``custom_id``, and ``domain``
+    are kept.  ``.json``: a list of such objects, or of ShareGPT's with ``conversations``.  ``.txt`` and ``.md``: plain
+    text (:func:`~fidelab.inputs.corpus.load_text`).  Images and other parts that are no text are left out and counted.
+
+    Raises:
+        InputError: unreadable, no conversation in it, or bad records without ``skip_bad`` (how many, and the first
+            with their places).
+    """
+    if path.suffix in (".txt", ".md"):
+        return Traffic(str(path), text=load_text(path))
+    if path.suffix == ".jsonl":
+        records: list[tuple[str, Callable[[], Any]]] = [
+            (f"line {number}", lambda line=line: strict_json(line, not_finite=float))  # type: ignore[misc]
+            for number, line in numbered_lines(path, _WHAT)
+        ]
+    elif path.suffix == ".json":
+        records = [(f"entry {number}", lambda entry=entry: entry) for number, entry in enumerate(_entries(path), 1)]  # type: ignore[misc]
+    else:
+        raise InputError(f"{_WHAT} {path}: the name should end in .jsonl, .json, .txt or .md")
+    images, conversations, bad = 0, list[Conversation](), list[str]()
+    seen: set[str] = set()
+    for place, read in records:
+        try:
+            reader = _Record(read(), tokenizer)
+            one = reader.conversation(place.split()[-1])
+            if one.id in seen:
+                raise _Bad(f"the id {one.id!r} is there twice")
+        except (ValueError, InputError) as error:
+            bad.append(f"{place}: {error}")
+            continue
+        seen.add(one.id)
+        images += reader.images
+        conversations.append(one)
+    if bad and not skip_bad:
+        more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise InputError(
+            f"{_WHAT} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_SHOWN])}{more}; mend them, "
+            "or leave them out with --skip-bad"
+        )
+    if not conversations:
+        raise InputError(f"{_WHAT} {path} has no conversation in it" + (f": {bad[0]}" if bad else ""))
+    return Traffic(str(path), tuple(conversations), tuple(bad), images)
+
+
+def _entries(path: Path) -> list[Any]:
+    try:
+        entries = strict_json(read_utf8(path, _WHAT), not_finite=float)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{_WHAT} {path} is not JSON: {error}") from None
+    if not isinstance(entries, list):
+        raise InputError(f"{_WHAT} {path}: expected a list of conversations")
+    return entries
+
+
+class _Bad(ValueError):
+    """What is wrong with a record."""
+
+
+@dataclass
+class _Record:
+    """Reads one record.  ``images``: parts without text that it left out."""
+
+    record: Any
+    tokenizer: Tokenizer
+    images: int = field(default=0, init=False)
+
+    def conversation(self, number: str) -> Conversation:
+        outer = self.record
+        if not isinstance(outer, dict):
+            raise _Bad("expected an object with 'messages', 'conversations' or 'text'")
+        inner = outer["body"] if isinstance(outer.get("body"), dict) else outer
+        tools, plain = _tools(inner.get("tools")), inner.get("text")
+        if isinstance(plain, str) and plain.strip():
+            messages: tuple[dict[str, Any], ...] = ()
+        elif isinstance(inner.get("messages"), list):
+            messages = tuple(self._message(i, message) for i, message in enumerate(inner["messages"], 1))
+        elif isinstance(inner.get("conversations"), list):
+            messages = tuple(self._turn(i, turn) for i, turn in enumerate(inner["conversations"], 1))
+        else:
+            raise _Bad("expected a list as 'messages' or 'conversations', or a 'text'")
+        if not messages and not plain:
+            raise _Bad("the list of messages is empty")
+        text = self.tokenizer.render(messages, tools=tools, private=True) if messages else str(plain)
+        named = outer.get("domain", inner.get("domain"))
+        return Conversation(
+            id=str(outer.get("id") or outer.get("custom_id") or number),
+            domain=str(named)[:_LONGEST] if named else domain_of(messages or ({"content": text},), tools),
+            messages=messages,
+            tools=tools,
+            text=text,
+        )
+
+    def _message(self, number: int, message: Any) -> dict[str, Any]:
+        if not isinstance(message, dict):
+            raise _Bad(f"message {number} is no object")
+        role = message.get("role")
+        if role not in _ROLES:
+            raise _Bad(f"message {number} has the role {str(role)[:40]!r}; known are {', '.join(sorted(_ROLES))}")
+        content = self._content(number, message.get("content"))
+        kept: dict[str, Any] = {"role": role, "content": content}
+        for name in ("reasoning_content", "name", "tool_call_id"):
+            if isinstance(message.get(name), str):
+                kept[name] = message[name]
+        calls = message.get("tool_calls")
+        if calls:
+            kept["tool_calls"] = _calls(number, calls)
+        if not content and not calls:
+            raise _Bad(f"message {number} has no content")
+        return kept
+
+    def _content(self, number: int, content: Any) -> str:
+        if content is None or isinstance(content, str):
+            return content or ""
+        if not isinstance(content, list):
+            raise _Bad(f"message {number}: the content is neither text nor a list of parts")
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        self.images += len(content) - len(texts)
+        if not all(isinstance(text, str) for text in texts):
+            raise _Bad(f"message {number}: a part of type text has none")
+        return "\n".join(map(str, texts))
+
+    def _turn(self, number: int, turn: Any) -> dict[str, Any]:
+        role = _SHAREGPT.get(str(turn.get("from")).lower()) if isinstance(turn, dict) else None
+        if role is None or not isinstance(turn, dict):
+            known = ", ".join(sorted(_SHAREGPT))
+            raise _Bad(f"turn {number} is of nobody known: 'from' should be one of {known}")
+        return self._message(number, {"role": role, "content": turn.get("value")})
+
+
+def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, which is what chat templates write."""
+    kept = []
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _Bad(f"message {number}: a tool call has no function with a name")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = strict_json(arguments or "{}", not_finite=float)
+            except ValueError as error:
+                raise _Bad(f"message {number}: the arguments of {function['name']} are not JSON: {error}") from None
+        if not isinstance(arguments, dict):
+            raise _Bad(f"message {number}: the arguments of {function['name']} are no object")
+        kept.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        if isinstance(call.get("id"), str):
+            kept[-1]["id"] = call["id"]
+    return kept
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Tools in OpenAI's form.
+
+    Raises:
+        _Bad: one has no name, or its parameters are no JSON schema of an object.
+    """
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise _Bad("'tools' is no list")
+    for number, tool in enumerate(tools, 1):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise _Bad(f"tool {number} has no function with a name")
+        if problem := _schema_problem(function.get("parameters", {"type": "object"})):
+            raise _Bad(f"the schema of tool {function['name']} is invalid: {problem}")
+    return tuple(tools)
+
+
+_TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
+
+
+def _schema_problem(schema: Any, where: str = "parameters", top: bool = True) -> str | None:
+    """What is wrong with the shape of a schema: types, properties, required, items, enum; ``None``: nothing found."""
+    if not isinstance(schema, dict):
+        return f"{where} is no object"
+    kinds = schema.get("type", "object" if top else [])
+    unknown = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in _TYPES]
+    if unknown:
+        return f"{where}.type is {str(unknown[0])[:40]!r}"
+    if top and kinds != "object":
+        return f"{where}.type is {str(kinds)[:40]!r}; arguments are an object"
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict):
+        return f"{where}.properties is no object"
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        return f"{where}.required is no list of names"
+    if not isinstance(schema.get("enum", []), list):
+        return f"{where}.enum is no list"
+    inner = [(f"{where}.{name}", value) for name, value in properties.items()]
+    if isinstance(schema.get("items"), dict):
+        inner.append((f"{where}.items", schema["items"]))
+    inner = [(place, value) for place, value in inner if not isinstance(value, bool)]
+    return next((problem for place, value in inner if (problem := _schema_problem(value, place, False))), None)
+
+
+# ---------------------------------------------------------------------------------------------- domains
+
+
+_CODE = re.compile(
+    r"```[a-z+]+\n|^\s*(def |class |import |from \w+ import|#include|func |fn |public |SELECT )", re.MULTILINE
+)
+_JSON = re.compile(r"^\s*[\[{][\s\S]*\"[\s\S]*[\]}]\s*$")
+_MATHEMATICS = re.compile(r"\\(frac|sum|int|sqrt|begin|cdot|times)|\$[^$\n]+[=^][^$\n]*\$|\b(theorem|lemma|equation)\b")
+_LONG = 8_000  # characters
+_FOREIGN = 0.3  # share of letters
+
+
+def domain_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What a conversation looks like: the first of these that applies.
+
+    ``tool calls``: tools are offered or called.  ``non-Latin``: 30% or more of its letters are of other scripts.
+    ``code``, ``JSON``, ``mathematics``: patterns in some message.  ``long document``: a message of 8,000 characters or
+    more.  ``chat``: anything else.
+    """
+    if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+        return "tool calls"
+    contents = [str(message.get("content") or "") for message in messages]
+    letters = [char for char in "".join(contents)[:20_000] if char.isalpha()]
+    foreign = sum(not char.isascii() and not unicodedata.name(char, "").startswith("LATIN") for char in letters)
+    if letters and foreign / len(letters) >= _FOREIGN:
+        return "non-Latin"
+    for domain, pattern in (("code", _CODE), ("JSON", _JSON), ("mathematics", _MATHEMATICS)):
+        if any(pattern.search(content) for content in contents):
+            return domain
+    return "long document" if max(map(len, contents), default=0) >= _LONG else "chat"
+
+
+# -------------------------------------------------------------------------------------------- rendering
+
+
+def traffic_text(traffic: Traffic) -> Text:
+    """The log as a text with a document per conversation."""
+    if traffic.text is not None:
+        return traffic.text
+    parts = [f"{conversation.text}\n" for conversation in traffic.conversations]
+    starts, content = [0, *accumulate(map(len, parts))][:-1], "".join(parts)
+    several = len(parts) > 1
+    return Text(
+        traffic.name,
+        content,
+        tuple(starts) if several else (),
+        hashlib.sha256(content.encode()).hexdigest(),
+        domains=tuple(conversation.domain for conversation in traffic.conversations) if several else (),
+    )
+
+
+def domains_text(tokenizer: Tokenizer | None) -> Text:
+    """The package's own documents of eight kinds; without a tokenizer, conversations are written without a template.
+
+    A template that takes no tools, or not these roles, gets the conversations as plain text.
+    """
+    documents: list[tuple[str, str]] = []
+    for name, domain, count in _OWN:
+        own = load_text("default" if name is None else DATA / name)
+        ends = [*own.doc_starts[1:], len(own.content)]
+        spans = list(zip(own.doc_starts, ends, strict=True))[:count]
+        documents += [(domain, own.content[start:end].rstrip("\n")) for start, end in spans]
+    for _, _, record in json_lines(DATA / "domains.jsonl", "text"):
+        messages = record.get("messages")
+        documents.append((record["domain"], record["text"] if messages is None else _written(tokenizer, messages)))
+    parts = [f"{content}\n" for _, content in documents]
+    content = "".join(parts)
+    return Text(
+        "domains",
+        content,
+        tuple([0, *accumulate(map(len, parts))][:-1]),
+        hashlib.sha256(content.encode()).hexdigest(),
+        domains=tuple(domain for domain, _ in documents),
+    )
+
+
+def _written(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any]]) -> str:
+    if tokenizer is not None and tokenizer.template == "chat":
+        with contextlib.suppress(InputError):
+            return tokenizer.render(messages)
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def traffic_prompts(traffic: Traffic) -> tuple[Prompt, ...]:
+    """Every conversation up to the last message that is not the assistant's, with its tools; none of plain text."""
+    prompts = []
+    for conversation in traffic.conversations:
+        messages = conversation.messages
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if any(message["role"] in ("user", "tool") for message in messages):
+            prompts.append(Prompt(conversation.id, conversation.domain, messages, conversation.tools))
+    return tuple(prompts)
+
+
+def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
+    """What was taken from the log and what was not, a line each."""
+    if traffic.text is not None:
+        return (f"{traffic.name} is plain text: windows are cut from it, prompts are the package's own",)
+    counts = Counter(conversation.domain for conversation in traffic.conversations)
+    kinds = ", ".join(f"{count:,} {domain}" for domain, count in counts.most_common())
+    lines = [f"{traffic.name}: conversations: {len(traffic.conversations):,} ({kinds})"]
+    if traffic.bad:
+        lines.append(f"bad records left out: {len(traffic.bad):,} ({'; '.join(traffic.bad[:_SHOWN])})")
+    if traffic.images:
+        lines.append(f"images and other parts without text left out: {traffic.images:,}")
+    tooled = next((conversation for conversation in traffic.conversations if conversation.tools), None)
+    if tooled is not None and tooled.text == tokenizer.render(tooled.messages, private=True):
+        lines.append(f"the chat template of {tokenizer.model.name} leaves tools out")
+    return tuple(lines)
+
+
+def recorded(tokenizer: Tokenizer, conversations: Sequence[Conversation]) -> tuple[list[Response], int]:
+    """Every recorded answer behind what came before it, and how many a template writes otherwise later on.
+
+    What is fed is what a server would have had in its cache when the answer was sampled.  A template may drop the
+    reasoning of earlier turns, or close a turn differently, so an answer counts only where the text with it begins with
+    the text before it.
+    """
+    responses, lost = list[Response](), 0
+    for conversation in conversations:
+        turns, tools = conversation.messages, conversation.tools
+        for index, message in enumerate(turns):
+            if message["role"] != "assistant" or not index:
+                continue
+            try:
+                before = tokenizer.render(turns[:index], tools=tools, generation=True, private=True)
+                whole = tokenizer.render(turns[: index + 1], tools=tools, private=True)
+            except InputError:  # a template that takes whole conversations alone
+                before, whole = "", ""
+            answer = whole[len(before) :].rstrip("\n")
+            if not answer or not whole.startswith(before):
+                lost += 1
+                continue
+            ids = tokenizer.encode(before), tokenizer.encode(answer)
+            responses.append(Response(f"{conversation.id}/{index}", *ids))
+    return responses, lost
