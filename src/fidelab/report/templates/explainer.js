@@ -252,7 +252,8 @@
   const drawBandwidth = () => {
     context.show();
     batch.show();
-    const [model, kv, device, bits] = [modelOf("model"), byId("kv").value, data.devices[Number(byId("device").value)], Number(byId("bits").value)];
+    const [model, device] = [modelOf("model"), data.devices[Number(byId("device").value)]];
+    const [kv, bits] = [byId("kv").value, Number(byId("bits").value)];
     const [tokens, sequences] = [context.value(), batch.value()];
     const both = [reference, kv].map((name) => step(model, bits, name, tokens, sequences, device));
     const [first, second] = both;
@@ -265,8 +266,9 @@
     put("said", kv === reference ? `At most ${inWords(first.rate)} tokens/s; ${percent(first.share)} of what a step reads is the cache.`
       : `${kv} can be at most ${times(reached)} as fast as ${reference} here; ${percent(first.share)} of what a step reads in ${reference} is the cache.`);
     const beyond = model.max_positions !== null && tokens > model.max_positions ? `; the model is made for ${model.max_positions.toLocaleString("en")} tokens` : "";
+    const routed = model.experts ? "; experts are taken as chosen evenly" : "";
     put("setting", `${model.name}, ${inWords(bits)} bits per weight, ${count(tokens, "token")} × ${count(sequences, "sequence")}, ${device.name}: ` +
-      `${inWords(device.bandwidth / 1e9, 4)} GB/s${device.verified ? "" : " as published, unverified"}, ${bytesText(device.memory)}${beyond}`);
+      `${inWords(device.bandwidth / 1e9, 4)} GB/s${device.verified ? "" : " as published, unverified"}, ${bytesText(device.memory)}${beyond}${routed}`);
     const longest = Math.max(...both.map(({ weightSeconds, cacheSeconds }) => weightSeconds + cacheSeconds));
     for (const [id, found] of [["bar-reference", first], ["bar", second]]) {
       const [weights, cache] = byId(id).children;
@@ -284,8 +286,8 @@
       ["rate", "Tokens/s of all sequences at most", both.map(({ rate }) => [inWords(rate), rate])],
       ["share", "Cache in what is read", both.map(({ share }) => [percent(share), share])],
       ["ceiling", "Speed-up that fewer bytes allow here", [["1.00×", 1], [times(most), most]]],
-      ["limit", `The same without end of context${isFull ? " (windows not full)" : ""}`, [["1.00×", 1], [times(limit), limit]]],
-      ["needed", `Memory for weights and cache`, both.map((found) => [fits(found), found.needed])],
+      ["limit", `The same as contexts grow without end${isFull ? " (but for windows)" : ""}`, [["1.00×", 1], [times(limit), limit]]],
+      ["needed", "Memory for weights and cache", both.map((found) => [fits(found), found.needed])],
     ];
     byId("rows").replaceChildren(...table.map(([name, heading, cells]) => {
       const row = document.createElement("tr");
