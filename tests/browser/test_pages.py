@@ -1,4 +1,4 @@
-"""Every page that fidelab writes, in a browser: silent, reachable by keyboard, light and dark, on paper and on phones."""
+"""Every page that fidelab writes, in a browser: silent, reachable by keyboard, light and dark, on paper, on phones."""
 
 from __future__ import annotations
 
@@ -184,12 +184,14 @@ CONTRAST = """() => {
     return [255, 255, 255];
   };
   const low = [];
-  for (const element of document.querySelectorAll("body *:not(svg *, script, style, noscript, [disabled], .heat *, option)")) {
+  const kinds = "body *:not(svg *, script, style, noscript, [disabled], .heat *, option)";
+  for (const element of document.querySelectorAll(kinds)) {
     const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
     if (!own || !element.checkVisibility()) continue;
     const [a, b] = [parse(getComputedStyle(element).color).slice(0, 3), behind(element)].map(light);
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < 4.5) low.push(`${element.tagName}.${element.className} ${ratio.toFixed(2)}: ${element.textContent.trim().slice(0, 40)}`);
+    const name = `${element.tagName}.${element.className}: ${element.textContent.trim().slice(0, 40)}`;
+    if (ratio < 4.5) low.push(`${ratio.toFixed(2)} ${name}`);
   }
   return [...new Set(low)];
 }"""

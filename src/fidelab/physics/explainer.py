@@ -22,8 +22,9 @@ __all__ = ["KNOWN_MODELS", "PUBLISHED_HILL", "explainer", "measured_points"]
 
 WEIGHT_BITS = (16.0, 8.0, 4.25)
 _MOST_POINTS = 20_000
-_BATCHES = tuple(range(1, 8)) + tuple(n * 2**power for power in range(1, 8) for n in (4, 5, 6, 7)) + (1024,)
-_CONTEXTS = tuple(n * 2**power for power in range(5, 18) for n in (4, 5, 6, 7)) + (2**20,)
+_QUARTERS = (4, 5, 6, 7)  # of each power of two, where sliders stop
+_BATCHES = (1, 2, 3, *(n * 2**power for power in range(8) for n in _QUARTERS), 2**10)
+_CONTEXTS = (*(n * 2**power for power in range(5, 18) for n in _QUARTERS), 2**20)
 
 PUBLISHED_HILL = {
     "smax": 3.75,
@@ -40,9 +41,7 @@ def _dense(name: str, shape: tuple[int, int, int], query_heads: int, read: int, 
     """A model whose layers are alike: ``shape`` is layers, KV heads and the size of a head."""
     layers, heads, dim = shape
     kv = (KVLayer(heads, dim, dim),) * layers
-    return Geometry(
-        name, layers, kv, read + idle, idle_parameters=idle, query_heads=query_heads, max_positions=longest
-    )
+    return Geometry(name, layers, kv, read + idle, idle_parameters=idle, query_heads=query_heads, max_positions=longest)
 
 
 # Sizes as the models' configuration files have them; the test builds each with Transformers and compares.
