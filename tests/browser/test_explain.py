@@ -111,7 +111,7 @@ def test_sliders_follow_arrow_keys_and_the_loop_plays_and_stops(page: Path, open
     play.focus()
     visit.page.keyboard.press("Space")
     assert play.get_attribute("aria-pressed") == "true"
-    visit.page.wait_for_function("document.querySelectorAll('#loop-chart .s0 rect').length > 1")
+    visit.page.locator("#loop-chart .s0 rect").nth(1).wait_for()
     visit.page.keyboard.press("Space")
     assert play.get_attribute("aria-pressed") == "false"
     visit.page.get_by_role("button", name="Start over").click()
