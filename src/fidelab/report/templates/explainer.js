@@ -360,10 +360,12 @@
     const fitted = xs.length ? [xs.map((x) => hill(x, h)), xs.map((x, n) => affine(x, line, points.tokens?.[n] ?? 0))]
       .map((values) => determination(points.rate, values)) : [];
     svg.dataset.r2 = JSON.stringify(fitted);
+    const perToken = line.c === undefined ? "" : `, c ${inWords(1e6 * line.c)} ns, T = ${tokens.toLocaleString("en")}`;
+    const affineText = `a ${inWords(line.a)} ms, b ${inWords(line.b)} ms${perToken}`;
     const r2 = (n) => (fitted.length ? `, R² ${fitted[n].toFixed(3)}` : "");
     byId("curves-keys").replaceChildren(
-      key("s0 d0", `Hill, γ = ${inWords(h.gamma)}${r2(0)}`),
-      key("s1 d1", terms ? `affine step${tokens ? ` at ${count(tokens, "token")}` : ""}${r2(1)}` : `affine step (γ = 1)${r2(1)}`),
+      key("s0 d0", `Hill: Smax ${inWords(h.smax)}, B½ ${inWords(h.b_half)}, γ ${inWords(h.gamma)}${r2(0)}`),
+      key("s1 d1", `affine step: ${terms ? affineText : "γ = 1"}${r2(1)}`),
     );
     const at = [2, 8, 32].map((x) => `B = ${x}: Hill ${inWords(hill(x, h))}, affine ${inWords(affine(x, line, tokens))}`);
     put("curves-said", `${at.join("; ")}.`);
