@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,7 @@ def bisect_page(_: Path) -> str:
     )  # fmt: skip
 
 
-def common() -> dict[str, object]:
+def common() -> dict[str, Any]:
     """What records of experiments that are no run share."""
     return {
         "run_id": LONG,

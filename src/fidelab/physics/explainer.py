@@ -26,7 +26,7 @@ _QUARTERS = (4, 5, 6, 7)  # of each power of two, where sliders stop
 _BATCHES = (1, 2, 3, *(n * 2**power for power in range(8) for n in _QUARTERS), 2**10)
 _CONTEXTS = (*(n * 2**power for power in range(5, 18) for n in _QUARTERS), 2**20)
 
-PUBLISHED_HILL = {
+PUBLISHED_HILL: dict[str, Any] = {
     "smax": 3.75,
     "b_half": 5.1,
     "gamma": 1.32,
