@@ -174,7 +174,7 @@ def test_points_of_a_file_are_drawn_with_both_fits_and_how_well_they_explain_the
     expected = [1 - np.square(rate - curve).sum() / spread for curve in curves]
     assert json.loads(visit("document.getElementById('curves').dataset.r2")) == pytest.approx(expected, rel=1e-9)
     assert visit("document.querySelectorAll('#curves circle').length") == 14
-    assert visit("document.querySelectorAll('#curves .faint').length") == 7  # of the other context
+    assert visit("document.querySelectorAll('#curves .others circle').length") == 7  # of the other context
     visit(SET, {"gamma": 60})
     worse, same = json.loads(visit("document.getElementById('curves').dataset.r2"))
     assert worse < expected[0]

@@ -21,7 +21,7 @@ from fidelab.physics.traffic import Model
 __all__ = ["KNOWN_MODELS", "PUBLISHED_HILL", "explainer", "measured_points"]
 
 WEIGHT_BITS = (16.0, 8.0, 4.25)
-_MOST_POINTS = 20_000
+_MOST_POINTS = 5_000
 _QUARTERS = (4, 5, 6, 7)  # of each power of two, where sliders stop
 _BATCHES = (1, 2, 3, *(n * 2**power for power in range(8) for n in _QUARTERS), 2**10)
 _CONTEXTS = (*(n * 2**power for power in range(5, 18) for n in _QUARTERS), 2**20)
@@ -167,7 +167,7 @@ def measured_points(
         "unit": "tokens/s" if terms or is_time else "speed-up",
         "batch": batch.tolist(),
         "rate": rate.tolist(),
-        "tokens": None if context is None else points.column(context).tolist(),
+        "tokens": points.column(context).tolist() if context is not None and "c" in terms else None,
         "hill": {name: values[0] for name, values in hill["parameters"].items()},
         "affine": terms if terms and math.isfinite(sum(terms.values())) else None,
         "why_no_affine": affine.get("why_not", "" if affine else "a speed-up has no affine time of a step"),

@@ -332,7 +332,7 @@
   const terms = points?.affine ? Object.fromEntries(Object.entries(points.affine).map(([name, value]) => [name, factorSlider(name, value)])) : null;
   const valuesOf = (sliders) => Object.fromEntries(Object.entries(sliders).map(([name, slider]) => [name, slider.value()]));
   const contexts = [...new Set(points?.tokens ?? [])].sort((a, b) => a - b);
-  if (contexts.length && terms) {
+  if (contexts.length) {
     fill(byId("tokens"), contexts.map((n) => [n, n.toLocaleString("en")]));
     byId("tokens").value = contexts[0];
   }
@@ -341,20 +341,20 @@
     for (const [name, slider] of Object.entries(terms ?? {})) slider.show(name === "c" ? 1e6 : 1);
     const h = valuesOf(curves);
     const line = terms ? valuesOf(terms) : { a: (1000 * h.b_half) / h.smax, b: 1000 / h.smax };
-    const tokens = contexts.length && terms ? Number(byId("tokens").value) : 0;
+    const tokens = contexts.length ? Number(byId("tokens").value) : 0;
     const xs = points?.batch ?? [];
     const last = 2 ** Math.ceil(Math.log2(Math.max(16, 4 * Math.max(...(xs.length ? xs : [32])))));
     const first = Math.min(1, 2 ** Math.floor(Math.log2(Math.min(1, ...xs))));
-    const shown = xs.map((x, n) => [x, points.rate[n], !contexts.length || !terms || points.tokens[n] === tokens]);
     const grid = between(first, last);
-    const high = 1.08 * Math.max(...grid.map((x) => hill(x, h)), ...grid.map((x) => affine(x, line, tokens)), ...shown.map(([, y]) => y));
+    const high = 1.08 * Math.max(...grid.map((x) => hill(x, h)), ...grid.map((x) => affine(x, line, tokens)), ...(points?.rate ?? []));
     const unit = points?.unit === "tokens/s" ? "tokens/s" : "speed-up";
     const svg = byId("curves");
     const paper = sheet(svg, { x: [first, last], high, xLabel: points?.x ?? "sequences", yLabel: unit });
-    for (const [x, y, isHere] of shown) {
-      const dot = drawn("circle", { cx: paper.atX(x), cy: paper.atY(y), r: isHere ? 3.2 : 1.6, class: "hollow" });
-      svg.append(drawn("g", { class: `stroke reference${isHere ? "" : " faint"}` }, dot));
-    }
+    const dots = (style, isShown, r) => svg.append(drawn("g", { class: `stroke reference ${style}` }, ...xs.flatMap((x, n) => (
+      isShown(n) ? [drawn("circle", { cx: paper.atX(x), cy: paper.atY(points.rate[n]), r, class: "hollow" })] : []))));
+    const isHere = (n) => !contexts.length || points.tokens[n] === tokens;
+    dots("others", (n) => !isHere(n), 2);
+    dots("", isHere, 3.2);
     paper.line("s0 d0", grid, (x) => hill(x, h));
     paper.line("s1 d1", grid, (x) => affine(x, line, tokens));
     const fitted = xs.length ? [xs.map((x) => hill(x, h)), xs.map((x, n) => affine(x, line, points.tokens?.[n] ?? 0))]
