@@ -229,6 +229,9 @@ CONTROLS = """() => {
   shown.forEach((found, n) => { found.dataset.control = n; });
   return shown.length;
 }"""
+UNNAMED = """[...document.querySelectorAll('[data-control]')].filter((found) => !(found.labels?.length
+  || found.ariaLabel || (found.matches('a, button, summary') && found.textContent.trim())))
+  .map((found) => found.outerHTML)"""
 FOCUSED = """() => {
   const here = document.activeElement;
   const style = getComputedStyle(here);
@@ -255,11 +258,12 @@ def reached(visit: Visit, most: int) -> tuple[set[int], list[str]]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_tab_reaches_every_control_and_shows_where_it_is(
+def test_tab_reaches_every_control_which_has_a_name_and_shows_where_it_is(
     name: str, pages: Callable[[str], Path], open_page: Open
 ) -> None:
     visit = open_page(pages(name))
     n = visit(CONTROLS)
+    assert visit(UNNAMED) == []
     found, unseen = reached(visit, n + 40)  # parts that scroll are stops, too
     assert sorted(set(range(n)) - found) == []
     assert unseen == []
