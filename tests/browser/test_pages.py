@@ -212,13 +212,22 @@ def test_a_page_is_silent_asks_no_network_and_can_be_read_in_both_colours(
         assert visit(CONTRAST) == []
 
 
+# Parts that scroll by themselves and that no key reaches, in browsers that do not stop at them unasked
+STUCK = """[...document.querySelectorAll('body *')].filter((part) => part.checkVisibility()
+  && ['auto', 'scroll'].includes(getComputedStyle(part).overflowX)
+  && (part.scrollWidth > part.clientWidth + 1 || part.scrollHeight > part.clientHeight + 1)
+  && part.tabIndex < 0 && !part.querySelector('a[href], button, input, select, summary, [tabindex="0"]'))
+  .map((part) => part.outerHTML.slice(0, 120))"""
+
+
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_of_390_pixels_does_not_scroll_sideways(
+def test_a_page_of_390_pixels_does_not_scroll_sideways_and_keys_reach_parts_that_do(
     name: str, pages: Callable[[str], Path], open_page: Open
 ) -> None:
     visit = open_page(pages(name), width=390)
     visit("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
     assert visit("document.documentElement.scrollWidth") <= 390
+    assert visit(STUCK) == []
     assert visit.faults == []
 
 
