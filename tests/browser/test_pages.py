@@ -316,5 +316,11 @@ def test_large_reports_are_shown_within_seconds(what: str, tmp_path: Path, open_
       requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() / 1000)));
     })""")
     assert visit.faults == []
+    assert "left out" not in visit("document.body.innerText")
+    assert visit(
+        "document.body.innerText.includes('5,000 positions')"
+        if what != "200 arms"
+        else "document.querySelectorAll('#figures tbody tr').length > 200"
+    )
     print(f"{what}: {file.stat().st_size / 1e6:.1f} MB, written in {written:.2f} s, on screen after {shown:.2f} s")
     assert shown < 6  # 2 s are promised; the rest is for busy machines
