@@ -1,9 +1,10 @@
 # make demo   the main job on a real model, from nothing
-# make test   all tests of fidelab and k16v8 but those of other engines
+# make test   all tests of fidelab and k16v8 but those of other engines and of pages in a browser
 # make test-engines   install llama.cpp, vLLM and SGLang in environments of their own, and run each for real
+# make test-browser   install Chromium (Debian's) and playwright, and open the pages in it
 # make test-quantize   install llm-compressor, and quantize the embedded model with it; not part of continuous integration
 # make check  ruff and strict mypy
-.PHONY: demo test test-engines test-quantize check setup clean
+.PHONY: demo test test-engines test-browser test-quantize check setup clean
 
 RUN := .venv/bin/python -m
 # Files of tests that run side by side; a file's tests stay together and share what they set up.
@@ -15,11 +16,14 @@ demo: .venv/.ready
 
 test: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
-	$(RUN) pytest -m "not engines" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(RUN) pytest -m "not engines and not browser" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-engines: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
 	WORKERS=$(WORKERS) scripts/test-engines
+
+test-browser: .venv/.ready
+	scripts/test-browser
 
 test-quantize: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m

@@ -92,6 +92,7 @@ OTHERS = {
         "import lm-eval": "a candidate's, repeated",
         "import throughput": "an arm's, repeated",
     },
+    "--output": {"explain": "a page, not a folder"},
     "--output-dir": {
         "compare": "with captures",
         "bisect": "with captures",
@@ -128,6 +129,7 @@ OTHERS = {
     "--timeout": {"launch": "of a start, not of a request"},
     "--windows": {"bisect": "few windows", "sensitivity": "of no axis"},
     "--workers": {"bench calibrate": "always given; no load to choose by"},
+    "--y": {"explain": "needed beside --points alone"},
 }
 
 

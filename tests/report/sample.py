@@ -213,13 +213,13 @@ def many_arms(n: int) -> Report:
                 plots=kld_curves(mean, range(256, 513, 8)),
             ),
             "trajectory": trajectory_axis(
-                95 - 4 * number, 4, survival=tuple((1 - number / n / 40) ** step for step in range(65))
+                max(1, 95 - 4 * number), 4, survival=tuple((1 - number / n / 40) ** step for step in range(65))
             ),
             "rniah": rniah_axis(number / n),
         }
         band = "EXCELLENT" if mean < 0.008 else "PASS" if mean < 0.04 else "DEGRADED" if mean < 0.08 else "FAIL"
         name = f"format_{number:02}"
-        arms.append(candidate(name, mean, band, 46080 - 1500 * number, f"costs {mean:.3g} nats", axes=axes))
+        arms.append(candidate(name, mean, band, max(90, 46080 - 1500 * number), f"costs {mean:.3g} nats", axes=axes))
     return sample_report(candidates=tuple(arms))
 
 

@@ -20,7 +20,7 @@ from fidelab.errors import UsageError
 if TYPE_CHECKING:
     from fidelab.physics.geometry import Geometry
 
-__all__ = ["app"]
+__all__ = ["app", "explain"]
 
 _NUMBER = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -274,15 +274,21 @@ def _rate(entry: Mapping[str, Any]) -> str:
     return format_amount(entry["tokens_per_s"]) + (" c" if entry["bound"] == "compute" else "")
 
 
+_Columns = Annotated[str, typer.Option("--x", help="Column of batches; A*B multiplies two columns.")]
+_Length = Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")]
+_Time = Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")]
+_Part = Annotated[str | None, typer.Option(help="Which list of a JSON object.")]
+
+
 @app.command()
 def fit(
     file: Annotated[Path, typer.Argument(help="CSV, or JSON with a list of objects.")],
     y: Annotated[str, typer.Option("--y", help="Column that is fitted: a speed-up, tokens/s, or with --time a time.")],
-    x: Annotated[str, typer.Option("--x", help="Column of batches; A*B multiplies two columns.")] = "batch",
-    length: Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")] = None,
-    time: Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")] = False,
+    x: _Columns = "batch",
+    length: _Length = None,
+    time: _Time = False,
     cluster: Annotated[str | None, typer.Option(help="Column of models or machines; intervals resample these.")] = None,
-    part: Annotated[str | None, typer.Option(help="Which list of a JSON object.")] = None,
+    part: _Part = None,
     min_x: Annotated[float | None, typer.Option(help="Leave out points below this x.")] = None,
     kv_bytes: Annotated[float | None, typer.Option(help="KV bytes per token, for the bandwidth of c.")] = None,
     device: Annotated[str | None, typer.Option(help="Device of the table that the points were measured on.")] = None,
@@ -356,6 +362,49 @@ def _show_fit(found: Mapping[str, Any]) -> None:
                 cells += [f"{entry['median']:+.3g} ({entry['from']:+.3g} to {entry['to']:+.3g})", entry["bar"]]
             table.add_row(f"{row['x']:g}", *(literal(cell, console) for cell in cells))
         console.print(table)
+
+
+def explain(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to be written.")] = Path("explain.html"),
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL", help="Models that are shown before the known ones.")
+    ] = None,
+    points: Annotated[Path | None, typer.Option(help="Measured points, CSV or JSON, for the saturation.")] = None,
+    y: Annotated[str | None, typer.Option("--y", help="Column of --points: a speed-up, tokens/s or a time.")] = None,
+    x: _Columns = "batch",
+    length: _Length = None,
+    time: _Time = False,
+    part: _Part = None,
+) -> None:
+    """Write a page that explains what a step of decoding reads: the loop, cache and bandwidth, saturation.
+
+    One file with sliders, which fetches nothing. Figures are those of fidelab physics.
+
+    [bold]Examples[/bold]
+
+      fidelab explain -o explain.html
+
+      fidelab explain ./Qwen3-8B --points ablation.csv --y speedup_vs_p0
+    """
+    import fidelab
+    from fidelab.physics.explainer import explainer, measured_points
+    from fidelab.physics.fits import read_points
+    from fidelab.physics.geometry import named_geometry
+    from fidelab.report.explainer import write_explainer
+
+    found = None
+    if points is None:
+        given = {"y": y, "length": length, "time": time, "part": part, "x": x != "batch"}
+        if named := [f"--{name}" for name, value in given.items() if value]:
+            raise UsageError(f"{', '.join(named)}: of which points? Name their file with --points")
+    else:
+        read = read_points(points, part)
+        if y is None:
+            raise UsageError(f"--points {points} needs --y, one of its columns: {', '.join(read.columns)}")
+        found = measured_points(read, y=y, x=x, context=length, is_time=time)
+    shapes = [named_geometry(name)[0] for name in models or ()]
+    written = write_explainer(explainer(_KV, shapes, found), fidelab.__version__, output)
+    print(written)
 
 
 @app.command()

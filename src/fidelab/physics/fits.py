@@ -50,11 +50,13 @@ class Points:
     labels: Mapping[str, tuple[str, ...]]
 
     def column(self, name: str) -> Floats:
-        """One column.
+        """One column, or the product of columns: ``batch*n_q_heads``.
 
         Raises:
             UsageError: there is none of this name; lists those that there are.
         """
+        if name not in self.columns and "*" in name:
+            return np.asarray(np.prod([self.column(part.strip()) for part in name.split("*")], axis=0))
         if name not in self.columns:
             raise UsageError(
                 f"{self.source} has no column {name!r}; it has {', '.join(nearest_first(name, self.columns))}"
@@ -355,7 +357,7 @@ def compare_fits(
     Raises:
         UsageError: a column that is not there.  InputError: as :func:`fit_hill`, where neither fit can be had.
     """
-    batch, value = _column(points, x), points.column(y)
+    batch, value = points.column(x), points.column(y)
     tokens = None if context is None else points.column(context)
     groups = None
     if by is not None:
@@ -423,12 +425,6 @@ def compare_fits(
 def _again(batch: Floats, rate: Floats, groups: Sequence[str] | None) -> tuple[Fit, Floats]:
     fit = fit_hill(batch, rate, groups)
     return fit, fit.predict(batch)
-
-
-def _column(points: Points, name: str) -> Floats:
-    """A column, or the product of columns: ``batch*n_q_heads``."""
-    columns = [points.column(part.strip()) for part in name.split("*")]
-    return np.asarray(np.prod(columns, axis=0))
 
 
 def _which(rate: Floats, fitted: Mapping[str, Floats]) -> list[str]:

@@ -24,7 +24,7 @@ from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.record import Report, write_atomically
 from fidelab.results.store import POSITIONS
 
-__all__ = ["render_html", "render_notebook", "templates", "write_html"]
+__all__ = ["data_block", "render_html", "render_notebook", "script_of", "templates", "write_html"]
 
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
@@ -36,7 +36,7 @@ def render_html(report: Report, positions: Path | None = None) -> str:
     """
     view = build_view(report)
     gallery = gallery_of(report, view, positions)
-    script, digest = _script()
+    script, digest = script_of("report.js")
     return (
         templates()
         .get_template("report.html.j2")
@@ -49,8 +49,8 @@ def render_html(report: Report, positions: Path | None = None) -> str:
             scale_of=scale_of,
             table_of=table_of,
             one_line=one_line,
-            data=Markup(printable(report.model_dump_json(by_alias=True), escaped=True).translate(_ESCAPES)),
-            script=Markup(script),
+            data=data_block(report.model_dump_json(by_alias=True)),
+            script=script,
             digest=digest,
         )
     )
@@ -76,10 +76,15 @@ def write_html(report: Report, path: str | Path) -> Path:
 
 
 @cache
-def _script() -> tuple[str, str]:
-    """The page's script, and its hash as a content security policy names it."""
-    text = (files("fidelab.report") / "templates" / "report.js").read_text("utf-8").replace("\r\n", "\n")
-    return text, base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+def script_of(name: str) -> tuple[Markup, str]:
+    """A page's script, and its hash as a content security policy names it."""
+    text = (files("fidelab.report") / "templates" / name).read_text("utf-8").replace("\r\n", "\n")
+    return Markup(text), base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def data_block(text: str) -> Markup:
+    """JSON as it stands in a ``<script type="application/json">``: nothing in it can end that element."""
+    return Markup(printable(text, escaped=True).translate(_ESCAPES))
 
 
 def _finalized(value: object) -> object:

@@ -1,61 +1,42 @@
-"""In a browser: no text of the data runs, nothing is complained about, and the page's own script works."""
+"""The report's own script: sorting, colours, highlighting, printing; and no text of the data runs."""
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
-import subprocess
-from html import unescape
 from pathlib import Path
 
 import pytest
 
-from fidelab.report.html import render_html
 from fidelab.results.record import Report
-from tests.report.sample import arm, hostile_report, kld_axis, positions_for, write_positions
-from tests.report.sample_axes import odd_axis
-from tests.report.sample_benches import hostile_benches, rich_report
+from tests.browser.conftest import Open
+from tests.browser.test_pages import report_page, wide_report
+from tests.report.sample import hostile_report
+from tests.report.sample_benches import hostile_benches
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
-
-
-def visit(page: Path, *flags: str) -> tuple[str, list[str]]:
-    """The page as it stands after its scripts, and what the console said."""
-    assert BROWSER is not None
-    command = [
-        BROWSER,
-        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *("--enable-logging=stderr", "--virtual-time-budget=3000", f"--user-data-dir={page.parent / 'profile'}"),
-        *flags,
-        "--dump-dom",
-        page.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, encoding="utf-8")
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+pytestmark = pytest.mark.browser
 
 
-@pytest.mark.parametrize("theme", ["dark", "light"])
+def written(report: Report, folder: Path) -> Path:
+    """The file of the report's page."""
+    page = folder / "report.html"
+    page.write_text(report_page(report)(folder), "utf-8")
+    return page
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("report", [hostile_report(), hostile_benches()], ids=["axes", "benches"])
-def test_no_text_of_the_data_runs_and_the_console_is_silent(tmp_path: Path, report: Report, theme: str) -> None:
-    page = tmp_path / "report.html"
-    tables = positions_for(report)
-    page.write_text(render_html(report, write_positions(tmp_path, tables) if tables else None), "utf-8")
-    dom, console = visit(page, f"--blink-settings=preferredColorScheme={0 if theme == 'dark' else 1}")
-    assert console == []
-    assert '<html lang="en" class="js">' in dom  # our own script ran
-    assert re.findall(r'id="theme"[^>]*>(\w+) colours<', dom) == ["Light" if theme == "dark" else "Dark"]
-    assert len(re.findall(r"<script", dom)) == 2
-    assert "<img" not in dom
-    title = re.search(r"<title>(.*?)</title>", dom, re.S)
-    assert title is not None
-    assert unescape(title[1]).endswith("fidelab")
+def test_no_text_of_the_data_runs_and_our_script_does(
+    tmp_path: Path, report: Report, dark: bool, open_page: Open
+) -> None:
+    visit = open_page(written(report, tmp_path), dark=dark)
+    assert visit("document.documentElement.className") == "js"
+    assert visit("document.getElementById('theme').textContent") == f"{'Light' if dark else 'Dark'} colours"
+    assert visit("document.scripts.length") == 2
+    assert visit("document.images.length") == 0
+    assert visit.page.title().endswith("fidelab")
+    assert visit.faults == []
 
 
-DRIVER = """
+DRIVER = """() => {
 const result = {};
 const click = (element) => element.click();
 const table = document.querySelector("#figures table");
@@ -102,37 +83,18 @@ result.outside = names.filter((name) => {
 }).map((name) => name.textContent);
 dispatchEvent(new Event("beforeprint"));
 result.closed = document.querySelectorAll("details:not([open]):not(#raw)").length;
-document.getElementById("raw").open = true;
-const phone = document.createElement("iframe");
-phone.width = 390;
-phone.style.border = 0;
-phone.onload = () => {
-  const page = phone.contentDocument.documentElement;
-  result.width = [page.scrollWidth, page.clientWidth];
-  result.raw = JSON.parse(document.getElementById("json").textContent).schema;
-  document.title = JSON.stringify(result);
-};
-setTimeout(() => {
-  phone.srcdoc = document.documentElement.outerHTML.replaceAll("<script>", "<script type=text/plain>");
-  document.body.append(phone);
-}, 50);
-"""
+result.raw = JSON.parse(document.getElementById("json").textContent).schema;
+return result;
+}"""
 
 
-def test_sorting_colours_highlighting_printing_and_narrow_screens_work(tmp_path: Path) -> None:
-    long = "word" * 100
-    control = arm("bf16", axes={long: odd_axis(long), "kld": kld_axis(0.00003, 0.000004)})
-    odd = {"run_id": long, "command": long, "environment": {long: long}, "control": control}
-    report = rich_report().model_copy(update=odd)
-    source = render_html(report, write_positions(tmp_path, positions_for(report)))
-    driven = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", source)
-    page = tmp_path / "report.html"
-    page.write_text(driven.replace("</body>", f"<script>{DRIVER}</script></body>"), "utf-8")
-    dom, console = visit(page)
-    assert console == []
-    title = re.search(r"<title>(.*?)</title>", dom, re.S)
-    assert title is not None
-    result = json.loads(unescape(title[1]))
+def test_sorting_colours_highlighting_and_printing_work(tmp_path: Path, open_page: Open) -> None:
+    report = wide_report()
+    visit = open_page(written(report, tmp_path))
+    visit("() => { document.getElementById('raw').open = true; }")
+    visit.page.locator("#json").filter(has_text="fidelab.report/1").wait_for()
+    result = visit(DRIVER)
+    assert visit.faults == []
     arms = [found.name for found in (report.reference, report.control, *report.candidates) if found]
     absent = ["f32", "q8_0", "fp8_e5m2", "nvfp4"]
     costly = ["f16/f16", "bf16", "k16v8", "fp8_e4m3", "int4[group=32,skip-layers=0,29]"]
@@ -147,7 +109,6 @@ def test_sorting_colours_highlighting_printing_and_narrow_screens_work(tmp_path:
     assert (result["themes"], result["faded"], result["faint"], result["restored"]) == (True, True, False, True)
     assert result["pressed"] == "true"
     assert result["closed"] == 0
-    assert result["width"][0] == result["width"][1] <= 390
     assert result["raw"] == "fidelab.report/1"
     assert result["prefill"] == ["1,268", "1,294", "1,661", "1,826", "–", "–", "–", "–", "–"]
     ratios = [float(value.strip("≈ ×")) for value in result["ratios"] if value != "–"]

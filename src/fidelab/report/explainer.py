@@ -1,0 +1,41 @@
+"""The page of ``fidelab explain``: three interactive pieces in one file, which fetches nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fidelab.core import finite
+from fidelab.report.html import data_block, script_of, templates
+from fidelab.results.record import write_atomically
+
+__all__ = ["render_explainer", "write_explainer"]
+
+
+def render_explainer(found: Mapping[str, Any], version: str) -> str:
+    """The page; ``found`` is what :func:`fidelab.physics.explainer.explainer` gives."""
+    script, digest = script_of("explainer.js")
+    return (
+        templates()
+        .get_template("explainer.html.j2")
+        .render(
+            data=data_block(json.dumps(finite(found), ensure_ascii=False)),
+            formats=found["formats"],
+            points=found["points"],
+            published=found["published"],
+            script=script,
+            digest=digest,
+            version=version,
+        )
+    )
+
+
+def write_explainer(found: Mapping[str, Any], version: str, path: Path) -> Path:
+    """Write the page atomically.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    return write_atomically(path, render_explainer(found, version))

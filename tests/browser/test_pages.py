@@ -1,0 +1,326 @@
+"""Every page that fidelab writes, in a browser: silent, reachable by keyboard, light and dark, on paper, on phones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fidelab
+from fidelab.core import Status
+from fidelab.physics.explainer import explainer, measured_points
+from fidelab.physics.fits import read_points
+from fidelab.report.explainer import render_explainer
+from fidelab.report.html import render_html, render_notebook
+from fidelab.report.layer_diff import bisect_html
+from fidelab.report.sensitivity import write_sensitivity_html
+from fidelab.results.layer_diff_record import BisectArm, BisectReport, Errors, LayerRow
+from fidelab.results.record import KVFormats, Report
+from fidelab.results.sensitivity_record import Loss, SensitivityCell, SensitivityReport
+from fidelab.results.values import Outcome
+from tests.browser.conftest import Open, Visit
+from tests.report.sample import (
+    HOSTILE,
+    arm,
+    hostile_report,
+    kld_axis,
+    many_arms,
+    positions_for,
+    sample_report,
+    write_positions,
+)
+from tests.report.sample_axes import odd_axis
+from tests.report.sample_benches import hostile_benches, rich_report
+from tests.report.test_ablation import cell, matrix
+
+pytestmark = pytest.mark.browser
+
+OK = Outcome(status=Status.OK)
+LONG = "word" * 100
+FORMATS = ("bf16", "k16v8", "int4")
+
+
+def report_page(report: Report) -> Callable[[Path], str]:
+    """The page of a report, with positions beside it."""
+
+    def render(folder: Path) -> str:
+        tables = positions_for(report)
+        return render_html(report, write_positions(folder, tables) if tables else None)
+
+    return render
+
+
+def wide_report() -> Report:
+    """Every kind of axis and bench, and words that do not break."""
+    control = arm("bf16", axes={LONG: odd_axis(LONG), "kld": kld_axis(0.00003, 0.000004)})
+    changes = {"run_id": LONG, "command": LONG, "environment": {LONG: LONG}, "control": control}
+    return rich_report().model_copy(update=changes)
+
+
+def sensitivity_page(folder: Path) -> str:
+    """All kinds of weights of 30 layers in two formats."""
+    kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    cells = [
+        SensitivityCell(
+            status=Status.OK,
+            group=f"model.layers.{layer}.{kind}",
+            layer=layer,
+            kind=kind,
+            format=name,
+            parameters=589_824,
+            bytes=300_000,
+            loss=Loss(kld=0.001 * (layer + 1), kld_interval=(0.0005, 0.002), top1=0.98),
+        )
+        for name in ("int4[group=64]", "q4_k")
+        for layer in range(30)
+        for kind in kinds
+    ]
+    report = SensitivityReport(
+        **common(), schema="fidelab.sensitivity/0", by="module", windows=8, rows=2040, native=OK,
+        native_bytes=212_000_000, parameters=106_000_000, cells=tuple(cells),
+    )  # fmt: skip
+    return write_sensitivity_html(report, folder / "page.html").read_text("utf-8")
+
+
+def bisect_page(_: Path) -> str:
+    """Thirty layers of which one stands out, and an arm whose name does not break."""
+    arms = [
+        BisectArm(status=Status.OK, name=name, engine="hf", model=LONG, dtype="float32", kv=KVFormats(k=k, v=k))
+        for name, k in (("f32", "f32"), (HOSTILE, "int4"))
+    ]
+    layers = [
+        LayerRow(
+            layer=n,
+            error=Errors(median=0.01 * (n + 1), tail=0.02 * (n + 1), rms=0.03),
+            added=0.01,
+            added_tail=0.02,
+            ratio=30.0 if n == 12 else 1.0,
+            stands_out=n == 12,
+        )
+        for n in range(30)
+    ]
+    return bisect_html(
+        BisectReport(
+            **common(), schema="fidelab.bisect/0", reference=arms[0], candidate=arms[1], windows=4, rows=256,
+            layers=tuple(layers), first=12,
+        )
+    )  # fmt: skip
+
+
+def common() -> dict[str, Any]:
+    """What records of experiments that are no run share."""
+    return {
+        "run_id": LONG,
+        "created": datetime(2026, 5, 4, tzinfo=UTC),
+        "fidelab_version": fidelab.__version__,
+        "command": f"fidelab {LONG}",
+        "settings": {"model": LONG},
+    }
+
+
+def notebook_page(_: Path) -> str:
+    """The fragment in a page that has nothing else."""
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    return f"{head}<title>notebook</title><body>{render_notebook(rich_report())}"
+
+
+def points_page(folder: Path) -> str:
+    """The explainers with points whose names are markup; made up: a Hill curve with a step."""
+    file = folder / "<img src=x onerror=alert(1)>.csv"
+    rows = [
+        f"{batch},{1024 * n},{8 + 0.01 * batch + 0.00001 * batch * 1024 * n}"
+        for batch in (1, 2, 4, 8, 16, 64)
+        for n in (1, 8)
+    ]
+    file.write_text("\n".join(["batch,context,</script><b>ms", *rows]), "utf-8")
+    points = measured_points(read_points(file), y="</script><b>ms", context="context", is_time=True)
+    return render_explainer(explainer(FORMATS, points=points), fidelab.__version__)
+
+
+PAGES: dict[str, Callable[[Path], str]] = {
+    "report": report_page(sample_report()),
+    "hostile": report_page(hostile_report()),
+    "hostile benches": report_page(hostile_benches()),
+    "wide": report_page(wide_report()),
+    "ablation": report_page(matrix({"kv": ("x", HOSTILE)}, (cell(0.0, kv="x"), cell(0.5, kv=HOSTILE)))),
+    "sensitivity": sensitivity_page,
+    "bisect": bisect_page,
+    "notebook": notebook_page,
+    "explain": lambda _: render_explainer(explainer(FORMATS), fidelab.__version__),
+    "explain points": points_page,
+}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The file of a page, which is made when it is first asked for."""
+    folder = tmp_path_factory.mktemp("pages")
+
+    def find(name: str) -> Path:
+        file = folder / name / "page.html"
+        if not file.exists():
+            file.parent.mkdir()
+            file.write_text(PAGES[name](file.parent), "utf-8")
+        return file
+
+    return find
+
+
+# WCAG 2's contrast of an element's own text against what lies behind it
+CONTRAST = """() => {
+  const parse = (colour) => (colour.match(/[\\d.]+/g) ?? []).map(Number);
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const [r, g, b, alpha = 1] = parse(getComputedStyle(at).backgroundColor);
+      if (alpha === 1) return [r, g, b];
+    }
+    return [255, 255, 255];
+  };
+  const low = [];
+  const kinds = "body *:not(svg *, script, style, noscript, [disabled], .heat *, option)";
+  for (const element of document.querySelectorAll(kinds)) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.checkVisibility()) continue;
+    const [a, b] = [parse(getComputedStyle(element).color).slice(0, 3), behind(element)].map(light);
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    const name = `${element.tagName}.${element.className}: ${element.textContent.trim().slice(0, 40)}`;
+    if (ratio < 4.5) low.push(`${ratio.toFixed(2)} ${name}`);
+  }
+  return [...new Set(low)];
+}"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_silent_asks_no_network_and_can_be_read_in_both_colours(
+    name: str, dark: bool, pages: Callable[[str], Path], open_page: Open
+) -> None:
+    visit = open_page(pages(name), dark=dark)
+    assert visit.faults == []
+    assert visit("document.querySelectorAll('img, iframe, link, b').length") == 0  # no text of the data is markup
+    ground = visit("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    if name != "notebook":  # which has its host's ground
+        assert (sum(ground[:3]) < 300) == dark
+        assert visit(CONTRAST) == []
+
+
+# Parts that scroll by themselves and that no key reaches, in browsers that do not stop at them unasked
+STUCK = """[...document.querySelectorAll('body *')].filter((part) => part.checkVisibility()
+  && ['auto', 'scroll'].includes(getComputedStyle(part).overflowX)
+  && (part.scrollWidth > part.clientWidth + 1 || part.scrollHeight > part.clientHeight + 1)
+  && part.tabIndex < 0 && !part.querySelector('a[href], button, input, select, summary, [tabindex="0"]'))
+  .map((part) => part.outerHTML.slice(0, 120))"""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_of_390_pixels_does_not_scroll_sideways_and_keys_reach_parts_that_do(
+    name: str, pages: Callable[[str], Path], open_page: Open
+) -> None:
+    visit = open_page(pages(name), width=390)
+    visit("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    assert visit("document.documentElement.scrollWidth") <= 390
+    assert visit(STUCK) == []
+    assert visit.faults == []
+
+
+# Controls that are to be seen, each with a number by which it is known again
+CONTROLS = """() => {
+  const kinds = "a[href], button, input, select, summary, textarea, [tabindex]:not([tabindex='-1'])";
+  const shown = [...document.querySelectorAll(kinds)].filter((found) => found.checkVisibility() && !found.disabled);
+  shown.forEach((found, n) => { found.dataset.control = n; });
+  return shown.length;
+}"""
+UNNAMED = """[...document.querySelectorAll('[data-control]')].filter((found) => !(found.labels?.length
+  || found.ariaLabel || (found.matches('a, button, summary') && found.textContent.trim())))
+  .map((found) => found.outerHTML)"""
+FOCUSED = """() => {
+  const here = document.activeElement;
+  const style = getComputedStyle(here);
+  const ring = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1;
+  const box = here.getBoundingClientRect();
+  const inside = box.width > 0 && box.bottom > 0 && box.top < innerHeight && box.right > 0 && box.left < innerWidth;
+  return [here.dataset.control ?? null, ring && inside, here.tagName + " " + here.textContent.trim().slice(0, 40)];
+}"""
+
+
+def reached(visit: Visit, most: int) -> tuple[set[int], list[str]]:
+    """Which controls Tab reaches, and those that do not show that they have the focus."""
+    found: set[int] = set()
+    unseen = []
+    for _ in range(most):
+        visit.page.keyboard.press("Tab")
+        number, is_seen, name = visit(FOCUSED)
+        if number is None:
+            continue
+        if not is_seen:
+            unseen.append(name)
+        found.add(int(number))
+    return found, unseen
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_tab_reaches_every_control_which_has_a_name_and_shows_where_it_is(
+    name: str, pages: Callable[[str], Path], open_page: Open
+) -> None:
+    visit = open_page(pages(name))
+    n = visit(CONTROLS)
+    assert visit(UNNAMED) == []
+    found, unseen = reached(visit, n + 40)  # parts that scroll are stops, too
+    assert sorted(set(range(n)) - found) == []
+    assert unseen == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_on_paper_the_ground_is_white_nothing_is_cut_off_and_buttons_are_gone(
+    name: str, pages: Callable[[str], Path], open_page: Open
+) -> None:
+    visit = open_page(pages(name), dark=True, width=740)  # A4 less its margins
+    visit.page.emulate_media(media="print")
+    visit("dispatchEvent(new Event('beforeprint'))")
+    if name != "notebook":
+        assert visit("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert visit(CONTRAST) == []
+    buttons = "[...document.querySelectorAll('button, select, input')].filter((part) => part.checkVisibility())"
+    assert visit(f"{buttons}.filter((part) => !part.closest('th, .legend')).map((part) => part.textContent)") == []
+    assert visit("document.querySelectorAll('details:not([open]):not(#raw)').length") == 0
+    cut = """[...document.querySelectorAll('body *')].filter((part) => part.checkVisibility()
+      && getComputedStyle(part).overflowY !== 'visible' && part.scrollHeight > part.clientHeight + 1
+      && !part.closest('svg')).map((part) => part.className)"""
+    assert visit(cut) == []
+    assert visit.page.pdf(format="A4").startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("what", ["5,000 positions", "200 arms"])
+def test_large_reports_are_shown_within_seconds(what: str, tmp_path: Path, open_page: Open) -> None:
+    if what == "200 arms":
+        report = many_arms(200)
+    else:
+        axes = {"kld": kld_axis(0.000712, 0.000142, control=0.00003, n_items=5000)}
+        report = sample_report()
+        candidates = tuple(one.model_copy(update={"axes": axes}) if one.axes else one for one in report.candidates)
+        report = report.model_copy(update={"candidates": candidates})
+    file = tmp_path / "report.html"
+    began = time.perf_counter()
+    file.write_text(report_page(report)(tmp_path), "utf-8")
+    written = time.perf_counter() - began
+    visit = open_page(file)
+    shown = visit("""() => new Promise((done) => {
+      requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() / 1000)));
+    })""")
+    assert visit.faults == []
+    assert "left out" not in visit("document.body.innerText")
+    assert visit(
+        "document.body.innerText.includes('5,000 positions')"
+        if what != "200 arms"
+        else "document.querySelectorAll('#figures tbody tr').length > 200"
+    )
+    print(f"{what}: {file.stat().st_size / 1e6:.1f} MB, written in {written:.2f} s, on screen after {shown:.2f} s")
+    assert shown < 6  # 2 s are promised; the rest is for busy machines
