@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hypothesis
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -30,6 +31,10 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 # A shell's background job ignores Ctrl-C, and so would all that tests start and stop by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# On a busy machine drawing examples is slow, and that says nothing about the code.
+hypothesis.settings.register_profile("busy", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 MakeFolder = Callable[..., Path]
 

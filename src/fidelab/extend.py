@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from fidelab.captures.pair import Pair
     from fidelab.captures.reader import Capture
-    from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Reweighted, Served, Timed
+    from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Recached, Reweighted, Served, Timed
     from fidelab.core import Arm, FormatSpec, KVSpec, Status
     from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, answer_with_head
     from fidelab.errors import EngineError, FidelabError, InputError, NotSupportedError, UsageError
@@ -73,6 +73,7 @@ __all__ = [
     "Parts",
     "Prefill",
     "Question",
+    "Recached",
     "Reweighted",
     "RuntimeInfo",
     "SampleSize",
@@ -125,6 +126,7 @@ _MODULES = {
             "Generate",
             "Layerwise",
             "Prefill",
+            "Recached",
             "Reweighted",
             "Served",
             "Timed",

@@ -21,7 +21,7 @@ NATIVE = ["f32", "f16", "bf16"]
 FP8 = [
     f"{name}[scale={scale}]"
     for name in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz")
-    for scale in ("none", "per-tensor", "per-channel", "per-token-head")
+    for scale in ("none", "per-tensor", "per-channel", "per-token-head", "0.0125")
 ]
 FP4 = ["nvfp4[scale=none]", "nvfp4[scale=per-tensor]", "mxfp4"]
 INTS = [f"int{bits}[group={group}]" for bits in (8, 4, 2) for group in (8, 32, 128)]

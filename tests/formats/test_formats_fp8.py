@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fidelab.core import KVSpec
+from fidelab.errors import UsageError
 from fidelab.formats import create, fp8
 from fidelab.formats.fp8 import Float8, fn_to_fnuz, fnuz_to_fn
 
@@ -200,9 +201,30 @@ def test_nan_and_infinity_do_not_count_in_fit(name: str, scale: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("scale", ["none", "per-token-head"])
+@pytest.mark.parametrize("scale", ["none", "per-token-head", "0.5"])
 def test_nothing_is_fitted_without_a_sequence_scale(name: str, scale: str) -> None:
     assert make(name, scale).fit(normal(1, 2, 6, 64)) is None
+
+
+@both
+def test_number_as_scale_is_what_a_fitted_scale_of_that_value_gives(name: str) -> None:
+    x = normal(1, 2, 6, 64)
+    fitted = need(make(name, "per-tensor").fit(x))
+    fixed = make(name, f"{float(fitted):.12g}")
+    given = make(name, "per-tensor")
+    assert torch.equal(fixed.encode(x)[0], given.encode(x, fitted)[0])
+    same = (
+        fixed.decode(fixed.encode(x), 64, torch.float32),
+        given.decode(given.encode(x, fitted), 64, torch.float32, fitted),
+    )
+    assert torch.equal(*same)
+
+
+@both
+@pytest.mark.parametrize("scale", ["0", "-1", "1e31", "nan", "1e-60"])
+def test_number_that_cannot_scale_is_refused(name: str, scale: str) -> None:
+    with pytest.raises(UsageError, match="option scale"):
+        make(name, scale)
 
 
 @both

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import BFloat16
-from fidelab.captures.requests import Forced, Layerwise, Prefill, Reweighted, Served, Timed
+from fidelab.captures.requests import Forced, Layerwise, Prefill, Recached, Reweighted, Served, Timed
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 
@@ -76,7 +76,7 @@ def _fault(capture: Capture, item: int) -> str:
         return "has a negative token id"
     if ("topk_ids" in arrays or "topk_logprobs" in arrays) and shapes.get("topk_ids") != shapes.get("topk_logprobs"):
         return "has other ids than log-probabilities"
-    rows = Prefill | Forced | Served | Reweighted
+    rows = Prefill | Forced | Served | Reweighted | Recached
     if isinstance(capture.request, rows) and not {"topk_ids", *map(str, Estimator)} & {*names}:
         return "" if capture.items[item]["failed"] is not None else "has no rows"
     if isinstance(capture.request, Layerwise) and capture.request.tensors == "states":

@@ -25,6 +25,7 @@ __all__ = [
     "Generate",
     "Layerwise",
     "Prefill",
+    "Recached",
     "Request",
     "Reweighted",
     "Served",
@@ -263,7 +264,33 @@ class Reweighted(_Request):
         return self.last - self.first + 1
 
 
-Request = Prefill | Generate | Forced | Timed | Layerwise | Served | Reweighted
+@dataclass(frozen=True)
+class Recached(_Request):
+    """Next-token distributions of whole windows, as of :class:`Prefill`, with rounded keys and values in some layers.
+
+    ``kv``: rules ``PLACE:K/V`` with semicolons between: ``*:int4/native``, ``3:int4/int4`` (a layer),
+    ``3.0:int4/native`` (a layer and one of its heads); later rules go before earlier ones.  ``native`` alone rounds
+    nothing; its facts describe the keys and values of each window (``statistics``).
+    """
+
+    axis: str
+    windows: tuple[Tokens, ...]
+    first: int
+    last: int
+    units: tuple[Tokens, ...]
+    kv: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    kind: str = field(default="recached", init=False)
+    _PER_ITEM = ("windows", "units")
+
+    @property
+    def n_rows(self) -> int:
+        """Stored rows per window."""
+        return self.last - self.first + 1
+
+
+Request = Prefill | Generate | Forced | Timed | Layerwise | Served | Reweighted | Recached
 KINDS: Mapping[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
 """``kind`` → class."""
 
@@ -301,7 +328,7 @@ def _is_sound(request: Request, name: str) -> bool:
     match name:
         case "kind" | "settings":
             return True
-        case "axis" | "weights":
+        case "axis" | "weights" | "kv":
             return isinstance(value, str) and value != ""
         case "tensors":
             return value in _TENSORS
@@ -318,9 +345,9 @@ def _is_sound(request: Request, name: str) -> bool:
     if not (isinstance(value, tuple) and all(map(_are_ids, value))):  # windows, units, prompts, continuations, others
         return False
     match request, name:
-        case ((Prefill(windows=windows) | Reweighted(windows=windows)), "units"):
+        case ((Prefill(windows=windows) | Reweighted(windows=windows) | Recached(windows=windows)), "units"):
             return len(value) == len(windows) and all(len(units) == request.n_rows for units in value)
-        case ((Prefill() | Layerwise() | Served() | Reweighted()), "windows"):
+        case ((Prefill() | Layerwise() | Served() | Reweighted() | Recached()), "windows"):
             rows = _are_ids((request.first, request.last)) and request.first <= request.last
             return rows and all(request.last < len(window) for window in value)
         case Forced(prompts=prompts), "continuations":

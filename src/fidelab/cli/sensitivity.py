@@ -1,7 +1,8 @@
-"""``fidelab sensitivity``: which weights a format costs most in, and the plan within a budget."""
+"""``fidelab sensitivity``: which weights, or which keys and values, cost most in few bits; a plan within a budget."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -13,6 +14,7 @@ from fidelab.cli.compare import experiment_from
 from fidelab.cli.output import command_line, exit_on, note, open_console
 
 if TYPE_CHECKING:
+    from fidelab.config.schema import Experiment
     from fidelab.results.sensitivity_record import WeightPlan
 
 __all__ = ["sensitivity"]
@@ -25,12 +27,28 @@ def sensitivity(
     *,
     model: Annotated[str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.")],
     weights: Annotated[
-        list[str], typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.", show_default=False)
-    ],
-    by: Annotated[str, typer.Option(help="What is rounded at a time: module, layer or kind.")] = "module",
+        list[str] | None,
+        typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.", show_default=False),
+    ] = None,
+    bits: Annotated[
+        str | None,
+        typer.Option(help="Widths of keys and values instead: 8,7,6,5,4,3,2.", show_default=False),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="What is rounded at a time: module (default), layer or kind of weights; of the cache all layers "
+            "(default: cache), and also each layer or head.",
+            show_default=False,
+        ),
+    ] = None,
+    group: Annotated[int, typer.Option(help="With --bits: values that share a scale.")] = 32,
     budget: Annotated[
         str | None,
-        typer.Option(help="Make a plan: bytes of the layers' weights, as 80MB, 4.5bpw, or a format for its size."),
+        typer.Option(
+            help="Make a plan: bytes of the layers' weights, as 80MB, 4.5bpw, or a format for its size; with --bits "
+            "bits per value of the cache: 5bpv."
+        ),
     ] = None,
     export: Annotated[
         Path | None, typer.Option(help="Write the plan's --tensor-type arguments for llama-quantize to this file.")
@@ -42,7 +60,7 @@ def sensitivity(
     runs: options.CapturedRunsOptions,
     as_json: options.Json = False,
 ) -> None:
-    r"""Round one group of weights at a time and say what each costs; with a budget, choose a format for each.
+    r"""Round one group of weights, or keys and values, and say what it costs; with a budget, choose formats.
 
     The model is loaded once. Repeating the command goes on where it was stopped. The plan is chosen on one half of the
     windows and measured on the other, beside the best single format that fits the same budget.
@@ -50,6 +68,8 @@ def sensitivity(
     [bold]Examples[/bold]
 
       fidelab sensitivity smollm2-135m --weights 'int4\[group=64]' --by layer
+
+      fidelab sensitivity ./model --bits 8,7,6,5,4,3,2 --by layer
 
       fidelab sensitivity ./model --weights q4_k --weights q6_k --weights q8_0 --budget 5bpw --export types.txt
     """
@@ -59,8 +79,14 @@ def sensitivity(
     from fidelab.report.sensitivity import render_sensitivity, write_sensitivity_html
     from fidelab.runs.sensitivity import sensitivity as measure
 
-    if by not in ("module", "layer", "kind"):
-        raise UsageError(f"--by {by}: write module, layer or kind")
+    if (weights is None) == (bits is None):
+        raise UsageError("name formats of weights, --weights int4, or widths of keys and values, --bits 8,7,6,5,4,3,2")
+    kinds = ("module", "layer", "kind") if bits is None else ("cache", "layer", "head")
+    by = kinds[0] if by is None else by
+    if by not in kinds:
+        raise UsageError(f"--by {by}: write {kinds[0]}, {kinds[1]} or {kinds[2]}")
+    if bits is not None and export is not None:
+        raise UsageError("--export writes plans of weights; a plan of keys and values stands in the report")
     if by != "module" and export is not None and export.suffix in _YAML:
         raise UsageError("--export: a recipe names single matrices: leave out --by")
     if export is not None and budget is None:
@@ -69,15 +95,20 @@ def sensitivity(
         "model": model,
         **engine.settings(),
         "control": "none",
-        "candidates": [f"weights={weights[0]}"],  # asked about in time, and not run
+        "candidates": [f"weights={weights[0]}" if weights else f"int8[group={group}]"],  # asked about in time, not run
         "axes": {"kld": {"windows": windows, "n_ctx": n_ctx}},
         **text.settings(),
         "floor": 0.0,
         "twins": 0.0,
         **runs.settings(),
     }
+    experiment = experiment_from(data, "sensitivity")
+    if bits is not None:
+        _keys_and_values(experiment, bits, by, group, budget, as_json)
+        return
+    assert weights is not None
     report, folder = measure(
-        experiment_from(data, "sensitivity"),
+        experiment,
         weights,
         by=cast("Literal['module', 'layer', 'kind']", by),
         budget=budget,
@@ -94,6 +125,40 @@ def sensitivity(
     if export is not None and report.plan is not None:
         _export(report.plan, export)
     exit_on([f"{cell.group} in {cell.format}: {cell.reason}" for cell in report.cells if cell.status is not Status.OK])
+
+
+_PER_VALUE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:bpv|bits?)?", re.IGNORECASE)
+
+
+def _keys_and_values(experiment: Experiment, bits: str, by: str, group: int, budget: str | None, as_json: bool) -> None:
+    from fidelab.cli.progress import watcher
+    from fidelab.core import Status
+    from fidelab.errors import UsageError
+    from fidelab.report.sensitivity import render_kv_sensitivity, write_kv_sensitivity_html
+    from fidelab.runs.kv_sensitivity import Place, kv_sensitivity
+
+    words = [word.strip() for word in bits.split(",")]
+    if wrong := next((word for word in words if not (word.isdecimal() and len(word) < 4)), None):
+        raise UsageError(f"--bits: {wrong!r} is no width; write 8,7,6,5,4,3,2")
+    limit = None if budget is None else _PER_VALUE.fullmatch(budget.strip())
+    if budget is not None and limit is None:
+        raise UsageError(f"--budget {budget}: with --bits write bits per value of the cache, such as 5bpv")
+    report, folder = kv_sensitivity(
+        experiment,
+        [int(word) for word in words],
+        by=cast("Place", by),
+        group=group,
+        budget=None if limit is None else float(limit[1]),
+        command=command_line(),
+        listener=watcher(),
+        say=lambda text: note(f"fidelab: {text}"),
+    )
+    write_kv_sensitivity_html(report, folder.html)
+    if as_json:
+        sys.stdout.write(report.to_json())
+    else:
+        render_kv_sensitivity(report, open_console(), folder=folder.path)
+    exit_on([f"{c.side} of {c.place} in {c.format}: {c.reason}" for c in report.cells if c.status is not Status.OK])
 
 
 def _export(plan: WeightPlan, file: Path) -> None:

@@ -16,12 +16,14 @@ Where ``s`` comes from (option ``scale``); a magnitude of 0 gives 1:
 - ``none``: 1.
 - ``per-tensor``: float32 ``[batch, 1, 1, 1]``, fitted: amax over a sequence / top.
 - ``per-channel``: float32 ``[batch, heads, 1, head_dim]``, fitted: amax over the tokens / top.
+- a number: that, as calibrated beforehand and the same for all sequences.
 - ``per-token-head``: amax of one token in one head / top, as float16 rounded up, so that no value of the
   token exceeds top; at most 65504, beyond which values saturate.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -50,12 +52,17 @@ _FITTED = {"per-tensor": (1, 2, 3), "per-channel": (2,)}  # the dimensions that 
 _TABLE_IS_FASTER = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+_LARGEST = 1e30
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?")
 _SMALLEST = 2.0**-149  # of float32; one rounding among its subnormals costs at most half of this
 
 
 def create(spec: FormatSpec) -> Format:
-    """``fp8_e4m3``, ``fp8_e5m2`` or their fnuz forms; option ``scale``."""
+    """``fp8_e4m3``, ``fp8_e5m2`` or their fnuz forms; option ``scale``: a word, or a number."""
     options.only(spec, "scale")
+    text = dict(spec.options).get("scale", "")
+    if _NUMBER.fullmatch(text) and _SMALLEST_NORMAL <= float(text) <= _LARGEST:
+        return Float8(spec.name, _TYPES[spec.name], "static", float(text))
     return Float8(spec.name, _TYPES[spec.name], options.choice(spec, "scale", _SCALES))
 
 
@@ -66,6 +73,7 @@ class Float8(Format):
     name: str
     dtype: torch.dtype
     scaling: str = "none"
+    static: float = 1.0
 
     @property
     def top(self) -> float:
@@ -95,7 +103,7 @@ class Float8(Format):
         """``code * s``."""
         if self.scaling == "none":
             return _widen(parts[0], self.dtype, dtype)  # exact in all three types
-        s = parts[1].float() if self.scaling == "per-token-head" else self._given(scale)
+        s = parts[1].float() if self.scaling == "per-token-head" else self._given(scale, parts[0].device)
         return narrow(_widen(parts[0], self.dtype, torch.float32) * s, dtype)
 
     def token_bytes(self, dim: int) -> int:
@@ -122,9 +130,11 @@ class Float8(Format):
         if self.scaling == "per-token-head":
             amax = finite_amax(x, (3,))
             return _unless_zero(amax, half_scale(divide(amax, self.top), up=True).float())
-        return self._given(scale)
+        return self._given(scale, x.device)
 
-    def _given(self, scale: Tensor | None) -> Tensor:
+    def _given(self, scale: Tensor | None, device: torch.device) -> Tensor:
+        if self.scaling == "static":
+            return torch.tensor(self.static, dtype=torch.float32, device=device)
         if scale is None:
             raise ValueError(f"{self.name}[scale={self.scaling}] needs the scale that fit() returned")
         return scale

@@ -1,4 +1,4 @@
-"""A weight sensitivity as terminal text and as an HTML page: what costs most, the plan, and a heat map."""
+"""Sensitivities as terminal text and as HTML pages: what costs most, cliffs, the plan, and a heat map."""
 
 from __future__ import annotations
 
@@ -10,12 +10,25 @@ from rich.console import Console
 from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.html import templates
 from fidelab.report.text import literal, print_line, print_path, simple_table
-from fidelab.results.numbers import ABSENT, format_kld, format_share, format_span, one_line
+from fidelab.results.numbers import ABSENT, counted, format_kld, format_share, format_span, one_line
 from fidelab.results.plots import Grid, Heatmap
 from fidelab.results.record import write_atomically
-from fidelab.results.sensitivity_record import SensitivityCell, SensitivityReport, WeightPlan
+from fidelab.results.sensitivity_record import (
+    KVCell,
+    KVPlan,
+    KVSensitivityReport,
+    Loss,
+    SensitivityCell,
+    SensitivityReport,
+    WeightPlan,
+)
 
-__all__ = ["render_sensitivity", "write_sensitivity_html"]
+__all__ = [
+    "render_kv_sensitivity",
+    "render_sensitivity",
+    "write_kv_sensitivity_html",
+    "write_sensitivity_html",
+]
 
 _SHOWN = 15  # cells in the terminal
 _COLUMNS = ("group", "format", "loss, nats", "95%", "same top-1", "KiB")
@@ -53,6 +66,7 @@ def write_sensitivity_html(report: SensitivityReport, path: Path) -> Path:
         .get_template("sensitivity.html.j2")
         .render(
             title=f"Weight sensitivity of {one_line(str(report.settings.get('model', '')))}",
+            kicker="weight sensitivity",
             run_id=one_line(report.run_id),
             created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
             version=one_line(report.fidelab_version),
@@ -168,6 +182,170 @@ def _heatmap(report: SensitivityReport) -> Heatmap | None:
         y_label="layer",
         x=tuple(columns),
         y=tuple(rows),
+        low=0.0,
+        high=max(known.values()) or 1.0,
+        grids=grids,
+    )
+
+
+# ------------------------------------------------------------------------------------------- keys and values
+
+_SIDE = {"k": "keys", "v": "values", "both": "both"}
+_KV_COLUMNS = ("what", "format", "ΔNLL, nats", "95%", "KLD, nats", "95%", "same top-1")
+
+
+def render_kv_sensitivity(report: KVSensitivityReport, console: Console, *, folder: Path | None = None) -> None:
+    """Print cliffs, ratios and the cells of the whole cache; ``folder`` is where its files lie."""
+    line = partial(print_line, console)
+    line(f"{one_line(report.run_id)}: {report.windows} windows, {report.rows:,} rows", "bold")
+    for text in _kv_sentences(report):
+        line(text)
+    table = simple_table()
+    for n, heading in enumerate(_KV_COLUMNS):
+        table.add_column(literal(heading, console), justify="right" if n > 1 else "left")
+    whole = [cell for cell in report.cells if cell.place == "all"]
+    for cell in whole:
+        table.add_row(*(literal(text, console) for text in _kv_row(cell)))
+    console.print(table)
+    if len(whole) < len(report.cells):
+        line(f"{len(report.cells) - len(whole)} cells of single layers or heads are in the files")
+    if folder is not None:
+        print_path(console, "files", folder)
+
+
+def write_kv_sensitivity_html(report: KVSensitivityReport, path: Path) -> Path:
+    """Write the page atomically: sentences, heat map of layers or of the whole cache, all cells; nothing is fetched.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    page = (
+        templates()
+        .get_template("sensitivity.html.j2")
+        .render(
+            title=f"Sensitivity of keys and values of {one_line(str(report.settings.get('model', '')))}",
+            kicker="sensitivity of keys and values",
+            run_id=one_line(report.run_id),
+            created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
+            version=one_line(report.fidelab_version),
+            command=report.command,
+            lines=_kv_sentences(report),
+            heatmap=_kv_heatmap(report),
+            scale_of=scale_of,
+            shades_of=shades_of,
+            columns=_KV_COLUMNS,
+            rows=[_kv_row(cell) for cell in report.cells],
+            plan=None,
+        )
+    )
+    return write_atomically(path, page)
+
+
+def _kv_row(cell: KVCell) -> list[str]:
+    what = _SIDE[cell.side] if cell.place == "all" else f"{_SIDE[cell.side]}, {_place(cell.place)}"
+    loss = cell.loss
+    if loss is None:
+        return [what, cell.format, one_line(cell.reason or ABSENT), "", "", "", ""]
+    return [
+        what,
+        cell.format,
+        ABSENT if loss.delta_nll is None else format_kld(loss.delta_nll, signed=True),
+        ABSENT if cell.delta_nll_interval is None else format_span(cell.delta_nll_interval),
+        format_kld(loss.kld),
+        ABSENT if loss.kld_interval is None else format_span(loss.kld_interval),
+        ABSENT if loss.top1 is None else format_share(loss.top1),
+    ]
+
+
+def _place(place: str) -> str:
+    layer, _, head = place.partition(".")
+    return f"layer {layer}, head {head}" if head else f"layer {layer}"
+
+
+def _kv_sentences(report: KVSensitivityReport) -> list[str]:
+    sentences = []
+    if report.cliffs:
+        parts = []
+        for cliff in report.cliffs:
+            span = "" if cliff.interval is None else f" (95%: {_bits(cliff.interval[0])} to {_bits(cliff.interval[1])})"
+            parts.append(f"{_SIDE[cliff.side]} {_bits(cliff.bits or 0)}{span}")
+        sentences.append(f"Cliff, where one more bit costs 0.1 nats per token or more: {'; '.join(parts)}.")
+    parts = []
+    for found in report.asymmetries:
+        if found.ratio is None:
+            parts.append(f"{found.bits} bits: the values' loss is within noise")
+        else:
+            span = "" if found.interval is None else f" ({found.interval[0]:.3g}–{found.interval[1]:.3g})"
+            parts.append(f"{found.bits} bits: {found.ratio:.3g}{span}")
+    if parts:
+        sentences.append(f"ΔPPL of keys over that of values at {'; '.join(parts)}.")
+    for known in report.predictors:
+        if known.correlation is not None:
+            span = "" if known.interval is None else f" ({known.interval[0]:.2f} to {known.interval[1]:.2f})"
+            sentences.append(
+                f"{known.name} in one window orders the losses of {_SIDE[known.side]} at {known.bits} bits by a rank "
+                f"correlation of {known.correlation:.2f}{span} over {counted(known.places, 'place')}."
+            )
+    if report.plan is not None:
+        sentences += _kv_plan_sentences(report.plan)
+    if failed := sum(cell.loss is None for cell in report.cells):
+        sentences.append(f"{failed} of {len(report.cells)} cells failed.")
+    return sentences
+
+
+def _bits(bits: int) -> str:
+    return f"{bits} bits" if bits else "none"
+
+
+def _kv_plan_sentences(plan: KVPlan) -> list[str]:
+    sentences = [
+        f"Plan of {plan.bits_per_value:.2f} bits per value: {plan.rules.replace(';', ', ')}.",
+        f"It costs {_cost(plan.measured)} on windows that it was not chosen on. On the others its cells add up to "
+        f"{format_kld(plan.predicted)}, and together they cost {format_kld(plan.measured_there.kld)}.",
+    ]
+    if plan.uniform is None or plan.uniform_loss is None or plan.difference is None or plan.uniform_bits is None:
+        return [*sentences, "No single pair of formats fits this budget, so that there is nothing to compare it with."]
+    interval = plan.difference_interval
+    if interval is None or interval[0] <= 0 <= interval[1]:
+        verdict = "the data do not tell them apart"
+    else:
+        verdict = "the plan is better" if interval[1] < 0 else "the plan is worse"
+    said = "" if interval is None else f", 95% {format_span(interval)}"
+    sentences.append(
+        f"{plan.uniform} in all layers takes {plan.uniform_bits:.2f} bits and costs {_cost(plan.uniform_loss)}, the "
+        f"least of the single pairs that fit: {verdict} ({format_kld(plan.difference, signed=True)} nats{said})."
+    )
+    return sentences
+
+
+def _cost(loss: Loss) -> str:
+    span = "" if loss.kld_interval is None else f" ({format_span(loss.kld_interval)})"
+    return f"{format_kld(loss.kld)} nats{span}"
+
+
+def _kv_heatmap(report: KVSensitivityReport) -> Heatmap | None:
+    """Layer or head × width, a grid for keys and one for values; without these the side × width of the whole cache."""
+    cells = [cell for cell in report.cells if cell.bits is not None and cell.loss is not None]
+    single = [cell for cell in cells if cell.place != "all"]
+    widths = sorted({cell.bits for cell in cells if cell.bits is not None}, reverse=True)
+    if not cells:
+        return None
+    shown = single or cells
+    known = {(cell.side, cell.place, cell.bits): cell.loss.kld for cell in shown if cell.loss is not None}
+    places = list(dict.fromkeys(cell.place for cell in shown))
+    grids = tuple(
+        Grid(
+            name=_SIDE[side],
+            values=tuple(tuple(known.get((side, place, width)) for width in widths) for place in places),
+        )
+        for side in dict.fromkeys(cell.side for cell in shown)
+    )
+    return Heatmap(
+        title="mean KL, nats: " + ("each layer or head by itself" if single else "all layers"),
+        x_label="bits",
+        y_label="layer" if single else "layers",
+        x=tuple(map(str, widths)),
+        y=tuple(places),
         low=0.0,
         high=max(known.values()) or 1.0,
         grids=grids,

@@ -1,4 +1,4 @@
-"""The record of a weight sensitivity: ``sensitivity.json``, schema ``fidelab.sensitivity/0``.
+"""The records of sensitivities: of weights (``fidelab.sensitivity/0``) and of keys and values.
 
 A cell is one group of weights in one format, all others native; its loss is the mean KL from the native model.
 """
@@ -12,7 +12,19 @@ from pydantic import Field
 from fidelab.results.record import ExperimentReport
 from fidelab.results.values import Count, Outcome, Positive, Record
 
-__all__ = ["SCHEMA", "Loss", "SensitivityCell", "SensitivityReport", "WeightPlan"]
+__all__ = [
+    "SCHEMA",
+    "Asymmetry",
+    "CliffRecord",
+    "KVCell",
+    "KVPlan",
+    "KVSensitivityReport",
+    "Loss",
+    "Predictor",
+    "SensitivityCell",
+    "SensitivityReport",
+    "WeightPlan",
+]
 
 SCHEMA: Final = "fidelab.sensitivity/0"
 
@@ -104,4 +116,117 @@ class SensitivityReport(ExperimentReport):
     cells: tuple[SensitivityCell, ...] = ()
     """In the order of the model, format by format."""
     plan: WeightPlan | None = None
+    """Null without a budget."""
+
+
+# ------------------------------------------------------------------------------------------- keys and values
+
+
+class KVCell(Outcome):
+    """Rounded keys or values of some layers, all else native."""
+
+    place: str
+    """``all`` layers, one (``3``), or one head of one (``3.0``)."""
+    side: Literal["k", "v", "both"]
+    """What is rounded."""
+    format: str
+    """The format; of calibrated scales ``fp8_e4m3, calibrated on 4 windows``."""
+    bits: Count | None = None
+    """Its width, of the grid of widths."""
+    loss: Loss | None = None
+    """Null where it was not measured."""
+    nll: float | None = None
+    """Negative log-likelihood of the text, nats per token."""
+    delta_nll_interval: tuple[float, float] | None = None
+    """95% of the loss's ``delta_nll``, over clusters."""
+
+
+class CliffRecord(Record):
+    """Where removing one more bit costs 0.1 nats per token or more."""
+
+    side: Literal["k", "v", "both"]
+    """What is rounded."""
+    bits: Count | None = None
+    """The widest such width; null: none of those measured."""
+    interval: tuple[int, int] | None = None
+    """95%; 0: none."""
+
+
+class Asymmetry(Record):
+    """ΔPPL with rounded keys over ΔPPL with rounded values."""
+
+    bits: Count
+    """The width of both."""
+    ratio: float | None = None
+    """Null: the values' ΔPPL is within noise."""
+    interval: tuple[float, float] | None = None
+    """95%."""
+
+
+class Predictor(Record):
+    """How well a number that needs no measurement orders the losses of layers or heads."""
+
+    name: str
+    """What is known beforehand."""
+    side: Literal["k", "v"]
+    """Whose losses it is held against."""
+    bits: Count
+    """Their width."""
+    places: Count
+    """Layers or heads."""
+    correlation: float | None = None
+    """Spearman's; null where something does not vary."""
+    interval: tuple[float, float] | None = None
+    """95%."""
+
+
+class KVPlan(Record):
+    """Formats of keys and values layer by layer within a budget, and what they really cost."""
+
+    budget: Positive
+    """Bits per stored value, scales included, at most."""
+    bits_per_value: Positive
+    """What the plan takes."""
+    rules: str
+    """Layer → K/V."""
+    predicted: Positive
+    """Sum of the losses of its cells, nats."""
+    measured_there: Loss
+    """What it costs on the windows of the cells: as much as predicted where losses add up."""
+    measured: Loss
+    """On windows that were not used to choose it."""
+    uniform: str | None = None
+    """The best on these windows of the single pairs of formats that fit the budget; null: none does."""
+    uniform_bits: Positive | None = None
+    """What that takes."""
+    uniform_loss: Loss | None = None
+    """What it costs on the same windows."""
+    difference: float | None = None
+    """Plan minus uniform, nats; below 0 the plan is better."""
+    difference_interval: tuple[float, float] | None = None
+    """95%, paired by clusters."""
+
+
+class KVSensitivityReport(ExperimentReport):
+    """What keys and values cost at each width."""
+
+    file_name: ClassVar[str] = "kv-sensitivity.json"
+
+    schema_name: Literal["fidelab.kv-sensitivity/0"] = Field(default="fidelab.kv-sensitivity/0", alias="schema")
+    """Name and version of this schema."""
+    windows: Count
+    """Windows that the cells were measured on."""
+    rows: Count
+    """Scored rows of them."""
+    native_nll: float | None = None
+    """Of the native model, nats per token."""
+    cells: tuple[KVCell, ...] = ()
+    """Width by width."""
+    cliffs: tuple[CliffRecord, ...] = ()
+    """Of keys, of values and of both."""
+    asymmetries: tuple[Asymmetry, ...] = ()
+    """At each width."""
+    predictors: tuple[Predictor, ...] = ()
+    """Of single layers or heads; empty without cells of these."""
+    plan: KVPlan | None = None
     """Null without a budget."""

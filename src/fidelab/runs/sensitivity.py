@@ -20,7 +20,7 @@ import numpy as np
 import fidelab
 from fidelab.axes.rows import compare_many
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill, Reweighted
+from fidelab.captures.requests import Prefill, Recached, Reweighted
 from fidelab.config.load import dump
 from fidelab.config.schema import Experiment
 from fidelab.core import FormatSpec, Status, digest, parse_bytes, slug
@@ -39,7 +39,7 @@ from fidelab.runs.layer_diff import run_jobs, with_requests
 from fidelab.runs.pairing import ArmResult
 from fidelab.runs.runner import Listener, Silent
 
-__all__ = ["By", "recipe_of", "sensitivity"]
+__all__ = ["Answers", "By", "Rows", "ask", "recipe_of", "sensitivity"]
 
 By = Literal["module", "layer", "kind"]
 
@@ -76,7 +76,7 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """KL and agreement of all rows of an answer, with the clusters that they belong to."""
 
     rows: RowComparison
@@ -148,13 +148,13 @@ def sensitivity(
     name = slug(f"sensitivity-{Path(experiment.model).name}")
     folder = RunFolder.create(prepared.settings.output_dir, name, f"{config}kind: sensitivity\n")
     texts = {(group.pattern, spec): _text(spec, (group.pattern,)) for spec in specs for group in groups}
-    answers = _ask(prepared, chosen, _AXIS, [NATIVE, *texts.values()], listener, folder, "cells")
+    answers = ask(prepared, chosen, _AXIS, [NATIVE, *texts.values()], listener, folder, "cells")
     found = answers.rows([*texts.values()], say)
     cells, losses = [], {}
     for spec, fmt in specs.items():
         for group in groups:
             rows = found[texts[group.pattern, spec]]
-            if isinstance(rows, _Rows):
+            if isinstance(rows, Rows):
                 losses[group.pattern, spec] = rows.mean
             cells.append(_cell(group, by, spec, fmt, rows))
     report = SensitivityReport(
@@ -276,19 +276,19 @@ def _rivals(
 
 
 @dataclass(frozen=True)
-class _Answers:
+class Answers:
     """The captures of one set of windows, by the text of their roundings."""
 
     request: Prefill
     result: ArmResult
     axis: str
 
-    def rows(self, texts: Sequence[str], say: Callable[[str], None] = lambda text: None) -> dict[str, _Rows | str]:
+    def rows(self, texts: Sequence[str], say: Callable[[str], None] = lambda text: None) -> dict[str, Rows | str]:
         """All rows of each answer against the native one, or why there are none."""
         names = {text: _name(self.axis, text) for text in texts}
         paths = self.result.captures
         found = [text for text, name in names.items() if name in paths]
-        answers: dict[str, _Rows | str] = {
+        answers: dict[str, Rows | str] = {
             text: self.result.failures.get(name) or self.result.reason or "not asked"
             for text, name in names.items()
             if name not in paths
@@ -312,7 +312,7 @@ class _Answers:
                 rows = RowComparison.concat(each)
                 failed = int(rows.failed.sum())
                 why = f"{failed} of {len(rows)} rows are no distributions"
-                answers[text] = why if failed else _Rows(rows, clusters)
+                answers[text] = why if failed else Rows(rows, clusters)
         return answers
 
 
@@ -320,7 +320,7 @@ def _name(axis: str, text: str) -> str:
     return f"{axis}.{digest(text)[:10]}"
 
 
-def _ask(
+def ask(
     prepared: Prepared,
     request: Prefill,
     axis: str,
@@ -328,15 +328,16 @@ def _ask(
     listener: Listener | None,
     folder: RunFolder,
     log: str,
-) -> _Answers:
-    """Ask one process for all roundings.
+    kind: type[Reweighted] | type[Recached] = Reweighted,
+) -> Answers:
+    """Ask one process for all roundings, of weights or of keys and values.
 
     Raises:
         EngineError: not even the native answer came.
     """
     [job] = prepared.plan.jobs
     requests = [
-        Reweighted(
+        kind(
             _name(axis, text),
             request.windows,
             request.first,
@@ -352,10 +353,10 @@ def _ask(
     if _name(axis, NATIVE) not in result.captures:
         reasons = result.reason or "; ".join(dict.fromkeys(result.failures.values()))
         raise EngineError(f"the native model came to no answer: {reasons or 'the engine left no capture'}")
-    return _Answers(request, result, axis)
+    return Answers(request, result, axis)
 
 
-def _cell(group: _Group, by: By, spec: FormatSpec, fmt: WeightFormat, rows: _Rows | str) -> SensitivityCell:
+def _cell(group: _Group, by: By, spec: FormatSpec, fmt: WeightFormat, rows: Rows | str) -> SensitivityCell:
     first = group.weights[0]
     why = rows if isinstance(rows, str) else None
     return SensitivityCell(
@@ -404,12 +405,12 @@ def _plan(
     rivals = _rivals(names, named, groups, limit)
     everywhere = {spec: _text(spec, [g.pattern for g in groups]) for spec in rivals}
     texts = [*dict.fromkeys([NATIVE, text, *everywhere.values()])]
-    there = _ask(prepared, chosen, _AXIS, [NATIVE, text], listener, folder, "plan").rows([text])[text]
-    answers = _ask(prepared, held_out, _CHECK, texts, listener, folder, "check").rows([text, *everywhere.values()])
+    there = ask(prepared, chosen, _AXIS, [NATIVE, text], listener, folder, "plan").rows([text])[text]
+    answers = ask(prepared, held_out, _CHECK, texts, listener, folder, "check").rows([text, *everywhere.values()])
     rows = answers[text]
     if isinstance(rows, str) or isinstance(there, str):
         raise EngineError(f"the plan came to no answer: {rows if isinstance(rows, str) else there}")
-    measured = {spec: one for spec, each in everywhere.items() if isinstance(one := answers[each], _Rows)}
+    measured = {spec: one for spec, each in everywhere.items() if isinstance(one := answers[each], Rows)}
     best = min(measured, key=lambda spec: measured[spec].mean, default=None)
     difference = None if best is None else paired_difference(rows.items, measured[best].items)
     parameters = sum(group.parameters for group in groups)

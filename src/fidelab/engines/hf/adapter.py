@@ -30,6 +30,7 @@ from fidelab.captures.requests import (
     Generate,
     Layerwise,
     Prefill,
+    Recached,
     Request,
     Reweighted,
     Served,
@@ -155,7 +156,7 @@ class HFEngine(Engine):
     controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
     aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
     start_seconds: ClassVar[float] = 5.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served", "reweighted"}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served", "reweighted", "recached"}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
@@ -233,7 +234,9 @@ class HFEngine(Engine):
         began = time.monotonic()
         if self._model.head is not None:
             self._model.head.sentinels.clear()
-        self._model.proof.due = not isinstance(request, Timed | Reweighted)  # a look takes time, and wants all layers
+        self._model.proof.due = not isinstance(
+            request, Timed | Reweighted | Recached
+        )  # a look takes time, and wants all layers
         match request:
             case Prefill():
                 facts = self._prefill(request, sink)
@@ -251,7 +254,7 @@ class HFEngine(Engine):
                 from fidelab.engines.hf.ways import answer_served
 
                 facts = answer_served(self._model, request, sink)
-            case Reweighted():
+            case Reweighted() | Recached():
                 from fidelab.engines.hf.reweighted import Reweighing
 
                 self._reweighing = self._reweighing or Reweighing(self._model)

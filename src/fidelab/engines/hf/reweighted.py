@@ -1,4 +1,6 @@
-"""Answers of one loaded model under many roundings of its weights: what is rounded for an answer is put back after it.
+"""Answers of one loaded model under many roundings of its weights, or of its keys and values.
+
+Weights that are rounded for an answer are put back after it.
 
 What enters each decoder layer is kept from the native answer.  A rounding whose first layer is L changes nothing
 before it, so that the layers below are not computed again: the kept states take the place of what they would give.
@@ -9,17 +11,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
-from fidelab.captures.requests import Reweighted, Tokens
+from fidelab.captures.requests import Recached, Reweighted, Tokens
+from fidelab.core import KVSpec
 from fidelab.engines.base import Sink
 from fidelab.engines.hf.layers import decoder_layers
 from fidelab.engines.hf.model import HFModel
 from fidelab.engines.hf.weights import NATIVE, ModelWeight, assigned, parse_rules, weights_of
-from fidelab.errors import EngineError, NotSupportedError
+from fidelab.errors import EngineError, NotSupportedError, UsageError
+from fidelab.formats import create
+from fidelab.formats.base import Format
 from fidelab.formats.weights import weight_format
 
 __all__ = ["Reweighing"]
@@ -37,15 +44,25 @@ class Reweighing:
         self._kept: dict[Tokens, list[Tensor]] = {}  # what entered each layer [tokens, d]
         self._reusable: bool | None = None
 
-    def answer(self, request: Reweighted, sink: Sink) -> dict[str, Any]:
+    def answer(self, request: Reweighted | Recached, sink: Sink) -> dict[str, Any]:
         """Store the rows of each window; returns the facts ``tokens`` and ``from_layer``, below which none computed.
 
+        Of native keys and values also ``statistics``: see :meth:`_Rounded.statistics`.
+
         Raises:
-            UsageError: a pattern names no weight.
+            UsageError: a pattern names no weight; a rule no layer or head.
             NotSupportedError: a weight that is not of a decoder layer is asked for, or one that is kept on disk.
         """
-        chosen = [] if request.weights == NATIVE else self._chosen(request.weights)
-        first = min((weight.layer for weight, _ in chosen if weight.layer is not None), default=0)
+        chosen: list[tuple[ModelWeight, Any]] = []
+        rounds: _Rounds | None = None
+        if isinstance(request, Recached):
+            rounds = _Rounds(request.kv, len(self._layers), self._model)
+            first, native = rounds.first, not rounds.places
+        else:
+            chosen = [] if request.weights == NATIVE else self._chosen(request.weights)
+            first = min((weight.layer for weight, _ in chosen if weight.layer is not None), default=0)
+            native = not chosen
+        statistics: list[dict[str, Any]] = []
         if self._reusable is None:
             self._reusable = self._fits(request) and self._try_reuse(request.windows[0])
         start = first if self._reusable else 0
@@ -55,14 +72,26 @@ class Reweighing:
                     self._read(window, 0, keeps=True)
         with self._rounded(chosen):
             for index, window in enumerate(request.windows):
-                keeps = not chosen and self._reusable and window not in self._kept
-                states, logits = self._read(window, start, keeps=keeps)
-                if not chosen and index in (0, len(request.windows) - 1):
+                keeps = native and bool(self._reusable) and window not in self._kept
+                cache = None if rounds is None else rounds.cache()
+                states, logits = self._read(window, start, keeps=keeps, cache=cache)
+                if cache is not None and native:
+                    statistics.append(cache.statistics())
+                if native and index in (0, len(request.windows) - 1):
                     self._model.check_replay(states[-1:], logits[0])
                 rows = slice(request.first, request.last + 1)
                 sink.add(index, self._model.stored(self._model.rows(states[rows], logits[0, -1:])))
                 sink.progress(len(window))
-        return {"tokens": sum(map(len, request.windows)), "from_layer": start}
+        facts = {"tokens": sum(map(len, request.windows)), "from_layer": start}
+        return {**facts, "statistics": statistics, "k_bias": self._k_bias()} if statistics else facts
+
+    def _k_bias(self) -> list[float | None]:
+        """The largest magnitude of each layer's bias of the K projection; ``None`` for a layer without one."""
+        found: list[float | None] = []
+        for layer in self._layers:
+            biases = [p for name, p in layer.named_parameters() if name.endswith("k_proj.bias")]
+            found.append(max((float(bias.abs().max()) for bias in biases), default=None))
+        return found
 
     def _chosen(self, text: str) -> list[tuple[ModelWeight, Any]]:
         rules = parse_rules(text)
@@ -88,7 +117,9 @@ class Reweighing:
             for (weight, _), original in zip(chosen, before, strict=True):
                 weight.tensor.copy_(original)
 
-    def _read(self, window: Tokens, start: int, *, keeps: bool = False) -> tuple[Tensor, Tensor]:
+    def _read(
+        self, window: Tokens, start: int, *, keeps: bool = False, cache: _Rounded | None = None
+    ) -> tuple[Tensor, Tensor]:
         """States [tokens, d] before the head, and logits [1, 1, V] of the last token, computed from layer ``start``."""
         entering: list[Tensor] = []
         with ExitStack() as hooks:
@@ -102,14 +133,15 @@ class Reweighing:
                     _replacer(self._kept[window][start]), with_kwargs=True
                 )
                 hooks.callback(hook.remove)
-            logits, states = self._model.forward(self._model.tensor([window]), self._model.new_cache(), keep=1)
+            held: Any = self._model.new_cache() if cache is None else cache
+            logits, states = self._model.forward(self._model.tensor([window]), held, keep=1)
         if keeps:
             if len(entering) != len(self._layers):
                 raise EngineError(f"{len(entering)} of {len(self._layers)} decoder layers ran")
             self._kept[window] = entering
         return states[0], logits
 
-    def _fits(self, request: Reweighted) -> bool:
+    def _fits(self, request: Reweighted | Recached) -> bool:
         """Whether the states of all windows have room."""
         tokens = sum(map(len, request.windows))
         width = self._model.config.hidden_size
@@ -135,6 +167,107 @@ class Reweighing:
             self._kept.clear()
             return False
         return True
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The formats of K and of V; ``None`` keeps what there is."""
+
+    k: Format | None
+    v: Format | None
+
+
+class _Rounds:
+    """Which keys and values are rounded, read from the rules of a :class:`Recached` request.
+
+    ``places``: layer, and head or ``None`` for all of them → formats; ``first``: the lowest layer.
+    """
+
+    def __init__(self, text: str, layers: int, model: HFModel) -> None:
+        self._model = model
+        self.places: dict[tuple[int, int | None], _Sides] = {}
+        for rule in () if text == NATIVE else text.split(";"):
+            place, _, formats = rule.partition(":")
+            spec = KVSpec.parse(formats)
+            sides = _Sides(*(None if side.name == NATIVE else create(side) for side in (spec.k, spec.v)))
+            layer, _, head = place.partition(".")
+            if layer != "*" and not (layer.isdecimal() and int(layer) < layers and (not head or head.isdecimal())):
+                raise UsageError(f"kv={text}: {place!r} is no layer of 0–{layers - 1}, and no layer.head")
+            for number in range(layers) if layer == "*" else [int(layer)]:
+                self.places[number, int(head) if head else None] = sides
+        self.first = min((layer for layer, _ in self.places), default=0)
+        if not model.hidden:
+            raise NotSupportedError("roundings of one model are compared by its states: leave out estimator=logprobs")
+
+    def cache(self) -> _Rounded:
+        """An empty cache."""
+        return _Rounded(self._model.config, self.places)
+
+
+class _Rounded(DynamicCache):
+    """A cache of Transformers that rounds keys and values when they are written; they keep the compute type.
+
+    What it hands over is what :class:`~fidelab.engines.hf.cache.EncodedCache` decodes after one write.
+    """
+
+    def __init__(self, config: Any, places: Mapping[tuple[int, int | None], _Sides]) -> None:
+        super().__init__(config=config)
+        self._places = places
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self._places:
+            self._seen[layer_idx] = (key_states, value_states)
+        whole = self._places.get((layer_idx, None))
+        if whole is not None:
+            key_states, value_states = _round(whole.k, key_states), _round(whole.v, value_states)
+        for (layer, head), sides in self._places.items():
+            if layer == layer_idx and head is not None:
+                key_states = _round_head(sides.k, key_states, head)
+                value_states = _round_head(sides.v, value_states, head)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the window that was written, by layer.
+
+        ``k_amax``, ``v_amax``: largest magnitude of each head.  ``k_kurtosis``: of each head, the kurtosis over its
+        channels of their root mean square: 3 for a Gaussian spread, large where few channels stand out.
+        ``head_dim``: K's and V's.
+        """
+        amax = [[side.abs().amax((0, 2, 3)).tolist() for side in sides] for sides in self._seen.values()]
+        return {
+            "layers": [*self._seen],
+            "k_amax": [k for k, _ in amax],
+            "v_amax": [v for _, v in amax],
+            "k_kurtosis": [_kurtosis(k.float().square().mean((0, 2)).sqrt()).tolist() for k, _ in self._seen.values()],
+            "head_dim": [[k.shape[-1], v.shape[-1]] for k, v in self._seen.values()],
+        }
+
+
+def _kurtosis(x: Tensor) -> Tensor:
+    """Fourth central moment over the squared variance, along the last dimension; 0 where nothing varies."""
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    variance = centred.square().mean(-1)
+    return torch.where(variance > 0, centred.pow(4).mean(-1) / variance.square().clamp_min(1e-300), 0.0)
+
+
+def _round(fmt: Format | None, x: Tensor) -> Tensor:
+    if fmt is None:
+        return x
+    scale = fmt.fit(x)
+    return fmt.decode(fmt.encode(x, scale), x.shape[-1], x.dtype, scale)
+
+
+def _round_head(fmt: Format | None, x: Tensor, head: int) -> Tensor:
+    if fmt is None:
+        return x
+    if head >= x.shape[1]:
+        raise UsageError(f"head {head}: the layer has KV heads 0–{x.shape[1] - 1}")
+    rounded = _round(fmt, x[:, head : head + 1])
+    return torch.cat((x[:, :head], rounded, x[:, head + 1 :]), dim=1)
 
 
 def _keeper(entering: list[Tensor]) -> Callable[..., None]:

@@ -1,0 +1,125 @@
+"""How the loss of a cache grows as bits are removed from its keys and from its values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.metrics.intervals import resample_weights
+
+__all__ = ["PER_BIT", "Cliff", "asymmetry", "cliff", "rank_correlation"]
+
+Floats = NDArray[np.float64]
+
+PER_BIT = 0.1
+"""Nats per token and removed bit that make a cliff: where KLD's band FAIL begins."""
+_LEVEL = (0.025, 0.975)
+_LEAST = 3  # clusters
+
+
+@dataclass(frozen=True)
+class Cliff:
+    """The widest format whose last removed bit costs :data:`PER_BIT` nats or more.
+
+    See docs/metrics.md#sensitivity-of-keys-and-values.
+
+    Attributes:
+        bits: its width; ``None`` where no measured width is one.
+        interval: 95% of the resampled cliffs; an end is 0 where resamples have none, ``None`` of too few clusters.
+    """
+
+    bits: int | None
+    interval: tuple[int, int] | None
+
+
+def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, native: int, seed: int = 0) -> Cliff:
+    """The cliff of one side. See docs/metrics.md#sensitivity-of-keys-and-values.
+
+    Args:
+        bits: widths, [b].
+        losses: change of the negative log-likelihood of each row at each width, nats, [b, n].
+        clusters: of the rows, [n].
+        native: bits of the unrounded cache, at which nothing is lost.
+
+    Raises:
+        ValueError: a width twice, or none.
+    """
+    order = np.argsort(bits)[::-1]
+    widths = np.asarray(bits)[order]
+    if not len(widths) or len({*bits}) != len(bits):
+        raise ValueError("widths have to be distinct, and at least one")
+    sums, counts = _by_cluster(np.asarray(losses, dtype=np.float64)[order], clusters)
+    removed = -np.diff(np.concatenate(([native], widths)))
+
+    def at(weights: Floats) -> NDArray[np.int64]:
+        """The cliff of each resample [r], 0 for none."""
+        means = weights @ sums.T / (weights @ counts)[:, None]
+        slopes = np.diff(means, axis=1, prepend=0.0) / removed
+        steep = slopes >= PER_BIT
+        return np.where(steep.any(axis=1), widths[steep.argmax(axis=1)], 0)
+
+    found = int(at(np.ones((1, len(counts))))[0])
+    interval = None
+    if len(counts) >= _LEAST:
+        low, high = np.quantile(at(resample_weights(len(counts), seed=seed)), _LEVEL, method="inverted_cdf")
+        interval = (int(low), int(high))
+    return Cliff(found or None, interval)
+
+
+def asymmetry(
+    native: NDArray[Any], k: NDArray[Any], v: NDArray[Any], clusters: NDArray[Any], seed: int = 0
+) -> tuple[float, tuple[float, float] | None] | None:
+    """ΔPPL with rounded keys over ΔPPL with rounded values of the same width, and its 95% interval.
+
+    The interval is the percentile bootstrap over clusters.  ``None``: the values' ΔPPL is within noise, that is, not
+    above 0 in 97.5% of the resamples, or there are too few clusters to tell.
+    See docs/metrics.md#sensitivity-of-keys-and-values.
+
+    Args:
+        native, k, v: negative log-likelihood of each row, nats, [n].
+        clusters: of the rows, [n].
+    """
+    sums, counts = _by_cluster(np.stack((native, k, v)).astype(np.float64), clusters)
+    if len(counts) < _LEAST:
+        return None
+
+    def changes(weights: Floats) -> Floats:
+        ppl = np.exp(np.minimum(weights @ sums.T / (weights @ counts)[:, None], 700.0))
+        return np.asarray(ppl[:, 1:] - ppl[:, :1])
+
+    [(of_k, of_v)] = changes(np.ones((1, len(counts))))
+    resampled = changes(resample_weights(len(counts), seed=seed))
+    if of_v <= 0 or np.quantile(resampled[:, 1], _LEVEL[0]) <= 0:
+        return None
+    low, high = np.quantile(resampled[:, 0] / resampled[:, 1], _LEVEL)
+    return float(of_k / of_v), (float(low), float(high))
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, tuple[float, float] | None] | None:
+    """Spearman's rank correlation and its 95% interval; ``None`` of fewer than four, or where one does not vary.
+
+    The interval is Fisher's with the variance of Bonett & Wright, Psychometrika 65, 2000: ``(1 + r²/2) / (n - 3)``.
+    See docs/metrics.md#sensitivity-of-keys-and-values.
+    """
+    if len(x) < 4 or len({*x}) < 2 or len({*y}) < 2:
+        return None
+    from scipy.stats import rankdata
+
+    ranks = np.stack([rankdata(values) for values in (x, y)])
+    r = float(np.clip(np.asarray(np.corrcoef(ranks))[0, 1], -1.0, 1.0))
+    if abs(r) > 1 - 1e-12:
+        return r, None
+    half = 1.959964 * np.sqrt((1 + r * r / 2) / (len(x) - 3))
+    return r, (float(np.tanh(np.arctanh(r) - half)), float(np.tanh(np.arctanh(r) + half)))
+
+
+def _by_cluster(rows: Floats, clusters: NDArray[Any]) -> tuple[Floats, Floats]:
+    """Sums [k, c] of rows [k, n] over the clusters, and their counts [c]; non-finite rows leave all of them."""
+    known = np.isfinite(rows).all(axis=0)
+    names, index = np.unique(np.asarray(clusters)[known], return_inverse=True)
+    sums = np.asarray([np.bincount(index, weights=row[known], minlength=len(names)) for row in rows], dtype=np.float64)
+    return sums, np.bincount(index, minlength=len(names)).astype(np.float64)

@@ -1,0 +1,152 @@
+"""``fidelab sensitivity --bits`` end to end, on a tiny model and on one with outliers in its keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fidelab.checkpoints.fragile import make_fragile
+from fidelab.models.tiny import make_tiny
+from fidelab.results.sensitivity_record import KVSensitivityReport
+from tests.runs.harness import Done, cli
+
+LAYERS = 3
+SIZES = ("--threads", 1, "--windows", 6, "--n-ctx", 64, "--dtype", "float32")
+GRID = ("--bits", "8,4,2", "--group", 16)
+
+
+def sensitivity(room: Path, model: str, *words: object) -> Done:
+    return cli("sensitivity", f"./{model}", *SIZES, *words, cwd=room)
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kv-sensitivity")
+    make_tiny(folder / "tiny", layers=LAYERS)
+    make_fragile(folder / "tiny", folder / "fragile")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(room: Path) -> Done:
+    return sensitivity(room, "tiny", *GRID, "--by", "layer", "--budget", "6bpv", "--json")
+
+
+@pytest.fixture(scope="module")
+def found(done: Done) -> dict[str, Any]:
+    assert done.code == 0, done.err
+    return dict(json.loads(done.out))
+
+
+def _cells(report: dict[str, Any], place: str) -> dict[tuple[str, str], float]:
+    return {(c["side"], c["format"]): c["loss"]["kld"] for c in report["cells"] if c["place"] == place}
+
+
+def test_keys_values_and_both_are_measured_at_every_width_and_in_every_layer(found: dict[str, Any]) -> None:
+    whole = _cells(found, "all")
+    for side in ("k", "v", "both"):
+        losses = [whole[side, f"int{bits}[group=16]"] for bits in (8, 4, 2)]
+        assert losses == sorted(losses)
+        assert losses[0] > 0
+    for layer in range(LAYERS):
+        assert set(_cells(found, str(layer))) == {(s, f"int{b}[group=16]") for s in ("k", "v") for b in (8, 4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("side", "fmt", "kv"),
+    [
+        ("k", "int4[group=16]", "int4[group=16]/f32"),
+        ("both", "int2[group=16]", "int2[group=16]"),
+        ("v", "fp8_e4m3[scale=per-token-head]", "f32/fp8_e4m3[scale=per-token-head]"),
+    ],
+)
+def test_a_cell_is_what_a_comparison_says_of_an_arm_with_that_cache(
+    side: str, fmt: str, kv: str, room: Path, found: dict[str, Any]
+) -> None:
+    words = ("--windows", 6, "--n-ctx", 64, "--threads", 1, "--dtype", "float32", "--reference", "f32")
+    arm = cli("compare", "./tiny", *words, "--kv", kv, "--axes", "kld", "--control", "none", "--json", cwd=room)
+    [record] = json.loads(arm.out)["candidates"]
+    whole = next(m["value"] for m in record["axes"]["kld"]["metrics"] if m["name"] == "mean")
+    grid = sensitivity(room, "tiny", *GRID, "--json")
+    assert _cells(json.loads(grid.out), "all")[side, fmt] == pytest.approx(whole, rel=1e-4)
+
+
+def test_the_plan_keeps_its_budget_and_is_measured_beside_pairs_that_fit(found: dict[str, Any]) -> None:
+    plan = found["plan"]
+    assert plan["bits_per_value"] <= plan["budget"] == 6.0
+    assert len(plan["rules"].split(";")) == LAYERS
+    losses = {layer: _cells(found, str(layer)) for layer in range(LAYERS)}
+    predicted = 0.0
+    for rule in plan["rules"].split(";"):
+        layer, _, pair = rule.partition(":")
+        for side, fmt in zip(("k", "v"), pair.split("/"), strict=True):
+            predicted += 0.0 if fmt == "native" else losses[int(layer)][side, fmt]
+    assert plan["predicted"] == pytest.approx(predicted)
+    assert plan["uniform_bits"] <= 6.0
+    assert plan["difference"] == pytest.approx(plan["measured"]["kld"] - plan["uniform_loss"]["kld"])
+
+
+def test_repeating_the_command_asks_nothing_again(room: Path, found: dict[str, Any]) -> None:
+    again = sensitivity(room, "tiny", *GRID, "--by", "layer", "--budget", "6bpv", "--json")
+    assert json.loads(again.out)["cells"] == found["cells"]
+    assert "found in an earlier run" in again.err
+    assert "model loaded" not in again.err
+
+
+def test_heads_are_measured_one_by_one(room: Path) -> None:
+    done = sensitivity(room, "tiny", "--bits", "4", "--group", 16, "--by", "head", "--json")
+    report = json.loads(done.out)
+    heads = {c["place"] for c in report["cells"]} - {"all"}
+    assert {place.split(".")[0] for place in heads} == {str(layer) for layer in range(LAYERS)}
+    per_layer = len(heads) // LAYERS
+    assert {place.split(".")[1] for place in heads} == {str(head) for head in range(per_layer)}
+    assert all(c["loss"]["kld"] > 0 for c in report["cells"])
+    assert {p["name"] for p in report["predictors"]} == {"amax of K", "channel kurtosis of K", "amax of V"}
+    assert all(p["places"] == LAYERS * per_layer for p in report["predictors"])
+
+
+def test_fragile_keys_break_in_fp8_and_in_four_bits_and_values_do_not(room: Path) -> None:
+    done = sensitivity(room, "fragile", "--bits", "8,4", "--group", 16, "--json")
+    cells = _cells(json.loads(done.out), "all")
+    plain = _cells(json.loads(sensitivity(room, "tiny", "--bits", "8,4", "--group", 16, "--json").out), "all")
+    assert cells["k", "fp8_e4m3"] > 30 * plain["k", "fp8_e4m3"]
+    assert cells["v", "fp8_e4m3"] == pytest.approx(plain["v", "fp8_e4m3"], rel=1e-3)
+    assert cells["k", "int4[group=16]"] > 5 * plain["k", "int4[group=16]"]
+    assert cells["v", "int4[group=16]"] == pytest.approx(plain["v", "int4[group=16]"], rel=1e-3)
+    recovered = "fp8_e4m3[scale=per-token-head]"
+    assert cells["k", recovered] < cells["k", "fp8_e4m3"] / 10
+
+
+def test_terminal_and_page_say_cliffs_and_the_plan(room: Path, done: Done) -> None:
+    told = sensitivity(room, "tiny", *GRID, "--by", "layer", "--budget", "6bpv")
+    text = " ".join(told.out.split())
+    assert "Cliff, where one more bit costs 0.1 nats per token or more: keys " in text
+    assert "Plan of " in text
+    page = (told.folder / "report.html").read_text("utf-8")
+    assert "Sensitivity of keys and values" in page
+    assert KVSensitivityReport.model_validate(json.loads((told.folder / "kv-sensitivity.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--bits", "9"), "9 is not one of 8, 7, 6, 5, 4, 3, 2"),
+        (("--bits", "4,4"), "name each width once"),
+        (("--bits", "four"), "'four' is no width"),
+        (("--bits", "4", "--weights", "int4"), "name formats of weights"),
+        ((), "name formats of weights"),
+        (("--bits", "4", "--by", "module"), "write cache, layer or head"),
+        (("--bits", "4", "--group", 7), "group"),
+        (("--bits", "4", "--budget", "6bpv"), "add --by layer"),
+        (("--bits", "4", "--by", "layer", "--budget", "80MB"), "bits per value"),
+        (("--bits", "4", "--by", "layer", "--budget", "1"), "the smallest of these widths takes"),
+    ],
+)
+def test_bad_input_is_one_line(words: tuple[object, ...], says: str, room: Path) -> None:
+    done = sensitivity(room, "tiny", *words)
+    assert done.code == 2
+    assert says in done.err
+    assert "Traceback" not in done.err
