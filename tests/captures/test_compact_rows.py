@@ -15,8 +15,9 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
-from fidelab.core import Arm, KVSpec, Vocabulary
+from fidelab.core import Vocabulary
 from fidelab.metrics.divergence import compare_rows, log_softmax
+from tests.captures.sample import ARM
 
 V, N = 32_768, 64
 TARGETS = np.random.default_rng(7).integers(0, V, N)
@@ -30,10 +31,9 @@ def _rows(noise: float = 0.0) -> NDArray[np.float16]:
 
 
 def _capture(folder: Path, rows: NDArray[np.float16], replicate: int = 0) -> Capture:
-    request = Prefill(axis="kld", settings={}, windows=((0, *TARGETS.tolist()),), first=0)
-    arm = Arm(name="a", model="m", engine="fake", kv=KVSpec("f16", "f16"))
-    key = capture_key(arm, request, {}, replicate)
-    writer = CaptureWriter(folder, request, key, arm.record(), Vocabulary(V, "0" * 64))
+    request = Prefill("kld", ((0, *TARGETS.tolist()),), 0, N - 1, ((0,) * N,))
+    key = capture_key(ARM, request, {}, replicate)
+    writer = CaptureWriter(folder, request, key, ARM.record(), Vocabulary(V, "0" * 64))
     writer.add(0, {"logprobs": rows})
     return Capture(writer.finish("logprobs", {}, {}))
 
