@@ -43,7 +43,7 @@ def test_compact_rows_change_the_mean_kl_by_less_than_1e_6_nats(tmp_path: Path, 
     sides = _rows(), _rows(noise)
     ref, test = (_capture(tmp_path / str(i), rows, i) for i, rows in enumerate(sides))
     found = compare_item(Pair.match(ref, test), 0, 0, TARGETS)
-    exact = compare_rows(*(side.astype(np.float32) for side in sides), TARGETS)
+    exact = compare_rows(sides[0].astype(np.float32), sides[1].astype(np.float32), TARGETS)
     assert abs(found.kl.mean() - exact.kl.mean()) < 1e-6
     assert abs(found.nll_test.mean() - exact.nll_test.mean()) < 1e-6
     assert (found.top1 == exact.top1).all()

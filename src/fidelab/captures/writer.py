@@ -24,7 +24,7 @@ import numpy as np
 from fidelab.captures.compact import COMPACT, LEAST_VOCABULARY, encode_rows, seed_of
 from fidelab.captures.container import Array, BFloat16, array_bytes, write_tensors
 from fidelab.captures.manifest import MANIFEST, PROBE, SCHEMA, dump_manifest
-from fidelab.captures.requests import Request, request_record, token_hashes
+from fidelab.captures.requests import Prefill, Request, request_record, token_hashes
 from fidelab.core import Vocabulary, canonical_json, finite
 from fidelab.errors import CaptureError
 
@@ -69,8 +69,8 @@ class CaptureWriter:
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
         """Store the arrays of one item (window or prompt); each item once, in any order.
 
-        The arrays are copied: the engine may use their memory again.  Float16 rows of log-probabilities are stored in
-        compact form.
+        The arrays are copied: the engine may use their memory again.  Float16 rows of log-probabilities of whole
+        windows are stored in compact form.
         """
         record = self._item(item)
         if "parts" in record:
@@ -89,11 +89,11 @@ class CaptureWriter:
 
     def _compact(self, item: int, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         rows = arrays.get("logprobs")
-        if isinstance(rows, BFloat16) or rows is None or rows.dtype != np.float16 or rows.ndim != 2:
+        if not isinstance(self._probe, Prefill) or rows is None or isinstance(rows, BFloat16):
             return arrays
-        if rows.shape[1] < LEAST_VOCABULARY:
+        if rows.dtype != np.float16 or rows.ndim != 2 or rows.shape[1] < LEAST_VOCABULARY:
             return arrays
-        tokens = {*self._probe.items()[item], *np.asarray(arrays.get("ids", ())).tolist()}
+        tokens = self._probe.windows[item]
         form = encode_rows(rows.astype(np.float16, copy=False), tokens, self._seed)
         rest = {name: array for name, array in arrays.items() if name != "logprobs"}
         return {**rest, **{f"{COMPACT}{name}": array for name, array in form.items()}}
