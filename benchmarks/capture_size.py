@@ -1,5 +1,6 @@
-"""Bytes per position of the captures in a store, over d × bytes of the compute type (goal ≤ 1.01 for prefill); of compact
-rows of log-probabilities, bits per position and entry of the vocabulary (goal ≤ 5.1).
+"""Bytes per position of the captures in a store, over d × bytes of the compute type (goal ≤ 1.01 for prefill).
+
+Of compact rows of log-probabilities: bits per position and entry of the vocabulary (goal ≤ 5.1).
 
 python benchmarks/capture_size.py runs/captures
 """

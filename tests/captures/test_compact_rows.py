@@ -62,6 +62,14 @@ def test_rows_that_differ_in_one_bit_have_a_kl_above_zero(tmp_path: Path) -> Non
     assert (compare_item(Pair.match(ref, test), 0, 0, TARGETS).kl > 0).all()
 
 
+def test_sides_with_different_vocabularies_are_compared_on_the_common_ids(tmp_path: Path) -> None:
+    sides = _rows(), _rows(0.1)[:, :-64]
+    ref, test = (_capture(tmp_path / str(i), rows, i) for i, rows in enumerate(sides))
+    found = compare_item(Pair.match(ref, test), 0, 0, TARGETS)
+    exact = compare_rows(sides[0].astype(np.float32), sides[1].astype(np.float32), TARGETS)
+    assert abs(found.kl.mean() - exact.kl.mean()) < 1e-6
+
+
 def test_compact_rows_take_less_than_half_of_float16(tmp_path: Path) -> None:
     assert _capture(tmp_path / "a", _rows()).bytes < 0.5 * _rows().nbytes
 

@@ -128,7 +128,8 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
         stop = min(start + CHUNK, n)
         p, q = (logits(capture, item, before + start, before + stop) for capture, item, before in sides)
         bias, same = _compact_bias(sides, start, stop)
-        q[same] = p[same]
+        if same.any():
+            q[same] = p[same]
         parts.append(without_bias(compare_rows(p, q, targets[start:stop], usable_cores()), bias, same))
     return RowComparison.concat(parts)
 
