@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["calibrate", "sensitivity"]
 
 _YAML = (".yaml", ".yml")
+_Model = Annotated[
+    str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.", show_default=False)
+]
+_NCtx = Annotated[int, typer.Option(min=8, help="Tokens of a window.")]
 
 
 @options.expand_options
 def sensitivity(
     *,
-    model: Annotated[str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.")],
+    model: _Model,
     weights: Annotated[
         list[str] | None,
         typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.", show_default=False),
@@ -56,7 +60,7 @@ def sensitivity(
     ] = None,
     text: options.TextOptions,
     windows: Annotated[int, typer.Option(help="Windows of text; with a budget, every second is kept to test it.")] = 8,
-    n_ctx: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    n_ctx: _NCtx = 512,
     engine: options.EngineOptions,
     runs: options.CapturedRunsOptions,
     as_json: options.Json = False,
@@ -131,11 +135,11 @@ def sensitivity(
 @options.expand_options
 def calibrate(
     *,
-    model: Annotated[str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to be made.", show_default=False)],
+    model: _Model,
+    out: options.NewFolder,
     windows: Annotated[int, typer.Option(min=1, help="Windows of the prompts.")] = 16,
-    n_ctx: Annotated[int, typer.Option(min=8, help="Tokens of a window.")] = 512,
-    prompts: Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")] = "default",
+    n_ctx: _NCtx = 512,
+    prompts: options.Prompts = "default",
     runs: options.CapturedRunsOptions,
     as_json: options.Json = False,
 ) -> None:
