@@ -85,7 +85,11 @@ OTHERS = {
         "bench serve": "the model on the server",
         "bench sweep": "the model on the server",
     },
-    "--n-ctx": {"bisect": "one short context", "sensitivity": "one context, of no axis"},
+    "--n-ctx": {
+        "bisect": "one short context",
+        "sensitivity": "one context, of no axis",
+        "calibrate": "one context, of no axis",
+    },
     "--name": {
         "import refract": "a candidate's",
         "import kld-dumps": "a candidate's, repeated",
@@ -97,6 +101,7 @@ OTHERS = {
         "compare": "with captures",
         "bisect": "with captures",
         "sensitivity": "with captures",
+        "calibrate": "with captures",
         "capture": "captures alone",
         "score": "none unless asked for",
         "charts": "pictures",
@@ -127,7 +132,7 @@ OTHERS = {
     },
     "--stride": {"import kld-dumps": "what the dumps were made with"},
     "--timeout": {"launch": "of a start, not of a request"},
-    "--windows": {"bisect": "few windows", "sensitivity": "of no axis"},
+    "--windows": {"bisect": "few windows", "sensitivity": "of no axis", "calibrate": "of prompts"},
     "--workers": {"bench calibrate": "always given; no load to choose by"},
     "--y": {"explain": "needed beside --points alone"},
 }

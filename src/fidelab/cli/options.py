@@ -411,6 +411,10 @@ class TextOptions(Options, panel=MEASURED):
     )
 
 
+Prompts = Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")]
+NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Folder to be made.", show_default=False)]
+
+
 class AxesOptions(TextOptions):
     """The axes that are measured, their settings and their inputs."""
 
@@ -440,7 +444,7 @@ class AxesOptions(TextOptions):
         int | None,
         typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]", show_default=False),
     ] = None
-    prompts: Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")] = "default"
+    prompts: Prompts = "default"
     traffic: Annotated[
         str | None,
         typer.Option(
