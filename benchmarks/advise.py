@@ -23,6 +23,9 @@ import numpy as np
 import torch
 
 from fidelab.core import FormatSpec
+from fidelab.physics.geometry import named_geometry
+from fidelab.physics.traffic import Model
+from fidelab.runs.advise import Losses, Measured, Option, Pair, choose, next_cells
 
 WEIGHTS = ("native", "int8", "int6", "int5[group=64]", "int4[group=64]", "int3[group=64]")
 SIDES = ("bf16", "q8_0", "fp8_e4m3", "int6", "q5_0", "q4_1", "q4_0", "int3", "int2")
@@ -116,6 +119,85 @@ def cells() -> Iterator[tuple[str, str, str]]:
                 yield weights, k, v
 
 
+SHAPES = ((2048, 1), (8192, 1), (8192, 8))  # tokens per sequence, sequences
+LIMIT, GOAL = 0.1, 0.05  # share of the cells that the plan measures; regret
+
+
+def sizes(grid: Grid) -> dict[str, float]:
+    """Bytes of all weights in each format; what a format leaves alone has 16 bits."""
+    from fidelab.engines.hf.model import skeleton
+    from fidelab.engines.hf.weights import weights_of
+    from fidelab.formats.weights import weight_format
+
+    module = skeleton(str(grid.folder))
+    rounded = [w for w in weights_of(module, module.config) if w.usual]
+    parameters = sum(p.numel() for p in module.parameters())
+    alone = 2.0 * (parameters - sum(w.tensor.numel() for w in rounded))
+    formats = {name: weight_format(FormatSpec.parse(name)) for name in WEIGHTS[1:]}
+    return {"native": 2.0 * parameters} | {
+        name: alone + sum(fmt.nbytes(tuple(w.tensor.shape)) for w in rounded) for name, fmt in formats.items()
+    }
+
+
+def plan(
+    bytes_of: Mapping[tuple[int, int], Mapping[Pair, float]], measure: Callable[[Pair], Measured], most: int
+) -> Losses:
+    """Measure each format alone, then what the choices at all budgets hinge on, until ``most`` cells are measured."""
+    base = Pair("native", "bf16", "bf16")
+    alone = [replace(base, weights=name) for name in WEIGHTS]
+    alone += [replace(base, **{side: name}) for side in "kv" for name in SIDES[1:]]
+    measured = {pair: measure(pair) for pair in alone}
+    while len(measured) < most:
+        losses, wanted, later = Losses(measured), Counter[Pair](), Counter[Pair]()
+        for cells in bytes_of.values():
+            options = [Option(pair, size, 1.0, losses.of(pair)) for pair, size in cells.items()]
+            for budget in sorted(set(cells.values())):
+                chosen = choose(options, budget)
+                for one in next_cells(options, chosen, budget, most=2):
+                    (wanted if one is chosen else later)[one.pair] += 1
+        if not wanted and not later:
+            break
+        pair = (wanted or later).most_common(1)[0][0]
+        measured[pair] = measure(pair)
+    return Losses(measured)
+
+
+def regrets(
+    bytes_of: Mapping[tuple[int, int], Mapping[Pair, float]], losses: Losses, truth: Mapping[Pair, float]
+) -> dict[str, Any]:
+    """Over all budgets of each shape: KLD(chosen) / KLD(best that fits) - 1, both true."""
+    found: dict[str, Any] = {}
+    for (tokens, batch), cells in bytes_of.items():
+        options = [Option(pair, size, 1.0, losses.of(pair)) for pair, size in cells.items()]
+        rows = []
+        for budget in sorted(set(cells.values())):
+            chosen = choose(options, budget)
+            best = min(truth[pair] for pair, size in cells.items() if size <= budget)
+            assert chosen is not None
+            rows.append(truth[chosen.pair] / best - 1)
+        found[f"{tokens} x {batch}"] = {
+            "budgets": len(rows),
+            "mean": float(np.mean(rows)),
+            "median": float(np.median(rows)),
+            "p95": float(np.quantile(rows, 0.95)),
+            "worst": float(max(rows)),
+            "within_goal": float(np.mean(np.array(rows) <= GOAL)),
+        }
+    return found
+
+
+def measured_on(grid: Grid, windows: str) -> Callable[[Pair], Measured]:
+    """Measure a pair on a set of windows."""
+    from fidelab.metrics.intervals import RatioItems, ratio_interval
+
+    def measure(pair: Pair) -> Measured:
+        kl = grid.kl(windows, (pair.weights, pair.k, pair.v))
+        items = RatioItems.of(kl, 1.0, np.arange(len(kl)))
+        return Measured(float(np.mean(kl)), ratio_interval(items, bounds=(0.0, np.inf)), pair.kv)
+
+    return measure
+
+
 def main() -> None:
     """Measure what is missing, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -126,8 +208,42 @@ def main() -> None:
     parser.add_argument("--measure-only", action="store_true")
     options = parser.parse_args()
     grid = Grid(options)
+    pairs = [Pair(*cell) for cell in cells()]
     for cell in cells():
         grid.kl(TRUTH, cell)
+    if options.measure_only:
+        return
+    geometry, native = named_geometry(options.model)
+    model, weights = Model(geometry, native=native), sizes(grid)
+    bytes_of = {
+        shape: {pair: weights[pair.weights] + model.cache_bytes(pair.spec, *shape) for pair in pairs}
+        for shape in SHAPES
+    }
+    truth = {pair: float(np.mean(grid.kl(TRUTH, (pair.weights, pair.k, pair.v)))) for pair in pairs}
+    most = int(LIMIT * len(pairs))
+    lines: dict[str, Any] = {"model": options.model, "cells": len(pairs)}
+    for name, windows in (("other windows", CHOOSE), ("the same windows", TRUTH)):
+        losses = plan(bytes_of, measured_on(grid, windows), most)
+        low, high = losses.correlations
+        ratios = [truth[pair] / losses.of(pair).mean for pair in pairs if losses.of(pair).source == "predicted"]
+        found = regrets(bytes_of, losses, truth)
+        print(
+            f"chosen on {name}: {len(losses.measured)} of {len(pairs)} cells measured "
+            f"({len(losses.measured) / len(pairs):.1%}); rho of the next pair {low:+.2f} to {high:+.2f}; "
+            f"truth over prediction: median {np.median(ratios):.2f}, "
+            f"90% {np.quantile(ratios, 0.05):.2f} to {np.quantile(ratios, 0.95):.2f}"
+        )
+        for shape, row in found.items():
+            print(
+                f"  {shape}: {row['budgets']} budgets, regret mean {row['mean']:.1%}, median {row['median']:.1%}, "
+                f"95% of budgets below {row['p95']:.1%}, worst {row['worst']:.1%}; "
+                f"at most {GOAL:.0%} at {row['within_goal']:.1%} of budgets"
+            )
+        worst, mean = (max(row[key] for row in found.values()) for key in ("worst", "mean"))
+        print(f"  goal of {GOAL:.0%}: the mean {'meets' if mean <= GOAL else 'misses'} it ({mean:.1%}), "
+              f"the worst budget {'meets' if worst <= GOAL else 'misses'} it ({worst:.1%})")
+        lines[name] = {"measured": len(losses.measured), "rho": (low, high), "regret": found}
+    print(json.dumps(lines))
 
 
 if __name__ == "__main__":
