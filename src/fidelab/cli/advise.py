@@ -97,25 +97,27 @@ def _show(found: Advice) -> None:
     def line(text: str = "") -> None:
         print_line(console, text)
 
+    def command(text: str) -> None:
+        """Not wrapped, so that it can be copied."""
+        console.print(literal(f"  {text}", console), soft_wrap=True)
+
     def table(cells: Sequence[AdviceCell]) -> None:
         grid = simple_table()
         for heading in ("", "weights", "cache", "GB", "at most", "tokens", "mean KL, nats", "95%", "is"):
             number = heading in ("GB", "at most", "tokens", "mean KL, nats")
-            grid.add_column(literal(heading, console), justify="right" if number else "left", overflow="fold")
+            grid.add_column(literal(heading, console), justify="right" if number else "left", overflow="fold", no_wrap=number or heading == "95%")
         for cell in cells:
-            count = len(cell.loss.parts)
-            how = f"sum of {count}" if count > 1 else "from one part" if count else "none differs"
+            parts = f" ({len(cell.loss.parts)})" if cell.loss.source == "predicted" else ""
             row = (
                 "•" if cell.on_frontier else "",
                 cell.weights,
                 cell.kv,
-                f"{cell.bytes / 1e9:,.3f}",
+                f"{cell.bytes / 1e9:,.3f}{' ' if cell.fits else '!'}",
                 format_ratio(cell.speedup),
                 "any" if cell.longest_context is None else f"{cell.longest_context:,}",
                 format_kld(cell.loss.mean),
                 format_span(cell.loss.ci),
-                (f"predicted, {how}" if cell.loss.source == "predicted" else cell.loss.source)
-                + ("" if cell.fits else "; too large"),
+                f"{cell.loss.source}{parts}",
             )
             grid.add_row(*(literal(text, console) for text in row))
         console.print(grid)
@@ -126,14 +128,14 @@ def _show(found: Advice) -> None:
     )
     edge = tuple(cell for cell in found.cells if cell.on_frontier)
     shown = edge if len(found.cells) > _MOST_ROWS else found.cells
-    line(
-        f"{'the frontier alone' if shown is edge else 'all pairs'}, by size (•: what is as small loses more; "
-        f"at most: the decode ceiling against native weights with 16 bits; tokens: what fits at this batch)"
-    )
+    line(f"{'the frontier' if shown is edge else 'all pairs'}, by size; at most: decode speed-up over 16 bits;")
+    line("tokens: what fits at this batch; •: on the frontier; !: does not fit; (n): the sum of n measured losses")
     table(shown)
     line(found.text)
     if found.command:
-        line(f"  {found.command}" + (f"  ({found.command_note})" if found.command_note else ""))
+        command(found.command)
+        if found.command_note:
+            line(f"  ({found.command_note})")
     for one in found.level_down:
         verdict = "cannot be told apart"
         if one.ci is not None and not one.ci[0] <= 0 <= one.ci[1]:
@@ -154,6 +156,7 @@ def _show(found: Advice) -> None:
     if found.next:
         line("the choice hinges on: " + "; ".join(f"{cell.weights} with {cell.kv}" for cell in found.next))
     if found.measure:
-        line(f"  to measure: {found.measure}")
+        line("to measure:")
+        command(found.measure)
     for text in found.notes:
         line(f"note: {text}")
