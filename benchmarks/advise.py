@@ -14,8 +14,9 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -240,8 +241,10 @@ def main() -> None:
                 f"at most {GOAL:.0%} at {row['within_goal']:.1%} of budgets"
             )
         worst, mean = (max(row[key] for row in found.values()) for key in ("worst", "mean"))
-        print(f"  goal of {GOAL:.0%}: the mean {'meets' if mean <= GOAL else 'misses'} it ({mean:.1%}), "
-              f"the worst budget {'meets' if worst <= GOAL else 'misses'} it ({worst:.1%})")
+        print(
+            f"  goal of {GOAL:.0%}: the mean {'meets' if mean <= GOAL else 'misses'} it ({mean:.1%}), "
+            f"the worst budget {'meets' if worst <= GOAL else 'misses'} it ({worst:.1%})"
+        )
         lines[name] = {"measured": len(losses.measured), "rho": (low, high), "regret": found}
     print(json.dumps(lines))
 

@@ -20,7 +20,19 @@ from fidelab.physics.devices import find_device
 from fidelab.physics.geometry import Geometry
 from fidelab.physics.traffic import Model
 from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord
-from fidelab.runs.advise import Advice, Loss, Losses, Measured, Option, Pair, advise, choose, frontier, next_cells, read_runs
+from fidelab.runs.advise import (
+    Advice,
+    Loss,
+    Losses,
+    Measured,
+    Option,
+    Pair,
+    advise,
+    choose,
+    frontier,
+    next_cells,
+    read_runs,
+)
 from tests.report.sample import kld_axis
 from tests.report.sample import sample_report as whole_report
 from tests.runs.harness import cli
@@ -112,7 +124,8 @@ def test_measured_pairs_tell_how_far_predictions_are_wrong() -> None:
     losses = Losses(cells)
     assert [round(row[3], 6) for row in losses.checks] == [*rho]
     low, high = losses.correlations
-    assert 0.2 < low < 0.28 and 0.32 < high < 0.4
+    assert 0.2 < low < 0.28
+    assert 0.32 < high < 0.4
 
 
 # ---------------------------------------------------------------------------------------------- choosing
@@ -176,7 +189,11 @@ def test_what_is_to_be_measured_next_could_change_the_choice(limit: float | None
                 continue
             best = Option(one.pair, one.bytes, one.speedup, Loss(one.loss.low, one.loss.low, one.loss.low, "measured"))
             others = [
-                best if each is one else Option(each.pair, each.bytes, each.speedup, _worst(each)) if each is chosen else each
+                best
+                if each is one
+                else Option(each.pair, each.bytes, each.speedup, _worst(each))
+                if each is chosen
+                else each
                 for each in cells
             ]
             again = choose(others, memory, limit)
@@ -249,7 +266,10 @@ def test_bytes_and_ceilings_are_those_of_physics_and_every_cell_says_where_its_l
         model = Model(SHAPE, bits[cell.weights])
         kv = KVSpec.parse(cell.kv)
         assert cell.bytes == pytest.approx(model.device_bytes(kv, 4096, 8))
-        moved = [one.step_seconds(spec, 4096, 8, H200)[0] for one, spec in ((Model(SHAPE), KVSpec.parse("bf16")), (model, kv))]
+        moved = [
+            one.step_seconds(spec, 4096, 8, H200)[0]
+            for one, spec in ((Model(SHAPE), KVSpec.parse("bf16")), (model, kv))
+        ]
         assert cell.speedup == pytest.approx(moved[0] / moved[1])
         assert cell.loss.source == ("predicted" if cell.weights != "native" and cell.kv != "bf16" else "measured")
     both = next(cell for cell in found.cells if (cell.weights, cell.kv) == ("int4", "int8"))
@@ -263,13 +283,20 @@ def test_within_a_limit_the_fastest_pair_is_recommended_with_the_command_of_its_
     assert (tight.recommended.weights, tight.recommended.kv) == ("native", "int8")
     assert tight.command == "serve --kv int8"
     assert ("int8", "int8") in [(cell.weights, cell.kv) for cell in tight.next]
-    assert tight.measure is not None and "weights=int8,kv=int8" in tight.measure
+    assert tight.measure is not None
+    assert "weights=int8,kv=int8" in tight.measure
     loose = advised(tmp_path, *ARMS, max_loss=0.2)
     assert loose.recommended is not None
-    assert (loose.recommended.weights, loose.recommended.kv, loose.recommended.loss.source) == ("int4", "int4", "predicted")
-    assert loose.command is not None and loose.command.startswith("fidelab compare m --axes kld --engine hf")
+    assert (loose.recommended.weights, loose.recommended.kv, loose.recommended.loss.source) == (
+        "int4",
+        "int4",
+        "predicted",
+    )
+    assert loose.command is not None
+    assert loose.command.startswith("fidelab compare m --axes kld --engine hf")
     none = advised(tmp_path, *ARMS[:2], max_loss=0.0001, memory=16e9, context=64, batch=1)
-    assert none.recommended is not None and none.recommended.loss.mean == 0
+    assert none.recommended is not None
+    assert none.recommended.loss.mean == 0
 
 
 def test_memory_alone_decides_where_no_limit_is_given(tmp_path: Path) -> None:
@@ -330,7 +357,8 @@ def test_a_report_of_another_model_is_refused_by_name_and_left_out_of_a_folder(t
         read_runs("m", [tmp_path / "b"])
     found = read_runs("m", (), tmp_path)
     assert [path.name for path in found.reports] == ["a"]
-    assert len(found.notes) == 1 and "c" in found.notes[0]
+    assert len(found.notes) == 1
+    assert "c" in found.notes[0]
 
 
 def test_a_run_whose_reference_is_quantized_is_left_out(tmp_path: Path) -> None:
@@ -380,7 +408,9 @@ def test_people_get_a_table_that_says_what_is_predicted(tiny: Path) -> None:
     flags = ["--device", "h100", "--context", "4k", "--batch", "64", "--max-loss", "0.5"]
     done = cli("advise", "./model", *flags, cwd=tiny)
     assert done.code == 0, done.err
-    assert "predicted (2)" in done.out and "measured" in done.out and "run " in done.out
+    assert "predicted (2)" in done.out
+    assert "measured" in done.out
+    assert "run " in done.out
 
 
 def test_a_model_that_was_never_measured_gets_its_bytes_and_the_command_that_measures(tiny: Path) -> None:

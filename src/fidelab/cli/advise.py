@@ -105,7 +105,12 @@ def _show(found: Advice) -> None:
         grid = simple_table()
         for heading in ("", "weights", "cache", "GB", "at most", "tokens", "mean KL, nats", "95%", "is"):
             number = heading in ("GB", "at most", "tokens", "mean KL, nats")
-            grid.add_column(literal(heading, console), justify="right" if number else "left", overflow="fold", no_wrap=number or heading == "95%")
+            grid.add_column(
+                literal(heading, console),
+                justify="right" if number else "left",
+                overflow="fold",
+                no_wrap=number or heading == "95%",
+            )
         for cell in cells:
             parts = f" ({len(cell.loss.parts)})" if cell.loss.source == "predicted" else ""
             row = (

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,19 @@ from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RUNS, RunFolder, find_run
 from fidelab.results.values import Document, Interval, Positive, Record
 
-__all__ = ["Advice", "Loss", "Losses", "Measured", "Option", "Pair", "advise", "choose", "frontier", "next_cells", "read_runs"]
+__all__ = [
+    "Advice",
+    "Loss",
+    "Losses",
+    "Measured",
+    "Option",
+    "Pair",
+    "advise",
+    "choose",
+    "frontier",
+    "next_cells",
+    "read_runs",
+]
 
 NATIVE = "native"
 _WIDE = ("f32", "f16", "bf16")
@@ -73,7 +85,7 @@ class Pair:
         return KVSpec.parse(self.kv)
 
     def only(self, factors: Iterable[str]) -> Pair | None:
-        """This pair with these factors of ``w``, ``k`` and ``v`` alone; ``None`` where layers keep both sides as one."""
+        """This pair with some of ``w``, ``k`` and ``v`` alone; ``None``: skipped layers keep K and V together."""
         kept = frozenset(factors)
         if self.skip and len(kept & {"k", "v"}) == 1:
             return None
@@ -288,7 +300,9 @@ def _joined_reports(reports: Mapping[Path, Report], native: str, notes: list[str
             if found is not None and (pair not in losses or found[0] > losses[pair][0]):
                 losses[pair], arms[pair] = found, arm
     if len({str(report.comparability_key) for report in reports.values()}) > 1:
-        notes.append("the runs differ in text, windows or estimator: what is joined of several of them is no paired sum")
+        notes.append(
+            "the runs differ in text, windows or estimator: what is joined of several of them is no paired sum"
+        )
     return Runs(Losses({pair: one for pair, (_, one) in losses.items()}), weights, tokens, arms, reports, tuple(notes))
 
 
@@ -557,7 +571,8 @@ def advise(
         context, batch: tokens per sequence, sequences.
         memory: bytes of each device, instead of the table's.
         max_loss: mean KL in nats; ``None``: the least loss that fits.
-        native: the model's own 16-bit type.  ``tp``, ``overhead``: devices that share it, the engine's own bytes on each.
+        native: the model's own 16-bit type.
+        tp, overhead: devices that share the model, and the engine's own bytes on each.
 
     Raises:
         UsageError: a size that cannot be, a context beyond the model's, or memory that no pair fits into.
@@ -610,7 +625,9 @@ def advise(
         command, note = serve_command(runs.arms[chosen.pair])
     else:
         command, note = _measuring(model, [chosen.pair], runs), "its loss is predicted: this measures it first"
-    starts = [replace(base, k=k, v=k) for k in ("q8_0", "fp8_e4m3")] + [replace(base, weights=w) for w in _UNMEASURED[0]]
+    starts = [replace(base, k=k, v=k) for k in ("q8_0", "fp8_e4m3")] + [
+        replace(base, weights=w) for w in _UNMEASURED[0]
+    ]
     reach = [n for report in runs.reports.values() for n in _contexts(report)]
     if reach and max(reach) < context:
         notes.append(f"losses were measured at up to {max(reach):,} tokens, not at {context:,}")
@@ -728,7 +745,9 @@ class _Shape:
 
     def longest(self, pair: Pair, sizes: Mapping[str, float], room: float) -> int | None:
         """Tokens per sequence that fit at this batch, no more than the model takes."""
-        own = Model(self.geometry, 8 * sizes[pair.weights] / self.geometry.parameters, self.tp, self.native, self.overhead)
+        own = Model(
+            self.geometry, 8 * sizes[pair.weights] / self.geometry.parameters, self.tp, self.native, self.overhead
+        )
         try:
             found = own.longest_context(pair.spec, self.batch, room)
         except FidelabError:
@@ -737,15 +756,13 @@ class _Shape:
         return limit if found is None else found if limit is None else min(found, limit)
 
 
-def _level_down(
-    options: Sequence[Option], sizes: Mapping[str, float], base: Pair, runs: Runs
-) -> Iterator[LevelDown]:
+def _level_down(options: Sequence[Option], sizes: Mapping[str, float], base: Pair, runs: Runs) -> Iterator[LevelDown]:
     """Each 8-bit cache against the next smaller weights, from the largest weights on, where both losses are known."""
     by_pair = {one.pair: one for one in options}
     levels = sorted(sizes, key=lambda name: -sizes[name])
     levels = levels[levels.index(NATIVE) :]
     caches = [one.pair for one in options if one.pair.weights == NATIVE and _bits(one.pair)]
-    for above, below in zip(levels, levels[1:], strict=False):
+    for above, below in pairwise(levels):
         for cache in caches:
             quantized = by_pair.get(replace(cache, weights=above))
             smaller, whole = (by_pair.get(replace(base, weights=name)) for name in (below, above))
