@@ -170,21 +170,28 @@ def regrets(
     found: dict[str, Any] = {}
     for (tokens, batch), cells in bytes_of.items():
         options = [Option(pair, size, 1.0, losses.of(pair)) for pair, size in cells.items()]
-        rows = []
+        rows, worst = [], {}
         for budget in sorted(set(cells.values())):
             chosen = choose(options, budget)
-            best = min(truth[pair] for pair, size in cells.items() if size <= budget)
+            best = min((pair for pair, size in cells.items() if size <= budget), key=lambda pair: truth[pair])
             assert chosen is not None
-            rows.append(truth[chosen.pair] / best - 1)
+            rows.append(truth[chosen.pair] / truth[best] - 1)
+            if rows[-1] == max(rows):
+                worst = {"bytes": budget, "chosen": _named(chosen.pair, truth), "best": _named(best, truth)}
         found[f"{tokens} x {batch}"] = {
             "budgets": len(rows),
             "mean": float(np.mean(rows)),
             "median": float(np.median(rows)),
             "p95": float(np.quantile(rows, 0.95)),
             "worst": float(max(rows)),
+            "worst_at": worst,
             "within_goal": float(np.mean(np.array(rows) <= GOAL)),
         }
     return found
+
+
+def _named(pair: Pair, truth: Mapping[Pair, float]) -> str:
+    return f"{pair.weights} with {pair.k}/{pair.v} ({truth[pair]:.3g} nats)"
 
 
 def measured_on(grid: Grid, windows: str) -> Callable[[Pair], Measured]:
@@ -240,6 +247,8 @@ def main() -> None:
                 f"95% of budgets below {row['p95']:.1%}, worst {row['worst']:.1%}; "
                 f"at most {GOAL:.0%} at {row['within_goal']:.1%} of budgets"
             )
+            at = row["worst_at"]
+            print(f"    worst at {at['bytes'] / 1e6:,.1f} MB: {at['chosen']} instead of {at['best']}")
         worst, mean = (max(row[key] for row in found.values()) for key in ("worst", "mean"))
         print(
             f"  goal of {GOAL:.0%}: the mean {'meets' if mean <= GOAL else 'misses'} it ({mean:.1%}), "

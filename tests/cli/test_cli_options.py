@@ -53,6 +53,7 @@ OTHERS = {
         "physics fit": "a row of the device table",
         "physics probe": "what is measured",
     },
+    "--context": {"advise": "one context"},
     "--dry-run": {
         "captures gc": "what would be removed",
         "models gc": "what would be removed",

@@ -67,7 +67,6 @@ def advise(
     contexts = parse_counts(context, "context")
     if len(contexts) > 1:
         raise UsageError(f"--context {context}: one context at a time")
-    sizes = {"memory": memory and parse_bytes(memory), "overhead": parse_bytes(overhead) if overhead else 0.0}
     geometry, native = named_geometry(model)
     found = choose(
         model,
@@ -76,11 +75,11 @@ def advise(
         contexts[0],
         batch,
         read_runs(model, from_ or (), runs.output_dir, native),
-        memory=sizes["memory"] or None,
+        memory=None if memory is None else parse_bytes(memory),
         max_loss=max_loss,
         native=native,
         tp=tp,
-        overhead=sizes["overhead"] or 0.0,
+        overhead=0.0 if overhead is None else parse_bytes(overhead),
     )
     if as_json:
         sys.stdout.write(found.to_json())

@@ -260,9 +260,13 @@ def read_runs(model: str, runs: Sequence[Path], output_dir: Path = RUNS, native:
     others: set[str] = set()
     for path in () if runs else sorted(output_dir.glob("*/report.json")):
         try:
-            report = RunFolder.open(path.parent).read_report()
-        except FidelabError as error:  # a run of another kind, or a damaged one, takes no other down
-            notes += [] if "is of kind" in str(error) else [f"left out: {error}"]
+            folder = RunFolder.open(path.parent)
+        except FidelabError:  # of another kind: a bisect, a sensitivity
+            continue
+        try:
+            report = folder.read_report()
+        except FidelabError as error:  # a damaged one takes no other down
+            notes.append(f"left out: {error}")
             continue
         if _same_model(model, report.reference.model):
             reports[path.parent] = report
@@ -413,16 +417,19 @@ def next_cells(
     """The options that were not measured and whose measurement could change the choice, the likeliest first.
 
     The chosen one, then those that could take its place: with ``max_loss`` faster ones whose interval reaches below
-    it, else those whose interval reaches below the chosen one's loss.
+    it, else those whose interval reaches below the upper end of the chosen one's.
     """
     found = [chosen] if chosen is not None and chosen.loss.source != "measured" else []
 
     def could(one: Option) -> bool:
         if one is chosen or one.loss.source == "measured" or one.bytes > memory:
             return False
-        if max_loss is not None:
-            return one.loss.low <= max_loss and (chosen is None or one.speedup > chosen.speedup)
-        return chosen is None or one.loss.low < chosen.loss.high
+        if chosen is None:
+            return max_loss is None or one.loss.low <= max_loss
+        if max_loss is None:
+            return (one.loss.low, one.bytes) < (chosen.loss.high, chosen.bytes)
+        ranks = ((x.speedup, -x.bytes, -loss) for x, loss in ((one, one.loss.low), (chosen, chosen.loss.high)))
+        return one.loss.low <= max_loss and next(ranks) > next(ranks)
 
     def order(one: Option) -> tuple[float, ...]:
         if max_loss is None:
@@ -631,8 +638,16 @@ def advise(
     reach = [n for report in runs.reports.values() for n in _contexts(report)]
     if reach and max(reach) < context:
         notes.append(f"losses were measured at up to {max(reach):,} tokens, not at {context:,}")
-    if is_measured and not any(pair.weights != NATIVE for pair in runs.losses.measured):
+    if is_measured and not any("w" in pair.factors for pair in runs.losses.measured):
         notes.append("no format of the weights was measured: add arms such as --candidate 'weights=int4[group=64]'")
+    if is_measured and not any({"k", "v"} & {*pair.factors} for pair in runs.losses.measured):
+        notes.append("no format of the cache was measured: add arms such as --kv q8_0")
+    if lacking := sorted({pair.weights for pair in runs.losses.measured} - sizes.keys()):
+        notes.append(f"left out, as the bytes of the weights are not known: {', '.join(lacking)}")
+    if bounds := [one.arm for one in runs.losses.measured.values() if one.bound]:
+        notes.append(
+            f"only a lower bound of the loss is known of {', '.join(bounds)}: without interval, never shown to qualify"
+        )
     if any(arm.ran is not None and arm.ran.simulated_weight_bytes for arm in runs.arms.values()):
         notes.append("weights=… rounds without calibration: a checkpoint quantized with it costs less")
     return Advice(
