@@ -146,7 +146,7 @@ def plan(
     """Measure each format alone, then what the choices at all budgets hinge on, until ``most`` cells are measured."""
     base = Pair("native", "bf16", "bf16")
     alone = [replace(base, weights=name) for name in WEIGHTS]
-    alone += [replace(base, **{side: name}) for side in "kv" for name in SIDES[1:]]
+    alone += [pair for name in SIDES[1:] for pair in (replace(base, k=name), replace(base, v=name))]
     measured = {pair: measure(pair) for pair in alone}
     while len(measured) < most:
         losses, wanted, later = Losses(measured), Counter[Pair](), Counter[Pair]()
@@ -164,7 +164,10 @@ def plan(
 
 
 def regrets(
-    bytes_of: Mapping[tuple[int, int], Mapping[Pair, float]], losses: Losses, truth: Mapping[Pair, float]
+    bytes_of: Mapping[tuple[int, int], Mapping[Pair, float]],
+    losses: Losses,
+    truth: Mapping[Pair, float],
+    pick: Callable[[list[Option], float], Option | None] = choose,
 ) -> dict[str, Any]:
     """Over all budgets of each shape: KLD(chosen) / KLD(best that fits) - 1, both true."""
     found: dict[str, Any] = {}
@@ -172,7 +175,7 @@ def regrets(
         options = [Option(pair, size, 1.0, losses.of(pair)) for pair, size in cells.items()]
         rows, worst = [], {}
         for budget in sorted(set(cells.values())):
-            chosen = choose(options, budget)
+            chosen = pick(options, budget)
             best = min((pair for pair, size in cells.items() if size <= budget), key=lambda pair: truth[pair])
             assert chosen is not None
             rows.append(truth[chosen.pair] / truth[best] - 1)
@@ -188,6 +191,11 @@ def regrets(
             "within_goal": float(np.mean(np.array(rows) <= GOAL)),
         }
     return found
+
+
+def largest(options: list[Option], budget: float) -> Option | None:
+    """What is chosen by bytes alone: the largest that fits."""
+    return max((one for one in options if one.bytes <= budget), key=lambda one: one.bytes, default=None)
 
 
 def _named(pair: Pair, truth: Mapping[Pair, float]) -> str:
@@ -255,7 +263,10 @@ def main() -> None:
             f"the worst budget {'meets' if worst <= GOAL else 'misses'} it ({worst:.1%})"
         )
         lines[name] = {"measured": len(losses.measured), "rho": (low, high), "regret": found}
-    print(json.dumps(lines))
+    blind = regrets(bytes_of, Losses({}), truth, largest)
+    rows = [f"{shape} median {1 + row['median']:.3g}, worst {1 + row['worst']:,.0f}" for shape, row in blind.items()]
+    print(f"the largest pair that fits, without any measurement: times the best's KLD, {'; '.join(rows)}")
+    print(json.dumps(lines | {"largest": blind}))
 
 
 if __name__ == "__main__":

@@ -84,11 +84,9 @@ class Pair:
         """The cache's formats."""
         return KVSpec.parse(self.kv)
 
-    def only(self, factors: Iterable[str]) -> Pair | None:
-        """This pair with some of ``w``, ``k`` and ``v`` alone; ``None``: skipped layers keep K and V together."""
+    def only(self, factors: Iterable[str]) -> Pair:
+        """This pair with some of ``w``, ``k`` and ``v`` alone."""
         kept = frozenset(factors)
-        if self.skip and len(kept & {"k", "v"}) == 1:
-            return None
         cache = {side: getattr(self, side) if side in kept else _WIDE[-1] for side in "kv"}
         return Pair(self.weights if "w" in kept else NATIVE, **cache, skip=self.skip if kept & {"k", "v"} else ())
 
@@ -168,10 +166,8 @@ class Losses:
                 return [part for part in found if part is not None]
         return None
 
-    def _single(self, pair: Pair | None, without: set[Pair]) -> Measured | None:
+    def _single(self, pair: Pair, without: set[Pair]) -> Measured | None:
         """The measurement of a pair, where sides with 16 bits may have been measured with 32."""
-        if pair is None:
-            return None
         sides = [(_WIDE[::-1] if side in _WIDE else (side,)) for side in (pair.k, pair.v)]
         same = (replace(pair, k=k, v=v) for k, v in product(*sides))
         return next((self.measured[one] for one in same if one in self.measured and one not in without), None)
