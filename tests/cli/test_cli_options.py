@@ -40,7 +40,7 @@ OTHERS = {
         "bench sweep": "required, of any server",
         "presets check": "what is checked, of any server",
     },
-    "--batch": {"physics model": "cells of a table"},
+    "--batch": {"physics model": "cells of a table", "advise": "one number"},
     "--benches": {"bench offline": "benches are what it is for: never none"},
     "--candidate": {
         "bisect": "exactly one",
@@ -48,10 +48,12 @@ OTHERS = {
     },
     "--concurrency": {"bench calibrate": "one number, of streams from the mock server"},
     "--device": {
+        "advise": "a row of the device table, and required",
         "physics model": "rows of the device table",
         "physics fit": "a row of the device table",
         "physics probe": "what is measured",
     },
+    "--context": {"advise": "one context"},
     "--dry-run": {
         "captures gc": "what would be removed",
         "models gc": "what would be removed",
@@ -76,7 +78,7 @@ OTHERS = {
     },
     "--markdown": {"diff": "a table for a pull request"},
     "--reference": {"physics model": "a format of no run"},
-    "--tp": {"physics model": "what a device holds"},
+    "--tp": dict.fromkeys(("advise", "physics model"), "what a device holds"),
     "--older-than": {"models gc": "converted weights, not captures"},
     "--model": {
         "bench capacity": "the model on the server",

@@ -32,8 +32,11 @@ __all__ = [
     "Json",
     "LimitOptions",
     "MarginOptions",
+    "MaxLoss",
+    "Memory",
     "Model",
     "Options",
+    "Overhead",
     "Overrides",
     "Plot",
     "Prefix",
@@ -47,6 +50,7 @@ __all__ = [
     "SeedOptions",
     "ServableEngineOptions",
     "Set",
+    "Sharing",
     "TextOptions",
     "Threads",
     "Trusted",
@@ -488,13 +492,18 @@ class ScoringOptions(SeedOptions):
     bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab"
 
 
+MaxLoss = Annotated[
+    float | None, typer.Option(help="Recommend what costs less than this: mean KL, nats.", show_default=False)
+]
+Memory = Annotated[str | None, typer.Option(help="Memory of each device, such as 80G.")]
+Overhead = Annotated[str | None, typer.Option(help="What the engine takes besides, measured, such as 2GiB.")]
+Sharing = Annotated[int, typer.Option("--tp", help="Devices that share the model (tensor parallel).")]
+
+
 class LimitOptions(Options, panel=SCORING):
     """What the recommendation has to meet."""
 
-    max_loss: Annotated[
-        float | None,
-        typer.Option(help="Recommend what costs less than this: mean KL, nats.", show_default=False),
-    ] = None
+    max_loss: MaxLoss = None
     max_flips: Annotated[
         str | None, typer.Option(help="… and changes fewer top tokens than this: 1%.", show_default=False)
     ] = None
