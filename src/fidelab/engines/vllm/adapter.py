@@ -208,8 +208,19 @@ class VLLMEngine(Engine):
         """As the contract says, for a single rank, which runs in this process; several run in others."""
         import torch
 
-        here = torch.cuda.is_available() and dict(self._arm.options).get("tp", "1") == "1"
-        return torch.cuda.max_memory_allocated() if here else None
+        return torch.cuda.max_memory_allocated() if self._counts_memory else None
+
+    def reset_peak(self) -> None:
+        import torch
+
+        if self._counts_memory:
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def _counts_memory(self) -> bool:
+        import torch
+
+        return torch.cuda.is_available() and dict(self._arm.options).get("tp", "1") == "1"
 
     def close(self) -> None:
         self._model.close()
