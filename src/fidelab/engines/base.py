@@ -298,6 +298,14 @@ class Engine(ABC):
         return None
 
     @classmethod
+    def as_deployed(cls, arm: Arm) -> Arm:
+        """The arm as a server would run it where it leaves that open: what benches time.
+
+        Captures may need what nobody deploys, such as layers that run one by one.
+        """
+        return arm
+
+    @classmethod
     def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
         """The command line of the engine's own server with what this arm says, and nothing that it leaves open.
 

@@ -37,7 +37,7 @@ from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair
-from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of, trusts_code
+from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of, trusts_code, with_default
 from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
@@ -164,6 +164,11 @@ class VLLMEngine(Engine):
     @classmethod
     def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
         return speculation_of(options)
+
+    @classmethod
+    def as_deployed(cls, arm: Arm) -> Arm:
+        """Compiled and with graphs on a GPU.  On a CPU compiling takes a minute, and vLLM has no graphs."""
+        return arm if arm.device == "cpu" else with_default(arm, "enforce-eager", "no")
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
