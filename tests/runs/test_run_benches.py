@@ -85,8 +85,8 @@ def test_benches_time_the_arm_as_it_is_deployed_and_axes_capture_it_as_asked(
     assert done.code == 0, done.err
     timed = [json.loads(path.read_text()) for path in (done.folder / "timed").rglob("manifest.json")]
     asked = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "captures").rglob("manifest.json")]
-    assert {"delay" in found["arm"]["options"] for found in timed} == {True}
-    assert {"delay" in found["arm"]["options"] for found in asked} == {False}
+    assert {"delay" in found["asked"]["options"] for found in timed} == {True}
+    assert {"delay" in found["asked"]["options"] for found in asked} == {False}
 
 
 def test_warm_up_answers_are_not_kept(alone: Done) -> None:
