@@ -342,7 +342,7 @@ def test_the_peak_of_device_memory_is_that_of_one_question_and_precision_flags_a
 def test_a_head_is_replayed_in_chunks_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
 
-    class Watch(TorchDispatchMode):
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
@@ -355,7 +355,7 @@ def test_a_head_is_replayed_in_chunks_of_the_vocabulary(monkeypatch: pytest.Monk
     linear = torch.nn.Linear(64, 1050).to(torch.bfloat16)
     states = torch.randn(2, 64, generator=generator).to(torch.bfloat16)
     live = states @ linear.weight.T + linear.bias
-    with torch.no_grad(), Watch():
+    with torch.no_grad(), Watch():  # type: ignore[no-untyped-call]
         head = head_module.ReplayedHead(linear, object(), "bfloat16", states, live)
         replayed = head._replay(states, 1.0)
     due = states.float() @ linear.weight.float().T + linear.bias.float()

@@ -275,7 +275,7 @@ def test_an_arm_waits_for_the_devices_that_it_may_use(
 ) -> None:
     for name in parent._VISIBLE:
         monkeypatch.delenv(name, raising=False)
-    job = parent.Job({"device": device, "options": options, "env": env}, "", [], {})
+    job = Job({"device": device, "options": options, "env": env}, "", [], {})
     assert parent._devices(job) == found
 
 
