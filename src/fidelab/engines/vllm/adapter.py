@@ -1,7 +1,7 @@
 """vLLM in-process: its scheduler, kernels and cache; hidden states are read where the sampler reads them.
 
-Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; yes unless told, as compilation takes a minute, but no for
-benches on a GPU), ``kv-cache-memory`` (bytes, or 512M, 4G; of each rank), ``max-model-len``, ``max-num-seqs`` (16),
+Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; yes unless told, as compilation takes a minute, but no
+for benches on a GPU), ``kv-cache-memory`` (bytes, or 512M, 4G; of each rank), ``max-model-len``, ``max-num-seqs`` (16),
 ``chunked-prefill`` (yes, no),
 ``max-num-batched-tokens``, ``tp`` (tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``,
 ``gpu-memory-utilization``, ``speculative-config`` (JSON: ``{"method":"ngram","num_speculative_tokens":3}``),
