@@ -77,6 +77,16 @@ def test_values_are_what_a_cache_holds(dtype: torch.dtype, scale: Scaling) -> No
 
 
 @every_scale
+def test_an_infinity_or_a_nan_leaves_the_scale_of_its_neighbours_alone(scale: Scaling) -> None:
+    spec = dataclasses.replace(SPEC, scale=scale)
+    kv = 3000 * content(spec)
+    kv[1, 0, 2, 1, 7], kv[1, 1, 3, 0, 4] = float("inf"), float("nan")
+    due = torch.stack([through_a_cache(layer, scale) for layer in kv[1]])
+    back = decode(encode(kv, spec), spec)[1]
+    torch.testing.assert_close(back, due, rtol=0, atol=0, equal_nan=True)
+
+
+@every_scale
 @pytest.mark.parametrize("spec", [LARGE, ODD])
 def test_finite_values_of_many_blocks_are_what_a_cache_holds(spec: ChunkSpec, scale: Scaling) -> None:
     spec = dataclasses.replace(spec, scale=scale)
