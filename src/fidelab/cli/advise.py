@@ -102,8 +102,8 @@ def _show(found: Advice) -> None:
 
     def table(cells: Sequence[AdviceCell]) -> None:
         grid = simple_table()
-        for heading in ("", "weights", "cache", "GB", "at most", "tokens", "mean KL, nats", "95%", "is"):
-            number = heading in ("GB", "at most", "tokens", "mean KL, nats")
+        for heading in ("", "weights", "cache", "GB", "at most", "tokens", "KL, nats", "95%", "is"):
+            number = heading in ("GB", "at most", "tokens", "KL, nats")
             grid.add_column(
                 literal(heading, console),
                 justify="right" if number else "left",
