@@ -1,4 +1,7 @@
-"""MB of 16-bit KV per second that one core encodes to K16/V8 bytes, verifies and decodes; the fastest call.
+"""GB of 16-bit KV per second that one core encodes to K16/V8 bytes, verifies and decodes; the fastest call.
+
+``load`` is what the serde does: verify, then decode.  ``crc`` and ``crc-numpy`` are of the bytes they read.  Where
+LMCache can be imported, its own codec (``lmcache.v1.kv_codec``, in no table of serdes as of 0.5.6) is a row, too.
 
 python k16v8/benchmarks/kv_codec.py [--seconds 2] [--tokens 256] [--layers 32] [--heads 8] [--head-dim 128]
 """
@@ -8,19 +11,22 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from k16v8.plugins.lmcache.chunk import SCALES, ChunkSpec
-from k16v8.plugins.lmcache.codec import decode, encode, encode_split, verify
-from k16v8.plugins.lmcache.crc32c import crc32c
+from k16v8.plugins.lmcache.codec import decode, encode_into, verify
+from k16v8.plugins.lmcache.crc32c import HARDWARE, crc32c, crc32c_numpy
+
+COLUMNS = ("encode", "verify", "decode", "load", "copy", "crc", "crc-numpy")
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2, help="for each figure")
     parser.add_argument("--tokens", type=int, default=256, help="in the chunk: LMCache's default")
     parser.add_argument("--layers", type=int, default=32, help="with 8 heads of 128: Llama-3.1-8B")
@@ -29,36 +35,81 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures = {}
-    for scale in SCALES:
-        spec = ChunkSpec("m", args.layers, args.tokens, args.heads, args.head_dim, torch.bfloat16, scale=scale)
-        figures[scale] = _figures(spec, args.seconds)
+    sizes = (args.layers, args.tokens, args.heads, args.head_dim)
+    for dtype in (torch.bfloat16, torch.float16):
+        word = str(dtype).removeprefix("torch.")
+        kv = torch.randn((2, *sizes), generator=torch.Generator().manual_seed(0)).to(dtype)
+        for scale in SCALES:
+            figures[f"{word} {scale}"] = _ours(kv, ChunkSpec("m", *sizes, dtype, scale=scale), args.seconds)
+        if theirs := _lmcache(kv, args.seconds):
+            figures[f"{word} LMCache's own"] = theirs
     megabytes = 4 * args.layers * args.tokens * args.heads * args.head_dim / 1e6
-    columns = ("encode", "encode_split", "verify", "decode", "copy", "crc32c")
-    print(f"{megabytes:.1f} MB of bfloat16\n{'scale':<14} {' '.join(f'{name:>12}' for name in columns)}  MB/s    ratio")
-    for scale, row in figures.items():
-        print(f"{scale:<14} {' '.join(f'{row[name]:>12.0f}' for name in columns)} {row['ratio']:>13.4f}")
-    print(json.dumps({"benchmark": "kv_codec", "megabytes": megabytes, "megabytes_per_second": figures}))
-
-
-def _figures(spec: ChunkSpec, seconds: float) -> dict[str, float]:
-    kv = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0)).to(spec.dtype)
-    out = torch.empty_like(kv)
-    raw = b"".join(encode(kv, spec))
-    work: dict[str, Callable[[], object]] = {
-        "encode": lambda: _drain(encode(kv, spec)),
-        "encode_split": lambda: _drain(chain(*encode_split(kv, spec))),
-        "verify": lambda: verify(raw, spec),
-        "decode": lambda: decode(raw, spec, out),
-        "copy": lambda: out.copy_(kv),
+    print(f"{megabytes:.1f} MB of KV; google-crc32c {'in use' if HARDWARE else 'not installed: numpy'}")
+    print(f"{'GB/s':<26} {' '.join(f'{name:>9}' for name in COLUMNS)}     ratio  error of V")
+    for name, row in figures.items():
+        cells = " ".join(f"{row[column]:>9.2f}" if column in row else f"{'–':>9}" for column in COLUMNS)
+        print(f"{name:<26} {cells} {row['ratio']:>9.4f} {row['v_error']:>11.5f}")
+    record = {
+        "benchmark": "kv_codec",
+        "megabytes": megabytes,
+        "hardware_crc": HARDWARE,
+        "gigabytes_per_second": figures,
     }
-    rates = {name: round(kv.nbytes / 1e6 / _fastest(call, seconds)) for name, call in work.items()}
-    rates["crc32c"] = round(len(raw) / 1e6 / _fastest(lambda: crc32c(raw), seconds))  # of the bytes it reads
-    return {**rates, "ratio": round(len(raw) / kv.nbytes, 5)}
+    print(json.dumps(record))
 
 
-def _drain(pieces: Iterable[bytes]) -> None:
-    for _ in pieces:
-        pass
+def _ours(kv: Tensor, spec: ChunkSpec, seconds: float) -> dict[str, float]:
+    out = torch.zeros_like(kv)
+    raw = np.zeros(spec.encoded_bytes(), np.uint8)
+
+    def load() -> None:
+        verify(raw.data, spec)
+        decode(raw.data, spec, out, verified=True)
+
+    work: dict[str, Callable[[], object]] = {
+        "encode": lambda: encode_into(kv, spec, raw),
+        "verify": lambda: verify(raw.data, spec),
+        "decode": lambda: decode(raw.data, spec, out),
+        "load": load,
+    }
+    rates = {name: kv.nbytes / 1e9 / _fastest(call, seconds) for name, call in work.items()}
+    figures = {**rates, "ratio": raw.nbytes / kv.nbytes, "v_error": _error(out[1], kv[1])}
+    figures["copy"] = kv.nbytes / 1e9 / _fastest(lambda: out.copy_(kv), seconds)
+    for name, checksum in (("crc", crc32c), ("crc-numpy", crc32c_numpy)):
+        figures[name] = raw.nbytes / 1e9 / _fastest(lambda checksum=checksum: checksum(raw), seconds)  # type: ignore[misc]
+    return figures
+
+
+def _lmcache(kv: Tensor, seconds: float) -> dict[str, float]:
+    """LMCache's codec as its ``AsymK16V8MultiSerializer`` calls it, per-tensor scale; empty where it is not."""
+    try:
+        from lmcache.v1.kv_codec import AsymK16V8Codec
+    except ImportError:
+        return {}
+    codec = AsymK16V8Codec()
+    raw = torch.zeros(kv.nbytes, dtype=torch.uint8)
+    out = torch.zeros_like(kv)
+
+    def encode() -> int:
+        blob = codec.to_bytes(codec.encode(kv[0], kv[1]))
+        raw[: len(blob)].copy_(torch.frombuffer(blob, dtype=torch.uint8))
+        return len(blob)
+
+    def load() -> None:
+        k, v, _ = codec.decode(
+            codec.from_bytes(raw[:size].numpy().tobytes()), out_k_dtype=kv.dtype, out_v_dtype=kv.dtype
+        )
+        out[0].copy_(k.view(out[0].shape))
+        out[1].copy_(v.view(out[1].shape))
+
+    size = encode()
+    rates = {name: kv.nbytes / 1e9 / _fastest(call, seconds) for name, call in (("encode", encode), ("load", load))}
+    return {**rates, "ratio": size / kv.nbytes, "v_error": _error(out[1], kv[1])}
+
+
+def _error(got: Tensor, due: Tensor) -> float:
+    """Relative, root mean square."""
+    return float((got.float() - due.float()).norm() / due.float().norm())
 
 
 def _fastest(work: Callable[[], object], seconds: float) -> float:

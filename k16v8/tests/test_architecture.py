@@ -22,7 +22,7 @@ BESIDES = {
     "plugins/transformers": {"transformers"},
     "plugins/vllm": {"vllm"},
     "plugins/sglang": {"sglang"},
-    "plugins/lmcache": {"lmcache", "numpy"},
+    "plugins/lmcache": {"lmcache", "numpy", "google_crc32c"},
     "bench": {"transformers"},
 }
 # Folder → folders that it may import.

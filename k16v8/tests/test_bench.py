@@ -124,6 +124,17 @@ def test_a_graph_takes_many_calls_and_time_is_that_of_one(monkeypatch: pytest.Mo
     assert outputs[1].tolist() == [4, 4]
 
 
+def test_rounds_follow_the_replay_and_not_the_launches_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[int] = []
+
+    def capture(calls: timing.Calls, rounds: int) -> tuple[_Graph, list[Tensor]]:
+        captured.append(rounds)
+        return _Graph(None), [torch.zeros(2), torch.zeros(2)]
+
+    _on_a_stand_in(monkeypatch, capture)
+    assert captured == [1, 4]  # a replay of one round took 0.25 ms, however long its launches
+
+
 def test_outputs_that_a_replay_does_not_write_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     _, outputs = _on_a_stand_in(monkeypatch, lambda calls, rounds: (_Graph(None), [torch.zeros(2), torch.zeros(2)]))
     assert all(out.isnan().all() for out in outputs)
@@ -214,6 +225,63 @@ def test_a_kernel_that_reads_stale_inputs_in_one_of_its_caches_is_found() -> Non
     result = run_one(replace(OURS, prepare=prepare), DECODE, SETTINGS)
     assert result.caches > 1
     assert result.status == "wrong"
+
+
+def test_a_kernel_that_keeps_its_first_answer_is_found() -> None:
+    def prepare(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+        work = OURS.prepare(cell, pair, draw, kernels=kernels)
+        assert isinstance(work, Work)
+        answer: list[Tensor] = []
+
+        def call() -> Tensor:
+            if not answer:
+                answer.append(work.call())
+            return answer[0]
+
+        return replace(work, call=call)
+
+    assert run_one(replace(OURS, prepare=prepare), DECODE, SETTINGS).status == "wrong"
+
+
+def test_inputs_that_come_twice_and_may_lie_in_the_last_cache_are_found() -> None:
+    made: list[Work] = []
+
+    def prepare(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+        if not made:
+            work = OURS.prepare(cell, pair, draw, kernels=kernels)
+            assert isinstance(work, Work)
+            made.append(work)
+        return made[0]
+
+    result = run_one(replace(OURS, prepare=prepare), DECODE, SETTINGS)
+    assert (result.status, result.seconds) == ("wrong", None)
+    assert result.reason == "its sets of inputs are the same one"
+
+
+@pytest.mark.parametrize("skipped", ["a sequence in sixteen", "a head of one sequence", "the last page"])
+def test_a_kernel_that_skips_work_is_found(skipped: str) -> None:
+    cell = Cell("decode", TINY.shape, 16, 64)
+
+    def prepare(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+        work = OURS.prepare(cell, pair, draw, kernels=kernels)
+        assert isinstance(work, Work)
+        fewer = {**vars(cell), "tokens": cell.tokens - cell.page}
+        short = OURS.prepare(Cell(**fewer), pair, Draw(CPU, 0), kernels=kernels)
+        assert isinstance(short, Work)
+
+        def call() -> Tensor:
+            out = work.call().clone()
+            if skipped == "a sequence in sixteen":
+                out[3] = out[4]
+            elif skipped == "a head of one sequence":
+                out[7, 2] = 0
+            else:
+                out = short.call()
+            return out
+
+        return replace(work, call=call)
+
+    assert run_one(replace(OURS, prepare=prepare), cell, SETTINGS).status == "wrong"
 
 
 def test_a_cell_that_does_not_fit_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:

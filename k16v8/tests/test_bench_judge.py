@@ -17,13 +17,17 @@ def _result(name: str, formats: str, role: str, microseconds: float | None, cell
     seconds = microseconds and microseconds / 1e6
     moved = cell.moved_bytes(formats)
     found = {"name": name, "formats": formats, "role": role, "status": status, "seconds": seconds}
-    return {**found, "moved_bytes": moved, "run": 0}
+    return {**found, "moved_bytes": moved, "run": 0, "graph": True, "reason": ""}
 
 
 def _record(
-    times: dict[str, dict[tuple[str, str, str], float | None]], device: str = "cuda", copy: float = 1e12
+    times: dict[str, dict[tuple[str, str, str], float | None]],
+    device: str = "cuda",
+    copy: float = 1e12,
+    capability: str = "8.0",
+    loose: str = "",
 ) -> dict[str, Any]:
-    """``times``: shape and size of a cell → contender → µs."""
+    """``times``: shape and size of a cell → contender → µs; ``loose``: the contender that no graph held."""
     found = []
     for key, results in times.items():
         kind, shape, batch, tokens, *queries = key.split()
@@ -32,8 +36,10 @@ def _record(
         cell = Cell(kind, (heads, kv_heads, dim), int(batch[1:]), int(tokens[1:]), many)  # type: ignore[arg-type]
         assert cell.key == key
         rows = [_result(*who, microseconds, cell) for who, microseconds in results.items()]
+        for row in rows:
+            row["graph"] = row["name"] != loose
         found.append({"key": key, **asdict(cell), "shape": [heads, kv_heads, dim], "results": rows})
-    record = {"device": {"type": device}, "runs": [{"copy_bandwidth": copy}], "cells": found}
+    record = {"device": {"type": device, "capability": capability}, "runs": [{"copy_bandwidth": copy}], "cells": found}
     judge(record)
     return record
 
@@ -106,6 +112,42 @@ def test_goals_without_a_figure_are_unmeasured_and_say_where() -> None:
     goal = _record(times)["goals"][0]
     assert (goal["verdict"], goal["found"]) == ("unmeasured", None)
     assert goal["reason"] == f"no figure for {AT}"
+
+
+FLASH_3, XQA = ("flash-attn-3", "16/16", "rival"), ("xqa", "16/16", "rival")
+
+
+def _with_rivals(microseconds: dict[tuple[str, str, str], float | None]) -> dict[str, Any]:
+    times = _at_goals()
+    for key, results in times.items():
+        results |= {who: time for who, time in microseconds.items() if who is not XQA or key.startswith("decode")}
+    return times
+
+
+@pytest.mark.parametrize(
+    ("rivals", "lacking"),
+    [({}, "flash-attn-3"), ({FLASH_3: 100}, "xqa"), ({XQA: 100}, "flash-attn-3"), ({FLASH_3: None, XQA: 9}, "flash")],
+)
+def test_beating_slow_rivals_alone_meets_no_goal_on_hopper(
+    rivals: dict[tuple[str, str, str], float | None], lacking: str
+) -> None:
+    for goal in _record(_with_rivals(rivals), copy=_MOVED / 0.86, capability="9.0")["goals"][:5]:
+        assert goal["verdict"] == "unmeasured"
+        assert f"its rival {lacking}" in goal["reason"]
+
+
+def test_on_hopper_the_fastest_required_rival_decides() -> None:
+    met = _record(_with_rivals({FLASH_3: 101, XQA: 102}), copy=_MOVED / 0.86, capability="9.0")["goals"]
+    assert [goal["verdict"] for goal in met] == ["met"] * 6
+    missed = _record(_with_rivals({FLASH_3: 101, XQA: 90}), copy=_MOVED / 0.86, capability="9.0")["goals"]
+    assert [goal["verdict"] for goal in missed] == ["missed", "met", "missed", "missed", "missed", "met"]
+
+
+@pytest.mark.parametrize("loose", ["k16v8", "sdpa-flash"])
+def test_a_cell_with_a_kernel_that_no_graph_held_leaves_the_goals(loose: str) -> None:
+    goal = _record(_at_goals(), copy=_MOVED / 0.86, loose=loose)["goals"][0]
+    assert goal["verdict"] == "unmeasured"
+    assert f"not replayed from a graph: {loose} 16/" in goal["reason"]
 
 
 def test_no_goal_is_claimed_on_a_cpu() -> None:

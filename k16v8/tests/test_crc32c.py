@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from k16v8.plugins.lmcache import crc32c as module
-from k16v8.plugins.lmcache.crc32c import crc32c
+from k16v8.plugins.lmcache.crc32c import HARDWARE, crc32c_numpy
+
+Checksum = Callable[..., int]
 
 POLYNOMIAL = (1 << 32) | 0x1EDC6F41
+
+
+@pytest.fixture(params=["numpy", "google-crc32c"])
+def crc32c(request: pytest.FixtureRequest) -> Checksum:
+    """Both ways to compute it, each where it is installed."""
+    if request.param == "numpy":
+        return crc32c_numpy
+    if not HARDWARE:
+        pytest.skip("google-crc32c is not installed here")
+    return module.crc32c
 
 
 def defined(data: bytes) -> int:
@@ -33,7 +47,7 @@ def defined(data: bytes) -> int:
         (b"", 0),
     ],
 )
-def test_published_vectors(data: bytes, crc: int) -> None:
+def test_published_vectors(crc32c: Checksum, data: bytes, crc: int) -> None:
     assert crc32c(data) == crc
 
 
@@ -41,18 +55,18 @@ def test_published_vectors(data: bytes, crc: int) -> None:
 @pytest.mark.parametrize(
     "size", [1, 2, 3, 4, 5, 7, 8, 9, 63, 5684, 5685, 5686, 10_007, 45_479, 45_480, 45_488, 100_003]
 )
-def test_every_length_agrees_with_the_definition(size: int) -> None:
+def test_every_length_agrees_with_the_definition(crc32c: Checksum, size: int) -> None:
     data = random.Random(size).randbytes(size)
     assert crc32c(data) == defined(data)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 3, 4, 5000, 5999, 6000])
-def test_a_message_may_come_in_two_parts(cut: int) -> None:
+def test_a_message_may_come_in_two_parts(crc32c: Checksum, cut: int) -> None:
     data = random.Random(cut).randbytes(6000)
     assert crc32c(data[cut:], crc32c(data[:cut])) == crc32c(data)
 
 
-def test_messages_longer_than_a_segment_are_the_sum_of_their_parts() -> None:
+def test_messages_longer_than_a_segment_are_the_sum_of_their_parts(crc32c: Checksum) -> None:
     data = random.Random(0).randbytes((4 << 20) + 12_345)
     crc = 0
     for start in range(0, len(data), 1_000_003):
@@ -67,8 +81,15 @@ def test_the_sparse_polynomial_is_a_multiple_of_the_crcs() -> None:
     assert remainder == 0
 
 
-def test_the_buffer_is_left_as_it_was() -> None:
+def test_the_buffer_is_left_as_it_was(crc32c: Checksum) -> None:
     data = bytearray(random.Random(0).randbytes(60_000))
     before = bytes(data)
     crc32c(data)
     assert data == before
+
+
+def test_every_kind_of_buffer_gives_the_same(crc32c: Checksum) -> None:
+    data = random.Random(0).randbytes(1001)
+    writable = bytearray(data)
+    buffers = (writable, memoryview(writable), memoryview(data), np.frombuffer(data, np.uint8))
+    assert {crc32c(buffer) for buffer in buffers} == {defined(data)}

@@ -179,6 +179,57 @@ assert decode.split_count(32, 8, 32768, 132) == 4 and decode.split_count(1, 8, 3
 """
 
 
+_GROWING = """
+import torch
+from k16v8.kernels import decode, launch
+from k16v8.kernels.cache import PagedCache
+
+variants = {"decode": set(), "merge": set()}
+splits = set()
+
+class Recorder:
+    def __init__(self, name):
+        self.name, self.kernel = name, getattr(decode, f"{name}_kernel")
+    def __getitem__(self, grid):
+        def launched(*given, **constants):
+            # what Triton compiles for: constants, and of other arguments types, 16-byte alignment and the number 1
+            kinds = tuple(
+                (type(x).__name__, not p.do_not_specialize and isinstance(x, int) and (x % 16 == 0, x == 1))
+                for p, x in zip(self.kernel.params, given)
+            )
+            variants[self.name].add((kinds, tuple(sorted(map(str, constants.items())))))
+        return launched
+
+for name in variants:
+    setattr(decode, f"{name}_kernel", Recorder(name))
+decode.target_of = lambda device: launch.Target("cuda", 90, 132)
+q = torch.zeros(1, 32, 128, dtype=torch.bfloat16)
+for tokens in range(16, 32769, 272):
+    blocks = -(-tokens // 16)
+    cache = PagedCache.allocate(1, 16, 8, 128, batch=1, max_blocks=blocks, k_format="bf16", v_format="fp8_e4m3")
+    plan = decode.plan_decode(1, 32, cache)
+    splits.add(plan.splits)
+    decode.decode(q, cache, plan=plan)
+assert len(splits) > 10, splits
+print(len(variants["decode"]), len(variants["merge"]))
+large = PagedCache.allocate(1, 16, 8, 128, batch=256, max_blocks=65536, k_format="bf16", v_format="fp8_e4m3")
+print(decode.plan_decode(256, 32, large).part.nbytes >> 20)
+"""
+
+
+def test_a_sequence_that_grows_to_32k_tokens_compiles_at_most_four_variants() -> None:
+    done = _python(_GROWING)
+    assert done.returncode == 0, done.stderr
+    decode, merge, _ = map(int, done.stdout.split())
+    assert decode == 1
+    assert merge <= 3
+
+
+def test_buffers_of_many_long_sequences_stay_within_64_mib() -> None:
+    done = _python(_GROWING)
+    assert int(done.stdout.split()[-1]) <= 64, done.stderr
+
+
 _SMALL_PLAN = """
 from k16v8.errors import UsageError
 from k16v8.gates.cases import Case

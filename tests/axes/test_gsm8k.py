@@ -84,11 +84,9 @@ def test_a_limit_chooses_among_the_files_problems(tmp_path: Path) -> None:
 
 def test_chat_puts_the_examples_as_turns(tmp_path: Path) -> None:
     class Turns:
-        def render(self, messages: Sequence[Any]) -> str:
-            return "".join(f"<{message['role']}>{message['content']}" for message in messages)
-
-        def encode(self, text: str) -> Tokens:
-            return tuple(text.encode())
+        def chat(self, messages: Sequence[Any], tools: Sequence[Any]) -> Tokens:
+            assert not tools
+            return tuple("".join(f"<{message['role']}>{message['content']}" for message in messages).encode())
 
     fake = Tokenizer.load(resolve("fake"))
     tokenizer = replace(fake, template="chat", backend=Turns())  # type: ignore[arg-type]

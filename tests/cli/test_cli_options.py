@@ -40,7 +40,7 @@ OTHERS = {
         "bench sweep": "required, of any server",
         "presets check": "what is checked, of any server",
     },
-    "--batch": {"physics model": "cells of a table"},
+    "--batch": {"physics model": "cells of a table", "advise": "one number"},
     "--benches": {"bench offline": "benches are what it is for: never none"},
     "--candidate": {
         "bisect": "exactly one",
@@ -48,10 +48,12 @@ OTHERS = {
     },
     "--concurrency": {"bench calibrate": "one number, of streams from the mock server"},
     "--device": {
+        "advise": "a row of the device table, and required",
         "physics model": "rows of the device table",
         "physics fit": "a row of the device table",
         "physics probe": "what is measured",
     },
+    "--context": {"advise": "one context"},
     "--dry-run": {
         "captures gc": "what would be removed",
         "models gc": "what would be removed",
@@ -76,7 +78,7 @@ OTHERS = {
     },
     "--markdown": {"diff": "a table for a pull request"},
     "--reference": {"physics model": "a format of no run"},
-    "--tp": {"physics model": "what a device holds"},
+    "--tp": dict.fromkeys(("advise", "physics model"), "what a device holds"),
     "--older-than": {"models gc": "converted weights, not captures"},
     "--model": {
         "bench capacity": "the model on the server",
@@ -85,7 +87,11 @@ OTHERS = {
         "bench serve": "the model on the server",
         "bench sweep": "the model on the server",
     },
-    "--n-ctx": {"bisect": "one short context", "sensitivity": "one context, of no axis"},
+    "--n-ctx": {
+        "bisect": "one short context",
+        "sensitivity": "one context, of no axis",
+        "calibrate": "one context, of no axis",
+    },
     "--name": {
         "import refract": "a candidate's",
         "import kld-dumps": "a candidate's, repeated",
@@ -97,6 +103,7 @@ OTHERS = {
         "compare": "with captures",
         "bisect": "with captures",
         "sensitivity": "with captures",
+        "calibrate": "with captures",
         "capture": "captures alone",
         "score": "none unless asked for",
         "charts": "pictures",
@@ -127,7 +134,7 @@ OTHERS = {
     },
     "--stride": {"import kld-dumps": "what the dumps were made with"},
     "--timeout": {"launch": "of a start, not of a request"},
-    "--windows": {"bisect": "few windows", "sensitivity": "of no axis"},
+    "--windows": {"bisect": "few windows", "sensitivity": "of no axis", "calibrate": "of prompts"},
     "--workers": {"bench calibrate": "always given; no load to choose by"},
     "--y": {"explain": "needed beside --points alone"},
 }

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fidelab.captures.requests import Prefill
 from fidelab.core import KVSpec
 from fidelab.engines.base import Support
+from fidelab.engines.hf import head as head_module
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.kernels import Shape, shape_of
 from fidelab.errors import EngineError, NotSupportedError, UsageError
@@ -291,3 +294,70 @@ def test_a_quantized_checkpoint_that_transformers_cannot_load_is_not_supported_a
     assert re.search(said, support.reason)
     assert "fidelab convert" in support.reason
     assert "\n" not in support.reason
+
+
+# ------------------------------------------------------------------------------------------- on a GPU
+
+
+def test_weights_are_loaded_straight_to_a_gpu_and_to_the_cpu_as_before(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    loading = transformers.AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*args: Any, **options: Any) -> Any:
+        told.append(options)
+        return loading(*args, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    engine = tiny.opened(checkpoint("llama"), "int8")
+    arm = replace(engine._arm, device="meta")  # a device that is not the CPU, and is everywhere
+    with pytest.raises(EngineError):
+        HFEngine().open(arm)
+    assert "device_map" not in told[0]
+    assert told[1]["device_map"] == {"": "meta"}
+
+
+def test_the_peak_of_device_memory_is_that_of_one_question_and_precision_flags_are_recorded(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = {"peak": 0}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: held["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: held.update(peak=1))
+    monkeypatch.setattr("fidelab.engines.hf.adapter.device_name", lambda device: device)
+    engine = tiny.opened(checkpoint("llama"), "int8")
+    held["peak"] = 500
+    engine.reset_peak()
+    assert held["peak"] == 500  # nothing on a CPU
+    assert "tf32_matmul" not in engine.ran().more
+    engine._arm = replace(engine._arm, device="cuda:0")
+    assert engine.peak_device_bytes() == 500
+    engine.reset_peak()
+    assert engine.peak_device_bytes() == 1
+    more = engine.ran().more
+    assert more["tf32_matmul"] is torch.backends.cuda.matmul.allow_tf32
+    assert more["bf16_reduced_precision_reduction"] is torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_a_head_is_replayed_in_chunks_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                largest = max(largest, out.numel())
+            return out
+
+    monkeypatch.setattr(head_module, "_ROWS", 100)
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(64, 1050).to(torch.bfloat16)
+    states = torch.randn(2, 64, generator=generator).to(torch.bfloat16)
+    live = states @ linear.weight.T + linear.bias
+    with torch.no_grad(), Watch():  # type: ignore[no-untyped-call]
+        head = head_module.ReplayedHead(linear, object(), "bfloat16", states, live)
+        replayed = head._replay(states, 1.0)
+    due = states.float() @ linear.weight.float().T + linear.bias.float()
+    torch.testing.assert_close(replayed, due)
+    assert largest <= 100 * 64

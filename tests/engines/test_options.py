@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fidelab.config.schema import ArmConfig, Experiment
+from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.config.trust import demands
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Engine
@@ -23,6 +23,7 @@ from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.errors import UsageError
 from fidelab.models import resolve
 from fidelab.plan.arms import resolve_arm
+from fidelab.plan.deploy import engine_class
 
 
 def parser() -> argparse.ArgumentParser:
@@ -159,3 +160,22 @@ def test_an_enumeration_of_llama_cpp_is_said_in_its_words_or_numbers(text: str, 
 def test_another_word_than_an_enumerations_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(UsageError, match="split-mode='rows' is not one of none, layer, row, tensor"):
         _field("split-mode", "rows", ctypes.c_int)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kv", "device", "options", "due"),
+    [
+        ("vllm", "auto", "cuda", {}, {"enforce-eager": "no"}),
+        ("vllm", "bf16/fp8_e4m3", "cuda", {"tp": "2"}, {"enforce-eager": "no", "tp": "2"}),
+        ("vllm", "auto", "cuda", {"enforce-eager": "yes"}, {"enforce-eager": "yes"}),
+        ("vllm", "auto", "cpu", {}, {}),
+        ("sglang", "auto", "cuda", {}, {"cuda-graph": "on"}),
+        ("sglang", "bf16/fp8_e4m3", "cuda", {}, {}),
+        ("hf", "int8", "cuda", {}, {}),
+    ],
+)
+def test_benches_time_what_a_server_runs_where_the_arm_leaves_that_open(
+    engine: str, kv: str, device: str, options: dict[str, str], due: dict[str, str]
+) -> None:
+    arm = Arm(kv, engine, "m", "m", "0" * 8, KVSpec.parse(kv), "bfloat16", device, 1, tuple(options.items()))
+    assert dict(engine_class(EngineConfig(name=engine)).as_deployed(arm).options) == due

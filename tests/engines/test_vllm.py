@@ -455,3 +455,50 @@ def test_prompts_that_cannot_be_answered_together_are_no_timed_group(sizes: list
 
 def test_prompts_that_fill_the_cache_are_a_timed_group() -> None:
     _Small()._must_fit_together([17, 16, 16])
+
+
+class _Write:
+    """An attention implementation that writes apart from attention, as k16v8's and most of vLLM's do."""
+
+    layer = 0
+    formats = SimpleNamespace(skip_layers=())
+
+    def __init__(self) -> None:
+        self.written: list[torch.Tensor] = []
+        self.compared: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+        self.written.append(key)
+
+    def read_back(self, blocks: list[int], key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
+        self.compared = key, value
+        formats = {"k_format": "bf16", "v_format": "fp8_e4m3"}
+        return {"matches": 1.0, "disjoint": True, "saturated": 0, **formats}
+
+
+def test_what_is_written_to_the_cache_is_read_back_where_no_modules_forward_runs(tmp_path: Path) -> None:
+    implementation = _Write()
+    backend = SimpleNamespace(forward_includes_kv_cache_update=False)
+    layer = SimpleNamespace(
+        impl=implementation, attn_backend=backend, kv_cache=torch.zeros(2, 2), kv_cache_dtype="auto"
+    )
+    runner = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["a"])]),
+        sample_tokens=None,
+        _sample=None,
+    )
+    hook = vllm_capture._Hook(runner, tmp_path, True, False)
+    hook.watch()
+    key, value = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
+    slots = torch.tensor([5, 6, -1])  # three of four tokens are in the step, one of them is padding
+    layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+    hook._compare(SimpleNamespace(block_ids=[[7]]))
+    assert implementation.compared is not None
+    assert torch.equal(implementation.compared[0], key[:2])
+    assert torch.equal(implementation.compared[1], value[:2])
+    assert hook.read_back["matches"] == 1.0
+    assert len(implementation.written) == 1
+    layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)  # as before: nothing is noted any more
+    assert hook._given == {}
+    assert "do_kv_cache_update" not in vars(implementation)

@@ -201,7 +201,7 @@ def test_nan_and_infinity_do_not_count_in_fit(name: str, scale: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("scale", ["none", "per-token-head", "0.5"])
+@pytest.mark.parametrize("scale", ["none", "per-token-head"])
 def test_nothing_is_fitted_without_a_sequence_scale(name: str, scale: str) -> None:
     assert make(name, scale).fit(normal(1, 2, 6, 64)) is None
 
@@ -212,9 +212,10 @@ def test_number_as_scale_is_what_a_fitted_scale_of_that_value_gives(name: str) -
     fitted = need(make(name, "per-tensor").fit(x))
     fixed = make(name, f"{float(fitted):.12g}")
     given = make(name, "per-tensor")
-    assert torch.equal(fixed.encode(x)[0], given.encode(x, fitted)[0])
+    same_scale = need(fixed.fit(10 * x))  # whatever is written first
+    assert torch.equal(fixed.encode(x, same_scale)[0], given.encode(x, fitted)[0])
     same = (
-        fixed.decode(fixed.encode(x), 64, torch.float32),
+        fixed.decode(fixed.encode(x, same_scale), 64, torch.float32, same_scale),
         given.decode(given.encode(x, fitted), 64, torch.float32, fitted),
     )
     assert torch.equal(*same)

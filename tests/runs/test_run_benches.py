@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 
 from fidelab.bench.load.mock import MockServer, MockSettings
+from fidelab.engines.fake import FakeEngine
+from fidelab.engines.options import with_default
 from tests.engines.openai_server import save_model
 from tests.runs.harness import Done, cli, compare, same_report
 
@@ -71,6 +73,20 @@ def test_two_arms_that_compute_the_same_are_measured_apart(tmp_path: Path) -> No
     done = cli("bench", "fake", "--engine", "fake", "--kv", "exact", "--kv", "exact", *PREFILL, cwd=tmp_path)
     assert done.code == 0, done.err
     assert len(list((done.folder / "timed").glob("*/*/prefill.16.b1-*"))) == 6
+
+
+def test_benches_time_the_arm_as_it_is_deployed_and_axes_capture_it_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed = classmethod(lambda cls, arm: with_default(arm, "delay", "0"))
+    monkeypatch.setattr(FakeEngine, "as_deployed", deployed)
+    options = ("--engine", "fake", "--reference", "exact", "--kv", "tilt[q=0.6]", "--axes", "kld")
+    done = cli("compare", "fake", *options, "--benches", "prefill", cwd=tmp_path)
+    assert done.code == 0, done.err
+    timed = [json.loads(path.read_text()) for path in (done.folder / "timed").rglob("manifest.json")]
+    asked = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "captures").rglob("manifest.json")]
+    assert {"delay" in found["asked"]["options"] for found in timed} == {True}
+    assert {"delay" in found["asked"]["options"] for found in asked} == {False}
 
 
 def test_warm_up_answers_are_not_kept(alone: Done) -> None:

@@ -226,7 +226,7 @@ def test_device_memory_is_waited_for_when_the_last_worker_that_held_some_has_end
     live: Live, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = iter([100, 5000, 9000, 4000, 100])  # MiB: before either came, before the second, after both have ended
-    monkeypatch.setattr(parent, "_gpu_memory", lambda: next(used))
+    monkeypatch.setattr(parent, "_gpu_memory", lambda devices: dict.fromkeys(devices, next(used)))
     with live(device="cuda") as one, live(device="cuda") as other:
         assert one.ask()
         assert other.ask()
@@ -235,3 +235,67 @@ def test_device_memory_is_waited_for_when_the_last_worker_that_held_some_has_end
         other.finish()
         assert clock.slept == 1.0
     assert list(used) == []
+
+
+def test_the_memory_of_another_device_is_not_waited_for(
+    live: Live, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def used(devices: tuple[str, ...]) -> dict[str, int]:
+        asked.append(devices)
+        return {device: 100 if device == "1" else 1000 * len(asked) for device in devices}  # someone fills device 0
+
+    monkeypatch.setattr(parent, "_gpu_memory", used)
+    with live(device="cuda:1") as one, live(device="cuda:0") as other:
+        assert one.ask()
+        assert other.ask()
+        one.finish()
+        assert clock.slept == 0
+        monkeypatch.setattr(parent, "_gpu_memory", lambda devices: dict.fromkeys(devices, 0))
+        other.finish()
+    assert asked == [("1",), ("0",), ("1",)]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "env", "found"),
+    [
+        ("cpu", {}, {}, ()),
+        ("cuda", {}, {}, ("0",)),
+        ("cuda:2", {}, {}, ("2",)),
+        ("cuda", {"tp": "2"}, {}, ("0", "1")),
+        ("cuda:1", {}, {"CUDA_VISIBLE_DEVICES": "3, GPU-a"}, ("GPU-a",)),
+        ("cuda", {}, {"HIP_VISIBLE_DEVICES": "5"}, ("5",)),
+        ("cuda", {"device-map": "auto"}, {"CUDA_VISIBLE_DEVICES": "1,2"}, ("1", "2")),
+        ("cuda", {"device-map": "auto"}, {}, ("all",)),
+    ],
+)
+def test_an_arm_waits_for_the_devices_that_it_may_use(
+    monkeypatch: pytest.MonkeyPatch, device: str, options: dict[str, str], env: dict[str, str], found: tuple[str, ...]
+) -> None:
+    for name in parent._VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+    job = Job({"device": device, "options": options, "env": env}, "", [], {})
+    assert parent._devices(job) == found
+
+
+def test_memory_is_read_device_by_device_from_nvidias_tool_and_from_the_kernel_for_amd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-a, 11'\necho '1, GPU-b, 22'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert parent._gpu_memory(("1",)) == {"1": 22}
+    assert parent._gpu_memory(("GPU-a", "7")) == {"GPU-a": 11}
+    tool.unlink()
+    for card, (address, mib) in {"card3": ("0000:03:00.0", 33), "card1": ("0000:83:00.0", 44)}.items():
+        real = tmp_path / "pci" / address
+        real.mkdir(parents=True)
+        (real / "mem_info_vram_used").write_text(str(mib << 20))
+        (tmp_path / "drm" / card).mkdir(parents=True)
+        (tmp_path / "drm" / card / "device").symlink_to(real)
+    monkeypatch.setattr(parent, "_DRM", tmp_path / "drm")
+    assert parent._gpu_memory(("0", "1")) == {"0": 33, "1": 44}
+    monkeypatch.setattr(parent, "_DRM", tmp_path / "nothing")
+    assert parent._gpu_memory(("0",)) == {}

@@ -29,7 +29,7 @@ _PER_TOKEN = Definition(
     "KV bytes per token", "bytes", "lower", "Measured from the storage; scales included.", exact=True
 )
 _HOST = Definition("peak host", "bytes", "lower", "Most host memory of the worker's processes up to here.")
-_DEVICE = Definition("peak device", "bytes", "lower", "Most device memory allocated up to here.")
+_DEVICE = Definition("peak device", "bytes", "lower", "Most device memory allocated during one answer.")
 
 WHOLE: Mapping[str, Definition] = {
     "cache_bytes_per_token": _PER_TOKEN,
@@ -70,7 +70,8 @@ class MemorySettings(LiveSettings):
 
 
 class Memory(Bench):
-    """Measured bytes; peaks are those of the worker's processes up to the end of each answer.
+    """Measured bytes; peaks of the host are those of the worker's processes up to the end of each answer,
+    peaks of the device those of the answer alone.
 
     See docs/metrics.md#memory.
     """
@@ -92,7 +93,16 @@ class Memory(Bench):
         cells = [answer.cell(answer.at()) for answer in answers.values()]
         good = [answer for answer in answers.values() if answer.status is Status.OK]
         ran = good[-1].ran if good else facts.ran
-        metrics = sizes(WHOLE, {**ran, "weights_bytes": facts.weights_bytes or None}, {})
+        peaks = [peak for answer in good if (peak := answer.ran.get("peak_device_bytes")) is not None]
+        metrics = sizes(
+            WHOLE,
+            {
+                **ran,
+                "weights_bytes": facts.weights_bytes or None,
+                "peak_device_bytes": max(peaks, default=ran.get("peak_device_bytes")),
+            },
+            {},
+        )
         for answer in good:
             asked, per_token = answer.question, answer.ran.get("cache_bytes_per_token")
             kv = None if per_token is None else per_token * asked.tokens * asked.batch
@@ -118,7 +128,7 @@ def memory_complete(found: Measurement) -> Measurement:
             peak,
             "device-memory" if device else "memory",
             f"Peak {'device ' if device else ''}memory against context",
-            f"Most {where} up to each length.",
+            "Most device memory at each length." if device else f"Most {where} up to each length.",
         ),
     )
     x_label, y_label, mib = "tokens in the cache, per sequence", "MiB", 2.0**-20

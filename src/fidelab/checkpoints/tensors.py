@@ -660,7 +660,8 @@ def _mismatch(subject: Subject) -> Iterator[Finding]:
     quantized = [module.name for module in _quantized(subject)]
     if quantized and subject.scheme.method is None:
         yield _some(quantized, "module", "quantized and config.json says nothing of it")
-    if not quantized and subject.scheme.method is not None and subject.checkpoint.tensors:
+    scales = subject.scheme.kv_cache and any("k_scale" in module.parts for module in subject.modules.values())
+    if not quantized and not scales and subject.scheme.method is not None and subject.checkpoint.tensors:
         yield Finding(f"config.json says {subject.scheme.method} and no module is quantized")
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from fidelab.cli import (
+    advise,
     audit,
     baseline,
     bench,
@@ -88,8 +89,8 @@ app = Commands(
 for _panel, _commands in {
     _COMPARE: (compare.compare, compare.run, layer_diff.bisect, repeat.repeat, sample_size.plan_size),
     _RESULTS: (runs.report, runs.charts, runs.rescore, phases.capture, phases.score, baseline.diff, claims.claims),
-    _SPEED: (launch.launch, launch.stop, physics.explain),
-    _CHECKPOINTS: (audit.audit, convert.convert, quantize.quantize, sensitivity.sensitivity),
+    _SPEED: (advise.advise, launch.launch, launch.stop, physics.explain),
+    _CHECKPOINTS: (audit.audit, convert.convert, quantize.quantize, sensitivity.calibrate, sensitivity.sensitivity),
     _MACHINE: (doctor.doctor, formats.formats),
 }.items():
     for _command in _commands:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -70,7 +69,7 @@ def path(name: Name, form: Annotated[str, typer.Option(help="hf (safetensors fol
 @app.command()
 def make_fragile(
     name: Name,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to be made.", show_default=False)],
+    out: options.NewFolder,
     pairs: Annotated[int, typer.Option(help="RoPE pairs of every head of K that become outliers.")] = 2,
     factor: Annotated[int, typer.Option(help="What their rows are multiplied by: a power of two.")] = 4096,
 ) -> None:

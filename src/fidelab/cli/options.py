@@ -32,8 +32,11 @@ __all__ = [
     "Json",
     "LimitOptions",
     "MarginOptions",
+    "MaxLoss",
+    "Memory",
     "Model",
     "Options",
+    "Overhead",
     "Overrides",
     "Plot",
     "Prefix",
@@ -47,6 +50,7 @@ __all__ = [
     "SeedOptions",
     "ServableEngineOptions",
     "Set",
+    "Sharing",
     "TextOptions",
     "Threads",
     "Trusted",
@@ -411,6 +415,10 @@ class TextOptions(Options, panel=MEASURED):
     )
 
 
+Prompts = Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")]
+NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Folder to be made.", show_default=False)]
+
+
 class AxesOptions(TextOptions):
     """The axes that are measured, their settings and their inputs."""
 
@@ -440,7 +448,7 @@ class AxesOptions(TextOptions):
         int | None,
         typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]", show_default=False),
     ] = None
-    prompts: Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")] = "default"
+    prompts: Prompts = "default"
     traffic: Annotated[
         str | None,
         typer.Option(
@@ -484,13 +492,18 @@ class ScoringOptions(SeedOptions):
     bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab"
 
 
+MaxLoss = Annotated[
+    float | None, typer.Option(help="Recommend what costs less than this: mean KL, nats.", show_default=False)
+]
+Memory = Annotated[str | None, typer.Option(help="Memory of each device, such as 80G.")]
+Overhead = Annotated[str | None, typer.Option(help="What the engine takes besides, measured, such as 2GiB.")]
+Sharing = Annotated[int, typer.Option("--tp", help="Devices that share the model (tensor parallel).")]
+
+
 class LimitOptions(Options, panel=SCORING):
     """What the recommendation has to meet."""
 
-    max_loss: Annotated[
-        float | None,
-        typer.Option(help="Recommend what costs less than this: mean KL, nats.", show_default=False),
-    ] = None
+    max_loss: MaxLoss = None
     max_flips: Annotated[
         str | None, typer.Option(help="… and changes fewer top tokens than this: 1%.", show_default=False)
     ] = None

@@ -20,7 +20,7 @@ from fidelab.errors import UsageError
 if TYPE_CHECKING:
     from fidelab.physics.geometry import Geometry
 
-__all__ = ["app", "explain"]
+__all__ = ["app", "explain", "parse_counts"]
 
 _NUMBER = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -43,7 +43,7 @@ app = Commands(
 )
 
 
-def _counts(text: str, what: str) -> list[int]:
+def parse_counts(text: str, what: str) -> list[int]:
     """``2k,8k,32768`` → numbers, where k is 1,024.
 
     Raises:
@@ -74,9 +74,9 @@ def model(
     context: Annotated[str, typer.Option(help="Tokens per sequence; k is 1,024.")] = "2k,8k,32k",
     batch: Annotated[str, typer.Option(help="Sequences.")] = "1,8,32",
     weight_bits: Annotated[float, typer.Option(help="Bits per weight, scales included.")] = 16.0,
-    tp: Annotated[int, typer.Option(help="Devices that share the model (tensor parallel).")] = 1,
-    memory: Annotated[str | None, typer.Option(help="Memory of each device, such as 80G.")] = None,
-    overhead: Annotated[str | None, typer.Option(help="What the engine takes besides, measured, such as 2GiB.")] = None,
+    tp: options.Sharing = 1,
+    memory: options.Memory = None,
+    overhead: options.Overhead = None,
     speedup: Annotated[float | None, typer.Option(help="A measured speed-up, to be held against ceilings.")] = None,
     rate: Annotated[float | None, typer.Option(help="Measured tokens/s, to be held against bounds.")] = None,
     as_json: options.Json = False,
@@ -110,8 +110,8 @@ def model(
         Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0),
         KVSpec.parse(reference),
         [KVSpec.parse(one) for one in kv or _offered(geometry)],
-        _counts(context, "context"),
-        _counts(batch, "batch"),
+        parse_counts(context, "context"),
+        parse_counts(batch, "batch"),
         devices,
         None if memory is None else parse_bytes(memory),
         {key: value for key, value in (("speedup", speedup), ("rate", rate)) if value is not None},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -17,15 +18,19 @@ if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
     from fidelab.results.sensitivity_record import WeightPlan
 
-__all__ = ["sensitivity"]
+__all__ = ["calibrate", "sensitivity"]
 
 _YAML = (".yaml", ".yml")
+_Model = Annotated[
+    str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.", show_default=False)
+]
+_NCtx = Annotated[int, typer.Option(min=8, help="Tokens of a window.")]
 
 
 @options.expand_options
 def sensitivity(
     *,
-    model: Annotated[str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.")],
+    model: _Model,
     weights: Annotated[
         list[str] | None,
         typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.", show_default=False),
@@ -55,7 +60,7 @@ def sensitivity(
     ] = None,
     text: options.TextOptions,
     windows: Annotated[int, typer.Option(help="Windows of text; with a budget, every second is kept to test it.")] = 8,
-    n_ctx: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    n_ctx: _NCtx = 512,
     engine: options.EngineOptions,
     runs: options.CapturedRunsOptions,
     as_json: options.Json = False,
@@ -125,6 +130,56 @@ def sensitivity(
     if export is not None and report.plan is not None:
         _export(report.plan, export)
     exit_on([f"{cell.group} in {cell.format}: {cell.reason}" for cell in report.cells if cell.status is not Status.OK])
+
+
+@options.expand_options
+def calibrate(
+    *,
+    model: _Model,
+    out: options.NewFolder,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of the prompts.")] = 16,
+    n_ctx: _NCtx = 512,
+    prompts: options.Prompts = "default",
+    runs: options.CapturedRunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    """Write a copy of a model with static scales for an FP8 KV cache, which vLLM reads with the weights.
+
+    The model runs once over windows of prompts; a layer's scale of keys, and of values, is their largest magnitude
+    there over 448. What the scales cost is measured like any format: compare the copy with --kv fp8_e4m3.
+
+    [bold]Examples[/bold]
+
+      fidelab calibrate smollm2-135m -o ./smollm2-kv8
+
+      fidelab compare ./smollm2-kv8 --engine vllm --kv fp8_e4m3
+    """
+    from fidelab.cli.progress import watcher
+    from fidelab.runs.kv_sensitivity import calibrate as write
+
+    data: dict[str, Any] = {
+        "model": model,
+        "control": "none",
+        "candidates": ["fp8_e4m3"],  # asked about in time, not run
+        "axes": {"kld": {"windows": 1, "n_ctx": n_ctx}},
+        "prompts": prompts,
+        "floor": 0.0,
+        "twins": 0.0,
+        **runs.settings(),
+    }
+    rows = write(experiment_from(data, "calibrate"), out, windows=windows, n_ctx=n_ctx, listener=watcher())
+    if as_json:
+        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+        return
+    from fidelab.report.text import simple_table
+
+    console, table = open_console(), simple_table()
+    for heading in ("layer", "largest K", "largest V", "scale of K", "scale of V"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(str(int(row["layer"])), *(f"{row[k]:.4g}" for k in ("k_amax", "v_amax", "k_scale", "v_scale")))
+    console.print(table)
+    note(f"fidelab: {out} written; scales lie in model-kv-scales.safetensors")
 
 
 _PER_VALUE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:bpv|bits?)?", re.IGNORECASE)

@@ -298,6 +298,14 @@ class Engine(ABC):
         return None
 
     @classmethod
+    def as_deployed(cls, arm: Arm) -> Arm:
+        """The arm as a server would run it where it leaves that open: what benches time.
+
+        Captures may need what nobody deploys, such as layers that run one by one.
+        """
+        return arm
+
+    @classmethod
     def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
         """The command line of the engine's own server with what this arm says, and nothing that it leaves open.
 
@@ -346,8 +354,11 @@ class Engine(ABC):
         """The runtime info, called after the last request, when the cache has been observed."""
 
     def peak_device_bytes(self) -> int | None:
-        """Peak device memory in bytes since the process began; ``None`` without a device, or where it is unknown."""
+        """Peak device memory in bytes since :meth:`reset_peak`; ``None`` without a device, or where it is unknown."""
         return None
+
+    def reset_peak(self) -> None:  # noqa: B027  (engines without such a count have nothing to reset)
+        """Count the peak of device memory anew; called before each request."""
 
     def close(self) -> None:  # noqa: B027  (the exit releases the rest)
         """Release resources; the process exits right after."""

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -32,6 +33,7 @@ __all__ = [
     "switched",
     "trusts_code",
     "unknown_option",
+    "with_default",
 ]
 
 TRUST = "trust-remote-code"  # the option of engines that can run code of a checkpoint
@@ -177,6 +179,11 @@ def _several(text: str) -> list[str]:
 def switched(value: str) -> bool | None:
     """Whether a value switches an option on or off; ``None``: it is another kind of value."""
     return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}.get(value.lower())
+
+
+def with_default(arm: Arm, key: str, value: str) -> Arm:
+    """The arm with an option that it may have left open."""
+    return arm if key in dict(arm.options) else replace(arm, options=tuple(sorted((*arm.options, (key, value)))))
 
 
 def trusts_code(arm: Arm) -> bool:

@@ -81,7 +81,9 @@ class Float8(Format):
         return torch.finfo(self.dtype).max
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
-        """amax / top of each sequence or each of its channels, at least float32's smallest normal number."""
+        """amax / top of each sequence or of its channels, at least float32's smallest normal; or the given number."""
+        if self.scaling == "static":
+            return torch.full((x.shape[0], 1, 1, 1), self.static, dtype=torch.float32, device=x.device)
         if self.scaling not in _FITTED:
             return None
         amax = finite_amax(x.float(), _FITTED[self.scaling], mask)
@@ -103,7 +105,7 @@ class Float8(Format):
         """``code * s``."""
         if self.scaling == "none":
             return _widen(parts[0], self.dtype, dtype)  # exact in all three types
-        s = parts[1].float() if self.scaling == "per-token-head" else self._given(scale, parts[0].device)
+        s = parts[1].float() if self.scaling == "per-token-head" else self._given(scale)
         return narrow(_widen(parts[0], self.dtype, torch.float32) * s, dtype)
 
     def token_bytes(self, dim: int) -> int:
@@ -112,7 +114,7 @@ class Float8(Format):
 
     def sequence_bytes(self, heads: int, dim: int) -> int:
         """Four bytes per fitted scale."""
-        return {"per-tensor": 4, "per-channel": 4 * heads * dim}.get(self.scaling, 0)
+        return {"per-tensor": 4, "static": 4, "per-channel": 4 * heads * dim}.get(self.scaling, 0)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """Half a step of the type at ``x / s``, times ``s``; beyond ``top * s`` the distance to it."""
@@ -130,11 +132,9 @@ class Float8(Format):
         if self.scaling == "per-token-head":
             amax = finite_amax(x, (3,))
             return _unless_zero(amax, half_scale(divide(amax, self.top), up=True).float())
-        return self._given(scale, x.device)
+        return self._given(scale)
 
-    def _given(self, scale: Tensor | None, device: torch.device) -> Tensor:
-        if self.scaling == "static":
-            return torch.tensor(self.static, dtype=torch.float32, device=device)
+    def _given(self, scale: Tensor | None) -> Tensor:
         if scale is None:
             raise ValueError(f"{self.name}[scale={self.scaling}] needs the scale that fit() returned")
         return scale

@@ -74,6 +74,8 @@ def canonical(spec: FormatSpec, dim: int) -> str:
     for key in ("scale", "rotate"):
         if options.get(key) == "none":
             del options[key]
+    if spec.name in _FLOAT8 and options.get("scale", "")[:1].isdecimal():
+        options["scale"] = "per-tensor"  # a given one is held like a fitted one
     if spec.name.startswith("int"):
         options["group"] = str(min(int(options.get("group", _GROUP)), dim))
     return str(FormatSpec(spec.name, tuple(sorted(options.items()))))

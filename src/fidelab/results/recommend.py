@@ -17,7 +17,7 @@ from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import counted, format_bytes, format_kld, format_odds, format_span, one_line
 from fidelab.results.record import ArmRecord, Report
 
-__all__ = ["Sizes", "bytes_in_16_bits", "recommend", "recommended"]
+__all__ = ["Sizes", "bytes_in_16_bits", "recommend", "recommended", "serve_command"]
 
 _KLD = "kld"
 _WIDTH = re.compile(r"(?:bf|f|fp|float|bfloat)(16|32)", re.IGNORECASE)
@@ -154,7 +154,7 @@ def recommend(
             more=_more([one.arm for one in opened]),
         )
     best = fitting[0]
-    command, note = _command(best)
+    command, note = serve_command(best)
     saved = sizes.words(best.name)
     return Recommendation(
         arm=best.name,
@@ -359,7 +359,8 @@ def _factor(claim: CertificateClaim) -> float:
     return (claim.clusters_needed or 0) / max(claim.clusters, 1)
 
 
-def _command(arm: ArmRecord) -> tuple[str | None, str]:
+def serve_command(arm: ArmRecord) -> tuple[str | None, str]:
+    """The command line that turns an arm on, and what has to be known of it."""
     if arm.serve_command:
         return arm.serve_command, ""
     if arm.elsewhere:

@@ -358,12 +358,13 @@ class Benching:
     def _planned(self, arm: ArmResult, question: Question, number: int) -> PlannedCapture:
         """One answer as a capture; folders are named by role, so that equal arms are measured separately, too."""
         request = question.request(number)
-        key = capture_key(arm.arm, request, self._settings.deployed[arm.arm.name].versions, max(0, number))
+        deployed = _as_deployed(arm.arm)
+        key = capture_key(deployed, request, self._settings.deployed[arm.arm.name].versions, max(0, number))
         store = (self._folder / _WARM if number < 0 else self._folder) / f"{slug(arm.role)}-{digest(arm.role)[:6]}"
-        return PlannedCapture(question.name, request, key, capture_folder(store, arm.arm, request, key))
+        return PlannedCapture(question.name, request, key, capture_folder(store, deployed, request, key))
 
     def _worker(self, arm: Arm, role: str) -> Worker:
-        return self._asking.worker(PlannedJob(role, arm, ()), self._log(f"benches:{slug(arm.name)}"))
+        return self._asking.worker(PlannedJob(role, _as_deployed(arm), ()), self._log(f"benches:{slug(arm.name)}"))
 
     def _weights(self, arm: Arm) -> int:
         return self._settings.deployed[arm.name].model.weight_bytes
@@ -386,3 +387,7 @@ def _seconds(capture: Capture) -> Floats:
 
 def _last(failed: Mapping[int, str]) -> str | None:
     return failed[max(failed)] if failed else None
+
+
+def _as_deployed(arm: Arm) -> Arm:
+    return engine_class(EngineConfig(name=arm.engine)).as_deployed(arm)

@@ -17,6 +17,7 @@ import numpy as np
 import fidelab
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Recached, Tokens
+from fidelab.checkpoints.kv_scales import refuse_unscalable, write_kv_scales
 from fidelab.config.load import dump
 from fidelab.config.schema import Experiment
 from fidelab.core import FormatSpec, Status, slug
@@ -39,7 +40,7 @@ from fidelab.runs.conduct import Prepared, prepare
 from fidelab.runs.runner import Listener
 from fidelab.runs.sensitivity import Rows, ask
 
-__all__ = ["Place", "kv_sensitivity"]
+__all__ = ["Place", "calibrate", "kv_sensitivity"]
 
 Place = Literal["cache", "layer", "head"]
 Side = Literal["k", "v", "both"]
@@ -153,6 +154,51 @@ def kv_sensitivity(
     return report, folder
 
 
+def calibrate(
+    experiment: Experiment, target: Path, *, windows: int = 16, n_ctx: int = 512, listener: Listener | None = None
+) -> list[dict[str, float]]:
+    """Write a copy of a model with static scales of an FP8 KV cache: ``amax / 448`` over windows of the prompts.
+
+    Returns:
+        A row per layer: ``layer``, ``k_amax``, ``v_amax``, ``k_scale``, ``v_scale``.
+
+    Raises:
+        FidelabError: before anything ran.  EngineError: the model came to no answer.
+        InputError: the prompts are too short, a layer's keys or values are all 0 or not finite.
+    """
+    prepared = prepare(experiment, only="reference")
+    path = str(prepared.settings.reference.path)
+    refuse_unscalable(path)
+    if target.exists():
+        raise UsageError(f"{target} exists; name a folder that does not, nothing is overwritten")
+    config = dump(prepared.settings.experiment, {"command": "", "created": datetime.now(UTC).isoformat()})
+    folder = RunFolder.create(prepared.settings.output_dir, slug(f"calibrate-{Path(experiment.model).name}"), config)
+    found = _statistics(prepared, n_ctx, listener, folder, windows)
+    if len(found.windows) < windows:
+        raise InputError(
+            f"the prompts make {len(found.windows)} windows of {n_ctx} tokens: ask for fewer --windows, or give more "
+            "--prompts"
+        )
+    rows = []
+    for place, layer in enumerate(found.layers):
+        k, v = (found.amax(side, place, windows) for side in ("k", "v"))
+        for side, amax in (("keys", k), ("values", v)):
+            if not 0 < amax < float("inf"):
+                raise InputError(f"layer {layer}: the largest of its {side} is {amax:g}, which gives no scale")
+        rows.append({"layer": layer, "k_amax": k, "v_amax": v, "k_scale": k / _TOP, "v_scale": v / _TOP})
+    notes = {
+        "method": "static, per tensor: amax / 448",
+        "windows": windows,
+        "n_ctx": n_ctx,
+        "prompts": prepared.settings.experiment.prompts,
+        "weights": prepared.settings.reference.weights,
+        "fidelab": fidelab.__version__,
+        "layers": rows,
+    }
+    write_kv_scales(path, target, {int(row["layer"]): (row["k_scale"], row["v_scale"]) for row in rows}, notes)
+    return rows
+
+
 def _widths(bits: Sequence[int]) -> list[int]:
     """The widths, widest first.
 
@@ -222,7 +268,9 @@ def _single(widths: Sequence[int], group: int, by: Place, statistics: _Statistic
     ]
 
 
-def _statistics(prepared: Prepared, n_ctx: int, listener: Listener | None, folder: RunFolder) -> _Statistics:
+def _statistics(
+    prepared: Prepared, n_ctx: int, listener: Listener | None, folder: RunFolder, most: int = max(_CALIBRATED)
+) -> _Statistics:
     """Magnitudes of keys and values over windows of the prompts, which are another text than the one that is scored.
 
     Raises:
@@ -232,10 +280,10 @@ def _statistics(prepared: Prepared, n_ctx: int, listener: Listener | None, folde
     ids: list[int] = []
     for prompt in prompts:
         ids += tokenizer.chat(prompt.messages, "chat", prompt.tools)
-        if len(ids) >= n_ctx * max(_CALIBRATED):
+        if len(ids) >= n_ctx * most:
             break
     starts = range(0, max(len(ids) - n_ctx, 0) + 1, n_ctx)
-    windows: tuple[Tokens, ...] = tuple(tuple(ids[at : at + n_ctx]) for at in starts)[: max(_CALIBRATED)]
+    windows: tuple[Tokens, ...] = tuple(tuple(ids[at : at + n_ctx]) for at in starts)[:most]
     last = len(windows[0]) - 1
     request = Prefill(_STATISTICS, windows, last, last, tuple((i,) for i in range(len(windows))))
     answers = ask(prepared, request, _STATISTICS, [NATIVE], listener, folder, "statistics", Recached)

@@ -213,6 +213,7 @@ class _Answering:
     def _answered(self, request: Request, writer: CaptureWriter) -> Answer:
         """The engine's answer.  A way of serving that it lacks is an answer too, without rows: others go on."""
         sink = _Sink(writer, self._outbox)
+        self._engine.reset_peak()
         if not isinstance(request, Served):
             return self._engine.answer(request, sink)
         try:

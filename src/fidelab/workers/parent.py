@@ -44,6 +44,8 @@ _CHILD = (sys.executable, "-m", "fidelab.workers.child")
 _GRACE = 5.0  # seconds between asking a process group to end and killing it
 _EXIT_WAIT = 120.0  # seconds that a worker may take to exit once it has said everything
 _DRAIN_WAIT = 2.0  # seconds to read what an exited worker left in the pipe, where another process holds that open
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_DRM = Path("/sys/class/drm")
 _MEMORY_WAIT = 60.0  # seconds to wait for device memory to come back
 _LOG_LINES = 12  # of a log that are kept
 _LONGEST = 4 << 20  # bytes of a message
@@ -170,8 +172,8 @@ class Worker:
         job = replace(self._job, tasks=[*self._job.tasks, *tasks])
         self._targets += [Path(task.target) for task in self._job.tasks]
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        if str(job.arm.get("device", "")).startswith("cuda") and (level := _gpu_memory()) is not None:
-            _levels[self] = level
+        if (devices := _devices(job)) and (levels := _gpu_memory(devices)):
+            _levels[self] = levels
         with self._log.open("ab") as stderr:
             self._log_start = stderr.tell()
             self._spawned = time.monotonic()
@@ -426,35 +428,67 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def _gpu_memory() -> int | None:
-    """MiB in use on all NVIDIA devices, or ``None`` where that cannot be asked."""
+def _devices(job: Job) -> tuple[str, ...]:
+    """The GPUs that a job's engine may use, as the driver names them: by number or UUID; empty for the CPU."""
+    kind, _, number = str(job.arm.get("device", "")).partition(":")
+    if kind != "cuda":
+        return ()
+    options, variables = job.arm.get("options", {}), {**os.environ, **job.arm.get("env", {}), **job.env}
+    visible = next((text.split(",") for name in _VISIBLE if (text := variables.get(name))), None)
+    if "device-map" in options:  # wherever Transformers puts it
+        return tuple(visible or ("all",))
+    first = int(number or 0)
+    wanted = range(first, first + int(options.get("tp", 1)))
+    return tuple(
+        str(i) if visible is None else visible[i].strip() for i in wanted if visible is None or i < len(visible)
+    )
+
+
+def _gpu_memory(devices: Sequence[str]) -> dict[str, int]:
+    """MiB in use on each of these devices; without those that cannot be asked.  ``all``: every one that is there."""
+    used = _nvidia_memory() or _amd_memory()
+    return used if "all" in devices else {device: used[device] for device in devices if device in used}
+
+
+def _nvidia_memory() -> dict[str, int]:
+    """MiB in use on NVIDIA devices, by number and by UUID."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return None
-    query = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        return {}
+    query = [tool, "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
     try:
         text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        return sum(int(line) for line in text.split())
+        rows = [line.split(", ") for line in text.strip().splitlines()]
+        return {name: int(used) for index, uuid, used in rows for name in (index, uuid)}
     except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+        return {}
 
 
-# Live workers with a device → MiB in use before it, and before the others that are still live, started.
-_levels: dict[Worker, int] = {}
+def _amd_memory() -> dict[str, int]:
+    """MiB in use on AMD devices, by number in the order of their PCI addresses, as the kernel says it."""
+    found = {}
+    for file in _DRM.glob("card*/device/mem_info_vram_used"):
+        with contextlib.suppress(OSError, ValueError):
+            found[file.parent.resolve().name] = int(file.read_text("ascii")) >> 20
+    return {str(number): found[address] for number, address in enumerate(sorted(found))}
+
+
+# Live workers with a device → MiB in use on each of their devices before them, and before others there that still live.
+_levels: dict[Worker, dict[str, int]] = {}
 
 
 def _await_memory(worker: Worker) -> None:
-    """Wait until the device memory of an ended worker is free again; not while others live, whose memory counts too."""
-    before = _levels.pop(worker, None)
-    if before is None:
-        return
-    if _levels:
-        _levels.update({other: min(level, before) for other, level in _levels.items()})
-        return
+    """Wait until an ended worker's devices have their memory back; not for one that others hold, whose counts too."""
+    before = _levels.pop(worker, {})
+    for device, level in [*before.items()]:
+        for held in _levels.values():
+            if device in held:
+                held[device] = min(held[device], level)
+                before.pop(device, None)
     end = time.monotonic() + _MEMORY_WAIT
-    while time.monotonic() < end:
-        now = _gpu_memory()
-        if now is None or now <= before + _MEMORY_SLACK:
+    while before and time.monotonic() < end:
+        now = _gpu_memory(tuple(before))
+        if all(now.get(device, 0) <= level + _MEMORY_SLACK for device, level in before.items()):
             return
         time.sleep(0.5)
 

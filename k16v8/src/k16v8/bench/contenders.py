@@ -25,11 +25,15 @@ from k16v8.errors import NotSupportedError
 from k16v8.kernels.cache import FLOAT8, PagedCache, codes_to_values, storage
 from k16v8.kernels.dispatch import Kernels, choose
 
-__all__ = ["CONTENDERS", "FLASH", "Contender", "Draw", "Role", "WeightWork", "Work"]
+__all__ = ["CONTENDERS", "FLASH", "REQUIRED", "Contender", "Draw", "Role", "WeightWork", "Work"]
 
 Role = Literal["ours", "rival", "naive"]
 _ATTENTION: tuple[Kind, ...] = ("decode", "extend")
-FLASH = ("flash-attn-2", "flash-attn-3", "sdpa-flash")  # implementations of FlashAttention
+FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-3 paged", "sdpa-flash")  # implementations of FlashAttention
+# Compute capability → kind of cell → rivals without which no goal is judged there: what engines run on it.
+REQUIRED: dict[str, dict[Kind, tuple[str, ...]]] = {
+    "9.0": {"decode": ("flash-attn-3", "xqa"), "extend": ("flash-attn-3",)},
+}
 
 _DTYPE = torch.bfloat16
 _COLUMNS, _ROWS = 512, 8  # of a product that are checked, at most, at each of two places
@@ -295,6 +299,40 @@ def _flash_attn(cell: Cell, pair: str, draw: Draw, *, kernels: str, module: str,
     return Work(call, q.flatten(0, 1), head, _flat, f"{title}, contiguous")
 
 
+def _flash_attn_paged(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+    library = _library("flash_attn_interface", "FlashAttention 3", draw.device)
+    held = _paged(cell, pair, draw)
+    q = draw.normal(cell.batch, cell.queries, cell.shape[0], cell.shape[2])
+    lengths, table = held.lengths, held.block_table
+
+    def call() -> Tensor:
+        returned = library.flash_attn_with_kvcache(
+            q, held.k_cache, held.v_cache, cache_seqlens=lengths, page_table=table, causal=True
+        )
+        out: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return out
+
+    return Work(call, q.flatten(0, 1), partial(_paged_head, held), _flat, f"FlashAttention 3, pages of {cell.page}")
+
+
+def _xqa(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+    """What FlashInfer's ``auto`` takes on Hopper where it is asked for TensorRT-LLM's decode."""
+    library = _library("flashinfer.decode", "FlashInfer", draw.device)
+    held = _paged(cell, pair, draw)
+    q = draw.normal(cell.batch, cell.shape[0], cell.shape[2])
+    out = torch.full_like(q, math.nan)
+    scratch = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=draw.device)  # its semaphores begin at 0
+    store, scale = (held.k_cache, held.v_cache), cell.shape[2] ** -0.5
+
+    def call() -> Tensor:
+        found: Tensor = library.xqa_batch_decode_with_kv_cache(
+            q, store, scratch, held.block_table, held.lengths, cell.tokens, bmm1_scale=scale, out=out
+        )
+        return found
+
+    return Work(call, q, partial(_paged_head, held), _same, f"FlashInfer XQA, pages of {cell.page}")
+
+
 def _flashinfer(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
     library = _library("flashinfer", "FlashInfer", draw.device)
     held = _paged(cell, pair, draw)
@@ -351,6 +389,8 @@ CONTENDERS = (
     Contender(
         "flash-attn-3", "16/16", "rival", partial(_flash_attn, module="flash_attn_interface", title="FlashAttention 3")
     ),
+    Contender("flash-attn-3 paged", "16/16", "rival", _flash_attn_paged),
+    Contender("xqa", "16/16", "rival", _xqa, ("decode",)),
     Contender("flashinfer", "16/16", "rival", _flashinfer),
     Contender("flashinfer", "8/8", "rival", _flashinfer),
     Contender("unpack, then k16v8", "16/8", "naive", _unpack, ("decode",), scratch=2),

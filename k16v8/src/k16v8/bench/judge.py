@@ -1,7 +1,9 @@
 """What measured seconds mean: ratios to the best 16-bit kernel, ceilings, and whether the goals are met.
 
 The best 16-bit kernel is the fastest one whose output passed, ours among them: against a slow rival alone, a format
-would be credited with what is the kernel's.
+would be credited with what is the kernel's.  So no goal is judged by a cell in which a rival that engines run on the
+device (:data:`~k16v8.bench.contenders.REQUIRED`) was not measured, nor by one in which a kernel was not replayed from a
+graph: Python's time would count as the kernel's.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from k16v8.bench.ceilings import above_ceiling, decode_ceiling
-from k16v8.bench.contenders import FLASH
+from k16v8.bench.contenders import FLASH, REQUIRED
 from k16v8.bench.shapes import GEOMETRIES, GOAL_TOKENS, Cell, WeightCell
 
 __all__ = ["GOALS", "Goal", "best", "judge", "judge_goals"]
@@ -125,7 +127,11 @@ def _goal(record: dict[str, Any], name: str, wanted: float, figure: Figure, keys
     if record["device"]["type"] != "cuda":
         return Goal(name, wanted, "unmeasured", reason="goals are for GPUs")
     entries = {one["key"]: one for one in record["cells"]}
+    required = REQUIRED.get(record["device"].get("capability", ""), {})
     asked = [key for key, one in entries.items() if one["kind"] == "extend"] if keys is None else keys
+    for key in asked:
+        if key in entries and (reason := _unfair(entries[key], required.get(entries[key]["kind"], ()))):
+            return Goal(name, wanted, "unmeasured", reason=f"{key}: {reason}")
     found = {key: figure(entries[key]) if key in entries else None for key in asked}
     lacking = [key for key, value in found.items() if value is None]
     if lacking or not found:
@@ -133,3 +139,19 @@ def _goal(record: dict[str, Any], name: str, wanted: float, figure: Figure, keys
         return Goal(name, wanted, "unmeasured", reason=reason)
     worst, where = min((value, key) for key, value in found.items() if value is not None)
     return Goal(name, wanted, "met" if worst >= wanted else "missed", worst, where)
+
+
+def _unfair(entry: Entry, required: tuple[str, ...]) -> str:
+    """Why figures of this cell decide nothing; empty where they do."""
+    results = {one["name"]: one for one in entry["results"] if one["formats"] == "16/16"}
+    for name in required:
+        one = results.get(name)
+        if one is None or one["status"] != "measured":
+            why = f" ({one['status']}: {one['reason']})" if one else ""
+            return f"its rival {name} was not measured{why}"
+    loose = [
+        f"{one['name']} {one['formats']}"
+        for one in entry["results"]
+        if one["status"] == "measured" and one["role"] != "naive" and not one.get("graph", False)
+    ]
+    return f"not replayed from a graph: {', '.join(loose)}" if loose else ""

@@ -53,14 +53,16 @@ class Bandwidth:
 def measure(calls: Calls, device: torch.device, seconds: float = 0.2) -> tuple[Times, list[Tensor]]:
     """Time ``calls`` in turn, again and again for about ``seconds``; and what they returned when they were timed.
 
-    On CUDA all calls are captured in one graph and outputs hold NaN before the timed replays; where a call cannot be
-    captured, its launches are timed, and ``clock`` says so.
+    Outputs hold NaN before the timed calls.  On CUDA all calls are captured in one graph, as often as a replay of one
+    round fits into a millisecond; where a call cannot be captured, its launches are timed, and ``clock`` says so.
     """
     return _on_cuda(calls, seconds) if device.type == "cuda" else _on_cpu(calls, seconds)
 
 
 def _on_cpu(calls: Calls, seconds: float) -> tuple[Times, list[Tensor]]:
     outputs = [call() for call in calls]
+    for out in outputs:  # what a timed call does not compute again is then missing
+        out.fill_(math.nan)
     found: list[float] = []
     end = time.perf_counter() + seconds
     while len(found) < _FEWEST or (len(found) < _MOST and time.perf_counter() < end):
@@ -78,18 +80,23 @@ def _on_cuda(calls: Calls, seconds: float) -> tuple[Times, list[Tensor]]:
 
     launch()  # compiles
     launch()
-    rough = _events(launch, 1)[0]
-    rounds = max(1, min(_MOST_ROUNDS, math.ceil(_GRAPH_SECONDS / rough)))
+    rounds = 1
     try:
         graph, outputs[:] = _capture(calls, rounds)
+        graph.replay()
+        # launches from Python would look longer than they are, and graphs be too short to hide their own launch
+        rounds = max(1, min(_MOST_ROUNDS, math.ceil(_GRAPH_SECONDS / _events(graph.replay, 1)[0])))
+        if rounds > 1:
+            graph.reset()
+            graph, outputs[:] = _capture(calls, rounds)
         work, clock = graph.replay, f"CUDA events, graph of {rounds * len(calls)} calls"
-        rough *= rounds
     except RuntimeError as error:
         graph, rounds, work = None, 1, launch
         clock = f"CUDA events, launches ({one_line(error)})"
     for out in outputs:
         out.fill_(math.nan)
     work()
+    rough = _events(work, 1)[0]
     found = _events(work, max(_FEWEST, min(_MOST, int(seconds / rough))))
     kept = [out.clone() for out in outputs]
     if graph is not None:

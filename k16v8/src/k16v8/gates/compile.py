@@ -313,12 +313,12 @@ def _launch(
         arguments = write_arguments(kv, kv, cache, starts.long(), None)
         return write_kernel, [*arguments], write_constants(cache, count=full), tiles(kernel, target, cache)
     if kernel == "merge":
-        arguments = (part, lse, part, q, lse, *q.stride()[:2], lse.stride(0))
+        arguments = (part, lse, part, q, lse, *q.stride()[:2], lse.stride(0), splits)
         constants = merge_constants(heads, head_dim, splits, sinks=full, target=target)
         return merge_kernel, [*arguments], constants, merge_tiles(splits, head_dim)
     if kernel == "decode":
-        arguments = (q, part, lse, *cache_arguments(cache), *q.stride()[:2], scale)
-        constants = decode_constants(q.dtype, heads, cache, attention, splits, target)
+        arguments = (q, part, lse, *cache_arguments(cache), *q.stride()[:2], scale, splits)
+        constants = decode_constants(q.dtype, heads, cache, attention, target)
         return decode_kernel, [*arguments], constants, tiles(kernel, target, cache)
     strides = (*q.stride()[:2], *q.stride()[:2], lse.stride(0))
     arguments = (q, starts, q, q, lse, *cache_arguments(cache), *strides, scale)

@@ -24,6 +24,7 @@ from k16v8.kernels.launch import (
     cache_arguments,
     cache_constants,
     compile_options,
+    merge_block,
     merge_tiles,
     power_of_two,
     target_of,
@@ -38,9 +39,11 @@ _MOST_SPLITS = 128
 _SHORTEST = 256  # tokens that a split should at least have: below, merging costs more than it gains
 _LONGEST = 8192
 _EVEN = 0.95  # of the last round's places taken: more is not worth another split
+_PARTIALS = 64 << 20  # bytes of a plan's buffers beyond which there are fewer splits; static, unmeasured
 
 
-@triton.jit
+# Batch sizes and lengths change from call to call: what follows from them compiles nothing anew.
+@triton.jit(do_not_specialize=["splits", "table_row"])
 def decode_kernel(
     q,
     part,
@@ -67,6 +70,7 @@ def decode_kernel(
     q_row,
     q_head,
     scale,
+    splits,
     HEADS: tl.constexpr,
     RATIO: tl.constexpr,
     D: tl.constexpr,
@@ -75,7 +79,7 @@ def decode_kernel(
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SHORTEST: tl.constexpr,
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
@@ -100,7 +104,8 @@ def decode_kernel(
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     start = first // TOKENS * TOKENS
-    each = tl.cdiv(length - start, SPLITS * TOKENS) * TOKENS
+    # Short sequences take fewer splits than there are: the others leave nothing to merge.
+    each = tl.maximum(tl.cdiv(length - start, splits * TOKENS) * TOKENS, SHORTEST)
     begin = start + split * each
     end = tl.minimum(begin + each, length)
 
@@ -142,12 +147,13 @@ def decode_kernel(
     acc, lse = finished(top, total, even, odd, V_PAIRS)
     if V_SCALE == 1:
         acc = acc * tl.load(v_scale)
-    target = (row * HEADS + heads) * SPLITS + split
+    target = (row * HEADS + heads) * splits + split
     tl.store(part_lse + target, lse, mask=r < RATIO)
-    tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=(r[:, None] < RATIO) & (dv[None, :] < DV))
+    columns = tl.where(begin < end, DV, 0)  # what an empty split leaves is never read
+    tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=(r[:, None] < RATIO) & (dv[None, :] < columns))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
     part,
     part_lse,
@@ -157,10 +163,10 @@ def merge_kernel(
     out_row,
     out_head,
     lse_row,
+    splits,
     HEADS: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -169,8 +175,8 @@ def merge_kernel(
     head = tl.program_id(1)
     s = tl.arange(0, BLOCK_S)
     dv = tl.arange(0, BLOCK_DV)
-    base = (row * HEADS + head) * SPLITS
-    logs = tl.load(part_lse + base + s, mask=s < SPLITS, other=float("-inf"))
+    base = (row * HEADS + head) * splits
+    logs = tl.load(part_lse + base + s, mask=s < splits, other=float("-inf"))
     top = tl.max(logs, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
@@ -181,7 +187,7 @@ def merge_kernel(
     if SINKS:
         total += tl.exp2(sink - safe)
     parts = tl.load(
-        part + (base + s)[:, None] * DV + dv[None, :], mask=(s[:, None] < SPLITS) & (dv[None, :] < DV), other=0.0
+        part + (base + s)[:, None] * DV + dv[None, :], mask=(logs[:, None] > -1e38) & (dv[None, :] < DV), other=0.0
     )
     result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(
@@ -225,11 +231,12 @@ def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int
 def plan_decode(
     batch: int, heads: int, cache: PagedCache, *, splits: int | None = None, multiprocessors: int | None = None
 ) -> DecodePlan:
-    """Buffers for ``batch`` sequences; ``splits`` from the number of multiprocessors unless told."""
+    """Buffers for ``batch`` sequences; ``splits`` from the number of multiprocessors, and 64 MiB, unless told."""
     device = cache.k_cache.device
     if splits is None:
         many = target_of(device).multiprocessors if multiprocessors is None else multiprocessors
-        splits = split_count(batch, cache.kv_heads, cache.max_length, many)
+        room = _PARTIALS // max(1, 4 * batch * heads * cache.v_dim)
+        splits = min(split_count(batch, cache.kv_heads, cache.max_length, many), max(1, room))
     shape = (batch, heads, splits)
     return DecodePlan(
         splits,
@@ -276,7 +283,8 @@ def decode(
         q.stride(0),
         q.stride(1),
         attention.scale_for(q.shape[2]),
-        **decode_constants(q.dtype, heads, cache, attention, plan.splits, target),
+        plan.splits,
+        **decode_constants(q.dtype, heads, cache, attention, target),
         **compile_options(tiles("decode", target, cache)),
     )
     merge_kernel[(batch, heads)](
@@ -288,6 +296,7 @@ def decode(
         out.stride(0),
         out.stride(1),
         lse.stride(0),
+        plan.splits,
         **merge_constants(heads, cache.v_dim, plan.splits, sinks=attention.sinks is not None, target=target),
         **compile_options(merge_tiles(plan.splits, cache.v_dim)),
     )
@@ -295,7 +304,7 @@ def decode(
 
 
 def decode_constants(
-    q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention, splits: int, target: Target
+    q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention, target: Target
 ) -> dict[str, object]:
     """The constexprs of the split kernel."""
     ratio = heads // cache.kv_heads
@@ -307,7 +316,7 @@ def decode_constants(
         "RATIO": ratio,
         "ROWS": max(tile.rows, power_of_two(ratio)),
         "TOKENS": tile.tokens,
-        "SPLITS": splits,
+        "SHORTEST": tile.tokens if target.backend == "interpreter" else -(-_SHORTEST // tile.tokens) * tile.tokens,
     }
 
 
@@ -317,8 +326,7 @@ def merge_constants(heads: int, v_dim: int, splits: int, *, sinks: bool, target:
         "HEADS": heads,
         "DV": v_dim,
         "BLOCK_DV": power_of_two(v_dim),
-        "SPLITS": splits,
-        "BLOCK_S": power_of_two(splits),
+        "BLOCK_S": merge_block(splits),
         "SINKS": sinks,
         "INTERPRETED": target.backend == "interpreter",
     }

@@ -29,7 +29,7 @@ from k16v8.kernels.softmax import attend_tokens, finished, split_queries
 __all__ = ["extend"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def extend_kernel(
     q,
     query_starts,

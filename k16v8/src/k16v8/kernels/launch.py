@@ -14,7 +14,17 @@ from k16v8.errors import UsageError
 from k16v8.kernels.cache import PagedCache, Scaling, scaling_of, storage
 from k16v8.kernels.reference import Attention
 
-__all__ = ["Target", "Tiles", "interpreted", "power_of_two", "scale_code", "scale_strides", "target_of", "tiles"]
+__all__ = [
+    "Target",
+    "Tiles",
+    "interpreted",
+    "merge_block",
+    "power_of_two",
+    "scale_code",
+    "scale_strides",
+    "target_of",
+    "tiles",
+]
 
 _HIP_FP8 = {"gfx942": "fp8_e4m3fnuz"} | dict.fromkeys(("gfx950",), "fp8_e4m3")
 _SCALES: dict[Scaling, int] = {"none": 0, "per-tensor": 1, "per-token-head": 2}
@@ -95,9 +105,14 @@ def tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
     return Tiles(64, 32, 8, 2 if wide else 5)  # static: 4 warps or 64 tokens spill on sm_120; unmeasured
 
 
+def merge_block(splits: int) -> int:
+    """Splits that the merge reads at once: few sizes, so that few variants are compiled."""
+    return 16 if splits <= 16 else 1 << max(7, (splits - 1).bit_length())
+
+
 def merge_tiles(splits: int, v_dim: int) -> Tiles:
     """The configuration of the merge: 32 numbers of the splits' outputs for each thread.  Static, unmeasured."""
-    return Tiles(1, 1, min(16, max(4, power_of_two(splits) * power_of_two(v_dim) // 1024)), 1)
+    return Tiles(1, 1, min(16, max(4, merge_block(splits) * power_of_two(v_dim) // 1024)), 1)
 
 
 def compile_options(tile: Tiles) -> dict[str, object]:

@@ -145,6 +145,19 @@ class _Shared:
     cache: EncodedCache
 
 
+def _precision() -> dict[str, Any]:
+    """What torch lets a GPU do with less precision than the types say, for the record."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    return {
+        "tf32_matmul": matmul.allow_tf32,
+        "tf32_cudnn": torch.backends.cudnn.allow_tf32,
+        "bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
+        "fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
+    }
+
+
 class HFEngine(Engine):
     """Transformers behind the engine contract."""
 
@@ -297,6 +310,7 @@ class HFEngine(Engine):
                 **({} if self._jittered is None else {"jittered_weights": self._jittered}),
                 **({"state_dtypes": sorted({dtype_name(state.dtype) for state in states})} if states else {}),
                 **({"kernels_refused": refused} if (refused := self._model.kernels_refused) else {}),
+                **(_precision() if self._arm.device.startswith("cuda") else {}),
             },
         )
 
@@ -304,6 +318,12 @@ class HFEngine(Engine):
         import torch
 
         return torch.cuda.max_memory_allocated(self._arm.device) if self._arm.device.startswith("cuda") else None
+
+    def reset_peak(self) -> None:
+        import torch
+
+        if self._arm.device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats(self._arm.device)
 
     # ------------------------------------------------------------------------------------------ requests
 

@@ -15,6 +15,7 @@ __all__ = ["USE_LOGPROBS", "ReplayedHead", "to_array"]
 
 USE_LOGPROBS = "pass --engine-arg estimator=logprobs"
 _COSINE = 0.9999
+_ROWS = 1 << 14  # of the head that are replayed at a time
 _KL = {"float32": 1e-8, "bfloat16": 1e-3, "float16": 1e-3}
 # Names of the soft-cap and the scale of the logits in configurations.  Models differ in whether they multiply or divide
 # by the scale, before or after the head, so the factor is found by comparison with live logits.
@@ -76,7 +77,9 @@ class ReplayedHead:
 
     def _replay(self, states: Tensor, scale: float) -> Tensor:
         """Logits by the stored head in float32: the computation that scoring repeats later."""
-        logits = states.float() @ self._weight[: self._vocabulary].float().T
+        # in chunks: a whole head in float32 is the largest tensor of many models, and would be the peak of their memory
+        weights = self._weight[: self._vocabulary].split(_ROWS)
+        logits = torch.cat([states.float() @ rows.float().T for rows in weights], dim=-1)
         if self._bias is not None:
             logits = logits + self._bias[: self._vocabulary].float()
         logits = logits * scale

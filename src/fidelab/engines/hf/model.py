@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,6 +148,9 @@ class HFModel:
                 # Dense from the start, as they would be after the first forward; and where a checkpoint does not say
                 # that it is compressed, Transformers would leave its layers at random numbers.
                 opened.setdefault("quantization_config", transformers.CompressedTensorsConfig(dequantize=True))
+            elsewhere = self._arm.device == "cpu" or {"device_map", "tp_plan"} & opened.keys()
+            if not elsewhere and find_spec("accelerate") is not None:
+                opened["device_map"] = {"": self._arm.device}  # without a copy of the weights on the host
             if not _attentions(config) <= _PLAIN:
                 _leave_attention_open(config)
                 opened["config"] = config

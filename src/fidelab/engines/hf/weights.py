@@ -217,7 +217,8 @@ def round_weights(module: Any, config: Any, text: str) -> dict[str, Any]:
     """Round a loaded model's weights by an option ``weights``; returns what was done, for the record.
 
     ``simulated_weight_bytes``: what all parameters would take, rounded ones in their formats; ``simulated_weights``:
-    format → its weights, parameters and bytes, and ``native`` → those that were not rounded.
+    format → its weights, parameters and bytes, and ``native`` → those that were not rounded; ``weights_option``: the
+    option itself.
 
     Raises:
         UsageError: a pattern names no weight.
@@ -242,6 +243,7 @@ def round_weights(module: Any, config: Any, text: str) -> dict[str, Any]:
     return {
         "simulated_weight_bytes": sum(count["bytes"] for count in counts.values()),
         "simulated_weights": counts,
+        "weights_option": text,
     }
 
 

@@ -34,7 +34,7 @@ from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed, unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair, is_pair
-from fidelab.engines.options import Value, switched, trusts_code
+from fidelab.engines.options import Value, switched, trusts_code, with_default
 from fidelab.engines.sglang import launch
 from fidelab.engines.sglang.launch import (
     CONTROLLED,
@@ -129,6 +129,11 @@ class SGLangEngine(Engine):
     @classmethod
     def serve_variables(cls, arm: Arm) -> dict[str, str]:
         return launch.serve_variables(arm)
+
+    @classmethod
+    def as_deployed(cls, arm: Arm) -> Arm:
+        """With graphs on a GPU, but for pairs of formats, whose plug-in refuses them."""
+        return arm if arm.device == "cpu" or is_pair(arm.kv) else with_default(arm, "cuda-graph", "on")
 
     def open(self, arm: Arm) -> None:
         self._arm = arm

@@ -1,7 +1,8 @@
 """vLLM in-process: its scheduler, kernels and cache; hidden states are read where the sampler reads them.
 
-Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; yes: compilation takes a minute), ``kv-cache-memory``
-(bytes, or 512M, 4G; of each rank), ``max-model-len``, ``max-num-seqs`` (16), ``chunked-prefill`` (yes, no),
+Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; yes unless told, as compilation takes a minute, but no
+for benches on a GPU), ``kv-cache-memory`` (bytes, or 512M, 4G; of each rank), ``max-model-len``, ``max-num-seqs`` (16),
+``chunked-prefill`` (yes, no),
 ``max-num-batched-tokens``, ``tp`` (tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``,
 ``gpu-memory-utilization``, ``speculative-config`` (JSON: ``{"method":"ngram","num_speculative_tokens":3}``),
 ``estimator`` (hidden, logprobs), ``force`` (yes: run a cache format that the attention backend says it cannot read),
@@ -37,7 +38,7 @@ from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair
-from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of, trusts_code
+from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of, trusts_code, with_default
 from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
@@ -165,6 +166,11 @@ class VLLMEngine(Engine):
     def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
         return speculation_of(options)
 
+    @classmethod
+    def as_deployed(cls, arm: Arm) -> Arm:
+        """Compiled and with graphs on a GPU.  On a CPU compiling takes a minute, and vLLM has no graphs."""
+        return arm if arm.device == "cpu" else with_default(arm, "enforce-eager", "no")
+
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._hidden = dict(arm.options).get("estimator") != "logprobs"
@@ -208,8 +214,19 @@ class VLLMEngine(Engine):
         """As the contract says, for a single rank, which runs in this process; several run in others."""
         import torch
 
-        here = torch.cuda.is_available() and dict(self._arm.options).get("tp", "1") == "1"
-        return torch.cuda.max_memory_allocated() if here else None
+        return torch.cuda.max_memory_allocated() if self._counts_memory else None
+
+    def reset_peak(self) -> None:
+        import torch
+
+        if self._counts_memory:
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def _counts_memory(self) -> bool:
+        import torch
+
+        return torch.cuda.is_available() and dict(self._arm.options).get("tp", "1") == "1"
 
     def close(self) -> None:
         self._model.close()

@@ -224,9 +224,22 @@ class _Hook:
             layers = dict(list(layers.items())[:1])
         self._given.clear()
         self.read_back = {}
-        self._handles = [
-            layer.register_forward_pre_hook(self._note(name), with_kwargs=True) for name, layer in layers.items()
-        ]
+        self._handles = [self._noting(name, layer) for name, layer in layers.items()]
+
+    def _noting(self, name: str, layer: Any) -> Any:
+        """Note what a layer is given for its cache, until ``remove()`` of what is returned.
+
+        Where the cache is written apart from attention, the write itself is watched: it is never compiled, as modules
+        and their hooks are with ``enforce-eager=no``.
+        """
+        if getattr(getattr(layer, "attn_backend", None), "forward_includes_kv_cache_update", True):
+            return layer.register_forward_pre_hook(self._note(name), with_kwargs=True)
+
+        def note(key: Tensor, value: Tensor, slots: Tensor) -> None:
+            real = slots >= 0  # the rest pads the step to the size of a graph
+            self._given[name] = (key[: len(slots)][real].clone(), value[: len(slots)][real].clone())
+
+        return _WatchedWrite(layer.impl, note)
 
     def _note(self, name: str) -> Callable[..., None]:
         def note(_module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -352,6 +365,25 @@ class _Hook:
                 held = layer.kv_cache.movedim(axis, 0)[blocks]
                 self.read_back = _compared(held, key.reshape(-1), value.reshape(-1), layer)
             self.read_back["layer"] = next(iter(given))
+
+
+class _WatchedWrite:
+    """An attention implementation's write to the cache, which also tells keys, values and slots to ``note``."""
+
+    def __init__(self, implementation: Any, note: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        self._implementation = implementation
+        write = implementation.do_kv_cache_update
+
+        def noted(
+            layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, *more: Any, **named: Any
+        ) -> Any:
+            note(key, value, slots)
+            return write(layer, key, value, cache, slots, *more, **named)
+
+        implementation.do_kv_cache_update = noted
+
+    def remove(self) -> None:
+        del self._implementation.do_kv_cache_update
 
 
 def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str, Any]:

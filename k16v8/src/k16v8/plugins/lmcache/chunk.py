@@ -8,18 +8,18 @@ offset  bytes  header
 ======  =====  =====================================================================================
 0       8      magic ``FDLK16V8``
 8       2      format version
-10      4      one byte each: sides (1 keys, 2 values, 3 both), element type, layout, scale
+10      4      one byte each: 3 (keys and values), element type, layout, scale
 14      2      0
 16      16     layers, tokens, KV heads, head dimension
 32      32     BLAKE2b-128 of the model's name, BLAKE2b-128 of the chunk's key
-64      8      CRC-32C of the 16-bit keys and of the 16-bit values, by which two sides know each other; else 0
+64      8      0
 72      4      CRC-32C of the 72 bytes before
 ======  =====  =====================================================================================
 
 A frame holds up to 4 MiB of one side's 16-bit content, in the order layer, token, head, dimension: keys as they are,
 values as FP8 e4m3 (OCP, saturating), all codes, then all scales.  Behind each frame stands the CRC-32C of
-header and frames up to there, so that a frame of another chunk, or at another place, does not fit.  In a chunk of both
-sides the frames of the keys come first.
+header and frames up to there, so that a frame of another chunk, or at another place, does not fit.  The frames of the
+keys come first.
 
 Errors::
 
@@ -30,9 +30,7 @@ Errors::
     │   ├── TruncatedError        they end early
     │   └── TrailingError         they go on after the chunk
     └── FingerprintError          sound, but of another chunk; names what differs:
-        ├── ModelError, ChunkKeyError, ShapeError, LayoutError, DtypeError, ScaleError
-        ├── SidesError            keys where values were asked for, or the like
-        └── PairError             keys and values of different chunks
+        └── ModelError, ChunkKeyError, ShapeError, LayoutError, DtypeError, ScaleError
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -64,28 +61,23 @@ __all__ = [
     "ForeignError",
     "LayoutError",
     "ModelError",
-    "PairError",
     "ScaleError",
     "ShapeError",
-    "Sides",
-    "SidesError",
     "TrailingError",
     "TruncatedError",
     "VersionError",
 ]
 
-Sides = Literal["k", "v", "kv"]
-
 LAYOUTS = ("2LTHD", "L2THD", "LT2HD", "2LHTD")  # order of sides (2), layers, tokens, heads, head dimension
 SCALES = ("none", "per-token-head")
 
 MAGIC, _VERSION = b"FDLK16V8", 1
-_FIELDS = struct.Struct("<8sHBBBBHIIII16s16sII")
+_FIELDS = struct.Struct("<8sHBBBBHIIII16s16sQ")
 CRC = struct.Struct("<I")
 HEADER = _FIELDS.size + CRC.size  # bytes
 _FRAME = 4 << 20  # bytes of 16-bit content; part of the format
 _DTYPES = (torch.bfloat16, torch.float16)
-_SIDES: dict[Sides, int] = {"k": 1, "v": 2, "kv": 3}
+_BOTH_SIDES = 3
 
 
 class ChunkError(K16V8Error):
@@ -140,14 +132,6 @@ class ScaleError(FingerprintError):
     """Of values under another scale."""
 
 
-class SidesError(FingerprintError):
-    """Of other sides: keys where values were asked for, or the like."""
-
-
-class PairError(FingerprintError):
-    """Keys and values that do not belong together."""
-
-
 @dataclass(frozen=True)
 class ChunkSpec:
     """What a chunk is; both ends have to agree on all of it.
@@ -191,13 +175,11 @@ class ChunkSpec:
         sizes = dict(zip("2LTHD", (2, *self.sizes), strict=True))
         return tuple(sizes[letter] for letter in self.layout)
 
-    def encoded_bytes(self, sides: Sides = "kv") -> int:
+    def encoded_bytes(self) -> int:
         """Exact size of the encoded chunk."""
         frames = sum(1 for _ in self.frames())
-        content = self.layers * self.tokens * self.heads
-        k = content * self.head_dim * 2 + frames * CRC.size
-        v = content * self.value_bytes + frames * CRC.size
-        return HEADER + k * ("k" in sides) + v * ("v" in sides)
+        heads = self.layers * self.tokens * self.heads
+        return HEADER + heads * (2 * self.head_dim + self.value_bytes) + 2 * frames * CRC.size
 
     @property
     def value_bytes(self) -> int:
@@ -221,34 +203,33 @@ class ChunkSpec:
                 for i in range(0, self.tokens, tokens):
                     yield slice(layer, layer + 1), slice(i, min(i + tokens, self.tokens))
 
-    def header(self, sides: Sides, pair: tuple[int, int] = (0, 0)) -> bytes:
-        """The header; ``pair``: CRC-32C of keys and values before encoding."""
+    def header(self) -> bytes:
+        """The header."""
         fields = _FIELDS.pack(
-            *(MAGIC, _VERSION, _SIDES[sides]),
+            *(MAGIC, _VERSION, _BOTH_SIDES),
             *(_DTYPES.index(self.dtype), LAYOUTS.index(self.layout), SCALES.index(self.scale), 0),
             *self.sizes,
-            *(_fingerprint(self.model.encode()), _fingerprint(self.key), *pair),
+            *(_fingerprint(self.model.encode()), _fingerprint(self.key), 0),
         )
         return fields + CRC.pack(crc32c(fields))
 
-    def check(self, header: bytes, sides: Sides) -> tuple[int, int]:
-        """Compare a header that begins with the magic; returns the checksums of its pair.
+    def check(self, header: bytes) -> None:
+        """Compare a header that begins with the magic.
 
         Raises:
             VersionError, CorruptError, FingerprintError: it is of another version, damaged, or of another chunk.
         """
-        _, version, has, dtype, layout, scale, zero, *sizes, model, key, k_crc, v_crc = _FIELDS.unpack_from(header)
+        _, version, sides, dtype, layout, scale, zero, *sizes, model, key, unused = _FIELDS.unpack_from(header)
         if version != _VERSION:
             raise VersionError(f"the chunk is of format version {version}; this k16v8 reads version {_VERSION}")
         if header[_FIELDS.size :] != CRC.pack(crc32c(header[: _FIELDS.size])):
             raise CorruptError("the chunk is damaged in its header: its checksum differs; drop it and compute it again")
-        held = {code: name for name, code in _SIDES.items()}.get(has)
-        if held is None or zero or dtype >= len(_DTYPES) or layout >= len(LAYOUTS) or scale >= len(SCALES):
+        known = dtype < len(_DTYPES) and layout < len(LAYOUTS) and scale < len(SCALES)
+        if sides != _BOTH_SIDES or zero or unused or not known:
             raise CorruptError("the chunk's header is sound but holds codes that this format does not have")
         if model != _fingerprint(self.model.encode()):
             raise ModelError(f"the chunk is of another model than {self.model!r}")
         for kind, what, found, due in (
-            (SidesError, "sides", held, sides),
             (DtypeError, "element type", _word(_DTYPES[dtype]), _word(self.dtype)),
             (LayoutError, "layout", LAYOUTS[layout], self.layout),
             (ScaleError, "scale", SCALES[scale], self.scale),
@@ -258,7 +239,6 @@ class ChunkSpec:
                 raise kind(f"the chunk is another one: {what} {found}, where {due} was asked for")
         if key != _fingerprint(self.key):
             raise ChunkKeyError("the chunk is of other tokens: its key is not the one that was asked for")
-        return k_crc, v_crc
 
     def canonical(self, kv: Tensor) -> Tensor:
         """A view of the tensor as ``[2, L, T, H, D]``.

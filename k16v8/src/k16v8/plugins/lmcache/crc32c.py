@@ -1,20 +1,32 @@
-"""CRC-32C (Castagnoli, reflected, as in iSCSI: RFC 3720 appendix B.4) in numpy, at the speed of a few XORs per word.
+"""CRC-32C (Castagnoli, reflected, as in iSCSI: RFC 3720 appendix B.4).
 
-A CRC is the remainder of the message, read as a polynomial over GF(2), modulo ``P``.  ``P`` has the sparse multiple
-``T = x^A + x^B + x^C + 1``, and squaring is linear, so ``T(x^8)`` and ``T(x^64)`` are multiples of ``P``, too: a
-byte or a word in front can be cancelled by XORing it into three later ones, thousands of neighbours at once.  That
-folds any message into its last ``A`` bytes, whose remainder is the XOR of one table entry per set bit.
+Where google-crc32c is installed (``pip install 'k16v8[lmcache]'``) it computes the checksum with the processor's own
+instructions; else :func:`crc32c_numpy` does, which gives the same numbers and is slower (``benchmarks/kv_codec.py``
+prints both).  :data:`HARDWARE` says which of the two is in use.
+
+In numpy, at the speed of a few XORs per word: a CRC is the remainder of the message, read as a polynomial over GF(2),
+modulo ``P``.  ``P`` has the sparse multiple ``T = x^A + x^B + x^C + 1``, and squaring is linear, so ``T(x^8)`` and
+``T(x^64)`` are multiples of ``P``, too: a byte or a word in front can be cancelled by XORing it into three later ones,
+thousands of neighbours at once.  That folds any message into its last ``A`` bytes, whose remainder is the XOR of one
+table entry per set bit.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["crc32c"]
+try:
+    import google_crc32c
+except ImportError:
+    HARDWARE = False
+else:
+    HARDWARE = google_crc32c.implementation == "c"  # it has a path in Python, too, slower than ours
+
+__all__ = ["HARDWARE", "crc32c", "crc32c_numpy"]
 
 _POLYNOMIAL = 0x82F63B78  # reflected: bit 31 - i is the coefficient of x^i, x^32 is left out
 
@@ -25,8 +37,18 @@ _A, _B, _C = 5685, 1362, 426
 _SEGMENT = 1 << 22  # bytes copied and folded at a time; the copy is what bounds the memory
 
 
-def crc32c(data: bytes | bytearray | memoryview | NDArray[np.uint8], crc: int = 0) -> int:
+Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]
+
+
+def crc32c(data: Buffer, crc: int = 0) -> int:
     """CRC-32C of ``data``, or of what ``crc`` stands for followed by ``data``."""
+    if HARDWARE:
+        return cast(int, google_crc32c.extend(crc, np.frombuffer(data, np.uint8)))
+    return crc32c_numpy(data, crc)
+
+
+def crc32c_numpy(data: Buffer, crc: int = 0) -> int:
+    """As :func:`crc32c`, without the library."""
     message = np.frombuffer(data, np.uint8)
     for start in range(0, message.size, _SEGMENT):
         crc = _segment(message[start : start + _SEGMENT], crc)

@@ -14,8 +14,7 @@ or, in a program that makes its own ``StorageManager``, say before it does::
 Options beside ``type``: ``scale`` (``none``; or ``per-token-head``, which needs ``head_dim``), ``head_dim`` (LMCache
 merges heads and head dimension; without it a token counts as one head), ``max_workers`` (threads, 1).  The older
 in-process storage (``remote_serde``) chooses among names that are fixed in LMCache's code and cannot be extended.
-Splitting keys and values over tiers (:func:`k16v8.plugins.lmcache.codec.encode_split`) has no place in LMCache's
-table either: it loads an object from one adapter.
+Keys in one tier and values in another have no place in LMCache's table either: it loads an object from one adapter.
 
 A load that meets other bytes than those that were stored under its key fails, with the reason in LMCache's log, and
 leaves the destination as it was: LMCache then computes the chunk again.  Nothing of LMCache is imported before
@@ -24,6 +23,7 @@ leaves the destination as it was: LMCache then computes the chunk again.  Nothin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,8 @@ from torch import Tensor
 
 from k16v8.errors import EngineError, NotSupportedError, UnknownNameError, UsageError
 from k16v8.plugins.lmcache.chunk import SCALES, ChunkSpec
-from k16v8.plugins.lmcache.codec import decode, encode, verify
+from k16v8.plugins.lmcache.codec import decode, encode_into, verify
+from k16v8.plugins.lmcache.crc32c import HARDWARE
 
 __all__ = ["NAME", "K16V8Deserializer", "K16V8Serializer", "create", "register"]
 
@@ -95,13 +96,9 @@ class K16V8Serializer(_Serde):
         """
         buffer, end = _buffer(dst), 0
         for spec, kv in self.chunks(src, key):
-            for piece in encode(kv, spec):
-                start, end = end, end + len(piece)
-                if end > buffer.size:
-                    raise EngineError(
-                        f"LMCache's buffer of {buffer.size} bytes is smaller than the estimate it was given"
-                    )
-                buffer[start:end] = np.frombuffer(piece, np.uint8)
+            if buffer.size - end < spec.encoded_bytes():
+                raise EngineError(f"LMCache's buffer of {buffer.size} bytes is smaller than the estimate it was given")
+            end += encode_into(kv, spec, buffer[end:])
         return end
 
     def estimate_serialized_size(self, layout_desc: Any) -> int:
@@ -131,7 +128,7 @@ class K16V8Deserializer(_Serde):
             parts.append((rest[:end], spec, kv))
             rest = rest[end:]
         for part, spec, kv in parts:
-            decode(part, spec, kv)
+            decode(part, spec, kv, verified=True)
 
 
 def create(options: Mapping[str, Any]) -> Any:
@@ -172,6 +169,11 @@ def register() -> None:
             f"no LMCache with serdes for L2 adapters here ({error}): pip install 'lmcache>=0.5.6'"
         ) from None
 
+    if not HARDWARE:
+        logging.getLogger(__name__).warning(
+            "serde %s: google-crc32c is not installed, so checksums are slower: pip install 'k16v8[lmcache]'",
+            NAME,
+        )
     Serializer.register(K16V8Serializer)
     Deserializer.register(K16V8Deserializer)
     if NAME not in get_registered_serde_types():

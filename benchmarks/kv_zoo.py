@@ -1,0 +1,141 @@
+"""Formats of keys and values like for like: one frontier of bytes and loss, on a robust and on a fragile model.
+
+    python benchmarks/kv_zoo.py [--windows 6] [--n-ctx 512] [--threads 2] [--folder DIR]
+
+The embedded model, and a copy whose keys have outliers (``fidelab models make-fragile``), answer the same windows under
+every pair of formats in one process; rows are compared with the native answer.  Printed are, by packed bits per value
+with scales, the mean KL with its interval by documents; which pairs are on the frontier; and the paired differences of
+K16/V8 to the pairs that take no more bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from fidelab.captures.requests import Prefill, Recached
+from fidelab.checkpoints.fragile import make_fragile
+from fidelab.config.schema import Experiment
+from fidelab.core import KVSpec
+from fidelab.engines.hf.weights import NATIVE
+from fidelab.formats import create
+from fidelab.metrics.intervals import paired_difference
+from fidelab.models import path as locate
+from fidelab.results.store import RunFolder
+from fidelab.runs.conduct import prepare
+from fidelab.runs.sensitivity import Rows, ask
+
+K16V8 = "bf16/fp8_e4m3"
+ROTATED = "rotate=hadamard"
+PAIRS = [
+    "bf16/bf16",
+    K16V8,
+    "bf16/fp8_e4m3[scale=per-token-head]",
+    "bf16/int8",
+    "bf16/int4",
+    "fp8_e4m3/fp8_e4m3",
+    "fp8_e4m3[scale=per-tensor]/fp8_e4m3[scale=per-tensor]",
+    "fp8_e4m3[scale=per-channel]/fp8_e4m3[scale=per-channel]",
+    "fp8_e4m3[scale=per-token-head]/fp8_e4m3[scale=per-token-head]",
+    f"fp8_e4m3[scale=per-token-head,{ROTATED}]/fp8_e4m3[scale=per-token-head,{ROTATED}]",
+    "q8_0/q8_0",
+    f"q8_0[{ROTATED}]/q8_0[rotate=hadamard-64]",
+    f"q8_0[{ROTATED},seed=1]/q8_0[{ROTATED},seed=1]",
+    "int8[group=64]/int8[group=64]",
+    f"int8[group=64,{ROTATED}]/int8[group=64,{ROTATED}]",
+    "q8_0/q4_0",
+    f"q8_0[{ROTATED}]/q4_0[rotate=hadamard-64]",
+    "q5_1/q5_1",
+    f"q5_1[{ROTATED}]/q5_1[rotate=hadamard-64]",
+    "q4_0/q4_0",
+    f"q4_0[{ROTATED}]/q4_0[rotate=hadamard-64]",
+    "int4/int4",
+    f"int4[{ROTATED}]/int4[{ROTATED}]",
+    "nvfp4/nvfp4",
+    f"nvfp4[{ROTATED}]/nvfp4[{ROTATED}]",
+    "mxfp4/mxfp4",
+    f"int3[{ROTATED}]/int3[{ROTATED}]",
+    "int2/int2",
+]
+
+
+def bits(pair: str, dim: int) -> float:
+    """Packed bits per stored value, scales included, the mean of both sides."""
+    spec = KVSpec.parse(pair)
+    return 8 * sum(create(side).packed_token_bytes(dim) for side in (spec.k, spec.v)) / (2 * dim)
+
+
+def measure(model: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Rows | str]:
+    """The rows of every pair against the native answer."""
+    experiment = Experiment.model_validate(
+        {
+            "model": model,
+            "dtype": "float32",
+            "control": "none",
+            "candidates": ["int8"],
+            "axes": {"kld": {"windows": arguments.windows, "n_ctx": arguments.n_ctx}},
+            "floor": 0.0,
+            "twins": 0.0,
+            "threads": arguments.threads,
+            "output_dir": str(folder),
+        }
+    )
+    prepared = prepare(experiment, only="reference")
+    [job] = prepared.plan.jobs
+    [asked] = [capture.request for capture in job.captures]
+    assert isinstance(asked, Prefill)
+    run = RunFolder.create(prepared.settings.output_dir, "kv-zoo", "")
+    rules = [f"*:{pair}" for pair in PAIRS]
+    answers = ask(prepared, asked, "kv-zoo", [NATIVE, *rules], None, run, "zoo", Recached)
+    found = answers.rows(rules)
+    return {pair: found[rule] for pair, rule in zip(PAIRS, rules, strict=True)}
+
+
+def show(title: str, found: dict[str, Rows | str], dim: int) -> None:
+    """The table, the frontier and the differences."""
+    print(f"\n{title}")
+    good = {pair: rows for pair, rows in found.items() if isinstance(rows, Rows)}
+    ordered = sorted(good, key=lambda pair: (bits(pair, dim), good[pair].mean))
+    least = float("inf")
+    for pair in ordered:
+        loss = good[pair].loss()
+        span = "" if loss.kld_interval is None else f"{loss.kld_interval[0]:.3g} to {loss.kld_interval[1]:.3g}"
+        mark = "*" if loss.kld < least else " "
+        least = min(least, loss.kld)
+        print(f"{mark} {bits(pair, dim):6.2f} bits  {loss.kld:10.3g}  {span:22}  {pair}")
+    for pair, rows in found.items():
+        if isinstance(rows, str):
+            print(f"  {pair}: {rows}")
+    own = good[K16V8]
+    print("K16/V8 minus, nats, paired by documents (below 0: K16/V8 is better):")
+    for pair in ordered:
+        if pair != K16V8 and bits(pair, dim) <= bits(K16V8, dim) and good[pair].mean < 20 * own.mean:
+            difference = paired_difference(own.items, good[pair].items)
+            if difference.interval is not None:
+                low, high = difference.interval
+                said = "better" if high < 0 else "worse" if low > 0 else "not told apart"
+                print(f"  {difference.estimate:+10.3g}  {low:+.3g} to {high:+.3g}  {said:14}  {pair}")
+
+
+def main() -> None:
+    """Run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=6)
+    parser.add_argument("--n-ctx", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where captures are kept")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        fragile = folder / "fragile"
+        if not fragile.exists():
+            make_fragile(locate("smollm2-135m", "hf"), fragile)
+        dim = 64
+        for title, model in (("smollm2-135m", "smollm2-135m"), ("smollm2-135m with fragile keys", str(fragile))):
+            show(title, measure(model, arguments, folder), dim)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Decode as vLLM's plug-in calls it: what a server needs besides speed.  The first step of ``scripts/gpu-session``.
+
+Pages lie as vLLM allocates them (a head's keys in one run, its values behind), in random order; lengths are ragged.
+Asked is whether a call is right, whether its replay from a CUDA graph is the same bit by bit, what a call costs the
+host, and how often Triton compiles while a sequence grows.  Without a GPU only the first is asked, of Triton's
+interpreter.
+
+::
+
+    python -m k16v8.bench.serving                                    # one JSON object; exit code 1 where a check fails
+    TRITON_INTERPRET=1 python -m k16v8.bench.serving --device cpu
+    ncu --profile-from-start off … python -m k16v8.bench.serving --profile
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k16v8.bench.contenders import Draw
+from k16v8.bench.shapes import GEOMETRIES, GOAL_TOKENS, Geometry, geometry
+from k16v8.errors import K16V8Error, UsageError, one_line
+from k16v8.gates.run import RELATIVE_L2
+from k16v8.kernels import reference
+from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.dispatch import Kernels, choose, load_triton
+from k16v8.plugins.shared import Formats
+from k16v8.plugins.vllm.plugin import pages
+
+__all__ = ["HOST_MICROSECONDS", "LENGTHS", "VARIANTS", "Serving", "main", "measure"]
+
+LENGTHS = {"cuda": (0, 1, 15, 16, 17, 4097, 32768), "cpu": (0, 1, 15, 16, 17)}
+HOST_MICROSECONDS = 100.0  # of one call, at most
+VARIANTS = 4  # of each kernel while a sequence grows to 32K tokens, at most
+_PAGE = 16
+_CALLS = 200
+_DTYPE = torch.bfloat16
+
+
+class Serving:
+    """One layer's K16/V8 cache in vLLM's layout with content of N(0, 1), and queries for a decode step of it.
+
+    ``lengths``: tokens of each sequence.
+
+    Raises:
+        NotSupportedError: there are no kernels for this shape here.
+    """
+
+    def __init__(self, model: Geometry, lengths: Sequence[int], device: torch.device, seed: int = 0) -> None:
+        draw, formats = Draw(device, seed), Formats.parse("1")
+        heads, kv_heads, dim = model.shape
+        widest = max(1, -(-max(lengths) // _PAGE))
+        content = formats.content_bytes(dim, dim) // _DTYPE.itemsize
+        raw = torch.zeros(len(lengths) * widest, kv_heads, _PAGE, content, dtype=_DTYPE, device=device)
+        layout = pages(raw, dim, formats)
+        table = draw.permutation(len(raw)).view(len(lengths), widest)
+        self.cache: PagedCache = layout.paged(table, torch.tensor(lengths, dtype=torch.int32, device=device))
+        # the plug-in asks for the torch path on CPUs; here the interpreter stands in for the GPU
+        shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "page": _PAGE, "dtype": _DTYPE}
+        self.kernels: Kernels = choose(
+            "triton" if device.type == "cuda" else "interpreter",
+            k_format=layout.k_format,
+            v_format=layout.v_format,
+            device=device,
+            **shape,
+        )
+        for row, length in enumerate(lengths):
+            at = torch.arange(length, device=device)
+            slots = table[row].long()[at // _PAGE] * _PAGE + at % _PAGE
+            key, value = draw.normal(length, kv_heads, dim), draw.normal(length, kv_heads, dim)
+            if length:
+                self.kernels.write(key, value, self.cache, slots)
+        self.q = draw.normal(len(lengths), heads, dim)
+        self.out = torch.full_like(self.q, torch.nan)
+        self.lse = torch.empty(self.q.shape[:2], dtype=torch.float32, device=device)
+        self.plan = self.kernels.plan(len(lengths), heads, self.cache)
+
+    def call(self) -> Tensor:
+        """One decode step into buffers that stay."""
+        return self.kernels.decode(self.q, self.cache, out=self.out, lse=self.lse, plan=self.plan)[0]
+
+
+def measure(model: Geometry, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Every figure with its bound; ``passed``: whether all of them hold."""
+    step = Serving(model, lengths, device)
+    checks = {"decode": _right(step)}
+    if device.type == "cuda":
+        checks["graph"] = _replayed(step)
+        checks["host"] = _host(Serving(model, [17] * 32, device))
+        checks["variants"] = _variants(model, device)
+    return {
+        "geometry": model.name,
+        "lengths": list(lengths),
+        "kernels": step.kernels.name,
+        "checks": checks,
+        "passed": all(check["passed"] for check in checks.values()),
+    }
+
+
+def _right(step: Serving) -> dict[str, Any]:
+    """The relative L2 of each sequence; an empty one gives zeros."""
+    out = step.call().float()
+    exact = reference.decode(step.q, step.cache)[0].float()
+    errors = [
+        float((mine - due).norm() / due.norm()) if bool(due.any()) else float(mine.abs().max())
+        for mine, due in zip(out, exact, strict=True)
+    ]
+    finite = bool(out.isfinite().all())
+    return {"errors": errors if finite else None, "bound": RELATIVE_L2, "passed": finite and max(errors) <= RELATIVE_L2}
+
+
+def _replayed(step: Serving) -> dict[str, Any]:
+    """Capture once, then replay on other queries: equal to a call on those, bit by bit."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step.call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step.call()
+    except RuntimeError as error:
+        return {"reason": f"cannot be captured: {one_line(error)}", "passed": False}
+    step.q.normal_(generator=torch.Generator(step.q.device).manual_seed(1))
+    due = step.call().clone()
+    step.out.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return {"differing": int((step.out != due).sum()), "passed": torch.equal(step.out, due)}
+
+
+def _host(step: Serving) -> dict[str, Any]:
+    """Microseconds of a call until it returns, beside those of the smallest launch that torch has."""
+    call, empty = _microseconds(step.call), _microseconds(step.lse.zero_)
+    return {"microseconds": call, "of_empty_launch": call / empty, "bound": HOST_MICROSECONDS} | {
+        "passed": call <= HOST_MICROSECONDS
+    }
+
+
+def _microseconds(call: Callable[[], object]) -> float:
+    for _ in range(20):
+        call()
+    found = []
+    for _ in range(_CALLS):
+        torch.cuda.synchronize()  # a full queue would make the host wait
+        began = time.perf_counter()
+        call()
+        found.append(1e6 * (time.perf_counter() - began))
+    return statistics.median(found)
+
+
+def _variants(model: Geometry, device: torch.device) -> dict[str, Any]:
+    """How often each kernel is compiled while one sequence grows from one page to 32K tokens, its table with it."""
+    from triton import knobs
+
+    compiled: Counter[str] = Counter()
+
+    def count(**told: Any) -> None:
+        compiled[str(getattr(told.get("fn"), "name", told.get("repr")))] += 1
+
+    step = Serving(model, [GOAL_TOKENS], device, seed=1)  # compiles for this one width
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = count
+    try:
+        whole = step.cache
+        for width in sorted({*range(1, 65), *range(64, GOAL_TOKENS // _PAGE + 1, 61), GOAL_TOKENS // _PAGE}):
+            lengths = torch.full_like(whole.lengths, width * _PAGE)
+            table = whole.block_table[:, :width].contiguous()
+            grown = PagedCache(whole.k_cache, whole.v_cache, table, lengths, whole.k_format, whole.v_format)
+            step.kernels.decode(step.q, grown, plan=step.kernels.plan(1, model.heads, grown))
+        torch.cuda.synchronize()
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+    return {"compiled": dict(compiled), "bound": VARIANTS, "passed": max(compiled.values(), default=0) <= VARIANTS}
+
+
+def _profile(model: Geometry, device: torch.device) -> None:
+    """One decode step of the goal's cell between the marks of a profiler."""
+    step = Serving(model, [GOAL_TOKENS] * 32, device)
+    for _ in range(3):
+        step.call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+    step.call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 where a check fails, 2 where nothing can be asked here."""
+    parser = argparse.ArgumentParser(prog="python -m k16v8.bench.serving", description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu with Triton's interpreter. [default: cuda]")
+    parser.add_argument("--geometry", default="llama-3.1-8b", help=f"{', '.join(GEOMETRIES)}. [default: llama-3.1-8b]")
+    parser.add_argument("--profile", action="store_true", help="One decode step for a profiler, and nothing else.")
+    options = parser.parse_args(argv)
+    try:
+        if options.device not in LENGTHS:
+            raise UsageError(f"--device {options.device!r}: there are cpu and cuda")
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch sees no GPU here")
+        load_triton(interpret=options.device == "cpu")
+        device, model = torch.device(options.device), geometry(options.geometry)
+        if options.profile:
+            _profile(model, device)
+            return 0
+        found = measure(model, LENGTHS[device.type], device)
+    except K16V8Error as error:
+        print(f"k16v8: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found))
+    return 0 if found["passed"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

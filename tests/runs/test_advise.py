@@ -1,0 +1,444 @@
+"""Advice: what is measured and what predicted, the frontier, the choice, what to measure next, and its commands."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fidelab.core import KVSpec, Status
+from fidelab.errors import InputError, UsageError
+from fidelab.models.tiny import make_tiny
+from fidelab.physics.devices import find_device
+from fidelab.physics.geometry import Geometry
+from fidelab.physics.traffic import Model
+from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord
+from fidelab.runs.advise import (
+    Advice,
+    Loss,
+    Losses,
+    Measured,
+    Option,
+    Pair,
+    advise,
+    choose,
+    frontier,
+    next_cells,
+    read_runs,
+)
+from tests.report.sample import kld_axis
+from tests.report.sample import sample_report as whole_report
+from tests.runs.harness import cli
+
+SHAPE = Geometry.of_sizes(28, 4, 128, 7.6e9)
+H200 = find_device("H200")
+BASE = Pair("native", "bf16", "bf16")
+
+
+def pair(weights: str = "native", kv: str = "bf16") -> Pair:
+    spec = KVSpec.parse(kv)
+    return Pair(weights, str(spec.k), str(spec.v))
+
+
+def measured(**losses: float) -> Losses:
+    """``w_k_v`` → mean, with intervals of ± 10%; ``n`` stands for what is native."""
+    found = {}
+    for text, mean in losses.items():
+        weights, k, v = (None if part == "n" else part for part in text.split("_"))
+        one = Pair(weights or "native", k or "bf16", v or "bf16")
+        found[one] = Measured(mean, (0.9 * mean, 1.1 * mean), text)
+    return Losses(found)
+
+
+# ------------------------------------------------------------------------------------------------ losses
+
+
+def test_what_no_arm_ran_is_the_sum_of_its_parts() -> None:
+    found = measured(int4_n_n=0.03, n_int8_n=0.002, n_n_int2=0.01).of(pair("int4", "int8/int2"))
+    assert (found.source, len(found.parts)) == ("predicted", 3)
+    assert found.mean == pytest.approx(0.042)
+
+
+def test_what_an_arm_ran_is_its_figure_and_not_the_sum() -> None:
+    found = measured(int4_n_n=0.03, n_int8_int8=0.002, int4_int8_int8=0.05).of(pair("int4", "int8"))
+    assert (found.source, found.mean, found.interval) == ("measured", 0.05, (0.9 * 0.05, 1.1 * 0.05))
+
+
+def test_the_fewest_parts_are_added() -> None:
+    losses = measured(int4_n_n=0.03, n_int8_n=0.002, n_n_int2=0.01, n_int8_int2=0.5)
+    assert losses.of(pair("int4", "int8/int2")).mean == pytest.approx(0.53)
+
+
+def test_a_part_that_was_never_measured_leaves_the_loss_unknown() -> None:
+    found = measured(int4_n_n=0.03, n_int8_n=0.002).of(pair("int4", "int8"))
+    assert (found.source, found.mean, found.interval) == ("unknown", math.inf, None)
+
+
+def test_weights_that_were_measured_with_a_32_bit_cache_are_a_prediction_with_a_16_bit_one() -> None:
+    losses = Losses({Pair("int4", "f32", "f32"): Measured(0.03, (0.02, 0.04))})
+    found = losses.of(pair("int4"))
+    assert (found.source, found.mean) == ("predicted", 0.03)
+    assert found.interval == pytest.approx((0.02, 0.04))
+
+
+def test_skipped_layers_are_never_taken_from_a_format_without_them() -> None:
+    losses = measured(int4_n_n=0.03, n_int8_int8=0.002)
+    assert losses.of(Pair("int4", "int8", "int8", (0,))).source == "unknown"
+    whole = Losses({**losses.measured, Pair("native", "int8", "int8", (0,)): Measured(0.001, (0.0, 0.002))})
+    assert whole.of(Pair("int4", "int8", "int8", (0,))).mean == pytest.approx(0.031)
+    assert Pair("int4", "int8", "bf16", (0, 3)).spec.skip_layers == (0, 3)
+
+
+def test_without_checks_the_interval_is_that_of_every_angle_between_the_errors() -> None:
+    """KL is a squared length of errors, to second order: no sum of errors of these lengths lies outside."""
+    rng = np.random.default_rng(0)
+    lengths = [math.sqrt(0.03), math.sqrt(0.002), math.sqrt(0.01)]
+    found = Losses(
+        {
+            pair("int4"): Measured(0.03, (0.03, 0.03)),
+            pair("native", "int8/bf16"): Measured(0.002, (0.002, 0.002)),
+            pair("native", "bf16/int2"): Measured(0.01, (0.01, 0.01)),
+        }
+    ).of(pair("int4", "int8/int2"))
+    errors = rng.normal(size=(20_000, 3, 2))
+    errors *= np.array(lengths)[:, None] / np.linalg.norm(errors, axis=2, keepdims=True)
+    joint = (errors.sum(axis=1) ** 2).sum(axis=1)
+    assert found.low <= joint.min() <= 1.2 * found.low + 1e-4
+    assert 0.98 * found.high <= joint.max() <= found.high * (1 + 1e-9)
+
+
+def test_measured_pairs_tell_how_far_predictions_are_wrong() -> None:
+    a, b, rho = 0.04, (0.01, 0.02, 0.03, 0.05), (0.28, 0.30, 0.32, 0.30)
+    cells = {pair("w"): Measured(a, (a, a))}
+    for n, (loss, r) in enumerate(zip(b, rho, strict=True)):
+        cells[pair("native", f"f{n}")] = Measured(loss, (loss, loss))
+        both = a + loss + 2 * r * math.sqrt(a * loss)
+        cells[pair("w", f"f{n}")] = Measured(both, (both, both))
+    losses = Losses(cells)
+    assert [round(row[3], 6) for row in losses.checks] == [*rho]
+    low, high = losses.correlations
+    assert 0.2 < low < 0.28
+    assert 0.32 < high < 0.4
+
+
+# ---------------------------------------------------------------------------------------------- choosing
+
+
+def options(seed: int, n: int = 40) -> list[Option]:
+    """Sizes that occur several times, and losses of all kinds."""
+    rng = random.Random(seed)
+    found = []
+    for index in range(n):
+        size, mean = float(rng.randrange(1, 12)), rng.uniform(0.001, 0.1)
+        source: Any = rng.choice(["measured", "predicted"])
+        loss = Loss(mean, mean / rng.uniform(1, 3), mean * rng.uniform(1, 3), source)
+        found.append(Option(pair(f"w{index}"), size, 12 / size, loss))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_frontier_is_what_no_other_option_undercuts(seed: int) -> None:
+    cells = options(seed)
+    expected = [
+        one
+        for one in cells
+        if not any(
+            (other.bytes, other.loss.mean) != (one.bytes, one.loss.mean)
+            and other.bytes <= one.bytes
+            and other.loss.mean <= one.loss.mean
+            for other in cells
+        )
+    ]
+    assert {one.pair for one in frontier(cells)} == {one.pair for one in expected}
+
+
+def test_of_equal_bytes_the_least_loss_is_chosen() -> None:
+    same = [Option(pair(f"w{n}"), 10.0, 1.0, Loss(loss, loss, loss, "measured")) for n, loss in enumerate((3, 1, 2))]
+    found = choose(same, 10.0)
+    assert found is not None
+    assert found.pair.weights == "w1"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_fastest_is_chosen_whose_interval_ends_below_the_limit(seed: int) -> None:
+    cells, limit, memory = options(seed), 0.03, 9.0
+    found = choose(cells, memory, limit)
+    able = [one for one in cells if one.bytes <= memory and one.loss.high <= limit]
+    assert found is not None
+    assert found in able
+    assert found.speedup == max(one.speedup for one in able)
+    assert choose(cells, memory, 1e-9) is None
+
+
+@pytest.mark.parametrize("limit", [None, 0.03])
+def test_what_is_to_be_measured_next_is_what_could_take_the_place_of_the_choice(limit: float | None) -> None:
+    """Each by itself against the chosen one, at the ends of their intervals."""
+    seen = 0
+    for seed in range(10):
+        cells, memory = options(seed), 8.0
+        chosen = choose(cells, memory, limit)
+        assert chosen is not None
+        proposed = next_cells(cells, chosen, memory, limit, most=len(cells))
+        assert (chosen in proposed) == (chosen.loss.source == "predicted")
+        for one in cells:
+            if one is chosen:
+                continue
+            best, worst = settled(one, one.loss.low), settled(chosen, chosen.loss.high)
+            could = one.loss.source == "predicted" and choose([worst, best], memory, limit) is best
+            assert (one in proposed) == could
+            seen += could
+    assert seen > 10
+
+
+def settled(option: Option, loss: float) -> Option:
+    """The option if its loss were found to be this."""
+    return Option(option.pair, option.bytes, option.speedup, Loss(loss, loss, loss, "measured"))
+
+
+# ------------------------------------------------------------------------------------------------ advice
+
+
+def arm(
+    name: str, mean: float | None, kv: str = "bf16", weights: str = "", size: int = 15_200_000_000, **changes: Any
+) -> ArmRecord:
+    spec = KVSpec.parse(kv)
+    ran: dict[str, Any] = {"k_dtype": "x", "v_dtype": "x", "cache_bytes_per_token": 1.0, "weight_bytes": 15_200_000_000}
+    if weights:
+        ran |= {"simulated_weight_bytes": size, "weights_option": weights, "simulated_weights": {}}
+    return ArmRecord(
+        status=Status.OK,
+        name=name,
+        engine="hf",
+        model="m",
+        kv=KVFormats(k=spec.k.name, v=spec.v.name),
+        ran=RuntimeRecord.model_validate(ran),
+        axes={} if mean is None else {"kld": kld_axis(mean, mean / 10)},
+        **changes,
+    )
+
+
+def report(*arms: ArmRecord, model: str = "m") -> Report:
+    empty: Mapping[str, Any] = {
+        "control": None,
+        "controls": (),
+        "comparisons": (),
+        "attribution": (),
+        "ablation": None,
+        "recommendation": None,
+        "settings": {"dtype": "auto", "reference": {"kv": "bf16"}},
+    }
+    reference = arm("bf16", None).model_copy(update={"model": model})
+    same = tuple(one.model_copy(update={"model": model}) for one in arms)
+    return whole_report().model_copy(update={**empty, "reference": reference, "candidates": same})
+
+
+ARMS = (
+    arm("int8 cache", 0.002, "int8", serve_command="serve --kv int8"),
+    arm("int4 cache", 0.03, "int4"),
+    arm("int8 weights", 0.001, weights="int8", size=8_000_000_000),
+    arm("int4 weights", 0.02, weights="int4", size=4_500_000_000),
+)
+
+
+def advised(folder: Path, *arms: ArmRecord, **asked: Any) -> Advice:
+    (folder / "run").mkdir(exist_ok=True)
+    file = folder / "run" / "report.json"
+    file.write_text(report(*arms).to_json())
+    asked = {"context": 4096, "batch": 8, **asked}
+    return advise("m", SHAPE, H200, asked.pop("context"), asked.pop("batch"), read_runs("m", [file]), **asked)
+
+
+def test_bytes_and_ceilings_are_those_of_physics_and_every_cell_says_where_its_loss_is_from(tmp_path: Path) -> None:
+    found = advised(tmp_path, *ARMS)
+    assert len(found.cells) == 9
+    bits = {"native": 16.0, "int8": 64 / 7.6, "int4": 36 / 7.6}
+    for cell in found.cells:
+        model = Model(SHAPE, bits[cell.weights])
+        kv = KVSpec.parse(cell.kv)
+        assert cell.bytes == pytest.approx(model.device_bytes(kv, 4096, 8))
+        moved = [
+            one.step_seconds(spec, 4096, 8, H200)[0]
+            for one, spec in ((Model(SHAPE), KVSpec.parse("bf16")), (model, kv))
+        ]
+        assert cell.speedup == pytest.approx(moved[0] / moved[1])
+        assert cell.loss.source == ("predicted" if cell.weights != "native" and cell.kv != "bf16" else "measured")
+    both = next(cell for cell in found.cells if (cell.weights, cell.kv) == ("int4", "int8"))
+    assert both.loss.mean == pytest.approx(0.022)
+    assert set(both.loss.parts) == {"int4 weights", "int8 cache"}
+
+
+def test_within_a_limit_the_fastest_pair_is_recommended_with_the_command_of_its_arm(tmp_path: Path) -> None:
+    tight = advised(tmp_path, *ARMS, max_loss=0.0024, context=32_768, batch=32)
+    assert tight.recommended is not None
+    assert (tight.recommended.weights, tight.recommended.kv) == ("native", "int8")
+    assert tight.command == "serve --kv int8"
+    assert ("int8", "int8") in [(cell.weights, cell.kv) for cell in tight.next]
+    assert tight.measure is not None
+    assert "weights=int8,kv=int8" in tight.measure
+    loose = advised(tmp_path, *ARMS, max_loss=0.2)
+    assert loose.recommended is not None
+    assert (loose.recommended.weights, loose.recommended.kv, loose.recommended.loss.source) == (
+        "int4",
+        "int4",
+        "predicted",
+    )
+    assert loose.command is not None
+    assert loose.command.startswith("fidelab compare m --axes kld --engine hf")
+    none = advised(tmp_path, *ARMS[:2], max_loss=0.0001, memory=16e9, context=64, batch=1)
+    assert none.recommended is not None
+    assert none.recommended.loss.mean == 0
+
+
+def test_memory_alone_decides_where_no_limit_is_given(tmp_path: Path) -> None:
+    whole = advised(tmp_path, *ARMS)
+    sizes = {(cell.weights, cell.kv): cell.bytes for cell in whole.cells}
+    found = advised(tmp_path, *ARMS, memory=sizes["int8", "int8"])
+    fitting = [cell for cell in whole.cells if cell.bytes <= sizes["int8", "int8"]]
+    assert found.recommended is not None
+    assert found.recommended.loss.mean == min(cell.loss.mean for cell in fitting if cell.loss.mean is not None)
+
+
+def test_an_8_bit_cache_is_held_against_the_next_smaller_weights(tmp_path: Path) -> None:
+    first, *_ = advised(tmp_path, *ARMS).level_down
+    assert (first.weights, first.kv, first.lower) == ("native", "int8", "int8")
+    assert first.difference == pytest.approx(0.001)
+    assert first.ci == pytest.approx((0.0018 - 0.0011, 0.0022 - 0.0009))
+    assert "not paired" in first.how
+
+
+def test_bytes_that_a_simulation_left_in_32_bits_count_as_16(tmp_path: Path) -> None:
+    one = arm("int8 weights", 0.001, weights="int8", size=8_000)
+    assert one.ran is not None
+    left = {"native": {"weights": 1, "parameters": 1_000, "bytes": 4_000}, "int8": {"bytes": 4_000}}
+    ran = RuntimeRecord.model_validate({**one.ran.model_dump(), "simulated_weights": left})
+    file = tmp_path / "report.json"
+    file.write_text(report(one.model_copy(update={"ran": ran})).to_json())
+    assert read_runs("m", [file]).weight_bytes["int8"] == 6_000
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"memory": 1e9}, "no pair fits into 1.00 GB at 4,096 tokens × 8: the smallest, int4 with cache int4, takes "),
+        ({"batch": 0}, "--batch must be at least 1, not 0"),
+        ({"context": -4}, "--context must be at least 1, not -4"),
+        ({"max_loss": -0.1}, "--max-loss must be a mean KL above 0"),
+        ({"max_loss": math.nan}, "--max-loss must be a mean KL above 0"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        advised(tmp_path, *ARMS, **asked)
+    assert message in str(error.value)
+
+
+def test_what_is_missing_from_the_runs_is_said(tmp_path: Path) -> None:
+    assert any("no format of the weights was measured" in note for note in advised(tmp_path, *ARMS[:2]).notes)
+    assert any("no format of the cache was measured" in note for note in advised(tmp_path, *ARMS[2:]).notes)
+    assert any("not at 1,048,576" in note for note in advised(tmp_path, *ARMS, context=1 << 20).notes)
+
+
+def test_a_report_of_another_model_is_refused_by_name_and_left_out_of_a_folder(tmp_path: Path) -> None:
+    for name, model in (("a", "m"), ("b", "other")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text(report(*ARMS, model=model).to_json())
+        (tmp_path / name / "config.resolved.yaml").write_text("model: m\n")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "report.json").write_text("{")
+    (tmp_path / "c" / "config.resolved.yaml").write_text("model: m\n")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "report.json").write_text("{}")
+    (tmp_path / "d" / "config.resolved.yaml").write_text("kind: sensitivity\n")
+    with pytest.raises(InputError, match="is of model other, not m: leave it out"):
+        read_runs("m", [tmp_path / "b"])
+    found = read_runs("m", (), tmp_path)
+    assert [path.name for path in found.reports] == ["a"]
+    assert len(found.notes) == 1
+    assert "c" in found.notes[0]
+
+
+def test_a_run_whose_reference_is_quantized_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    spoiled = report(*ARMS).model_copy(update={"reference": arm("int8", None, "int8")})
+    file.write_text(spoiled.to_json())
+    found = read_runs("m", [file])
+    assert not found.measured
+    assert "its reference" in found.notes[0] or "the reference of" in found.notes[0]
+
+
+# --------------------------------------------------------------------------------------------- commands
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and a run of it."""
+    folder = tmp_path_factory.mktemp("advise")
+    make_tiny(folder / "model")
+    flags = ["--axes", "kld", "--windows", "8", "--n-ctx", "32", "--control", "none", "--no-floor"]
+    arms = ["--kv", "int8", "--kv", "int4/bf16", "--kv", "bf16/int4"]
+    arms += ["--candidate", "weights=int8", "--candidate", "weights=int4[group=32]"]
+    done = cli("compare", "./model", *flags, *arms, cwd=folder)
+    assert done.code == 0, done.err
+    return folder
+
+
+def test_a_real_run_is_found_joined_and_compared_by_its_documents(tiny: Path) -> None:
+    done = cli("advise", "./model", "--device", "H100", "--context", "4k", "--batch", "2", "--json", cwd=tiny)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    by = {(cell["weights"], cell["kv"]): cell for cell in found["cells"]}
+    caches = {"bf16", "int8", "int4/bf16", "bf16/int4", "int4"}
+    assert set(by) == set(product(("native", "int8", "int4[group=32]"), caches))
+    assert by["native", "int8"]["loss"]["source"] == "measured"
+    sides = [by["native", name]["loss"]["mean"] for name in ("int4/bf16", "bf16/int4")]
+    assert by["native", "int4"]["loss"]["mean"] == pytest.approx(sum(sides))
+    assert found["recommended"]["kv"] == "bf16"
+    first = found["level_down"][0]
+    means = by["native", "int8"]["loss"]["mean"], by["int8", "bf16"]["loss"]["mean"]
+    assert first["difference"] == pytest.approx(means[0] - means[1])
+    assert first["how"].startswith("paired by ")
+    assert first["ci"][0] <= first["difference"] <= first["ci"][1]
+
+
+def test_people_get_a_table_that_says_what_is_predicted(tiny: Path) -> None:
+    flags = ["--device", "h100", "--context", "4k", "--batch", "64", "--max-loss", "0.5"]
+    done = cli("advise", "./model", *flags, cwd=tiny)
+    assert done.code == 0, done.err
+    assert "predicted (2)" in done.out
+    assert "measured" in done.out
+    assert "run " in done.out
+
+
+def test_a_model_that_was_never_measured_gets_its_bytes_and_the_command_that_measures(tiny: Path) -> None:
+    done = cli("advise", "./model", "--device", "H100", "--output-dir", "nowhere", cwd=tiny)
+    assert done.code == 0, done.err
+    assert "nothing was measured for this model" in done.out
+    assert "fidelab compare ./model" in done.out
+    assert "unknown" in done.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "H300"], "unknown device 'H300'; known: "),
+        (["--device", "H100", "--context", "1m"], "takes at most 40,960 tokens"),
+        (["--device", "H100", "--context", "2k,4k"], "one context at a time"),
+        (["--device", "H100", "--context", "-1"], "write whole numbers above 0"),
+        (["--device", "H100", "--batch", "-2"], "--batch must be at least 1"),
+        (["--device", "H100", "--memory", "-3G"], "is no size"),
+        (["--device", "H100", "--memory", "1k"], "no pair fits into"),
+        (["--device", "H100", "--from", "absent"], "absent"),
+    ],
+)
+def test_what_cannot_be_asked_gets_one_line(tiny: Path, flags: list[str], message: str) -> None:
+    done = cli("advise", "./model", *flags, cwd=tiny)
+    assert done.code == 2
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1
