@@ -37,6 +37,7 @@ __all__ = [
     "Formats",
     "Pages",
     "Side",
+    "decode_plan",
     "read_back",
     "switched",
     "version_refusal",
@@ -206,6 +207,30 @@ def _installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+_PLANS: dict[tuple[object, ...], Any] = {}
+_BUFFERS: dict[torch.device, Tensor] = {}
+
+
+def decode_plan(kernels: Kernels, batch: int, heads: int, cache: PagedCache) -> Any:
+    """The buffers of one decode shape, made once; all shapes and layers of a device share their memory.
+
+    They do not run at the same time.  ``None`` where the kernels need none.
+    """
+    if kernels.implementation == "torch":
+        return None
+    device = cache.k_cache.device
+    key = (device, kernels.name, batch, heads, cache.v_dim, cache.max_length)
+    if key not in _PLANS:
+        import torch
+
+        from k16v8.kernels.decode import BUFFER
+
+        if device not in _BUFFERS:
+            _BUFFERS[device] = torch.empty(BUFFER, dtype=torch.float32, device=device)
+        _PLANS[key] = kernels.plan(batch, heads, cache, buffer=_BUFFERS[device])
+    return _PLANS[key]
 
 
 @dataclass(frozen=True)
