@@ -37,6 +37,7 @@ __all__ = [
     "Formats",
     "Pages",
     "Side",
+    "decode_buffer",
     "decode_plan",
     "read_back",
     "switched",
@@ -210,26 +211,34 @@ def _installed(package: str) -> str:
 
 
 _PLANS: dict[tuple[object, ...], Any] = {}
+_MOST_PLANS = 1024  # tables of SGLang grow with their sequences
 _BUFFERS: dict[torch.device, Tensor] = {}
 
 
-def decode_plan(kernels: Kernels, batch: int, heads: int, cache: PagedCache) -> Any:
-    """The buffers of one decode shape, made once; all shapes and layers of a device share their memory.
+def decode_buffer(device: torch.device) -> Tensor:
+    """The memory of all decode plans of a GPU, which do not run at the same time.
 
-    They do not run at the same time.  ``None`` where the kernels need none.
+    It is made before a graph is captured: what is allocated during a capture belongs to the graph.
     """
-    if kernels.implementation == "torch":
-        return None
-    device = cache.k_cache.device
-    key = (device, kernels.name, batch, heads, cache.v_dim, cache.max_length)
-    if key not in _PLANS:
+    if device not in _BUFFERS:
         import torch
 
         from k16v8.kernels.decode import BUFFER
 
-        if device not in _BUFFERS:
-            _BUFFERS[device] = torch.empty(BUFFER, dtype=torch.float32, device=device)
-        _PLANS[key] = kernels.plan(batch, heads, cache, buffer=_BUFFERS[device])
+        _BUFFERS[device] = torch.empty(BUFFER, dtype=torch.float32, device=device)
+    return _BUFFERS[device]
+
+
+def decode_plan(kernels: Kernels, batch: int, heads: int, cache: PagedCache) -> Any:
+    """The plan of one decode shape, made once, in :func:`decode_buffer`; ``None`` where the kernels need none."""
+    if kernels.implementation == "torch":
+        return None
+    device = cache.k_cache.device
+    key = (device, batch, heads, cache.kv_heads, cache.v_dim, cache.max_length)
+    if key not in _PLANS:
+        if len(_PLANS) == _MOST_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = kernels.plan(batch, heads, cache, buffer=decode_buffer(device))
     return _PLANS[key]
 
 

@@ -22,6 +22,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -33,7 +34,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
 from k16v8.kernels.dispatch import HEAD_DIMS, PAGES, Kernels
 from k16v8.kernels.reference import Attention
-from k16v8.plugins.shared import LABEL, Formats, Pages, decode_plan, read_back, switched
+from k16v8.plugins.shared import LABEL, Formats, Pages, decode_buffer, decode_plan, read_back, switched
 from k16v8.plugins.vllm.plugin import pages
 
 __all__ = ["K16V8Backend"]
@@ -110,11 +111,19 @@ class K16V8Metadata:
 
 
 class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
-    """Takes from a step what the kernels need."""
+    """Takes from a step what the kernels need.
+
+    A step in which all sequences decode may be captured whole: its table has the width of the longest sequence that
+    vLLM allows, lengths, table and slots stay where they are, padding has length 0 and slot -1.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
+        if not _ON_CPU:
+            decode_buffer(torch.device(device))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
