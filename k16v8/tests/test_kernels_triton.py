@@ -213,7 +213,12 @@ for tokens in range(16, 32769, 272):
 assert len(splits) > 10, splits
 print(len(variants["decode"]), len(variants["merge"]))
 large = PagedCache.allocate(1, 16, 8, 128, batch=256, max_blocks=65536, k_format="bf16", v_format="fp8_e4m3")
-print(decode.plan_decode(256, 32, large).part.nbytes >> 20)
+buffer = torch.empty(decode.BUFFER)
+plans = [decode.plan_decode(batch, 32, large, buffer=buffer) for batch in (1, 7, 256)]
+assert {plan.part.untyped_storage().data_ptr() for plan in plans} == {buffer.untyped_storage().data_ptr()}
+assert {plan.part_lse.untyped_storage().data_ptr() for plan in plans} == {buffer.untyped_storage().data_ptr()}
+assert all(plan.part.data_ptr() + plan.part.nbytes <= plan.part_lse.data_ptr() for plan in plans)
+print(plans[-1].part.nbytes >> 20)
 """
 
 

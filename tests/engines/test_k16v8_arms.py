@@ -28,6 +28,7 @@ SEEN = PAGES | {"skip_layers": []}
 PAIRS = (
     *("bf16/fp8_e4m3", "bfloat16/int8", "int8/int4", "fp8_e4m3/int4", "int8/fp8_e4m3[scale=per-token-head]", "int4"),
     *("int8", "fp8_e4m3[scale=per-token-head]", "int8/int4[skip-layers=0,4-6]", "fp8_e4m3/bf16", "int8[group=64]/int4"),
+    "bf16[kernels=k16v8]",
 )
 SWITCHED = {
     "auto": "0",
@@ -89,6 +90,12 @@ def test_a_pair_is_the_packages_and_what_an_engine_has_stays_its_own(engine: str
         ("bf16[group=32]/int8", "bf16 takes no group on engine"),
         ("int8[group=x]/int4", "group=x is not a number of values"),
         ("bf16/bfloat16", "both sides are of 16 bits; write auto"),
+        (
+            "bf16[kernels=triton]",
+            "take no options; pairs do, as in bf16/int8[skip-layers=0,4-29] or bf16[kernels=k16v8]",
+        ),
+        ("bf16[kernels=triton]/int8", "kernels=triton is not k16v8"),
+        ("int8[kernels=k16v8]/int4", "int8 takes no kernels on engine"),
         ("f16", "it is a side of a pair, as in f16/int8; for both write auto"),
         ("fp8_e4m3[skip-layers=0]", "take no options; pairs do, as in bf16/int8[skip-layers=0,4-29]"),
     ],

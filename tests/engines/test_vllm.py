@@ -392,6 +392,10 @@ def blocks(stored: Tensor) -> Tensor:
     return held.view(2, -1)
 
 
+def compared(held: torch.Tensor, layer: Any, e4m3: torch.dtype = torch.float8_e4m3fn) -> dict[str, Any]:
+    return vllm_capture._compared(held, KEYS, VALUES, layer, e4m3)
+
+
 KEYS, VALUES = torch.randn(64, generator=torch.Generator().manual_seed(2)), states(16, 3).reshape(-1)
 
 
@@ -399,31 +403,41 @@ KEYS, VALUES = torch.randn(64, generator=torch.Generator().manual_seed(2)), stat
 @pytest.mark.parametrize(("name", "dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
 def test_rounded_numbers_are_recognised_in_any_order(name: str, dtype: torch.dtype, scale: float) -> None:
     stored = (torch.cat((KEYS, VALUES)) / scale).to(dtype)
-    found = vllm_capture._compared(blocks(stored).view(torch.uint8), KEYS, VALUES, layer(name, scale))
+    found = compared(blocks(stored).view(torch.uint8), layer(name, scale))
     assert (found["matches"], found["rounding"]) == (1.0, "nearest")
+
+
+def test_fp8_is_read_as_the_platforms_own_encoding() -> None:
+    held = blocks(torch.cat((KEYS, VALUES)).to(torch.float8_e4m3fnuz)).view(torch.uint8)
+    assert compared(held, layer("fp8"), torch.float8_e4m3fnuz) == {
+        "stored": "float8_e4m3fnuz",
+        "matches": 1.0,
+        "rounding": "nearest",
+    }
+    assert compared(held, layer("fp8"))["matches"] < 0.5
 
 
 def test_numbers_cut_toward_zero_are_recognised_as_that() -> None:
     exact = torch.cat((KEYS, VALUES))
     near = exact.to(torch.float8_e4m3fn)
     cut = torch.where(near.float().abs() > exact.abs(), near.view(torch.uint8) - 1, near.view(torch.uint8))
-    found = vllm_capture._compared(blocks(cut), KEYS, VALUES, layer("fp8_e4m3"))
+    found = compared(blocks(cut), layer("fp8_e4m3"))
     assert (found["matches"], found["rounding"]) == (1.0, "toward zero")
 
 
 def test_bits_of_another_format_are_not_what_was_written() -> None:
     bits = torch.cat((KEYS, VALUES)).to(torch.bfloat16).view(torch.float16)
-    assert vllm_capture._compared(blocks(bits), KEYS, VALUES, layer("float16"))["matches"] < 0.5
+    assert compared(blocks(bits), layer("float16"))["matches"] < 0.5
 
 
 def test_more_numbers_than_were_written_are_not_what_was_written() -> None:
     stored = torch.cat((KEYS, VALUES, VALUES)).to(torch.bfloat16)
-    assert vllm_capture._compared(blocks(stored), KEYS, VALUES, layer("auto"))["matches"] == 0.0
+    assert compared(blocks(stored), layer("auto"))["matches"] == 0.0
 
 
 def test_what_cannot_be_decoded_is_not_judged() -> None:
     held = torch.zeros(4, 4, dtype=torch.int8)
-    assert vllm_capture._compared(held, KEYS, VALUES, layer("int8_per_token_head"))["matches"] is None
+    assert compared(held, layer("int8_per_token_head"))["matches"] is None
 
 
 # ------------------------------------------------------------------------------------------- timed groups

@@ -95,6 +95,13 @@ def test_prompts_in_chunks_cached_prefixes_and_decoding_share_steps(run: Steps) 
     assert [answer["cached"] for answer in said["together"]] == [0, 96, 96, 0, 0, 96]
 
 
+def test_sequences_that_decode_beside_a_prompt_take_the_decode_kernel(run: Steps) -> None:
+    for step in run("1")["steps"]:
+        first_prompt = next((i for i, tokens in enumerate(step["queries"]) if tokens > 1), len(step["queries"]))
+        assert step["decodes"] == first_prompt
+    assert any(step["decodes"] for step in run("1")["steps"] if max(step["queries"]) > 1)
+
+
 @pytest.mark.parametrize("switch", ["1", "per-token-head", PAIR])
 def test_every_step_computes_the_definition_on_the_cache(run: Steps, switch: str) -> None:
     hold_the_gate(run(switch)["steps"])

@@ -86,7 +86,7 @@ def _noted() -> Iterator[list[dict[str, Any]]]:
         n, starts = step.num_actual_tokens, step.query_start_loc
         cache = self._pages.paged(step.block_table, step.seq_lens)
         wanted, _ = reference.extend(query[:n], starts, cache, self._attention, dtype=torch.float64)
-        steps.append(compared(starts, result[:n], wanted))
+        steps.append(compared(starts, result[:n], wanted) | {"decodes": step.num_decodes})
         return result
 
     K16V8Attention.forward = checked  # type: ignore[method-assign, assignment]

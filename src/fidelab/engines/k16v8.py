@@ -53,6 +53,7 @@ _ALONE = ("fp8_e4m3fnuz", "int8", "int4")  # that engines lack: both sides are t
 _INTEGERS = ("int8", "int4")
 _NATIVE_ALONE = {"vllm": ("bf16", "f16"), "sglang": ("f16",)}  # names that the engines themselves lack
 _PER_HEAD = (("scale", "per-token-head"),)
+_KERNELS = (("kernels", K16V8),)  # 16 bits for both: what the package's attention costs by itself
 _WORDS = {"fp8_e4m3": "1", "fp8_e4m3[scale=per-token-head]": "per-token-head"}  # of the switch, with native keys
 
 
@@ -83,9 +84,10 @@ def is_pair(kv: KVSpec) -> bool:
     """Whether keys and values are stored by the package's plug-in, and not by vLLM or SGLang itself.
 
     That is so where the sides differ, and where both are of a format that the engines do not have: integers with a
-    scale for each token and head, and FP8 with such scales.  ``fp8_e4m3`` for both is the engine's own.
+    scale for each token and head, and FP8 with such scales.  ``fp8_e4m3`` for both is the engine's own, and so is a
+    16-bit format but for ``bf16[kernels=k16v8]``, which tells what the kernels cost from what a format does.
     """
-    return not kv.same or kv.k.name in _ALONE or kv.k.options == _PER_HEAD
+    return not kv.same or kv.k.name in _ALONE or kv.k.options in (_PER_HEAD, _KERNELS)
 
 
 def check_pair(kv: KVSpec, engine: str) -> bool:
@@ -98,7 +100,7 @@ def check_pair(kv: KVSpec, engine: str) -> bool:
         if kv.k.options or kv.skip_layers:
             raise UsageError(
                 f"KV format {kv.label!r}: formats of engine {engine} take no options; pairs do, as in "
-                "bf16/int8[skip-layers=0,4-29]"
+                "bf16/int8[skip-layers=0,4-29] or bf16[kernels=k16v8]"
             )
         if kv.k.name in SIDES and kv.k.name in _NATIVE_ALONE.get(engine, ()):
             raise UsageError(
@@ -113,15 +115,20 @@ def check_pair(kv: KVSpec, engine: str) -> bool:
                 f"KV format {kv.label!r}: a pair on engine {engine} is made of {', '.join(SIDES)}, by the plug-in of "
                 f"package k16v8, not of {side.name}"
             )
-        known = {"scale"} if name.startswith("fp8") else {"group"} if name in _INTEGERS else set[str]()
+        known = {"scale"} if name.startswith("fp8") else {"group"} if name in _INTEGERS else {"kernels"}
         if unknown := sorted(options.keys() - known):
             raise UsageError(f"KV format {kv.label!r}: {name} takes no {unknown[0]} on engine {engine}")
         if options.get("scale", "none") not in ("none", "per-token-head"):
             raise UsageError(f"KV format {kv.label!r}: scale={options['scale']} is neither none nor per-token-head")
         if not options.get("group", "1").isdecimal():
             raise UsageError(f"KV format {kv.label!r}: group={options['group']} is not a number of values")
-    if {_kernel_name(kv.k), _kernel_name(kv.v)} <= {"bf16", "f16"}:
-        raise UsageError(f"KV format {kv.label!r}: both sides are of 16 bits; write auto, the engine's own cache")
+        if options.get("kernels", K16V8) != K16V8:
+            raise UsageError(f"KV format {kv.label!r}: kernels={options['kernels']} is not {K16V8}")
+    if {_kernel_name(kv.k), _kernel_name(kv.v)} <= {"bf16", "f16"} and not (kv.same and kv.k.options == _KERNELS):
+        raise UsageError(
+            f"KV format {kv.label!r}: both sides are of 16 bits; write auto, the engine's own cache, or "
+            f"{_kernel_name(kv.k)}[kernels={K16V8}] for the package's kernels"
+        )
     return True
 
 

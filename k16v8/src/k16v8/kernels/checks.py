@@ -1,7 +1,8 @@
 """What a kernel is given, checked before its launch: a wrong tensor gives one clear line, not a fault on the device.
 
 Shapes, types, strides and devices are known on the host.  What only the device knows (lengths, block numbers, slots)
-is looked at where ``validate`` asks for it, which waits for the device.
+is looked at where ``validate`` asks for it, which waits for the device.  A message is built where it is raised: these
+checks run before every launch.
 """
 
 from __future__ import annotations
@@ -32,40 +33,44 @@ def check_cache(cache: PagedCache, *, validate: bool = False) -> None:
         ("v", cache.v_cache, cache.v_format, cache.v_scale),
     ):
         stored = storage(name)
-        _need(codes.dim() == 4, f"{side}_cache has shape {_shape(codes)}; it takes [blocks, page, kv_heads, dim]")
-        _need(
-            codes.dtype == stored.dtype,
-            f"{side}_cache is {_dtype(codes)}; {name} lies in {str(stored.dtype).removeprefix('torch.')}",
-        )
-        _need(codes.stride(3) == 1, f"{side}_cache has stride {codes.stride(3)} in its last dimension; it takes 1")
+        if codes.dim() != 4:
+            raise UsageError(f"{side}_cache has shape {_shape(codes)}; it takes [blocks, page, kv_heads, dim]")
+        if codes.dtype != stored.dtype:
+            raise UsageError(
+                f"{side}_cache is {_dtype(codes)}; {name} lies in {str(stored.dtype).removeprefix('torch.')}"
+            )
+        if codes.stride(3) != 1:
+            raise UsageError(f"{side}_cache has stride {codes.stride(3)} in its last dimension; it takes 1")
         scaling = scaling_of(scale)
         if scale is None:
-            _need(not stored.integer, f"{side}_scale is missing; {name} takes float16 [blocks, page, kv_heads]")
+            if stored.integer:
+                raise UsageError(f"{side}_scale is missing; {name} takes float16 [blocks, page, kv_heads]")
             continue
-        _need(stored.quantized, f"{side}_scale is given, but {name} has none")
+        if not stored.quantized:
+            raise UsageError(f"{side}_scale is given, but {name} has none")
         if scaling == "per-tensor":
-            _need(not stored.integer, f"{side}_scale is one number; {name} takes float16 [blocks, page, kv_heads]")
-            _need(scale.dtype == torch.float32, f"{side}_scale is {_dtype(scale)}; one per tensor is float32")
+            if stored.integer:
+                raise UsageError(f"{side}_scale is one number; {name} takes float16 [blocks, page, kv_heads]")
+            if scale.dtype != torch.float32:
+                raise UsageError(f"{side}_scale is {_dtype(scale)}; one per tensor is float32")
         else:
-            _need(
-                scale.shape == codes.shape[:3] and scale.dtype == torch.float16,
-                f"{side}_scale is {_dtype(scale)} {_shape(scale)}; one per token and head is float16 "
-                f"{list(codes.shape[:3])}",
-            )
+            if scale.shape != codes.shape[:3] or scale.dtype != torch.float16:
+                raise UsageError(
+                    f"{side}_scale is {_dtype(scale)} {_shape(scale)}; one per token and head is float16 "
+                    f"{list(codes.shape[:3])}"
+                )
         _same_device(codes, f"{side}_scale", scale)
-    _need(
-        cache.k_cache.shape[:3] == cache.v_cache.shape[:3],
-        f"k_cache {_shape(cache.k_cache)} and v_cache {_shape(cache.v_cache)} differ in blocks, page or heads",
-    )
+    if cache.k_cache.shape[:3] != cache.v_cache.shape[:3]:
+        raise UsageError(
+            f"k_cache {_shape(cache.k_cache)} and v_cache {_shape(cache.v_cache)} differ in blocks, page or heads"
+        )
     table, lengths = cache.block_table, cache.lengths
-    _need(
-        table.dim() == 2 and table.dtype == torch.int32 and table.stride(1) == 1,
-        f"block_table is {_dtype(table)} {_shape(table)}; it takes int32 [B, max_blocks], rows without gaps",
-    )
-    _need(
-        lengths.shape == table.shape[:1] and lengths.dtype == torch.int32 and lengths.is_contiguous(),
-        f"lengths is {_dtype(lengths)} {_shape(lengths)}; it takes int32 [{table.shape[0]}]",
-    )
+    if table.dim() != 2 or table.dtype != torch.int32 or table.stride(1) != 1:
+        raise UsageError(
+            f"block_table is {_dtype(table)} {_shape(table)}; it takes int32 [B, max_blocks], rows without gaps"
+        )
+    if lengths.shape != table.shape[:1] or lengths.dtype != torch.int32 or not lengths.is_contiguous():
+        raise UsageError(f"lengths is {_dtype(lengths)} {_shape(lengths)}; it takes int32 [{table.shape[0]}]")
     for name, tensor in (("v_cache", cache.v_cache), ("block_table", table), ("lengths", lengths)):
         _same_device(cache.k_cache, name, tensor)
     if validate:
@@ -74,16 +79,15 @@ def check_cache(cache: PagedCache, *, validate: bool = False) -> None:
 
 def _validate_lengths(cache: PagedCache) -> None:
     for row, length in enumerate(cache.lengths.tolist()):
-        _need(
-            0 <= length <= cache.max_length,
-            f"lengths[{row}] is {length}; {cache.block_table.shape[1]} blocks of {cache.page} hold {cache.max_length}",
-        )
+        if not (0 <= length <= cache.max_length):
+            raise UsageError(
+                f"lengths[{row}] is {length}; {cache.block_table.shape[1]} blocks of {cache.page} hold "
+                f"{cache.max_length}"
+            )
         used = cache.block_table[row, : -(-length // cache.page)]
         wrong = used[(used < 0) | (used >= cache.k_cache.shape[0])]
-        _need(
-            not wrong.numel(),
-            f"block_table[{row}] names block {wrong[:1].tolist()}; there are {cache.k_cache.shape[0]}",
-        )
+        if wrong.numel():
+            raise UsageError(f"block_table[{row}] names block {wrong[:1].tolist()}; there are {cache.k_cache.shape[0]}")
 
 
 def check_write(
@@ -106,34 +110,35 @@ def check_write(
         ("value", value, cache.v_format, cache.v_dim),
     ):
         stored = storage(name)
-        _need(
-            x.dim() == 3 and x.shape[1:] == (cache.kv_heads, dim) and x.stride(2) == 1,
-            f"{what} is {_shape(x)} with strides {list(x.stride())}; the cache takes [N, {cache.kv_heads}, {dim}], "
-            "the last dimension without gaps",
-        )
-        _need(
-            x.dtype in _FLOATS if stored.quantized else x.dtype == stored.dtype,
-            f"{what} is {_dtype(x)}; a {name} cache takes {'a float type' if stored.quantized else name}",
-        )
+        if x.dim() != 3 or x.shape[1:] != (cache.kv_heads, dim) or x.stride(2) != 1:
+            raise UsageError(
+                f"{what} is {_shape(x)} with strides {list(x.stride())}; the cache takes [N, {cache.kv_heads}, {dim}], "
+                "the last dimension without gaps"
+            )
+        if not (x.dtype in _FLOATS if stored.quantized else x.dtype == stored.dtype):
+            raise UsageError(
+                f"{what} is {_dtype(x)}; a {name} cache takes {'a float type' if stored.quantized else name}"
+            )
         _same_device(cache.k_cache, what, x)
-    _need(
-        slots.shape == key.shape[:1] == value.shape[:1] and slots.dtype in (torch.int64, torch.int32),
-        f"slots is {_dtype(slots)} {_shape(slots)}; it takes one int64 for each of {key.shape[0]} keys and "
-        f"{value.shape[0]} values",
-    )
-    _need(slots.is_contiguous(), "slots has gaps; call contiguous()")
+    if not (slots.shape == key.shape[:1] == value.shape[:1]) or slots.dtype not in (torch.int64, torch.int32):
+        raise UsageError(
+            f"slots is {_dtype(slots)} {_shape(slots)}; it takes one int64 for each of {key.shape[0]} keys and "
+            f"{value.shape[0]} values"
+        )
+    if not slots.is_contiguous():
+        raise UsageError("slots has gaps; call contiguous()")
     _same_device(cache.k_cache, "slots", slots)
     if saturated is not None:
-        _need(
-            saturated.shape == (2,) and saturated.dtype == torch.int32,
-            f"saturated is {_dtype(saturated)} {_shape(saturated)}; it takes int32 [2]",
-        )
+        if saturated.shape != (2,) or saturated.dtype != torch.int32:
+            raise UsageError(f"saturated is {_dtype(saturated)} {_shape(saturated)}; it takes int32 [2]")
         _same_device(cache.k_cache, "saturated", saturated)
     if validate and slots.numel():
         least, most = int(slots.min()), int(slots.max())
         room = cache.k_cache.shape[0] * cache.page
-        _need(least >= -1, f"slots has {least}; -1 skips a token, other negative slots do not exist")
-        _need(most < room, f"slots has {most}; the cache ends at {room - 1}")
+        if least < -1:
+            raise UsageError(f"slots has {least}; -1 skips a token, other negative slots do not exist")
+        if most >= room:
+            raise UsageError(f"slots has {most}; the cache ends at {room - 1}")
 
 
 def check_decode(
@@ -150,7 +155,8 @@ def check_decode(
         UsageError: see :func:`check_cache`; or queries, options or outputs do not fit.
     """
     _check_attend(q, cache, attention, buffers, validate=validate)
-    _need(q.shape[0] == len(cache.lengths), f"q holds {q.shape[0]} queries for {len(cache.lengths)} sequences")
+    if q.shape[0] != len(cache.lengths):
+        raise UsageError(f"q holds {q.shape[0]} queries for {len(cache.lengths)} sequences")
 
 
 def check_extend(
@@ -169,19 +175,18 @@ def check_extend(
     """
     _check_attend(q, cache, attention, buffers, validate=validate)
     batch = len(cache.lengths)
-    _need(
-        query_starts.shape == (batch + 1,) and query_starts.dtype == torch.int32 and query_starts.is_contiguous(),
-        f"query_starts is {_dtype(query_starts)} {_shape(query_starts)}; it takes int32 [{batch + 1}]",
-    )
+    if query_starts.shape != (batch + 1,) or query_starts.dtype != torch.int32 or not query_starts.is_contiguous():
+        raise UsageError(f"query_starts is {_dtype(query_starts)} {_shape(query_starts)}; it takes int32 [{batch + 1}]")
     _same_device(q, "query_starts", query_starts)
     if validate:
         counts = query_starts.diff()
-        _need(
-            int(query_starts[0]) == 0 and int(query_starts[-1]) == q.shape[0] and not bool((counts < 0).any()),
-            f"query_starts {query_starts.tolist()} does not go from 0 up to the {q.shape[0]} queries",
-        )
+        if int(query_starts[0]) != 0 or int(query_starts[-1]) != q.shape[0] or bool((counts < 0).any()):
+            raise UsageError(f"query_starts {query_starts.tolist()} does not go from 0 up to the {q.shape[0]} queries")
         beyond = torch.nonzero(counts > cache.lengths).flatten().tolist()
-        _need(not beyond, f"sequence {beyond[:1]} has more queries than tokens: a query's own token is written first")
+        if beyond:
+            raise UsageError(
+                f"sequence {beyond[:1]} has more queries than tokens: a query's own token is written first"
+            )
 
 
 def _check_attend(
@@ -194,47 +199,45 @@ def _check_attend(
 ) -> None:
     check_cache(cache, validate=validate)
     attention = attention or Attention()
-    _need(
-        q.dim() == 3 and q.shape[2] == cache.head_dim and q.stride(2) == 1,
-        f"q is {_shape(q)} with strides {list(q.stride())}; it takes [N, heads, {cache.head_dim}], the last "
-        "dimension without gaps",
-    )
-    heads = q.shape[1]
-    _need(
-        heads > 0 and heads % cache.kv_heads == 0, f"q has {heads} heads, no multiple of the {cache.kv_heads} KV heads"
-    )
-    stored = storage(cache.k_format)
-    _need(q.dtype in _FLOATS, f"q is {_dtype(q)}; it takes bfloat16, float16 or float32")
-    _need(
-        stored.quantized or q.dtype == stored.dtype,
-        f"q is {_dtype(q)} and keys are {cache.k_format}: keys are multiplied as they are, the types must be one",
-    )
-    _same_device(q, "the cache", cache.k_cache)
-    _need(attention.window >= 0, f"window is {attention.window}; it takes a number of tokens, or 0 for all")
-    _need(attention.softcap >= 0, f"softcap is {attention.softcap}; it takes a positive number, or 0 for none")
-    if attention.sinks is not None:
-        _need(
-            attention.sinks.shape == (heads,) and attention.sinks.dtype == torch.float32,
-            f"sinks is {_dtype(attention.sinks)} {_shape(attention.sinks)}; it takes float32 [{heads}]",
+    if q.dim() != 3 or q.shape[2] != cache.head_dim or q.stride(2) != 1:
+        raise UsageError(
+            f"q is {_shape(q)} with strides {list(q.stride())}; it takes [N, heads, {cache.head_dim}], the last "
+            "dimension without gaps"
         )
+    heads = q.shape[1]
+    if heads <= 0 or heads % cache.kv_heads != 0:
+        raise UsageError(f"q has {heads} heads, no multiple of the {cache.kv_heads} KV heads")
+    stored = storage(cache.k_format)
+    if q.dtype not in _FLOATS:
+        raise UsageError(f"q is {_dtype(q)}; it takes bfloat16, float16 or float32")
+    if not stored.quantized and q.dtype != stored.dtype:
+        raise UsageError(
+            f"q is {_dtype(q)} and keys are {cache.k_format}: keys are multiplied as they are, the types must be one"
+        )
+    _same_device(q, "the cache", cache.k_cache)
+    if attention.window < 0:
+        raise UsageError(f"window is {attention.window}; it takes a number of tokens, or 0 for all")
+    if attention.softcap < 0:
+        raise UsageError(f"softcap is {attention.softcap}; it takes a positive number, or 0 for none")
+    if attention.sinks is not None:
+        if attention.sinks.shape != (heads,) or attention.sinks.dtype != torch.float32:
+            raise UsageError(
+                f"sinks is {_dtype(attention.sinks)} {_shape(attention.sinks)}; it takes float32 [{heads}]"
+            )
         _same_device(q, "sinks", attention.sinks)
     out, lse = buffers.get("out"), buffers.get("lse")
     if out is not None:
-        _need(
-            out.shape == (q.shape[0], heads, cache.v_dim) and out.dtype in _FLOATS and out.stride(2) == 1,
-            f"out is {_dtype(out)} {_shape(out)}; it takes [{q.shape[0]}, {heads}, {cache.v_dim}]",
-        )
+        if out.shape != (q.shape[0], heads, cache.v_dim) or out.dtype not in _FLOATS or out.stride(2) != 1:
+            raise UsageError(f"out is {_dtype(out)} {_shape(out)}; it takes [{q.shape[0]}, {heads}, {cache.v_dim}]")
         _same_device(q, "out", out)
     if lse is not None:
-        _need(
-            lse.shape == (q.shape[0], heads) and lse.dtype == torch.float32 and lse.stride(1) == 1,
-            f"lse is {_dtype(lse)} {_shape(lse)}; it takes float32 [{q.shape[0]}, {heads}]",
-        )
+        if lse.shape != (q.shape[0], heads) or lse.dtype != torch.float32 or lse.stride(1) != 1:
+            raise UsageError(f"lse is {_dtype(lse)} {_shape(lse)}; it takes float32 [{q.shape[0]}, {heads}]")
         _same_device(q, "lse", lse)
 
 
 def check_matmul(x: Tensor, weight: QuantizedWeight, out: Tensor | None) -> None:
-    """What a product takes; the weight was checked when it was made.  Messages are built where they are needed.
+    """What a product takes; the weight was checked when it was made.
 
     Raises:
         UsageError: activations or output do not fit the weight.
@@ -283,11 +286,6 @@ def check_expert_matmul(
     for name, tensor in (("the weight", weight.qweight), ("experts", experts), ("routing", routing), ("out", out)):
         if tensor is not None:
             _same_device(x, name, tensor)
-
-
-def _need(condition: bool, message: str) -> None:
-    if not condition:
-        raise UsageError(message)
 
 
 def _same_device(one: Tensor, name: str, other: Tensor) -> None:

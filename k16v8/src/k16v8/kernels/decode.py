@@ -33,13 +33,15 @@ from k16v8.kernels.launch import (
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.softmax import attend_tokens, finished, split_queries
 
-__all__ = ["DecodePlan", "decode", "plan_decode", "split_count"]
+__all__ = ["BUFFER", "DecodePlan", "decode", "plan_decode", "split_count"]
 
 _MOST_SPLITS = 128
 _SHORTEST = 256  # tokens that a split should at least have: below, merging costs more than it gains
 _LONGEST = 8192
 _EVEN = 0.95  # of the last round's places taken: more is not worth another split
 _PARTIALS = 64 << 20  # bytes of a plan's buffers beyond which there are fewer splits; static, unmeasured
+BUFFER = _PARTIALS // 4 + _PARTIALS // 64
+"""Numbers that a plan within that bound takes at most, for values of 16 columns and more."""
 
 
 # Batch sizes and lengths change from call to call: what follows from them compiles nothing anew.
@@ -229,20 +231,29 @@ def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int
 
 
 def plan_decode(
-    batch: int, heads: int, cache: PagedCache, *, splits: int | None = None, multiprocessors: int | None = None
+    batch: int,
+    heads: int,
+    cache: PagedCache,
+    *,
+    splits: int | None = None,
+    multiprocessors: int | None = None,
+    buffer: Tensor | None = None,
 ) -> DecodePlan:
-    """Buffers for ``batch`` sequences; ``splits`` from the number of multiprocessors, and 64 MiB, unless told."""
+    """Buffers for ``batch`` sequences; ``splits`` from the number of multiprocessors, and 64 MiB, unless told.
+
+    ``buffer``: float32 ``[BUFFER]``, in which plans of several batch sizes may lie that do not run at once.
+    """
     device = cache.k_cache.device
     if splits is None:
         many = target_of(device).multiprocessors if multiprocessors is None else multiprocessors
         room = _PARTIALS // max(1, 4 * batch * heads * cache.v_dim)
         splits = min(split_count(batch, cache.kv_heads, cache.max_length, many), max(1, room))
-    shape = (batch, heads, splits)
-    return DecodePlan(
-        splits,
-        torch.empty(*shape, cache.v_dim, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
+    rows = batch * heads * splits
+    size = rows * (cache.v_dim + 1)
+    if buffer is None or buffer.numel() < size:
+        buffer = torch.empty(size, dtype=torch.float32, device=device)
+    part, part_lse = buffer[: rows * cache.v_dim], buffer[rows * cache.v_dim : size]
+    return DecodePlan(splits, part.view(batch, heads, splits, cache.v_dim), part_lse.view(batch, heads, splits))
 
 
 def decode(

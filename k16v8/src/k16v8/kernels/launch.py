@@ -26,7 +26,7 @@ __all__ = [
     "tiles",
 ]
 
-_HIP_FP8 = {"gfx942": "fp8_e4m3fnuz"} | dict.fromkeys(("gfx950",), "fp8_e4m3")
+_HIP_FP8 = {"gfx942": "fp8_e4m3fnuz"} | dict.fromkeys(("gfx950", "gfx1200", "gfx1201"), "fp8_e4m3")
 _SCALES: dict[Scaling, int] = {"none": 0, "per-tensor": 1, "per-token-head": 2}
 
 

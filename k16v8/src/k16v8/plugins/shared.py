@@ -37,6 +37,8 @@ __all__ = [
     "Formats",
     "Pages",
     "Side",
+    "decode_buffer",
+    "decode_plan",
     "read_back",
     "switched",
     "version_refusal",
@@ -206,6 +208,38 @@ def _installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+_PLANS: dict[tuple[object, ...], Any] = {}
+_MOST_PLANS = 1024  # tables of SGLang grow with their sequences
+_BUFFERS: dict[torch.device, Tensor] = {}
+
+
+def decode_buffer(device: torch.device) -> Tensor:
+    """The memory of all decode plans of a GPU, which do not run at the same time.
+
+    It is made before a graph is captured: what is allocated during a capture belongs to the graph.
+    """
+    if device not in _BUFFERS:
+        import torch
+
+        from k16v8.kernels.decode import BUFFER
+
+        _BUFFERS[device] = torch.empty(BUFFER, dtype=torch.float32, device=device)
+    return _BUFFERS[device]
+
+
+def decode_plan(kernels: Kernels, batch: int, heads: int, cache: PagedCache) -> Any:
+    """The plan of one decode shape, made once, in :func:`decode_buffer`; ``None`` where the kernels need none."""
+    if kernels.implementation == "torch":
+        return None
+    device = cache.k_cache.device
+    key = (device, batch, heads, cache.kv_heads, cache.v_dim, cache.max_length)
+    if key not in _PLANS:
+        if len(_PLANS) == _MOST_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = kernels.plan(batch, heads, cache, buffer=decode_buffer(device))
+    return _PLANS[key]
 
 
 @dataclass(frozen=True)

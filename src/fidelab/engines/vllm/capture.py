@@ -38,6 +38,7 @@ from fidelab.engines.layer_states import LayerStates, stream_of, write_states
 from fidelab.engines.written import watched
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["FOLDER", "KEY", "FidelabWorker", "register"]
@@ -361,9 +362,13 @@ class _Hook:
                 skipped = layer.impl.formats.skip_layers
                 self.read_back = read_back_layers(found, skipped)
             else:
+                from vllm.platforms import current_platform
+
                 axis = list(layer.kv_cache.shape).index(runner.kv_cache_config.num_blocks)
                 held = layer.kv_cache.movedim(axis, 0)[blocks]
-                self.read_back = _compared(held, key.reshape(-1), value.reshape(-1), layer)
+                self.read_back = _compared(
+                    held, key.reshape(-1), value.reshape(-1), layer, current_platform.fp8_dtype()
+                )
             self.read_back["layer"] = next(iter(given))
 
 
@@ -386,15 +391,15 @@ class _WatchedWrite:
         del self._implementation.do_kv_cache_update
 
 
-def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str, Any]:
-    """Compare the numbers in the blocks with keys and values.
+def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any, e4m3: torch.dtype) -> dict[str, Any]:
+    """Compare the numbers in the blocks with keys and values; ``e4m3``: the platform's, which gfx942 has of its own.
 
     ``stored``: the type in which the blocks are read; ``matches``: share of the numbers that agree within one step;
     ``rounding``: ``nearest`` or ``toward zero`` (as the x86 kernels truncate to e4m3), where one of them is exact.
     """
     import torch
 
-    fp8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    fp8 = {"fp8": e4m3, "fp8_e4m3": e4m3, "fp8_e5m2": torch.float8_e5m2}
     scales, name = (layer._k_scale_float, layer._v_scale_float), str(layer.kv_cache_dtype)
     if held.dtype.is_floating_point and held.element_size() > 1:
         dtype, scales = held.dtype, (1.0, 1.0)

@@ -23,7 +23,7 @@ from k16v8.errors import NotSupportedError
 from k16v8.kernels.cache import STORAGES, PagedCache
 from k16v8.kernels.dispatch import Kernels
 from k16v8.kernels.reference import Attention
-from k16v8.plugins.shared import LABEL, Formats, Pages, read_back, switched
+from k16v8.plugins.shared import LABEL, Formats, Pages, decode_plan, read_back, switched
 
 __all__ = ["K16V8Backend", "K16V8Pool", "read_back_slots"]
 
@@ -181,7 +181,8 @@ class K16V8Backend(AttentionBackend):
         out = q.new_empty(*q.shape[:2], layer.v_head_dim)
         cache = pool.paged(layer.layer_id, step.table, step.lengths)
         if step.starts is None:
-            self.kernels.decode(q, cache, attention, out=out)
+            plan = decode_plan(self.kernels, len(q), q.shape[1], cache)
+            self.kernels.decode(q, cache, attention, out=out, plan=plan)
         else:
             self.kernels.extend(q, step.starts, cache, attention, max_query=step.longest, out=out)
         return out.flatten(1)

@@ -1,8 +1,9 @@
 """The attention backend behind :mod:`k16v8.plugins.vllm.plugin`; imported by vLLM, by name.
 
 Every step writes its tokens into the pages first (``do_kv_cache_update``) and attends to the pages then, so prompts in
-chunks, cached prefixes and batches that mix prompts with decoding are one case: each sequence's last tokens over the
-whole of it.
+chunks and cached prefixes are one case: each sequence's last tokens over the whole of it.  vLLM puts sequences that
+decode before the others (``reorder_batch_threshold``): they go to the decode kernel also where a prompt is in the
+step.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
 from k16v8.kernels.dispatch import HEAD_DIMS, PAGES, Kernels
 from k16v8.kernels.reference import Attention
-from k16v8.plugins.shared import LABEL, Formats, Pages, read_back, switched
+from k16v8.plugins.shared import LABEL, Formats, Pages, decode_buffer, decode_plan, read_back, switched
 from k16v8.plugins.vllm.plugin import pages
 
 __all__ = ["K16V8Backend"]
@@ -103,13 +106,24 @@ class K16V8Metadata:
     query_start_loc: Tensor  # int32 [B + 1]
     seq_lens: Tensor  # int32 [B]
     block_table: Tensor  # int32 [B, max_blocks]
+    num_decodes: int  # sequences with one token, which come first
+    extend_start_loc: Tensor | None  # int32 [B - num_decodes + 1]: of the others, counted from their first token
 
 
 class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
-    """Takes from a step what the kernels need."""
+    """Takes from a step what the kernels need.
+
+    A step in which all sequences decode may be captured whole: its table has the width of the longest sequence that
+    vLLM allows, lengths, table and slots stay where they are, padding has length 0 and slot -1.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
+        if not _ON_CPU:
+            decode_buffer(torch.device(device))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -117,12 +131,17 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
         step = common_attn_metadata
         if step.causal is not True:
             raise NotImplementedError(f"{LABEL} attends causally only")
+        decodes, others, tokens, _ = split_decodes_and_prefills(step, decode_threshold=1)
+        if decodes != tokens:  # some have no token at all: padding, which only extend passes over
+            decodes, others = 0, decodes + others
         return K16V8Metadata(
             step.num_actual_tokens,
             step.max_query_len,
             step.query_start_loc,
             step.seq_lens,
             step.block_table_tensor,
+            decodes,
+            step.query_start_loc[decodes:] - decodes if others else None,
         )
 
 
@@ -205,12 +224,15 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         step, n = attn_metadata, attn_metadata.num_actual_tokens
         self._open(layer, kv_cache, query.dtype)
         assert self.kernels is not None
-        cache = self._pages.paged(step.block_table, step.seq_lens)
-        q, out = query[:n], output[:n]
-        if step.max_query_len == 1:
-            self.kernels.decode(q, cache, self._attention, out=out)
-        else:
-            self.kernels.extend(q, step.query_start_loc, cache, self._attention, max_query=step.max_query_len, out=out)
+        q, out, first = query[:n], output[:n], step.num_decodes
+        if first:
+            cache = self._pages.paged(step.block_table[:first], step.seq_lens[:first])
+            plan = decode_plan(self.kernels, first, self.num_heads, cache)
+            self.kernels.decode(q[:first], cache, self._attention, out=out[:first], plan=plan)
+        if step.extend_start_loc is not None:
+            cache = self._pages.paged(step.block_table[first:], step.seq_lens[first:])
+            starts, longest = step.extend_start_loc, step.max_query_len
+            self.kernels.extend(q[first:], starts, cache, self._attention, max_query=longest, out=out[first:])
         return output
 
     def _open(self, layer: torch.nn.Module, kv_cache: Tensor, dtype: torch.dtype) -> None:
