@@ -67,7 +67,7 @@ def _compared(ref: NDArray[np.float16], test: NDArray[np.float16], windows: NDAr
         writing, reading = writing + encoded - began, reading + time.perf_counter() - encoded
         size += sum(array.nbytes for form in sides for array in form.values())
         targets = window[CONTEXT // 2 + 1 :]
-        bias = np.sum([form["bias"] for form in sides], axis=0, dtype=np.float64)
+        bias = sides[0]["bias"].astype(np.float64) + sides[1]["bias"]
         same = sides[0]["digest"] == sides[1]["digest"]
         exact.append(compare_rows(ref[w].astype(np.float32), test[w].astype(np.float32), targets))
         compact.append(without_bias(compare_rows(p, q, targets), bias, same))
