@@ -63,7 +63,8 @@ def _fault(capture: Capture, item: int) -> str:
         return "" if capture.items[item]["failed"] is not None else "has no answer"
     if not isinstance(capture.items[item]["failed"], str | None):
         return "has a reason that is no text"
-    arrays = {name: capture.array(item, name) for name in names}
+    compact = capture.compact(item)
+    arrays = {name: capture.array(item, name) for name in names if not (compact and name == "logprobs")}
     shapes = {name: (one.bits if isinstance(one, BFloat16) else one).shape for name, one in arrays.items()}
     for name, one in arrays.items():
         kind = "f" if isinstance(one, BFloat16) else one.dtype.kind
