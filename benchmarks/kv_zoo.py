@@ -85,15 +85,18 @@ PAIRS = [
 
 
 def bits(pair: str, dim: int, tokens: int) -> float:
-    """Packed bits per stored value, scales included, the mean of both sides of a sequence of so many tokens.
+    """Packed bits per stored value, scales included: the mean of both sides, and of a cache's lengths at scored rows.
 
-    Tokens that stay as they are have 16 bits, though this benchmark computes in float32.
+    Those are the second half of a window of ``tokens``.  What stays as it is has 16 bits, though this benchmark
+    computes in float32.
     """
-    spec, total = KVSpec.parse(pair), 0.0
+    spec, found = KVSpec.parse(pair), list[float]()
     for side in (create(spec.k), create(spec.v)):
-        encoded = side.encoded_tokens(tokens) if side.has_exceptions else tokens
-        total += encoded * 8 * side.packed_token_bytes(dim) + (tokens - encoded) * 16 * dim
-    return total / (2 * dim * tokens)
+        coded = 8 * side.packed_token_bytes(dim) / dim
+        for length in range(tokens // 2 + 1, tokens + 1):
+            encoded = side.encoded_tokens(length) if side.has_exceptions else length
+            found.append((encoded * coded + (length - encoded) * 16) / length)
+    return sum(found) / len(found)
 
 
 def measure(model: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Rows | str]:
