@@ -21,15 +21,17 @@ NATIVE = ["f32", "f16", "bf16"]
 FP8 = [
     f"{name}[scale={scale}]"
     for name in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz")
-    for scale in ("none", "per-tensor", "per-channel", "per-token-head", "0.0125")
+    for scale in ("none", "per-tensor", "per-head", "per-channel", "per-token-head", "0.0125")
 ]
 FP4 = ["nvfp4[scale=none]", "nvfp4[scale=per-tensor]", "mxfp4"]
 INTS = [f"int{bits}[group={group}]" for bits in (8, 4, 2) for group in (8, 32, 128)]
 INTS += [f"int{bits}[group={group}]" for bits, group in ((7, 32), (6, 8), (5, 32), (3, 128))]
-WITHOUT_ZERO = ["q5_1", "q4_1", "iq4_nl"]
-BLOCKS = ["q8_0", "q5_0", "q4_0", *WITHOUT_ZERO]
-EMULATED = {"int7", "int6", "int5", "int3"}
-ALL = [*NATIVE, *FP8, *FP4, *INTS, *BLOCKS]
+UINTS = [f"uint{bits}[group={group}]" for bits in range(2, 9) for group in (8, 32, 128)]
+LLOYD = [f"lloyd{bits}" for bits in range(1, 5)]
+WITHOUT_ZERO = ["q5_1", "q4_1", "iq4_nl", *UINTS, *LLOYD]
+BLOCKS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+EMULATED = {"int7", "int6", "int5", "int3", "uint7", "uint6", "uint5", "uint3", "lloyd3"}
+ALL = [*NATIVE, *FP8, *FP4, *INTS, *UINTS, *LLOYD, *BLOCKS]
 DIMS = [1, 5, 40, 64, 80, 96, 112, 128]
 
 every = pytest.mark.parametrize("text", ALL)
@@ -207,7 +209,9 @@ def nan_reach(text: str) -> int:
         return 32
     if text in FP4:
         return 16
-    return int(text.partition("group=")[2][:-1]) if text in INTS else 1
+    if text in LLOYD:
+        return 80  # the norm is of all of them
+    return int(text.partition("group=")[2][:-1]) if text in (*INTS, *UINTS) else 1
 
 
 @every

@@ -50,9 +50,9 @@ def test_an_unknown_option_names_those_there_are() -> None:
 
 
 def test_a_bad_scale_names_those_allowed() -> None:
-    assert refuse("fp8_e4m3[scale=per-head]") == (
-        "KV format 'fp8_e4m3[scale=per-head]': option scale of fp8_e4m3 takes "
-        "none, per-tensor, per-channel or per-token-head, not 'per-head'"
+    assert refuse("fp8_e4m3[scale=per-row]") == (
+        "KV format 'fp8_e4m3[scale=per-row]': option scale of fp8_e4m3 takes "
+        "none, per-tensor, per-head, per-channel or per-token-head, not 'per-row'"
     )
 
 

@@ -18,8 +18,13 @@ from fidelab.formats.known import KNOWN, canonical, encodes_like, names_of, valu
 
 FP8 = ["fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz"]
 OPTIONS = [
-    *(f"{name}[scale={scale}]" for name in FP8 for scale in ("per-tensor", "per-channel", "per-token-head")),
+    *(
+        f"{name}[scale={scale}]"
+        for name in FP8
+        for scale in ("per-tensor", "per-head", "per-channel", "per-token-head")
+    ),
     *("nvfp4[scale=per-tensor]", "int4[group=8]", "int4[group=64]", "int8[group=128]", "int3[group=8]"),
+    *("uint4[group=8]", "uint3[group=64]", "uint4[axis=channel,group=8]", "uint5[axis=channel,group=24]"),
 ]
 # In this module's own words: what numbers the bytes of a type stand for, by PyTorch.
 TORCH = {"fp8_e4m3": "e4m3fn", "fp8_e5m2": "e5m2", "fp8_e4m3fnuz": "e4m3fnuz", "fp8_e5m2fnuz": "e5m2fnuz"}
@@ -119,6 +124,35 @@ def test_the_known_vectors_of_integers_are_quotients_rounded_to_even(bits: int) 
     ]
     parts = (torch.tensor(packed, dtype=torch.uint8), torch.from_numpy(np.array([scale])))
     assert known._VECTORS[known._digest(parts)] == f"int{bits}"
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_the_known_vectors_of_asymmetric_integers_are_quotients_rounded_to_even(bits: int) -> None:
+    x = known._vector().flatten().numpy()
+    least, top = np.float16(x.min()), (1 << bits) - 1
+    step = np.float16((x.max() - np.float32(least)) / np.float32(top))
+    codes = [max(0, min(top, round(float((v - np.float32(least)) / np.float32(step))))) for v in x]
+    stored = bits if bits in (2, 4, 8) else 8
+    packed = [
+        sum(code << stored * place for place, code in enumerate(codes[at : at + 8 // stored]))
+        for at in range(0, 32, 8 // stored)
+    ]
+    parts = (torch.tensor(packed, dtype=torch.uint8), *(torch.from_numpy(np.array([n])) for n in (step, least)))
+    assert known._VECTORS[known._digest(parts)] == f"uint{bits}"
+
+
+@pytest.mark.parametrize("bits", range(1, 5))
+def test_the_known_vectors_of_codebooks_are_the_nearest_levels(bits: int) -> None:
+    x = known._vector().flatten().double().numpy()
+    norm = np.float16(math.sqrt(float((x * x).sum())))
+    codes = [int(np.abs(np.array(known._lloyd_levels(bits)) - v * math.sqrt(32) / float(norm)).argmin()) for v in x]
+    stored = 8 if bits == 3 else bits
+    packed = [
+        sum(code << stored * place for place, code in enumerate(codes[at : at + 8 // stored]))
+        for at in range(0, 32, 8 // stored)
+    ]
+    parts = (torch.tensor(packed, dtype=torch.uint8), torch.from_numpy(np.array([norm])))
+    assert known._VECTORS[known._digest(parts)] == f"lloyd{bits}"
 
 
 @pytest.mark.parametrize(("name", "size"), [("nvfp4", 16), ("mxfp4", 32)])

@@ -395,3 +395,69 @@ def test_a_pilot_of_few_clusters_is_never_called_precise(tmp_path: Path) -> None
     assert (found["status"], found["clusters_needed"]) == ("needed", 6)
     assert found["clusters"] < 6
     assert "nothing from fewer than 6 is called precise" in found["reason"]
+
+
+# ------------------------------------------------------------------------------------------ certificates
+
+
+def certificates(pilot: Done, *words: str) -> dict[tuple[str, str], dict[str, Any]]:
+    done = json.loads(cli("plan-size", pilot.folder, "--json", *words, cwd=pilot.cwd).out)
+    return {(line["arm"], line["quantity"]): line for line in done["lines"]}
+
+
+def test_a_certificate_is_planned_from_the_clusters_that_the_report_names(pilot: Done) -> None:
+    """As in the report of a run that was given the margin, and windows in proportion."""
+    found = certificates(pilot, "--max-loss", "0.13", "--margin", "2%")
+    cli("rescore", pilot.folder, "--max-loss", "0.13", "--margin", "2%", cwd=pilot.cwd)
+    report = json.loads((pilot.folder / "report.json").read_text())
+    seen = 0
+    for arm in report["candidates"]:
+        for claim in arm["certificates"].get("kld", {}).get("claims", ()):
+            line = found[arm["name"], claim["name"]]
+            assert (line["estimate"], line["precision"]) == (claim["estimate"], claim["margin"])
+            if line["status"] == "needed":
+                assert line["clusters_needed"] == max(claim["clusters_needed"], claim["clusters"] + 1)
+                assert line["items_needed"] == math.ceil(line["clusters_needed"] * WINDOWS / claim["clusters"])
+                assert line["clusters_upper"] >= line["clusters_needed"]
+                seen += 1
+            else:
+                assert line["status"] == ("enough" if claim["state"] == "holds" else "failed")
+    assert seen
+
+
+def test_where_no_cluster_differs_the_bound_shrinks_with_their_number(pilot: Done) -> None:
+    line = certificates(pilot, "--margin", "0.5%")["exact", "accuracy loss"]
+    assert line["clusters_needed"] == math.ceil(line["clusters"] * line["half_width"] / 0.005)
+    assert "the figure holds if none does" in line["reason"]
+
+
+def test_a_loss_beyond_the_margin_is_not_planned(pilot: Done) -> None:
+    line = certificates(pilot, "--max-loss", "1e-6")["tilt[q=0.7]", "mean KL"]
+    assert line["status"] == "failed"
+    assert "the loss is not below the margin" in line["reason"]
+
+
+def test_a_smaller_margin_needs_more_windows(pilot: Done) -> None:
+    key = "tilt[q=0.7]", "mean KL"
+    mean = certificates(pilot, "--max-loss", "1")[key]["estimate"]
+    needed = [certificates(pilot, "--max-loss", str(mean * (1 + room)))[key]["items_needed"] for room in (0.05, 0.1)]
+    assert needed[0] > needed[1] > WINDOWS
+
+
+def test_a_table_of_certificates_says_what_it_plans(pilot: Done) -> None:
+    said = cli("plan-size", pilot.folder, "--max-loss", "0.05", cwd=pilot.cwd).out
+    assert "certificates with probability 0.8" in said
+    assert "mean KL" in said
+    assert "nats" in said
+
+
+@pytest.mark.parametrize("words", [(), ("--precision", "0.1", "--margin", "1%")])
+def test_either_a_precision_or_margins_are_given(words: tuple[str, ...], pilot: Done) -> None:
+    done = cli("plan-size", pilot.folder, *words, cwd=pilot.cwd)
+    assert done.code == 2
+    assert "give either --precision P, or margins of a certificate: --margin 1%, --max-loss 0.01" in done.err
+
+
+def test_a_margin_that_cannot_be_is_refused(pilot: Done) -> None:
+    done = cli("plan-size", pilot.folder, "--margin", "200%", cwd=pilot.cwd)
+    assert (done.code, "margin" in done.err) == (2, True)

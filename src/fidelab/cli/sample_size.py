@@ -22,28 +22,34 @@ __all__ = ["plan_size"]
 def plan_size(
     run_dir: options.RunDir,
     precision: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Wanted half-width: in the axis' own unit (kld: nats, trajectory: points), or '5%' of each "
-            "candidate's estimate."
+            "candidate's estimate.",
+            show_default=False,
         ),
-    ],
+    ] = None,
+    margin: options.Margin = None,
+    max_loss: options.MaxLoss = None,
     axis: Annotated[str, typer.Option(help="Axis of the run, such as kld or trajectory.")] = "kld",
     as_json: options.Json = False,
 ) -> None:
-    """Say how many windows or prompts a 95% interval of ± so much needs, from a finished run.
+    """Say how many windows or prompts a 95% interval of ± so much needs, or a certificate, from a finished run.
 
     [bold]Examples[/bold]
 
       fidelab plan-size runs/20260101-120000-smollm2-135m --precision 0.001
 
       fidelab plan-size runs/pilot --axis trajectory --precision 5
+
+      fidelab plan-size runs/pilot --margin 0.5% --max-loss 0.005
     """
     from fidelab.runs.sample_size import plan_size as plan
 
     if sys.stderr.isatty():
         note("fidelab: scoring the run again from its captures")
-    size_plan = plan(run_dir, precision, axis)
+    limits = {key: value for key, value in (("margin", margin), ("max_loss", max_loss)) if value is not None}
+    size_plan = plan(run_dir, precision, axis, limits=limits)
     if as_json:
         print(json.dumps(asdict(size_plan), indent=2, ensure_ascii=False))
     else:
@@ -57,10 +63,13 @@ def _show(plan: SizePlan) -> None:
 
     console = open_console()
     line = partial(print_line, console)
-    line(f"{one_line(plan.run_id)}: {plan.axis}, {plan.items_now} {plan.items}; 95% intervals")
+    certified = plan.asked is None
+    what = "certificates with probability 0.8" if certified else "95% intervals"
+    line(f"{one_line(plan.run_id)}: {plan.axis}, {plan.items_now} {plan.items}; {what}")
     table = simple_table()
     table.add_column("arm", overflow="fold", max_width=30)
-    for heading in (plan.unit, "± now", "± asked", "clusters\nnow", "clusters\nneeded", f"{plan.items}\nneeded"):
+    figures = ("loss", "finds now", "margin") if certified else (plan.unit, "± now", "± asked")
+    for heading in (*figures, "clusters\nnow", "clusters\nneeded", f"{plan.items}\nneeded"):
         table.add_column(literal(heading, console), justify="right")
     for entry in plan.lines:
         table.add_row(*(literal(cell, console) for cell in _row(entry, plan.unit)))
@@ -68,7 +77,10 @@ def _show(plan: SizePlan) -> None:
     for said in shared(dict.fromkeys((one_line(e.arm), one_line(e.reason)) for e in plan.lines if e.reason)):
         line(said)
     if plan.advice is None:
-        line(f"The run is precise enough: {plan.items_now} {plan.items} do.")
+        if certified and any(entry.status == "failed" for entry in plan.lines):
+            line("No number of items would certify the others.")
+        else:
+            line(f"The run is {'large' if certified else 'precise'} enough: {plan.items_now} {plan.items} do.")
         return
     for text in _sentences(plan, plan.advice):
         line(text)
@@ -79,14 +91,25 @@ def _show(plan: SizePlan) -> None:
 def _row(line: SizeLine, unit: str) -> list[str]:
     from fidelab.results.numbers import ABSENT, format_count, format_kld, format_score, one_line
 
-    name = one_line(line.arm) if line.quantity == "mean" else "  over control"
+    values = (line.estimate, line.half_width, line.precision)
     written = format_kld if unit == "nats" else format_score
-    figures = [written(value) for value in (line.estimate, line.half_width, line.precision)]
+    if line.quantity in ("mean", "excess"):
+        name = one_line(line.arm) if line.quantity == "mean" else "  over control"
+        figures = [written(value) for value in values]
+    else:
+        name = f"{one_line(line.arm)}: {line.quantity}"
+        figures = [ABSENT if value is None else _loss(value, line.quantity) for value in values]
     if line.status == "needed":
         needs = [_up_to(line.clusters_needed, line.clusters_upper), _up_to(line.items_needed, line.items_upper)]
     else:
         needs = 2 * [ABSENT if line.status == "failed" else line.status]
     return [name, *figures, format_count(line.clusters), *needs]
+
+
+def _loss(value: float, claim: str) -> str:
+    from fidelab.results.numbers import format_kld, format_score
+
+    return f"{format_kld(value)} nats" if claim == "mean KL" else f"{format_score(100 * value)} points"
 
 
 def _up_to(needed: int | None, upper: int | None) -> str:

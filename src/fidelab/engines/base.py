@@ -54,7 +54,8 @@ class RuntimeInfo:
         k_format, v_format: formats that the cache was seen to store.
         k_dtype, v_dtype: element types of that storage.
         cache_bytes_per_token: measured; ``expected_bytes_per_token`` follows from the requested formats.
-        state_bytes_per_sequence: what recurrent and convolution layers keep beside that, whatever the length; measured.
+        state_bytes_per_sequence: what is kept beside that, whatever the length: states of recurrent and convolution
+            layers, tokens that a format leaves as they are; measured.
         more: keys of single engines and, for all of them, ``proof``: the answers to ``stored`` (does the cache hold the
             encoding of the keys and values that were written?), ``received`` (did attention read what the cache
             decodes to?) and ``named`` (was the format identified from the stored content, not from the arm?).  Each
@@ -198,7 +199,7 @@ _FLOATS = {
     **dict.fromkeys(("bf16", "bfloat16"), (8, 8)),
     **dict.fromkeys(("f16", "float16"), (11, 5)),
 }
-_COARSE = re.compile(r"(fp8|fp4|nvfp4|mxfp[48]|int[2-8]|i?q[2-8]_)")
+_COARSE = re.compile(r"(fp8|fp4|nvfp4|mxfp[48]|u?int[2-8]|lloyd|i?q[2-8]_)")
 
 
 def _lossless(name: str, dtype: str) -> bool | None:

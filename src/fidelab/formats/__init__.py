@@ -26,6 +26,8 @@ FORMATS = Registry(
         **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz"), "fidelab.formats.fp8:create"),
         **dict.fromkeys(("nvfp4", "mxfp4"), "fidelab.formats.fp4:create"),
         **dict.fromkeys((f"int{bits}" for bits in range(8, 1, -1)), "fidelab.formats.intn:create"),
+        **dict.fromkeys((f"uint{bits}" for bits in range(8, 1, -1)), "fidelab.formats.uintn:create"),
+        **dict.fromkeys((f"lloyd{bits}" for bits in range(4, 0, -1)), "fidelab.formats.lloyd:create"),
         **dict.fromkeys(("q8_0", "q5_1", "q5_0", "q4_1", "q4_0"), "fidelab.formats.block:create"),
         "iq4_nl": "fidelab.formats.iq4:create",
     },
@@ -41,8 +43,13 @@ def create(spec: FormatSpec) -> Format:
         UsageError: an option that the format lacks, or a value that it does not take.
     """
     factory: Callable[[FormatSpec], Format] = FORMATS.load(spec.name)
-    if not {"rotate", "seed"} & dict(spec.options).keys():
-        return factory(spec)
-    from fidelab.formats.rotated import OPTIONS, rotated  # imports torch
+    given = dict(spec.options).keys()
+    if given & {"sinks", "tail"}:
+        from fidelab.formats import excepted  # imports torch
 
-    return rotated(spec, factory(spec.without(*OPTIONS)))
+        return excepted.excepted(spec, create(spec.without(*excepted.OPTIONS)))
+    if given & {"rotate", "seed"}:
+        from fidelab.formats import rotated
+
+        return rotated.rotated(spec, factory(spec.without(*rotated.OPTIONS)))
+    return factory(spec)

@@ -5,6 +5,10 @@ a tuple of tensors ("parts"), each ``[batch, heads, tokens, width]`` with its ow
 that a cache appends along dimension 2 with one ``torch.cat`` per part.  Scales that belong to a token
 (per block, per group, per token and head) are parts; scales that are fixed for a sequence (per tensor, per
 channel) are fitted once by :meth:`Format.fit` and handed back to ``encode`` and ``decode``.
+
+A format with ``token_block`` > 1 encodes so many tokens at a time: what it encodes must be a multiple of them, and its
+scales have fewer entries along dimension 2 than its codes.  Which tokens stay as they are (``sinks``, ``tail``, and
+those that do not fill a block yet) is the affair of a cache: ``encode`` takes what it is given.
 """
 
 from __future__ import annotations
@@ -23,6 +27,21 @@ class Format(ABC):
     """One number format with fixed options.  Instances are stateless and safe to share."""
 
     name: str  # the engine's own word, verbatim: "fp8_e4m3"
+    token_block: int = 1
+    """Tokens that are encoded together."""
+    sinks: int = 0
+    """First tokens of a sequence that a cache keeps as they are."""
+    tail: int = 0
+    """Last tokens of a sequence that a cache keeps as they are."""
+
+    @property
+    def has_exceptions(self) -> bool:
+        """Whether a cache keeps some tokens as they are."""
+        return bool(self.sinks or self.tail) or self.token_block > 1
+
+    def encoded_tokens(self, tokens: int) -> int:
+        """How many tokens of a sequence of so many are encoded: whole blocks between ``sinks`` and ``tail``."""
+        return max(0, tokens - self.sinks - self.tail) // self.token_block * self.token_block
 
     @property
     def emulated(self) -> bool:

@@ -31,7 +31,7 @@ from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import FLOAT32_SLACK, divide, narrow
 from fidelab.formats.scale import grouped, groups_of, half_scale, ungrouped
 
-__all__ = ["GroupedInt", "create"]
+__all__ = ["GroupedInt", "create", "pack", "unpack"]
 
 _BITS = {f"int{bits}": bits for bits in range(2, 9)}
 
@@ -71,12 +71,12 @@ class GroupedInt(Format):
         codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-self.qmax, self.qmax)
         # The integer value of a NaN depends on the machine; with a NaN scale any code decodes to NaN.
         whole = torch.nan_to_num(codes, nan=0.0).to(torch.int8)
-        return (_pack(ungrouped(whole, x.shape[-1]), self._stored_bits), scales)
+        return (pack(ungrouped(whole, x.shape[-1]), self._stored_bits), scales)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
         """``q * s``, exact in float32: at most 7 significant bits times 11."""
         packed, scales = parts
-        codes = _unpack(packed, self._stored_bits, dim).float()
+        codes = unpack(packed, self._stored_bits, dim).float()
         values = grouped(codes, self._size(dim)) * scales.float().unsqueeze(-1)
         return narrow(ungrouped(values, dim), dtype)
 
@@ -106,7 +106,7 @@ class GroupedInt(Format):
         return half_scale(divide(groups.abs().amax(-1), self.qmax))
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int) -> Tensor:
     """int8 ``[..., dim]`` → uint8 ``[..., ceil(dim * bits / 8)]``."""
     fields = grouped(codes, 8 // bits).view(torch.uint8) & ((1 << bits) - 1)
     packed = fields[..., 0]
@@ -115,8 +115,8 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """The inverse of :func:`_pack`: shift each code to the top of an int8, then back down with its sign."""
+def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """The inverse of :func:`pack`: shift each code to the top of an int8, then back down with its sign."""
     signed = packed.view(torch.int8)
     fields = [signed << 8 - bits * (place + 1) >> 8 - bits for place in range(8 // bits)]
     return ungrouped(torch.stack(fields, -1), dim)

@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -39,7 +40,9 @@ _BLOCK = 32
 # name → bytes of the header and of the codes of one block
 _BLOCKS = {"q8_0": (2, 32), "q5_1": (4, 20), "q5_0": (2, 20), "q4_1": (4, 16), "q4_0": (2, 16), "iq4_nl": (2, 16)}
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-KNOWN = frozenset((*_NATIVE.values(), *_FLOAT8, *(f"int{bits}" for bits in range(2, 9)), *_BLOCKS, "nvfp4", "mxfp4"))
+_LLOYD = ("lloyd1", "lloyd2", "lloyd3", "lloyd4")
+_INTEGERS = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(2, 9))
+KNOWN = frozenset((*_NATIVE.values(), *_FLOAT8, *_INTEGERS, *_LLOYD, *_BLOCKS, "nvfp4", "mxfp4"))
 _GROUP = 32
 # SHA-256, cut, of what a format makes of _vector(); the tests compute these bytes by other means.
 _VECTORS = {
@@ -59,6 +62,17 @@ _VECTORS = {
     "f8525812fd894747": "int4",
     "3e43c7bab9bd2f0f": "int3",
     "a28acd0c8206ab1a": "int2",
+    "460c03df0eef7b32": "uint8",
+    "d11602e7f2fc8710": "uint7",
+    "1f2dc89613e9a022": "uint6",
+    "935d833275aa9b49": "uint5",
+    "aaa1adbbdb8a3bb6": "uint4",
+    "89ca425defa9c34f": "uint3",
+    "204f19b7421ac2ce": "uint2",
+    "44bf506699032511": "lloyd4",
+    "d7cf1f49dd570865": "lloyd3",
+    "f2ca44603c7500cf": "lloyd2",
+    "45ac845e2f6b6369": "lloyd1",
     "7ce3fcc278176365": "q8_0",
     "2e3632e9cce08937": "q5_1",
     "f7f1c781dd4108f6": "q5_0",
@@ -70,14 +84,17 @@ _VECTORS = {
 
 def canonical(spec: FormatSpec, dim: int) -> str:
     """One text for all ways to write a format: options that change nothing at this head dimension are left away."""
-    options = dict(spec.options)
+    options = {key: value for key, value in spec.options if key not in ("sinks", "tail")}
     for key in ("scale", "rotate"):
         if options.get(key) == "none":
             del options[key]
     if spec.name in _FLOAT8 and options.get("scale", "")[:1].isdecimal():
         options["scale"] = "per-tensor"  # a given one is held like a fitted one
-    if spec.name.startswith("int"):
-        options["group"] = str(min(int(options.get("group", _GROUP)), dim))
+    if options.get("axis") == "head":
+        del options["axis"]
+    if spec.name in _INTEGERS:
+        group = int(options.get("group", _GROUP))
+        options["group"] = str(group if "axis" in options else min(group, dim))
     return str(FormatSpec(spec.name, tuple(sorted(options.items()))))
 
 
@@ -179,12 +196,19 @@ def _fitting(parts: Parts, dim: int, scale: Tensor | None) -> Iterator[tuple[str
             option = {None: "", 1: "[scale=per-tensor]", dim: "[scale=per-channel]"}.get(
                 None if scale is None else scale.shape[-1]
             )
+            if scale is not None and scale.shape[1] > 1 and scale.shape[-1] == 1:
+                option = "[scale=per-head]"
             if option is not None:
                 yield f"{name}{option}", partial(_float8, name)
         elif form == [(byte, dim), (half, 1)] and scale is None:
             yield f"{name}[scale=per-token-head]", partial(_float8, name)
     if len(form) == 2 and form[1][0] == half and form[0][0] == byte and scale is None:
         yield from _integers(parts, dim)
+        for bits in (1, 2, 3, 4):
+            if form[0][1] == (dim if bits == 3 else -(-dim * bits // 8)) and form[1][1] == 1:
+                yield f"lloyd{bits}", partial(_lloyd, bits)
+    if [one[0] for one in form] == [byte, half, half] and parts[1].shape == parts[2].shape and scale is None:
+        yield from _unsigned(parts, dim)
     blocks = -(-dim // _BLOCK)
     for name, sizes in _BLOCKS.items():
         if form == [(byte, blocks * sum(sizes))] and scale is None:
@@ -264,13 +288,63 @@ def _integers(parts: Parts, dim: int) -> Iterator[tuple[str, _Decode]]:
 
 
 def _integer(bits: int, group: int, parts: Parts, dim: int, _scale: Tensor | None) -> Tensor:
-    codes = parts[0].int()
     stored = bits if bits in (2, 4) else 8
-    fields = [codes >> place & (1 << stored) - 1 for place in range(0, 8, stored)]
-    unsigned = torch.stack(fields, -1).flatten(-2)[..., :dim]
+    unsigned = _fields(parts[0], stored, dim)
     signed = unsigned - ((unsigned >> stored - 1) << stored)  # two's complement
     scales = parts[1].float().repeat_interleave(group, dim=-1)[..., :dim]
     return signed.float() * scales
+
+
+def _unsigned(parts: Parts, dim: int) -> Iterator[tuple[str, _Decode]]:
+    """Asymmetric integers: as :func:`_integers`, in groups of the head or of a channel's tokens."""
+    (tokens, width), (lines, groups) = parts[0].shape[2:], parts[1].shape[2:]
+    names = [bits for bits in (2, 4) if width == -(-dim * bits // 8)]
+    if width == dim:
+        top = int(parts[0].max()) if parts[0].numel() else 0
+        whole = [bits for bits in (3, 5, 6, 7, 8) if top < 1 << bits]
+        names += whole if top == 0 else whole[:1]  # a group's largest value has the largest code
+    for bits in names:
+        if tokens == lines:
+            for size in range(8, dim + 8, 8):
+                if -(-dim // size) == groups:
+                    yield f"uint{bits}[group={min(size, dim)}]", partial(_asymmetric, bits, min(size, dim), 1)
+        elif lines and tokens % lines == 0 and groups == dim:
+            group = tokens // lines
+            yield f"uint{bits}[axis=channel,group={group}]", partial(_asymmetric, bits, 1, group)
+
+
+def _asymmetric(bits: int, across: int, along: int, parts: Parts, dim: int, _scale: Tensor | None) -> Tensor:
+    """``code · step + least``; a step is of ``across`` values of a token, and of ``along`` tokens."""
+    step, least = (
+        x.float().repeat_interleave(along, dim=2).repeat_interleave(across, dim=3)[..., :dim] for x in parts[1:]
+    )
+    return _fields(parts[0], bits if bits in (2, 4) else 8, dim).float() * step + least
+
+
+def _lloyd(bits: int, parts: Parts, dim: int, _scale: Tensor | None) -> Tensor:
+    """``level · norm / sqrt(dim)``."""
+    codes = _fields(parts[0], 8 if bits == 3 else bits, dim)
+    norm: Tensor = parts[1].float() * dim**-0.5
+    return _looked_up(codes.clamp_max((1 << bits) - 1), _lloyd_levels(bits)) * norm
+
+
+@cache
+def _lloyd_levels(bits: int) -> tuple[float, ...]:
+    """The optimal levels of a normal variable: each is the mean of those values that lie nearest to it."""
+    half = 1 << bits - 1
+    found = [(i + 0.5) * 3 / half for i in range(half)]  # the positive ones
+    for _ in range(20_000):
+        edges = [0.0, *((a + b) / 2 for a, b in pairwise(found)), 40.0]
+        tails = [(math.exp(-x * x / 2) / math.sqrt(2 * math.pi), math.erfc(x / math.sqrt(2)) / 2) for x in edges]
+        found = [(a[0] - b[0]) / (a[1] - b[1]) for a, b in pairwise(tails)]
+    return (*(-x for x in reversed(found)), *found)
+
+
+def _fields(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """Unsigned numbers, the first in a byte's lowest bits."""
+    codes = packed.int()
+    fields = [codes >> place & (1 << bits) - 1 for place in range(0, 8, bits)]
+    return torch.stack(fields, -1).flatten(-2)[..., :dim]
 
 
 # ------------------------------------------------------------------------------------------- ggml's blocks

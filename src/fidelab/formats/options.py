@@ -47,6 +47,6 @@ def multiple(spec: FormatSpec, key: str, step: int, default: int) -> int:
     """
     value = dict(spec.options).get(key, str(default))
     if _POSITIVE.fullmatch(value) is None or int(value) % step:
-        takes = f"a positive multiple of {step}"
+        takes = f"a positive multiple of {step}" if step > 1 else "a positive number"
         raise UsageError(f"KV format '{spec}': option {key} of {spec.name} takes {takes}, not {value!r}")
     return int(value)

@@ -65,6 +65,11 @@ class Rotated(Format):
     seed: int | None = None
 
     @property
+    def token_block(self) -> int:  # type: ignore[override]
+        """That of ``inner``."""
+        return self.inner.token_block
+
+    @property
     def emulated(self) -> bool:
         """As ``inner`` is."""
         return self.inner.emulated

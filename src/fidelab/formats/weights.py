@@ -83,9 +83,9 @@ def weight_format(spec: FormatSpec) -> WeightFormat:
     if spec.name not in FORMATS.names():
         raise UnknownNameError("weight format", spec.name, [*FORMATS.names(), *K_QUANTS])
     given = dict(spec.options)
-    if {"rotate", "seed"} & given.keys():
-        raise UsageError(f"{spec}: rotate and seed are options of KV formats, not of weights")
-    if spec.name.startswith("int"):
+    if wrong := [key for key in ("rotate", "seed", "sinks", "tail", "axis") if key in given]:
+        raise UsageError(f"{spec}: {wrong[0]} is an option of KV formats, not of weights")
+    if spec.name.startswith(("int", "uint")):
         given = {"group": _GROUP, **given}
     elif spec.name.startswith("fp8"):
         # A format sees rows as tokens of one head: a scale per output is one per token and head there.

@@ -6,6 +6,8 @@ pilot, and time and disk grow in proportion.  Half-widths are Student's t on the
 pilot and the plan alike, and widened for a mean KL as its interval is.  The intervals of a report differ a little;
 those of shares from few clusters differ more, because they need no spread to be wide.
 
+Or, given margins: how many it takes to certify losses below them with probability 0.8, if they are what was measured.
+
 With several contexts, an arm's figures are those of its worst context; windows are counted at the shortest context,
 and those of the longer ones grow with them.
 """
@@ -26,19 +28,21 @@ from fidelab.axes.base import Axis, AxisScore, SampleSize, part_name, parts_of
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
-from fidelab.config.load import load
-from fidelab.config.schema import Experiment
+from fidelab.config.load import load, validate_as
+from fidelab.config.schema import Experiment, Limits
 from fidelab.core import Status
 from fidelab.errors import FidelabError, InputError, UnknownNameError, UsageError
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
+from fidelab.metrics.equivalence import POWER, Claim, Loss, certify
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.metrics.sample_size import (
     ClusterSpread,
     agreement_reach,
     clusters_for,
     clusters_to_agree,
+    clusters_to_certify,
     half_width,
     paired_spread,
     ratio_spread,
@@ -47,6 +51,7 @@ from fidelab.models import resolve
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import EVENTS, RunFolder
 from fidelab.runs.conduct import read_outcomes
+from fidelab.runs.scoring import losses_of
 
 __all__ = ["Advice", "SizeLine", "SizePlan", "plan_size"]
 
@@ -86,14 +91,16 @@ class Precision:
 class SizeLine:
     """One estimate: where it stands, and what the wanted precision takes.
 
-    ``quantity``: the candidate's ``mean`` (trajectory: its score) or its paired ``excess`` over the control.
+    ``quantity``: the candidate's ``mean`` (trajectory: its score) or its paired ``excess`` over the control; or a
+    certificate's claim, whose losses are nats or shares, with ``half_width`` the loss that the pilot would find and
+    ``precision`` the margin.
     ``status``: ``needed`` (more than the pilot, and six clusters at least), ``enough`` (the pilot does), ``exact``
     (identical output: nothing to measure) or ``failed``; ``reason`` says why, also where a pilot has too few clusters.
     ``*_upper``: with the upper bound of the pilot's spread.
     """
 
     arm: str
-    quantity: Literal["mean", "excess"]
+    quantity: str
     status: Literal["needed", "enough", "exact", "failed"]
     reason: str | None = None
     estimate: float | None = None
@@ -141,7 +148,8 @@ class Advice:
 class SizePlan:
     """The answer: every estimate of the pilot, and what to run; ``advice`` is ``None`` where the pilot does.
 
-    ``items``: the word for what is counted; ``source``: what more of them are cut from, ``text`` or ``prompts``.
+    ``items``: the word for what is counted; ``source``: what more of them are cut from, ``text`` or ``prompts``;
+    ``asked``: ``None`` where certificates are planned.
     """
 
     run_id: str
@@ -150,24 +158,30 @@ class SizePlan:
     items: str
     source: str
     items_now: int
-    asked: Precision
+    asked: Precision | None
     lines: tuple[SizeLine, ...]
     advice: Advice | None
 
 
-def plan_size(run_dir: Path, precision: str, axis: str = "kld") -> SizePlan:
-    """Items that a 95% interval of ± ``precision`` needs, by what the run in ``run_dir`` found.
+def plan_size(
+    run_dir: Path, precision: str | None = None, axis: str = "kld", *, limits: Mapping[str, Any] | None = None
+) -> SizePlan:
+    """Items that a 95% interval of ± ``precision`` needs, or a certificate, by what the run in ``run_dir`` found.
 
     Args:
         precision: half-width in the axis' own unit (kld: nats, trajectory: points of the score), or ``5%`` of each
             candidate's estimate; its excess over the control is held to the same half-width.
+        limits: instead, the margins of certificates (``margin``, ``max_loss``, ``max_flips``) as an experiment has
+            them.
 
     Raises:
-        UsageError: a precision that cannot be, or an axis that the run does not have.
+        UsageError: a precision or a margin that cannot be, both or neither, or an axis that the run does not have.
         InputError: no finished run, or one from which nothing can be planned; says why.
         CaptureError: a capture is gone or damaged; names it.
     """
-    asked = Precision.parse(precision)
+    if (precision is None) == (not limits):
+        raise UsageError("give either --precision P, or margins of a certificate: --margin 1%, --max-loss 0.01")
+    asked = None if precision is None else Precision.parse(precision)
     folder = RunFolder.open(run_dir.absolute())
     report, experiment = folder.read_report(run_dir), load(folder.config)
     if axis not in experiment.axes:
@@ -177,7 +191,10 @@ def plan_size(run_dir: Path, precision: str, axis: str = "kld") -> SizePlan:
         known = ", ".join(name for name, sample in samples.items() if sample is not None)
         raise UsageError(f"axis {axis} cannot be planned; of this run's axes, plan-size knows {known or 'none'}")
     pilot = _Pilot(folder, experiment, axis, samples[axis])
-    lines = tuple(_lines(report, pilot, asked))
+    if asked is None:
+        lines = tuple(_claims(report, pilot, validate_as(Limits, dict(limits or {}), "limits")))
+    else:
+        lines = tuple(_lines(report, pilot, asked))
     if all(line.status == "failed" for line in lines):
         raise InputError(f"{run_dir}: nothing to plan from: {lines[0].arm}: {lines[0].reason}")
     more = [line for line in lines if line.status == "needed"]
@@ -252,6 +269,47 @@ def _lines(report: Report, pilot: _Pilot, asked: Precision) -> Iterator[SizeLine
             yield SizeLine(arm.name, "mean", "exact")
         else:
             yield from _candidate(arm.name, score, control, asked, pilot.n_items)
+
+
+def _claims(report: Report, pilot: _Pilot, limits: Limits) -> Iterator[SizeLine]:
+    """The claims of all candidates' certificates, tested together."""
+    scores, failed = dict[str, AxisScore](), dict[str, str | None]()
+    for arm in report.candidates:
+        failed[arm.name] = _why_not(arm, pilot.axis)
+        if failed[arm.name] is None:
+            scores[arm.name] = pilot.score(f"candidate:{arm.name}")
+    losses = {name: losses_of(pilot.axis, score, limits) for name, score in scores.items()}
+    judged = certify(losses, seed=pilot.experiment.seed)
+    for arm in report.candidates:
+        if (one := judged.get(arm.name)) is None:
+            yield SizeLine(arm.name, "certificate", "failed", failed[arm.name] or "has no certificate on this axis")
+            continue
+        for claim, loss in zip(one.claims, losses[arm.name], strict=True):
+            yield _claim(arm.name, claim, loss, one.level, pilot.n_items)
+
+
+def _claim(arm: str, claim: Claim, loss: Loss, level: float, n: int) -> SizeLine:
+    said = (claim.estimate, claim.detectable, claim.margin, claim.clusters)
+    if claim.state == "holds":
+        return SizeLine(arm, claim.name, "enough", None, *said)
+    if claim.estimate is not None and claim.estimate >= claim.margin:
+        reason = f"{claim.name}: the loss is not below the margin: more of the same would not certify it"
+        return SizeLine(arm, claim.name, "failed", reason, *said)
+    if claim.estimate is None or loss.spread is None or claim.detectable is None:
+        reason = "a single cluster says nothing about spread: make a pilot with more windows or prompts"
+        return SizeLine(arm, claim.name, "failed", f"{claim.name}: {reason}", *said)
+    note = None
+    if claim.clusters_needed is None:  # no cluster differs: the exact bound is nearly as 1 over their number
+        note = f"{claim.name}: no cluster differs yet; the figure holds if none does"
+        upper = needed = max(math.ceil(claim.clusters * claim.detectable / claim.margin), MIN_STUDENTIZED_CLUSTERS)
+    else:
+        needed = claim.clusters_needed
+        room = claim.margin - max(claim.estimate, 0.0)
+        upper = clusters_to_certify(loss.spread.upper_sd(), room, level, POWER, cost=loss.cautious)
+    needed = max(needed, claim.clusters + 1)
+    upper = max(upper, needed)
+    items = (math.ceil(clusters * n / claim.clusters) for clusters in (needed, upper))
+    return SizeLine(arm, claim.name, "needed", note, *said, needed, upper, *items)
 
 
 def _same_distributions(arm: ArmRecord) -> bool:

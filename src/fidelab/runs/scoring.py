@@ -16,7 +16,7 @@ from fidelab.axes import AXES
 from fidelab.axes.base import Axis, AxisScore
 from fidelab.axes.groups import DOMAIN
 from fidelab.bench import BENCHES
-from fidelab.config.schema import Experiment
+from fidelab.config.schema import Experiment, Limits
 from fidelab.core import KVSpec, Status
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import one_line
@@ -227,7 +227,9 @@ class _Summary:
         certificates: dict[str, dict[str, Certificate]] = {role: {} for role in records}
         for name in self.experiment.axes:
             scores = {role: score for role in records if (score := self.measured[role].scores.get(name)) is not None}
-            judged = certify({role: self._losses(name, score) for role, score in scores.items()}, seed=self.seed)
+            judged = certify(
+                {role: losses_of(name, score, self.experiment.limits) for role, score in scores.items()}, seed=self.seed
+            )
             for role, one in judged.items():
                 certificates[role][name] = _certificate(one, scores[role])
         sizes = Sizes.of(self.reference_record(), list(records.values())).sizes
@@ -245,27 +247,6 @@ class _Summary:
     def reference_record(self) -> ArmRecord:
         """The reference's own record."""
         return _bare_record(self.experiment, self.reference)
-
-    def _losses(self, name: str, whole: AxisScore) -> list[Loss]:
-        """What an arm must not lose on an axis, at each context; nothing where that cannot be said.
-
-        Accuracy is that of all contexts together where their clusters are the text's documents: flips are rare.
-        """
-        limits, losses = self.experiment.limits, list[Loss]()
-        parts = _parts(whole)
-        if any(score.right is None or score.bound or score.not_measurable for score in parts):
-            return []
-        for score in parts if name == "kld" else ():
-            losses.append(Loss.of_kl(score.items(), limits.max_loss or KL_MARGIN))
-            same = score.positions.get("top1_agrees")
-            if limits.max_flips is not None and same is not None:
-                items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
-                losses.append(Loss.of_changes(items, limits.max_flips))
-        for known in _pools(parts):
-            if not len(known[0]):
-                return []
-            losses.append(Loss.of_accuracy(*known, MARGIN if limits.margin is None else limits.margin))
-        return losses
 
     def _dominance(
         self, role: str, record: ArmRecord, records: Mapping[str, ArmRecord], sizes: Mapping[str, float]
@@ -460,6 +441,27 @@ def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
         ref, test, clusters = (np.concatenate(column) for column in zip(*pools, strict=True))
         return [(ref, test, clusters)]
     return pools
+
+
+def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
+    """What an arm must not lose on an axis, at each context; nothing where that cannot be said.
+
+    Accuracy is that of all contexts together where their clusters are the text's documents: flips are rare.
+    """
+    losses, parts = list[Loss](), _parts(whole)
+    if any(score.right is None or score.bound or score.not_measurable for score in parts):
+        return []
+    for score in parts if name == "kld" else ():
+        losses.append(Loss.of_kl(score.items(), limits.max_loss or KL_MARGIN))
+        same = score.positions.get("top1_agrees")
+        if limits.max_flips is not None and same is not None:
+            items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
+            losses.append(Loss.of_changes(items, limits.max_flips))
+    for known in _pools(parts):
+        if not len(known[0]):
+            return []
+        losses.append(Loss.of_accuracy(*known, MARGIN if limits.margin is None else limits.margin))
+    return losses
 
 
 def _certificate(judged: Judgement, whole: AxisScore) -> Certificate:

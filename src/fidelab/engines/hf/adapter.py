@@ -37,7 +37,7 @@ from fidelab.captures.requests import (
     Timed,
     Tokens,
 )
-from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core import Arm, Estimator, FormatSpec, KVSpec
 from fidelab.engines.base import (
     Answer,
     Engine,
@@ -201,11 +201,14 @@ class HFEngine(Engine):
             raise unknown_option(cls.name, key, _OPTIONS)
         if arm.dtype not in _DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
-        if reason := _rotation_refusal(arm):
+        if reason := _shape_refusal(arm):
             return Support(False, reason)
         attention = dict(arm.options).get("attention", "eager")
         if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
             raise UsageError(f"engine hf: attention={attention!r} is not one of {', '.join(_ATTENTION)}")
+        kept = [spec for spec in (arm.kv.k, arm.kv.v) if _has_exceptions(spec)]
+        if kept and attention not in ("eager", "sdpa", hf_kernels.THEIRS):
+            return Support(False, f"{kept[0]} needs an attention of its own: leave out attention={attention}")
         if not trusts_code(arm) and (unknown := unknown_architecture(arm)):
             return Support(False, unknown)
         layers = hf_kernels.shape_of(arm.path).layers
@@ -278,11 +281,12 @@ class HFEngine(Engine):
     def ran(self) -> RuntimeInfo:
         import torch
 
-        from fidelab.engines.hf.cache import state_tensors
+        from fidelab.engines.hf.cache import EncodedCache, state_tensors
 
         cache = self._model.cache
         dtypes = cache.storage_dtypes() if cache else None
         states = state_tensors(cache) if cache else []
+        exact = cache.exact_bytes_per_sequence() if isinstance(cache, EncodedCache) else 0.0
         packed = cache.packed_bytes_per_token() if cache else None
         return RuntimeInfo(
             versions={**self.versions(), "python": platform.python_version()},
@@ -296,7 +300,7 @@ class HFEngine(Engine):
             expected_bytes_per_token=cache.expected_bytes_per_token() if cache else None,
             kv_layers=cache.kv_layers if cache else None,
             layers_without_kv=len(cache.layers) - cache.kv_layers if cache else None,
-            state_bytes_per_sequence=sum(state.nbytes / len(state) for state in states) or None,
+            state_bytes_per_sequence=sum(state.nbytes / len(state) for state in states) + exact or None,
             more={
                 **self._model.proof.record(),
                 "compute_dtype": self._arm.dtype,
@@ -487,9 +491,15 @@ class HFEngine(Engine):
             yield batch
 
 
-def _rotation_refusal(arm: Arm) -> str | None:
-    """Why a format's rotation does not fit the head dimension, as far as the model's config names it."""
-    sides = [spec for spec in (arm.kv.k, arm.kv.v) if "rotate" in dict(spec.options)]
+def _has_exceptions(spec: FormatSpec) -> bool:
+    """As the format says, without importing torch."""
+    options = dict(spec.options)
+    return bool({"sinks", "tail"} & options.keys()) or options.get("axis") == "channel"
+
+
+def _shape_refusal(arm: Arm) -> str | None:
+    """Why a format's rotation or groups do not fit the head dimension, as far as the model's config names it."""
+    sides = [spec for spec in (arm.kv.k, arm.kv.v) if {"rotate", "axis"} & dict(spec.options).keys()]
     head_dim = hf_kernels.shape_of(arm.path).head_dim if sides else None
     if head_dim is None:
         return None

@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 )
 
 from fidelab.engines.base import dtype_name
+from fidelab.engines.hf.exceptions import Band
 from fidelab.errors import NotSupportedError
 from fidelab.formats.base import Format, Parts
 
@@ -35,18 +36,27 @@ class EncodedStore:
 
     Parts have shape ``[batch, heads, tokens, width]``; ``scale`` is the format's fitted scale, if it has one.
     ``padding_mask``: ``[batch, tokens]`` bool of the first write, False at positions that the scale ignores.
+    ``first`` and ``last`` are the tokens before and behind the parts, as they are, of formats with exceptions.
     """
 
     def __init__(self, fmt: Format, padding_mask: Tensor | None = None) -> None:
         self.format = fmt
         self.parts: Parts | None = None
         self.scale: Tensor | None = None
+        self.first: Tensor | None = None
+        self.last: Tensor | None = None
+        self.band: Band | None = None  # of the last write
         self.heads = 0
         self.dim = 0
         self._padding_mask = padding_mask
 
     def write(self, x: Tensor) -> Tensor:
-        """Append content ``[B, H, T, D]`` and return everything stored so far, decoded, in ``x``'s type."""
+        """Append content ``[B, H, T, D]`` and return everything stored so far, decoded, in ``x``'s type.
+
+        With exceptions the result has an attribute ``band``, which :mod:`fidelab.engines.hf.exceptions` reads.
+        """
+        if self.format.has_exceptions:
+            return self._write_between(x)
         if self.parts is None:
             self.heads, self.dim = x.shape[1], x.shape[-1]
             self.scale = self.format.fit(x, self._padding_mask)
@@ -55,6 +65,41 @@ class EncodedStore:
             new = self.format.encode(x, self.scale)
             self.parts = tuple(torch.cat((old, part), dim=2) for old, part in zip(self.parts, new, strict=True))
         return self.format.decode(self.parts, self.dim, x.dtype, self.scale)
+
+    def _write_between(self, x: Tensor) -> Tensor:
+        fmt = self.format
+        if self.parts is None or self.first is None or self.last is None:
+            self.heads, self.dim = x.shape[1], x.shape[-1]
+            self.scale = fmt.fit(x, self._padding_mask)
+            self.first = self.last = x[:, :, :0]
+            self.parts = tuple(_owned(part) for part in fmt.encode(x[:, :, :0], self.scale))
+        more = min(x.shape[2], fmt.sinks - self.first.shape[2])
+        self.first = _owned(torch.cat((self.first, x[:, :, :more]), dim=2))
+        recent = torch.cat((self.last, x[:, :, more:]), dim=2)  # as it is for some query of this forward
+        begin = self.first.shape[2]
+        seen = begin + self._encoded
+        tokens = seen + recent.shape[2]
+        due = fmt.encoded_tokens(tokens) - self._encoded
+        if due:
+            new = fmt.encode(recent[:, :, :due], self.scale)
+            self.parts = tuple(torch.cat((old, part), dim=2) for old, part in zip(self.parts, new, strict=True))
+        self.last = _owned(recent[:, :, due:])
+        decoded = fmt.decode(self.parts, self.dim, x.dtype, self.scale)
+        content = torch.cat((self.first, decoded, self.last), dim=2)
+        unseen = recent.new_zeros(*recent.shape[:2], seen - begin, self.dim)
+        exact = torch.cat((self.first, unseen, recent), dim=2)
+        content.band = self.band = Band(fmt, exact)  # type: ignore[attr-defined]
+        return content
+
+    @property
+    def _encoded(self) -> int:
+        return 0 if self.parts is None else self.parts[0].shape[2]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first position that the parts hold, and the one behind the last."""
+        begin = 0 if self.first is None else self.first.shape[2]
+        return begin, begin + self._encoded
 
     def keep_last(self, tokens: int) -> None:
         """Drop all but the last ``tokens`` positions (sliding windows)."""
@@ -71,23 +116,29 @@ class EncodedStore:
         """Keep or reorder sequences of the batch."""
         if self.parts is not None:
             self.parts = tuple(part.index_select(0, indices.to(part.device)) for part in self.parts)
-        if self.scale is not None:
-            self.scale = self.scale.index_select(0, indices.to(self.scale.device))
+        self.scale, self.first, self.last = (
+            None if x is None else x.index_select(0, indices.to(x.device)) for x in (self.scale, self.first, self.last)
+        )
 
     @property
     def tokens(self) -> int:
         """Stored positions."""
-        return 0 if self.parts is None else self.parts[0].shape[2]
+        return self._encoded + sum(x.shape[2] for x in (self.first, self.last) if x is not None)
 
     @property
     def positions(self) -> int:
-        """Stored positions of all sequences of the batch."""
-        return 0 if self.parts is None else self.parts[0].shape[0] * self.tokens
+        """Encoded positions of all sequences of the batch."""
+        return 0 if self.parts is None else self.parts[0].shape[0] * self._encoded
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of the tokens that are kept as they are; they do not grow with a sequence."""
+        return sum(x.nbytes for x in (self.first, self.last) if x is not None)
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated for parts and fitted scale."""
-        tensors = (*(self.parts or ()), *(() if self.scale is None else (self.scale,)))
+        """Bytes allocated for parts, fitted scale and exceptions."""
+        tensors = (*(self.parts or ()), *(x for x in (self.scale, self.first, self.last) if x is not None))
         return sum(x.untyped_storage().nbytes() for x in tensors)
 
     @property
@@ -105,7 +156,7 @@ class EncodedStore:
     def _content_bytes(self, token_bytes: int) -> int:
         assert self.parts is not None
         per_sequence = self.format.sequence_bytes(self.heads, self.dim)
-        return self.parts[0].shape[0] * (self.tokens * self.heads * token_bytes + per_sequence)
+        return self.parts[0].shape[0] * (self._encoded * self.heads * token_bytes + per_sequence) + self.exact_bytes
 
 
 def _owned(x: Tensor) -> Tensor:
@@ -198,6 +249,9 @@ class EncodedCache(DynamicCache):
         beyond = [layer for layer in skip_layers if layer >= len(self.layers)]
         if beyond:
             raise NotSupportedError(f"skip-layers={beyond[0]}: the model has layers 0–{len(self.layers) - 1}")
+        self.has_exceptions = k.has_exceptions or v.has_exceptions
+        if self.has_exceptions and padding_mask is not None and not bool(padding_mask.all()):
+            raise NotSupportedError("options sinks, tail and axis=channel count tokens: sequences cannot be padded")
         self.encoded: list[_EncodedAttention] = []
         self._skipped: list[Any] = []
         for index, layer in enumerate(self.layers):
@@ -209,6 +263,10 @@ class EncodedCache(DynamicCache):
                 encoded: Any = object.__new__(_ENCODED[kind])
                 encoded.__dict__.update(layer.__dict__)  # window and state counts, as Transformers set them
                 encoded.k, encoded.v = EncodedStore(k, padding_mask), EncodedStore(v, padding_mask)
+                if self.has_exceptions and getattr(layer, "is_sliding", False):
+                    raise NotSupportedError(
+                        f"layer {index} has a sliding window: its tokens are forgotten, not encoded"
+                    )
                 self.encoded.append(encoded)
                 self.layers[index] = encoded
             elif isinstance(layer, DynamicLayer) or not isinstance(layer, LinearAttentionCacheLayerMixin | DummyLayer):
@@ -236,14 +294,33 @@ class EncodedCache(DynamicCache):
         """Cut the cache back to its first ``tokens`` positions, after which other tokens may follow.
 
         Raises:
-            NotSupportedError: a layer keeps no earlier state: one with a recurrent state or a sliding window.
+            NotSupportedError: an earlier state is not kept: see :attr:`keeps_prefixes`.
         """
-        if self.has_recurrent_layers or self.has_sliding_layers:
-            raise NotSupportedError("a recurrent state or a sliding window cannot be cut back to a prefix")
+        if not self.keeps_prefixes:
+            raise NotSupportedError("a recurrent state, a sliding window or a tail cannot be cut back to a prefix")
         for store in self._stores():
             store.keep_first(tokens)
         for layer in self._plain():
             layer.crop(tokens)
+
+    def check_bands(self) -> None:
+        """Check after a forward that attention knew which tokens are exact, and forget what was.
+
+        Raises:
+            NotSupportedError: it was given other tensors than those that this cache hands over.
+        """
+        for store in self._stores() if self.has_exceptions else ():
+            if store.band is not None and not store.band.read:
+                raise NotSupportedError(
+                    "attention of this model makes keys and values of its own from what the cache hands over, in which "
+                    "options sinks, tail and axis=channel would be lost"
+                )
+            store.band = None
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """The cache of a sequence holds that of its first tokens: nothing is forgotten, or encoded later."""
+        return not (self.has_recurrent_layers or self.has_sliding_layers or self.has_exceptions)
 
     @property
     def has_sliding_layers(self) -> bool:
@@ -264,7 +341,7 @@ class EncodedCache(DynamicCache):
         return sum(store.expected_bytes for store in self._stores()) + sum(x.nbytes for x in self._plain_sides())
 
     def bytes_per_token(self) -> float | None:
-        """Bytes per stored token of one sequence over all layers: ``None`` before the first write."""
+        """Bytes per encoded token of one sequence over all layers: ``None`` before there is one."""
         return self._per_token([store.bytes for store in self._stores()])
 
     def expected_bytes_per_token(self) -> float | None:
@@ -284,8 +361,13 @@ class EncodedCache(DynamicCache):
                 return dtype_name(layer.k.parts[0].dtype), dtype_name(layer.v.parts[0].dtype)
         return None
 
+    def exact_bytes_per_sequence(self) -> float:
+        """Bytes of the tokens of one sequence that formats with exceptions keep as they are."""
+        return sum(store.exact_bytes / len(store.first) for store in self._stores() if store.first is not None)
+
     def _per_token(self, held: list[int]) -> float | None:
-        encoded = sum(n / store.positions for n, store in zip(held, self._stores(), strict=True) if store.positions)
+        pairs = zip(held, self._stores(), strict=True)
+        encoded = sum((n - store.exact_bytes) / store.positions for n, store in pairs if store.positions)
         plain = sum(x.nbytes / (x.shape[0] * x.shape[-2]) for x in self._plain_sides())
         return encoded + plain or None
 

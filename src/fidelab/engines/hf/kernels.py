@@ -62,6 +62,8 @@ def _scaling(spec: FormatSpec) -> str:
     options = dict(spec.options)
     if options.get("rotate", "none") != "none":
         raise NotSupportedError(f"attention={NAME} does not hold {spec}: its kernels have no rotation")
+    if kept := [key for key in ("sinks", "tail") if key in options]:
+        raise NotSupportedError(f"attention={NAME} does not hold {spec}: its kernels have no {kept[0]}")
     if spec.name in _NATIVE:
         return "none"
     if spec.name in _INTEGERS:  # where the group is as large as a head: seen at the first write

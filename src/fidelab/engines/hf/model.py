@@ -19,6 +19,7 @@ from fidelab.captures.container import Array
 from fidelab.core import Arm
 from fidelab.engines import k16v8
 from fidelab.engines.base import one_line
+from fidelab.engines.hf import exceptions
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
@@ -124,6 +125,9 @@ class HFModel:
         path, attn = self._arm.path, self._options.get("attention")
         if attn == hf_kernels.THEIRS:
             attn = None
+        if self._k.has_exceptions or self._v.has_exceptions:
+            attn = exceptions.ATTENTION
+            exceptions.register_attention()
         if attn == hf_kernels.NAME:
             if reason := k16v8.missing():
                 raise NotSupportedError(f"attention={attn} {reason}")
@@ -241,8 +245,9 @@ class HFModel:
                 f"the kernels hold {self.cache.bytes_per_token():g} bytes per token, {self._arm.kv.label} is "
                 f"{self.cache.expected_bytes_per_token():g}: integers take group= the size of a head"
             )
-        # Left padding would enter a recurrent state, and a model that takes no positions would count it.
-        self.padding = "position_ids" in self._takes and not self.cache.has_recurrent_layers
+        # Left padding would enter a recurrent state, a model that takes no positions would count it, so would sinks.
+        padded = not (self.cache.has_recurrent_layers or self._k.has_exceptions or self._v.has_exceptions)
+        self.padding = "position_ids" in self._takes and padded
 
     def _poison(self) -> None:
         """Where attention's keys and values cannot be compared: check that NaN from the cache reaches the logits."""
@@ -293,6 +298,8 @@ class HFModel:
         watched = self.proof.watch(cache) if cache is not None and self.proof.due else nullcontext()
         with k16v8.translated_errors() if self.paged else nullcontext(), watched:
             out = self.module(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **extra)
+        if isinstance(cache, EncodedCache):
+            cache.check_bands()
         logits = out.logits[:, -keep:]
         if not self.hidden:
             return logits, logits

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from fidelab.core import FormatSpec, KVSpec
+from fidelab.engines.hf import exceptions
 from fidelab.formats import create
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.known import KNOWN, canonical, encodes_like, equal_bits, names_of, values_of
@@ -201,9 +202,17 @@ class Proof:
         for side, (written, out) in enumerate(zip(inputs, outputs, strict=True)):
             store = (storage.k, storage.v)[side]
             parts, scale = store.parts, store.scale
-            tokens = min(_POSITIONS, out.shape[2], *(part.shape[2] for part in parts))
-            parts, out = tuple(part[:, :, -tokens:] for part in parts), out[:, :, -tokens:]
-            written = written[:, :, -tokens:]
+            if store.format.has_exceptions:
+                fresh, (begin, end) = out.shape[2] - written.shape[2], store.span
+                if begin == end:
+                    return  # nothing is encoded yet
+                written, out = written[:, :, max(0, begin - fresh) : max(0, end - fresh)], out[:, :, begin:end]
+                if store.format.token_block == 1:
+                    parts, out, written = _last(parts, out, written)
+                else:
+                    written = written[:, :, written.shape[2] % store.format.token_block :]
+            else:
+                parts, out, written = _last(parts, out, written)
             names = names_of(parts, written.shape[-1], out, scale, asked=self._asked[side])
             decodes = bool(names)
             if self._asked[side].name not in KNOWN:
@@ -319,6 +328,12 @@ class Proof:
 # ------------------------------------------------------------------------------------------------- layers
 
 
+def _last(parts: Parts, out: Tensor, written: Tensor) -> tuple[Parts, Tensor, Tensor]:
+    """The last positions of all, as many as are compared."""
+    tokens = min(_POSITIONS, out.shape[2], *(part.shape[2] for part in parts))
+    return tuple(part[:, :, -tokens:] for part in parts), out[:, :, -tokens:], written[:, :, -tokens:]
+
+
 def _sentinels(cache: Any) -> dict[int, Any]:
     """The first, the middle and the last layer that have the format, by number."""
     encoded = [x for x in (*getattr(cache, "encoded", ()), *getattr(cache, "paged", ())) if not _skipped(x)]
@@ -338,9 +353,9 @@ def _skipped(layer: Any) -> bool:
 
 
 def _foreign(call: partial[Any]) -> str | None:
-    """The name of an attention function that does not come with Transformers."""
+    """The name of an attention function that comes neither with Transformers nor with engine hf."""
     module = getattr(call.func, "__module__", None) or type(call.func).__module__
-    if module.partition(".")[0] == "transformers":
+    if module.partition(".")[0] == "transformers" or module == exceptions.__name__:
         return None
     return f"{module}.{getattr(call.func, '__qualname__', type(call.func).__qualname__)}"
 

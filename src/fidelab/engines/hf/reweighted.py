@@ -21,6 +21,8 @@ from transformers.cache_utils import DynamicCache
 from fidelab.captures.requests import Recached, Reweighted, Tokens
 from fidelab.core import KVSpec
 from fidelab.engines.base import Sink
+from fidelab.engines.hf import exceptions
+from fidelab.engines.hf.cache import EncodedStore
 from fidelab.engines.hf.layers import decoder_layers
 from fidelab.engines.hf.model import HFModel
 from fidelab.engines.hf.weights import NATIVE, ModelWeight, assigned, parse_rules, weights_of
@@ -70,7 +72,7 @@ class Reweighing:
             for window in request.windows:
                 if window not in self._kept:
                     self._read(window, 0, keeps=True)
-        with self._rounded(chosen):
+        with self._rounded(chosen), self._attending(None if rounds is None else rounds.attention):
             for index, window in enumerate(request.windows):
                 keeps = native and bool(self._reusable) and window not in self._kept
                 cache = None if rounds is None else rounds.cache()
@@ -116,6 +118,19 @@ class Reweighing:
         finally:
             for (weight, _), original in zip(chosen, before, strict=True):
                 weight.tensor.copy_(original)
+
+    @contextmanager
+    def _attending(self, name: str | None) -> Iterator[None]:
+        """Exchange the model's attention, where a name is given."""
+        before = self._model.config._attn_implementation
+        if name is not None:
+            exceptions.register_attention()
+            self._model.module.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            if name is not None:
+                self._model.module.set_attn_implementation(before)
 
     def _read(
         self, window: Tokens, start: int, *, keeps: bool = False, cache: _Rounded | None = None
@@ -180,7 +195,8 @@ class _Sides:
 class _Rounds:
     """Which keys and values are rounded, read from the rules of a :class:`Recached` request.
 
-    ``places``: layer, and head or ``None`` for all of them → formats; ``first``: the lowest layer.
+    ``places``: layer, and head or ``None`` for all of them → formats; ``first``: the lowest layer; ``attention``: what
+    these formats need, ``None`` for that of the model.
     """
 
     def __init__(self, text: str, layers: int, model: HFModel) -> None:
@@ -191,11 +207,15 @@ class _Rounds:
             spec = KVSpec.parse(formats)
             sides = _Sides(*(None if side.name == NATIVE else create(side) for side in (spec.k, spec.v)))
             layer, _, head = place.partition(".")
+            if head and any(side is not None and side.has_exceptions for side in (sides.k, sides.v)):
+                raise UsageError(f"kv={text}: options sinks, tail and axis=channel are for whole layers")
             if layer != "*" and not (layer.isdecimal() and int(layer) < layers and (not head or head.isdecimal())):
                 raise UsageError(f"kv={text}: {place!r} is no layer of 0–{layers - 1}, and no layer.head")
             for number in range(layers) if layer == "*" else [int(layer)]:
                 self.places[number, int(head) if head else None] = sides
         self.first = min((layer for layer, _ in self.places), default=0)
+        sides_of = (side for both in self.places.values() for side in (both.k, both.v) if side is not None)
+        self.attention = exceptions.ATTENTION if any(side.has_exceptions for side in sides_of) else None
         if not model.hidden:
             raise NotSupportedError("roundings of one model are compared by its states: leave out estimator=logprobs")
 
@@ -228,7 +248,7 @@ class _Rounded(DynamicCache):
                 key_states = _round_head(sides.k, key_states, head)
                 value_states = _round_head(sides.v, value_states, head)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return keys, values
+        return _with_band(keys, key_states), _with_band(values, value_states)
 
     def statistics(self) -> dict[str, Any]:
         """Of the window that was written, by layer.
@@ -254,9 +274,20 @@ def _kurtosis(x: Tensor) -> Tensor:
     return torch.where(variance > 0, centred.pow(4).mean(-1) / variance.square().clamp_min(1e-300), 0.0)
 
 
+def _with_band(held: Tensor, written: Tensor) -> Tensor:
+    """What is held, with the exceptions of the only write."""
+    if (band := getattr(written, "band", None)) is not None:
+        if held.shape != written.shape:
+            raise EngineError("options sinks, tail and axis=channel need a window in one forward")
+        held.band = band  # type: ignore[attr-defined]
+    return held
+
+
 def _round(fmt: Format | None, x: Tensor) -> Tensor:
     if fmt is None:
         return x
+    if fmt.has_exceptions:
+        return EncodedStore(fmt).write(x)
     scale = fmt.fit(x)
     return fmt.decode(fmt.encode(x, scale), x.shape[-1], x.dtype, scale)
 

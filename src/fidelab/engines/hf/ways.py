@@ -154,7 +154,7 @@ class _Serving:
         size, cache = self._request.size, self._model.new_cache()
         if not 0 < size < len(window):
             raise NotSupportedError(f"a prefix of {size} tokens is not shorter than a window of {len(window)}")
-        if cache.has_recurrent_layers or cache.has_sliding_layers:  # which keep no earlier state: it is put aside
+        if not cache.keeps_prefixes:  # an earlier state is put aside
             self._forward(window[:size], cache)
             kept = deepcopy(cache)
             self._forward(rest, cache)
@@ -169,7 +169,7 @@ class _Serving:
         self._forward(prefix[: len(prefix) // 2], cache)
         for token in prefix[len(prefix) // 2 :]:
             self._forward((token,), cache, single=True)
-        if not (cache.has_recurrent_layers or cache.has_sliding_layers):
+        if cache.keeps_prefixes:
             cache.keep_first(len(prefix))
         return cache
 

@@ -1,0 +1,99 @@
+"""Attention over a cache in which the first and the last tokens are kept as they are (options ``sinks`` and ``tail``).
+
+Which tokens are the last depends on the query.  A prompt is read in one forward all the same: where a query may still
+see a token as it was, the logit of the exact key and the exact value count for it, else those that were encoded.  So
+it makes no difference whether tokens come together or one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fidelab.errors import EngineError
+from fidelab.formats.base import Format
+
+__all__ = ["ATTENTION", "Band", "register_attention"]
+
+ATTENTION = "exceptions"  # its name in Transformers
+_QUERIES = 256  # at once
+
+
+@dataclass
+class Band:
+    """What is exact besides the content that a cache hands over, which is as the last query sees it.
+
+    ``exact``: ``[B, heads, T, D]``, zeros where no query of this forward sees the token as it was.
+    """
+
+    format: Format
+    exact: Tensor
+    read: bool = False  # by attention
+
+    def encoded(self, queries: Tensor) -> Tensor:
+        """Which tokens the queries at these positions see encoded: bool ``[Q, T]``."""
+        ends = [self.format.sinks + self.format.encoded_tokens(at + 1) for at in queries.tolist()]
+        at = torch.arange(self.exact.shape[2], device=queries.device)
+        return (at >= self.format.sinks) & (at < torch.tensor(ends, device=queries.device)[:, None])
+
+
+def register_attention() -> None:
+    """Make :data:`ATTENTION` known to Transformers, before a model is loaded."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    def mask(*args: Any, **options: Any) -> Tensor:
+        """Float32, as the softmax is; in float64 Transformers' own overflows."""
+        found: Tensor = eager_mask(*args, **{**options, "dtype": torch.float32})
+        return found
+
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, mask)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of ``query`` ``[B, heads, Q, D]`` as Transformers calls it, with the bands of ``key`` and ``value``."""
+    if s_aux is not None:
+        raise EngineError("attention with learned sinks is not computed with options sinks and tail")
+    bands: list[Band | None] = [getattr(x, "band", None) for x in (key, value)]
+    for band in bands:
+        if band is not None:
+            band.read = True
+    ratio, (n, total) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+    keys, values = key.repeat_interleave(ratio, 1), value.repeat_interleave(ratio, 1)
+    exact = [None if band is None else band.exact.repeat_interleave(ratio, 1) for band in bands]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    outputs = []
+    for start in range(0, n, _QUERIES):
+        q = query[:, :, start : start + _QUERIES]
+        at = torch.arange(total - n + start, total - n + start + q.shape[2], device=query.device)
+        logits = q @ keys.transpose(2, 3)
+        if bands[0] is not None and exact[0] is not None:
+            logits = torch.where(bands[0].encoded(at), logits, q @ exact[0].transpose(2, 3))
+        logits = logits * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        if attention_mask is None:
+            logits = logits.masked_fill(torch.arange(total, device=query.device) > at[:, None], float("-inf"))
+        else:
+            logits = logits + attention_mask[:, :, start : start + _QUERIES]
+        weights = logits.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+        if bands[1] is None or exact[1] is None:
+            outputs.append(weights @ values)
+        else:
+            encoded = bands[1].encoded(at)
+            outputs.append((weights * encoded) @ values + (weights * ~encoded) @ exact[1])
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None

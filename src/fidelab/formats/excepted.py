@@ -1,0 +1,80 @@
+"""Any format with exceptions: options ``sinks`` and ``tail``, the first and the last tokens of a sequence as they are.
+
+First tokens that attention falls back on: Xiao et al., "Efficient streaming language models with attention sinks",
+2023; the last ones: Liu et al., "KIVI", 2024.  Bytes of a token are those of one that is encoded; what the others take
+is held, and counted, by the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fidelab.core import FormatSpec
+from fidelab.formats import options
+from fidelab.formats.base import Format, Parts
+
+__all__ = ["OPTIONS", "Excepted", "excepted"]
+
+OPTIONS = ("sinks", "tail")
+
+
+def excepted(spec: FormatSpec, inner: Format) -> Format:
+    """``inner`` with the exceptions that ``spec`` asks for.
+
+    Raises:
+        UsageError: a number of tokens that is none.
+    """
+    given = dict(spec.options)
+    sinks, tail = (options.multiple(spec, key, step=1, default=1) if key in given else 0 for key in OPTIONS)
+    return Excepted(inner.name, inner, sinks, tail)
+
+
+@dataclass(frozen=True)
+class Excepted(Format):
+    """``inner`` of what lies between the first ``sinks`` and the last ``tail`` tokens."""
+
+    name: str
+    inner: Format
+    sinks: int = 0
+    tail: int = 0
+
+    @property
+    def token_block(self) -> int:  # type: ignore[override]
+        """That of ``inner``."""
+        return self.inner.token_block
+
+    @property
+    def emulated(self) -> bool:
+        """As ``inner`` is."""
+        return self.inner.emulated
+
+    def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
+        """The scale of ``inner``."""
+        return self.inner.fit(x, mask)
+
+    def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
+        """Parts of ``inner``."""
+        return self.inner.encode(x, scale)
+
+    def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+        """What ``inner`` decodes."""
+        return self.inner.decode(parts, dim, dtype, scale)
+
+    def token_bytes(self, dim: int) -> int:
+        """Those of ``inner``."""
+        return self.inner.token_bytes(dim)
+
+    def packed_token_bytes(self, dim: int) -> int:
+        """Those of ``inner``."""
+        return self.inner.packed_token_bytes(dim)
+
+    def sequence_bytes(self, heads: int, dim: int) -> int:
+        """Those of ``inner``."""
+        return self.inner.sequence_bytes(heads, dim)
+
+    def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """That of ``inner``."""
+        return self.inner.error_bound(x, scale)
