@@ -287,3 +287,25 @@ def test_prompts_of_other_lengths_do_not_lend_the_growth_their_mean(tmp_path: Pa
     low, high = found[GROWTH].ci
     assert found["mean KL"].value > 1e-3
     assert -1e-3 < low <= high < 1e-3
+
+
+def test_an_engine_that_cannot_draw_tokens_says_so_in_one_line(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    done = cli(
+        *("compare", "fake", "--engine", "fake", "--reference", "exact", "--kv", "tilt[q=0.7]", "--axes", "forced"),
+        *("--set", "axes.forced.temperature=1"),
+        cwd=tmp_path,
+    )
+    assert "engine fake cannot draw tokens from a seed here: leave out temperature" in done.err
+
+
+def test_the_path_of_sampled_text_says_how_it_was_drawn() -> None:
+    axis = ForcedDecode(ForcedDecode.Settings.model_validate({"temperature": 0.7, "top_p": 0.9, "seed": 3}))
+    [path] = axis.requests(_inputs("a prompt")).values()
+    assert isinstance(path, Generate)
+    assert path.sampling is not None
+    assert (path.sampling.temperature, path.sampling.top_p, path.sampling.seed) == (0.7, 0.9, 3)
+    [greedy] = AXIS.requests(_inputs("a prompt")).values()
+    assert isinstance(greedy, Generate)
+    assert greedy.sampling is None
+    assert dict(greedy.settings).keys() == {"n_predict", "template"}  # captures of former versions are still found

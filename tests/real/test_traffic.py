@@ -1,4 +1,4 @@
-"""A log of requests with tools goes through other engines."""
+"""A log of requests with tools, and sampled answers, go through other engines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fidelab.captures.reader import Capture
 from fidelab.models import Model
 from tests.real.harness import installed
 from tests.runs.harness import cli
@@ -38,3 +39,38 @@ def test_log_with_tools_goes_through(engine: str, reference: str, kv: str, smoll
     assert "conversations: 3 (3 tool calls)" in done.err
     assert done.axis(kv, "trajectory").n_items == 3
     assert "measured on tool calls alone" in " ".join(done.out.split())
+
+
+@pytest.mark.parametrize(("engine", "reference", "kv"), [("llamacpp", "f16", "q8_0"), ("vllm", "auto", "k16v8")])
+def test_what_the_reference_draws_is_forced(
+    engine: str, reference: str, kv: str, smollm2: Model, tmp_path: Path
+) -> None:
+    installed(engine)
+    (tmp_path / "prompts.txt").write_text("Name a colour.\nWrite a line about the sea.\n")
+
+    def texts(temperature: float, seed: int) -> list[list[int]]:
+        arms = (
+            "--engine",
+            engine,
+            "--reference",
+            reference,
+            "--kv",
+            kv,
+            "--axes",
+            "forced",
+            "--prompts",
+            "prompts.txt",
+        )
+        sizes = ("--threads", 1, "--no-floor", "--control", "none", "--set", "axes.forced.n_predict=12")
+        drawn = ("--set", f"axes.forced.temperature={temperature}", "--set", f"axes.forced.seed={seed}")
+        done = cli("compare", smollm2.name, *arms, *sizes, *drawn, cwd=tmp_path)
+        assert done.code == 0, done.err
+        assert done.axis(kv, "forced").n_items
+        arms_of = json.loads((done.folder / "outcomes.json").read_text())["arms"]
+        [reference_arm] = [arm for arm in arms_of if arm["role"] == "reference"]
+        capture = Capture(done.folder.joinpath(reference_arm["captures"]["forced.path"]).resolve())
+        return [capture.ids(item) for item in range(len(capture.items))]
+
+    greedy, first, again, other = texts(0, 1), texts(1.2, 1), texts(1.2, 1), texts(1.2, 2)
+    assert first == again
+    assert len({str(x) for x in (greedy, first, other)}) == 3

@@ -1,4 +1,4 @@
-"""Forced decode KLD: the reference's own greedy text, or recorded answers, token by token through each arm's cache.
+"""Forced decode KLD: the reference's own text, or recorded answers, token by token through each arm's cache.
 
 See docs/metrics.md#forced-decode-kld.
 
@@ -61,17 +61,22 @@ _RISES_AT = Definition("rises at token", "tokens", None, "Median token from whic
 class ForcedSettings(AxisSettings):
     """Prompts and length of the forced text; part of the comparability key except for ``batch``."""
 
-    n_predict: int = Field(default=64, ge=1, description="tokens of the reference's greedy text per prompt")
+    n_predict: int = Field(default=64, ge=1, description="tokens of the reference's own text per prompt")
     limit: int | None = Field(default=16, ge=1, description="first prompts only")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="prompts that the reference continues together")
     answers: Literal["reference", "recorded"] = Field(
-        default="reference", description="whose text is fed: the reference's greedy one, or the log's (--traffic)"
+        default="reference", description="whose text is fed: the reference's own, or the log's (--traffic)"
     )
+    temperature: float = Field(
+        default=0.0, ge=0, lt=100, description="of the reference's text: 0 is greedy, 1 draws from its distribution"
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="draw from the most likely tokens with this share alone")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="of what is drawn")
 
 
 class ForcedDecode(Axis):
-    """KL(reference ‖ candidate), nats, at every position of the reference's greedy text.
+    """KL(reference ‖ candidate), nats, at every position of the reference's own text, greedy or sampled.
 
     The row of token i is the distribution from which the reference drew it: prompt and i tokens are in the cache.
     See docs/metrics.md#forced-decode-kld.
@@ -91,16 +96,18 @@ class ForcedDecode(Axis):
         s = self.settings
         if s.answers == "recorded":
             return {_KL: self._recorded(inputs)}
-        return {
-            _PATH: greedy_probe(inputs, part_name(self.name, _PATH), s.n_predict, s.limit, s.template, batch=s.batch)
-        }
+        path = greedy_probe(inputs, part_name(self.name, _PATH), s.n_predict, s.limit, s.template, batch=s.batch)
+        if s.temperature:
+            drawn = (("sampling_seed", s.seed), ("temperature", s.temperature), ("top_p", s.top_p))
+            path = replace(path, settings=tuple(sorted((*path.settings, *drawn))))
+        return {_PATH: path}
 
     def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Request]:
         if self.settings.answers == "recorded":
             return {}
         path = reference.get(_PATH)
         if path is None or not isinstance(path.request, Generate):
-            raise CaptureError("the reference left no greedy text to force; capture again")
+            raise CaptureError("the reference left no text to force; capture again")
         ids = (path.ids(i) if item["failed"] is None else [] for i, item in enumerate(path.items))
         return {
             _KL: Forced(
@@ -148,7 +155,7 @@ class ForcedDecode(Axis):
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         if _KL not in pairs or not isinstance(pairs[_KL].ref.request, Forced):
-            raise CaptureError("no forced rows: the reference's greedy text was not put to both arms; capture again")
+            raise CaptureError("no forced rows: the reference's text was not put to both arms; capture again")
         return self.score(pairs[_KL], seed)
 
     def score(self, pair: Pair, seed: int) -> AxisScore:

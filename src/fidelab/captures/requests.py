@@ -28,6 +28,7 @@ __all__ = [
     "Recached",
     "Request",
     "Reweighted",
+    "Sampling",
     "Served",
     "Timed",
     "Tokens",
@@ -85,10 +86,20 @@ class Prefill(_Request):
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: ``temperature`` above 0, the nucleus ``top_p``, and a seed."""
+
+    temperature: float
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Generate(_Request):
     """Greedy continuations: the generated ids and, with ``rows``, the state behind each of them.
 
-    ``stop`` ids end a sequence and are part of it; ``batch`` prompts are decoded together, left-padded.
+    ``stop`` ids end a sequence and are part of it; ``batch`` prompts are decoded together, left-padded.  Settings
+    ``temperature``, ``top_p`` and ``sampling_seed`` ask for :attr:`sampling` instead of the most likely token.
     """
 
     axis: str
@@ -101,6 +112,22 @@ class Generate(_Request):
     notes: tuple[str, ...] = ()
     kind: str = field(default="generate", init=False)
     _PER_ITEM = ("prompts",)
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How tokens are drawn; ``None``: greedily.
+
+        Raises:
+            ValueError: settings that mean nothing.
+        """
+        settings = dict(self.settings)
+        temperature = settings.get("temperature", 0.0)
+        if not temperature:
+            return None
+        found = Sampling(float(temperature), float(settings.get("top_p", 1.0)), int(settings.get("sampling_seed", 0)))
+        if not (0 < found.temperature < 1e3 and 0 < found.top_p <= 1):
+            raise ValueError(f"temperature {found.temperature} and top_p {found.top_p} are no way to sample")
+        return found
 
 
 @dataclass(frozen=True)

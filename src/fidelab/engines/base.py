@@ -224,6 +224,7 @@ class Engine(ABC):
     estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
     packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # names that fidelab itself knows; engines have more
+    samples: ClassVar[bool] = False  # draws tokens with a seed where a request asks for it
     controlled: ClassVar[Mapping[str, str]] = MappingProxyType({})  # options that cannot be set, and why
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # further names of ``options``
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named

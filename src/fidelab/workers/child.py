@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import Request, Served, request_from_record
+from fidelab.captures.requests import Generate, Request, Served, request_from_record
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, Status, Vocabulary, finite
 from fidelab.engines import ENGINES
@@ -214,6 +214,11 @@ class _Answering:
         """The engine's answer.  A way of serving that it lacks is an answer too, without rows: others go on."""
         sink = _Sink(writer, self._outbox)
         self._engine.reset_peak()
+        if isinstance(request, Generate) and request.sampling is not None and not self._engine.samples:
+            raise NotSupportedError(
+                f"engine {self._engine.name} cannot draw tokens from a seed here: leave out temperature, or take the "
+                "reference to engine hf, llamacpp or vllm"
+            )
         if not isinstance(request, Served):
             return self._engine.answer(request, sink)
         try:

@@ -65,6 +65,7 @@ from fidelab.engines.options import (
     trusts_code,
     unknown_option,
 )
+from fidelab.engines.sampling import draw
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import FORMATS, create
@@ -168,6 +169,7 @@ class HFEngine(Engine):
     options: ClassVar[Mapping[str, Value]] = _OPTIONS
     controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
     aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
+    samples: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 5.0
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served", "reweighted", "recached"}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
@@ -412,9 +414,10 @@ class HFEngine(Engine):
     def _greedy(
         self, request: Generate, batch: Sequence[int], shared: _Shared | None, sink: Sink
     ) -> Iterator[tuple[list[int], Mapping[str, Array], str | None]]:
-        """Greedy decode of one left-padded batch; yields (ids, rows, failure) in batch order."""
+        """Greedy or sampled decode of one left-padded batch; yields (ids, rows, failure) in batch order."""
         import torch
 
+        sampling = request.sampling
         prompts = [request.prompts[i] for i in batch]
         longest = max(map(len, prompts))
         head = shared.tokens if shared else 0
@@ -439,7 +442,12 @@ class HFEngine(Engine):
                 steps.append(self._model.rows(states[:, -1], logits[:, -1]))
             sink.progress(processed, decoded=processed if step else 0)
             best = logits[:, -1].max(dim=-1)  # the first of equals; NaN wins
-            scores, tokens = best.values.tolist(), best.indices.tolist()
+            scores, chosen = best.values.tolist(), best.indices
+            if sampling is not None:
+                last = logits[:, -1].float().cpu().numpy()
+                drawn = [draw(last[row], sampling, prompts[row], step) for row in range(len(batch))]
+                chosen = torch.tensor(drawn, device=chosen.device)
+            tokens = chosen.tolist()
             for row in live:
                 if math.isnan(scores[row]):
                     failed[row] = f"NaN logits at generated token {len(generated[row])}"
@@ -447,7 +455,7 @@ class HFEngine(Engine):
                     generated[row].append(tokens[row])
             live = [row for row in live if not failed[row] and tokens[row] not in request.stop]
             processed = len(live)
-            ids = best.indices[:, None]
+            ids = chosen[:, None]
             if mask is not None:
                 mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
         for row, tokens in enumerate(generated):

@@ -59,6 +59,7 @@ from fidelab.engines.llamacpp.library import (
 )
 from fidelab.engines.llamacpp.proof import proof, read_recurrent, read_state
 from fidelab.engines.options import NAME, SWITCH, TOKENS, Value, is_count, one_of, switched
+from fidelab.engines.sampling import draw
 from fidelab.engines.served import Counted
 from fidelab.engines.served import proof as proof_of_way
 from fidelab.engines.speculation import Drafts, speculation_record
@@ -109,6 +110,7 @@ class LlamaCppEngine(Engine):
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.llamacpp.library", "llama_cpp.llama_cpp")
     options: ClassVar[Mapping[str, Value]] = _OPTIONS
     controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
+    samples: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = {"batch-size": "n-batch", "ubatch-size": "n-ubatch", "ngl": "n-gpu-layers"}
     native_kv: ClassVar[str] = "f16"  # llama.cpp's own default
     start_seconds: ClassVar[float] = 3.0
@@ -486,7 +488,16 @@ class LlamaCppEngine(Engine):
     def _greedy(
         self, request: Generate, batch: Sequence[int], context: LlamaContext, drafter: Drafter | None, sink: Sink
     ) -> Iterator[tuple[list[int], list[NDArray[Any]], str | None]]:
-        """Greedy decode of one batch, a sequence per prompt; yields (ids, rows [n][V or d], failure) in batch order."""
+        """Greedy or sampled decode of one batch, a sequence per prompt; yields (ids, rows [n][V or d], failure).
+
+        Raises:
+            NotSupportedError: drafts are verified against the most likely tokens alone.
+        """
+        sampling = request.sampling
+        if sampling is not None and drafter is not None:
+            raise NotSupportedError(
+                "drafts are verified greedily: take speculation out of an arm whose answers are sampled"
+            )
         generated: list[list[int]] = [[] for _ in batch]
         rows: list[list[NDArray[Any]]] = [[] for _ in batch]
         failed: list[str | None] = [None] * len(batch)
@@ -502,6 +513,8 @@ class LlamaCppEngine(Engine):
                 ids = generated[sequence]
                 for i, row in enumerate(logits):
                     token = int(row.argmax())  # the first of equals; NaN wins
+                    if sampling is not None:
+                        token = draw(row, sampling, request.prompts[batch[sequence]], len(ids))
                     if np.isnan(row[token]):
                         failed[sequence] = f"NaN logits at generated token {len(ids)}"
                         del pending[sequence]

@@ -118,6 +118,7 @@ class VLLMEngine(Engine):
     separate_kv: ClassVar[bool] = False
     options: ClassVar[Mapping[str, Value]] = _OPTIONS
     controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
+    samples: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = {
         "tensor-parallel-size": "tp",
         "enable-chunked-prefill": "chunked-prefill",
@@ -255,7 +256,13 @@ class VLLMEngine(Engine):
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0
         requests = [
-            VLLMRequest(prompt, request.max_tokens, len(prompt) - 1 if request.rows else None, sentinel=index == 0)
+            VLLMRequest(
+                prompt,
+                request.max_tokens,
+                len(prompt) - 1 if request.rows else None,
+                sentinel=index == 0,
+                sampling=request.sampling,
+            )
             for index, prompt in enumerate(request.prompts)
         ]
         for index, ids, key in self._model.run(requests, request.batch, request.stop, sink.progress):

@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16
+from fidelab.captures.requests import Sampling
 from fidelab.core import Arm, Speculation
 from fidelab.engines.base import one_line
 from fidelab.engines.k16v8 import is_pair, translated_errors
@@ -51,7 +52,7 @@ class VLLMRequest:
     ``first`` … ``last``: positions (``first`` ``None``: no rows; ``last`` ``None``: to the end); ``sentinel``: the
     replay is checked on the first of them; ``force``: token ids in place of the sampled ones; ``layers``: of these
     positions the residual stream is kept, and no rows.  ``counted``: see ``fidelab_counted``; ``reuse``: it may find
-    its first tokens in the prefix cache.
+    its first tokens in the prefix cache.  ``sampling``: by vLLM itself, greedy where it is ``None``.
     """
 
     prompt: Sequence[int]
@@ -63,6 +64,7 @@ class VLLMRequest:
     layers: bool = False
     counted: bool = False
     reuse: bool = False
+    sampling: Sampling | None = None
 
     def instructions(self, key: str) -> dict[str, Any]:
         """``SamplingParams.extra_args`` for the capture in the worker."""
@@ -270,8 +272,9 @@ class VLLMModel:
     def _add(self, request: VLLMRequest, stop: Sequence[int], kind: Any = None) -> str:
         self._count += 1
         key = f"r{self._count}"
+        how: dict[str, Any] = {"temperature": 0} if request.sampling is None else asdict(request.sampling)
         params = self._params(
-            temperature=0,
+            **how,
             max_tokens=request.n,
             stop_token_ids=list(stop),
             ignore_eos=True,
