@@ -96,6 +96,7 @@ OTHERS = {
         "import refract": "a candidate's",
         "import kld-dumps": "a candidate's, repeated",
         "import lm-eval": "a candidate's, repeated",
+        "import llama-perplexity": "an arm's, repeated",
         "import throughput": "an arm's, repeated",
     },
     "--output": {"explain": "a page, not a folder"},
@@ -110,6 +111,7 @@ OTHERS = {
         "import refract": "no run was made, only its folder",
         "import kld-dumps": "no run was made, only its folder",
         "import lm-eval": "no run was made, only its folder",
+        "import llama-perplexity": "no run was made, only its folder",
         "import throughput": "no run was made, only its folder",
     },
     "--prompts": {

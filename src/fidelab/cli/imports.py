@@ -21,6 +21,9 @@ _Tests = Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same 
 _Names = Annotated[
     list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder; the folder's by default.")
 ]
+_FileNames = Annotated[
+    list[str] | None, typer.Option("--name", help="Name of an arm, once per file; the file's by default.")
+]
 
 
 class _RunsOptions(options.RunsOptions):
@@ -146,6 +149,34 @@ def lm_eval(
     _finish(imported, as_json=as_json)
 
 
+@app.command("llama-perplexity")
+@options.expand_options
+def llama_perplexity(
+    *,
+    logs: Annotated[list[Path], typer.Argument(metavar="LOG…", help="What llama-perplexity printed, a file per run.")],
+    name: _FileNames = None,
+    bootstrap: options.SeedOptions,
+    runs: _RunsOptions,
+    fail_under: options.FailUnder = None,
+    as_json: options.Json = False,
+) -> None:
+    """Read logs of llama-perplexity: figures as printed, with intervals by blocks of chunks.
+
+    [bold]Example[/bold]
+
+      llama-perplexity -m q4.gguf --kl-divergence --kl-divergence-base f16.kld > q4.log 2>&1
+
+      fidelab import llama-perplexity q4.log q8.log
+    """
+    from fidelab.imports import IMPORTS
+
+    imported = IMPORTS.load("llama-perplexity")(
+        logs, runs.output_dir, names=name or None, seed=bootstrap.seed, command=command_line()
+    )
+    _finish(imported, as_json=as_json)
+    gate(imported.report, fail_under)
+
+
 @app.command("throughput")
 @options.expand_options
 def throughput(
@@ -156,9 +187,7 @@ def throughput(
             metavar="FILE…", help="Recorded results (JSON), or runs of fidelab; the first is the reference."
         ),
     ],
-    name: Annotated[
-        list[str] | None, typer.Option("--name", help="Name of an arm, once per file; the file's by default.")
-    ] = None,
+    name: _FileNames = None,
     runs: _RunsOptions,
     as_json: options.Json = False,
 ) -> None:

@@ -11,6 +11,7 @@ IMPORTS = Registry(
         "refract": "fidelab.imports.refract:import_refract",
         "kld-dumps": "fidelab.imports.kld_dumps:import_dumps",
         "lm-eval": "fidelab.imports.lm_eval:import_samples",
+        "llama-perplexity": "fidelab.imports.perplexity_log:import_logs",
         "throughput": "fidelab.imports.throughput:import_throughput",
     },
 )
