@@ -25,7 +25,8 @@ app = Commands(help="List, show and run profiles: published protocols in stages,
 
 Name = Annotated[str, typer.Argument(help="A profile: its name, or the path of a file.", show_default=False)]
 VariantName = Annotated[
-    str | None, typer.Option("--variant", help="The protocol at another size: tiny runs on two cores.", show_default=False)
+    str | None,
+    typer.Option("--variant", help="The protocol at another size: tiny runs on two cores.", show_default=False),
 ]
 Parameters = Annotated[
     list[str] | None,
@@ -102,9 +103,7 @@ def run_one(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print stages, commands and what would be skipped; run nothing.")
     ] = False,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Print how long each stage takes; run nothing.")
-    ] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Print how long each stage takes; run nothing.")] = False,
     output_dir: Annotated[Path, typer.Option(help="Where runs are written.")] = options.RunsOptions.output_dir,
     as_json: options.Json = False,
     resume_dir: Annotated[
@@ -143,9 +142,7 @@ def run_one(
         if dry_run or estimate:
             _show_plan(resolved, output_dir, stages or [], estimate, as_json)
             return
-        report, folder = run_profile(
-            resolved, output_dir, only=stages or [], command=command_line(), watch=_watch
-        )
+        report, folder = run_profile(resolved, output_dir, only=stages or [], command=command_line(), watch=_watch)
     if as_json:
         sys.stdout.write(report.to_json())
     else:

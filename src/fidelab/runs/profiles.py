@@ -338,7 +338,7 @@ def stage_words(stage: Stage, folder: Path) -> list[str]:
         raise OutputError(f"{own} cannot be made: {error.strerror or error}") from None
     # JSON is YAML, and says what is a text and what a number
     write_atomically(file, json.dumps({**places, **placed(stage.experiment)}, indent=2, ensure_ascii=False) + "\n")
-    return ["run", str(file), "--json"]
+    return ["run", str(file), "--json", "--trust", str(file)]  # whoever runs the profile has trusted it
 
 
 def estimate_profile(resolved: Resolved, scratch: Path) -> dict[str, float | None]:
@@ -406,9 +406,7 @@ def _conduct(
             skips += lacking
             reason = "; ".join(f"needs {skip.need}, found {skip.found}" for skip in lacking)
             watch(f"{place}: skipped, {reason}")
-            ended[stage.name] = StageRecord(
-                name=stage.name, status="skipped", reason=reason, hours=stage.needs.hours
-            )
+            ended[stage.name] = StageRecord(name=stage.name, status="skipped", reason=reason, hours=stage.needs.hours)
         else:
             watch(f"{place}: {stage.about or 'runs'}; log: {folder / 'stages' / stage.name / 'log.txt'}")
             ended[stage.name] = _run_stage(stage, folder)
@@ -423,7 +421,9 @@ def _conduct(
 def _kept(folder: Path, stage: Stage) -> StageRecord | None:
     """The record of a stage that ended well in this folder before."""
     try:
-        record = StageRecord.model_validate(strict_json(read_file(folder / "stages" / stage.name / "stage.json", 1 << 20)))
+        record = StageRecord.model_validate(
+            strict_json(read_file(folder / "stages" / stage.name / "stage.json", 1 << 20))
+        )
     except (OSError, ValueError):
         return None
     return record if record.status == "ok" else None
@@ -500,9 +500,10 @@ def _reason(log: Path, code: int) -> str:
 def find_figure(data: Any, at: str) -> tuple[float | None, tuple[float, float] | None, str | None]:
     """The value at a path in a stage's JSON, its interval, and why there is none.
 
-    Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only item of a list of which this holds.  A metric, which is an object with ``value`` and perhaps ``ci``, stands for its value.
+    Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only item of a list of which this holds.  A metric, which is an object with ``value`` and perhaps ``ci``, stands for its value; the interval of ``name`` may
+    also be its neighbour ``name_ci``.
     """
-    node, why = data, ""
+    node, why, interval = data, "", None
     for step in _STEP.findall(at):
         if isinstance(node, Mapping):
             why = str(node.get("reason") or why)
@@ -515,16 +516,15 @@ def find_figure(data: Any, at: str) -> tuple[float | None, tuple[float, float] |
                 return None, None, why or f"{'several items' if fitting else 'no item'} with {name}"
             node = fitting[0]
         elif isinstance(node, Mapping) and name in node:
-            node = node[name]
+            node, interval = node[name], node.get(f"{name}_ci")
         elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
             node = node[int(name)]
         else:
             return None, None, why or f"no {name!r} in what the stage printed"
-    interval = None
     if isinstance(node, Mapping) and "value" in node:
         interval, node = node.get("ci"), node["value"]
     if isinstance(node, bool) or not isinstance(node, int | float):
-        return None, None, why or "no number there"
+        return None, None, why or ("not measurable" if node is None else "no number there")
     bounds = (float(interval[0]), float(interval[1])) if isinstance(interval, list) and len(interval) == 2 else None
     return float(node), bounds, None
 

@@ -317,7 +317,9 @@ def merged_needs(first: Needs, second: Needs) -> Needs:
         key: tuple(dict.fromkeys((*getattr(first, key), *getattr(second, key))))
         for key in ("packages", "engines", "data", "stages")
     }
-    return Needs.model_validate({**first.model_dump(exclude_none=True), **second.model_dump(exclude_none=True), **lists})
+    return Needs.model_validate(
+        {**first.model_dump(exclude_none=True), **second.model_dump(exclude_none=True), **lists}
+    )
 
 
 def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,7 +345,9 @@ def _filled(value: Any, known: Mapping[str, Value], where: str) -> Any:
         return value
     for name in _PLACE.findall(value):
         if name not in known:
-            raise ConfigError(f"{where}: {{{name}}} is no parameter; there are: {', '.join(nearest_first(name, known))}")
+            raise ConfigError(
+                f"{where}: {{{name}}} is no parameter; there are: {', '.join(nearest_first(name, known))}"
+            )
     whole = _PLACE.fullmatch(value)
     return known[whole[1]] if whole else _PLACE.sub(lambda match: str(known[match[1]]), value)
 
