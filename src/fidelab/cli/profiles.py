@@ -26,7 +26,7 @@ app = Commands(help="List, show and run profiles: published protocols in stages,
 Name = Annotated[str, typer.Argument(help="A profile: its name, or the path of a file.", show_default=False)]
 VariantName = Annotated[
     str | None,
-    typer.Option("--variant", help="The protocol at another size: tiny runs on two cores.", show_default=False),
+    typer.Option("--variant", help="Another size: tiny runs on two cores.", show_default=False),
 ]
 Parameters = Annotated[
     list[str] | None,
@@ -39,10 +39,9 @@ def list_profiles(as_json: options.Json = False) -> None:
     """The profiles that come with fidelab."""
     from fidelab.config.profiles import load_profile, names
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in names():
         profile = load_profile(name)
-        variants = list(profile.variants)
         rows.append(
             {
                 "name": name,
@@ -51,7 +50,7 @@ def list_profiles(as_json: options.Json = False) -> None:
                 "device": profile.needs.device,
                 "hours": profile.needs.hours,
                 "stages": [stage.name for stage in profile.stages],
-                "variants": variants,
+                "variants": list(profile.variants),
             }
         )
     if as_json:
@@ -93,7 +92,7 @@ def show(name: Name, variant: VariantName = None, trusted: options.Trusted = Non
 def run_one(
     context: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(help="A profile: its name, or the path of a file.", show_default=False)
+        str | None, typer.Argument(help="A profile: its name, or the path of its file.", show_default=False)
     ] = None,
     variant: VariantName = None,
     parameters: Parameters = None,
@@ -104,7 +103,9 @@ def run_one(
         bool, typer.Option("--dry-run", help="Print stages, commands and what would be skipped; run nothing.")
     ] = False,
     estimate: Annotated[bool, typer.Option("--estimate", help="Print how long each stage takes; run nothing.")] = False,
-    output_dir: Annotated[Path, typer.Option(help="Where runs are written.")] = options.RunsOptions.output_dir,
+    output_dir: Annotated[
+        Path, typer.Option(help="Where runs are written; profiles lie in its folder 'profiles'.")
+    ] = options.RunsOptions.output_dir,
     as_json: options.Json = False,
     resume_dir: Annotated[
         Path | None,

@@ -1,9 +1,9 @@
 """Run a profile: its stages one after another, each as a command of fidelab in a process of its own.
 
-A profile's run lies in ``<output_dir>/profiles/<id>``: ``profile.resolved.json`` from its first moment, a folder per stage
-(``stages/<name>``: the command, its JSON, its log, its runs), the captures of all stages, ``skips.json``, and
-``profile.json``, which sets the source's figures beside ours.  A stage that this machine cannot run is skipped with what
-it needs and what was found; one that fails fails the profile, and the others run all the same.
+A profile's run lies in ``<output_dir>/profiles/<id>``: ``profile.resolved.json`` from its first moment, a folder per
+stage (``stages/<name>``: the command, its JSON, its log, its runs), the captures of all stages, ``skips.json``, and
+``profile.json``, which sets the source's figures beside ours.  A stage that this machine cannot run is skipped with
+what it needs and what was found; one that fails fails the profile, and the others run all the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Final, Literal
 from pydantic import AwareDatetime, Field, ValidationError
 
 import fidelab
-from fidelab.config.profiles import Figure, Needs, Resolved, Source, Stage
+from fidelab.config.profiles import Figure, Resolved, Source, Stage
 from fidelab.core import read_file, strict_json, usable_cores
 from fidelab.errors import FidelabError, InputError, OutputError, UnknownNameError
 from fidelab.results.numbers import one_line
@@ -351,7 +351,7 @@ def estimate_profile(resolved: Resolved, scratch: Path) -> dict[str, float | Non
     for stage in resolved.stages:
         told = stage.needs.hours
         found[stage.name] = None if told is None else told * 3600
-        if stage.experiment is None or judge(stage, machine, {name: "ok" for name in stage.needs.stages}):
+        if stage.experiment is None or judge(stage, machine, dict.fromkeys(stage.needs.stages, "ok")):
             continue
         done = subprocess.run(
             [*_fidelab(), *stage_words(stage, scratch), "--dry-run"],
@@ -500,7 +500,8 @@ def _reason(log: Path, code: int) -> str:
 def find_figure(data: Any, at: str) -> tuple[float | None, tuple[float, float] | None, str | None]:
     """The value at a path in a stage's JSON, its interval, and why there is none.
 
-    Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only item of a list of which this holds.  A metric, which is an object with ``value`` and perhaps ``ci``, stands for its value; the interval of ``name`` may
+    Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only item of a list of which this holds.
+    A metric, which is an object with ``value`` and perhaps ``ci``, stands for its value; the interval of ``name`` may
     also be its neighbour ``name_ci``.
     """
     node, why, interval = data, "", None

@@ -1,8 +1,8 @@
 """Profiles that come with the package: the protocol of a published measurement, in stages, with its figures.
 
 A profile's stage is an experiment or a command of fidelab.  ``{name}`` in its texts stands for a parameter of the
-profile (``model``, ``device``, …), and for two folders: ``{folder}``, the stage's own, and ``{stages}``, which holds the
-folders of all stages.  A variant (``tiny``) has other parameters and may replace parts of stages.
+profile (``model``, ``device``, …), and for two folders: ``{folder}``, the stage's own, and ``{stages}``, in which those
+of all stages are.  A variant (``tiny``) has other parameters and may replace parts of stages.
 
 The folder ``experiments`` holds experiment files that ``fidelab run NAME`` finds by their names.
 """
@@ -188,7 +188,7 @@ class Profile(BaseModel):
             if figure.stage not in stages:
                 nearest = nearest_first(figure.stage, stages)[0]
                 raise ValueError(
-                    f"expected figure {figure.name!r} is of an unknown stage {figure.stage!r}; did you mean {nearest!r}?"
+                    f"expected figure {figure.name!r}: unknown stage {figure.stage!r}; did you mean {nearest!r}?"
                 )
         return self
 
@@ -228,7 +228,8 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
         raise UnknownNameError("profile", name, names())
     elif not any(path.resolve() in (file.resolve(), *file.resolve().glob("*")) for file in trusted):
         raise ConfigError(
-            f"{name} may run any command of fidelab, which a file may not do unasked: if you trust it, add --trust {name}"
+            f"{name} may run any command of fidelab, which a file may not do unasked: if you trust it, add "
+            f"--trust {name}"
         )
     data = read_yaml(path, keys="'kind: profile' and 'stages:'")
     if data.get("kind") != "profile":
@@ -264,16 +265,16 @@ def resolve(
     for stage in profile.stages:
         change = stage.variants.get(variant or "", StageChange())
         own = change.needs or (chosen.needs if variant else merged_needs(profile.needs, stage.needs))
-        fields = {
+        needed = merged_needs(Needs(stages=stage.needs.stages, data=stage.needs.data), own)
+        fields: dict[str, Any] = {
             "name": stage.name,
             "about": stage.about,
-            "needs": merged_needs(Needs(stages=stage.needs.stages, data=stage.needs.data), own),
             "experiment": None if stage.experiment is None else _over(stage.experiment, change.experiment or {}),
             "command": change.command or stage.command,
         }
         for key in ("experiment", "command"):
             fields[key] = _filled(fields[key], known, f"{name}: stage {stage.name!r}")
-        needs = _filled(fields["needs"].model_dump(exclude_defaults=True), known, f"{name}: stage {stage.name!r}")
+        needs = _filled(needed.model_dump(exclude_defaults=True), known, f"{name}: stage {stage.name!r}")
         stages.append(Stage.model_validate({**fields, "needs": needs}))
     return Resolved(
         name=name,
