@@ -58,6 +58,7 @@ OTHERS = {
         "captures gc": "what would be removed",
         "models gc": "what would be removed",
         "launch": "a command, not a plan",
+        "profiles run": "stages, not jobs",
     },
     "--dtype": {"convert": "of what is not quantized, not of a computation"},
     "--engine": {
@@ -106,6 +107,7 @@ OTHERS = {
         "sensitivity": "with captures",
         "calibrate": "with captures",
         "capture": "captures alone",
+        "profiles run": "in a folder of its own",
         "score": "none unless asked for",
         "charts": "pictures",
         "import refract": "no run was made, only its folder",
@@ -122,7 +124,11 @@ OTHERS = {
     "--python": {"engines install": "makes the environment"},
     "--pythonpath": {"engines install": "becomes part of the environment"},
     "--repeats": {"bench offline": "answers of a bench, not passes over loads"},
-    "--resume": {"quantize": "a flag: the output names what is resumed", "repeat": "a repeat's folder"},
+    "--resume": {
+        "quantize": "a flag: the output names what is resumed",
+        "repeat": "a repeat's folder",
+        "profiles run": "a profile's folder",
+    },
     "--seed": {
         "bench capacity": "of prompts and arrivals",
         "bench serve": "of prompts and arrivals",
@@ -132,6 +138,7 @@ OTHERS = {
     "--set": {
         "run": "any setting: there are no flags for them",
         "repeat": "any setting: there are no flags for them",
+        "profiles run": "a parameter of the profile",
         **dict.fromkeys(_PRESET, "of an arm, not of an experiment"),
     },
     "--stride": {"import kld-dumps": "what the dumps were made with"},

@@ -32,6 +32,7 @@ from fidelab.cli import (
     phases,
     physics,
     presets,
+    profiles,
     quantize,
     repeat,
     runs,
@@ -96,6 +97,7 @@ for _panel, _commands in {
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
 for _name, _group, _panel in (
+    ("profiles", profiles.app, _COMPARE),
     ("baseline", baseline.baseline, _RESULTS),
     ("import", imports.app, _RESULTS),
     ("bench", bench.app, _SPEED),
