@@ -28,6 +28,7 @@ from fidelab.cli import (
     imports,
     launch,
     layer_diff,
+    ledger,
     models,
     phases,
     physics,
@@ -98,6 +99,7 @@ for _panel, _commands in {
 for _name, _group, _panel in (
     ("baseline", baseline.baseline, _RESULTS),
     ("import", imports.app, _RESULTS),
+    ("runs", ledger.app, _RESULTS),
     ("bench", bench.app, _SPEED),
     ("physics", physics.app, _SPEED),
     *((module.__name__.rpartition(".")[2], module.app, _MACHINE) for module in (models, engines, presets, captures)),

@@ -1,0 +1,183 @@
+"""``fidelab runs``: all runs of a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fidelab.cli import options
+from fidelab.cli.baseline import diff
+from fidelab.cli.commands import Commands
+from fidelab.cli.output import note, open_console
+
+if TYPE_CHECKING:
+    from fidelab.ledger.index import LedgerRow
+
+__all__ = ["app"]
+
+app = Commands(help="List, show, compare and clean up runs.")
+app.command("diff")(diff)
+
+
+@app.command("list")
+@options.expand_options
+def list_runs(
+    *,
+    model: Annotated[str | None, typer.Option(help="Only of models with this in their names.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Only with an arm on this engine.")] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="WHEN", help="Only from this day or time on: 2026-01-31, or 7d, 12h before now."),
+    ] = None,
+    runs: options.RunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    """One line per run, the latest first: what was compared, how it ended, its answer, its size with captures.
+
+    [bold]Example[/bold]
+
+      fidelab runs list --model qwen --engine vllm --since 30d
+    """
+    from fidelab.ledger import index
+
+    earliest = None if since is None else _moment(since)
+    rows = [
+        row
+        for row in index.list_runs(runs.output_dir)
+        if (model is None or model.lower() in row.model.lower())
+        and (engine is None or engine in row.engines)
+        and (earliest is None or (row.started is not None and row.started >= earliest))
+    ]
+    if as_json:
+        print(json.dumps({"runs": [_entry(row) for row in rows]}, indent=2, ensure_ascii=False))
+        return
+    if not rows:
+        note(f"fidelab: there is no such run in {runs.output_dir}")
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="")
+    for name in ("run", "started (UTC)", "model", "reference", "arms", "engine", "status", "verdicts", "recommended"):
+        table.add_column(name, overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_plain, _cells(row)))
+    open_console(400).print(table)
+
+
+@app.command()
+def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
+    """What is known of one run: command, arms, verdicts, captures, and on what it was made.
+
+    [bold]Example[/bold]
+
+      fidelab runs show latest
+    """
+    from fidelab.ledger.index import provenance, read_row
+
+    row = read_row(run_dir)
+    made = provenance(run_dir)
+    if as_json:
+        print(json.dumps({**_entry(row), "provenance": made}, indent=2, ensure_ascii=False))
+        return
+    held, size = row.held(), _mebibytes(row.bytes)
+    facts = {
+        "run": str(run_dir),
+        "kind": row.kind,
+        "started": row.created or "not known",
+        "model": row.model,
+        "reference": row.reference,
+        "status": f"{row.status} ({row.problem})" if row.problem else row.status,
+        **{f"verdict of {name}": verdict for name, verdict in row.verdicts.items()},
+        "recommended": row.recommended,
+        "folder": size,
+        "captures": f"{_mebibytes(sum(held.values()))} in {len(held)} of {len(row.captures)}, shared with other runs",
+        **made,
+    }
+    for name, value in facts.items():
+        if value not in ("", None, {}, []):
+            print(f"{name:<24}  {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
+
+
+@app.command()
+@options.expand_options
+def gc(
+    *,
+    older_than: Annotated[float, typer.Option(help="Days since a run was started.", show_default=False)],
+    remove: Annotated[bool, typer.Option("--remove", help="Remove them; without it, they are only named.")] = False,
+    runs: options.RunsOptions,
+) -> None:
+    """Name, and with --remove delete, the captures that only finished runs of a certain age refer to.
+
+    Reports, pages and settings stay; such a run cannot be scored again, but run again. Captures of runs that were
+    stopped, and those that a younger run shares, stay. While a run is being written, nothing is removed.
+    """
+    from fidelab.ledger.index import collect_captures
+
+    removed, concerned = collect_captures(runs.output_dir, older_than, dry_run=not remove)
+    for path, size in removed:
+        print(f"{'removed' if remove else 'would remove'} {path} ({_mebibytes(size)})")
+    for name in concerned:
+        print(f"{name} {'cannot' if remove else 'could not'} be scored again")
+    print(f"{_mebibytes(sum(size for _, size in removed))} in {len(removed)} places")
+    if removed and not remove:
+        note("fidelab: nothing was removed; do so with --remove")
+
+
+def _entry(row: LedgerRow) -> dict[str, Any]:
+    held = row.held()
+    return {
+        **vars(row),
+        "captures": {path: held.get(path) for path in row.captures},
+        "capture_bytes": sum(held.values()),
+    }
+
+
+def _cells(row: LedgerRow) -> tuple[str, ...]:
+    verdicts = ", ".join(f"{name} {verdict}" for name, verdict in row.verdicts.items())
+    return (
+        row.path,
+        row.created[:16].replace("T", " "),
+        row.model,
+        row.reference,
+        str(len(row.arms)) if row.arms else "",
+        ", ".join(row.engines),
+        row.status if row.kind == "run" else f"{row.status} ({row.kind})",
+        verdicts if len(row.arms) <= 4 else f"{verdicts[:60]}…",
+        row.recommended,
+        _mebibytes(row.bytes + sum(row.held().values())),
+    )
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _moment(text: str) -> datetime:
+    """``7d``, ``12h``, a day or a time; without a zone it is UTC, as are the times that are listed.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    from fidelab.errors import UsageError
+
+    if match := re.fullmatch(r"(\d{1,5})([dh])", text.strip()):
+        amount = int(match[1])
+        return datetime.now(UTC) - (timedelta(days=amount) if match[2] == "d" else timedelta(hours=amount))
+    try:
+        moment = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise UsageError(
+            f"--since {text!r}: write a day as 2026-01-31, a time as 2026-01-31T12:00, or 7d or 12h"
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
