@@ -89,7 +89,17 @@ app = Commands(
 )
 for _panel, _commands in {
     _COMPARE: (compare.compare, compare.run, layer_diff.bisect, repeat.repeat, sample_size.plan_size),
-    _RESULTS: (runs.report, runs.charts, runs.rescore, phases.capture, phases.score, baseline.diff, claims.claims),
+    _RESULTS: (
+        runs.report,
+        runs.charts,
+        runs.rescore,
+        phases.capture,
+        phases.score,
+        baseline.diff,
+        claims.claims,
+        ledger.publish,
+        ledger.verify,
+    ),
     _SPEED: (advise.advise, launch.launch, launch.stop, physics.explain),
     _CHECKPOINTS: (audit.audit, convert.convert, quantize.quantize, sensitivity.calibrate, sensitivity.sensitivity),
     _MACHINE: (doctor.doctor, formats.formats),

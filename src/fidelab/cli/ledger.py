@@ -1,10 +1,11 @@
-"""``fidelab runs``: all runs of a folder."""
+"""``fidelab runs``, ``publish``, ``verify``: all runs of a folder, and what leaves one of them for others."""
 
 from __future__ import annotations
 
 import json
 import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,12 +13,12 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.baseline import diff
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import note, open_console
+from fidelab.cli.output import exit_on, note, open_console
 
 if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
 
-__all__ = ["app"]
+__all__ = ["app", "publish", "verify"]
 
 app = Commands(help="List, show, compare and clean up runs.")
 app.command("diff")(diff)
@@ -181,3 +182,98 @@ def _moment(text: str) -> datetime:
             f"--since {text!r}: write a day as 2026-01-31, a time as 2026-01-31T12:00, or 7d or 12h"
         ) from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+# ------------------------------------------------------------------------------------------------------- receipts
+
+
+def publish(
+    run_dir: options.RunDir,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The receipt; a file that is not there yet.")
+    ],
+    supersedes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A receipt that this one corrects.", show_default=False)
+    ] = None,
+    because: Annotated[str, typer.Option(help="Why it is corrected.", show_default=False)] = "",
+) -> None:
+    """Write a run's receipt: its figures and the hashes of its captures, as JSON lines that others can verify.
+
+    Plots, texts and folders stay out of it. Receipts are never replaced: a correction names what it supersedes.
+
+    [bold]Examples[/bold]
+
+      fidelab publish latest -o receipt.jsonl
+
+      fidelab publish latest -o new.jsonl --supersedes old.jsonl --because "…"
+    """
+    from fidelab.errors import UsageError
+    from fidelab.ledger.receipt import publish as write
+    from fidelab.results.store import RunFolder
+
+    if (supersedes is None) != (not because):
+        raise UsageError("--supersedes FILE and --because TEXT go together")
+    print(write(RunFolder.open(run_dir.absolute()), out, supersedes=supersedes, because=because))
+
+
+def verify(
+    receipts: Annotated[list[Path], typer.Argument(metavar="RECEIPT", help="What fidelab publish wrote.")],
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Its run, with captures. \\[default: the run of this name in runs, if it is there]",
+            show_default=False,
+            callback=options.find_run,
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Check receipts; exit with 1 where one was altered, contradicts itself, or is not what the captures give.
+
+    Where the run is at hand, all figures are computed again from its captures, without an engine.
+
+    [bold]Examples[/bold]
+
+      fidelab verify receipt.jsonl
+
+      fidelab verify receipt.jsonl --run runs/20260101-120000-smollm2-135m
+    """
+    from fidelab.errors import UsageError
+    from fidelab.ledger import receipt as ledger
+    from fidelab.runs.conduct import recompute
+
+    if run is not None and len(receipts) > 1:
+        raise UsageError("--run is the run of one receipt: verify the others by themselves")
+    found = [ledger.verify(path, lambda *given: recompute(*given).report, run) for path in receipts]
+    heads = [one.receipt.head for one in found]
+    corrected = {
+        head.supersedes.hash: one.receipt.path
+        for one, head in zip(found, heads, strict=True)
+        if head is not None and head.supersedes is not None
+    }
+    entries = []
+    for one, head in zip(found, heads, strict=True):
+        path, checked = one.receipt.path, one.recomputed
+        remarks = [*one.remarks]
+        if (later := corrected.get(one.receipt.hash or "")) is not None:
+            remarks.append(f"it is superseded by {later}")
+        entries.append(
+            {
+                "receipt": str(path),
+                "run_id": None if head is None else head.run_id,
+                "hash": one.receipt.hash,
+                "faults": list(one.faults),
+                "recomputed": checked,
+                "remarks": remarks,
+            }
+        )
+        if as_json:
+            continue
+        again = "" if checked is None else f", {checked:,} numbers computed again from captures"
+        print(f"{path}: {'not verified' if one.faults else 'verified'}: {len(one.receipt.lines)} lines{again}")
+        for line in remarks:
+            print(f"  {line}")
+    if as_json:
+        print(json.dumps({"receipts": entries}, indent=2, ensure_ascii=False))
+    exit_on([f"{one.receipt.path}: {fault}" for one in found for fault in one.faults])

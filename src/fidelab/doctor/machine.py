@@ -101,9 +101,9 @@ def source_commit() -> str | None:
         with suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
             return one_line(done.stdout) or None
-    with suppress(PackageNotFoundError, ValueError, AttributeError):
+    with suppress(PackageNotFoundError, LookupError, TypeError, ValueError):
         origin = json.loads(distribution("fidelab").read_text("direct_url.json") or "{}")
-        return origin.get("vcs_info", {}).get("commit_id")
+        return str(origin["vcs_info"]["commit_id"])
     return None
 
 
