@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +19,9 @@ from fidelab.cli.output import exit_on, note, open_console
 
 if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
+    from fidelab.results.record import Report
 
-__all__ = ["app", "publish", "verify"]
+__all__ = ["app", "leaderboard", "publish", "verify"]
 
 app = Commands(help="List, show, compare and clean up runs.")
 app.command("diff")(diff)
@@ -277,3 +280,68 @@ def verify(
     if as_json:
         print(json.dumps({"receipts": entries}, indent=2, ensure_ascii=False))
     exit_on([f"{one.receipt.path}: {fault}" for one in found for fault in one.faults])
+
+
+# ----------------------------------------------------------------------------------------- leaderboards and exports
+
+
+def leaderboard(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR", help="Run folders or report.json files; or a folder of runs: all of them."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", metavar="FILE", help="leaderboard.html, .md or .json. \\[default: Markdown on standard output]"
+        ),
+    ] = None,
+    by: Annotated[str, typer.Option(help="The axis or bench by whose first figure arms are ranked.")] = "kld",
+    as_json: options.Json = False,
+) -> None:
+    """Rank the arms of many runs: in one table only what was measured alike, ties shown as ties.
+
+    [bold]Examples[/bold]
+
+      fidelab leaderboard runs -o leaderboard.html
+
+      fidelab leaderboard runs/a runs/b --by benches.decode
+    """
+    from fidelab.bench import BENCHES
+    from fidelab.errors import UsageError
+    from fidelab.report.leaderboard import render_leaderboard_markdown, write_leaderboard
+    from fidelab.results.leaderboard import rank
+    from fidelab.results.table import BENCH
+
+    if out is not None and (as_json or out.suffix.lower() not in (".html", ".md", ".json")):
+        raise UsageError(f"-o {out}: write a name that ends in .html, .md or .json, without --json")
+    board = rank(list(_reports(runs)), BENCH + by if by in BENCHES.names() else by)
+    if out is not None:
+        print(write_leaderboard(board, out))
+    else:
+        sys.stdout.write(board.to_json() if as_json else render_leaderboard_markdown(board))
+
+
+def _reports(paths: list[Path]) -> Iterator[Report]:
+    """The reports of runs, and of all runs in folders; each once.
+
+    Raises:
+        InputError: one that was named is none; of those in a folder, damaged and unfinished ones are left out.
+    """
+    from fidelab.errors import InputError
+    from fidelab.results.baselines import read_run
+    from fidelab.results.store import CONFIG, REPORT, find_run
+
+    seen: set[Path] = set()
+    for path in map(find_run, paths):
+        inside = sorted(path.glob(f"*/{REPORT}")) if path.is_dir() and not (path / CONFIG).is_file() else []
+        for file in inside or [path / REPORT if path.is_dir() and (path / REPORT).is_file() else path]:
+            if file.resolve() in seen:
+                continue
+            seen.add(file.resolve())
+            try:
+                yield read_run(file)
+            except InputError as error:
+                if not inside:
+                    raise
+                note(f"fidelab: left out: {error}")
