@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,16 @@ def arm(
     return ArmRecord(name=name, axes=axes, benches=benches, **given)
 
 
-def report(run_id: str, *candidates: ArmRecord, reference: str = "bf16", **key: Any) -> Report:
+def report(run_id: str, *candidates: ArmRecord, reference: str = "bf16", kld: Any = None, decode: Any = None) -> Report:
     return Report(
         run_id=run_id,
-        created="2026-01-01T00:00:00Z",
+        created=datetime(2026, 1, 1, tzinfo=UTC),
         fidelab_version="0",
         command="",
-        comparability_key={"kld": {"items": "a", "settings": {"n_ctx": 512}}, "benches.decode": {"device": "x"}, **key},
+        comparability_key={
+            "kld": kld or {"items": "a", "settings": {"n_ctx": 512}},
+            "benches.decode": decode or {"device": "x"},
+        },
         reference=arm(reference),
         candidates=candidates,
     )
@@ -128,7 +132,7 @@ def test_what_was_measured_alike_in_several_runs_stands_in_one_table() -> None:
 
 def test_a_figure_beside_the_ranked_one_is_left_out_where_its_conditions_differ() -> None:
     runs = [report(name, arm(name, ONE, rates=(5.0, 5.0))) for name in "ab"]
-    runs.append(report("c", arm("c", ONE, rates=(500.0, 500.0)), **{"benches.decode": {"device": "y"}}))
+    runs.append(report("c", arm("c", ONE, rates=(500.0, 500.0)), decode={"device": "y"}))
     [group] = rank(runs).groups
     speed = next(n for n, column in enumerate(group.columns) if column.group == "benches.decode")
     shown = {row.run_id: row.figures[speed] for row in group.rows}

@@ -97,6 +97,7 @@ for _panel, _commands in {
         phases.score,
         baseline.diff,
         claims.claims,
+        ledger.export,
         ledger.leaderboard,
         ledger.publish,
         ledger.verify,

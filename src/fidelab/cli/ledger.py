@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
     from fidelab.results.record import Report
 
-__all__ = ["app", "leaderboard", "publish", "verify"]
+__all__ = ["app", "export", "leaderboard", "publish", "verify"]
 
 app = Commands(help="List, show, compare and clean up runs.")
 app.command("diff")(diff)
@@ -345,3 +346,52 @@ def _reports(paths: list[Path]) -> Iterator[Report]:
                 if not inside:
                     raise
                 note(f"fidelab: left out: {error}")
+
+
+class _ExportFormat(StrEnum):
+    LM_EVAL = "lm-eval"
+    MARKDOWN = "markdown"
+    BADGE = "badge"
+
+
+def export(
+    run_dir: options.RunDir,
+    form: Annotated[
+        _ExportFormat, typer.Option("--format", help="lm-eval (JSON), markdown (for a model card) or badge (SVG).")
+    ],
+    arm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Of lm-eval and badge: the arm. \\[default: the recommended or the only one]"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="\\[default: standard output]")
+    ] = None,
+) -> None:
+    """Write a run's figures in the form of another tool.
+
+    [bold]Examples[/bold]
+
+      fidelab export latest --format lm-eval --arm k16v8 -o results.json
+
+      fidelab export latest --format badge -o fidelab.svg
+    """
+    from fidelab.errors import UsageError
+    from fidelab.report.exports import choose_arm, lm_eval_results, render_badge
+    from fidelab.results.baselines import read_run
+    from fidelab.results.record import write_atomically
+
+    report = read_run(run_dir)
+    if form is _ExportFormat.MARKDOWN:
+        if arm is not None:
+            raise UsageError("--arm: the section for a model card is of all arms; leave it out")
+        text = report.to_markdown()
+    elif form is _ExportFormat.BADGE:
+        text = render_badge(choose_arm(report, arm))
+    else:
+        text = json.dumps(lm_eval_results(report, choose_arm(report, arm)), indent=2, ensure_ascii=False) + "\n"
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        print(write_atomically(out, text))

@@ -88,9 +88,7 @@ def render_leaderboard_markdown(board: Leaderboard) -> str:
     """The same in GitHub-flavoured Markdown, without headings; ends in a newline."""
     parts = []
     for table in map(_table, board.groups):
-        cells = (
-            (code_cell(row[0].text), *map(_text, row[1:])) for row in (cells for _, cells in table.rows)
-        )
+        cells = ((code_cell(row[0].text), *map(_text, row[1:])) for row in (cells for _, cells in table.rows))
         parts += [
             f"{escaped(table.title)}:",
             pipe_table(tuple(map(escaped, table.columns)), len(_WORDS), cells),
