@@ -42,6 +42,7 @@ OTHERS = {
     },
     "--batch": {"physics model": "cells of a table", "advise": "one number"},
     "--benches": {"bench offline": "benches are what it is for: never none"},
+    "--by": {"leaderboard": "what ranks, not what is changed together"},
     "--candidate": {
         "bisect": "exactly one",
         "bench offline": "one arm of several; none is the reference",
@@ -99,6 +100,12 @@ OTHERS = {
         "import kld-dumps": "a candidate's, repeated",
         "import lm-eval": "a candidate's, repeated",
         "import throughput": "an arm's, repeated",
+    },
+    "--format": {"charts": "pictures", "export": "other tools' forms"},
+    "--out": {
+        "leaderboard": "a file of one of three kinds",
+        "publish": "a file that must not be there",
+        "export": "a file",
     },
     "--output": {"explain": "a page, not a folder"},
     "--output-dir": {

@@ -294,7 +294,10 @@ def leaderboard(
     out: Annotated[
         Path | None,
         typer.Option(
-            "-o", metavar="FILE", help="leaderboard.html, .md or .json. \\[default: Markdown on standard output]"
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="leaderboard.html, .md or .json. \\[default: Markdown on standard output]",
         ),
     ] = None,
     by: Annotated[str, typer.Option(help="The axis or bench by whose first figure arms are ranked.")] = "kld",
