@@ -43,12 +43,17 @@ def test_lm_eval_results_hold_every_figure_of_the_arm_with_error_and_direction(m
     found = read_by_the_harness(lm_eval_results(report, one))
     figures = [m for group in (one.axes, one.benches) for x in group.values() for m in x.metrics if m.value is not None]
     assert len(found) == len(figures) > 20
-    mean = one.axes["kld"].metric("mean")
-    assert mean is not None and mean.interval is not None  # noqa: PT018
-    value, error, better = found["fidelab_kld", "mean"]
-    assert (value, better) == (mean.value, False)
-    assert error == pytest.approx((mean.interval[1] - mean.interval[0]) / 3.92, rel=1e-4)
     assert found["fidelab_decode_depth_512_batch_1", "isolated"] == (64.0, "N/A", True)
+
+
+def test_the_standard_error_of_lm_eval_results_is_the_interval_over_3_92() -> None:
+    report = sample_report()
+    one = report.candidates[0]
+    low, high = one.axes["kld"].ci("mean") or (0.0, 0.0)
+    value, error, better = read_by_the_harness(lm_eval_results(report, one))["fidelab_kld", "mean"]
+    assert (value, better) == (one.axes["kld"].value("mean"), False)
+    assert high > low
+    assert error == pytest.approx((high - low) / 3.92, rel=1e-4)
 
 
 def test_lm_eval_results_count_items_and_keep_intervals_and_origin(made: Done) -> None:

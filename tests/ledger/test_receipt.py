@@ -142,6 +142,14 @@ def test_lines_that_are_cut_removed_moved_or_added_are_caught(harm: str, receipt
     assert faults(receipt)
 
 
+def test_a_line_of_another_receipt_in_the_place_of_one_is_caught(receipt: Path) -> None:
+    own = receipt.read_text().splitlines(keepends=True)
+    forge(receipt, lambda lines: kld(lines, "median").update(value=0.001))
+    other = receipt.read_text().splitlines(keepends=True)
+    receipt.write_text("".join([*own[:2], other[2], *own[3:]]))  # its number and its own hash are right
+    assert "line 4 (arm tilt[q=0.9] as candidate) does not follow" in faults(receipt)
+
+
 def test_a_fault_exits_with_1_and_names_file_and_line(receipt: Path, runs: Path) -> None:
     receipt.write_text(receipt.read_text().replace('"usable_cores":', '"usable_core5":', 1))
     done = cli("verify", receipt, cwd=runs)
