@@ -222,6 +222,8 @@ def test_what_is_no_receipt_is_refused_in_one_line(tmp_path: Path) -> None:
     done = cli("verify", "x", cwd=tmp_path)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "names no schema fidelab.receipt/0" in done.err
+    (tmp_path / "x").write_text("")
+    assert cli("verify", "x", cwd=tmp_path).code == 2
 
 
 # --------------------------------------------------------------------------------------------------- corrections

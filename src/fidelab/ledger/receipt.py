@@ -346,6 +346,8 @@ def _read(path: Path) -> Receipt:
         raise InputError(f"{path}: cannot read the receipt: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start}): no receipt") from None
+    if texts == [""]:
+        raise InputError(f"{path}: is no receipt: it is empty")
     faults = [] if texts[-1] == "" else ["its last line does not end: it was cut off"]
     lines: list[HeadLine | ArmLine | CaptureLine | EndLine] = []
     previous: str | None = None
