@@ -42,6 +42,7 @@ OTHERS = {
     },
     "--batch": {"physics model": "cells of a table", "advise": "one number"},
     "--benches": {"bench offline": "benches are what it is for: never none"},
+    "--by": {"leaderboard": "what ranks, not what is changed together"},
     "--candidate": {
         "bisect": "exactly one",
         "bench offline": "one arm of several; none is the reference",
@@ -63,6 +64,7 @@ OTHERS = {
     "--dtype": {"convert": "of what is not quantized, not of a computation"},
     "--engine": {
         "bisect": "engines that pass on the states behind layers",
+        "runs list": "a filter",
         **dict.fromkeys(_PRESET, "the preset's own"),
     },
     "--image": {"doctor": "what is examined instead", "engines list": "what is listed instead"},
@@ -77,13 +79,14 @@ OTHERS = {
         "bench serve": "a label",
         "bench sweep": "a label",
     },
-    "--markdown": {"diff": "a table for a pull request"},
+    "--markdown": {"diff": "a table for a pull request", "runs diff": "the same command"},
     "--reference": {"physics model": "a format of no run"},
     "--tp": dict.fromkeys(("advise", "physics model"), "what a device holds"),
-    "--older-than": {"models gc": "converted weights, not captures"},
+    "--older-than": {"models gc": "converted weights, not captures", "runs gc": "required, and of runs"},
     "--model": {
         "bench capacity": "the model on the server",
         "formats": "the model whose cache is counted",
+        "runs list": "a filter",
         "import kld-dumps": "a label",
         "bench serve": "the model on the server",
         "bench sweep": "the model on the server",
@@ -99,6 +102,12 @@ OTHERS = {
         "import lm-eval": "a candidate's, repeated",
         "import llama-perplexity": "an arm's, repeated",
         "import throughput": "an arm's, repeated",
+    },
+    "--format": {"charts": "pictures", "export": "other tools' forms"},
+    "--out": {
+        "leaderboard": "a file of one of three kinds",
+        "publish": "a file that must not be there",
+        "export": "a file",
     },
     "--output": {"explain": "a page, not a folder"},
     "--output-dir": {
