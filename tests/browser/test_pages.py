@@ -17,8 +17,10 @@ from fidelab.physics.fits import read_points
 from fidelab.report.explainer import render_explainer
 from fidelab.report.html import render_html, render_notebook
 from fidelab.report.layer_diff import bisect_html
+from fidelab.report.leaderboard import render_leaderboard_html
 from fidelab.report.sensitivity import write_sensitivity_html
 from fidelab.results.layer_diff_record import BisectArm, BisectReport, Errors, LayerRow
+from fidelab.results.leaderboard import rank
 from fidelab.results.record import KVFormats, Report
 from fidelab.results.sensitivity_record import Loss, SensitivityCell, SensitivityReport
 from fidelab.results.values import Outcome
@@ -150,6 +152,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "sensitivity": sensitivity_page,
     "bisect": bisect_page,
     "notebook": notebook_page,
+    "leaderboard": lambda _: render_leaderboard_html(rank([sample_report(), hostile_report(), wide_report()])),
     "explain": lambda _: render_explainer(explainer(FORMATS), fidelab.__version__),
     "explain points": points_page,
 }

@@ -55,11 +55,20 @@ COMMANDS = [
     ("engines", "list"),
     ("engines", "install"),
     ("engines", "remove"),
+    ("runs",),
+    ("runs", "list"),
+    ("runs", "show"),
+    ("runs", "diff"),
+    ("runs", "gc"),
+    ("leaderboard",),
+    ("publish",),
+    ("verify",),
+    ("export",),
     ("captures",),
     ("captures", "list"),
     ("captures", "gc"),
 ]
-_GROUPS = ("models", "engines", "captures", "import", "baseline", "bench")
+_GROUPS = ("runs", "models", "engines", "captures", "import", "baseline", "bench")
 WITH_EXAMPLES = [words for words in COMMANDS if not words or words[0] not in _GROUPS]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fidelab.config.cross import CrossEngine, validate_cross
-from fidelab.config.profiles import names
+from fidelab.config.profiles import experiments
 from fidelab.environments.environment import locate
 from fidelab.errors import FidelabError
 from fidelab.models import Model
@@ -131,9 +131,9 @@ def test_engines_on_one_checkpoint_agree(report: CrossReport) -> None:
     assert max(there) < 1.02 * min(there)
 
 
-def test_the_profile_names_every_engine_of_this_file() -> None:
+def test_the_bundled_experiment_names_every_engine_of_this_file() -> None:
     import fidelab.config.profiles as room
 
-    assert "cross-engine" in names()
-    text = (Path(room.__file__).parent / "cross-engine.yaml").read_text()
+    assert "cross-engine" in experiments()
+    text = (Path(room.__file__).parent / "experiments" / "cross-engine.yaml").read_text()
     assert all(f"engine: {name}\n" in text for name in LINES)

@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from fidelab.config.cross import CrossEngine, validate_cross
-from fidelab.config.profiles import names
+from fidelab.config.profiles import experiments
 from fidelab.errors import ConfigError
 from fidelab.report.cross import render_cross
 from fidelab.results.cross_record import CrossReport
@@ -249,29 +249,29 @@ def test_names_of_lines_are_no_markup(found: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ profiles
 
 
-@pytest.mark.parametrize("name", names())
-def test_bundled_profiles_are_valid(name: str) -> None:
+@pytest.mark.parametrize("name", experiments())
+def test_bundled_experiments_are_valid(name: str) -> None:
     import fidelab.config.profiles as room
 
-    data = yaml.safe_load((Path(room.__file__).parent / f"{name}.yaml").read_text())
+    data = yaml.safe_load((Path(room.__file__).parent / "experiments" / f"{name}.yaml").read_text())
     assert isinstance(validate_cross(data, name), CrossEngine)
 
 
-@pytest.mark.parametrize("said", ["cross-engine", "cross-engine.yaml", "profiles/cross-engine.yaml"])
-def test_a_profile_is_found_by_its_name(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("said", ["cross-engine", "cross-engine.yaml", "experiments/cross-engine.yaml"])
+def test_a_bundled_experiment_is_found_by_its_name(tmp_path: Path, said: str) -> None:
     done = cli("run", said, "--set", "engines=[]", cwd=tmp_path)
     assert "cross-engine.yaml: engines: List should have at least 1 item" in done.err
 
 
-def test_a_file_of_the_users_wins_over_a_profile(tmp_path: Path) -> None:
+def test_a_file_of_the_users_wins_over_a_bundled_one(tmp_path: Path) -> None:
     (tmp_path / "cross-engine").write_text("kind: cross-engine\n")
     assert "cross-engine: 'model' is missing" in cli("run", "cross-engine", cwd=tmp_path).err
 
 
-@pytest.mark.parametrize("said", ["cross-engin", "profiles/other.yaml", "elsewhere/cross-engine.yaml"])
-def test_an_unknown_name_lists_the_profiles(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("said", ["cross-engin", "experiments/other.yaml", "elsewhere/cross-engine.yaml"])
+def test_an_unknown_name_lists_the_bundled_experiments(tmp_path: Path, said: str) -> None:
     done = cli("run", said, cwd=tmp_path)
-    assert done.err == f"fidelab: {said} does not exist; name an experiment file or a bundled profile: cross-engine\n"
+    assert done.err == f"fidelab: {said} does not exist; name an experiment file or a bundled one: cross-engine\n"
     assert done.code == 2
 
 

@@ -6,7 +6,7 @@ import calendar
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +41,11 @@ def entries(store: Path) -> list[Entry]:
 
 
 def collect_garbage(
-    store: Path, *, older_than_days: float | None = None, dry_run: bool = False
+    store: Path, *, older_than_days: float | None = None, doomed: Collection[Path] = (), dry_run: bool = False
 ) -> list[tuple[Path, int]]:
     """Remove files of ended writers, damaged and old captures, then heads and vocabularies without a capture.
+
+    ``doomed``: captures that go whatever their age.
 
     Only files with fidelab's names in fidelab's places are removed, since the folder may hold other things.  Captures
     of other versions stay, and with them all heads and vocabularies, since it is not known which they need.
@@ -52,7 +54,7 @@ def collect_garbage(
     Raises:
         InputError: there is no such folder.
     """
-    doomed: list[Path] = []
+    going: list[Path] = []
     needed: set[str] = set()
     now, foreign = time.time(), False
     for folder in _folders(store):
@@ -62,24 +64,25 @@ def collect_garbage(
             foreign = True
             continue
         except CaptureError:
-            doomed += [folder] if _is_ours(folder, store) else []
+            going += [folder] if _is_ours(folder, store) else []
             continue
         age = now - _seconds(capture.manifest["created"])
-        if older_than_days is not None and age > older_than_days * 86_400 and _is_ours(folder, store):
-            doomed.append(folder)
+        old = older_than_days is not None and age > older_than_days * 86_400
+        if (old or folder in doomed) and _is_ours(folder, store):
+            going.append(folder)
             continue
         needed.add(f"{capture.vocabulary.sha256[:24]}.json.gz")
         if capture.manifest["head"]:
             needed.add(capture.manifest["head"]["file"])
     for kind, form in ({} if foreign else _SHARED).items():
         unused = [p for p in sorted(store.glob(f"{kind}/*")) if form.fullmatch(p.name) and p.name not in needed]
-        doomed += [p for p in unused if now - p.stat().st_mtime > _GRACE]
-    doomed += [p for p in sorted(store.glob(f"*/{PARTIAL}*")) if abandoned(p)]
-    removed = [(path, _size(path)) for path in doomed]
+        going += [p for p in unused if now - p.stat().st_mtime > _GRACE]
+    going += [p for p in sorted(store.glob(f"*/{PARTIAL}*")) if abandoned(p)]
+    removed = [(path, _size(path)) for path in going]
     if not dry_run:
-        for path in doomed:
+        for path in going:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for folder in {path.parent for path in doomed}:
+        for folder in {path.parent for path in going}:
             if not any(folder.iterdir()):
                 folder.rmdir()
     return removed

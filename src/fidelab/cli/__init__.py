@@ -28,10 +28,12 @@ from fidelab.cli import (
     imports,
     launch,
     layer_diff,
+    ledger,
     models,
     phases,
     physics,
     presets,
+    profiles,
     quantize,
     repeat,
     runs,
@@ -88,7 +90,19 @@ app = Commands(
 )
 for _panel, _commands in {
     _COMPARE: (compare.compare, compare.run, layer_diff.bisect, repeat.repeat, sample_size.plan_size),
-    _RESULTS: (runs.report, runs.charts, runs.rescore, phases.capture, phases.score, baseline.diff, claims.claims),
+    _RESULTS: (
+        runs.report,
+        runs.charts,
+        runs.rescore,
+        phases.capture,
+        phases.score,
+        baseline.diff,
+        claims.claims,
+        ledger.export,
+        ledger.leaderboard,
+        ledger.publish,
+        ledger.verify,
+    ),
     _SPEED: (advise.advise, launch.launch, launch.stop, physics.explain),
     _CHECKPOINTS: (audit.audit, convert.convert, quantize.quantize, sensitivity.calibrate, sensitivity.sensitivity),
     _MACHINE: (doctor.doctor, formats.formats),
@@ -96,8 +110,10 @@ for _panel, _commands in {
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
 for _name, _group, _panel in (
+    ("profiles", profiles.app, _COMPARE),
     ("baseline", baseline.baseline, _RESULTS),
     ("import", imports.app, _RESULTS),
+    ("runs", ledger.app, _RESULTS),
     ("bench", bench.app, _SPEED),
     ("physics", physics.app, _SPEED),
     *((module.__name__.rpartition(".")[2], module.app, _MACHINE) for module in (models, engines, presets, captures)),

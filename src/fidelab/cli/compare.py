@@ -227,14 +227,14 @@ def _pasted(
 
 
 def run(
-    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML), or the name of a bundled profile.")],
+    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML), or the name of a bundled one.")],
     overrides: options.Overrides = None,
     as_json: options.Json = False,
     plot: options.Plot = False,
     dry_run: options.DryRun = False,
     trusted: options.Trusted = None,
 ) -> None:
-    """Run an experiment file or a profile; a run's config.resolved.yaml repeats that run.
+    """Run an experiment file; a run's config.resolved.yaml repeats that run.
 
     [bold]Examples[/bold]
 

@@ -36,7 +36,7 @@ def render_html(report: Report, positions: Path | None = None) -> str:
     """
     view = build_view(report)
     gallery = gallery_of(report, view, positions)
-    script, digest = script_of("report.js")
+    script, digest = script_of("page.js", "report.js")
     return (
         templates()
         .get_template("report.html.j2")
@@ -76,9 +76,10 @@ def write_html(report: Report, path: str | Path) -> Path:
 
 
 @cache
-def script_of(name: str) -> tuple[Markup, str]:
-    """A page's script, and its hash as a content security policy names it."""
-    text = (files("fidelab.report") / "templates" / name).read_text("utf-8").replace("\r\n", "\n")
+def script_of(*names: str) -> tuple[Markup, str]:
+    """A page's script, of several files in one, and its hash as a content security policy names it."""
+    folder = files("fidelab.report") / "templates"
+    text = "".join((folder / name).read_text("utf-8") for name in names).replace("\r\n", "\n")
     return Markup(text), base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

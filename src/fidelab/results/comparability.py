@@ -31,7 +31,7 @@ _CALLED = {
 _LONGEST = 40  # characters of a value: lists are long
 _VOLATILE = ("loaded_host_bytes", "peak_host_bytes", "seconds")  # of what ran: differs from one run to the next
 # What last bits depend on: of the environment, and of what ran.
-_MACHINE = ("machine", "processor", "usable_cores", "packages")
+_MACHINE = ("machine", "processor", "usable_cores", "packages", "gpus", "gpu_driver")
 _ROUNDING = ("device", "attention", "threads", "versions", "variables")
 
 

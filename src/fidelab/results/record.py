@@ -193,6 +193,8 @@ class ArmRecord(Outcome):
     """Engine that runs it."""
     model: str
     """The model as the user knows it."""
+    weights_sha256: str | None = None
+    """SHA-256 of the content of the local checkpoint; null of imported figures, and in earlier reports."""
     kv: KVFormats
     """What was asked."""
     serve_command: str | None = None

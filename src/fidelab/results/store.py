@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -119,6 +121,26 @@ class RunFolder:
             raise InputError(f"{name} has no report yet; finish the run with: fidelab compare --resume {name}")
         return Report.from_json(self.report)
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Mark the folder as being written until the block, or this process, ends."""
+        with self.config.open("rb") as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_SH)
+            yield
+
+    @property
+    def being_written(self) -> bool:
+        """A living process is inside :meth:`writing`; one elsewhere is seen if the file system has locks."""
+        try:
+            with self.config.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # no file, or no locks
+            return False
+        return False
+
     def log(self, role: str) -> Path:
         """The log of a worker; the digest distinguishes names that become equal in a file name."""
         kind, _, name = role.partition(":")
@@ -184,7 +206,7 @@ class RunFolder:
 
 
 def find_run(name: Path) -> Path:
-    """The run that a person names: its folder, a file of it, or ``latest``.
+    """The run that a person names: its folder, a file of it, its name in ``runs``, or ``latest``.
 
     ``latest`` is the run that was started last in ``runs``, ``FOLDER/latest`` in another folder; a path that exists
     comes first.  Any other path is returned as it is.
@@ -195,7 +217,8 @@ def find_run(name: Path) -> Path:
     if name.name in (REPORT, HTML, CONFIG) and (name.parent / CONFIG).is_file():
         return name.parent
     if name.name != _LATEST or name.exists():
-        return name
+        inside = RUNS / name
+        return inside if len(name.parts) == 1 and not name.exists() and (inside / CONFIG).is_file() else name
     folder = name.parent if len(name.parts) > 1 else RUNS
     found = [path for path in folder.glob("*") if (path / CONFIG).is_file()]
     if not found:

@@ -41,7 +41,7 @@ from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.pairing import ArmResult
 from fidelab.runs.runner import Asking, Listener, Silent, fork_server
-from fidelab.runs.scoring import RunFacts, score_run
+from fidelab.runs.scoring import RunFacts, Scored, score_run
 from fidelab.workers.fork_server import ForkServers
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "first_replicate",
     "prepare",
     "read_outcomes",
+    "recompute",
     "rescore",
     "resume",
 ]
@@ -191,7 +192,7 @@ def first_replicate(folder: RunFolder) -> int:
 
 
 def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Report, RunFolder]:
-    """Compute all scores again from the captures; no engine and no model are needed.
+    """Compute all scores again from the captures, and write the report; no engine and no model are needed.
 
     ``limits``: fields of :class:`~fidelab.config.schema.Limits` in the place of the run's own.
 
@@ -200,6 +201,16 @@ def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Rep
         CaptureError: a capture is gone, damaged, or not its arm's; names it.
     """
     folder = RunFolder.open(run_dir.absolute())
+    with folder.writing():
+        return _write(folder, recompute(folder, limits)), folder
+
+
+def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Scored:
+    """The scores of a run, computed again from its captures as :func:`rescore` does; nothing is written.
+
+    Raises:
+        FidelabError: as :func:`rescore`.
+    """
     results, facts, planned = read_outcomes(folder)
     left = planned - {result.role for result in results}
     remedy = f"go on with: fidelab compare --resume {folder.path}"
@@ -216,7 +227,7 @@ def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Rep
             result.check_captures()
         except MismatchError as error:
             raise type(error)(f"{error}: captures were mixed up; {remedy}") from None
-    return _finish(experiment, folder, facts, results), folder
+    return score_run(experiment, facts, results)
 
 
 def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str]]:
@@ -286,7 +297,7 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
     listener.start(plan, folder)
     ahead = threading.Thread(target=_prepare_scoring, name="scoring")
     try:
-        with _terminate_as_interrupt():
+        with _terminate_as_interrupt(), folder.writing():
             if plan.settings.axes:
                 ahead.start()
             asking = prepared.asking(listener, folder.event)
@@ -304,7 +315,8 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
             began = time.monotonic()
-            report = _finish(plan.settings.experiment, folder, facts, _every(plan, results))
+            scored = score_run(plan.settings.experiment, facts, _every(plan, results))
+            report = _write(folder, scored)
             if all(result.status is Status.OK for result in results):
                 Timings().add_scoring((time.monotonic() - began) / expected.scoring_default)
             return report
@@ -377,10 +389,9 @@ def _head(folder: RunFolder) -> dict[str, str]:
     return dict(line[2:].split(": ", 1) for line in lines if ": " in line)
 
 
-def _finish(experiment: Experiment, folder: RunFolder, facts: RunFacts, results: list[ArmResult]) -> Report:
+def _write(folder: RunFolder, scored: Scored) -> Report:
     from fidelab.report.html import write_html
 
-    scored = score_run(experiment, facts, results)
     folder.write_positions(scored.positions)
     write_html(scored.report, folder.html)
     scored.report.write(folder.report)  # last: a run folder with a report is complete
@@ -405,16 +416,18 @@ def _environment() -> dict[str, Any]:
 
     import psutil
 
-    from fidelab.doctor.machine import cpu_name
+    from fidelab.doctor.machine import cpu_name, graphics, source_commit
 
     return {
         "fidelab": fidelab.__version__,
+        "commit": source_commit(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
         "processor": cpu_name(),
         "usable_cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
+        **graphics(),
         "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -51,6 +52,7 @@ from fidelab.runs.speculation import with_forecast
 
 __all__ = ["RunFacts", "Scored", "score_run"]
 
+_SHA256 = re.compile("[0-9a-f]{64}")  # what could not be found has a name there
 _CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
 
 
@@ -579,6 +581,7 @@ def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
         name=result.arm.name,
         engine=result.arm.engine,
         model=result.arm.model,
+        weights_sha256=result.arm.weights if _SHA256.fullmatch(result.arm.weights) else None,
         kv=KVFormats.from_spec(result.arm.kv),
         serve_command=None if result.status is Status.NOT_SUPPORTED else serve_command(experiment, result.arm),
         ran=None if result.ran is None else RuntimeRecord.model_validate(dict(result.ran)),

@@ -1,30 +1,377 @@
-"""Profiles: experiment files that come with the package, by name."""
+"""Profiles that come with the package: the protocol of a published measurement, in stages, with its figures.
+
+A profile's stage is an experiment or a command of fidelab.  ``{name}`` in its texts stands for a parameter of the
+profile (``model``, ``device``, …), and for two folders: ``{folder}``, the stage's own, and ``{stages}``, in which those
+of all stages are.  A variant (``tiny``) has other parameters and may replace parts of stages.
+
+The folder ``experiments`` holds experiment files that ``fidelab run NAME`` finds by their names.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from fidelab.errors import ConfigError, nearest_first
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-__all__ = ["find_experiment", "names"]
+from fidelab.config.load import read_yaml, validate_as
+from fidelab.errors import ConfigError, UnknownNameError, UsageError, nearest_first
+
+__all__ = [
+    "Figure",
+    "Needs",
+    "Profile",
+    "Resolved",
+    "Source",
+    "Stage",
+    "experiments",
+    "find_experiment",
+    "load_profile",
+    "names",
+    "parse_parameters",
+    "resolve",
+]
 
 _HERE = Path(__file__).parent
+_EXPERIMENTS = _HERE / "experiments"
+_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+_NAME = r"[a-z0-9][a-z0-9-]*"
+_PLACE = re.compile(r"\{(\w+)\}")
+_FOLDERS = ("folder", "stages")  # known only when a stage is run
+
+Amount = Annotated[float, Field(gt=0)]
+Value = str | int | float
+
+
+class Needs(BaseModel):
+    """What a machine must have for a stage.  Sizes in GB (10^9 bytes), all GPUs being alike."""
+
+    model_config = _STRICT
+
+    device: Literal["cpu", "gpu", "cuda", "rocm"] | None = Field(default=None, description="kind of device")
+    gpus: Annotated[int, Field(ge=1)] | None = Field(default=None, description="number of GPUs")
+    gpu_memory: Amount | None = Field(default=None, description="GB of each GPU")
+    memory: Amount | None = Field(default=None, description="GB of the host")
+    disk: Amount | None = Field(default=None, description="GB free where runs are written")
+    cores: Annotated[int, Field(ge=1)] | None = Field(default=None, description="usable CPU cores")
+    hours: Amount | None = Field(default=None, description="how long it takes; told, not judged")
+    packages: tuple[str, ...] = Field(default=(), description="modules that fidelab's interpreter can import")
+    engines: tuple[str, ...] = Field(default=(), description="engines with an environment here")
+    data: tuple[str, ...] = Field(default=(), description="sets of data: gsm8k, wikitext-2, or a file")
+    stages: tuple[str, ...] = Field(default=(), description="stages of this profile that must have ended well")
+    never: str | None = Field(default=None, description="why no machine can run it in this variant")
+
+
+class Source(BaseModel):
+    """Where the protocol and the expected figures are from."""
+
+    model_config = _STRICT
+
+    title: str = Field(description="title of the document")
+    url: str = Field(default="", description="public address; empty where the profile repeats nobody's measurement")
+    setup: str = Field(default="", description="device, model and software of the source")
+
+
+class Pins(BaseModel):
+    """Versions with which the profile was written."""
+
+    model_config = _STRICT
+
+    models: dict[str, str | None] = Field(
+        default_factory=dict, description="checkpoint → revision; null where its source names none"
+    )
+    packages: dict[str, str] = Field(default_factory=dict, description="package → version, for fidelab's interpreter")
+
+
+class StageChange(BaseModel):
+    """What a variant has instead."""
+
+    model_config = _STRICT
+
+    needs: Needs | None = Field(default=None, description="needs instead of the stage's own")
+    experiment: dict[str, Any] | None = Field(default=None, description="settings that go over the experiment's")
+    command: tuple[Value, ...] | None = Field(default=None, description="words instead of the stage's own")
+
+
+class Stage(BaseModel):
+    """An experiment, or the words of a command of fidelab."""
+
+    model_config = _STRICT
+
+    name: str = Field(pattern=_NAME, description="name, unique in the profile")
+    about: str = Field(default="", description="what it measures, in one line")
+    needs: Needs = Field(default_factory=Needs, description="what a machine must have for it")
+    experiment: dict[str, Any] | None = Field(default=None, description="experiment, as fidelab run takes it")
+    command: tuple[Value, ...] | None = Field(default=None, description="command, without the word fidelab")
+    variants: dict[str, StageChange] = Field(default_factory=dict, description="variant → what it has instead")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Stage:
+        if (self.experiment is None) == (self.command is None):
+            raise ValueError("a stage has either 'experiment' or 'command'")
+        if self.command is not None and not self.command:
+            raise ValueError("command: name a command of fidelab")
+        return self
+
+
+class Figure(BaseModel):
+    """A figure of the source, and where a stage's JSON has ours."""
+
+    model_config = _STRICT
+
+    name: str = Field(description="what it is")
+    stage: str = Field(description="stage that measures it")
+    at: str = Field(description="path in the stage's JSON: key.key[name=x].key; a metric stands for its value")
+    value: float | None = Field(default=None, description="the source's; null where it has none")
+    unit: str = Field(default="", description="unit, as in reports")
+
+
+class Variant(BaseModel):
+    """The same protocol at another size."""
+
+    model_config = _STRICT
+
+    about: str = Field(description="what it is for, in one line")
+    needs: Needs = Field(default_factory=Needs, description="needs of every stage that names none for this variant")
+    parameters: dict[str, Value] = Field(default_factory=dict, description="parameters that differ")
+    differences: tuple[str, ...] = Field(default=(), description="how its protocol differs from the source's, besides")
+
+
+class Profile(BaseModel):
+    """A profile as its file has it."""
+
+    model_config = _STRICT
+
+    kind: Literal["profile"] = Field(description="profile")
+    purpose: str = Field(description="the question that it answers")
+    source: Source = Field(description="whose protocol it is")
+    needs: Needs = Field(default_factory=Needs, description="what every stage needs")
+    pins: Pins = Field(default_factory=Pins, description="versions with which it was written")
+    parameters: dict[str, Value] = Field(description="name → value of what {name} stands for; 'model' is one")
+    stages: tuple[Stage, ...] = Field(min_length=1, description="stages, in their order")
+    expected: tuple[Figure, ...] = Field(default=(), description="figures of the source")
+    differences: tuple[str, ...] = Field(default=(), description="how our protocol differs from the source's")
+    variants: dict[str, Variant] = Field(default_factory=dict, description="name → variant")
+    collect: bool = Field(default=False, description="put what the stages printed into the record, to be sent")
+
+    @field_validator("parameters")
+    @classmethod
+    def _have_no_folder(cls, value: dict[str, Value]) -> dict[str, Value]:
+        for name in value:
+            if name in _FOLDERS or not name.isidentifier():
+                raise ValueError(f"{name!r} cannot be the name of a parameter")
+        return value
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Profile:
+        stages = [stage.name for stage in self.stages]
+        if twice := next((name for name in stages if stages.count(name) > 1), None):
+            raise ValueError(f"two stages are called {twice!r}")
+        for place, stage in enumerate(self.stages):
+            changes = stage.variants.values()
+            wanted = {name for needs in (stage.needs, *(c.needs for c in changes if c.needs)) for name in needs.stages}
+            for name in sorted(wanted):
+                if name not in stages[:place]:
+                    raise ValueError(f"stage {stage.name!r} needs {name!r}, which is no stage before it")
+            for name in stage.variants:
+                if name not in self.variants:
+                    raise ValueError(f"stage {stage.name!r} has variant {name!r}, which is not in 'variants'")
+            for change in changes:
+                if (change.experiment is not None and stage.experiment is None) or (
+                    change.command is not None and stage.command is None
+                ):
+                    raise ValueError(f"stage {stage.name!r}: a variant cannot turn an experiment into a command")
+        for figure in self.expected:
+            if figure.stage not in stages:
+                nearest = nearest_first(figure.stage, stages)[0]
+                raise ValueError(
+                    f"expected figure {figure.name!r}: unknown stage {figure.stage!r}; did you mean {nearest!r}?"
+                )
+        return self
+
+
+class Resolved(BaseModel):
+    """A profile in one variant, its parameters put in; :func:`fidelab.runs.profiles.run_profile` takes it."""
+
+    model_config = _STRICT
+
+    name: str
+    variant: str | None
+    purpose: str
+    source: Source
+    pins: Pins
+    parameters: dict[str, Value]
+    stages: tuple[Stage, ...]
+    expected: tuple[Figure, ...]
+    differences: tuple[str, ...]
+    collect: bool
 
 
 def names() -> list[str]:
-    """The bundled profiles."""
+    """The profiles that come with the package."""
     return sorted(path.stem for path in _HERE.glob("*.yaml"))
 
 
-def find_experiment(path: Path) -> Path:
-    """The file that a user means: one that exists, else the bundled profile NAME or profiles/NAME.yaml.
+def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
+    """A profile that comes with the package, or one of a file that the user trusts.
 
     Raises:
-        ConfigError: neither; lists the profiles.
+        UnknownNameError: there is no such profile.
+        ConfigError: a file that is no profile, or that is not trusted.
+    """
+    if name in names():
+        path = _HERE / f"{name}.yaml"
+    elif not (path := Path(name)).is_file():
+        raise UnknownNameError("profile", name, names())
+    elif not any(path.resolve() in (file.resolve(), *file.resolve().glob("*")) for file in trusted):
+        raise ConfigError(
+            f"{name} may run any command of fidelab, which a file may not do unasked: if you trust it, add "
+            f"--trust {name}"
+        )
+    data = read_yaml(path, keys="'kind: profile' and 'stages:'")
+    if data.get("kind") != "profile":
+        raise ConfigError(f"{name} is no profile: 'kind: profile' is missing (an experiment is run by fidelab run)")
+    return validate_as(Profile, data, name)
+
+
+def resolve(
+    name: str, profile: Profile, variant: str | None = None, parameters: Mapping[str, Value] | None = None
+) -> Resolved:
+    """The stages as they would be run.
+
+    Args:
+        name: what the user called the profile.
+        profile: as loaded.
+        variant: one of its variants; ``None``: the protocol at its full size.
+        parameters: what the command line sets; goes before the variant's.
+
+    Raises:
+        UnknownNameError: there is no such variant or parameter.
+        ConfigError: a text names a parameter that the profile does not have.
+    """
+    if variant is not None and variant not in profile.variants:
+        raise UnknownNameError(f"variant of profile {name}", variant, profile.variants)
+    chosen = profile.variants[variant] if variant else Variant(about="")
+    values = {**profile.parameters, **chosen.parameters}
+    for key, value in (parameters or {}).items():
+        if key not in values:
+            raise UnknownNameError(f"parameter of profile {name}", key, values)
+        values[key] = value
+    known = {**values, **{key: f"{{{key}}}" for key in _FOLDERS}}
+    stages = []
+    for stage in profile.stages:
+        change = stage.variants.get(variant or "", StageChange())
+        own = change.needs or (chosen.needs if variant else merged_needs(profile.needs, stage.needs))
+        needed = merged_needs(Needs(stages=stage.needs.stages, data=stage.needs.data), own)
+        fields: dict[str, Any] = {
+            "name": stage.name,
+            "about": stage.about,
+            "experiment": None if stage.experiment is None else _over(stage.experiment, change.experiment or {}),
+            "command": change.command or stage.command,
+        }
+        for key in ("experiment", "command"):
+            fields[key] = _filled(fields[key], known, f"{name}: stage {stage.name!r}")
+        needs = _filled(needed.model_dump(exclude_defaults=True), known, f"{name}: stage {stage.name!r}")
+        stages.append(Stage.model_validate({**fields, "needs": needs}))
+    return Resolved(
+        name=name,
+        variant=variant,
+        purpose=profile.purpose,
+        source=profile.source,
+        pins=profile.pins,
+        parameters=values,
+        stages=tuple(stages),
+        expected=tuple(
+            Figure.model_validate(_filled(figure.model_dump(), known, f"{name}: figure {figure.name!r}"))
+            for figure in profile.expected
+        ),
+        differences=(*profile.differences, *chosen.differences),
+        collect=profile.collect,
+    )
+
+
+def parse_parameters(words: Sequence[str]) -> dict[str, Value]:
+    """``name=value`` words; values are read as YAML.
+
+    Raises:
+        UsageError: one is not of this form.
+    """
+    found: dict[str, Value] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        if not equals or not key or isinstance(value, list | dict) or value is None:
+            raise UsageError(f"--set {word!r}: write name=value, the name being a parameter of the profile")
+        found[key] = str(value) if not isinstance(value, int | float) or isinstance(value, bool) else value
+    return found
+
+
+def merged_needs(first: Needs, second: Needs) -> Needs:
+    """Both; where both name one amount, the second's."""
+    lists = {
+        key: tuple(dict.fromkeys((*getattr(first, key), *getattr(second, key))))
+        for key in ("packages", "engines", "data", "stages")
+    }
+    return Needs.model_validate(
+        {**first.model_dump(exclude_none=True), **second.model_dump(exclude_none=True), **lists}
+    )
+
+
+def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others over them; groups are merged, all else is replaced, and null takes a key away."""
+    merged = dict(base)
+    for key, value in changes.items():
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _over(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _filled(value: Any, known: Mapping[str, Value], where: str) -> Any:
+    """Texts with parameters put in; a text that is nothing but one parameter becomes its value."""
+    if isinstance(value, Mapping):
+        return {key: _filled(inner, known, where) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_filled(inner, known, where) for inner in value]
+    if not isinstance(value, str):
+        return value
+    for name in _PLACE.findall(value):
+        if name not in known:
+            raise ConfigError(
+                f"{where}: {{{name}}} is no parameter; there are: {', '.join(nearest_first(name, known))}"
+            )
+    whole = _PLACE.fullmatch(value)
+    return known[whole[1]] if whole else _PLACE.sub(lambda match: str(known[match[1]]), value)
+
+
+# ------------------------------------------------------------------------------------------------- experiments
+
+
+def experiments() -> list[str]:
+    """The experiment files that come with the package, by name."""
+    return sorted(path.stem for path in _EXPERIMENTS.glob("*.yaml"))
+
+
+def find_experiment(path: Path) -> Path:
+    """The file that a user means: one that exists, else the bundled experiment NAME or experiments/NAME.yaml.
+
+    Raises:
+        ConfigError: neither; lists the bundled experiments, and says how a profile is run.
     """
     if path.exists():
         return path
-    if path.parent in (Path(), Path("profiles")) and path.suffix in ("", ".yaml") and path.stem in names():
-        return _HERE / f"{path.stem}.yaml"
-    known = ", ".join(nearest_first(path.stem, names()))
-    raise ConfigError(f"{path} does not exist; name an experiment file or a bundled profile: {known}")
+    is_bundled = path.parent in (Path(), Path("experiments")) and path.suffix in ("", ".yaml")
+    if is_bundled and path.stem in experiments():
+        return _EXPERIMENTS / f"{path.stem}.yaml"
+    known = ", ".join(nearest_first(path.stem, experiments()))
+    hint = f"; {path} is a profile: fidelab profiles run {path}" if str(path) in names() else ""
+    raise ConfigError(f"{path} does not exist; name an experiment file or a bundled one: {known}{hint}")

@@ -1,0 +1,283 @@
+"""``fidelab profiles``: published protocols in stages, expected figures against measured ones."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fidelab.cli import options
+from fidelab.cli.commands import Commands
+from fidelab.cli.output import command_line, duration, exit_on, note, open_console
+
+if TYPE_CHECKING:
+    from fidelab.config.profiles import Profile, Resolved
+    from fidelab.runs.profiles import FigureRecord, ProfileReport
+
+__all__ = ["app"]
+
+app = Commands(help="List, show and run profiles: published protocols in stages, expected against measured.")
+
+Name = Annotated[str, typer.Argument(help="A profile: its name, or the path of a file.", show_default=False)]
+VariantName = Annotated[
+    str | None,
+    typer.Option("--variant", help="Another size: tiny runs on two cores.", show_default=False),
+]
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Another value of a parameter of the profile; may be repeated."),
+]
+
+
+@app.command("list")
+def list_profiles(as_json: options.Json = False) -> None:
+    """The profiles that come with fidelab."""
+    from fidelab.config.profiles import load_profile, names
+
+    rows: list[dict[str, Any]] = []
+    for name in names():
+        profile = load_profile(name)
+        rows.append(
+            {
+                "name": name,
+                "purpose": profile.purpose,
+                "source": profile.source.title,
+                "device": profile.needs.device,
+                "hours": profile.needs.hours,
+                "stages": [stage.name for stage in profile.stages],
+                "variants": list(profile.variants),
+            }
+        )
+    if as_json:
+        print(json.dumps({"profiles": rows}, indent=2))
+        return
+    from fidelab.report.text import literal, simple_table
+
+    console, table = open_console(), simple_table()
+    for heading in ("profile", "what", "hours", "variants"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "profile")
+    for row in rows:
+        hours = "" if row["hours"] is None else f"{row['hours']:g}"
+        cells = (row["name"], row["purpose"], hours, ", ".join(row["variants"]))
+        table.add_row(*(literal(str(cell), console) for cell in cells))
+    console.print(table)
+
+
+@app.command()
+def show(name: Name, variant: VariantName = None, trusted: options.Trusted = None) -> None:
+    """Print a profile as YAML; with a variant, what it would run.
+
+    [bold]Examples[/bold]
+
+      fidelab profiles show decode
+
+      fidelab profiles show decode --variant tiny
+    """
+    import yaml
+
+    from fidelab.config.profiles import load_profile, resolve
+
+    profile = load_profile(name, trusted or [])
+    settings: Profile | Resolved = profile if variant is None else resolve(name, profile, variant)
+    written = settings.model_dump(mode="json", exclude_defaults=True)
+    print(yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=120), end="")
+
+
+@app.command("run")
+def run_one(
+    context: typer.Context,
+    name: Annotated[
+        str | None, typer.Argument(help="A profile: its name, or the path of its file.", show_default=False)
+    ] = None,
+    variant: VariantName = None,
+    parameters: Parameters = None,
+    stages: Annotated[
+        list[str] | None, typer.Option("--stage", metavar="NAME", help="Only this stage; may be repeated.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print stages, commands and what would be skipped; run nothing.")
+    ] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Print how long each stage takes; run nothing.")] = False,
+    output_dir: Annotated[
+        Path, typer.Option(help="Where runs are written; profiles lie in its folder 'profiles'.")
+    ] = options.RunsOptions.output_dir,
+    as_json: options.Json = False,
+    resume_dir: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="PROFILE_DIR", help="Go on with a stopped profile.", show_default=False),
+    ] = None,
+    trusted: options.Trusted = None,
+) -> None:
+    """Run a profile's stages and set the source's figures beside those measured here.
+
+    A stage that this machine cannot run is skipped, with its reason in skips.json; one that fails leaves the others to
+    run, and the exit code is 1.
+
+    [bold]Examples[/bold]
+
+      fidelab profiles run decode --variant tiny
+
+      fidelab profiles run cross-engine --dry-run
+
+      fidelab profiles run decode --set gsm8k=test.jsonl --stage accuracy
+
+      fidelab profiles run --resume runs/profiles/20260101-120000-decode-tiny
+    """
+    from fidelab.config.profiles import load_profile, parse_parameters, resolve
+    from fidelab.errors import UsageError
+    from fidelab.runs.profiles import resume_profile, run_profile
+
+    if resume_dir is not None:
+        options.refuse_beside_resume(context, "profile", ("as_json",))
+        report, folder = resume_profile(resume_dir, watch=_watch), resume_dir.absolute()
+    elif name is None:
+        raise UsageError("name a profile: fidelab profiles run NAME (fidelab profiles list shows them)")
+    else:
+        resolved = resolve(name, load_profile(name, trusted or []), variant, parse_parameters(parameters or []))
+        _check(resolved)
+        if dry_run or estimate:
+            _show_plan(resolved, output_dir, stages or [], estimate, as_json)
+            return
+        report, folder = run_profile(resolved, output_dir, only=stages or [], command=command_line(), watch=_watch)
+    if as_json:
+        sys.stdout.write(report.to_json())
+    else:
+        _show(report, folder)
+    faults = [f"stage {stage.name} failed: {stage.reason}" for stage in report.failed]
+    exit_on(faults or ([] if any(stage.status == "ok" for stage in report.stages) else ["no stage could be run here"]))
+
+
+def _watch(text: str) -> None:
+    note(f"fidelab: stage {text}")
+
+
+def _check(resolved: Resolved) -> None:
+    """Refuse experiments and commands that cannot be read, before anything runs.
+
+    Raises:
+        ConfigError: an experiment's key or value is wrong, or the words of a command are.
+    """
+    import typer.main
+
+    import fidelab.cli
+    from fidelab.config.cross import validate_cross
+    from fidelab.config.load import validate
+    from fidelab.errors import ConfigError
+
+    for stage in resolved.stages:
+        where = f"{resolved.name}: stage {stage.name}"
+        if stage.experiment is not None:
+            (validate if "kind" not in stage.experiment else validate_cross)(stage.experiment, where)
+            continue
+        words = [str(word) for word in stage.command or ()]
+        command: Any = typer.main.get_command(fidelab.cli.app)
+        try:
+            context = command.make_context("fidelab", words)
+            while hasattr(command, "resolve_command"):  # a group
+                _, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+                context = command.make_context(command.name, words, parent=context)
+        except Exception as error:
+            said = error.format_message() if hasattr(error, "format_message") else str(error)
+            raise ConfigError(f"{where}: fidelab {shlex.join(map(str, stage.command or ()))}: {said}") from None
+
+
+def _show_plan(resolved: Resolved, output_dir: Path, only: list[str], estimate: bool, as_json: bool) -> None:
+    """Stages with what would become of them; ``estimate``: with their time."""
+    from fidelab.errors import UnknownNameError
+    from fidelab.runs.profiles import Machine, estimate_profile, judge
+
+    known = [stage.name for stage in resolved.stages]
+    for name in only:
+        if name not in known:
+            raise UnknownNameError(f"stage of profile {resolved.name}", name, known)
+    machine = Machine(output_dir)
+    seconds: dict[str, float | None] = {}
+    if estimate:
+        with tempfile.TemporaryDirectory() as scratch:
+            seconds = estimate_profile(resolved, Path(scratch))
+    rows, would_run = [], dict[str, str]()
+    for stage in resolved.stages:
+        if only and stage.name not in only:
+            continue
+        skips = judge(stage, machine, would_run)  # type: ignore[arg-type]
+        would_run[stage.name] = "skipped" if skips else "ok"
+        words = ["run", "EXPERIMENT", "--json"] if stage.experiment is not None else map(str, stage.command or ())
+        rows.append(
+            {
+                "stage": stage.name,
+                "about": stage.about,
+                "command": shlex.join(["fidelab", *words]),
+                "experiment": stage.experiment,
+                "skips": [skip.model_dump() for skip in skips],
+                "needs": stage.needs.model_dump(exclude_defaults=True),
+                "seconds": seconds.get(stage.name, stage.needs.hours and stage.needs.hours * 3600),
+            }
+        )
+    if as_json:
+        print(json.dumps({"profile": resolved.name, "variant": resolved.variant, "stages": rows}, indent=2))
+        return
+    for row in rows:
+        time = "" if row["seconds"] is None else f", {duration(row['seconds'])}"  # type: ignore[arg-type]
+        print(f"{row['stage']}: {row['about']}{time}")
+        print(f"  {row['command']}")
+        for skip in row["skips"]:  # type: ignore[union-attr]
+            print(f"  skipped: needs {skip['need']}, found {skip['found']}")  # type: ignore[index]
+    if estimate:
+        counted = [row["seconds"] for row in rows if not row["skips"]]
+        unknown = sum(value is None for value in counted)
+        total = duration(sum(value for value in counted if value is not None))  # type: ignore[misc]
+        print(f"in all {total}{f', and {unknown} stages of unknown time' if unknown else ''}")
+
+
+def _show(report: ProfileReport, folder: Path) -> None:
+    from fidelab.report.text import literal, print_line, print_path, simple_table
+    from fidelab.results.numbers import one_line
+
+    console = open_console()
+    title = f"{report.profile}{f' ({report.variant})' if report.variant else ''}: {report.purpose}"
+    print_line(console, one_line(title), "bold")
+    stages = simple_table()
+    for heading in ("stage", "outcome", "time", "why"):
+        stages.add_column(heading, overflow="fold", no_wrap=heading != "why")
+    styles = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
+    for stage in report.stages:
+        time = "" if stage.seconds is None else duration(stage.seconds)
+        row = (stage.name, stage.status, time, one_line(stage.reason or ""))
+        stages.add_row(*(literal(cell, console, styles[stage.status] if cell == stage.status else "") for cell in row))
+    console.print(stages)
+    if report.figures:
+        table = simple_table()
+        for heading in ("figure", "expected", "measured", "95% interval"):
+            table.add_column(heading, overflow="fold", justify="left" if heading == "figure" else "right")
+        for figure in report.figures:
+            table.add_row(*(literal(one_line(cell), console) for cell in _row(figure)))
+        console.print(table)
+    if report.source.url:
+        print_line(console, one_line(f"Expected: {report.source.title}, {report.source.url}"))
+    if report.source.setup:
+        print_line(console, one_line(f"Measured there on: {report.source.setup}"))
+    if report.differences:
+        print_line(console, "Differences of the protocol:")
+    for difference in report.differences:
+        print_line(console, one_line(f"  - {difference}"))
+    print_path(console, "files", folder)
+
+
+def _row(figure: FigureRecord) -> tuple[str, str, str, str]:
+    name = f"{figure.name}{f' ({figure.unit})' if figure.unit else ''}"
+    if figure.measured is None:
+        return name, _number(figure.expected), "–", figure.reason or ""
+    interval = "" if figure.ci is None else f"{_number(figure.ci[0])} to {_number(figure.ci[1])}"
+    return name, _number(figure.expected), _number(figure.measured), interval
+
+
+def _number(value: float | None) -> str:
+    """Four significant digits, as a plain number where that is short."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"

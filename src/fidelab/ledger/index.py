@@ -1,0 +1,349 @@
+"""The ledger: one row for each run below a folder of runs, kept in ``.ledger.sqlite`` there.
+
+The folders are the truth.  A row holds what its folder's files said when they had the sizes and times that it names; a
+row whose files changed is read again, one whose folder is gone is dropped, and an index that is damaged, or of another
+version, is made anew.  Where it cannot be written, rows are read every time.
+
+Captures are shared by runs, so a row lists those that its run refers to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fidelab.captures.manifest import MANIFEST
+from fidelab.captures.store import collect_garbage
+from fidelab.core import Status, read_file, strict_json
+from fidelab.errors import FidelabError, InputError
+from fidelab.results.record import ArmRecord, Report
+from fidelab.results.store import CONFIG, OUTCOMES, REPORT, RunFolder
+from fidelab.results.table import arms
+from fidelab.results.values import NEEDS_REASON
+
+__all__ = ["INDEX", "LedgerRow", "collect_captures", "list_runs", "provenance", "read_row"]
+
+INDEX = ".ledger.sqlite"
+RUN = "run"
+_NO_RUNS = frozenset({"captures", "logs", "timed"})  # folders below runs that hold none
+_FAULTS = (Status.FAILED, Status.NOT_ENGAGED)  # that an engine does not support an arm is a finding
+_DEEPEST = 4  # runs/repeats/<id>/<run>, runs/<experiment>/<engine>/<run>
+_MOST_BYTES = 64 << 20
+_HEAD = re.compile(r"# created: (\S+)")
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One run.
+
+    ``kind``: ``run``, or that of an experiment which is none (``bisect``, ``sensitivity``, …).  ``status``: ``ok``;
+    ``failed``, where an arm or a bench failed; ``stopped`` before there was a report; ``damaged``; and ``writing``
+    while a process works on it.  ``verdicts``: candidate → band, else the status that left it without one.  ``bytes``:
+    of its own folder.  ``captures``: absolute path → bytes of those that it refers to, still there or not.
+    """
+
+    path: str
+    run_id: str
+    kind: str
+    created: str
+    model: str
+    reference: str
+    arms: tuple[str, ...]
+    engines: tuple[str, ...]
+    status: str
+    problem: str
+    verdicts: Mapping[str, str]
+    recommended: str
+    bytes: int
+    captures: Mapping[str, int] = field(default_factory=dict)
+
+    def held(self) -> dict[str, int]:
+        """The captures that are still there."""
+        return {path: size for path, size in self.captures.items() if Path(path, MANIFEST).is_file()}
+
+    @property
+    def started(self) -> datetime | None:
+        """When it was started; ``None`` where its files do not say so."""
+        return datetime.fromisoformat(self.created) if self.created else None
+
+    def age_days(self) -> float:
+        """Days since it was started; 0 where that is not known."""
+        return 0.0 if self.started is None else (datetime.now(UTC) - self.started).total_seconds() / 86_400
+
+
+_FIELDS = tuple(field.name for field in fields(LedgerRow))
+_TABLE = f"CREATE TABLE runs (path TEXT PRIMARY KEY, stamp TEXT NOT NULL, {', '.join(_FIELDS[1:])})"
+
+
+def list_runs(folder: Path) -> list[LedgerRow]:
+    """All runs below a folder, the latest first.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder of runs; name one with --output-dir")
+    folder = folder.absolute()
+    file = folder / INDEX
+    for attempt in (file, file, None):
+        try:
+            rows = _refreshed(folder, attempt)
+            break
+        except sqlite3.OperationalError:  # read-only, or another process writes: without the index
+            continue
+        except sqlite3.DatabaseError:  # damaged: once more, without what is there
+            with suppress(OSError):
+                file.unlink()
+    rows = [_live(folder, row) for row in rows]
+    return sorted(rows, key=lambda row: (row.created, row.path), reverse=True)
+
+
+def read_row(path: Path) -> LedgerRow:
+    """The row of one run's folder, from its files.
+
+    Raises:
+        InputError: the folder is no run.
+    """
+    if not (path / CONFIG).is_file():
+        raise InputError(f"{path} is no run folder: it holds no {CONFIG}")
+    path = path.absolute()
+    return _live(path.parent, _read(path.parent, path.name))
+
+
+def collect_captures(
+    folder: Path, older_than_days: float, *, dry_run: bool = True
+) -> tuple[list[tuple[Path, int]], list[str]]:
+    """Remove captures that finished runs older than this refer to and no other run does; runs themselves stay.
+
+    Kept are the captures of runs that were stopped or are damaged, which may be gone on with.  With the captures go
+    what killed writers left and heads and vocabularies that nothing needs, as :func:`collect_garbage` says.  Only
+    captures below ``folder`` are removed.  Returns (path, bytes) of what was removed, or with ``dry_run`` would be, and
+    the names of the runs concerned, which cannot be scored again.
+
+    Raises:
+        InputError: there is no such folder, or a run in it is being written, which may read any capture there.
+    """
+    rows = list_runs(folder)
+    if not dry_run and (busy := [row.path for row in rows if row.status == "writing"]):
+        raise InputError(f"{folder / busy[0]} is being written, and may use any capture: try again when it has ended")
+    old = [row for row in rows if row.status in ("ok", "failed") and row.age_days() > older_than_days]
+    needed = {capture for row in rows if row not in old for capture in row.captures}
+    doomed = {path for row in old for path in row.held() if path not in needed}
+    doomed = {path for path in doomed if Path(path).is_relative_to(folder.absolute())}
+    removed: list[tuple[Path, int]] = []
+    for store in sorted({Path(path).parent.parent for path in doomed}):
+        removed += collect_garbage(store, doomed={Path(path) for path in doomed}, dry_run=dry_run)
+    return removed, [row.path for row in old if doomed & row.captures.keys()]
+
+
+# ---------------------------------------------------------------------------------------------------- the index
+
+
+def _refreshed(folder: Path, file: Path | None) -> list[LedgerRow]:
+    """The rows of all runs; those that the index has no longer, or not yet, are written to it."""
+    with closing(sqlite3.connect(file or ":memory:", timeout=5.0)) as database:
+        made = database.execute("SELECT sql FROM sqlite_master WHERE name = 'runs'").fetchone()
+        if made is None or made[0] != _TABLE:
+            database.execute("DROP TABLE IF EXISTS runs")
+            database.execute(_TABLE)
+        known = {row[0]: row[1:] for row in database.execute(f"SELECT path, stamp, {', '.join(_FIELDS[1:])} FROM runs")}
+        rows, changed = list[LedgerRow](), list[tuple[Any, ...]]()
+        for path in _run_folders(folder):
+            stamp = _stamp(folder / path)
+            old = known.pop(path, None)
+            row = _from_columns(path, old[1:]) if old is not None and old[0] == stamp else None
+            if row is None:
+                row = _read(folder, path)
+                changed.append((path, stamp, *_columns(row)))
+            rows.append(row)
+        if changed or known:
+            with database:
+                database.executemany("DELETE FROM runs WHERE path = ?", ((path,) for path in known))
+                marks = ", ".join("?" * (len(_FIELDS) + 1))
+                database.executemany(f"INSERT OR REPLACE INTO runs VALUES ({marks})", changed)
+        return rows
+
+
+def _columns(row: LedgerRow) -> Iterator[str | int]:
+    for name in _FIELDS[1:]:
+        value = getattr(row, name)
+        yield value if isinstance(value, str | int) else json.dumps(value, ensure_ascii=False)
+
+
+def _from_columns(path: str, columns: Sequence[Any]) -> LedgerRow | None:
+    """A row of the index; ``None`` where it is none, since anybody may have written there."""
+    values = dict(zip(_FIELDS[1:], columns, strict=True))
+    try:
+        for name in ("arms", "engines"):
+            values[name] = tuple(map(str, json.loads(values[name])))
+        for name in ("verdicts", "captures"):
+            values[name] = dict(json.loads(values[name]))
+        row = LedgerRow(path, **values)
+        return row if isinstance(row.bytes, int) and (row.started is None or row.started.tzinfo) else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _run_folders(folder: Path) -> Iterator[str]:
+    """Paths relative to ``folder``, with slashes."""
+
+    def below(path: Path, depth: int) -> Iterator[Path]:
+        with suppress(OSError), os.scandir(path) as entries:
+            inner = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            for one in inner:
+                if one.name.startswith(".") or one.name in _NO_RUNS:
+                    continue
+                if (one / CONFIG).is_file():
+                    yield one
+                if depth < _DEEPEST:
+                    yield from below(one, depth + 1)
+
+    for path in below(folder, 1):
+        yield path.relative_to(folder).as_posix()
+
+
+def _stamp(path: Path) -> str:
+    """Time and size of the files that a row is read from."""
+    names = (REPORT, OUTCOMES, CONFIG)
+    files = [path / name for name in names]
+    if not files[0].is_file():  # of an experiment that is no run
+        files += sorted(path.glob("*.json"))
+    stamps = [str(path)]  # moved with its captures, it refers to them elsewhere
+    for file in files:
+        with suppress(OSError):
+            status = file.stat()
+            stamps.append(f"{file.name} {status.st_mtime_ns} {status.st_size}")
+    return "; ".join(stamps)
+
+
+def _live(folder: Path, row: LedgerRow) -> LedgerRow:
+    busy = RunFolder(folder / row.path).being_written
+    return LedgerRow(**{**_plain(row), "status": "writing"}) if busy else row
+
+
+def _plain(row: LedgerRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _FIELDS}
+
+
+# -------------------------------------------------------------------------------------------------- reading a run
+
+
+def _read(folder: Path, path: str) -> LedgerRow:
+    """A row from the run's files; one that cannot be read is a row that says so."""
+    place = folder / path
+    row: dict[str, Any] = dict.fromkeys(("created", "model", "reference", "problem", "recommended"), "")
+    row |= {"arms": (), "engines": (), "verdicts": {}, "captures": {}, "kind": RUN, "status": "stopped"}
+    row |= {"path": path, "run_id": place.name, "bytes": _size(place)}
+    try:
+        text = read_file(place / CONFIG, _MOST_BYTES).decode("utf-8", "replace")
+        settings = yaml.safe_load(text)
+        settings = settings if isinstance(settings, dict) else {}
+        row["kind"] = _text(settings.get("kind")) or RUN
+        row["model"] = _text(settings.get("model"))
+        row["created"] = _utc(match[1]) if (match := _HEAD.search(text)) else ""
+        row["captures"] = _captures(place)
+        if (place / REPORT).is_file():
+            row |= _of_report(Report.from_json(place / REPORT))
+        elif (record := place / f"{row['kind']}.json").is_file():
+            row |= _of_experiment(strict_json(read_file(record, _MOST_BYTES)))
+    except (FidelabError, OSError, LookupError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        row |= {"status": "damaged", "problem": " ".join(str(error).split())[:300]}
+    return LedgerRow(**row)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _utc(text: str) -> str:
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC).isoformat()
+
+
+def _of_report(report: Report) -> dict[str, Any]:
+    records = [arm for _, arm in arms(report)]
+    faults = [arm.name for arm in records if arm.status in _FAULTS or _bench_failed(arm)]
+    advice = report.recommendation
+    return {
+        "created": _utc(report.created.isoformat()),
+        "model": report.reference.model,
+        "reference": report.reference.name,
+        "arms": tuple(arm.name for arm in report.candidates),
+        "engines": tuple(dict.fromkeys(arm.engine for arm in records)),
+        "status": "failed" if faults else "ok",
+        "problem": f"failed: {', '.join(dict.fromkeys(faults))}" if faults else "",
+        "verdicts": {arm.name: _verdict(arm) for arm in report.candidates},
+        "recommended": (advice.arm or "none") if advice is not None else "",
+    }
+
+
+def _bench_failed(arm: ArmRecord) -> bool:
+    return any(bench.status is Status.FAILED for bench in arm.benches.values())
+
+
+def _verdict(arm: ArmRecord) -> str:
+    if arm.status in NEEDS_REASON:
+        return arm.status.value
+    return (arm.verdict.band if arm.verdict else None) or "no verdict"
+
+
+def _of_experiment(record: Any) -> dict[str, Any]:
+    """Of an experiment that is no run what all their records have."""
+    return {"created": _utc(record["created"]), "status": "ok"}
+
+
+def _captures(place: Path) -> dict[str, int]:
+    """Absolute path → bytes of the captures that a run's outcomes name; those that are gone have none."""
+    path = place / OUTCOMES
+    if not path.is_file():
+        return {}
+    found: dict[str, int] = {}
+    for arm in strict_json(read_file(path, _MOST_BYTES))["arms"]:
+        for capture in arm["captures"].values():
+            folder = Path(os.path.normpath(place / capture))
+            found[str(folder)] = _size(folder)
+    return found
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += Path(root, name).lstat().st_size
+    return total
+
+
+def provenance(path: Path) -> dict[str, Any]:
+    """On what a run's report was made: version, commit, machine, devices, and per arm weights, versions, variables.
+
+    Empty where there is no report.
+
+    Raises:
+        InputError: the report is damaged.
+    """
+    if not (path / REPORT).is_file():
+        return {}
+    report = Report.from_json(path / REPORT)
+    named: dict[str, Any] = {"command": report.command, **report.environment}
+    for _, arm in arms(report):
+        others = {} if arm.ran is None else arm.ran.others()
+        told = {
+            "device": others.get("device"),
+            "versions": None if arm.ran is None else arm.ran.versions,
+            "variables": others.get("variables"),
+            "modified": None if arm.ran is None else list(arm.ran.modified),
+            "weights_sha256": arm.weights_sha256,
+        }
+        named[f"arm {arm.name}"] = {name: value for name, value in told.items() if value}
+    return named

@@ -1,0 +1,596 @@
+"""Run a profile: its stages one after another, each as a command of fidelab in a process of its own.
+
+A profile's run lies in ``<output_dir>/profiles/<id>``: ``profile.resolved.json`` from its first moment, a folder per
+stage (``stages/<name>``: the command, its JSON, its log, its runs), the captures of all stages, ``skips.json``, and
+``profile.json``, which sets the source's figures beside ours.  A stage that this machine cannot run is skipped with
+what it needs and what was found; one that fails fails the profile, and the others run all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import AwareDatetime, Field, ValidationError
+
+import fidelab
+from fidelab.config.profiles import Figure, Resolved, Source, Stage
+from fidelab.core import read_file, strict_json, usable_cores
+from fidelab.errors import FidelabError, InputError, OutputError, UnknownNameError
+from fidelab.results.numbers import one_line
+from fidelab.results.record import write_atomically
+from fidelab.results.values import Document, Free, FreeDict, Positive, Record
+from fidelab.runs.conduct import Interrupted
+
+__all__ = [
+    "Machine",
+    "ProfileReport",
+    "estimate_profile",
+    "find_figure",
+    "judge",
+    "resume_profile",
+    "run_profile",
+    "stage_words",
+]
+
+SCHEMA: Final = "fidelab.profile/0"
+RESOLVED, RECORD, SKIPS = "profile.resolved.json", "profile.json", "skips.json"
+_GB = 1e9
+_MOST_BYTES = 256 << 20  # of a stage's JSON
+_GRACE = 60.0  # seconds in which a stopped stage leaves what it has
+_STEP = re.compile(r"[^.\[]+|\[[^\]]*\]")
+
+StageStatus = Literal["ok", "failed", "skipped"]
+
+
+class Skip(Record):
+    """Why a stage was not run here."""
+
+    stage: str
+    """Name of the stage."""
+    need: str
+    """What it needs."""
+    found: str
+    """What this machine has."""
+
+
+class StageRecord(Record):
+    """What became of a stage."""
+
+    name: str
+    """Name."""
+    status: StageStatus
+    """How it ended."""
+    reason: str | None = None
+    """Why, in one line; null where it ended well."""
+    command: tuple[str, ...] = ()
+    """Words after ``fidelab``."""
+    exit_code: int | None = None
+    """Exit code of the command; null where it was not run."""
+    seconds: Positive | None = None
+    """Wall time."""
+    hours: Positive | None = None
+    """What the profile expects on the machine that it needs."""
+
+
+class FigureRecord(Record):
+    """A figure of the source beside ours."""
+
+    name: str
+    """What it is."""
+    stage: str
+    """Stage that measures it."""
+    unit: str = ""
+    """Unit."""
+    expected: float | None = None
+    """The source's; null where it has none."""
+    measured: float | None = None
+    """Ours; null where there is none."""
+    ci: tuple[float, float] | None = None
+    """95% interval of ours."""
+    reason: str | None = None
+    """Why there is none of ours."""
+
+
+class ProfileReport(Document):
+    """``profile.json``: expected against measured."""
+
+    schema_name: Literal["fidelab.profile/0"] = Field(default=SCHEMA, alias="schema")
+    """Name and version of this schema."""
+    profile: str
+    """Name of the profile."""
+    variant: str | None = None
+    """Its variant; null: the protocol at its full size."""
+    purpose: str
+    """The question that it answers."""
+    source: Source
+    """Whose protocol it is."""
+    created: AwareDatetime
+    """When this record was made."""
+    fidelab_version: str
+    """Version that made it."""
+    command: str
+    """The command that was given."""
+    machine: FreeDict
+    """What the needs of stages were compared with."""
+    parameters: FreeDict
+    """Parameters of the profile, as they were."""
+    stages: tuple[StageRecord, ...]
+    """Stages, in their order."""
+    skips: tuple[Skip, ...] = ()
+    """What this machine lacked."""
+    figures: tuple[FigureRecord, ...] = ()
+    """Expected against measured."""
+    differences: tuple[str, ...] = ()
+    """How the protocol differs from the source's, and versions from those that the profile was written with."""
+    outputs: dict[str, Free] = Field(default_factory=dict)
+    """Stage → what it printed; only in profiles whose record is sent to somebody."""
+
+    @property
+    def failed(self) -> tuple[StageRecord, ...]:
+        """The stages that failed."""
+        return tuple(stage for stage in self.stages if stage.status == "failed")
+
+
+# ------------------------------------------------------------------------------------------------- needs and machine
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine, as far as stages need to know; asked only when a need is judged."""
+
+    folder: Path
+
+    @cached_property
+    def gpus(self) -> tuple[str, tuple[tuple[str, int], ...]]:
+        """``cuda``, ``rocm`` or ``none``; name and bytes of each GPU that torch can use."""
+        from fidelab.engines.installed import gpu_files
+
+        if not gpu_files():
+            return "none", ()
+        try:
+            import torch
+
+            found = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+            kind = "rocm" if getattr(torch.version, "hip", None) else "cuda"
+            rows = [torch.cuda.get_device_properties(index) for index in found]
+            return (kind if rows else "none"), tuple((str(row.name), int(row.total_memory)) for row in rows)
+        except Exception as error:  # a driver that does not fit; doctor says more
+            return f"none ({one_line(str(error))[:80]})", ()
+
+    @cached_property
+    def memory(self) -> int:
+        """Bytes of the host that this process may use."""
+        import psutil
+
+        from fidelab.doctor.machine import cgroup_memory
+
+        total = int(psutil.virtual_memory().total)
+        group = cgroup_memory()
+        return total if group is None else min(total, group[0])
+
+    @property
+    def disk(self) -> int:
+        """Bytes free where runs are written."""
+        place = self.folder.absolute()
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for the record."""
+        kind, cards = self.gpus
+        return {
+            "device": "cpu" if not cards else kind,
+            "gpus": [{"name": name, "gb": round(size / _GB, 1)} for name, size in cards],
+            "cores": usable_cores(),
+            "memory_gb": round(self.memory / _GB, 1),
+            "disk_gb": round(self.disk / _GB, 1),
+        }
+
+
+def judge(stage: Stage, machine: Machine, ended: Mapping[str, StageStatus]) -> list[Skip]:
+    """What a stage needs and this machine lacks; empty where it can run.
+
+    ``ended``: what became of the stages before it.
+    """
+    needs, skips = stage.needs, list[tuple[str, str]]()
+    if needs.never is not None:
+        return [Skip(stage=stage.name, need=needs.never, found=f"this variant of {stage.name}")]
+    if needs.device not in (None, "cpu") or needs.gpus or needs.gpu_memory:
+        kind, cards = machine.gpus
+        wanted = needs.device if needs.device not in (None, "cpu") else "gpu"
+        found = ", ".join(f"{name} ({size / _GB:.0f} GB)" for name, size in cards) or f"GPUs that torch can use: {kind}"
+        if not cards or wanted not in ("gpu", kind):
+            skips.append((f"device {wanted}", found))
+        elif len(cards) < (needs.gpus or 1):
+            skips.append((f"{needs.gpus} GPUs", found))
+        elif min(size for _, size in cards) < (needs.gpu_memory or 0) * _GB:
+            skips.append((f"{needs.gpu_memory:g} GB of GPU memory", found))
+    amounts = (
+        (needs.memory, "GB of memory", lambda: machine.memory / _GB),
+        (needs.disk, "GB of free disk", lambda: machine.disk / _GB),
+        (needs.cores, "cores", usable_cores),
+    )
+    for least, unit, have in amounts:
+        if least is not None and have() < least:
+            skips.append((f"{least:g} {unit}", f"{have():.1f} {unit}" if unit != "cores" else f"{have()} {unit}"))
+    skips += [(f"package {name}", "not installed") for name in needs.packages if util.find_spec(name) is None]
+    skips += [(f"engine {name}", why) for name in needs.engines if (why := _lacks_engine(name))]
+    skips += [(f"data {name}", why) for name in needs.data if (why := _lacks_data(name))]
+    skips += [(f"stage {name}", ended.get(name, "not run")) for name in needs.stages if ended.get(name) != "ok"]
+    return [Skip(stage=stage.name, need=need, found=one_line(found)) for need, found in skips]
+
+
+def _lacks_engine(name: str) -> str:
+    from fidelab.environments.environment import locate
+
+    try:
+        locate(name)
+    except FidelabError as error:
+        return str(error)
+    return ""
+
+
+def _lacks_data(name: str) -> str:
+    """Why a set of data cannot be had now; it is fetched where it lies on the hub."""
+    from fidelab.inputs.corpus import load_text
+    from fidelab.inputs.gsm8k import load_problems
+
+    try:
+        if name == "gsm8k" or name.endswith(".jsonl"):
+            load_problems(name, 1)
+        else:
+            load_text(name)
+    except FidelabError as error:
+        return str(error)
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------------- conduct
+
+
+def run_profile(
+    resolved: Resolved,
+    output_dir: Path,
+    *,
+    only: Sequence[str] = (),
+    command: str = "",
+    watch: Callable[[str], None] = lambda text: None,
+) -> tuple[ProfileReport, Path]:
+    """Run the stages that this machine can run, and write the record; ``only``: these stages alone.
+
+    Raises:
+        UnknownNameError: ``only`` names a stage that the profile does not have.
+        OutputError: the folder cannot be written.
+        Interrupted: stopped by Ctrl-C or SIGTERM; :func:`resume_profile` goes on.
+    """
+    known = [stage.name for stage in resolved.stages]
+    for name in only:
+        if name not in known:
+            raise UnknownNameError(f"stage of profile {resolved.name}", name, known)
+    label = resolved.name.replace("/", "-").removesuffix(".yaml") + (f"-{resolved.variant}" if resolved.variant else "")
+    folder = _create(output_dir.absolute() / "profiles", label.rpartition("-.")[2])
+    written = {"only": list(only), "command": command, "resolved": resolved.model_dump(mode="json")}
+    write_atomically(folder / RESOLVED, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
+    return _conduct(resolved, folder, only, command, watch), folder
+
+
+def resume_profile(folder: Path, *, watch: Callable[[str], None] = lambda text: None) -> ProfileReport:
+    """Go on with a profile: stages that ended well are kept, all others run again and find their own captures.
+
+    Raises:
+        InputError: the folder is no run of a profile.
+        Interrupted: as :func:`run_profile`.
+    """
+    folder = folder.absolute()
+    try:
+        written = strict_json(read_file(folder / RESOLVED, _MOST_BYTES))
+        resolved = Resolved.model_validate(written["resolved"])
+        only, command = [str(name) for name in written["only"]], str(written["command"])
+    except FileNotFoundError:
+        raise InputError(f"{folder} is no run of a profile: it holds no {RESOLVED}") from None
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise InputError(f"{folder / RESOLVED} cannot be read: {one_line(str(error))[:200]}") from None
+    return _conduct(resolved, folder, only, command, watch)
+
+
+def stage_words(stage: Stage, folder: Path) -> list[str]:
+    """The words after ``fidelab`` that run a stage in the folder of its profile; an experiment's file is written there.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    own = folder / "stages" / stage.name
+
+    def placed(value: Any) -> Any:
+        match value:
+            case str():
+                return value.replace("{folder}", str(own)).replace("{stages}", str(folder / "stages"))
+            case list() | tuple():
+                return [placed(inner) for inner in value]
+            case dict():
+                return {key: placed(inner) for key, inner in value.items()}
+        return value
+
+    if stage.experiment is None:
+        return [str(placed(word)) for word in stage.command or ()]
+    places = {"output_dir": str(own / "runs"), "captures_dir": str(folder / "captures")}
+    if stage.experiment.get("kind") is not None:  # a cross-engine experiment keeps its captures itself
+        del places["captures_dir"]
+    file = own / "experiment.yaml"
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{own} cannot be made: {error.strerror or error}") from None
+    # JSON is YAML, and says what is a text and what a number
+    write_atomically(file, json.dumps({**places, **placed(stage.experiment)}, indent=2, ensure_ascii=False) + "\n")
+    return ["run", str(file), "--json", "--trust", str(file)]  # whoever runs the profile has trusted it
+
+
+def estimate_profile(resolved: Resolved, scratch: Path) -> dict[str, float | None]:
+    """Stage → seconds: of an experiment what its dry run says, of another command what the profile tells.
+
+    ``None`` where neither can tell.
+    """
+    found: dict[str, float | None] = {}
+    machine = Machine(scratch)
+    for stage in resolved.stages:
+        told = stage.needs.hours
+        found[stage.name] = None if told is None else told * 3600
+        if stage.experiment is None or judge(stage, machine, dict.fromkeys(stage.needs.stages, "ok")):
+            continue
+        done = subprocess.run(
+            [*_fidelab(), *stage_words(stage, scratch), "--dry-run"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        try:
+            plan = strict_json(done.stdout)
+            found[stage.name] = float(plan["seconds"])
+        except (ValueError, KeyError, TypeError):  # what the profile tells stands
+            continue
+    return found
+
+
+def _fidelab() -> list[str]:
+    return [sys.executable, "-m", "fidelab"]
+
+
+def _create(parent: Path, label: str) -> Path:
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9.-]+', '-', label)}"
+    for number in range(1000):
+        folder = parent / (stem if number == 0 else f"{stem}-{number + 1}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise OutputError(
+                f"cannot make a folder in {parent}: {error.strerror or error}; name another --output-dir"
+            ) from None
+        return folder
+    raise OutputError(f"{parent} holds a thousand runs called {stem}")
+
+
+def _conduct(
+    resolved: Resolved, folder: Path, only: Sequence[str], command: str, watch: Callable[[str], None]
+) -> ProfileReport:
+    machine = Machine(folder)
+    ended: dict[str, StageRecord] = {}
+    skips: list[Skip] = []
+    chosen = [stage for stage in resolved.stages if not only or stage.name in only]
+    for number, stage in enumerate(chosen, 1):
+        place = f"{stage.name} ({number} of {len(chosen)})"
+        kept = _kept(folder, stage)
+        lacking = [] if kept else judge(stage, machine, {name: record.status for name, record in ended.items()})
+        if kept is not None:
+            watch(f"{place}: done before")
+            ended[stage.name] = kept
+        elif lacking:
+            skips += lacking
+            reason = "; ".join(f"needs {skip.need}, found {skip.found}" for skip in lacking)
+            watch(f"{place}: skipped, {reason}")
+            ended[stage.name] = StageRecord(name=stage.name, status="skipped", reason=reason, hours=stage.needs.hours)
+        else:
+            watch(f"{place}: {stage.about or 'runs'}; log: {folder / 'stages' / stage.name / 'log.txt'}")
+            ended[stage.name] = _run_stage(stage, folder)
+            result = ended[stage.name]
+            watch(f"{place}: {result.status}{f', {result.reason}' if result.reason else ''}, {result.seconds:.0f} s")
+        report = _report(resolved, folder, ended, skips, machine, command)
+        write_atomically(folder / RECORD, report.to_json())
+        write_atomically(folder / SKIPS, json.dumps([skip.model_dump() for skip in skips], indent=2) + "\n")
+    return report
+
+
+def _kept(folder: Path, stage: Stage) -> StageRecord | None:
+    """The record of a stage that ended well in this folder before."""
+    try:
+        record = StageRecord.model_validate(
+            strict_json(read_file(folder / "stages" / stage.name / "stage.json", 1 << 20))
+        )
+    except (OSError, ValueError):
+        return None
+    return record if record.status == "ok" else None
+
+
+def _run_stage(stage: Stage, folder: Path) -> StageRecord:
+    """One stage in a process of its own, which is stopped when this one is."""
+    own = folder / "stages" / stage.name
+    own.mkdir(parents=True, exist_ok=True)
+    words = stage_words(stage, folder)
+    began = time.monotonic()
+    with (own / "out.json").open("wb") as out, (own / "log.txt").open("ab") as log:
+        process = subprocess.Popen(  # a session of its own: Ctrl-C reaches it once, from here
+            [*_fidelab(), *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True
+        )
+        before = _sigterm_as_interrupt()
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            _stop(process)
+            raise Interrupted(folder, "fidelab profiles run") from None
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
+    record = StageRecord(
+        name=stage.name,
+        status="ok" if code == 0 else "failed",
+        reason=None if code == 0 else _reason(own / "log.txt", code),
+        command=tuple(words),
+        exit_code=code,
+        seconds=round(time.monotonic() - began, 3),
+        hours=stage.needs.hours,
+    )
+    write_atomically(own / "stage.json", record.model_dump_json(indent=2) + "\n")
+    return record
+
+
+def _sigterm_as_interrupt() -> Any:
+    import threading
+
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    return signal.signal(signal.SIGTERM, interrupt)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_GRACE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _reason(log: Path, code: int) -> str:
+    """The last line that the stage wrote for people."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 8192))
+            lines = [one_line(line) for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    said = next((line for line in reversed(lines) if line.startswith("fidelab: ")), lines[-1] if lines else "")
+    return ": ".join(filter(None, (f"exit code {code}", said.removeprefix("fidelab: ")[:400])))
+
+
+# ------------------------------------------------------------------------------------------ expected against measured
+
+
+def find_figure(data: Any, at: str) -> tuple[float | None, tuple[float, float] | None, str | None]:
+    """The value at a path in a stage's JSON, its interval, and why there is none.
+
+    Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only item of a list of which this holds.
+    A metric, which is an object with ``value`` and perhaps ``ci``, stands for its value; the interval of ``name`` may
+    also be its neighbour ``name_ci``.
+    """
+    node, why, interval = data, "", None
+    for step in _STEP.findall(at):
+        if isinstance(node, Mapping):
+            why = str(node.get("reason") or why)
+        name = step.strip("[]")
+        if step.startswith("["):
+            conditions = [condition.partition("=")[::2] for condition in name.split(",")]
+            items = node if isinstance(node, list) else []
+            fitting = [item for item in items if all(_leaf(item, key) == wanted for key, wanted in conditions)]
+            if len(fitting) != 1:
+                return None, None, why or f"{'several items' if fitting else 'no item'} with {name}"
+            node = fitting[0]
+        elif isinstance(node, Mapping) and name in node:
+            node, interval = node[name], node.get(f"{name}_ci")
+        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            return None, None, why or f"no {name!r} in what the stage printed"
+    if isinstance(node, Mapping) and "value" in node:
+        interval, node = node.get("ci"), node["value"]
+    if isinstance(node, bool) or not isinstance(node, int | float):
+        return None, None, why or ("not measurable" if node is None else "no number there")
+    bounds = (float(interval[0]), float(interval[1])) if isinstance(interval, list) and len(interval) == 2 else None
+    return float(node), bounds, None
+
+
+def _leaf(item: Any, path: str) -> str | None:
+    for key in path.split("."):
+        item = item.get(key) if isinstance(item, Mapping) else None
+    return None if item is None else str(item)
+
+
+def _report(
+    resolved: Resolved,
+    folder: Path,
+    ended: Mapping[str, StageRecord],
+    skips: Sequence[Skip],
+    machine: Machine,
+    command: str,
+) -> ProfileReport:
+    outputs = {name: _output(folder, name) for name, record in ended.items() if record.status != "skipped"}
+    return ProfileReport(
+        profile=resolved.name,
+        variant=resolved.variant,
+        purpose=resolved.purpose,
+        source=resolved.source,
+        created=datetime.now(UTC),
+        fidelab_version=fidelab.__version__,
+        command=command,
+        machine=machine.record(),
+        parameters=dict(resolved.parameters),
+        stages=tuple(ended.values()),
+        skips=tuple(skips),
+        figures=tuple(_figure(figure, ended, outputs) for figure in resolved.expected),
+        differences=(*resolved.differences, *_versions(resolved)),
+        outputs=outputs if resolved.collect else {},
+    )
+
+
+def _output(folder: Path, stage: str) -> Any:
+    try:
+        return strict_json(read_file(folder / "stages" / stage / "out.json", _MOST_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+def _figure(figure: Figure, ended: Mapping[str, StageRecord], outputs: Mapping[str, Any]) -> FigureRecord:
+    record = ended.get(figure.stage)
+    if record is None or record.status == "skipped":
+        value, interval = None, None
+        reason: str | None = "stage skipped" if record else "stage not run"
+    else:
+        value, interval, reason = find_figure(outputs.get(figure.stage), figure.at)
+        if value is None and record.status == "failed":
+            reason = "stage failed"
+    fields = {"name": figure.name, "stage": figure.stage, "unit": figure.unit, "expected": figure.value}
+    return FigureRecord.model_validate({**fields, "measured": value, "ci": interval, "reason": reason})
+
+
+def _versions(resolved: Resolved) -> list[str]:
+    """What is pinned and is not so here."""
+    lines = []
+    for name, pinned in resolved.pins.packages.items():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found = "none"
+        if found.partition("+")[0] != pinned:
+            lines.append(f"{name}: {found} here, {pinned} pinned")
+    return lines

@@ -1,0 +1,43 @@
+"""Tiny variants of profiles on this machine's engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fidelab.models import Model
+from tests.runs.harness import Done, cli
+
+pytestmark = pytest.mark.engines
+
+
+def run(name: str, cwd: Path) -> tuple[Done, dict[str, Any]]:
+    done = cli("profiles", "run", name, "--variant", "tiny", "--json", cwd=cwd)
+    assert done.code == 0, done.err
+    return done, json.loads(done.out)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "figures"),
+    [
+        ("decode", "perplexity", 6),
+        ("kld-guide", "checkpoints", 10),
+        ("cross-engine", "eight-bit", 10),
+    ],
+)
+def test_the_tiny_variant_sets_measured_beside_expected(
+    smollm2: Model, tmp_path: Path, name: str, stage: str, figures: int
+) -> None:
+    _, record = run(name, tmp_path)
+    outcomes = {row["name"]: row for row in record["stages"]}
+    skipped = {skip["stage"] for skip in record["skips"]}
+    assert skipped == {row for row, found in outcomes.items() if found["status"] == "skipped"}
+    if stage in skipped:
+        pytest.skip(outcomes[stage]["reason"])
+    there = [row for row in record["figures"] if row["stage"] == stage and row["measured"] is not None]
+    assert len(there) >= figures
+    assert all(row["expected"] is not None for row in there)
+    assert record["differences"]

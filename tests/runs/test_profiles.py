@@ -1,0 +1,360 @@
+"""Profiles: stages on the fake engine, skips, failures, resume, the table; every shipped profile as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fidelab.config.profiles import Needs, load_profile, names, resolve
+from fidelab.runs.profiles import Machine, find_figure, judge
+from tests.runs.harness import Done, cli, write_inputs
+
+FAKE = {
+    "model": "fake",
+    "engine": "fake",
+    "reference": "exact",
+    "control": "none",
+    "floor": 0.0,
+    "twins": 0.0,
+    "text": "text.txt",
+    "candidates": [{"kv": "tilt[q=0.6]", "name": "tilted"}],
+    "axes": {"kld": {"windows": "{windows}", "n_ctx": 16}},
+}
+AT = "candidates[name=tilted].axes.kld.metrics[name=mean]"
+PROFILE: dict[str, Any] = {
+    "kind": "profile",
+    "purpose": "a question",
+    "source": {"title": "a paper", "url": "https://example.org/paper", "setup": "a machine"},
+    "parameters": {"model": "fake", "windows": 40},
+    "stages": [
+        {"name": "lost", "command": ["report", "no-such-run", "--json"]},
+        {"name": "quality", "experiment": FAKE},
+        {
+            "name": "huge",
+            "needs": {"memory": 1e9},
+            "command": ["formats"],
+            "variants": {"tiny": {"needs": {"memory": 1e9}}},
+        },
+        {"name": "after", "needs": {"stages": ["huge"]}, "command": ["formats"]},
+    ],
+    "expected": [
+        {"name": "mean KL", "stage": "quality", "value": 0.5, "unit": "nats", "at": AT},
+        {"name": "huge figure", "stage": "huge", "value": 1, "at": "x"},
+        {"name": "lost figure", "stage": "lost", "at": "x"},
+    ],
+    "differences": ["another machine"],
+    "variants": {"tiny": {"about": "small", "parameters": {"windows": 8}, "differences": ["few windows"]}},
+}
+
+
+def profiles(cwd: Path, *flags: object, **changes: Any) -> Done:
+    """``fidelab profiles run`` of a file that is trusted."""
+    write_inputs(cwd)
+    (cwd / "own.yaml").write_text(json.dumps({**PROFILE, **changes}))
+    return cli("profiles", "run", "own.yaml", "--trust", "own.yaml", *flags, cwd=cwd)
+
+
+def folder_of(cwd: Path) -> Path:
+    return max((cwd / "runs" / "profiles").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def record_of(cwd: Path) -> dict[str, Any]:
+    return dict(json.loads((folder_of(cwd) / "profile.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """One stage that fails, one that runs, one that no machine can run, and one that needs that."""
+    return profiles(tmp_path_factory.mktemp("profiles"), "--variant", "tiny")
+
+
+@pytest.fixture(scope="module")
+def record(done: Done) -> dict[str, Any]:
+    return record_of(done.cwd)
+
+
+# ------------------------------------------------------------------------------------------------- conductor
+
+
+def test_a_failed_stage_fails_the_profile_and_stops_no_other(done: Done, record: dict[str, Any]) -> None:
+    assert done.code == 1
+    assert {stage["name"]: stage["status"] for stage in record["stages"]} == {
+        "lost": "failed",
+        "quality": "ok",
+        "huge": "skipped",
+        "after": "skipped",
+    }
+    assert "stage lost failed: exit code 2" in done.err
+
+
+def test_skips_say_what_is_needed_and_what_was_found(done: Done, record: dict[str, Any]) -> None:
+    skips = json.loads((folder_of(done.cwd) / "skips.json").read_text())
+    assert skips == record["skips"]
+    huge, after = skips
+    assert (huge["stage"], huge["need"]) == ("huge", "1e+09 GB of memory")
+    assert re.fullmatch(r"[\d.]+ GB of memory", huge["found"])
+    assert after == {"stage": "after", "need": "stage huge", "found": "skipped"}
+
+
+def test_the_record_has_the_figure_of_the_stages_own_report(done: Done, record: dict[str, Any]) -> None:
+    report = json.loads((folder_of(done.cwd) / "stages" / "quality" / "out.json").read_text())
+    [mean] = [m for m in report["candidates"][0]["axes"]["kld"]["metrics"] if m["name"] == "mean"]
+    figure = record["figures"][0]
+    assert (figure["expected"], figure["measured"], figure["ci"]) == (0.5, mean["value"], mean["ci"])
+    assert mean["value"] > 0
+
+
+def test_a_figure_that_was_not_measured_says_why(record: dict[str, Any]) -> None:
+    assert [figure["reason"] for figure in record["figures"]] == [None, "stage skipped", "stage failed"]
+
+
+def test_the_table_shows_expected_against_measured_and_the_differences(done: Done) -> None:
+    row = next(line for line in done.out.splitlines() if "mean KL" in line)
+    assert "0.5" in row.split()
+    assert "another machine" in done.out
+    assert "few windows" in done.out
+    assert "https://example.org/paper" in done.out
+    assert "huge" in done.out
+
+
+def test_the_variants_parameters_reach_the_experiment(done: Done) -> None:
+    written = json.loads((folder_of(done.cwd) / "stages" / "quality" / "experiment.yaml").read_text())
+    assert written["axes"]["kld"]["windows"] == 8
+
+
+def test_resume_keeps_what_ended_well_and_runs_the_rest_again(tmp_path: Path) -> None:
+    assert profiles(tmp_path, "--variant", "tiny").code == 1
+    folder = folder_of(tmp_path)
+    before = (folder / "stages" / "quality" / "stage.json").read_bytes()
+    resolved = json.loads((folder / "profile.resolved.json").read_text())
+    resolved["resolved"]["stages"][0]["command"] = ["formats", "--json"]  # what was wrong has been mended
+    (folder / "profile.resolved.json").write_text(json.dumps(resolved))
+    again = cli("profiles", "run", "--resume", folder, cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert "quality (2 of 4): done before" in again.err
+    assert (folder / "stages" / "quality" / "stage.json").read_bytes() == before
+    assert [stage["status"] for stage in record_of(tmp_path)["stages"]] == ["ok", "ok", "skipped", "skipped"]
+
+
+def test_a_stopped_profile_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    slow = {**FAKE, "engine_args": {"delay": "0.1"}, "axes": {"kld": {"windows": 40, "n_ctx": 16}}}
+    data = {**PROFILE, "stages": [{"name": "quality", "experiment": slow}], "expected": []}
+    (tmp_path / "own.yaml").write_text(json.dumps(data))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fidelab", "profiles", "run", "own.yaml", "--trust", "own.yaml"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("runs/profiles/*/stages/quality/runs/2*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    folder = folder_of(tmp_path)
+    assert process.returncode == 130
+    assert f"Go on with: fidelab profiles run --resume {folder}" in said
+    assert not _alive(folder)
+    again = cli("profiles", "run", "--resume", folder, cwd=tmp_path)
+    assert again.code == 0, again.err
+
+
+def _alive(folder: Path) -> list[str]:
+    """Commands of processes that name this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+        except OSError:
+            continue
+        if str(folder) in line and path.parent.name != str(os.getpid()):
+            found.append(line)
+    return found
+
+
+def test_only_the_stages_that_are_named_run(tmp_path: Path) -> None:
+    done = profiles(tmp_path, "--stage", "quality", "--json")
+    assert done.code == 0, done.err
+    assert [stage["name"] for stage in json.loads(done.out)["stages"]] == ["quality"]
+
+
+def test_a_profile_of_which_nothing_ran_fails(tmp_path: Path) -> None:
+    done = profiles(tmp_path, "--stage", "huge")
+    assert done.code == 1
+    assert "no stage could be run here" in done.err
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    done = profiles(tmp_path, "--dry-run", "--json")
+    assert done.code == 0
+    rows = {row["stage"]: row["skips"] for row in json.loads(done.out)["stages"]}
+    assert [skip["need"] for skip in rows["huge"]] == ["1e+09 GB of memory"]
+    assert rows["quality"] == []
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_estimate_tells_the_time_of_an_experiment(tmp_path: Path) -> None:
+    done = profiles(tmp_path, "--estimate", "--json", "--stage", "quality")
+    [row] = json.loads(done.out)["stages"]
+    assert row["seconds"] > 0
+    assert not (tmp_path / "runs" / "profiles").exists()
+
+
+# ------------------------------------------------------------------------------------------------- needs and figures
+
+
+@pytest.mark.parametrize(
+    ("needs", "need"),
+    [
+        ({"cores": 100_000}, "100000 cores"),
+        ({"disk": 1e9}, "1e+09 GB of free disk"),
+        ({"packages": ["no_such_package"]}, "package no_such_package"),
+        ({"engines": ["no-such-engine"]}, "engine no-such-engine"),
+        ({"data": ["no-such-file.jsonl"]}, "data no-such-file.jsonl"),
+        ({"never": "a second machine"}, "a second machine"),
+    ],
+)
+def test_every_need_is_judged(tmp_path: Path, needs: dict[str, Any], need: str) -> None:
+    [stage] = resolve("p", load_profile("demo"), "tiny").stages
+    [skip] = judge(stage.model_copy(update={"needs": Needs.model_validate(needs)}), Machine(tmp_path), {})
+    assert (skip.need, bool(skip.found)) == (need, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "needs", "need"),
+    [
+        ("cuda", [80], {"device": "cuda", "gpus": 2}, "2 GPUs"),
+        ("cuda", [24], {"device": "cuda", "gpu_memory": 40}, "40 GB of GPU memory"),
+        ("rocm", [192], {"device": "cuda"}, "device cuda"),
+        ("rocm", [192], {"device": "gpu", "gpu_memory": 150}, None),
+        ("cuda", [80, 80], {"device": "cuda", "gpus": 2, "gpu_memory": 40}, None),
+    ],
+)
+def test_gpus_are_judged_by_kind_number_and_memory(
+    tmp_path: Path, kind: str, sizes: list[int], needs: dict[str, Any], need: str | None
+) -> None:
+    machine = Machine(tmp_path)
+    machine.__dict__["gpus"] = (kind, tuple(("a card", size * 10**9) for size in sizes))
+    [stage] = resolve("p", load_profile("demo"), "tiny").stages
+    skips = judge(stage.model_copy(update={"needs": Needs.model_validate(needs)}), machine, {})
+    assert [skip.need for skip in skips] == ([] if need is None else [need])
+
+
+def test_a_figure_is_found_by_keys_places_and_conditions() -> None:
+    data = {"arms": [{"name": "a", "m": [{"name": "x", "cell": {"n": 1}, "value": 3, "ci": [2, 4]}, {"name": "y"}]}]}
+    assert find_figure(data, "arms[name=a].m[name=x,cell.n=1]") == (3.0, (2.0, 4.0), None)
+    assert find_figure(data, "arms.0.m.0.cell.n") == (1.0, None, None)
+    assert find_figure(data, "arms[name=b].m")[2] == "no item with name=b"
+    assert find_figure(data, "arms[name=a].z")[2] == "no 'z' in what the stage printed"
+    assert find_figure({"axis": {"reason": "no data", "metrics": []}}, "axis.metrics[name=x]")[2] == "no data"
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+STAGE = {"name": "s", "command": ["formats"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": [{**STAGE, "needs": {"memry": 3}}]}, "unknown key 'stages.0.needs.memry'; did you mean 'memory'?"),
+        ({"stages": [{**STAGE, "needs": {"memory": "much"}}]}, "stages.0.needs.memory"),
+        ({"stages": [{**STAGE, "needs": {"device": "tpu"}}]}, "stages.0.needs.device"),
+        ({"stages": [{**STAGE, "needs": {"stages": ["t"]}}]}, "stage 's' needs 't', which is no stage before it"),
+        ({"stages": [STAGE, STAGE]}, "two stages are called 's'"),
+        ({"stages": [{"name": "s"}]}, "a stage has either 'experiment' or 'command'"),
+        ({"stages": [{**STAGE, "command": ["formts"]}], "expected": []}, "stage s: fidelab formts: No such command"),
+        ({"stages": [{**STAGE, "command": ["formats", "--jsn"]}], "expected": []}, "No such option: --jsn"),
+        ({"stages": [{**STAGE, "command": ["{mdel}"]}], "expected": []}, "{mdel} is no parameter; there are: model"),
+        (
+            {"stages": [{"name": "s", "experiment": {**FAKE, "axs": {}}}], "expected": []},
+            "unknown key 'axs'; did you mean 'axes'?",
+        ),
+        ({"kind": "cross-engine"}, "is no profile: 'kind: profile' is missing"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    done = profiles(tmp_path, **{"expected": [], **changes})
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert message in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["decod"], "unknown profile 'decod'; did you mean 'decode'?"),
+        (["decode", "--variant", "tny"], "unknown variant of profile decode 'tny'; did you mean 'tiny'?"),
+        (["decode", "--stage", "gate"], "unknown stage of profile decode 'gate'; did you mean 'gates'?"),
+        (["decode", "--set", "modl=x"], "unknown parameter of profile decode 'modl'; did you mean 'model'?"),
+        (["decode", "--set", "model"], "--set 'model': write name=value"),
+        ([], "name a profile"),
+        (["--resume", "nowhere"], "nowhere is no run of a profile"),
+        (["decode", "--resume", "nowhere"], "--resume takes the profile's own settings"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, words: list[str], message: str) -> None:
+    done = cli("profiles", "run", *words, cwd=tmp_path)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert message in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_that_is_not_trusted_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(json.dumps(PROFILE))
+    done = cli("profiles", "run", "own.yaml", cwd=tmp_path)
+    assert done.code == 2
+    assert "if you trust it, add --trust own.yaml" in done.err
+
+
+def test_run_says_how_a_profile_is_run(tmp_path: Path) -> None:
+    assert "decode is a profile: fidelab profiles run decode" in cli("run", "decode", cwd=tmp_path).err
+
+
+# ------------------------------------------------------------------------------------------------- shipped profiles
+
+
+def test_all_profiles_are_listed(tmp_path: Path) -> None:
+    listed = json.loads(cli("profiles", "list", "--json", cwd=tmp_path).out)["profiles"]
+    assert [row["name"] for row in listed] == names()
+    assert {"demo", "decode", "cross-engine", "kld-guide", "hardware-report"} <= set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_shipped_profile_and_its_tiny_variant_resolve(tmp_path: Path, name: str) -> None:
+    for flags in ([], ["--variant", "tiny"]):
+        done = cli("profiles", "run", name, *flags, "--dry-run", cwd=tmp_path)
+        assert done.code == 0, done.err
+    shown = cli("profiles", "show", name, cwd=tmp_path)
+    assert yaml.safe_load(shown.out)["purpose"] == load_profile(name).purpose
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_shipped_profile_pins_its_models_or_says_that_it_cannot(name: str) -> None:
+    profile = load_profile(name)
+    values = [str(value) for key, value in profile.parameters.items() if key != "candidate"]
+    hub = [value for value in values if "/" in value and not value.startswith("./")]
+    for value in hub:
+        model, _, revision = value.partition("@")
+        assert model in profile.pins.models
+        assert profile.pins.models[model] == (revision or None)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_tiny_variant_needs_no_gpu_for_at_least_one_stage(name: str) -> None:
+    resolved = resolve(name, load_profile(name), "tiny")
+    assert resolved.parameters["model"] == "smollm2-135m"
+    assert any(stage.needs.device in (None, "cpu") and not stage.needs.gpu_memory for stage in resolved.stages)
+    assert resolved.differences
