@@ -100,10 +100,9 @@ def extend_kernel(
         end = tl.where(before, end, middle)
     sequence = found.to(tl.int64)
     query0 = tl.load(query_starts + sequence)
-    queries_end = tl.load(query_starts + sequence + 1)
-    queries_here = queries_end - query0
-    behind = queries_end * RATIO // ROWS + found - program  # programs of this sequence that follow
-    row0 = behind * ROWS
+    queries_here = tl.load(query_starts + sequence + 1) - query0
+    # counted from the sequence's last program: its first one has the last block
+    row0 = ((query0 + queries_here) * RATIO // ROWS + found - program) * ROWS
     if row0 < queries_here * RATIO:
         length = tl.load(lengths + sequence)
         r = row0 + tl.arange(0, ROWS)
