@@ -176,7 +176,7 @@ def _ours(
         out, _ = chosen.decode(tokens, cache, attention)
     else:
         starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries
-        out, _ = chosen.extend(tokens, starts, cache, attention, max_query=queries)
+        out, _ = chosen.extend(tokens, starts, cache, attention)
     return out.view(batch, queries, heads, -1).transpose(1, 2)
 
 

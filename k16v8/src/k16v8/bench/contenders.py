@@ -201,7 +201,7 @@ def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> tuple[
     starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=draw.device) * cell.queries
     return (
         q,
-        lambda: chosen.extend(q, starts, held, max_query=cell.queries, out=out, lse=lse)[0],
+        lambda: chosen.extend(q, starts, held, out=out, lse=lse)[0],
         chosen.name,
     )
 

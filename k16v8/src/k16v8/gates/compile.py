@@ -321,7 +321,7 @@ def _launch(
         constants = decode_constants(q.dtype, heads, cache, attention, target)
         return decode_kernel, [*arguments], constants, tiles(kernel, target, cache)
     strides = (*q.stride()[:2], *q.stride()[:2], lse.stride(0))
-    arguments = (q, starts, q, q, lse, *cache_arguments(cache), *strides, scale)
+    arguments = (q, starts, q, q, lse, *cache_arguments(cache), *strides, scale, batch)
     constants = extend_constants(q.dtype, heads, cache, attention, target)
     return extend_kernel, [*arguments], constants, tiles(kernel, target, cache)
 

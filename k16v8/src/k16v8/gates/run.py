@@ -117,7 +117,7 @@ def _errors(case: Case, kernels: Kernels, problem: Problem, mutation: Mutation |
                 plan.part.fill_(float("nan"))
                 plan.part_lse.fill_(float("nan"))
             return kernels.decode(q, cache, attention, out=out, lse=lse, plan=plan)
-        return kernels.extend(q, starts, cache, attention, max_query=max(case.queries or (1,)), out=out, lse=lse)
+        return kernels.extend(q, starts, cache, attention, out=out, lse=lse)
 
     inputs = (problem.q, problem.query_starts, cache, problem.attention)
     out, lse = attend(*inputs) if mutation is None else mutation.broken(attend, *inputs)

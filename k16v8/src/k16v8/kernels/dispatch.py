@@ -95,7 +95,6 @@ class Kernels:
         cache: PagedCache,
         attention: Attention | None = None,
         *,
-        max_query: int | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         validate: bool = False,
@@ -104,7 +103,7 @@ class Kernels:
         checks.check_extend(q, query_starts, cache, attention, {"out": out, "lse": lse}, validate=validate)
         return cast(
             "tuple[Tensor, Tensor]",
-            self._operation("extend")(q, query_starts, cache, attention, max_query=max_query, out=out, lse=lse),
+            self._operation("extend")(q, query_starts, cache, attention, out=out, lse=lse),
         )
 
     def _operation(self, name: str) -> Any:

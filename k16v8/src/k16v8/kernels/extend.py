@@ -5,6 +5,9 @@
 
 The query heads of one KV head are rows of the same tile (row ``r`` is query ``r // ratio``, head ``r % ratio``), so
 that K and V are read once for all of them.  A NaN among the values of a tile reaches all rows of that tile.
+
+Programs are made for blocks of rows and not for sequences: one long chunk beside many short ones costs as many as there
+are blocks (:func:`program_count`).  The last block of a sequence, which reads the most, has its first program.
 """
 
 import torch
@@ -26,10 +29,10 @@ from k16v8.kernels.launch import (
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.softmax import attend_tokens, finished, split_queries
 
-__all__ = ["extend"]
+__all__ = ["extend", "program_count"]
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(do_not_specialize=["table_row", "sequences"])
 def extend_kernel(
     q,
     query_starts,
@@ -61,6 +64,7 @@ def extend_kernel(
     out_head,
     lse_row,
     scale,
+    sequences,
     RATIO: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -85,11 +89,20 @@ def extend_kernel(
     Q_FORMAT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    row0 = tl.program_id(0) * ROWS
+    program = tl.program_id(0)
     head = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
+    # Sequence s has the programs from starts[s] * RATIO // ROWS + s on, at least as many as it has blocks.
+    found, end = tl.full((), 0, tl.int32), sequences
+    while end - found > 1:
+        middle = (found + end) // 2
+        before = tl.load(query_starts + middle) * RATIO // ROWS + middle <= program
+        found = tl.where(before, middle, found)
+        end = tl.where(before, end, middle)
+    sequence = found.to(tl.int64)
     query0 = tl.load(query_starts + sequence)
     queries_here = tl.load(query_starts + sequence + 1) - query0
+    # counted from the sequence's last program: its first one has the last block
+    row0 = ((query0 + queries_here) * RATIO // ROWS + found - program) * ROWS
     if row0 < queries_here * RATIO:
         length = tl.load(lengths + sequence)
         r = row0 + tl.arange(0, ROWS)
@@ -98,7 +111,7 @@ def extend_kernel(
         heads = head * RATIO + r % RATIO
         positions = length - queries_here + query
         lowest = length - queries_here + row0 // RATIO
-        end = tl.minimum(length, length - queries_here + (row0 + ROWS - 1) // RATIO + 1)
+        stop = tl.minimum(length, length - queries_here + (row0 + ROWS - 1) // RATIO + 1)
         first = 0
         if WINDOW > 0:
             first = tl.maximum(lowest - WINDOW + 1, 0)
@@ -129,7 +142,7 @@ def extend_kernel(
                 K_NATIVE, V_NATIVE, True, WINDOW, SOFTCAP, QK, PV, False,
             )  # fmt: skip
         top, total, even, odd = attend_tokens(
-            even_x, odd_x, factor, top, total, even, odd, middle, end, first, positions, head,
+            even_x, odd_x, factor, top, total, even, odd, middle, stop, first, positions, head,
             k_cache, v_cache, k_scale, v_scale, table + sequence * table_row,
             k_block, k_place, k_head, v_block, v_place, v_head,
             ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
@@ -160,14 +173,12 @@ def extend(
     cache: PagedCache,
     attention: Attention | None = None,
     *,
-    max_query: int | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`k16v8.kernels.torch_path.extend`.
 
-    ``max_query``: the most queries of one sequence; without it every sequence gets programs for all of them.  With
-    ``out`` and ``lse`` given there is no allocation and no host sync.
+    With ``out`` and ``lse`` given there is no allocation and no host sync.
     """
     attention = attention or Attention()
     many, heads = q.shape[:2]
@@ -177,8 +188,8 @@ def extend(
         return out, lse
     target = target_of(q.device)
     tile = tiles("extend", target, cache)
-    rows = (many if max_query is None else max_query) * (heads // cache.kv_heads)
-    extend_kernel[(triton.cdiv(rows, tile.rows), cache.kv_heads, len(cache.lengths))](
+    batch = len(cache.lengths)
+    extend_kernel[(program_count(many, heads // cache.kv_heads, tile.rows, batch), cache.kv_heads)](
         q,
         query_starts,
         out if attention.sinks is None else attention.sinks,
@@ -191,10 +202,16 @@ def extend(
         out.stride(1),
         lse.stride(0),
         attention.scale_for(q.shape[2]),
+        batch,
         **extend_constants(q.dtype, heads, cache, attention, target),
         **compile_options(tile),
     )
     return out, lse
+
+
+def program_count(queries: int, ratio: int, rows: int, batch: int) -> int:
+    """Programs for each KV head: enough for all blocks of ``rows``, however the queries are shared out."""
+    return queries * ratio // rows + batch
 
 
 def extend_constants(

@@ -100,14 +100,13 @@ def extend(
     cache: PagedCache,
     attention: Attention | None = None,
     *,
-    max_query: int | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The last tokens of each sequence over the whole of it, causal; prefill and decode may be mixed.
 
     ``q``: ``[N, heads, D]``, sequence ``b`` owns ``query_starts[b]`` to ``query_starts[b + 1]`` (int32 ``[B + 1]``).
-    ``max_query`` is for the Triton kernel.  Returns as :func:`decode`, ``[N, heads, …]``.
+    Returns as :func:`decode`, ``[N, heads, …]``.
     """
     return _attend(q, query_starts.tolist(), cache, attention, out, lse)
 

@@ -117,7 +117,6 @@ class Step:
     lengths: Tensor  # int32 [B]
     table: Tensor  # int32 [B, max_blocks]
     starts: Tensor | None  # int32 [B + 1]; None: one token of each
-    longest: int  # tokens of one sequence in this forward
 
 
 class K16V8Backend(AttentionBackend):
@@ -154,9 +153,8 @@ class K16V8Backend(AttentionBackend):
             raise NotSupportedError(f"{LABEL} does not know SGLang's forward mode {mode.name}")
         page, longest = self.token_to_kv_pool.page_size, int(batch.seq_lens_cpu.max())
         slots = self._slots[:, :longest:page][batch.req_pool_indices]  # of the first token of each page
-        self._step = Step(batch.seq_lens.int(), (slots // page).int().contiguous(), None, 1)
+        self._step = Step(batch.seq_lens.int(), (slots // page).int().contiguous(), None)
         if not mode.is_decode():
-            self._step.longest = max(batch.extend_seq_lens_cpu)
             self._step.starts = torch.nn.functional.pad(batch.extend_seq_lens.cumsum(0), (1, 0)).int()
 
     def forward_decode(
@@ -184,7 +182,7 @@ class K16V8Backend(AttentionBackend):
             plan = decode_plan(self.kernels, len(q), q.shape[1], cache)
             self.kernels.decode(q, cache, attention, out=out, plan=plan)
         else:
-            self.kernels.extend(q, step.starts, cache, attention, max_query=step.longest, out=out)
+            self.kernels.extend(q, step.starts, cache, attention, out=out)
         return out.flatten(1)
 
 

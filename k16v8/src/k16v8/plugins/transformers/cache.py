@@ -98,7 +98,7 @@ class _PagedAttention:
             return out.unsqueeze(1)
         flat = query.transpose(1, 2).reshape(batch * new, heads, dim)
         asked = _dense(flat if queries.real is None else flat[queries.real])
-        out, _ = self.reader.extend(asked, queries.starts, held, attention, max_query=queries.most)
+        out, _ = self.reader.extend(asked, queries.starts, held, attention)
         if queries.real is not None:
             out = out.new_zeros(batch * new, *out.shape[1:]).index_copy_(0, queries.real, out)
         return out.view(batch, new, heads, -1)

@@ -24,13 +24,11 @@ _GROWTH = 8  # blocks added at once: one for so many; more is memory that holds 
 class Queries:
     """Tokens ``[B, Q]`` without padding, as kernels take them.
 
-    ``starts``: int32 ``[B + 1]``; ``real``: int64, their places in ``[B * Q]``, ``None`` where none is padding;
-    ``most``: no sequence has more.
+    ``starts``: int32 ``[B + 1]``; ``real``: int64, their places in ``[B * Q]``, ``None`` where none is padding.
     """
 
     starts: Tensor
     real: Tensor | None
-    most: int
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,10 @@ class Step:
             return self.queries
         if self.mask is None:
             starts = torch.arange(0, many * len(self.lengths) + 1, many, device=self.lengths.device)
-            return Queries(starts.int(), None, many)
+            return Queries(starts.int(), None)
         mask = self.mask[:, -many:]
         starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
-        return Queries(starts.int(), torch.nonzero(mask.flatten()).squeeze(1), many)
+        return Queries(starts.int(), torch.nonzero(mask.flatten()).squeeze(1))
 
 
 class Pages:
@@ -165,7 +163,7 @@ class Pages:
             slots.flatten(),
             self._table,
             self._tensor(self._lengths).int(),
-            Queries(starts, real, max(counts)),
+            Queries(starts, real),
             mask,
         )
 

@@ -102,7 +102,6 @@ class K16V8Metadata:
     """One step's sequences, and the tokens that each has in it."""
 
     num_actual_tokens: int  # without padding
-    max_query_len: int
     query_start_loc: Tensor  # int32 [B + 1]
     seq_lens: Tensor  # int32 [B]
     block_table: Tensor  # int32 [B, max_blocks]
@@ -136,7 +135,6 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
             decodes, others = 0, decodes + others
         return K16V8Metadata(
             step.num_actual_tokens,
-            step.max_query_len,
             step.query_start_loc,
             step.seq_lens,
             step.block_table_tensor,
@@ -231,8 +229,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
             self.kernels.decode(q[:first], cache, self._attention, out=out[:first], plan=plan)
         if step.extend_start_loc is not None:
             cache = self._pages.paged(step.block_table[first:], step.seq_lens[first:])
-            starts, longest = step.extend_start_loc, step.max_query_len
-            self.kernels.extend(q[first:], starts, cache, self._attention, max_query=longest, out=out[first:])
+            self.kernels.extend(q[first:], step.extend_start_loc, cache, self._attention, out=out[first:])
         return output
 
     def _open(self, layer: torch.nn.Module, kv_cache: Tensor, dtype: torch.dtype) -> None:
