@@ -106,8 +106,12 @@ class CaptureWriter:
         """Name the head by which hidden states become logits (what :func:`store_head` returned)."""
         self._head = dict(head)
 
-    def finish(self, estimator: str, ran: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
-        """Write the manifest, flush to disk and move the folder to its place."""
+    def finish(self, estimator: str, ran: Mapping[str, Any], facts: Mapping[str, Any], against: str = "") -> Path:
+        """Write the manifest, flush to disk and move the folder to its place.
+
+        ``against``: the capture holds figures in the place of rows, which compare it with the capture of this key's
+        :func:`~fidelab.captures.manifest.key_digest`.
+        """
         self._flush()
         missing = [i for i, item in enumerate(self._items) if "parts" not in item and item["failed"] is None]
         if missing:
@@ -122,6 +126,7 @@ class CaptureWriter:
             "files": self._files,
             "ran": finite(ran),
             "facts": finite(facts),
+            **({"against": against} if against else {}),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         path = self._folder / MANIFEST

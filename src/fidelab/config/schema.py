@@ -274,6 +274,11 @@ class Experiment(BaseModel):
     prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
     traffic: str | None = Field(default=None, description="a log of requests that text and prompts are taken from")
     skip_bad: bool = Field(default=False, description="leave out what is wrong in the log of requests, and count it")
+    keep_rows: bool = Field(
+        default=True,
+        description="keep the rows over the vocabulary of every arm; false: of the reference alone, of the others what "
+        "scoring reads",
+    )
     keep_text: bool = Field(default=False, description="show texts of the log of requests in reports")
     floor: float = Field(
         default=0.25, ge=0, le=1, description="share of the items captured again for the floor; 0: none"

@@ -39,7 +39,7 @@ from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, 
 from fidelab.plan.timings import Timings
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
-from fidelab.runs.pairing import ArmResult
+from fidelab.runs.pairing import ArmResult, drop_compared_rows
 from fidelab.runs.runner import Asking, Listener, Silent, fork_server
 from fidelab.runs.scoring import RunFacts, Scored, score_run
 from fidelab.workers.fork_server import ForkServers
@@ -308,6 +308,8 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
                 else:  # only benches ask the arms
                     results.append(ArmResult(job.role, job.arm, Status.OK))
                 _store_outcomes(folder, facts, plan, results)
+                if not plan.settings.experiment.keep_rows:
+                    drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed
             if plan.settings.benches:

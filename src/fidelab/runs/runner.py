@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.check import check_answers
-from fidelab.captures.reader import Capture, is_complete
+from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Request
 from fidelab.captures.writer import store_vocabulary
 from fidelab.core import Arm, Status
@@ -254,7 +254,7 @@ class Asking:
                 nonlocal job
                 known = len(job.captures)
                 job = self._follow_up(job)
-                added = [capture for capture in job.captures[known:] if not is_complete(capture.folder, capture.key)]
+                added = [capture for capture in job.captures[known:] if not capture.is_complete()]
                 first = len(missing)
                 missing.extend(added)
                 self._listener.extended(job, sum(capture.tokens for capture in added))
@@ -307,7 +307,7 @@ class Asking:
 
     def _follow_up(self, job: PlannedJob) -> PlannedJob:
         """The reference's job with the requests that follow from its own answers."""
-        self.follow({c.axis: c.folder for c in job.captures if is_complete(c.folder, c.key)})
+        self.follow({c.axis: c.folder for c in job.captures if c.is_complete()})
         return with_probes(self._settings, job, self._later)
 
     def _message(self, job: PlannedJob, missing: Sequence[PlannedCapture]) -> Job:
