@@ -42,6 +42,7 @@ from fidelab.results.store import RunFolder
 from fidelab.runs.pairing import ArmResult, drop_compared_rows
 from fidelab.runs.runner import Asking, Listener, Silent, fork_server
 from fidelab.runs.scoring import RunFacts, Scored, score_run
+from fidelab.workers.cluster import Cluster, open_cluster
 from fidelab.workers.fork_server import ForkServers
 
 __all__ = [
@@ -88,10 +89,12 @@ class Prepared:
         """The resolved experiment."""
         return self.plan.settings
 
-    def asking(self, listener: Listener, event: Callable[..., None], *, fresh: bool = False) -> Asking:
+    def asking(
+        self, listener: Listener, event: Callable[..., None], *, fresh: bool = False, cluster: Cluster | None = None
+    ) -> Asking:
         """What runs the plan's jobs; ``fresh``: each in an interpreter of its own, imports included."""
         servers = None if fresh else self.servers
-        return Asking(self.settings, self.inputs, self.sample, servers, listener, event)
+        return Asking(self.settings, self.inputs, self.sample, servers, listener, event, cluster)
 
 
 def prepare(
@@ -296,17 +299,20 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
     )
     listener.start(plan, folder)
     ahead = threading.Thread(target=_prepare_scoring, name="scoring")
+    cluster: Cluster | None = None
     try:
         with _terminate_as_interrupt(), folder.writing():
             if plan.settings.axes:
                 ahead.start()
-            asking = prepared.asking(listener, folder.event)
+            cluster = _cluster(plan.settings, folder)
+            asking = prepared.asking(listener, folder.event, cluster=cluster)
             asking.pace.expect(expected.by_step())
-            for job in plan.jobs:
-                if plan.settings.axes:
-                    results.append(asking.run(job, folder.log(job.role)))
-                else:  # only benches ask the arms
-                    results.append(ArmResult(job.role, job.arm, Status.OK))
+            if plan.settings.axes:
+                answered = asking.run_all(plan.jobs, folder.log)
+            else:  # only benches ask the arms
+                answered = (ArmResult(job.role, job.arm, Status.OK) for job in plan.jobs)
+            for result in answered:
+                results.append(result)
                 _store_outcomes(folder, facts, plan, results)
                 if not plan.settings.experiment.keep_rows:
                     drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
@@ -327,7 +333,27 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         raise Interrupted(folder.path) from None
     finally:
         prepared.servers.close()
+        if cluster is not None:
+            cluster.close()
         listener.close()
+
+
+def _cluster(settings: Settings, folder: RunFolder) -> Cluster | None:
+    """Where the jobs run, if not here.
+
+    Raises:
+        UsageError: the cluster cannot be reached, or cannot run such arms.
+    """
+    executor = settings.experiment.executor
+    if executor.name == "local":
+        return None
+    for name, deployed in settings.deployed.items():
+        if deployed.environment.image or deployed.environment.prefix:
+            raise UsageError(
+                f"arm {name} starts behind an image or a prefix, which executor {executor.name} cannot reach: give the "
+                "cluster's nodes the engine itself, or use --executor local"
+            )
+    return open_cluster(executor.name, executor.address, executor.options, folder.path / "executor")
 
 
 def _prepare_scoring() -> None:
