@@ -39,10 +39,10 @@ from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, 
 from fidelab.plan.timings import Timings
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
+from fidelab.runs.cluster import Cluster, open_cluster
 from fidelab.runs.pairing import ArmResult, drop_compared_rows
 from fidelab.runs.runner import Asking, Listener, Silent, fork_server
 from fidelab.runs.scoring import RunFacts, Scored, score_run
-from fidelab.workers.cluster import Cluster, open_cluster
 from fidelab.workers.fork_server import ForkServers
 
 __all__ = [
@@ -154,12 +154,13 @@ def execute(
     """
     created = _now()
     prepared = prepare(experiment, replicate=replicate, created=created, servers=ForkServers())
+    cluster = _cluster(prepared.settings)
     head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
     config = dump(prepared.settings.experiment, head)
     folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
     remember(prepared.settings.experiment, config, folder.config)
     facts = RunFacts(folder.run_id, created, command, _environment())
-    return _conduct(prepared, folder, facts, listener or Silent()), folder
+    return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
 
 
 def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
@@ -178,8 +179,9 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
     folder.sweep()
     facts = _stored_facts(folder)
     prepared = prepare(experiment, replicate=first_replicate(folder), created=facts.created)
+    cluster = _cluster(prepared.settings)
     folder.event("resumed")
-    return _conduct(prepared, folder, facts, listener or Silent()), folder
+    return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
 
 
 def first_replicate(folder: RunFolder) -> int:
@@ -284,7 +286,9 @@ def capture(experiment: Experiment, *, follow: Path | None = None, listener: Lis
 # ----------------------------------------------------------------------------------------------- inside
 
 
-def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener) -> Report:
+def _conduct(
+    prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener, cluster: Cluster | None
+) -> Report:
     from fidelab.runs.estimate import estimate
 
     plan = prepared.plan
@@ -299,12 +303,10 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
     )
     listener.start(plan, folder)
     ahead = threading.Thread(target=_prepare_scoring, name="scoring")
-    cluster: Cluster | None = None
     try:
         with _terminate_as_interrupt(), folder.writing():
             if plan.settings.axes:
                 ahead.start()
-            cluster = _cluster(plan.settings, folder)
             asking = prepared.asking(listener, folder.event, cluster=cluster)
             asking.pace.expect(expected.by_step())
             if plan.settings.axes:
@@ -338,7 +340,7 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         listener.close()
 
 
-def _cluster(settings: Settings, folder: RunFolder) -> Cluster | None:
+def _cluster(settings: Settings) -> Cluster | None:
     """Where the jobs run, if not here.
 
     Raises:
@@ -353,7 +355,7 @@ def _cluster(settings: Settings, folder: RunFolder) -> Cluster | None:
                 f"arm {name} starts behind an image or a prefix, which executor {executor.name} cannot reach: give the "
                 "cluster's nodes the engine itself, or use --executor local"
             )
-    return open_cluster(executor.name, executor.address, executor.options, folder.path / "executor")
+    return open_cluster(executor.name, executor.address, executor.options, settings.output_dir / "executor")
 
 
 def _prepare_scoring() -> None:

@@ -25,8 +25,8 @@ from fidelab.plan.resolve import Settings
 from fidelab.plan.timings import Rates, Timings, Work, work_of
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
+from fidelab.runs.cluster import Cluster, Needs, run_job
 from fidelab.runs.pairing import ArmResult, most_telling
-from fidelab.workers.cluster import Cluster, Needs, run_job
 from fidelab.workers.fork_server import ForkServer, ForkServers
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
 from fidelab.workers.parent import JobOutcome, Worker, run_worker

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ __all__ = ["EXECUTORS", "Cluster", "Lost", "Needs", "RayCluster", "SlurmCluster"
 
 EXECUTORS = ("local", "ray", "slurm")
 _ATTEMPTS = 4  # of one job, where nodes are lost
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK = 0.2  # seconds between two looks at a job
 
 
@@ -233,6 +235,8 @@ def answer(text: str) -> str:
             "nodes share under one path"
         )
         return json.dumps(asdict(JobOutcome(status=Status.FAILED, reason=reason)))
+    if os.environ.get(_VISIBLE) == "":  # set by the cluster for jobs without GPUs; it says nothing about the arm
+        del os.environ[_VISIBLE]
     job = decode(ticket["job"].encode())
     assert isinstance(job, Job)
     with Path(ticket["messages"]).open("ab", buffering=0) as file:
@@ -261,13 +265,15 @@ class RayCluster:
         except ImportError:
             raise UsageError("--executor ray needs Ray: pip install 'fidelab[ray]'") from None
         self._ray: Any = ray
+        self._own = not ray.is_initialized()  # not by the program that calls us
+        if not self._own:
+            return
+        _reach(address)
         start: Any = ray.init
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 80 << 20, "num_cpus": usable_cores()}
         try:
             start(address=address, log_to_driver=False, logging_level="error", **(own if address == "local" else {}))
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            if ray.is_initialized():  # by the program that calls us
-                return
             raise UsageError(
                 f"no Ray cluster answers at {address} ({' '.join(str(error).split())[:160]}); start one with ray start "
                 "--head, name another with --address HOST:PORT, or say --address local"
@@ -284,7 +290,25 @@ class RayCluster:
 
     def close(self) -> None:
         """See :class:`Cluster`."""
-        self._ray.shutdown()
+        if self._own:
+            self._ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Ask for a connection first: Ray's own client waits for minutes, and then ends the process.
+
+    Raises:
+        UsageError: nobody listens there.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        with socket.create_connection((host, int(port)), timeout=10):
+            pass
+    except (OSError, OverflowError) as error:
+        why = f"no Ray cluster answers at {address} ({error})"
+        raise UsageError(f"{why}; --address names the host and port of its head") from None
 
 
 class _RayJob:
