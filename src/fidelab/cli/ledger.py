@@ -133,6 +133,33 @@ def gc(
         note("fidelab: nothing was removed; do so with --remove")
 
 
+class _Tracker(StrEnum):
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+
+
+@app.command()
+def mirror(
+    run_dir: options.RunDir,
+    to: Annotated[_Tracker, typer.Option("--to", help="wandb (Weights & Biases) or trackio.")],
+    project: Annotated[str, typer.Option(help="The project there.")] = "fidelab",
+) -> None:
+    """Copy a finished run to an experiment tracker: figures with intervals, verdicts, provenance, tables, the page.
+
+    Where to, and whether over the network, is up to the tracker's own variables (WANDB_MODE, TRACKIO_DIR).
+
+    [bold]Examples[/bold]
+
+      fidelab runs mirror latest --to trackio
+
+      WANDB_MODE=offline fidelab runs mirror latest --to wandb --project kv
+    """
+    from fidelab.ledger.mirror import mirror as write
+    from fidelab.results.store import RunFolder
+
+    print(write(RunFolder.open(run_dir.absolute()), to.value, project))
+
+
 def _entry(row: LedgerRow) -> dict[str, Any]:
     held = row.held()
     return {

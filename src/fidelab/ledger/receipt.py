@@ -45,6 +45,7 @@ __all__ = [
     "Recompute",
     "Verified",
     "json_schema",
+    "public",
     "publish",
     "verify",
 ]
@@ -241,12 +242,12 @@ def _bodies(
     head = {name: plain[name] for name in own - {"supersedes"}}
     head["floor"] = {name: {**found, "plots": []} for name, found in head["floor"].items()}
     former = None if supersedes is None else supersedes.model_dump(mode="json")
-    yield {"kind": "head", "schema": SCHEMA, "supersedes": former, **_public(head)}
+    yield {"kind": "head", "schema": SCHEMA, "supersedes": former, **public(head)}
     for role, arm in arms(report):
         body = arm.model_dump(mode="json", by_alias=True)
         for group in ("axes", "benches"):
             body[group] = {name: {**found, "plots": []} for name, found in body[group].items()}
-        yield {"kind": "arm", "role": role, "arm": _public(body)}
+        yield {"kind": "arm", "role": role, "arm": public(body)}
     yield from captures
 
 
@@ -271,13 +272,13 @@ def _captures(run: RunFolder) -> list[Mapping[str, Any]]:
     return lines
 
 
-def _public(value: Any) -> Any:
+def public(value: Any) -> Any:
     """Plain data in which absolute paths are their last parts: receipts are published, folders nobody's business."""
     match value:
         case dict():
-            return {key: _public(item) for key, item in value.items()}
-        case list():
-            return [_public(item) for item in value]
+            return {key: public(item) for key, item in value.items()}
+        case list() | tuple():
+            return [public(item) for item in value]
         case str():
             return _FOLDERS.sub("", value)
         case _:
