@@ -50,7 +50,7 @@ def calls() -> Iterator[tuple[str, list[bytes]]]:
 
 def run_mirror(made: Done, cwd: Path, target: str, address: str, **variables: str) -> str:
     """The command in a process of its own, whose trackers know a key and reach no server but one."""
-    proxies = {name: "" for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy")}
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), "")
     folders = {f"WANDB_{name}_DIR": str(cwd / "wandb-own") for name in ("DATA", "CACHE", "CONFIG", "ARTIFACT")}
     keys = {"WANDB_API_KEY": "k" * 40, "HF_TOKEN": "hf_secret", "WANDB_BASE_URL": address, "HF_ENDPOINT": address}
     done = subprocess.run(

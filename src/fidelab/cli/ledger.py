@@ -382,21 +382,31 @@ class _ExportFormat(StrEnum):
     LM_EVAL = "lm-eval"
     MARKDOWN = "markdown"
     BADGE = "badge"
+    HUB = "hub"
+    LLM_D = "llm-d"
 
 
 def export(
     run_dir: options.RunDir,
     form: Annotated[
-        _ExportFormat, typer.Option("--format", help="lm-eval (JSON), markdown (for a model card) or badge (SVG).")
+        _ExportFormat,
+        typer.Option(
+            "--format",
+            help="lm-eval (JSON), markdown (for a model card), badge (SVG), hub (a model card with its metadata), "
+            "llm-d (a benchmark report for each load).",
+        ),
     ],
     arm: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Of lm-eval and badge: the arm. \\[default: the recommended or the only one]"
+            metavar="NAME",
+            help="Of lm-eval, badge and hub: the arm; of llm-d: only this one. "
+            "\\[default: the recommended or the only one; llm-d: all]",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="\\[default: standard output]")
+        Path | None,
+        typer.Option("--out", "-o", metavar="PATH", help="A file; of hub and llm-d a folder. \\[default: printed]"),
     ] = None,
 ) -> None:
     """Write a run's figures in the form of another tool.
@@ -405,23 +415,56 @@ def export(
 
       fidelab export latest --format lm-eval --arm k16v8 -o results.json
 
-      fidelab export latest --format badge -o fidelab.svg
+      fidelab export latest --format llm-d -o reports
     """
     from fidelab.errors import UsageError
-    from fidelab.report.exports import choose_arm, lm_eval_results, render_badge
+    from fidelab.report.exports import choose_arm, hub_files, lm_eval_results, render_badge
+    from fidelab.report.llm_d import llm_d_files
     from fidelab.results.baselines import read_run
     from fidelab.results.record import write_atomically
 
     report = read_run(run_dir)
-    if form is _ExportFormat.MARKDOWN:
-        if arm is not None:
-            raise UsageError("--arm: the section for a model card is of all arms; leave it out")
-        text = report.to_markdown()
-    elif form is _ExportFormat.BADGE:
-        text = render_badge(choose_arm(report, arm))
-    else:
-        text = json.dumps(lm_eval_results(report, choose_arm(report, arm)), indent=2, ensure_ascii=False) + "\n"
+    match form:
+        case _ExportFormat.MARKDOWN:
+            if arm is not None:
+                raise UsageError("--arm: the section for a model card is of all arms; leave it out")
+            text = report.to_markdown()
+        case _ExportFormat.BADGE:
+            text = render_badge(choose_arm(report, arm))
+        case _ExportFormat.LM_EVAL:
+            text = json.dumps(lm_eval_results(report, choose_arm(report, arm)), indent=2, ensure_ascii=False) + "\n"
+        case _ExportFormat.HUB:
+            _write_files(hub_files(report, choose_arm(report, arm)), out)
+            return
+        case _ExportFormat.LLM_D:
+            _write_files(llm_d_files(report, arm), out)
+            return
     if out is None:
         sys.stdout.write(text)
     else:
         print(write_atomically(out, text))
+
+
+def _write_files(files: dict[str, str], folder: Path | None) -> None:
+    """Files of a form that can be several; none is replaced.
+
+    Raises:
+        UsageError: several are to be printed, or one is there already.
+    """
+    from fidelab.errors import OutputError, UsageError
+    from fidelab.results.record import write_atomically
+
+    if folder is None:
+        if len(files) > 1:
+            raise UsageError(f"these are {len(files)} files: name a folder with -o")
+        sys.stdout.write(next(iter(files.values())))
+        return
+    for name in files:
+        if (folder / name).exists():
+            raise UsageError(f"{folder / name} exists and is not replaced: name another folder with -o")
+    for name, text in files.items():
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"{folder}: cannot be made a folder: {error.strerror or error}") from error
+        print(write_atomically(folder / name, text))

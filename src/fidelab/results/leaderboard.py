@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any, Final, Literal
 
 from pydantic import AwareDatetime, Field
@@ -19,6 +18,7 @@ from fidelab.core import canonical_json
 from fidelab.errors import InputError
 from fidelab.results.comparability import fields
 from fidelab.results.measurement import Better, Measurement, Metric, Unit, label
+from fidelab.results.numbers import public_name
 from fidelab.results.record import ArmRecord, BandName, Report
 from fidelab.results.table import BENCH, CACHE, tabulate
 from fidelab.results.values import NEEDS_REASON, Count, Document, FreeDict, OpenInterval, Positive, Record
@@ -315,8 +315,8 @@ def _row(
         run_id=entry.report.run_id,
         created=entry.report.created,
         arm=arm.name,
-        model=_public(arm.model),
-        reference=f"{_public(entry.report.reference.model)}, {_kv(entry.report.reference)}",
+        model=public_name(arm.model),
+        reference=f"{public_name(entry.report.reference.model)}, {_kv(entry.report.reference)}",
         engine=arm.engine,
         version=versions.get(arm.engine) or next(iter(versions.values()), ""),
         kv=_kv(arm),
@@ -326,11 +326,6 @@ def _row(
         band=arm.verdict.band if arm.verdict else None,
         figures=figures,
     )
-
-
-def _public(model: str) -> str:
-    path = PurePath(model)
-    return path.name if path.is_absolute() else model
 
 
 def _kv(arm: ArmRecord) -> str:
