@@ -138,7 +138,7 @@ def test_the_hub_reads_the_first_figures_of_every_axis_from_the_card() -> None:
     report = solved()
     one = report.candidates[0]
     card = hub_files(report, one)["README.md"]
-    data = ModelCard(card).data
+    data: Any = ModelCard(card).data
     assert data.model_name == one.model
     found = {result.metric_type: result for result in data.eval_results or []}
     headlines = [m for axis in one.axes.values() for m in axis.headlines if m.value is not None]
@@ -156,7 +156,8 @@ def test_a_card_of_hostile_names_stays_metadata_and_text() -> None:
     files = hub_files(report, report.candidates[0])
     data, body = parts_of(files["README.md"])
     assert [*data] == ["model-index"]
-    assert ModelCard(files["README.md"]).data.eval_results
+    read: Any = ModelCard(files["README.md"]).data
+    assert read.eval_results
     assert body.startswith(f"\n# Fidelity of {code_span(report.candidates[0].name)}\n")
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from fidelab.errors import UnknownNameError, UsageError
 from fidelab.report.llm_d import llm_d_files, llm_d_reports
-from fidelab.results.measurement import Measurement
+from fidelab.results.measurement import Coordinates, Measurement
 from fidelab.results.record import Report, RuntimeRecord
 from tests.report.sample import arm, sample_report
 from tests.report.sample_benches import serving
@@ -144,7 +144,7 @@ def test_the_table_of_the_schema_finds_faults(place: str, value: Any, fault: str
 
 def test_figures_are_those_of_the_report_in_exact_units() -> None:
     report = loaded()
-    at = {"context": 128, "output": 128, "arrival": "closed", "concurrency": 4}
+    at: Coordinates = {"context": 128, "output": 128, "arrival": "closed", "concurrency": 4}
     measured = report.candidates[0].benches["serving"]
     [content] = [
         content for _, content in llm_d_reports(report, "fp8") if content["scenario"]["load"]["native"]["config"] == at
