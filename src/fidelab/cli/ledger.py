@@ -316,7 +316,10 @@ def verify(
 def leaderboard(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR", help="Run folders or report.json files; or a folder of runs: all of them."),
+        typer.Argument(
+            metavar="RUN_DIR",
+            help="Run folders, report.json files or receipts (.jsonl); or a folder of runs: all of them.",
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -332,9 +335,11 @@ def leaderboard(
 ) -> None:
     """Rank the arms of many runs: in one table only what was measured alike, ties shown as ties.
 
+    Of receipts, one that another one corrects is named as superseded, and not ranked.
+
     [bold]Examples[/bold]
 
-      fidelab leaderboard runs -o leaderboard.html
+      fidelab leaderboard runs receipts/*.jsonl -o leaderboard.html
 
       fidelab leaderboard runs/a runs/b --by benches.decode
     """
@@ -346,11 +351,39 @@ def leaderboard(
 
     if out is not None and (as_json or out.suffix.lower() not in (".html", ".md", ".json")):
         raise UsageError(f"-o {out}: write a name that ends in .html, .md or .json, without --json")
-    board = rank(list(_reports(runs)), BENCH + by if by in BENCHES.names() else by)
+    reports, superseded = _current(runs)
+    board = rank(reports, BENCH + by if by in BENCHES.names() else by, superseded)
     if out is not None:
         print(write_leaderboard(board, out))
     else:
         sys.stdout.write(board.to_json() if as_json else render_leaderboard_markdown(board))
+
+
+def _current(paths: list[Path]) -> tuple[list[Report], list[tuple[Report, str]]]:
+    """The reports of runs and receipts, and those that a receipt among them corrects, with a line that says so.
+
+    A run's own folder counts as corrected, too, where the correction is of another run.
+    """
+    from fidelab.ledger.receipt import read_receipt
+
+    receipts = [read_receipt(path) for path in paths if path.suffix == ".jsonl"]
+    found = [(one.hash, one.report()) for one in receipts]
+    found += [(None, report) for report in _reports([path for path in paths if path.suffix != ".jsonl"])]
+    corrected: dict[str | None, str] = {}
+    for one in receipts:
+        if one.head is not None and (former := one.head.supersedes) is not None:
+            why = f"superseded by receipt {(one.hash or '')[:12]} of {one.head.run_id}: {former.reason}"
+            corrected[former.hash] = why
+            if former.run_id != one.head.run_id:
+                corrected[former.run_id] = why
+    current, superseded = [], []
+    for key, report in found:
+        why = corrected.get(key or report.run_id)
+        if why is None:
+            current.append(report)
+        else:
+            superseded.append((report, why))
+    return current, superseded
 
 
 def _reports(paths: list[Path]) -> Iterator[Report]:

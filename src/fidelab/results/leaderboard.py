@@ -148,13 +148,16 @@ class _Entry:
     conditions: dict[tuple[str, str, str], dict[str, Any]]
 
 
-def rank(reports: Sequence[Report], by: str = KLD) -> Leaderboard:
+def rank(reports: Sequence[Report], by: str = KLD, superseded: Sequence[tuple[Report, str]] = ()) -> Leaderboard:
     """Rank the candidates of all reports by the first headline of an axis or bench; of a bench the references, too.
 
     Ranks follow from intervals: an arm is better than another if its interval lies wholly on the better side of the
     other's, so its best rank is one more than the number of arms that are better, its worst the number of those that
     are not worse.  The interval of repeats is from the smallest to the largest; exact figures are intervals of no
     width.
+
+    Args:
+        superseded: reports that were corrected, with what says so: their arms are named and not ranked.
 
     Raises:
         InputError: no report has such a figure, or neither side of it is better; names what there is.
@@ -171,6 +174,11 @@ def rank(reports: Sequence[Report], by: str = KLD) -> Leaderboard:
             unranked.append(Unranked(run_id=entry.report.run_id, arm=entry.arm.name, reason=reason))
         else:
             found.setdefault(canonical_json([headline, entry.conditions[headline]]), []).append((headline, entry))
+    unranked += [
+        Unranked(run_id=report.run_id, arm=arm.name, reason=why)
+        for report, why in superseded
+        for arm in report.candidates
+    ]
     if not found:
         raise InputError(f"no report has a figure of {by}; there are: {', '.join(sorted(names - {CACHE})) or 'none'}")
     groups = [_group(placed[0][0], [entry for _, entry in placed]) for placed in found.values()]
