@@ -207,12 +207,12 @@ class Receipt:
             if isinstance(line, ArmLine):
                 found.setdefault(line.role, []).append(line.arm)
         head = {name: getattr(self.head, name) for name in _HEAD}
-        control, *controls = found.get("control") or [None]
+        controls = found.get("control", [])
         return Report(
             **head,
             reference=found["reference"][0],
-            control=control,
-            controls=tuple(arm for arm in controls if arm is not None),
+            control=next(iter(controls), None),
+            controls=tuple(controls[1:]),
             candidates=tuple(found.get("candidate", ())),
             truth=next(iter(found.get("truth", ())), None),
         )

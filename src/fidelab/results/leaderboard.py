@@ -71,7 +71,7 @@ class LeaderboardRow(Record):
     best: Count | None
     """The best rank that its interval allows, from 1; null where it has no interval and cannot be ranked."""
     worst: Count | None
-    """The worst one; another row whose ranks overlap cannot be told from it."""
+    """The worst one; as many other rows as it is below ``best`` cannot be told from this one."""
     run_id: str
     """Its run."""
     created: AwareDatetime
@@ -201,14 +201,20 @@ def _entries(report: Report, names: set[str], by: str) -> Iterator[_Entry]:
         figures, conditions = {}, {}
         for key, metric in table.items():
             if key[:2] == (role, arm.name):
-                figures[key[2:]] = metric
-                conditions[key[2:]] = fields(report, key, metric, names)
+                place = (key.group, _place(metric), key.metric)
+                figures[place] = metric
+                conditions[place] = fields(report, key, metric, names)
         yield _Entry(report, role, arm, figures, conditions)
 
 
 def _headlines(group: str, measurement: Measurement) -> Iterator[tuple[str, str, str]]:
     for metric in measurement.headlines:
-        yield group, label(metric.cell), metric.name
+        yield group, _place(metric), metric.name
+
+
+def _place(metric: Metric) -> str:
+    """The shape of work in words, whatever the order in which a file names its coordinates: receipts sort them."""
+    return label(dict(sorted(metric.cell.items())))
 
 
 def _why_not(arm: ArmRecord, group: Measurement | None, by: str) -> str:
