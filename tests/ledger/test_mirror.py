@@ -48,8 +48,8 @@ def calls() -> Iterator[tuple[str, list[bytes]]]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}", sent
 
 
-def run_mirror(made: Done, cwd: Path, target: str, address: str, **variables: str) -> str:
-    """The command in a process of its own, whose trackers know a key and reach no server but one."""
+def run_mirror(made: Done, cwd: Path, target: str, address: str, **variables: str) -> tuple[int, str, str]:
+    """Exit code, output and messages of the command, in a process whose trackers know a key and reach one server."""
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), "")
     folders = {f"WANDB_{name}_DIR": str(cwd / "wandb-own") for name in ("DATA", "CACHE", "CONFIG", "ARTIFACT")}
     keys = {"WANDB_API_KEY": "k" * 40, "HF_TOKEN": "hf_secret", "WANDB_BASE_URL": address, "HF_ENDPOINT": address}
@@ -60,8 +60,7 @@ def run_mirror(made: Done, cwd: Path, target: str, address: str, **variables: st
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.returncode, done.stdout, done.stderr
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
@@ -141,7 +140,8 @@ def test_no_folder_of_this_machine_is_mirrored() -> None:
 def test_an_offline_run_of_wandb_holds_figures_verdicts_provenance_tables_and_page(
     made: Done, tmp_path: Path, calls: tuple[str, list[bytes]]
 ) -> None:
-    out = run_mirror(made, tmp_path, "wandb", calls[0], WANDB_MODE="offline")
+    code, out, err = run_mirror(made, tmp_path, "wandb", calls[0], WANDB_MODE="offline")
+    assert (code, err) == (0, "")
     [folder] = (tmp_path / "wandb").glob("offline-run-*")
     assert out.startswith(str(folder))
     [file] = folder.glob("*.wandb")
@@ -168,7 +168,7 @@ def test_an_offline_run_of_wandb_holds_figures_verdicts_provenance_tables_and_pa
 def test_wandb_learns_neither_machine_nor_user_nor_keys_nor_code(
     made: Done, tmp_path: Path, calls: tuple[str, list[bytes]]
 ) -> None:
-    run_mirror(made, tmp_path, "wandb", calls[0], WANDB_MODE="offline")
+    assert run_mirror(made, tmp_path, "wandb", calls[0], WANDB_MODE="offline")[0] == 0
     [folder] = (tmp_path / "wandb").glob("offline-run-*")
     [file] = folder.glob("*.wandb")
     kinds = {record.WhichOneof("record_type") for record in wandb_records(file)}
@@ -183,8 +183,8 @@ def test_wandb_learns_neither_machine_nor_user_nor_keys_nor_code(
 def test_trackio_keeps_figures_verdicts_provenance_tables_and_page_here(
     made: Done, tmp_path: Path, calls: tuple[str, list[bytes]]
 ) -> None:
-    out = run_mirror(made, tmp_path, "trackio", calls[0], TRACKIO_DIR=str(tmp_path / "kept"))
-    assert out == f"{tmp_path / 'kept'}\n"
+    done = run_mirror(made, tmp_path, "trackio", calls[0], TRACKIO_DIR=str(tmp_path / "kept"))
+    assert done == (0, f"{tmp_path / 'kept'}\n", "")
     with sqlite3.connect(tmp_path / "kept" / "fidelab.db") as database:
         [(name, step, logged)] = database.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
         [(config,)] = database.execute("SELECT config FROM configs").fetchall()
@@ -205,11 +205,22 @@ def test_a_run_that_trackio_has_is_not_written_twice(
     made: Done, tmp_path: Path, calls: tuple[str, list[bytes]]
 ) -> None:
     folder = {"TRACKIO_DIR": str(tmp_path / "kept")}
-    run_mirror(made, tmp_path, "trackio", calls[0], **folder)
-    with pytest.raises(AssertionError, match=f"fidelab has {made.folder.name} already"):
-        run_mirror(made, tmp_path, "trackio", calls[0], **folder)
+    assert run_mirror(made, tmp_path, "trackio", calls[0], **folder)[0] == 0
+    code, _, err = run_mirror(made, tmp_path, "trackio", calls[0], **folder)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"fidelab has {made.folder.name} already" in err
     with sqlite3.connect(tmp_path / "kept" / "fidelab.db") as database:
         assert database.execute("SELECT count(*) FROM metrics").fetchone() == (1,)
+
+
+@trackio_here
+def test_what_trackio_cannot_write_is_an_error_in_one_line(
+    made: Done, tmp_path: Path, calls: tuple[str, list[bytes]]
+) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = run_mirror(made, tmp_path, "trackio", calls[0], TRACKIO_DIR=str(tmp_path / "file" / "x"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "Not a directory" in err
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input

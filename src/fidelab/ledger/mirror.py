@@ -9,11 +9,13 @@ switched off.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from io import StringIO
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
@@ -151,7 +153,8 @@ def _to_trackio(trackio: Any, content: Mirrored, project: str) -> str:
     """One run with everything at step 0, in ``TRACKIO_DIR`` unless the environment names a Space or a server."""
     where = trackio.utils.resolve_space_id_and_server_url(None, None)
     remote = next(filter(None, where), None)
-    with _without_network(remote is None):
+    with _without_network(remote is None), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
         if remote is None and content.name in _known(trackio, project):
             raise UsageError(
                 f"trackio's project {project} has {content.name} already: delete it there, or name another --project"
@@ -172,8 +175,12 @@ def _to_trackio(trackio: Any, content: Mirrored, project: str) -> str:
             trackio.log({**content.figures, **tables, **page}, step=0)
         finally:
             trackio.finish()
-        if remote is None and content.name not in _known(trackio, project):  # it only warns of what it cannot write
-            raise OutputError(f"trackio wrote nothing to {trackio.utils.TRACKIO_DIR}: see its warnings above")
+        # it only warns of what it cannot write
+        lost = [str(one.message) for one in told if "trackio" in Path(one.filename).parts]
+        if not lost and remote is None and content.name not in _known(trackio, project):
+            lost = [f"nothing was written to {trackio.utils.TRACKIO_DIR}"]
+        if lost:
+            raise OutputError(" ".join(lost[0].split()))
     return str(remote or trackio.utils.TRACKIO_DIR)
 
 
