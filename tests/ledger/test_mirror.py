@@ -181,6 +181,19 @@ def test_wandb_learns_neither_machine_nor_user_nor_keys_nor_code(
     assert not [path.name for path in (folder / "files").rglob("*") if path.suffix in (".txt", ".py", ".log", ".yaml")]
 
 
+@wandb_here
+def test_a_wandb_that_is_switched_off_or_knows_no_key_is_an_error_in_one_line(
+    made: Done, tmp_path: Path, calls: tuple[str, list[bytes]]
+) -> None:
+    code, _, err = run_mirror(made, tmp_path, "wandb", calls[0], WANDB_MODE="disabled")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "WANDB_MODE=disabled" in err
+    own = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    code, _, err = run_mirror(made, tmp_path, "wandb", calls[0], **own)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "API key" in err
+
+
 @trackio_here
 def test_trackio_keeps_figures_verdicts_provenance_tables_and_page_here(
     made: Done, tmp_path: Path, calls: tuple[str, list[bytes]]

@@ -17,7 +17,6 @@ from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any, Final
-from unittest import mock
 
 from fidelab.core import slug
 from fidelab.errors import FidelabError, InputError, OutputError, UsageError
@@ -30,9 +29,6 @@ __all__ = ["TARGETS", "Mirrored", "mirror", "mirrored"]
 
 Table = tuple[tuple[str, ...], list[tuple[str | float | None, ...]]]
 """Columns and rows."""
-
-
-_QUIET = {"WANDB_ERROR_REPORTING": "false"}  # else W&B's own crash reports go out, from offline runs too
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,9 @@ def mirror(run: RunFolder, target: str, project: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{run.html}: cannot read the page: {error}") from None
     content = mirrored(run.read_report(), page)
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else its own crash reports go out, offline or not
     try:
-        with mock.patch.dict(os.environ, _QUIET), redirect_stdout(StringIO()):
+        with redirect_stdout(StringIO()):
             try:
                 tracker = import_module(target)
             except ImportError as error:
@@ -145,8 +142,10 @@ def _to_wandb(wandb: Any, content: Mirrored, project: str) -> str:
     ) as run:
         run.log({**content.figures, **tables, **page})
         run.summary.update({f"{arm}/verdict": verdict for arm, verdict in content.verdicts.items()})
-        offline = run.settings.mode != "online"
-        return f"{run.settings.sync_dir} (send it with: wandb sync)" if offline else str(run.url)
+        place = str(run.url) if run.settings.mode == "online" else f"{run.settings.sync_dir} (send it with: wandb sync)"
+    if run.disabled:
+        raise UsageError("WANDB_MODE=disabled: wandb writes nothing; set it to online or offline")
+    return place
 
 
 def _to_trackio(trackio: Any, content: Mirrored, project: str) -> str:
@@ -181,7 +180,7 @@ def _to_trackio(trackio: Any, content: Mirrored, project: str) -> str:
             lost = [f"nothing was written to {trackio.utils.TRACKIO_DIR}"]
         if lost:
             raise OutputError(" ".join(lost[0].split()))
-    return str(remote or trackio.utils.TRACKIO_DIR)
+    return str(remote or trackio.utils.TRACKIO_DIR).partition("?")[0]  # behind it a server's address has its token
 
 
 def _known(trackio: Any, project: str) -> set[str]:
@@ -200,8 +199,11 @@ def _without_network(local: bool) -> Iterator[None]:
         return
     from huggingface_hub import constants
 
-    with mock.patch.object(constants, "HF_HUB_OFFLINE", True):
+    former, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
         yield
+    finally:
+        constants.HF_HUB_OFFLINE = former
 
 
 TARGETS: Final[dict[str, Callable[[Any, Mirrored, str], str]]] = {"wandb": _to_wandb, "trackio": _to_trackio}
