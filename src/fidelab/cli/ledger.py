@@ -376,13 +376,13 @@ def _current(paths: list[Path]) -> tuple[list[Report], list[tuple[Report, str]]]
             corrected[former.hash] = why
             if former.run_id != one.head.run_id:
                 corrected[former.run_id] = why
-    current, superseded = [], []
+    current = list[Report]()
+    superseded = list[tuple[Report, str]]()
     for key, report in found:
-        why = corrected.get(key or report.run_id)
-        if why is None:
+        if (correction := corrected.get(key or report.run_id)) is None:
             current.append(report)
         else:
-            superseded.append((report, why))
+            superseded.append((report, correction))
     return current, superseded
 
 
