@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from typer.testing import CliRunner
 
 from fidelab.cli import app
@@ -405,6 +407,13 @@ def test_a_device_that_the_table_does_not_know_becomes_a_row_of_its_own(state: P
     done = run("devices", "--add", str(reported(tmp_path, "NVIDIA A100-PCIE-40GB", memory=42.4)), "--as", "a100")
     assert isinstance(done.exception, UsageError)
     assert "two devices" in str(done.exception)
+
+
+def test_the_profile_collects_what_is_read() -> None:
+    text = files("fidelab.config").joinpath("profiles/hardware-report.yaml").read_text("utf-8")
+    profile = yaml.safe_load(text)
+    [probe] = [stage["command"] for stage in profile["stages"] if stage["name"] == "probe"]
+    assert (profile["collect"], probe[:2], "--json" in probe) == (True, ["physics", "probe"], True)
 
 
 def test_what_physics_probe_printed_is_taken_too(state: Path, tmp_path: Path) -> None:
