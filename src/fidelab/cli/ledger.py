@@ -376,8 +376,8 @@ def _current(paths: list[Path]) -> tuple[list[Report], list[tuple[Report, str]]]
             corrected[former.hash] = why
             if former.run_id != one.head.run_id:
                 corrected[former.run_id] = why
-    current = list[Report]()
-    superseded = list[tuple[Report, str]]()
+    current: list[Report] = []
+    superseded: list[tuple[Report, str]] = []
     for key, report in found:
         if (correction := corrected.get(key or report.run_id)) is None:
             current.append(report)
