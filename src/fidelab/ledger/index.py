@@ -24,7 +24,7 @@ import yaml
 
 from fidelab.captures.manifest import MANIFEST
 from fidelab.captures.store import collect_garbage
-from fidelab.core import Status, read_file, strict_json
+from fidelab.core import Status, digest, read_file, strict_json
 from fidelab.errors import FidelabError, InputError
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import CONFIG, OUTCOMES, REPORT, RunFolder
@@ -82,7 +82,8 @@ class LedgerRow:
 
 
 _FIELDS = tuple(field.name for field in fields(LedgerRow))
-_TABLE = f"CREATE TABLE runs (path TEXT PRIMARY KEY, stamp TEXT NOT NULL, {', '.join(_FIELDS[1:])})"
+_KEPT = f"path, stamp, checksum, {', '.join(_FIELDS[1:])}"
+_TABLE = f"CREATE TABLE runs ({_KEPT}, PRIMARY KEY (path))"
 
 
 def list_runs(folder: Path) -> list[LedgerRow]:
@@ -156,7 +157,7 @@ def _refreshed(folder: Path, file: Path | None) -> list[LedgerRow]:
         if made is None or made[0] != _TABLE:
             database.execute("DROP TABLE IF EXISTS runs")
             database.execute(_TABLE)
-        known = {row[0]: row[1:] for row in database.execute(f"SELECT path, stamp, {', '.join(_FIELDS[1:])} FROM runs")}
+        known = {row[0]: row[1:] for row in database.execute(f"SELECT {_KEPT} FROM runs")}
         rows, changed = list[LedgerRow](), list[tuple[Any, ...]]()
         for path in _run_folders(folder):
             stamp = _stamp(folder / path)
@@ -164,12 +165,13 @@ def _refreshed(folder: Path, file: Path | None) -> list[LedgerRow]:
             row = _from_columns(path, old[1:]) if old is not None and old[0] == stamp else None
             if row is None:
                 row = _read(folder, path)
-                changed.append((path, stamp, *_columns(row)))
+                columns = [*_columns(row)]
+                changed.append((path, stamp, _checksum(columns), *columns))
             rows.append(row)
         if changed or known:
             with database:
                 database.executemany("DELETE FROM runs WHERE path = ?", ((path,) for path in known))
-                marks = ", ".join("?" * (len(_FIELDS) + 1))
+                marks = ", ".join("?" * (len(_FIELDS) + 2))
                 database.executemany(f"INSERT OR REPLACE INTO runs VALUES ({marks})", changed)
         return rows
 
@@ -180,10 +182,17 @@ def _columns(row: LedgerRow) -> Iterator[str | int]:
         yield value if isinstance(value, str | int) else json.dumps(value, ensure_ascii=False)
 
 
+def _checksum(columns: Sequence[Any]) -> str:
+    """Of a row of the index: SQLite has none of its own."""
+    return digest(*map(str, columns))
+
+
 def _from_columns(path: str, columns: Sequence[Any]) -> LedgerRow | None:
-    """A row of the index; ``None`` where it is none, since anybody may have written there."""
-    values = dict(zip(_FIELDS[1:], columns, strict=True))
+    """A row of the index from its checksum and columns; ``None`` where it is none, since anybody may write there."""
+    values = dict(zip(_FIELDS[1:], columns[1:], strict=True))
     try:
+        if columns[0] != _checksum(columns[1:]):
+            return None
         for name in ("arms", "engines"):
             values[name] = tuple(map(str, json.loads(values[name])))
         for name in ("verdicts", "captures"):
