@@ -103,8 +103,8 @@ class Chaos:
 
     def captured(self) -> set[tuple[str, str]]:
         """Role and axis of every capture that the run's telemetry calls finished; a line cut by a kill is none."""
-        found = set()
-        for line in (self.runs[0] / "events.jsonl").read_text().splitlines() if self.runs else ():
+        found, file = set[tuple[str, str]](), self.runs[0] / "events.jsonl" if self.runs else self.room / "none"
+        for line in file.read_text().splitlines() if file.exists() else ():
             try:
                 event = json.loads(line)
             except ValueError:

@@ -193,7 +193,7 @@ def explain_validation(error: ValidationError, where: str, model: type[BaseModel
         return f"{where}: {place!r} is missing"
     got = first.get("input")
     shown = "" if isinstance(got, dict) or got is None else f" (found {got!r:.100})"
-    return f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}{shown}"
+    return f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, '):.1000}{shown}"
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:

@@ -102,7 +102,7 @@ def list_runs(folder: Path) -> list[LedgerRow]:
             break
         except sqlite3.OperationalError:  # read-only, or another process writes: without the index
             continue
-        except sqlite3.DatabaseError:  # damaged: once more, without what is there
+        except (sqlite3.DatabaseError, UnicodeDecodeError):  # damaged: once more, without what is there
             with suppress(OSError):
                 file.unlink()
     rows = [_live(folder, row) for row in rows]
