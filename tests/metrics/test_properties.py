@@ -573,8 +573,8 @@ def test_the_composite_lies_between_its_axes_whatever_their_order(scores: dict[s
 
 @properties
 @given(
-    arrays(np.float64, (3, 6), elements=st.floats(-9, 9)),
-    arrays(np.float64, (3, 6), elements=st.floats(-9, 9)),
+    arrays(np.float64, (3, 6), elements=st.floats(-9, 9, width=32)),
+    arrays(np.float64, (3, 6), elements=st.floats(-9, 9, width=32)),
     st.floats(0.1, 10),
     seeds,
 )

@@ -100,7 +100,8 @@ def added_errors(curve: ArrayLike) -> Floats:
     before, after = errors[:-1], errors[1:]
     grown = after > before
     after, before = np.where(grown, after, 0.0), np.where(grown, before, 0.0)
-    return np.asarray(np.sqrt(after - before) * np.sqrt(after + before))  # √(after² − before²), whose squares may be ∞
+    with np.errstate(over="ignore"):
+        return np.asarray(np.sqrt((after - before) * (after + before)))  # not ∞ − ∞ where squares overflow
 
 
 def outlier_ratios(added: ArrayLike) -> Floats:
