@@ -150,11 +150,20 @@ class CaptureWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def _take_place(self) -> None:
-        """Rename to the target; what lies there is damaged, or a racing writer's, whose key promises equal content."""
+        """Rename to the target.
+
+        What lies there is damaged and replaced, or a racing writer's and stays: its key promises equal content, and
+        somebody may be reading it.
+        """
+        from fidelab.captures.reader import is_complete
+
         old = self._folder.with_name(f"{self._folder.name}-old")
         for last in (False, False, True):
             try:
                 if self._target.exists():
+                    if is_complete(self._target, self._manifest["key"]):
+                        self.abort()
+                        return
                     self._target.rename(old)
                 self._folder.rename(self._target)
                 return
