@@ -71,8 +71,9 @@ def damaged(raw: bytes, dice: random.Random) -> bytes:
             assert one is not None
             return raw[: one.start()] + dice.choice(NUMBERS) + raw[one.end() :]
         case 2:
-            at = dice.randrange(len(raw))
-            return raw[:at] + dice.choice((b"[", b'{"a":', b"- ", b"(")) * dice.choice((99, 20_000)) + raw[at:]
+            at = dice.choice((0, dice.randrange(len(raw)), len(raw)))
+            nested = dice.choice((b"[", b'{"a":', b"- ", b"(", b"[{a: ")) * dice.choice((99, 20_000))
+            return raw[:at] + dice.choice((b"", b"\nx: ", b"\n")) + nested + raw[at:]
         case 3:
             text = raw.decode("utf-8", "replace")
             return text.encode(dice.choice(("utf-16", "utf-32-be", "utf-8-sig", "cp037")), "replace")
