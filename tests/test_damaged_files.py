@@ -27,9 +27,11 @@ from fidelab.captures.manifest import MANIFEST, capture_key, load_manifest
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
+from fidelab.checkpoints.recipe import read_recipe
 from fidelab.claims.checks import judge, read_claims
 from fidelab.config.cross import validate_cross
 from fidelab.config.load import load, read_yaml
+from fidelab.config.presets import find_preset, load_preset
 from fidelab.config.profiles import load_profile, resolve
 from fidelab.errors import FidelabError
 from fidelab.imports import lm_eval, perplexity_log, throughput
@@ -46,6 +48,8 @@ from fidelab.ledger.index import INDEX, list_runs
 from fidelab.ledger.receipt import verify
 from fidelab.models import resolve as resolve_model
 from fidelab.models.gguf import read_header
+from fidelab.physics import devices
+from fidelab.physics.fits import read_points
 from fidelab.results.record import Report
 from tests.captures import sample
 from tests.imports.recorded import cells, sweeps
@@ -69,7 +73,8 @@ def damaged(raw: bytes, dice: random.Random) -> bytes:
             found = [*re.finditer(rb"-?\d+(\.\d+)?", raw)]
             one = dice.choice(found) if found else re.match(b"", raw)
             assert one is not None
-            return raw[: one.start()] + dice.choice(NUMBERS) + raw[one.end() :]
+            number = dice.choice((*NUMBERS, b"2026-99-99", b"~", b"{}", b"[1, a]", b"x" * 200_000))
+            return raw[: one.start()] + number + raw[one.end() :]
         case 2:
             at = dice.choice((0, dice.randrange(len(raw)), len(raw)))
             nested = dice.choice((b"[", b'{"a":', b"- ", b"(", b"[{a: ")) * dice.choice((99, 20_000))
@@ -208,6 +213,11 @@ def judge_claims(path: Path) -> None:
         judge(claim)
 
 
+def read_devices(path: Path) -> None:
+    for name, row in devices._read(path).items():
+        devices._device(name, row, str(path))
+
+
 def read_receipt(path: Path) -> None:
     verify(path, lambda folder, limits: pytest.fail("nothing is at hand to compute from"))
 
@@ -238,6 +248,15 @@ ENGINES = {
 CHAT = [{"role": "user", "content": "Rain in Oslo?"}, {"role": "assistant", "content": "Yes."}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}}
 SHARE = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 3
+ROWS = [{"name": f"{n}", "batch": n, "tok_s": 9.5 * n, "none": None} for n in range(1, 5)]
+MINE = {"memory": 32, "bandwidth": 640, "sustained": 600, "compute": {"fp8_e4m3": 383}, "links": {"pcie": 64}}
+RECIPE = {
+    "method": "gptq",
+    "scheme": {"format": "W4A16", "group": 32},
+    "keep": ["lm_head", "re:.*gate$"],
+    "keep_layers": {"first": 1, "every": 6},
+    "calibration": {"sources": [{"text": "recipe.yaml", "weight": 0.5}], "samples": 16, "length": 64},
+}
 PACKAGE = Path(load.__code__.co_filename).parents[1]
 CLAIMS = [
     claim
@@ -253,6 +272,15 @@ CASES = {
     "profile": Case(copied(PACKAGE / "config" / "profiles" / "decode.yaml"), read_profile, damaged_value),
     "claims": Case(copied(PACKAGE / "claims" / "shipped.yaml"), read_claims, damaged_value),
     "claims, judged": Case(text("claims.yaml", {"claims": CLAIMS}), judge_claims, damaged_value, lambda _: "claim"),
+    "preset": Case(
+        copied(PACKAGE / "config" / "presets" / "coder-30b.yaml"),
+        lambda path: load_preset(find_preset(str(path))),
+        damaged_value,
+    ),
+    "recipe": Case(text("recipe.yaml", RECIPE), read_recipe, damaged_value),
+    "devices": Case(text("devices.yaml", {"mine": MINE, "other": MINE}), read_devices, damaged_value),
+    "points": Case(text("points.json", ROWS), read_points, damaged_value),
+    "points of a sheet": Case(text("points.csv", "batch,tok_s,name\n1,9.5,a\n2,19.0,b\n"), read_points),
     "manifest": Case(
         lambda folder: sample.write(folder) / MANIFEST,
         lambda path: load_manifest(path.parent),

@@ -192,7 +192,7 @@ def live_through(chaos: Chaos, dice: random.Random, kills: int) -> int:
     struck, before = 0, chaos.finished()
     while struck < kills:
         role = dice.choice(("parent", "worker"))
-        if dice.random() < 0.5:
+        if dice.random() < 0.75:
             hit = chaos.run(role, count=dice.randint(1, chaos.steps[role]))
         else:
             hit = chaos.run(role, after=dice.uniform(0.3, 1.0) * chaos.seconds)
