@@ -267,17 +267,12 @@ def test_a_folder_that_may_only_be_read_is_read_or_named(chaos: Chaos) -> None:
     # SQLite's library opens its index itself; tests/ledger/test_runs.py has one that cannot be written
     before = {path: path.read_bytes() for path in chaos.room.rglob("[!.]*") if path.is_file()}
     chaos.order("all", "EROFS", 1)
-    for words in (("report", folder), ("runs", "list")):
-        assert command(chaos, *words).returncode == 0, words
-    for words in (
-        ("rescore", folder),
-        ("compare", "--resume", folder),
-        WORDS,
-        ("publish", folder, "-o", "runs/r.jsonl"),
-    ):
-        done = command(chaos, *words)
-        assert done.returncode == 2, words
-        assert "Read-only file system" in done.stderr, words
+    for reading in (f"report {folder}", "runs list"):
+        assert command(chaos, *reading.split()).returncode == 0, reading
+    for writing in (f"rescore {folder}", f"compare --resume {folder}", " ".join(WORDS), f"publish {folder} -o runs/r"):
+        done = command(chaos, *writing.split())
+        assert done.returncode == 2, writing
+        assert "Read-only file system" in done.stderr, writing
     assert {path: path.read_bytes() for path in chaos.room.rglob("[!.]*") if path.is_file()} == before
 
 
