@@ -3,7 +3,7 @@
 python benchmarks/overhead.py [--jobs 20] [--runs 200] [--repeats 3]
 
 Jobs are of engine fake, whose model costs nothing: what is left of a job without its captures' own time is fidelab's.
-All figures are those of the fastest of several repeats.  The ledger's runs are copies of one; "first" makes its index, "again" finds it.
+The ledger's runs are copies of one; "first" makes its index, "again" finds it.  The fastest of several repeats counts.
 """
 
 from __future__ import annotations
