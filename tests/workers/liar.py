@@ -160,7 +160,7 @@ def odd(name: str) -> None:
             }
             super().add(item, {**arrays, **changed.get(name, {})} if name != "writes-other-names" else changed[name])
 
-        def finish(self, estimator: str, ran: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
+        def finish(self, estimator: str, ran: Mapping[str, Any], facts: Mapping[str, Any], against: str = "") -> Any:
             match name:
                 case "writes-odd-items":
                     self._items[0]["parts"] = "one"
@@ -175,7 +175,7 @@ def odd(name: str) -> None:
                 case "writes-odd-facts":
                     facts = {"tokens": "many", "seconds": []}
             top = name in ("writes-above-0", "writes-sums-above-1")
-            return super().finish("topk" if top else estimator, ran, facts)
+            return super().finish("topk" if top else estimator, ran, facts, against)
 
     vars(child)["CaptureWriter"] = Odd
     sys.exit(child.main())

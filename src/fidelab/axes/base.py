@@ -324,6 +324,14 @@ class Axis:
             return None
         return request.select(spread(len(request.items()), share))
 
+    def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
+        """All that scoring reads of the rows of a pair: test items with columns ``[rows]``; ``None``: it needs rows.
+
+        Run with ``--drop-rows``, they stand in the place of the test side's rows
+        (:meth:`~fidelab.captures.reader.Capture.figures`).
+        """
+        return None
+
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         """Compare two arms' captures of all parts."""
         return self.score(pairs[""], seed)

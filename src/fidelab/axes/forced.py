@@ -8,7 +8,7 @@ forward pass, as in generation, and all arms receive the same tokens, so a chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name, prompt_ids
-from fidelab.axes.rows import compare_item, estimator_of, kl_score, not_measurable
+from fidelab.axes.rows import compare_item, estimator_of, figures_of, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Request
@@ -158,10 +158,13 @@ class ForcedDecode(Axis):
             raise CaptureError("no forced rows: the reference's text was not put to both arms; capture again")
         return self.score(pairs[_KL], seed)
 
+    def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
+        return ((item, figures_of(rows)) for item, rows in _compared(pair))
+
     def score(self, pair: Pair, seed: int) -> AxisScore:
         if (nothing := not_measurable([pair])) is not None:
             return nothing
-        parts = [compare_item(pair, r, t, _targets(pair.ref.request, r)) for r, t in pair.items]
+        parts = [rows for _, rows in _compared(pair)]
         bound = estimator_of(pair) is Estimator.TOPK
         rows, lengths = RowComparison.concat(parts), [len(part) for part in parts]
         clusters = np.repeat(np.array([r for r, _ in pair.items], dtype=np.int64), lengths)
@@ -211,6 +214,11 @@ def greedy_probe(
         settings=(("n_predict", n_predict), ("template", "raw" if template == "raw" else tokenizer.template)),
         rows=False,
     )
+
+
+def _compared(pair: Pair) -> Iterator[tuple[int, RowComparison]]:
+    """Test items with their rows compared."""
+    return ((t, compare_item(pair, r, t, _targets(pair.ref.request, r))) for r, t in pair.items)
 
 
 def _targets(request: Request, item: int) -> NDArray[np.int64]:

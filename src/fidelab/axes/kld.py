@@ -9,7 +9,7 @@ positions are scored, but at least six: documents are the resampling clusters, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -20,7 +20,7 @@ from pydantic import Field, field_validator
 
 from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
 from fidelab.axes.groups import DOMAIN, STRUCTURE, by_group, domains, structure_labels
-from fidelab.axes.rows import compare_item, estimator_of, floored_item, kl_score, not_measurable
+from fidelab.axes.rows import compare_item, estimator_of, figures_of, floored_item, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
 from fidelab.core import Estimator
@@ -236,7 +236,7 @@ class KLD(Axis):
             raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
         if (nothing := not_measurable([pair])) is not None:
             return nothing
-        rows = RowComparison.concat([compare_item(pair, r, t, _targets(request, r)) for r, t in pair.items])
+        rows = RowComparison.concat([rows for _, rows in _compared(pair, request)])
         order = [r for r, _ in pair.items]
         windows = np.repeat(np.asarray(order, dtype=np.int32), request.n_rows)
         positions = np.tile(np.arange(request.first, request.last + 1, dtype=np.int32), len(order))
@@ -274,6 +274,11 @@ class KLD(Axis):
                 **({"compat": self.settings.compat, "k": self.settings.k} if compat else {}),
             },
         )
+
+    def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
+        if self.settings.compat is not None or not isinstance(pair.ref.request, Prefill):
+            return None
+        return ((item, figures_of(rows)) for item, rows in _compared(pair, pair.ref.request))
 
     def _groups(
         self, pair: Pair, request: Prefill, order: Sequence[int], rows: RowComparison, score: AxisScore, seed: int
@@ -328,6 +333,11 @@ def _by_context(score: AxisScore) -> list[Metric]:
     cell: Coordinates = {"context": _context(score)}
     metrics = (score.metric(KLD_METRICS[field].name) for field in ("mean", "top1"))
     return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in metrics if metric is not None]
+
+
+def _compared(pair: Pair, request: Prefill) -> Iterator[tuple[int, RowComparison]]:
+    """Test items with their rows compared."""
+    return ((t, compare_item(pair, r, t, _targets(request, r))) for r, t in pair.items)
 
 
 def _targets(request: Prefill, item: int) -> NDArray[np.int64]:

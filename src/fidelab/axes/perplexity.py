@@ -10,7 +10,7 @@ alone.  Both read the keys and values of their context from the cache, so the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -124,6 +124,13 @@ class Perplexity(Axis):
             not_measurable=_UNREPORTED.format(lost, total) if lost else "",
         )
 
+    def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
+        request = pair.ref.request
+        if not isinstance(request, Prefill):
+            return None
+        sides = ((t, _item_nll(pair, request, r, t)) for r, t in pair.items)
+        return ((t, {"nll_ref": ref, "nll_test": test}) for t, (ref, test, _) in sides)
+
     def _contexts(self, inputs: AxisInputs, have: int) -> list[int]:
         """The contexts asked for, or those of the default that model and text have room for; rising."""
         limit = inputs.max_positions
@@ -211,6 +218,10 @@ def _item_nll(pair: Pair, request: Prefill, r: int, t: int) -> tuple[Floats, Flo
     ref, test = np.full(n, np.nan), np.full(n, np.nan)
     if item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
         return ref, test, 0
+    if columns := pair.test.figures(t, pair.ref):
+        if not columns.keys() >= {"nll_ref", "nll_test"}:
+            raise CaptureError(f"capture {pair.test.folder} holds other figures; delete it and capture again")
+        return columns["nll_ref"], columns["nll_test"], 0
     targets = np.asarray(request.windows[r][request.first + 1 : request.last + 2], dtype=np.int64)
     if estimator_of(pair) is Estimator.TOPK:
         rows = compare_item(pair, r, t, targets)

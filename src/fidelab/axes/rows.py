@@ -7,13 +7,16 @@ difference and no statement of equality.  See docs/metrics.md#estimators.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.axes.base import AxisScore
+from fidelab.captures.manifest import FIGURES
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, HeadFile
 from fidelab.core import Estimator, usable_cores
@@ -35,6 +38,7 @@ __all__ = [
     "compare_item",
     "compare_many",
     "estimator_of",
+    "figures_of",
     "floored_item",
     "item_rows",
     "kl_score",
@@ -90,6 +94,8 @@ def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -
 def item_rows(capture: Capture, item: int) -> int:
     """The number of rows stored for an item; 0 if it failed."""
     name = "topk_ids" if capture.estimator is Estimator.TOPK else str(capture.estimator)
+    if capture.against:
+        name = next((name for name in capture.names(item) if name.startswith(FIGURES)), name)
     return capture.array_shape(item, name)[0] if name in capture.names(item) else 0
 
 
@@ -97,6 +103,9 @@ def logits(capture: Capture, item: int, start: int, stop: int) -> NDArray[np.flo
     """Unnormalised log scores ``[stop - start, V]`` float32 of some rows of one item."""
     if capture.estimator is Estimator.TOPK:
         raise CaptureError(f"capture {capture.folder} holds the top tokens alone, no rows over the vocabulary")
+    if capture.against:
+        why = "holds figures in the place of rows over the vocabulary"
+        raise CaptureError(f"capture {capture.folder} {why}; delete it and capture again with --keep-rows")
     rows = capture.floats(item, str(capture.estimator), start, stop)
     if capture.estimator is Estimator.LOGPROBS:
         return rows
@@ -120,6 +129,8 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
     if n == 0 or item_rows(pair.ref, r) != n + skip or item_rows(pair.test, t) != n:
         return _none(n)
     sides = ((pair.ref, r, skip), (pair.test, t, 0))
+    if columns := pair.test.figures(t, pair.ref):
+        return _comparison(pair.test, columns)
     if estimator_of(pair) is Estimator.TOPK:
         ref, test = (reported(capture, item, before, before + n) for capture, item, before in sides)
         return compare_topk(ref, test, targets)
@@ -132,6 +143,19 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
             q[same] = p[same]
         parts.append(without_bias(compare_rows(p, q, targets[start:stop], usable_cores()), bias, same))
     return RowComparison.concat(parts)
+
+
+def figures_of(rows: RowComparison) -> dict[str, NDArray[Any]]:
+    """The columns of a comparison, by which :func:`compare_item` gives it again."""
+    return {field.name: getattr(rows, field.name) for field in fields(rows)}
+
+
+def _comparison(capture: Capture, columns: Mapping[str, NDArray[Any]]) -> RowComparison:
+    names = {field.name for field in fields(RowComparison)}
+    if columns.keys() != names:
+        what = f"holds the figures of another version ({', '.join(sorted(columns.keys() ^ names)[:3])})"
+        raise CaptureError(f"capture {capture.folder} {what}; delete it and capture again")
+    return RowComparison(**columns)
 
 
 def _compact_bias(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from fidelab.axes.base import (
@@ -106,6 +107,9 @@ class Trajectory(Axis):
                 ("template", "raw" if s.template == "raw" else tokenizer.template),
             ),
         )
+
+    def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
+        return ((t, {}) for _, t in pair.items)  # margins come from the reference's rows
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         answers = [(pair.ref.ids(r), pair.test.ids(t)) for r, t in pair.items]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import BFloat16
+from fidelab.captures.manifest import FIGURES
 from fidelab.captures.requests import Forced, Layerwise, Prefill, Recached, Reweighted, Served, Timed
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
@@ -64,7 +65,8 @@ def _fault(capture: Capture, item: int) -> str:
     if not isinstance(capture.items[item]["failed"], str | None):
         return "has a reason that is no text"
     compact = capture.compact(item)
-    arrays = {name: capture.array(item, name) for name in names if not (compact and name == "logprobs")}
+    plain = [name for name in names if not (compact and name == "logprobs") and not name.startswith(FIGURES)]
+    arrays = {name: capture.array(item, name) for name in plain}
     shapes = {name: (one.bits if isinstance(one, BFloat16) else one).shape for name, one in arrays.items()}
     for name, one in arrays.items():
         kind = "f" if isinstance(one, BFloat16) else one.dtype.kind
@@ -78,7 +80,7 @@ def _fault(capture: Capture, item: int) -> str:
     if ("topk_ids" in arrays or "topk_logprobs" in arrays) and shapes.get("topk_ids") != shapes.get("topk_logprobs"):
         return "has other ids than log-probabilities"
     rows = Prefill | Forced | Served | Reweighted | Recached
-    if isinstance(capture.request, rows) and not {"topk_ids", *map(str, Estimator)} & {*names}:
+    if isinstance(capture.request, rows) and not ({"topk_ids", *map(str, Estimator)} & {*names} or capture.against):
         return "" if capture.items[item]["failed"] is not None else "has no rows"
     if isinstance(capture.request, Layerwise) and capture.request.tensors == "states":
         return "" if len(shapes.get("states", ())) == 3 else "has no states of layers"

@@ -19,12 +19,14 @@ from fidelab.core import Arm, Estimator, canonical_json, digest, read_file, slug
 from fidelab.errors import CaptureError, OtherSchemaError, UsageError
 
 __all__ = [
+    "FIGURES",
     "MANIFEST",
     "PROBE",
     "SCHEMA",
     "capture_folder",
     "capture_key",
     "dump_manifest",
+    "key_digest",
     "load_manifest",
     "ran_faults",
 ]
@@ -32,6 +34,8 @@ __all__ = [
 SCHEMA = "fidelab.capture/0"
 MANIFEST = "manifest.json"
 PROBE = "probe.json.gz"
+FIGURES = "figures."
+"""What the names of arrays begin with that stand in the place of rows: figures against one other capture."""
 _MOST_BYTES = 64 << 20  # of a manifest
 _FAMILY = SCHEMA.partition("/")[0]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -55,7 +59,12 @@ def capture_key(arm: Arm, request: Request, engine_versions: Mapping[str, str], 
 def capture_folder(store: Path, arm: Arm, request: Request, key: Mapping[str, Any]) -> Path:
     """Where the capture of this key lies: ``<store>/<arm>/<request>``, readable and unique."""
     arm_folder = f"{slug(arm.model)}-{slug(arm.engine)}-{slug(arm.kv.label)}-{arm.fingerprint()[:10]}"
-    return store / arm_folder / f"{request.axis}-{digest(canonical_json(key))[:12]}-r{key['replicate']}"
+    return store / arm_folder / f"{request.axis}-{key_digest(key)[:12]}-r{key['replicate']}"
+
+
+def key_digest(key: Mapping[str, Any]) -> str:
+    """SHA-256 of a capture's key."""
+    return digest(canonical_json(key))
 
 
 def dump_manifest(manifest: Mapping[str, Any]) -> str:
@@ -102,6 +111,8 @@ def _faults(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield "axis"
     if manifest.get("kind") not in [*KINDS]:  # a list, since the value may have no hash
         yield "kind"
+    if not isinstance(manifest.get("against", ""), str):
+        yield "against"
     if manifest.get("estimator") not in [str(estimator) for estimator in Estimator]:
         yield "estimator"
     key, vocabulary, ran = manifest["key"], manifest["vocabulary"], manifest["ran"]

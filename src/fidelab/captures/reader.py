@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from fidelab.captures.check import check_answers
 from fidelab.captures.compact import COMPACT, NAMES, decode_rows, row_shape
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
-from fidelab.captures.manifest import MANIFEST, PROBE, load_manifest
+from fidelab.captures.manifest import FIGURES, MANIFEST, PROBE, key_digest, load_manifest
 from fidelab.captures.requests import Request, request_from_record, token_hashes
 from fidelab.captures.writer import PARTIAL
-from fidelab.core import Estimator, Vocabulary, canonical_json, digest, read_file, strict_json
+from fidelab.core import Estimator, Vocabulary, digest, read_file, strict_json
 from fidelab.errors import CaptureError
 
 __all__ = ["Capture", "Detokenizer", "HeadFile", "find_captures", "is_complete", "key_name"]
+
 
 _MOST_TEXT = 128 << 20  # bytes of an unpacked request or vocabulary: 15 million token ids
 _MOST_IDS = 1 << 18  # of one answer
@@ -73,6 +74,8 @@ class Capture:
         self.items: list[dict[str, Any]] = self.manifest["items"]
         self.estimator = Estimator(self.manifest["estimator"])
         self.vocabulary = Vocabulary(**self.manifest["vocabulary"])
+        self.against: str = self.manifest.get("against", "")
+        """Digest of the key of the capture that this one was compared with before its rows were dropped, or empty."""
         if verify:
             self.verify()
             _ = self.head
@@ -186,6 +189,28 @@ class Capture:
         rows = ["logprobs"] if f"{COMPACT}form" in names else []
         return [*rows, *(name for name in names if not name.startswith(COMPACT))]
 
+    def figures(self, item: int, ref: Capture) -> dict[str, NDArray[Any]]:
+        """What stands in the place of an item's rows: columns ``[rows]`` that compare them with ``ref``.
+
+        Empty where rows were kept, and for an item that had none.
+
+        Raises:
+            CaptureError: the columns compare with another capture, or do not fit each other.
+        """
+        if not self.against:
+            return {}
+        if self.against != key_digest(ref.manifest["key"]):
+            raise CaptureError(
+                f"capture {self.folder} was compared with another reference before its rows were dropped; "
+                "delete it and capture again with --keep-rows"
+            )
+        names = [name for name in self.names(item) if name.startswith(FIGURES)]
+        columns = {name.removeprefix(FIGURES): np.asarray(self.array(item, name)) for name in names}
+        if len({column.shape for column in columns.values()}) > 1 or any(c.ndim != 1 for c in columns.values()):
+            what = f"the figures of item {item} do not fit each other"
+            raise CaptureError(f"capture {self.folder}: {what}; delete the folder and capture again")
+        return columns
+
     def array_shape(self, item: int, name: str) -> tuple[int, ...]:
         """Shape of one stored array, without reading it."""
         if name == "logprobs" and (form := self.compact(item)):
@@ -248,12 +273,17 @@ class Capture:
         raise CaptureError(f"capture {self.folder}: {kind}/{safe} is missing beside it; copy it along or capture again")
 
 
-def is_complete(folder: Path, key: Mapping[str, Any] | None = None) -> bool:
-    """A finished, undamaged capture with usable answers lies here; with ``key``, the capture of that key."""
+def is_complete(folder: Path, key: Mapping[str, Any] | None = None, against: str | None = None) -> bool:
+    """A finished, undamaged capture with usable answers lies here; with ``key``, the capture of that key.
+
+    ``against``: one without rows is complete if it was compared with the capture of this key's digest.
+    """
     try:
         capture = Capture(folder)
         check_answers(capture)
     except CaptureError:
+        return False
+    if against is not None and capture.against not in ("", against):
         return False
     return key is None or capture.manifest["key"] == dict(key)
 
@@ -269,7 +299,7 @@ def find_captures(root: Path) -> Iterator[Path]:
 def key_name(capture: Capture) -> str:
     """The name that :func:`~fidelab.captures.manifest.capture_folder` gives the folder of a capture with this key."""
     key = capture.manifest["key"]
-    return f"{capture.axis}-{digest(canonical_json(key))[:12]}-r{key['replicate']}"
+    return f"{capture.axis}-{key_digest(key)[:12]}-r{key['replicate']}"
 
 
 def _unpacked(path: Path) -> bytes:

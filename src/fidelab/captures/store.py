@@ -1,4 +1,4 @@
-"""List the captures of a folder, and remove what is not needed any more."""
+"""List the captures of a folder, and remove what is not needed any more: captures, and rows of a capture."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import calendar
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.captures.container import Array
+from fidelab.captures.manifest import FIGURES, key_digest
+from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.captures.writer import PARTIAL, abandoned
+from fidelab.captures.writer import PARTIAL, CaptureWriter, abandoned
 from fidelab.errors import CaptureError, InputError, OtherSchemaError
 
-__all__ = ["Entry", "collect_garbage", "entries"]
+__all__ = ["Entry", "collect_garbage", "drop_rows", "entries"]
 
 _GRACE = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
 _OURS = re.compile(r".+-[0-9a-f]{12}-r\d+")  # how manifest.capture_folder names a capture
@@ -86,6 +93,39 @@ def collect_garbage(
             if not any(folder.iterdir()):
                 folder.rmdir()
     return removed
+
+
+def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]]]]) -> None:
+    """Put figures in the place of the test side's rows of log-probabilities; both captures keep their keys.
+
+    ``figures``: test items with what compares each of their rows with the reference side's, columns ``[rows]``.  The
+    capture is written anew beside the old one and takes its place when it is complete.
+
+    Raises:
+        CaptureError: rows of an item without figures would be lost.
+    """
+    test = pair.test
+    manifest = test.manifest
+    writer = CaptureWriter(test.folder, test.request, manifest["key"], manifest["asked"], test.vocabulary)
+    try:
+        found = dict(figures)
+        for item, record in enumerate(test.items):
+            names = test.names(item)
+            if "logprobs" in names and item not in found:
+                raise CaptureError(f"capture {test.folder}: item {item} was not compared, and its rows are kept")
+            arrays: dict[str, Array] = {name: test.array(item, name) for name in names if name != "logprobs"}
+            if "logprobs" in names:
+                arrays |= {f"{FIGURES}{name}": np.asarray(column) for name, column in found[item].items()}
+            if arrays:
+                writer.add(item, arrays)
+            if record["failed"] is not None:
+                writer.fail(item, record["failed"])
+        if manifest["head"]:
+            writer.head(manifest["head"])
+        writer.finish(manifest["estimator"], manifest["ran"], manifest["facts"], key_digest(pair.ref.manifest["key"]))
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def _folders(store: Path) -> Iterator[Path]:

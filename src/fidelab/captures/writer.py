@@ -23,7 +23,7 @@ import numpy as np
 
 from fidelab.captures.compact import COMPACT, LEAST_VOCABULARY, encode_rows, seed_of
 from fidelab.captures.container import Array, BFloat16, array_bytes, write_tensors
-from fidelab.captures.manifest import MANIFEST, PROBE, SCHEMA, dump_manifest
+from fidelab.captures.manifest import MANIFEST, PROBE, SCHEMA, dump_manifest, load_manifest
 from fidelab.captures.requests import Prefill, Request, request_record, token_hashes
 from fidelab.core import Vocabulary, canonical_json, finite
 from fidelab.errors import CaptureError
@@ -106,8 +106,12 @@ class CaptureWriter:
         """Name the head by which hidden states become logits (what :func:`store_head` returned)."""
         self._head = dict(head)
 
-    def finish(self, estimator: str, ran: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
-        """Write the manifest, flush to disk and move the folder to its place."""
+    def finish(self, estimator: str, ran: Mapping[str, Any], facts: Mapping[str, Any], against: str = "") -> Path:
+        """Write the manifest, flush to disk and move the folder to its place.
+
+        ``against``: the capture holds figures in the place of rows, which compare it with the capture of this key's
+        :func:`~fidelab.captures.manifest.key_digest`.
+        """
         self._flush()
         missing = [i for i, item in enumerate(self._items) if "parts" not in item and item["failed"] is None]
         if missing:
@@ -122,6 +126,7 @@ class CaptureWriter:
             "files": self._files,
             "ran": finite(ran),
             "facts": finite(facts),
+            **({"against": against} if against else {}),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         path = self._folder / MANIFEST
@@ -129,7 +134,7 @@ class CaptureWriter:
             file.write(dump_manifest(manifest))
             file.flush()
             os.fsync(file.fileno())
-        self._take_place()
+        self._take_place(against)
         return self._target
 
     def abort(self) -> None:
@@ -149,11 +154,11 @@ class CaptureWriter:
         self._files.append({"name": name, "sha256": sha, "bytes": size})
         self._pending, self._pending_bytes = {}, 0
 
-    def _take_place(self) -> None:
+    def _take_place(self, against: str) -> None:
         """Rename to the target.
 
-        What lies there is damaged and replaced, or a racing writer's and stays: its key promises equal content, and
-        somebody may be reading it.
+        What lies there is damaged, or has rows where this has none or the reverse, and is replaced; or it is a racing
+        writer's and stays: its key promises equal content, and somebody may be reading it.
         """
         from fidelab.captures.reader import is_complete
 
@@ -161,7 +166,8 @@ class CaptureWriter:
         for last in (False, False, True):
             try:
                 if self._target.exists():
-                    if is_complete(self._target, self._manifest["key"]):
+                    same = is_complete(self._target, self._manifest["key"])
+                    if same and load_manifest(self._target).get("against", "") == against:
                         self.abort()
                         return
                     self._target.rename(old)

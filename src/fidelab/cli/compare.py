@@ -102,6 +102,14 @@ def compare(
     ] = True,
     engine: options.ServableEngineOptions,
     runs: options.CapturedRunsOptions,
+    executor: options.ExecutorOptions,
+    keep_rows: Annotated[
+        bool,
+        typer.Option(
+            "--keep-rows/--drop-rows",
+            help="Keep every arm's rows over the vocabulary; or, once compared, only what scoring reads of them.",
+        ),
+    ] = True,
     fail_under: options.FailUnder = None,
     as_json: options.Json = False,
     plot: options.Plot = False,
@@ -184,8 +192,10 @@ def compare(
         **scoring.settings(),
         **limits.settings(),
         **runs.settings(),
+        **executor.settings(),
         "fail_under": fail_under,
         **({} if floor else {"floor": 0.0, "twins": 0.0}),
+        **({} if keep_rows else {"keep_rows": False}),
     }
     if serve is None:
         data = options.begin_from_preset(preset, context, data)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
-from fidelab.captures.manifest import capture_folder, capture_key
+from fidelab.captures.manifest import capture_folder, capture_key, key_digest
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Generate, Request, Served, request_record
 from fidelab.core import Arm
@@ -25,6 +25,7 @@ __all__ = [
     "Plan",
     "PlannedCapture",
     "PlannedJob",
+    "base_of",
     "build_plan",
     "follow_ups",
     "foreseen",
@@ -41,13 +42,20 @@ _FLOOR_REPLICATE, _TWIN_REPLICATE = 1, 2
 class PlannedCapture:
     """One capture of one arm: the request, the replicate, and the folder.
 
-    ``axis``: the axis that makes the request, or one of its parts (``perplexity.2048``).
+    ``axis``: the axis that makes the request, or one of its parts (``perplexity.2048``).  ``against``: digest of the
+    key of the capture that it will be compared with, and which it may have been compared with before its rows were
+    dropped; empty: it needs rows.
     """
 
     axis: str
     request: Request
     key: Mapping[str, Any]
     folder: Path
+    against: str = ""
+
+    def is_complete(self) -> bool:
+        """The store has an undamaged copy that can be scored."""
+        return is_complete(self.folder, self.key, self.against)
 
     def task(self) -> ProbeTask:
         """The form in which a worker gets it."""
@@ -73,7 +81,7 @@ class PlannedJob:
 
     def missing(self) -> list[PlannedCapture]:
         """Captures of which the store has no undamaged copy."""
-        return [capture for capture in self.captures if not is_complete(capture.folder, capture.key)]
+        return [capture for capture in self.captures if not capture.is_complete()]
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,22 @@ def foreseen(settings: Settings, inputs: AxisInputs) -> dict[str, Mapping[str, R
     return {name: parts for name, parts in requests.items() if parts}
 
 
+def base_of(role: str) -> str:
+    """The role of the arm that one is compared with; empty for an arm that others are compared with in other ways."""
+    kind, _, name = role.partition(":")
+    return {"reference": "", TRUTH: "", EXACT: "", TWIN: f"candidate:{name}"}.get(kind, "reference")
+
+
+def _against(settings: Settings, job: PlannedJob, asked: Request) -> str:
+    """See :class:`PlannedCapture`."""
+    base = dict(settings.roles()).get(base_of(job.role))
+    if base is None:
+        return ""
+    first = job.replicate - _offset(settings, job)
+    replicate = first + _offset(settings, PlannedJob(base_of(job.role), base, ()))
+    return key_digest(capture_key(base, asked, settings.deployed[base.name].versions, replicate))
+
+
 def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]]) -> PlannedJob:
     """The job with further requests, by axis and part."""
     captures = list(job.captures)
@@ -184,5 +208,5 @@ def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapp
                 raise ValueError(f"axis {axis} names the probe of its part {part!r} {request.axis!r}")
             key = capture_key(job.arm, request, settings.deployed[job.arm.name].versions, job.replicate)
             folder = capture_folder(settings.captures_dir, job.arm, request, key)
-            captures.append(PlannedCapture(request.axis, request, key, folder))
+            captures.append(PlannedCapture(request.axis, request, key, folder, _against(settings, job, asked)))
     return replace(job, captures=tuple(captures))

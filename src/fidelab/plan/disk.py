@@ -9,7 +9,7 @@ from fidelab.core import Arm, Estimator
 from fidelab.engines import ENGINES
 from fidelab.errors import OutputError
 from fidelab.models import Model, check_conversion
-from fidelab.plan.build import Plan
+from fidelab.plan.build import Plan, base_of
 
 __all__ = ["check_disk", "conversion_bytes", "expected_rows", "needed_bytes"]
 
@@ -26,7 +26,7 @@ def check_disk(plan: Plan, runs: int = 1) -> None:
     need = runs * needed_bytes(plan)
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if need > free:
-        what, remedy = "captures", "fewer --windows, or another --output-dir"
+        what, remedy = "captures", "fewer --windows, --drop-rows, or another --output-dir"
         if runs > 1:
             what, remedy = f"captures of {runs} runs", "fewer --runs, or another output_dir"
         sizes = f"about {need / 2**30:.2f} GiB in {folder}, {free / 2**30:.2f} GiB are free"
@@ -45,16 +45,24 @@ def conversion_bytes(plan: Plan) -> int:
 
 
 def needed_bytes(plan: Plan) -> int:
-    """Bytes that the captures still to be made will take, output heads included."""
-    need, heads = 0, {}
+    """Bytes that the captures still to be made will take at most, output heads included.
+
+    Where rows are dropped, an arm's are there until it and its twin are compared.
+    """
+    need, passing, heads = 0, 0, {}
     for job in plan.jobs:
         deployed = plan.settings.deployed[job.arm.name]
         row = _row_bytes(deployed.model, deployed.estimator, job.arm)
         here = sum(expected_rows(capture.request) for capture in job.missing()) * row
-        need += here
+        waits = not base_of(job.role) or any(base_of(other.role) == job.role for other in plan.jobs)
+        if plan.settings.experiment.keep_rows or waits or deployed.estimator is not Estimator.LOGPROBS:
+            need += here
+        else:
+            passing = max(passing, here)
         if here and deployed.estimator is Estimator.HIDDEN:
             heads[deployed.model.weights] = deployed.model.head_bytes * (2 if _in_float32(job.arm) else 1)
-    return need + (0 if any((plan.settings.captures_dir / "heads").glob("*.safetensors")) else sum(heads.values()))
+    has_heads = any((plan.settings.captures_dir / "heads").glob("*.safetensors"))
+    return need + passing + (0 if has_heads else sum(heads.values()))
 
 
 def expected_rows(request: Request) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fidelab.captures.manifest import capture_key
-from fidelab.captures.reader import Capture, is_complete
+from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Prefill, Served, Timed
 from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, Estimator, Status
@@ -127,7 +127,7 @@ def estimate(prepared: Prepared, timings: Timings | None = None) -> Estimate:
     reference = prepared.plan.job("reference")
     later = foreseen(settings, prepared.inputs)
     if reference is not None and reference.captures and not reference.missing():
-        answered = {c.axis: c.folder for c in reference.captures if is_complete(c.folder, c.key)}
+        answered = {c.axis: c.folder for c in reference.captures if c.is_complete()}
         later |= follow_ups(settings, prepared.inputs, answered)[0]
     jobs = []
     extended = [with_probes(settings, job, later) for job in prepared.plan.jobs] if settings.axes else []

@@ -15,17 +15,18 @@ from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
 from fidelab.captures.manifest import ran_faults
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture, key_name
+from fidelab.captures.store import drop_rows
 from fidelab.config.schema import Experiment
-from fidelab.core import Arm, Status
+from fidelab.core import Arm, Estimator, Status
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
 from fidelab.errors import CaptureError, FidelabError, MismatchError
-from fidelab.plan.build import FLOOR, TWIN
+from fidelab.plan.build import FLOOR, TWIN, base_of
 from fidelab.plan.resolve import load_axis
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import NO_REFERENCE, RuntimeRecord, Timing
 
-__all__ = ["FOREIGN", "ArmResult", "Measured", "Scorer", "engaged", "most_telling"]
+__all__ = ["FOREIGN", "ArmResult", "Measured", "Scorer", "drop_compared_rows", "engaged", "most_telling"]
 
 FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What reading an answer may raise that is not what it should be: another process wrote it, perhaps asking a server."""
@@ -115,6 +116,34 @@ class ArmResult:
                 )
             if _PLACED.search(folder.name) and folder.name != key_name(capture):
                 raise MismatchError(f"capture {folder} holds what belongs into {key_name(capture)}, not {self.role}")
+
+
+def drop_compared_rows(axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str]) -> None:
+    """Put figures in the place of rows of log-probabilities with which no arm of ``roles`` is still to be compared.
+
+    ``results``: the arms that have answered, of those that will.  An arm whose twin is to come keeps its rows until
+    then; so do axes that read more of rows than figures, and rows that cannot be compared.
+    """
+    by_role = {result.role: result for result in results}
+    for result in reversed(results):  # a twin before the arm whose twin it is
+        base = by_role.get(base_of(result.role))
+        waited_for = {role for role in roles if base_of(role) == result.role} - by_role.keys()
+        if base is None or waited_for:
+            continue
+        for name, axis in axes.items():
+            theirs = parts_of(name, base.captures)
+            for part, folder in parts_of(name, result.captures).items():
+                if part not in theirs:
+                    continue
+                try:
+                    test = Capture(folder)
+                    if test.estimator is not Estimator.LOGPROBS or test.against:
+                        continue
+                    pair = Pair.match(Capture(theirs[part]), test, subset=_is_part(result))
+                    if (figures := axis.figures(pair)) is not None:
+                        drop_rows(pair, figures)
+                except (FidelabError, *FOREIGN) as error:  # scoring meets it again, and says it
+                    _LOGGER.debug("%s, %s keeps its rows: %s", result.role, part_name(name, part), error)
 
 
 @dataclass(frozen=True)
