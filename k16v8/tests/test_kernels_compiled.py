@@ -57,6 +57,13 @@ def test_while_a_tile_is_computed_enough_of_the_next_is_under_way(compiled: dict
             assert one["in_flight"] >= 2 * 25 * 1024, key
 
 
+def test_occupancy_is_known_of_every_kernel(compiled: dict[Any, Any]) -> None:
+    assert all(one["programs"] >= 1 for one in compiled.values())
+    for key, one in compiled.items():  # registers alone, by hand: four warps of one program in four partitions
+        if key[0] == "decode":
+            assert one["programs"] <= 16384 // (-(-one["registers"] * 32 // 256) * 256), key
+
+
 _FIGURES = """
 from k16v8.gates import compile
 ptx = '''

@@ -247,6 +247,7 @@ def _built(
     from triton.compiler import ASTSource
 
     from k16v8.kernels.launch import compile_options
+    from k16v8.kernels.occupancy import resident_programs
 
     result = replace(result, rows=tile.rows, tokens=tile.tokens, warps=tile.warps, stages=tile.stages)
     types = dict(zip(function.arg_names, (_type(x) for x in arguments), strict=False))
@@ -270,8 +271,10 @@ def _built(
         return replace(result, error=" ".join(str(fault).split())[-300:], status="does not compile")
     shared = int(done.metadata.shared)
     result = replace(result, **(_nvidia(done.asm) if target.backend == "cuda" else _read_amd(done.asm["amdgcn"])))
+    assert result.registers is not None
+    result = replace(result, programs=resident_programs(target, result.registers, shared, tile.warps))
     if result.kernel in ("decode", "extend"):
-        result = _pipeline(result, done.asm["ttgir"], shared, target)
+        result = _pipeline(result, done.asm["ttgir"], target)
     if shared > target.shared_memory:
         excess = f"needs {shared} bytes of shared memory, {result.target} has {target.shared_memory}"
         return replace(result, shared=shared, error=excess, status="compiles, does not fit")
@@ -372,23 +375,17 @@ def _number(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-def _pipeline(result: Compiled, ttgir: str, shared: int, target: Target) -> Compiled:
-    """What is loaded ahead, and how many programs share a multiprocessor."""
+def _pipeline(result: Compiled, ttgir: str, target: Target) -> Compiled:
+    """What is loaded ahead."""
     sides = (storage(name) for name in (result.k_format, result.v_format))
     tile = result.tokens * sum(side.width(result.head_dim) * side.dtype.itemsize for side in sides)
     # buffers of K and V: [how many, tokens, columns]
     held = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)
     buffers = min(map(int, held), default=1)
     result = replace(result, tile=tile, buffers=buffers)
-    if target.backend != "cuda" or not result.registers:
+    if target.backend != "cuda" or result.programs is None:
         return result
-    warps = 64 if int(target.arch) in (80, 90, 100, 103) else 48
-    programs = min(
-        65536 // (-(-result.registers // 8) * 8 * 32 * result.warps),
-        warps // result.warps,
-        (target.shared_memory + 1024) // (shared + 1024),  # the system keeps 1 KB of each program
-    )
-    return replace(result, programs=programs, in_flight=programs * (buffers - 1) * tile)
+    return replace(result, in_flight=result.programs * (buffers - 1) * tile)
 
 
 _TYPES = {

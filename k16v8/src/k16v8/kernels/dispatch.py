@@ -59,18 +59,26 @@ class Kernels:
         self._operation("write")(key, value, cache, slots, saturated=saturated)
 
     def plan(
-        self, batch: int, heads: int, cache: PagedCache, *, splits: int | None = None, buffer: Tensor | None = None
+        self,
+        batch: int,
+        heads: int,
+        cache: PagedCache,
+        attention: Attention | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        splits: int | None = None,
+        buffer: Tensor | None = None,
     ) -> Any:
         """Buffers for :meth:`decode`, allocated once per shape; ``None`` where the implementation needs none.
 
-        ``splits`` decides in which order sums are made: record ``plan.splits`` with the name.  ``buffer``: see
-        :func:`k16v8.kernels.decode.plan_decode`.
+        ``splits`` decides in which order sums are made: record ``plan.splits`` with the name.  ``attention``,
+        ``dtype`` (of queries) and ``buffer``: see :func:`k16v8.kernels.decode.plan_decode`.
         """
         if self.implementation == "torch":
             return None
         from k16v8.kernels.decode import plan_decode
 
-        return plan_decode(batch, heads, cache, splits=splits, buffer=buffer)
+        return plan_decode(batch, heads, cache, attention, dtype=dtype, splits=splits, buffer=buffer)
 
     def decode(
         self,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from k16v8.kernels.cache import PagedCache
     from k16v8.kernels.dispatch import Kernels
+    from k16v8.kernels.reference import Attention
 
 __all__ = [
     "LABEL",
@@ -229,16 +230,20 @@ def decode_buffer(device: torch.device) -> Tensor:
     return _BUFFERS[device]
 
 
-def decode_plan(kernels: Kernels, batch: int, heads: int, cache: PagedCache) -> Any:
-    """The plan of one decode shape, made once, in :func:`decode_buffer`; ``None`` where the kernels need none."""
+def decode_plan(kernels: Kernels, q: Tensor, cache: PagedCache, attention: Attention) -> Any:
+    """The plan of one decode shape (``q``: ``[B, heads, D]``), made once, in :func:`decode_buffer`.
+
+    ``None`` where the kernels need none.
+    """
     if kernels.implementation == "torch":
         return None
-    device = cache.k_cache.device
-    key = (device, batch, heads, cache.kv_heads, cache.v_dim, cache.max_length)
+    device, (batch, heads) = cache.k_cache.device, q.shape[:2]
+    kind = q.dtype, cache.k_format, cache.v_format, cache.k_scale is None, cache.v_scale is None
+    key = (device, *q.shape, cache.kv_heads, cache.v_dim, cache.max_length, *kind, attention.window, attention.softcap)
     if key not in _PLANS:
         if len(_PLANS) == _MOST_PLANS:
             _PLANS.clear()
-        _PLANS[key] = kernels.plan(batch, heads, cache, buffer=decode_buffer(device))
+        _PLANS[key] = kernels.plan(batch, heads, cache, attention, dtype=q.dtype, buffer=decode_buffer(device))
     return _PLANS[key]
 
 

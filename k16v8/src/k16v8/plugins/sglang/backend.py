@@ -179,7 +179,7 @@ class K16V8Backend(AttentionBackend):
         out = q.new_empty(*q.shape[:2], layer.v_head_dim)
         cache = pool.paged(layer.layer_id, step.table, step.lengths)
         if step.starts is None:
-            plan = decode_plan(self.kernels, len(q), q.shape[1], cache)
+            plan = decode_plan(self.kernels, q, cache, attention)
             self.kernels.decode(q, cache, attention, out=out, plan=plan)
         else:
             self.kernels.extend(q, step.starts, cache, attention, out=out)

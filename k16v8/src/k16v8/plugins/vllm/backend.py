@@ -225,7 +225,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         q, out, first = query[:n], output[:n], step.num_decodes
         if first:
             cache = self._pages.paged(step.block_table[:first], step.seq_lens[:first])
-            plan = decode_plan(self.kernels, first, self.num_heads, cache)
+            plan = decode_plan(self.kernels, q[:first], cache, self._attention)
             self.kernels.decode(q[:first], cache, self._attention, out=out[:first], plan=plan)
         if step.extend_start_loc is not None:
             cache = self._pages.paged(step.block_table[first:], step.seq_lens[first:])
