@@ -40,7 +40,7 @@ __all__ = [
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
 OPTIONS = ("plain", "all")
-KERNELS = ("write", "decode", "merge", "extend")
+KERNELS = ("write", "decode", "merge", "extend", "gather")
 # products of 4-bit weights, and the rows of each
 WEIGHT_KERNELS = {"gemv": 16, "gemm-32": 32, "gemm-64": 64, "gemm": 512, "experts": 16, "sum": 16}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
@@ -287,6 +287,7 @@ def _launch(
     """The Triton function, its arguments, constexprs and tiles, as a launch has them; 4 query heads per KV head."""
     from k16v8.kernels.decode import decode_constants, decode_kernel, merge_constants, merge_kernel
     from k16v8.kernels.extend import extend_constants, extend_kernel
+    from k16v8.kernels.gather import gather_arguments, gather_constants, gather_kernel, gather_tiles
     from k16v8.kernels.launch import cache_arguments, merge_tiles, tiles
     from k16v8.kernels.write import write_arguments, write_constants, write_kernel
 
@@ -315,6 +316,10 @@ def _launch(
         kv = q[:, :kv_heads]
         arguments = write_arguments(kv, kv, cache, starts.long(), None)
         return write_kernel, [*arguments], write_constants(cache, count=full), tiles(kernel, target, cache)
+    if kernel == "gather":
+        kv = q[:, :kv_heads]
+        arguments = gather_arguments(cache, starts.long(), kv, kv)
+        return gather_kernel, [*arguments], gather_constants(cache, target), gather_tiles()
     if kernel == "merge":
         arguments = (part, lse, part, q, lse, *q.stride()[:2], lse.stride(0), splits)
         constants = merge_constants(heads, head_dim, splits, sinks=full, target=target)

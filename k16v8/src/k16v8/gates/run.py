@@ -22,6 +22,7 @@ from k16v8.gates.writer import writer_gates
 from k16v8.kernels import reference
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.dispatch import Kernels, choose
+from k16v8.kernels.prefill import PrefillBatch, prefill, torch_attention
 from k16v8.kernels.reference import Attention
 
 __all__ = ["Gate", "attention_gate", "mutation_gate", "paper_gates", "run_gates"]
@@ -117,6 +118,8 @@ def _errors(case: Case, kernels: Kernels, problem: Problem, mutation: Mutation |
                 plan.part.fill_(float("nan"))
                 plan.part_lse.fill_(float("nan"))
             return kernels.decode(q, cache, attention, out=out, lse=lse, plan=plan)
+        if case.workspace:
+            return _gathered(case, kernels, q, starts, cache, attention, out, lse)
         return kernels.extend(q, starts, cache, attention, out=out, lse=lse)
 
     inputs = (problem.q, problem.query_starts, cache, problem.attention)
@@ -126,6 +129,19 @@ def _errors(case: Case, kernels: Kernels, problem: Problem, mutation: Mutation |
     else:
         expected = reference.extend(problem.q, problem.query_starts, cache, problem.attention, dtype=torch.float64)
     return _compare(out, lse, *expected)
+
+
+def _gathered(
+    case: Case, kernels: Kernels, q: Tensor, starts: Tensor, cache: PagedCache, attention: Attention, out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A prompt by way of a workspace, whose attention is the definition: what is gathered and joined is looked at."""
+    size = case.workspace * 2 * cache.kv_heads * (cache.head_dim + cache.v_dim)
+    workspace = torch.full((size,), 255, dtype=torch.uint8, device=q.device)  # NaNs
+    batch = PrefillBatch(cache.lengths.tolist(), starts.diff().tolist(), cache.block_table)
+    return prefill(
+        q, batch, cache, attention, torch_attention, gather=kernels.gather, workspace=workspace, out=out, lse=lse
+    )
 
 
 def _compare(out: Tensor, lse: Tensor, expected: Tensor, expected_lse: Tensor) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from k16v8.errors import NotSupportedError, UnknownNameError
-from k16v8.kernels import checks, torch_path, torch_weights
+from k16v8.kernels import checks, prefill, torch_path, torch_weights
 from k16v8.kernels.cache import PagedCache, Scaling, storage
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.weights import LAYOUTS, QuantizedWeight
@@ -113,6 +113,14 @@ class Kernels:
             "tuple[Tensor, Tensor]",
             self._operation("extend")(q, query_starts, cache, attention, out=out, lse=lse),
         )
+
+    def gather(self, cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """:func:`k16v8.kernels.prefill.gather`: tokens of the cache as numbers ``[n, kv_heads, …]``."""
+        checks.check_cache(cache)
+        if self.implementation == "torch":
+            prefill.gather(cache, slots, keys, values)
+        else:
+            self._operation("gather")(cache, slots, keys, values)
 
     def _operation(self, name: str) -> Any:
         module = torch_path if self.implementation == "torch" else import_module(f"k16v8.kernels.{name}")

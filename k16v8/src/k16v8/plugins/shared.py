@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from k16v8.kernels.cache import PagedCache
     from k16v8.kernels.dispatch import Kernels
+    from k16v8.kernels.prefill import PrefillBatch
     from k16v8.kernels.reference import Attention
 
 __all__ = [
@@ -38,8 +39,10 @@ __all__ = [
     "Formats",
     "Pages",
     "Side",
+    "attend_prompts",
     "decode_buffer",
     "decode_plan",
+    "prefill_workspace",
     "read_back",
     "switched",
     "version_refusal",
@@ -245,6 +248,63 @@ def decode_plan(kernels: Kernels, q: Tensor, cache: PagedCache, attention: Atten
             _PLANS.clear()
         _PLANS[key] = kernels.plan(batch, heads, cache, attention, dtype=q.dtype, buffer=decode_buffer(device))
     return _PLANS[key]
+
+
+_WORKSPACES: dict[torch.device, Tensor] = {}
+
+
+def prefill_workspace(device: torch.device) -> Tensor:
+    """The memory in which long prompts' contexts lie as numbers of 16 bits: one for all layers of a device."""
+    if device not in _WORKSPACES:
+        import torch
+
+        from k16v8.kernels.prefill import WORKSPACE
+
+        _WORKSPACES[device] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    return _WORKSPACES[device]
+
+
+def attend_prompts(
+    kernels: Kernels,
+    q: Tensor,
+    starts: Tensor,
+    cache: PagedCache,
+    attention: Attention,
+    out: Tensor,
+    batch: PrefillBatch | None,
+) -> None:
+    """The last tokens of each sequence over the whole of it: ``q`` ``[N, heads, D]`` into ``out`` ``[N, heads, Dv]``.
+
+    ``starts``: int32 ``[B + 1]``, of each sequence's queries; ``batch``: the same on the host, ``None`` where lengths
+    are not known there: the kernel that reads the cache in place needs none.
+    """
+    from k16v8.kernels.prefill import capacity, installed, library_attention, prefill, prefill_route
+
+    if batch is None or kernels.implementation != "triton":
+        kernels.extend(q, starts, cache, attention, out=out)
+        return
+    libraries = installed()
+    route = prefill_route(
+        _architecture(q.device),
+        libraries,
+        most_queries=batch.most_queries,
+        cache=cache,
+        dtype=q.dtype,
+        window=attention.window,
+        capacity=capacity(cache),
+    )
+    if route == "extend":
+        kernels.extend(q, starts, cache, attention, out=out)
+        return
+    attend = library_attention(route, libraries)
+    workspace = prefill_workspace(q.device)
+    prefill(q, batch, cache, attention, attend, gather=kernels.gather, workspace=workspace, out=out)
+
+
+def _architecture(device: torch.device) -> int | str:
+    from k16v8.kernels.launch import target_of
+
+    return target_of(device).arch
 
 
 @dataclass(frozen=True)
