@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     check_device(options.device)
     asked = operations(options.operations)
     chosen = options.kernels or ("triton" if options.device == "cuda" else "torch")
-    if chosen == "interpreter":
+    if chosen.endswith("interpreter"):
         load_triton(interpret=True)
     gates = []
     for found in run_gates(chosen, device=options.device, seed=options.seed, soak_steps=options.soak, operations=asked):

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from k16v8.errors import NotSupportedError, UsageError
 from k16v8.kernels.cache import PagedCache, storage
+from k16v8.kernels.gluon_interpreter import launch
 from k16v8.kernels.launch import Target, cache_arguments, scale_code, target_of
 from k16v8.kernels.occupancy import resident_programs
 from k16v8.kernels.reference import Attention
@@ -43,6 +44,7 @@ _SHORTEST = 256  # tokens of a chunk at least
 _ROUNDS = 4  # chunks that each program has where lengths allow it; static, unmeasured
 _DIMS = (64, 128, 256)
 _WORK_BLOCK = 1024
+_INTERPRETED_PROGRAMS = 5
 
 
 @triton.jit(do_not_specialize=["sequences", "target"])
@@ -300,7 +302,7 @@ class GluonPlan:
     target: int
     part: Tensor  # float32 [chunks, kv_heads, ROWS, Dv]
     part_lse: Tensor  # float32 [chunks, kv_heads, ROWS]
-    counters: Tensor  # int32 [batch * kv_heads], zero between launches
+    counters: Tensor  # int32, at least batch * kv_heads; zero between launches
     starts: Tensor  # int32 [batch + 2]
 
     @property
@@ -311,7 +313,7 @@ class GluonPlan:
 
 def refusal(target: Target, q_dtype: torch.dtype, heads: int, cache: PagedCache) -> str:
     """Why this kernel is not for a cache or a device; empty where it is."""
-    if target.backend != "cuda" or int(target.arch) < 89:
+    if target.backend != "interpreter" and (target.backend != "cuda" or int(target.arch) < 89):
         return "is for NVIDIA from sm_89 on, which turn FP8 into float16 themselves"
     if cache.k_cache.dtype != q_dtype or storage(cache.k_format).quantized or cache.v_format != "fp8_e4m3":
         return f"is for keys of 16 bits and values fp8_e4m3, not {cache.k_format}/{cache.v_format}"
@@ -336,7 +338,8 @@ def plan_decode(
     attention: Attention | None = None,
     *,
     dtype: torch.dtype | None = None,
-    target: int | None = None,
+    splits: int | None = None,
+    buffer: Tensor | None = None,
 ) -> GluonPlan:
     """Buffers for ``batch`` sequences.
 
@@ -346,7 +349,8 @@ def plan_decode(
         cache: For its formats and its device.
         attention: For window, soft-cap and sinks, which are compiled in.
         dtype: Of queries, of keys unless given.
-        target: Chunks times KV heads to aim at, for all programs together; unless given, four for each.
+        splits: Chunks of a sequence to aim at where all are of one length; unless given, four of each program.
+        buffer: float32, in which plans of several batch sizes may lie that do not run at once.
 
     Raises:
         NotSupportedError: The kernel is not for this cache or device; with the reason.
@@ -356,18 +360,34 @@ def plan_decode(
     q_dtype = dtype or cache.k_cache.dtype
     if reason := refusal(processor, q_dtype, heads, cache):
         raise NotSupportedError(f"kernels=gluon {reason}")
-    programs = processor.multiprocessors * _resident(q_dtype, heads, cache, attention, processor)
-    target = target or _ROUNDS * programs
+    programs = _INTERPRETED_PROGRAMS
+    if processor.backend != "interpreter":
+        programs = processor.multiprocessors * _resident(q_dtype, heads, cache, attention, processor)
+    target = _ROUNDS * programs if splits is None else splits * batch * cache.kv_heads
     chunks, rows = work_capacity(batch, cache.kv_heads, target), _rows(heads, cache)
+    lines = chunks * cache.kv_heads * rows
+    size = lines * (cache.v_dim + 1)
+    if buffer is None or buffer.numel() < size:
+        buffer = torch.empty(size, device=device)
     return GluonPlan(
         batch,
         programs,
         target,
-        torch.empty(chunks, cache.kv_heads, rows, cache.v_dim, device=device),
-        torch.empty(chunks, cache.kv_heads, rows, device=device),
-        torch.zeros(batch * cache.kv_heads, dtype=torch.int32, device=device),
+        buffer[: lines * cache.v_dim].view(chunks, cache.kv_heads, rows, cache.v_dim),
+        buffer[lines * cache.v_dim : size].view(chunks, cache.kv_heads, rows),
+        _counters(batch * cache.kv_heads, device),
         torch.empty(batch + 2, dtype=torch.int32, device=device),
     )
+
+
+_COUNTERS: dict[torch.device, Tensor] = {}
+
+
+def _counters(many: int, device: torch.device) -> Tensor:
+    """Zeros that every launch leaves as zeros: all plans of a device share them, for they do not run at once."""
+    if device not in _COUNTERS or _COUNTERS[device].numel() < many:
+        _COUNTERS[device] = torch.zeros(many, dtype=torch.int32, device=device)
+    return _COUNTERS[device]
 
 
 _RESIDENT: dict[tuple[object, ...], int] = {}
@@ -418,18 +438,28 @@ def decode(
     if not batch:
         return out, lse
     sinks = lse if attention.sinks is None else attention.sinks
-    work_kernel[(1,)](
-        cache.lengths, plan.starts, batch, plan.target,
-        KV_HEADS=cache.kv_heads, TOKENS=_TOKENS, SHORTEST=_SHORTEST, WINDOW=attention.window, BLOCK=_WORK_BLOCK,
-    )  # fmt: skip
-    decode_gluon_kernel[(plan.programs,)](
-        *decode_arguments(
-            q, out, lse, sinks, plan.part, plan.part_lse, plan.counters, plan.starts, cache, attention, sequences=batch
-        ),
-        **decode_constants(heads, cache, attention),
-        num_warps=WARPS,
+    interpreted = target_of(q.device).backend == "interpreter"
+    work_kernel[(1,)](cache.lengths, plan.starts, batch, plan.target, **work_constants(cache, attention, interpreted))
+    arguments = decode_arguments(
+        q, out, lse, sinks, plan.part, plan.part_lse, plan.counters, plan.starts, cache, attention, sequences=batch
     )
+    constants = decode_constants(heads, cache, attention)
+    if interpreted:
+        launch(decode_gluon_kernel, plan.programs, arguments, constants)
+    else:
+        decode_gluon_kernel[(plan.programs,)](*arguments, **constants, num_warps=WARPS)
     return out, lse
+
+
+def work_constants(cache: PagedCache, attention: Attention, interpreted: bool) -> dict[str, int]:
+    """The constexprs of the work list."""
+    return {
+        "KV_HEADS": cache.kv_heads,
+        "TOKENS": _TOKENS,
+        "SHORTEST": _TOKENS if interpreted else _SHORTEST,  # what is interpreted is short
+        "WINDOW": attention.window,
+        "BLOCK": 32 if interpreted else _WORK_BLOCK,
+    }
 
 
 def decode_arguments(
@@ -453,7 +483,7 @@ def decode_constants(heads: int, cache: PagedCache, attention: Attention) -> dic
         "D": cache.head_dim,
         "DV": cache.v_dim,
         "TOKENS": _TOKENS,
-        "STAGES": STAGES if max(cache.head_dim, cache.v_dim) < 256 else 3,
+        "STAGES": STAGES if max(cache.head_dim, cache.v_dim) < 256 else 2,  # static: 98 KB, which all targets have
         "WARPS": WARPS,
         "PAGE": cache.page,
         "V_SCALE": scale_code(cache.v_scale),
