@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda. [default: cpu]")
     parser.add_argument(
         "--kernels",
-        help="torch, triton (compiled) or interpreter (Triton on the CPU, slow). [default: triton on cuda, else torch]",
+        help="torch, triton (compiled), interpreter (Triton on the CPU, slow), gluon (Triton with a decode kernel in "
+        "Gluon) or gluon-interpreter. [default: triton on cuda, else torch]",
     )
     parser.add_argument(
         "--soak",

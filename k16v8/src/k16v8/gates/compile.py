@@ -40,11 +40,12 @@ __all__ = [
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
 OPTIONS = ("plain", "all")
-KERNELS = ("write", "decode", "merge", "extend", "gather")
+KERNELS = ("write", "decode", "merge", "extend", "gather", "gluon")
 # products of 4-bit weights, and the rows of each
 WEIGHT_KERNELS = {"gemv": 16, "gemm-32": 32, "gemm-64": 64, "gemm": 512, "experts": 16, "sum": 16}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
 
+_BATCH, _KV_HEADS = 16, 8
 _RATIO = 4  # query heads per KV head
 
 
@@ -64,7 +65,7 @@ class Compiled:
 
     ``tile``: bytes of K and V of one step, without scales; ``buffers``: tiles of K or V in shared memory, the fewer of
     both; ``programs``: that fit one multiprocessor by registers, warps and shared memory; ``in_flight``: bytes of K
-    and V at least under way to one multiprocessor while its programs compute (NVIDIA, decode and extend).
+    and V at least under way to one multiprocessor while its programs compute (NVIDIA; decode, extend and gluon).
     """
 
     kernel: str
@@ -111,7 +112,8 @@ def compile_kernels(
 ) -> Iterator[Compiled]:
     """Compile every kernel for every target, one result after another.
 
-    FP8 is the fnuz type on gfx942, the only one that it has.
+    FP8 is the fnuz type on gfx942, the only one that it has.  ``gluon``, the decode kernel in Gluon, is left out where
+    it is not for a target or for formats (:func:`k16v8.kernels.decode_gluon.refusal`).
 
     Raises:
         NotSupportedError: Triton is missing, or this process runs its interpreter.
@@ -132,7 +134,8 @@ def compile_kernels(
                 for k_format, v_format in pairs:
                     for kernel in kernels:
                         for options in OPTIONS:
-                            yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
+                            if kernel != "gluon" or _has_gluon(target, k_format, v_format, head_dim, page):
+                                yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
 
 
 def compile_weight_kernels(
@@ -218,6 +221,29 @@ def _compile_weights(kernel: str, name: str, layout: Layout, group: int, dtype: 
     return _built(result, matmul.matmul_kernel, arguments, constants, tile, target)
 
 
+def _has_gluon(name: str, k_format: str, v_format: str, head_dim: int, page: int) -> bool:
+    from k16v8.kernels.decode_gluon import refusal
+
+    cache = _empty_cache(k_format, v_format, head_dim, page, "none")
+    return not refusal(_target(name), torch.bfloat16, cache.kv_heads * _RATIO, cache)
+
+
+def _empty_cache(k_format: str, v_format: str, head_dim: int, page: int, scaling: Scaling) -> PagedCache:
+    return PagedCache.allocate(
+        64,
+        page,
+        _KV_HEADS,
+        head_dim,
+        batch=_BATCH,
+        max_blocks=64,
+        k_format=k_format,
+        v_format=v_format,
+        k_scaling=scaling,
+        v_scaling=scaling,
+        device="meta",
+    )
+
+
 def _target(name: str) -> Target:
     from k16v8.kernels.launch import Target
 
@@ -249,6 +275,11 @@ def _built(
     from k16v8.kernels.launch import compile_options
     from k16v8.kernels.occupancy import resident_programs
 
+    source = ASTSource
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource
     result = replace(result, rows=tile.rows, tokens=tile.tokens, warps=tile.warps, stages=tile.stages)
     types = dict(zip(function.arg_names, (_type(x) for x in arguments), strict=False))
     aligned = {
@@ -258,7 +289,7 @@ def _built(
     }
     try:
         done = triton.compile(
-            ASTSource(
+            source(
                 fn=function,
                 signature=types | dict.fromkeys(constants, "constexpr"),
                 constexprs={(function.arg_names.index(key),): value for key, value in constants.items()},
@@ -273,7 +304,7 @@ def _built(
     result = replace(result, **(_nvidia(done.asm) if target.backend == "cuda" else _read_amd(done.asm["amdgcn"])))
     assert result.registers is not None
     result = replace(result, programs=resident_programs(target, result.registers, shared, tile.warps))
-    if result.kernel in ("decode", "extend"):
+    if result.kernel in ("decode", "extend", "gluon"):
         result = _pipeline(result, done.asm["ttgir"], target)
     if shared > target.shared_memory:
         excess = f"needs {shared} bytes of shared memory, {result.target} has {target.shared_memory}"
@@ -291,21 +322,8 @@ def _launch(
     from k16v8.kernels.launch import cache_arguments, merge_tiles, tiles
     from k16v8.kernels.write import write_arguments, write_constants, write_kernel
 
-    batch, kv_heads, heads, splits = 16, 8, 8 * _RATIO, 16
-    scaling: Scaling = "per-token-head" if full else "none"
-    cache = PagedCache.allocate(
-        64,
-        page,
-        kv_heads,
-        head_dim,
-        batch=batch,
-        max_blocks=64,
-        k_format=k_format,
-        v_format=v_format,
-        k_scaling=scaling,
-        v_scaling=scaling,
-        device="meta",
-    )
+    batch, kv_heads, heads, splits = _BATCH, _KV_HEADS, _KV_HEADS * _RATIO, 16
+    cache = _empty_cache(k_format, v_format, head_dim, page, "per-token-head" if full else "none")
     q = torch.empty(batch, heads, head_dim, dtype=torch.bfloat16, device="meta")
     part, lse = q.float(), torch.empty(batch, heads, device="meta")
     starts, attention = cache.lengths, Attention()
@@ -324,6 +342,16 @@ def _launch(
         arguments = (part, lse, part, q, lse, *q.stride()[:2], lse.stride(0), splits)
         constants = merge_constants(heads, head_dim, splits, sinks=full, target=target)
         return merge_kernel, [*arguments], constants, merge_tiles(splits, head_dim)
+    if kernel == "gluon":
+        from k16v8.kernels import decode_gluon
+
+        sinks = part if attention.sinks is None else attention.sinks
+        starts = cache.lengths
+        arguments = decode_gluon.decode_arguments(
+            q, q, lse, sinks, part, lse, starts, starts, cache, attention, sequences=batch
+        )
+        constants = decode_gluon.decode_constants(heads, cache, attention)
+        return decode_gluon.decode_gluon_kernel, [*arguments], constants, decode_gluon.tiles(constants)
     if kernel == "decode":
         arguments = (q, part, lse, *cache_arguments(cache), *q.stride()[:2], scale, splits)
         constants = decode_constants(q.dtype, heads, cache, attention, target)

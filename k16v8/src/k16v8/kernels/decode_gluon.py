@@ -20,6 +20,7 @@ strides of pages; TMA would take descriptors that vLLM's pages (a token's keys a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -32,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from k16v8.errors import NotSupportedError, UsageError
 from k16v8.kernels.cache import PagedCache, storage
 from k16v8.kernels.gluon_interpreter import launch
-from k16v8.kernels.launch import Target, cache_arguments, scale_code, target_of
+from k16v8.kernels.launch import Target, Tiles, cache_arguments, scale_code, target_of
 from k16v8.kernels.occupancy import resident_programs
 from k16v8.kernels.reference import Attention
 
@@ -319,6 +320,8 @@ def refusal(target: Target, q_dtype: torch.dtype, heads: int, cache: PagedCache)
         return f"is for keys of 16 bits and values fp8_e4m3, not {cache.k_format}/{cache.v_format}"
     if cache.head_dim not in _DIMS or cache.v_dim not in _DIMS:
         return f"is for head dimensions {', '.join(map(str, _DIMS))}, not {cache.head_dim} and {cache.v_dim}"
+    if max(cache.head_dim, cache.v_dim) > 128 and target.backend == "cuda" and target.shared_memory < 163 * 1024:
+        return "has stages of 48 KB for head dimension 256, of which this target holds too few"
     if heads // cache.kv_heads > 16:
         return f"is for up to 16 query heads per KV head, not {heads // cache.kv_heads}"
     if any(stride % 8 for stride in cache.k_cache.stride()[:3]) or any(x % 16 for x in cache.v_cache.stride()[:3]):
@@ -474,7 +477,7 @@ def decode_arguments(
     )  # fmt: skip
 
 
-def decode_constants(heads: int, cache: PagedCache, attention: Attention) -> dict[str, object]:
+def decode_constants(heads: int, cache: PagedCache, attention: Attention) -> dict[str, Any]:
     """The constexprs of the kernel."""
     return {
         "KV_HEADS": cache.kv_heads,
@@ -491,6 +494,11 @@ def decode_constants(heads: int, cache: PagedCache, attention: Attention) -> dic
         "SOFTCAP": attention.softcap,
         "SINKS": attention.sinks is not None,
     }
+
+
+def tiles(constants: dict[str, Any]) -> Tiles:
+    """The configuration that the constexprs say."""
+    return Tiles(constants["ROWS"], constants["TOKENS"], constants["WARPS"], constants["STAGES"])
 
 
 def _rows(heads: int, cache: PagedCache) -> int:

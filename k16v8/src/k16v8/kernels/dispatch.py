@@ -30,7 +30,8 @@ __all__ = [
 Implementation = Literal["torch", "triton", "interpreter", "gluon", "gluon-interpreter"]
 IMPLEMENTATIONS = ("torch", "triton", "interpreter", "gluon", "gluon-interpreter")
 _INTERPRETERS = ("interpreter", "gluon-interpreter")
-_GLUON = {"gluon": "triton", "gluon-interpreter": "interpreter"}  # whose other operations are those of Triton
+_GLUON = {"gluon": "triton", "gluon-interpreter": "interpreter"}  # and whose products of weights they take
+_BY_TORCH = ("torch", "gluon-interpreter")  # but for decode
 GLUON_DIMS = (64, 128, 256)
 HEAD_DIMS = (64, 80, 96, 128, 256)  # what the gates cover
 PAGES = (16, 32, 64, 128)
@@ -119,7 +120,7 @@ class Kernels:
     def gather(self, cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """:func:`k16v8.kernels.prefill.gather`: tokens of the cache as numbers ``[n, kv_heads, …]``."""
         checks.check_cache(cache)
-        if self.implementation == "torch":
+        if self.implementation in _BY_TORCH:
             prefill.gather(cache, slots, keys, values)
         else:
             self._operation("gather")(cache, slots, keys, values)
@@ -128,10 +129,9 @@ class Kernels:
         return getattr(self._module(name), name)
 
     def _module(self, name: str) -> Any:
-        if self.implementation == "torch":
-            return torch_path
-        own = name == "decode" and self.implementation in _GLUON
-        return import_module(f"k16v8.kernels.{'decode_gluon' if own else name}")
+        if self.implementation in _GLUON and name == "decode":
+            return import_module("k16v8.kernels.decode_gluon")
+        return torch_path if self.implementation in _BY_TORCH else import_module(f"k16v8.kernels.{name}")
 
 
 def choose(
@@ -152,7 +152,7 @@ def choose(
     """The kernels of ``implementation`` for one shape; ``dtype``: of queries.
 
     ``torch``; ``triton``, compiled, or ``interpreter``; ``gluon``: Triton with a decode kernel in Gluon, which never
-    ran on a device and is taken only where it is named, and ``gluon-interpreter``.
+    ran on a device and is taken only where it is named; ``gluon-interpreter``: that kernel, and torch.
 
     Raises:
         NotSupportedError: this implementation cannot do it here; with the reason.

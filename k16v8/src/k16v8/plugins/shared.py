@@ -11,6 +11,9 @@
 - ``0``: off.
 
 ``FIDELAB_K16V8``, its former name, is read where ``K16V8`` is not set.
+
+``K16V8_KERNELS=gluon`` takes the decode kernel in Gluon on NVIDIA GPUs, which never ran on one; unset or ``triton``:
+the Triton kernels.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from k16v8.kernels.reference import Attention
 
 __all__ = [
+    "KERNELS_SWITCH",
     "LABEL",
     "SWITCH",
     "Formats",
@@ -51,6 +55,7 @@ __all__ = [
 Version = tuple[int, ...]
 SWITCH = "K16V8"  # environment variable
 _FORMER_SWITCH = "FIDELAB_K16V8"
+KERNELS_SWITCH = "K16V8_KERNELS"  # environment variable
 LABEL = "k16v8"  # of the attention backends, in logs and records
 NATIVE = "native"  # the model's own 16-bit type
 _SCALE_BYTES = 2
@@ -242,7 +247,9 @@ def decode_plan(kernels: Kernels, q: Tensor, cache: PagedCache, attention: Atten
         return None
     device, (batch, heads) = cache.k_cache.device, q.shape[:2]
     kind = q.dtype, cache.k_format, cache.v_format, cache.k_scale is None, cache.v_scale is None
-    key = (device, *q.shape, cache.kv_heads, cache.v_dim, cache.max_length, *kind, attention.window, attention.softcap)
+    longest = 0 if kernels.implementation == "gluon" else cache.max_length  # its buffers follow from the device alone
+    options = attention.window, attention.softcap, attention.sinks is None
+    key = (kernels.implementation, device, *q.shape, cache.kv_heads, cache.v_dim, longest, *kind, *options)
     if key not in _PLANS:
         if len(_PLANS) == _MOST_PLANS:
             _PLANS.clear()
@@ -280,7 +287,7 @@ def attend_prompts(
     """
     from k16v8.kernels.prefill import capacity, installed, library_attention, prefill, prefill_route
 
-    if batch is None or kernels.implementation != "triton":
+    if batch is None or kernels.implementation not in ("triton", "gluon"):
         kernels.extend(q, starts, cache, attention, out=out)
         return
     libraries = installed()
@@ -335,14 +342,18 @@ class Pages:
 
         Raises:
             NotSupportedError: there are none for this shape.
+            UsageError: ``K16V8_KERNELS`` has a value that means nothing.
         """
         import torch
 
         from k16v8.kernels import dispatch
         from k16v8.kernels.cache import scaling_of, storage
 
+        named = os.environ.get(KERNELS_SWITCH, "").strip() or "triton"
+        if named not in ("triton", "gluon"):
+            raise UsageError(f"{KERNELS_SWITCH}={named}: write triton or gluon")
         return dispatch.choose(
-            "torch" if torch.device(device).type == "cpu" else "triton",
+            "torch" if torch.device(device).type == "cpu" else named,
             k_format=self.k_format,
             v_format=self.v_format,
             heads=heads,
