@@ -138,7 +138,7 @@ def test_installs_that_fail_do_not_stop_the_rest(session: Call, script: Any) -> 
 
 def test_the_gluon_kernel_may_fail_without_stopping_the_rest_and_says_why(session: Call, script: Any) -> None:
     command = [sys.executable, "-c", "raise SystemExit('it broke')"]
-    broken = script.Step("gluon", "", 9, lambda: command, script._last_json, may_fail=True)
+    broken = script.Step("gluon", "", 9, lambda: command, script._nothing, may_fail=True)
     code, record = session([broken, ("next", GOOD)])
     assert code == 0
     assert statuses(record) == {"gluon": "failed", "next": "passed"}

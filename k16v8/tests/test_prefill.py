@@ -301,11 +301,7 @@ def test_without_lengths_on_the_host_the_cache_is_read_in_place(on_hopper: Calla
 
 
 def test_a_library_without_a_log_sum_exp_of_each_token_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        sys.modules,
-        "flash_attn",
-        SimpleNamespace(flash_attn_varlen_func=_declared(_FA2)),  # type: ignore[arg-type]
-    )
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=_declared(_FA2)))
     attend = prefills.library_attention.__wrapped__("fa2", Libraries(fa2="flash_attn"))
     x, starts = torch.zeros(2, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
     with pytest.raises(NotSupportedError, match="log-sum-exp"):

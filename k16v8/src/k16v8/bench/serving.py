@@ -189,7 +189,7 @@ def _beside(model: Geometry, device: torch.device, kernels: str) -> dict[str, An
     found: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(_ROUNDS):
         for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             for _ in range(_REPLAYS):
                 graph.replay()

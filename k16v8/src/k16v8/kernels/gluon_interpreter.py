@@ -73,7 +73,8 @@ class _Pointer:
         """Offsets and which of them are meant; all of these lie in the storage."""
         offset = torch.as_tensor(self.offset)
         wanted = torch.ones((), dtype=torch.bool) if mask is None else torch.as_tensor(mask)
-        offset, wanted = torch.broadcast_tensors(offset, wanted)
+        shape = torch.broadcast_shapes(offset.shape, wanted.shape)
+        offset, wanted = offset.expand(shape), wanted.expand(shape)
         beyond = wanted & ((offset < 0) | (offset >= len(self.numbers)))
         if bool(beyond.any()):
             raise IndexError(f"offset {int(offset[beyond][0])} of a storage of {len(self.numbers)}")
@@ -81,7 +82,7 @@ class _Pointer:
 
 
 def _pointer(x: Tensor) -> _Pointer:
-    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())  # type: ignore[call-overload]
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
     return _Pointer(whole, x.storage_offset())
 
 
@@ -144,10 +145,10 @@ class _Machine:
         return x
 
     def maximum(self, a: Any, b: Any) -> Tensor:
-        return torch.maximum(*torch.broadcast_tensors(*_alike(a, b)))
+        return torch.maximum(*_alike(a, b))
 
     def minimum(self, a: Any, b: Any) -> Tensor:
-        return torch.minimum(*torch.broadcast_tensors(*_alike(a, b)))
+        return torch.minimum(*_alike(a, b))
 
     def max(self, x: Tensor, axis: int) -> Tensor:
         return x.amax(axis)
