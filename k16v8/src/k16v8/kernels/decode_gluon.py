@@ -262,8 +262,10 @@ def decode_gluon_kernel(
             sums = gl.full([ROWS, DV], 0.0, gl.float32, layout=FLAT)
             for i in range(chunks):
                 one = (begun + i).to(gl.int64) * KV_HEADS + head
-                logs = gl.load(part_lse + one * ROWS + line)
-                numbers = gl.load(part + one * (ROWS * DV) + line[:, None] * DV + column[None, :])
+                # from L2: other multiprocessors wrote them
+                logs = gl.load(part_lse + one * ROWS + line, cache_modifier=".cg")
+                spots = part + one * (ROWS * DV) + line[:, None] * DV + column[None, :]
+                numbers = gl.load(spots, cache_modifier=".cg")
                 higher = gl.maximum(peaks, logs)
                 level = gl.where(higher == float("-inf"), 0.0, higher)
                 weight = gl.exp2(logs - level)
@@ -324,8 +326,9 @@ def refusal(target: Target, q_dtype: torch.dtype, heads: int, cache: PagedCache)
         return "has stages of 48 KB for head dimension 256, of which this target holds too few"
     if heads // cache.kv_heads > 16:
         return f"is for up to 16 query heads per KV head, not {heads // cache.kv_heads}"
-    if any(stride % 8 for stride in cache.k_cache.stride()[:3]) or any(x % 16 for x in cache.v_cache.stride()[:3]):
-        return "copies 16 bytes at once: strides of pages, tokens and heads are no multiples of that"
+    for codes in (cache.k_cache, cache.v_cache):
+        if any(stride % 16 for stride in codes.stride()[:3]) or codes.data_ptr() % 16:
+            return "copies 16 bytes at once: pages, tokens and heads do not all begin at multiples of 16"
     return ""
 
 
@@ -402,7 +405,7 @@ def _resident(q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: At
     key = (cache.k_cache.device, q_dtype, *constants.values())
     if key not in _RESIDENT:
         empty = torch.empty(1, heads, cache.head_dim, dtype=q_dtype, device=cache.k_cache.device)
-        number = torch.empty(1, 1, dtype=torch.float32, device=empty.device)
+        number = torch.empty(1, heads, dtype=torch.float32, device=empty.device)
         count = torch.empty(1, dtype=torch.int32, device=empty.device)
         arguments = decode_arguments(
             empty, empty, number, number, number, number, count, count, cache, attention, sequences=2

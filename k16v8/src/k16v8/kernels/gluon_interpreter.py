@@ -73,7 +73,7 @@ class _Pointer:
         """Offsets and which of them are meant; all of these lie in the storage."""
         offset = torch.as_tensor(self.offset)
         wanted = torch.ones((), dtype=torch.bool) if mask is None else torch.as_tensor(mask)
-        shape = torch.broadcast_shapes(offset.shape, wanted.shape)
+        shape = torch.broadcast_shapes(offset.shape, wanted.shape)  # type: ignore[no-untyped-call]
         offset, wanted = offset.expand(shape), wanted.expand(shape)
         beyond = wanted & ((offset < 0) | (offset >= len(self.numbers)))
         if bool(beyond.any()):
@@ -161,7 +161,7 @@ class _Machine:
         numbers.view(torch.int16).fill_(_NAN)
         return _Shared(numbers)
 
-    def load(self, pointer: _Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
+    def load(self, pointer: _Pointer, mask: Any = None, other: float = 0.0, *, cache_modifier: str = "") -> Tensor:
         places, wanted = pointer.places(mask)
         found = pointer.numbers[places]
         return found if mask is None else torch.where(wanted, found, torch.as_tensor(other).to(found.dtype))

@@ -289,10 +289,10 @@ def prefill(
     out = q.new_empty(*q.shape[:2], cache.v_dim) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     parts = any(not call.causal for chunk in chunks for call in chunk.calls)
-    held = torch.zeros_like(out, dtype=torch.float32) if parts else out
-    lse.fill_(float("-inf"))
-    if not parts:
-        out.zero_()  # sequences without a token
+    held = out
+    if parts:  # every query has one, and then some
+        held = torch.zeros_like(out, dtype=torch.float32)
+        lse.fill_(float("-inf"))
     typed, heads = workspace.view(q.dtype), cache.kv_heads
     for chunk in chunks:
         n = len(chunk.slots)

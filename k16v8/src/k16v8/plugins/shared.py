@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from k16v8.kernels.cache import PagedCache
     from k16v8.kernels.dispatch import Kernels
-    from k16v8.kernels.prefill import PrefillBatch
+    from k16v8.kernels.prefill import PrefillBatch, Route
     from k16v8.kernels.reference import Attention
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "decode_buffer",
     "decode_plan",
     "prefill_workspace",
+    "prompt_route",
     "read_back",
     "switched",
     "version_refusal",
@@ -285,27 +286,34 @@ def attend_prompts(
     ``starts``: int32 ``[B + 1]``, of each sequence's queries; ``batch``: the same on the host, ``None`` where lengths
     are not known there: the kernel that reads the cache in place needs none.
     """
-    from k16v8.kernels.prefill import capacity, installed, library_attention, prefill, prefill_route
+    from k16v8.kernels.prefill import installed, library_attention, prefill
 
-    if batch is None or kernels.implementation not in ("triton", "gluon"):
+    route = prompt_route(kernels, q, cache, attention, batch)
+    if batch is None or route == "extend":
         kernels.extend(q, starts, cache, attention, out=out)
         return
-    libraries = installed()
-    route = prefill_route(
+    attend = library_attention(route, installed())
+    workspace = prefill_workspace(q.device)
+    prefill(q, batch, cache, attention, attend, gather=kernels.gather, workspace=workspace, out=out)
+
+
+def prompt_route(
+    kernels: Kernels, q: Tensor, cache: PagedCache, attention: Attention, batch: PrefillBatch | None
+) -> Route:
+    """:func:`k16v8.kernels.prefill.prefill_route` of a batch here; ``extend`` where its lengths are not known."""
+    from k16v8.kernels.prefill import capacity, installed, prefill_route
+
+    if batch is None or kernels.implementation not in ("triton", "gluon"):
+        return "extend"
+    return prefill_route(
         _architecture(q.device),
-        libraries,
+        installed(),
         most_queries=batch.most_queries,
         cache=cache,
         dtype=q.dtype,
         window=attention.window,
         capacity=capacity(cache),
     )
-    if route == "extend":
-        kernels.extend(q, starts, cache, attention, out=out)
-        return
-    attend = library_attention(route, libraries)
-    workspace = prefill_workspace(q.device)
-    prefill(q, batch, cache, attention, attend, gather=kernels.gather, workspace=workspace, out=out)
 
 
 def _architecture(device: torch.device) -> int | str:
