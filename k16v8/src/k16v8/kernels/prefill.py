@@ -117,7 +117,7 @@ def _vllm_version(version: int) -> str:
 def _importable(name: str) -> bool:
     try:
         return hasattr(import_module(name), "flash_attn_varlen_func")
-    except (ImportError, OSError):  # missing, or built for another torch or CUDA
+    except (ImportError, OSError, RuntimeError):  # missing, or built for another torch or CUDA
         return False
 
 
