@@ -165,7 +165,7 @@ for good, bad in (
     ("begun + i)", "begun)"),  # merges the first part alone
     ("seen = (n >= first) & (n < end)", "seen = n >= first"),  # the next chunk's tokens, too
     ("odd = mma_v2(halves(raw, True), p, odd)", "odd = mma_v2(halves(raw, False), p, odd)"),
-    ("total = total * fade +", "total = total +"),
+    ("totals = totals * fade[None, :] +", "totals = totals +"),
 ):
     assert good in source, good
     found = error(source.replace(good, bad))

@@ -190,7 +190,8 @@ def decode_gluon_kernel(
         v_next, v_spot = pages_of(rows, at, first, last, PAGE, TOKENS, gl.SliceLayout(1, V_COPY))
 
         top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, MMA))
-        total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(0, MMA))
+        # of each place of a tile: they are added up, across warps, once
+        totals = gl.full([TOKENS, ROWS], 0.0, gl.float32, layout=MMA)
         even = gl.full([HALF, ROWS], 0.0, gl.float32, layout=MMA)
         odd = gl.full([HALF, ROWS], 0.0, gl.float32, layout=MMA)
         for tile in range(tiles):
@@ -220,7 +221,7 @@ def decode_gluon_kernel(
             base = gl.where(peak == float("-inf"), 0.0, peak)
             p = gl.exp2(scores - (base - 14.0)[None, :])
             fade = gl.exp2(top - base)
-            total = total * fade + gl.sum(p, 0)
+            totals = totals * fade[None, :] + p
             even = even * fade[None, :]
             odd = odd * fade[None, :]
             raw = v_ring.index(tile % STAGES).permute([1, 0]).load(LEFT)
@@ -243,6 +244,7 @@ def decode_gluon_kernel(
         async_copy.wait_group(0)
         gl.barrier()  # the ring is free for the next chunk
 
+        total = gl.sum(totals, 0)
         some = gl.where(total == 0, 1.0, total)
         log = gl.where(total == 0, float("-inf"), top + gl.log2(some) - 14.0)
         here = gl.to_tensor(chunk).to(gl.int64) * KV_HEADS + head
