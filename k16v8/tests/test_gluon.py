@@ -177,6 +177,58 @@ def test_its_interpreter_sees_a_pipeline_or_a_merge_that_is_broken() -> None:
     _run(_BROKEN)
 
 
+_LAUNCH = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from k16v8.kernels import decode_gluon, launch
+from k16v8.kernels.cache import PagedCache
+
+operations, launched, variants = [], [], set()
+
+class Recorder:
+    def __init__(self, name):
+        self.name, self.kernel = name, getattr(decode_gluon, name)
+    def __getitem__(self, grid):
+        def record(*given, **constants):
+            launched.append((self.name, grid))
+            # what Triton compiles for: constants, and of other arguments types, 16-byte alignment and the number 1
+            kinds = tuple(
+                (type(x).__name__, not p.do_not_specialize and isinstance(x, int) and (x % 16 == 0, x == 1))
+                for p, x in zip(self.kernel.params, given)
+            )
+            variants.add((self.name, kinds, tuple(sorted(map(str, constants.items())))))
+        return record
+
+class Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        operations.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+for name in ("work_kernel", "decode_gluon_kernel"):
+    setattr(decode_gluon, name, Recorder(name))
+decode_gluon.target_of = lambda device: launch.Target("cuda", 90, 132)
+decode_gluon._resident = lambda *_: 2
+sizes = set()
+for batch in (1, 3, 64):
+    q = torch.zeros(batch, 32, 128, dtype=torch.bfloat16)
+    out, lse = torch.empty_like(q), torch.empty(batch, 32)
+    for blocks in (1, 2, 7, 16, 2048, 65536):
+        cache = PagedCache.allocate(1, 16, 8, 128, batch=batch, max_blocks=blocks, k_format="bf16")
+        plan = decode_gluon.plan_decode(batch, 32, cache)
+        sizes.add((batch, plan.part.nbytes))
+        with Operations():
+            decode_gluon.decode(q, cache, out=out, lse=lse, plan=plan)
+assert operations == [], operations
+assert launched[:2] == [("work_kernel", (1,)), ("decode_gluon_kernel", (264,))], launched[:2]
+assert len(variants) == 2, variants  # one of each
+assert len(sizes) == 3, sizes  # buffers follow from the batch and the device, not from the longest length
+"""
+
+
+def test_a_launch_allocates_nothing_and_lengths_and_batches_compile_nothing_anew() -> None:
+    _run(_LAUNCH, interpret=False)
+
+
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [

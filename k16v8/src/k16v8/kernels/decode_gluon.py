@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from k16v8.errors import NotSupportedError, UsageError
 from k16v8.kernels.cache import PagedCache, storage
 from k16v8.kernels.gluon_interpreter import launch
-from k16v8.kernels.launch import Target, Tiles, cache_arguments, scale_code, target_of
+from k16v8.kernels.launch import Target, Tiles, cache_arguments, compile_options, scale_code, target_of
 from k16v8.kernels.occupancy import resident_programs
 from k16v8.kernels.reference import Attention
 
@@ -412,7 +412,7 @@ def _resident(q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: At
         arguments = decode_arguments(
             empty, empty, number, number, number, number, count, count, cache, attention, sequences=2
         )
-        made = decode_gluon_kernel.warmup(*arguments, **constants, grid=(1,), num_warps=WARPS)
+        made = decode_gluon_kernel.warmup(*arguments, **constants, **compile_options(tiles(constants)), grid=(1,))
         made._init_handles()  # loads the code: its registers are known then
         _RESIDENT[key] = max(1, resident_programs(target, made.n_regs, made.metadata.shared, WARPS))
     return _RESIDENT[key]
@@ -447,7 +447,8 @@ def decode(
         return out, lse
     sinks = lse if attention.sinks is None else attention.sinks
     interpreted = target_of(q.device).backend == "interpreter"
-    work_kernel[(1,)](cache.lengths, plan.starts, batch, plan.target, **work_constants(cache, attention, interpreted))
+    work = work_constants(cache, attention, interpreted)
+    work_kernel[(1,)](cache.lengths, plan.starts, batch, plan.target, **work, **compile_options(Tiles(1, 1, WARPS, 1)))
     arguments = decode_arguments(
         q, out, lse, sinks, plan.part, plan.part_lse, plan.counters, plan.starts, cache, attention, sequences=batch
     )
@@ -455,7 +456,7 @@ def decode(
     if interpreted:
         launch(decode_gluon_kernel, plan.programs, arguments, constants)
     else:
-        decode_gluon_kernel[(plan.programs,)](*arguments, **constants, num_warps=WARPS)
+        decode_gluon_kernel[(plan.programs,)](*arguments, **constants, **compile_options(tiles(constants)))
     return out, lse
 
 
