@@ -178,6 +178,7 @@ def test_the_interpreter_decodes_on_vllms_layout_and_steps_that_need_a_gpu_say_s
     decode, bench = json.loads(path.read_text())["steps"]
     assert decode["figures"]["lengths"] == [0, 1, 15, 16, 17]
     assert decode["figures"]["kernels"].startswith("interpreter")
+    assert decode["figures"]["checks"]["prompts"]["route"] == "definition"
     assert bench["reason"]["code"] == "needs_gpu"
 
 

@@ -1,9 +1,9 @@
 """Decode as vLLM's plug-in calls it: what a server needs besides speed.  The first step of ``scripts/gpu-session``.
 
 Pages lie as vLLM allocates them (a head's keys in one run, its values behind), in random order; lengths are ragged.
-Asked is whether a call is right, whether its replay from a CUDA graph is the same bit by bit, what a call costs the
-host, and how often Triton compiles while a sequence grows.  Without a GPU only the first is asked, of Triton's
-interpreter.
+Asked is whether a call is right, whether long prompts are, by way of a workspace and the library that is installed,
+whether a replay from a CUDA graph is the same bit by bit, what a call costs the host, and how often Triton compiles
+while a sequence grows.  Without a GPU only what is right is asked, of Triton's interpreter.
 
 ::
 
@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -34,12 +36,19 @@ from k16v8.gates.run import RELATIVE_L2
 from k16v8.kernels import reference
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.dispatch import Kernels, choose, load_triton
-from k16v8.plugins.shared import Formats
+from k16v8.kernels.prefill import Attend, PrefillBatch, installed, library_attention, prefill, torch_attention
+from k16v8.kernels.reference import Attention
+from k16v8.plugins.shared import Formats, prompt_route
 from k16v8.plugins.vllm.plugin import pages
 
 __all__ = ["HOST_MICROSECONDS", "LENGTHS", "VARIANTS", "Serving", "main", "measure"]
 
 LENGTHS = {"cuda": (0, 1, 15, 16, 17, 4097, 32768), "cpu": (0, 1, 15, 16, 17)}
+# of prompts: tokens, queries among them, and tokens that are gathered at once
+PROMPTS = {
+    "cuda": ((4097, 700, 300), (1024, 700, 129), (1536, 8192)),
+    "cpu": ((70, 20), (40, 20), (32, 128)),
+}
 HOST_MICROSECONDS = 100.0  # of one call, at most
 VARIANTS = 4  # of each kernel while a sequence grows to 32K tokens, at most
 _PAGE = 16
@@ -101,6 +110,8 @@ def measure(model: Geometry, lengths: Sequence[int], device: torch.device, kerne
     """
     step = Serving(model, lengths, device, kernels=kernels)
     checks = {"decode": _right(step)}
+    if kernels == "triton":
+        checks["prompts"] = _prompts(model, device)
     if device.type == "cuda":
         checks["graph"] = _replayed(step)
         checks["host"] = _host(Serving(model, [17] * 32, device, kernels=kernels))
@@ -126,6 +137,39 @@ def _right(step: Serving) -> dict[str, Any]:
     ]
     finite = bool(out.isfinite().all())
     return {"errors": errors if finite else None, "bound": RELATIVE_L2, "passed": finite and max(errors) <= RELATIVE_L2}
+
+
+def _prompts(model: Geometry, device: torch.device) -> dict[str, Any]:
+    """Long prompts gathered into a workspace, in chunks and in one: the relative L2 of each sequence.
+
+    By the library that the plug-ins would take; on a CPU, which has none, by the definition in its place.
+    """
+    lengths, counts, sizes = PROMPTS[device.type]
+    step = Serving(model, lengths, device)
+    heads, kv_heads, dim = model.shape
+    q = Draw(device, 1).normal(sum(counts), heads, dim)
+    batch = PrefillBatch(lengths, counts, step.cache.block_table)
+    attend: Attend = torch_attention
+    route: str = "definition"
+    if device.type == "cuda":
+        route = prompt_route(step.kernels, q, step.cache, Attention(), batch)
+        if route == "extend":
+            reason = "no FlashAttention for this device is installed: prompts are read in place"
+            return {"route": route, "reason": reason, "passed": True}
+        attend = library_attention(route, installed())
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+    exact = reference.extend(q, starts, step.cache)[0]
+    found: dict[str, list[float] | None] = {}
+    for tokens in sizes:
+        size = tokens * 2 * kv_heads * 2 * dim
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        out = torch.full_like(q, torch.nan)
+        prefill(q, batch, step.cache, None, attend, gather=step.kernels.gather, workspace=workspace, out=out)
+        spans = [slice(*span) for span in pairwise([0, *accumulate(counts)])]
+        errors = [float((out[rows] - exact[rows]).norm() / exact[rows].norm()) for rows in spans]
+        found[str(tokens)] = errors if all(map(math.isfinite, errors)) else None
+    passed = all(errors is not None and max(errors) <= RELATIVE_L2 for errors in found.values())
+    return {"route": route, "errors": found, "bound": RELATIVE_L2, "passed": passed}
 
 
 def _replayed(step: Serving) -> dict[str, Any]:

@@ -31,6 +31,8 @@ from k16v8.kernels.reference import Attention
 
 __all__ = [
     "WORKSPACE",
+    "Attend",
+    "Call",
     "Libraries",
     "Piece",
     "PrefillBatch",
