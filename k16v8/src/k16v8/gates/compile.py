@@ -113,7 +113,7 @@ def compile_kernels(
     """Compile every kernel for every target, one result after another.
 
     FP8 is the fnuz type on gfx942, the only one that it has.  ``gluon``, the decode kernel in Gluon, is left out where
-    it is not for a target or for formats (:func:`k16v8.kernels.decode_gluon.refusal`).
+    it is not for a target or for formats (:func:`k16v8.kernels.decode_gluon.refusal`), and before Triton 3.8.
 
     Raises:
         NotSupportedError: Triton is missing, or this process runs its interpreter.
@@ -222,6 +222,10 @@ def _compile_weights(kernel: str, name: str, layout: Layout, group: int, dtype: 
 
 
 def _has_gluon(name: str, k_format: str, v_format: str, head_dim: int, page: int) -> bool:
+    from k16v8.kernels.dispatch import has_gluon
+
+    if not has_gluon():
+        return False
     from k16v8.kernels.decode_gluon import refusal
 
     cache = _empty_cache(k_format, v_format, head_dim, page, "none")
@@ -276,7 +280,7 @@ def _built(
     from k16v8.kernels.occupancy import resident_programs
 
     source = ASTSource
-    if function.is_gluon():
+    if result.kernel == "gluon":
         from triton.experimental.gluon._runtime import GluonASTSource
 
         source = GluonASTSource

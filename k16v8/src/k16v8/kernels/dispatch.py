@@ -24,6 +24,7 @@ __all__ = [
     "WeightKernels",
     "choose",
     "choose_weights",
+    "has_gluon",
     "load_triton",
 ]
 
@@ -220,11 +221,15 @@ def _gluon_refusal(k_format: str, v_format: str, dims: tuple[int, int]) -> str |
         return "the Gluon kernel is for keys of 16 bits and values fp8_e4m3; use triton"
     if wrong := [dim for dim in dims if dim not in GLUON_DIMS]:
         return f"head dimension {wrong[0]}; the Gluon kernel is for {', '.join(map(str, GLUON_DIMS))}; use triton"
+    return None if has_gluon() else "this Triton has no Gluon as the kernel needs it; it takes 3.8 or later"
+
+
+def has_gluon() -> bool:
+    """Whether the installed Triton has of Gluon what the kernel uses; imports Triton."""
     try:
-        import_module("triton.experimental.gluon.language.nvidia.ampere")
-    except ImportError as error:
-        return f"this Triton has no Gluon as the kernel needs it ({error}); it takes 3.8 or later"
-    return None
+        return hasattr(import_module("triton.experimental.gluon.language.nvidia.ampere.async_copy"), "async_load")
+    except ImportError:
+        return False
 
 
 def _device_refusal(implementation: str, device: torch.device | str) -> str | None:
