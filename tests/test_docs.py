@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fidelab.metrics
 from fidelab import extend
 from fidelab.axes import AXES
 from fidelab.bench import BENCHES
+from fidelab.cli import reference
 
 ROOT = Path(__file__).parents[1]
 METRICS = ROOT / "docs" / "metrics.md"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
 SOURCES = [path for top in ("src", "tests", "benchmarks", "examples") for path in sorted((ROOT / top).rglob("*.py"))]
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -142,6 +147,57 @@ def test_every_public_function_of_the_metrics_names_its_definition() -> None:
     documented = dict(public())
     assert documented
     assert [name for name, doc in documented.items() if "docs/metrics.md#" not in doc] == []
+
+
+def test_the_reference_pages_are_what_the_code_gives() -> None:
+    committed = {path.name: path.read_text("utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")}
+    assert committed == reference.pages(), "run: make docs"
+
+
+class _Plain(yaml.SafeLoader):
+    """Reads mkdocs.yml without the objects that it names."""
+
+
+_Plain.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+
+
+def _navigated(entry: object) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict | list):
+        for inner in entry.values() if isinstance(entry, dict) else entry:
+            yield from _navigated(inner)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), _Plain)  # noqa: S506
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page not in set(_navigated(settings["nav"]))] == []
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_the_site_builds_with_all_links_and_anchors_resolved(site: Path) -> None:
+    assert (site / "index.html").is_file()
+
+
+def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
+    loads = re.compile(
+        r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//|<link\b[^>]*href=["']?(?:https?:)?//"""
+    )
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 40
+    assert [str(page) for page in pages if loads.search(page.read_text("utf-8"))] == []
 
 
 def test_the_readme_is_short_and_explains_its_words_before_it_uses_them() -> None:

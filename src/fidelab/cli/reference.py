@@ -16,7 +16,7 @@ __all__ = ["pages"]
 
 Schema = Mapping[str, Any]
 
-_MADE = "<!-- Made from the code: make docs-reference -->\n"
+_MADE = "<!-- Made from the code: make docs -->\n"
 _AS_TEXT = {"KVSpec": "a [KV format](../guide.md#kv-formats)"}  # written as text, read as an object
 _PANEL_PAGES = {  # panel of --help: page
     "Compare": "compare",
@@ -143,7 +143,9 @@ def _file_pages() -> dict[str, str]:
             "Profile files", "What `fidelab profiles run FILE --trust FILE` reads.", {"Profile": of(Profile)}
         ),
         "recipe.md": _schema_page(
-            "Recipes", "What `fidelab quantize --recipe FILE` reads ([quantize](../quantize.md)).", {"Recipe": of(Recipe)}
+            "Recipes",
+            "What `fidelab quantize --recipe FILE` reads ([quantize](../quantize.md)).",
+            {"Recipe": of(Recipe)},
         ),
         "report.md": _schema_page(
             "report.json",
