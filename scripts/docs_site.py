@@ -1,7 +1,7 @@
 """Hook of mkdocs: pages that lie outside of docs/, and links that leave it.
 
-The front page is README.md; a few more documents of the root are pages of the site.  On GitHub links lead to where files
-lie in the repository; here they lead to the page, or, where there is none, only their text stays.
+The front page is README.md; a few more documents of the root are pages of the site.  On GitHub links lead to where
+files lie in the repository; here they lead to the page, or, where there is none, only their text stays.
 """
 
 from __future__ import annotations

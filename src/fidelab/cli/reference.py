@@ -76,10 +76,10 @@ def _parameter_tables(command: Any) -> Iterator[str]:
         if default is None and parameter.show_default and parameter.default not in (None, False, (), []):
             default = _shown_default(parameter)
         names = [parameter.metavar or parameter.name.upper()] if argument else _flag_names(parameter)
-        cells = (" ".join(f"`{name}`" for name in names), "" if default is None else _code(default), text)
-        panels.setdefault(panel, []).append(_row(cells[0], cells[1], _cell(cells[2])))
+        about = _about_value(_with_flags(text), default)
+        panels.setdefault(panel, []).append(_row(" ".join(f"`{name}`" for name in names), about))
     for panel in sorted(panels, key=lambda panel: panel != "Arguments"):
-        yield f"| {panel.lower()} | default | |\n|---|---|---|\n" + "\n".join(panels[panel])
+        yield f"| {panel.lower()} | |\n|---|---|\n" + "\n".join(panels[panel])
 
 
 def _flag_names(parameter: Any) -> list[str]:
@@ -152,6 +152,7 @@ def _file_pages() -> dict[str, str]:
             "What a run leaves. The JSON Schema is `schema/fidelab.report-1.schema.json`; "
             "fields are only added within a version.",
             {"Report": Report.json_schema()},
+            written=True,
         ),
         "receipt.md": _schema_page(
             "Receipts",
@@ -159,22 +160,30 @@ def _file_pages() -> dict[str, str]:
             "not listed here are those of [report.json](report.md).",
             {"Lines": json_schema()},
             elsewhere=Report.json_schema()["$defs"],
+            written=True,
         ),
     }
 
 
-def _schema_page(title: str, about: str, schemas: Mapping[str, Schema], elsewhere: Iterable[str] = ()) -> str:
+def _schema_page(
+    title: str, about: str, schemas: Mapping[str, Schema], elsewhere: Iterable[str] = (), *, written: bool = False
+) -> str:
     """A section with a table of fields for each schema, and for each record that it refers to."""
     known = {*elsewhere, *_AS_TEXT, "FormatSpec"}
     parts = [f"# {title}", _MADE.strip(), about]
+    others = known - set(_AS_TEXT)
     seen: set[str] = set()
     for name, schema in schemas.items():
         if schema.get("properties"):
-            parts += [f"## {name}", *_about(schema), _fields_table(schema, "field", known - set(_AS_TEXT))]
+            parts += [f"## {name}", *_about(schema), _fields_table(schema, "field", others, written=written)]
         for inner, definition in sorted(schema.get("$defs", {}).items()):
             if inner not in known | seen:
                 seen.add(inner)
-                parts += [f"## {inner}", *_about(definition), _fields_table(definition, "field", known - set(_AS_TEXT))]
+                parts += [
+                    f"## {inner}",
+                    *_about(definition),
+                    _fields_table(definition, "field", others, written=written),
+                ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -183,7 +192,8 @@ def _about(schema: Schema) -> list[str]:
     return [_prose(text.replace("``", "`"))] if text else []
 
 
-def _fields_table(schema: Schema, word: str, elsewhere: Iterable[str] = ()) -> str:
+def _fields_table(schema: Schema, word: str, elsewhere: Iterable[str] = (), *, written: bool = False) -> str:
+    """``written``: fidelab writes such files, so that all fields are there."""
     if "enum" in schema:
         return "One of " + ", ".join(f"`{value}`" for value in schema["enum"]) + "."
     required = schema.get("required", [])
@@ -191,12 +201,15 @@ def _fields_table(schema: Schema, word: str, elsewhere: Iterable[str] = ()) -> s
         _row(
             f"`{name}`",
             _type(field, set(elsewhere)),
-            _code(_json(field["default"])) if "default" in field else "required" if name in required else "",
-            _cell(_prose(str(field.get("description", "")).replace("``", "`"))),
+            _about_value(
+                _prose(str(field.get("description", "")).replace("``", "`")),
+                None if written or field.get("default") in (None, [], {}) else _json(field["default"]),
+                required=name in required and not written,
+            ),
         )
         for name, field in schema.get("properties", {}).items()
     ]
-    return f"| {word} | type | default | |\n|---|---|---|---|\n" + "\n".join(rows) if rows else ""
+    return f"| {word} | type | |\n|---|---|---|\n" + "\n".join(rows) if rows else ""
 
 
 def _type(field: Schema, elsewhere: set[str]) -> str:
@@ -245,6 +258,19 @@ def _prose(text: str) -> str:
     text = _plain(re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text))
     pieces = re.split(r"(`[^`]*`)", text.replace("\n", " "))
     return "".join(piece if piece[:1] == "`" else re.sub(r"([<*\[\]])", r"\\\1", piece) for piece in pieces)
+
+
+def _with_flags(text: str) -> str:
+    """A help with the options that it mentions as code, so that lines do not break within them."""
+    return re.sub(r"(?<![\w`'-])(--[a-z][\w-]*)", r"`\1`", text)
+
+
+def _about_value(text: str, default: str | None, *, required: bool = False) -> str:
+    """What a value is, and behind it whether it has to be given, or its default."""
+    sentences = [_cell(text).rstrip(".")] if text else []
+    sentences += ["Required"] if required else []
+    sentences += [] if default is None else [f"Default: {_code(default)}"]
+    return " ".join(f"{sentence}." for sentence in sentences)
 
 
 def _cell(text: str) -> str:
