@@ -257,7 +257,8 @@ def _prose(text: str) -> str:
     """A docstring's or a help's paragraph for Markdown: angle brackets, asterisks and brackets are no markup."""
     text = _plain(re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text))
     pieces = re.split(r"(`[^`]*`)", text.replace("\n", " "))
-    return "".join(piece if piece[:1] == "`" else re.sub(r"([<*\[\]])", r"\\\1", piece) for piece in pieces)
+    text = "".join(piece if piece[:1] == "`" else re.sub(r"([<*\[\]])", r"\\\1", piece) for piece in pieces)
+    return re.sub(r"docs/([\w-]+)\.md((?:#[\w-]+)?)", r"[\1](../\1.md\2)", text)
 
 
 def _with_flags(text: str) -> str:
