@@ -33,7 +33,8 @@ test-quantize: .venv/.ready
 
 docs: .venv/.ready
 	$(RUN) fidelab.cli.reference docs/reference
-	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet
+	@# not --quiet: mkdocs --strict counts only the warnings that it prints
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
 check: .venv/.ready
 	$(RUN) ruff check .
