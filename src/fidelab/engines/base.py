@@ -23,6 +23,7 @@ from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.errors import NotSupportedError
 
 __all__ = [
+    "IMAGE_KINDS",
     "Answer",
     "Engine",
     "RuntimeInfo",
@@ -36,6 +37,10 @@ __all__ = [
     "raw_bytes",
     "read_back_proof",
 ]
+
+
+IMAGE_KINDS = frozenset(("imagegenerate", "imageforced"))
+"""Kinds of requests that only engines answer which take images."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from fidelab.captures.requests import (
     WAYS,
     Forced,
     Generate,
+    ImageForced,
+    ImageGenerate,
     Layerwise,
     Prefill,
     Recached,
@@ -39,6 +41,7 @@ from fidelab.captures.requests import (
 )
 from fidelab.core import Arm, Estimator, FormatSpec, KVSpec
 from fidelab.engines.base import (
+    IMAGE_KINDS,
     Answer,
     Engine,
     RuntimeInfo,
@@ -171,7 +174,10 @@ class HFEngine(Engine):
     aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
     samples: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 5.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served", "reweighted", "recached"}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {
+        *("layerwise", "served", "reweighted", "recached"),
+        *IMAGE_KINDS,
+    }
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
@@ -256,6 +262,10 @@ class HFEngine(Engine):
             request, Timed | Reweighted | Recached
         )  # a look takes time, and wants all layers
         match request:
+            case ImageGenerate() | ImageForced():
+                from fidelab.engines.hf.images import answer_images
+
+                facts = answer_images(self._model, request, sink)
             case Prefill():
                 facts = self._prefill(request, sink)
             case Generate():
