@@ -77,7 +77,8 @@ class AxisInputs:
     """What requests are built from; ``max_positions`` is the model's limit in tokens, ``None`` if unknown.
 
     ``traffic``: the log that text and prompts are from, if they are.  ``private``: nothing of their words may be
-    written down, token ids apart.
+    written down, token ids apart.  ``no_images``: why the reference can be shown no images; empty where it can.
+    ``placeholder``: the text of the token that stands for an image.
     """
 
     tokenizer: Tokenizer
@@ -86,6 +87,8 @@ class AxisInputs:
     max_positions: int | None
     traffic: Traffic | None = None
     private: bool = False
+    no_images: str = "no engine here takes images"
+    placeholder: str = ""
 
 
 SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference.")

@@ -8,9 +8,10 @@ Fields that all requests have:
 
 Requests with images carry the files themselves, so that their bytes are part of the key: ``images`` holds each file once,
 in base64; ``shows`` the images of each prompt, as numbers counted from 0, in the order in which they are shown; and
-``messages`` the conversation of each prompt in JSON, as chat templates and servers take it, with a part
-``{"type": "image"}`` in the place of each image.  ``prompts`` is the same with the placeholder tokens that the chat
-template writes; an engine puts as many tokens there as its model reads.
+``messages`` the conversation of each prompt for engines that take no tokens, in JSON: objects with ``role`` and
+``content``, a list of ``{"type": "image"}`` in the place of each image and of token ids for text; ``more`` are the token
+ids of the JSON of a message's other fields.  ``prompts`` is the same with the placeholder tokens that the chat template
+writes; an engine puts as many tokens there as its model reads.
 """
 
 from __future__ import annotations
@@ -373,9 +374,7 @@ class Recached(_Request):
         return self.last - self.first + 1
 
 
-Request = (
-    Prefill | Generate | Forced | Timed | Layerwise | Served | Reweighted | Recached | ImageGenerate | ImageForced
-)
+Request = Prefill | Generate | Forced | Timed | Layerwise | Served | Reweighted | Recached | ImageGenerate | ImageForced
 KINDS: Mapping[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
 """``kind`` → class."""
 

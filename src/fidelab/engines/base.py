@@ -300,6 +300,11 @@ class Engine(ABC):
         return Estimator(dict(arm.options).get("estimator", cls.estimator))
 
     @classmethod
+    def images_refused(cls, arm: Arm) -> str:
+        """Why an arm can be shown no images, found before it is opened; empty where it can."""
+        return "" if cls.kinds >= IMAGE_KINDS else f"engine {cls.name} takes no images"
+
+    @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
         """The nearest KV format that should cost nothing against this reference; ``None`` where there is none."""
         return None

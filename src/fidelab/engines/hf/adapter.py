@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,7 +56,7 @@ from fidelab.engines.base import (
 )
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
-from fidelab.engines.installed import unknown_architecture
+from fidelab.engines.installed import unknown_architecture, without_vision
 from fidelab.engines.options import (
     NAME,
     OBJECT,
@@ -232,6 +233,12 @@ class HFEngine(Engine):
         is_k16v8 = attention == hf_kernels.NAME
         reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if is_k16v8 else None)
         return Support(reason is None, reason or "")
+
+    @classmethod
+    def images_refused(cls, arm: Arm) -> str:
+        if without_vision(arm.path):
+            return f"the model takes no images: the config of {arm.model} has no part for them"
+        return "" if find_spec("PIL") else "engine hf takes images with Pillow: pip install 'fidelab[vision]'"
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:

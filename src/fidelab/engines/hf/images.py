@@ -132,4 +132,3 @@ def _continue(
         step, more = best.indices.reshape(1, 1), {}
     add_sequence(sink, index, generated, model.stacked(rows), failed)
     return len(generated)
-
