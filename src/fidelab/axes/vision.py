@@ -463,7 +463,7 @@ def _answers_alone(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], se
 
 def _summary(kl: str, answers: _Answers) -> str:
     known, n = answers.known, int(answers.usable.sum())
-    lost = lost_and_gained([(ref, test) for ref, test in answers.right[known]]) if known.any() else ""
+    lost = lost_and_gained([(ref, test) for ref, test in answers.right[known]]) if answers.right[known, 0].any() else ""
     same = f"{int(answers.same[answers.usable].sum())} of {n} answers unchanged" if n else ""
     return ", ".join(filter(None, (kl and f"{kl} nats", same, lost)))
 

@@ -6,11 +6,11 @@ Fields that all requests have:
 - ``settings``: pairs of name and value that must agree before two answers are compared.
 - ``notes``: empty, or one text per item, in JSON, that the axis needs for scoring and engines ignore.
 
-Requests with images carry the files themselves, so that their bytes are part of the key: ``images`` holds each file once,
-in base64; ``shows`` the images of each prompt, as numbers counted from 0, in the order in which they are shown; and
+Requests with images carry the files themselves, so that their bytes are part of the key: ``images`` holds each file
+once, in base64; ``shows`` the images of each prompt, as numbers counted from 0, in the order in which they are shown; and
 ``messages`` the conversation of each prompt for engines that take no tokens, in JSON: objects with ``role`` and
-``content``, a list of ``{"type": "image"}`` in the place of each image and of token ids for text; ``more`` are the token
-ids of the JSON of a message's other fields.  ``prompts`` is the same with the placeholder tokens that the chat template
+``content``, a list of ``{"type": "image"}`` in the place of each image and of token ids for text; ``more`` are the
+token ids of the JSON of a message's other fields.  ``prompts`` is the same with the placeholder tokens that the chat template
 writes; an engine puts as many tokens there as its model reads.
 """
 

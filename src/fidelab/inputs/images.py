@@ -80,10 +80,13 @@ class ImagePrompt:
 # ----------------------------------------------------------------------------------------------- drawing
 
 
-def draw(color: str, shape: str, count: int, size: int = 224) -> Pixels:
-    """``count`` equal shapes side by side on white: [size, size, 3], 8 bits per channel."""
+def draw(color: str, shape: str, count: int, size: int = 224, reach: float = 0.35) -> Pixels:
+    """``count`` equal shapes side by side on white: [size, size, 3], 8 bits per channel.
+
+    ``reach``: from the middle of a shape to its side, as a share of its part of the width.
+    """
     image: Pixels = np.full((size, size, 3), 255, dtype=np.uint8)
-    reach = 0.35 * size / count
+    reach = reach * size / count
     y, x = np.mgrid[:size, :size] + 0.5
     for n in range(count):
         dx, dy = x - (n + 0.5) * size / count, y - size / 2
@@ -101,7 +104,7 @@ def draw(color: str, shape: str, count: int, size: int = 224) -> Pixels:
 
 
 # Segments of a display: top, upper left, upper right, middle, lower left, lower right, bottom.
-_SEGMENTS = (
+_SEGMENTS = [
     "1110111",
     "0010010",
     "1011101",
@@ -112,7 +115,7 @@ _SEGMENTS = (
     "1010010",
     "1111111",
     "1111011",
-)
+]
 
 
 def draw_digit(digit: int, color: str = "black", size: int = 224) -> Pixels:
@@ -153,34 +156,36 @@ def png(pixels: Pixels) -> bytes:
 
 
 def drawn_prompts() -> tuple[ImagePrompt, ...]:
-    """Sixteen questions about drawn images, four each about colours, shapes, counts and digits, in turn."""
+    """Sixteen questions about as many images, four each about colours, shapes, counts and digits, in turn."""
     rng = np.random.default_rng(_SEED)
     colors, shapes, counts = ("red", "green", "blue"), ("circle", "square", "triangle"), ("one", "two", "three", "four")
     digits = tuple("0123456789")
     found = []
-    for number in range(4):
+    for number in range(1, 5):
         color, other_color = rng.permutation(colors)[:2].tolist()
         shape, other_shape = rng.permutation(shapes)[:2].tolist()
         count, other_count = rng.permutation(4)[:2].tolist()
         digit, other_digit = rng.permutation(10)[:2].tolist()
+        reach = float(rng.uniform(0.2, 0.3))  # no two questions are about the same image
         found += [
             _drawn(
-                f"color-{number + 1}",
+                f"color-{number}",
                 "Which color is the shape in the image: red, green or blue? Answer with one word.",
-                *(color, colors, draw(color, shape, 1), draw(other_color, shape, 1)),
+                *(color, colors, *(draw(named, shape, 1, reach=reach + 0.1) for named in (color, other_color))),
             ),
             _drawn(
-                f"shape-{number + 1}",
+                f"shape-{number}",
                 "Which shape is in the image: circle, square or triangle? Answer with one word.",
-                *(shape, shapes, draw(color, shape, 1), draw(color, other_shape, 1)),
+                *(shape, shapes, *(draw(color, named, 1, reach=reach) for named in (shape, other_shape))),
             ),
             _drawn(
-                f"count-{number + 1}",
+                f"count-{number}",
                 "How many shapes are in the image: one, two, three or four? Answer with one word.",
-                *(counts[count], counts, draw(color, shape, count + 1), draw(color, shape, other_count + 1)),
+                *(counts[count], counts),
+                *(draw(other_color, other_shape, n + 1, reach=reach + 0.05) for n in (count, other_count)),
             ),
             _drawn(
-                f"digit-{number + 1}",
+                f"digit-{number}",
                 "Which digit is in the image? Answer with the digit only.",
                 *(str(digit), digits, draw_digit(digit, color), draw_digit(other_digit, color)),
             ),
