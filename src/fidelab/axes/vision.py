@@ -8,7 +8,6 @@ one and the same arm is its dependence on the image.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import math
@@ -27,6 +26,8 @@ from fidelab.axes.base import (
     AxisScore,
     AxisSettings,
     answer_text,
+    image_files,
+    image_messages,
     lost_and_gained,
     part_name,
     texts,
@@ -123,7 +124,7 @@ class Vision(Axis):
         """
         s, asked = self.settings, self._asked(inputs)
         source = "traffic" if asked and not asked[0][0].right else "drawn"
-        images, shows = _files([prompt.images for prompt, _ in asked])
+        images, shows = image_files([prompt.images for prompt, _ in asked])
         return {
             _ANSWER: ImageGenerate(
                 axis=part_name(self.name, _ANSWER),
@@ -139,7 +140,7 @@ class Vision(Axis):
                 ),
                 images=images,
                 shows=shows,
-                messages=tuple(_conversation(inputs, prompt.messages) for prompt, _ in asked),
+                messages=tuple(image_messages(inputs, prompt.messages) for prompt, _ in asked),
             )
         }
 
@@ -178,7 +179,7 @@ class Vision(Axis):
         dependence = {part: _Dependence.of(forced, part) for part in (_WRONG, _NONE)}
         return replace(
             score,
-            identical=score.identical and answers.same.all() and all(other.identical for other in others.values()),
+            identical=bool(answers.same.all()) and all(one.identical for one in (score, *others.values())),
             metrics=(
                 *(() if bound else (score.score(seed),)),
                 _MEAN(summary.mean, score.mean_interval(seed), bound=bound, headline=bound),
@@ -239,7 +240,7 @@ class Vision(Axis):
         requests: dict[str, Request] = {}
         for part in _FORCED:
             chosen = [{_RIGHT: prompt.images, _WRONG: prompt.wrong, _NONE: ()}[part] for prompt, _ in asked]
-            images, shows = _files(chosen)
+            images, shows = image_files(chosen)
             requests[part] = ImageForced(
                 axis=part_name(self.name, part),
                 prompts=tuple(ids.none if part == _NONE else ids.images for _, ids in asked),
@@ -252,7 +253,7 @@ class Vision(Axis):
                 images=images,
                 shows=shows,
                 messages=tuple(
-                    _conversation(
+                    image_messages(
                         inputs, (*prompt.messages, {"role": "assistant", "content": text}), shown=part != _NONE
                     )
                     for (prompt, _), text in zip(asked, written, strict=True)
@@ -261,32 +262,8 @@ class Vision(Axis):
         return requests
 
 
-def _files(shown: Sequence[Sequence[bytes]]) -> tuple[tuple[str, ...], tuple[Tokens, ...]]:
-    """Each file once, in base64, and the numbers of those that each prompt shows."""
-    numbers: dict[bytes, int] = {}
-    shows = tuple(tuple(numbers.setdefault(image, len(numbers)) for image in images) for images in shown)
-    return tuple(base64.b64encode(image).decode() for image in numbers), shows
-
-
 def _digest(images: Sequence[bytes]) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(image).digest() for image in images)).hexdigest()[:16]
-
-
-def _conversation(inputs: AxisInputs, messages: Sequence[Mapping[str, Any]], *, shown: bool = True) -> str:
-    """Messages for engines that take no tokens: their words as token ids, as everything that captures keep."""
-    coded = []
-    for message in messages:
-        content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        kept = [
-            {"type": "image"} if part["type"] == "image" else list(inputs.tokenizer.encode(part["text"]))
-            for part in parts
-            if shown or part["type"] != "image"
-        ]
-        more = {key: value for key, value in message.items() if key not in ("role", "content")}
-        ids = {"more": list(inputs.tokenizer.encode(canonical_json(more)))} if more else {}
-        coded.append({"role": message["role"], "content": kept, **ids})
-    return canonical_json(coded)
 
 
 # -------------------------------------------------------------------------------------------- scoring
@@ -399,7 +376,7 @@ class _Answers:
     @property
     def known(self) -> NDArray[np.bool_]:
         """Both answers can be judged."""
-        return ~np.isnan(self.right).any(axis=1)
+        return np.asarray(~np.isnan(self.right).any(axis=1), dtype=bool)
 
     @property
     def reference_summary(self) -> str:

@@ -7,11 +7,11 @@ Fields that all requests have:
 - ``notes``: empty, or one text per item, in JSON, that the axis needs for scoring and engines ignore.
 
 Requests with images carry the files themselves, so that their bytes are part of the key: ``images`` holds each file
-once, in base64; ``shows`` the images of each prompt, as numbers counted from 0, in the order in which they are shown; and
-``messages`` the conversation of each prompt for engines that take no tokens, in JSON: objects with ``role`` and
+once, in base64, and ``shows`` the images of each prompt, as numbers counted from 0, in the order in which they are
+shown.  ``prompts`` have the placeholder tokens that the chat template writes; an engine puts as many tokens there as
+its model reads.  ``messages`` are the conversations for engines that take no tokens, in JSON: objects with ``role`` and
 ``content``, a list of ``{"type": "image"}`` in the place of each image and of token ids for text; ``more`` are the
-token ids of the JSON of a message's other fields.  ``prompts`` is the same with the placeholder tokens that the chat template
-writes; an engine puts as many tokens there as its model reads.
+token ids of the JSON of a message's other fields.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Generate(_Request):
     rows: bool = True
     notes: tuple[str, ...] = ()
     kind: str = field(default="generate", init=False)
-    _PER_ITEM = ("prompts",)
+    _PER_ITEM: ClassVar[tuple[str, ...]] = ("prompts",)
 
     @property
     def sampling(self) -> Sampling | None:
@@ -151,7 +151,7 @@ class Forced(_Request):
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     kind: str = field(default="forced", init=False)
-    _PER_ITEM = ("prompts", "continuations")
+    _PER_ITEM: ClassVar[tuple[str, ...]] = ("prompts", "continuations")
 
     def items(self) -> tuple[Tokens, ...]:
         """Each prompt with its continuation behind it."""

@@ -104,18 +104,10 @@ def draw(color: str, shape: str, count: int, size: int = 224, reach: float = 0.3
 
 
 # Segments of a display: top, upper left, upper right, middle, lower left, lower right, bottom.
-_SEGMENTS = [
-    "1110111",
-    "0010010",
-    "1011101",
-    "1011011",
-    "0111010",
-    "1101011",
-    "1101111",
-    "1010010",
-    "1111111",
-    "1111011",
-]
+_SEGMENTS = (
+    *("1110111", "0010010", "1011101", "1011011", "0111010"),
+    *("1101011", "1101111", "1010010", "1111111", "1111011"),
+)
 
 
 def draw_digit(digit: int, color: str = "black", size: int = 224) -> Pixels:
@@ -159,13 +151,13 @@ def drawn_prompts() -> tuple[ImagePrompt, ...]:
     """Sixteen questions about as many images, four each about colours, shapes, counts and digits, in turn."""
     rng = np.random.default_rng(_SEED)
     colors, shapes, counts = ("red", "green", "blue"), ("circle", "square", "triangle"), ("one", "two", "three", "four")
-    digits = tuple("0123456789")
+    digits, drawn_digits = tuple("0123456789"), rng.permutation(10).tolist()
     found = []
     for number in range(1, 5):
         color, other_color = rng.permutation(colors)[:2].tolist()
         shape, other_shape = rng.permutation(shapes)[:2].tolist()
         count, other_count = rng.permutation(4)[:2].tolist()
-        digit, other_digit = rng.permutation(10)[:2].tolist()
+        digit, other_digit = drawn_digits[2 * number - 2 : 2 * number]
         reach = float(rng.uniform(0.2, 0.3))  # no two questions are about the same image
         found += [
             _drawn(
@@ -253,9 +245,9 @@ def traffic_image_prompts(traffic: Traffic) -> tuple[ImagePrompt, ...]:
     found: list[tuple[str, tuple[dict[str, Any], ...], tuple[bytes, ...]]] = []
     bad: list[str] = []
     for conversation in traffic.conversations:
-        messages = list(conversation.parts)
+        messages = conversation.parts
         while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
+            messages = messages[:-1]
         number = sum(map(_images_in, messages))
         if not number:
             continue
@@ -264,7 +256,7 @@ def traffic_image_prompts(traffic: Traffic) -> tuple[ImagePrompt, ...]:
         except InputError as error:
             bad.append(f"conversation {conversation.id}: {error}")
             continue
-        found.append((conversation.id, tuple(messages), images))
+        found.append((conversation.id, messages, images))
     if bad and not traffic.skip_bad:
         more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise InputError(
@@ -273,11 +265,11 @@ def traffic_image_prompts(traffic: Traffic) -> tuple[ImagePrompt, ...]:
         )
     drawn = png(draw("blue", "circle", 1))
     prompts = []
-    for index, (name, messages, images) in enumerate(found):
+    for index, (name, asked, images) in enumerate(found):
         others = [other for _, _, theirs in (*found[index + 1 :], *found[:index]) for other in theirs]
         others = [other for other in others if other not in images] or [drawn]
         wrong = tuple(others[i % len(others)] for i in range(len(images)))
-        prompts.append(ImagePrompt(name, messages, images, wrong))
+        prompts.append(ImagePrompt(name, asked, images, wrong))
     return tuple(prompts)
 
 

@@ -137,19 +137,19 @@ def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
     if experiment.traffic is None:
         prompts = None if experiment.prompts == "default" else Path(experiment.prompts)
         text = load_text(experiment.text, tokenizer)
-        return AxisInputs(tokenizer, text, load_prompts(prompts), limit, **_sight(settings, tokenizer))
+        return _with_images(AxisInputs(tokenizer, text, load_prompts(prompts), limit), settings)
     traffic = load_traffic(Path(experiment.traffic), tokenizer, skip_bad=experiment.skip_bad)
     asked = traffic_prompts(traffic) or load_prompts()
     private = not experiment.keep_text
-    sight = _sight(settings, tokenizer)
-    return AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private, **sight)
+    inputs = AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
+    return _with_images(inputs, settings)
 
 
-def _sight(settings: Settings, tokenizer: Tokenizer) -> dict[str, str]:
-    """Why the reference can be shown no images, or the text that stands for one."""
+def _with_images(inputs: AxisInputs, settings: Settings) -> AxisInputs:
+    """The inputs with what is known of images: why the reference can be shown none, or what stands for one."""
     reference = settings.reference
     refused = engine_class(EngineConfig(name=reference.engine)).images_refused(reference)
-    return {"no_images": refused, "placeholder": "" if refused else placeholder(tokenizer)}
+    return replace(inputs, no_images=refused, placeholder="" if refused else placeholder(inputs.tokenizer))
 
 
 def execute(
