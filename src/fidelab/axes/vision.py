@@ -151,7 +151,11 @@ class Vision(Axis):
         texts = [
             written_text(answers, index) if item["failed"] is None else None for index, item in enumerate(answers.items)
         ]
-        ids = [tuple(answers.ids(i)) if text is not None else () for i, text in enumerate(texts)]
+        stop = answers.request.stop  # which servers do not read behind an answer
+        ids = [
+            tuple(token for token in answers.ids(i) if token not in stop) if text is not None else ()
+            for i, text in enumerate(texts)
+        ]
         return self._forced(inputs, ids, [text or "" for text in texts])
 
     def foreseen(self, inputs: AxisInputs) -> Mapping[str, Request]:

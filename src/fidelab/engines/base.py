@@ -20,6 +20,7 @@ import numpy as np
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Recached, Request, Reweighted, Served
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
+from fidelab.engines.installed import without_vision
 from fidelab.errors import NotSupportedError
 
 __all__ = [
@@ -302,7 +303,9 @@ class Engine(ABC):
     @classmethod
     def images_refused(cls, arm: Arm) -> str:
         """Why an arm can be shown no images, found before it is opened; empty where it can."""
-        return "" if cls.kinds >= IMAGE_KINDS else f"engine {cls.name} takes no images"
+        if not cls.kinds >= IMAGE_KINDS:
+            return f"engine {cls.name} takes no images"
+        return f"the config of {arm.model} has no part for images" if without_vision(arm.path) else ""
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:

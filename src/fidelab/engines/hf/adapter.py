@@ -56,7 +56,7 @@ from fidelab.engines.base import (
 )
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
-from fidelab.engines.installed import unknown_architecture, without_vision
+from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.options import (
     NAME,
     OBJECT,
@@ -236,9 +236,8 @@ class HFEngine(Engine):
 
     @classmethod
     def images_refused(cls, arm: Arm) -> str:
-        if without_vision(arm.path):
-            return f"the model takes no images: the config of {arm.model} has no part for them"
-        return "" if find_spec("PIL") else "engine hf takes images with Pillow: pip install 'fidelab[vision]'"
+        pillow = "" if find_spec("PIL") else "engine hf takes images with Pillow: pip install 'fidelab[vision]'"
+        return super().images_refused(arm) or pillow
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fidelab.captures.requests import ImageForced, ImageGenerate, Tokens
@@ -50,18 +51,12 @@ class _Images:
     """The processor of a model, and the images of a request as it reads them."""
 
     def __init__(self, model: HFModel, request: ImageGenerate | ImageForced) -> None:
-        try:
-            import PIL.Image
-        except ImportError:
-            raise NotSupportedError("images need Pillow: pip install 'fidelab[vision]'") from None
+        if find_spec("PIL") is None:
+            raise NotSupportedError("engine hf takes images with Pillow: pip install 'fidelab[vision]'")
         self._model, self._request = model, request
         self.tokens = 0
         self._processor = model.processor()
         self.name = type(getattr(self._processor, "image_processor", self._processor)).__name__
-        self._files = []
-        for data in request.images:
-            with PIL.Image.open(io.BytesIO(base64.b64decode(data))) as file:
-                self._files.append(file.convert("RGB"))
 
     def inputs(self, index: int) -> tuple[list[int], dict[str, Tensor]]:
         """Token ids of an item with the tokens of its images, and what else the model reads; nothing without images.
@@ -77,17 +72,24 @@ class _Images:
         text = tokenizer.decode(list(prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if tuple(tokenizer.encode(text, add_special_tokens=False)) != prompt:
             raise EngineError("the prompt's text gives other tokens than the prompt has")
-        shown = [self._files[i] for i in request.shows[index]]
         try:
+            shown = [_opened(request.images[i]) for i in request.shows[index]]
             found = dict(self._processor(text=[text], images=[shown], return_tensors="pt", add_special_tokens=False))
-        except Exception as error:  # processors raise errors of any kind
-            raise EngineError(f"the model's processor cannot read the image: {one_line(error)}") from error
+        except Exception as error:  # processors and Pillow raise errors of any kind
+            raise EngineError(f"the image cannot be read by the model's processor: {one_line(error)}") from error
         ids = [int(token) for token in found.pop("input_ids")[0]]
         found.pop("attention_mask", None)
         if len(ids) < len(prompt):
             raise EngineError("the model's processor leaves out tokens of the prompt")
         self.tokens += len(ids) - len(prompt) + len(shown)
         return [*ids, *after], self._model.inputs(found, len(ids), len(after))
+
+
+def _opened(image: str) -> Any:
+    import PIL.Image
+
+    with PIL.Image.open(io.BytesIO(base64.b64decode(image))) as file:
+        return file.convert("RGB")
 
 
 def _force(
