@@ -31,8 +31,11 @@ _TEMPLATE = (
 )
 
 
-def make_tiny_vision(folder: Path, seed: int = 0) -> Path:
-    """A model of LLaVA's layout: CLIP's vision tower, a projector, and the text model of ``make_tiny``."""
+def make_tiny_vision(folder: Path, seed: int = 0, *, blind: bool = False) -> Path:
+    """A model of LLaVA's layout: CLIP's vision tower, a projector, and the text model of ``make_tiny``.
+
+    ``blind``: the projector makes the same of every image.
+    """
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(
             hidden_size=32,
@@ -50,7 +53,9 @@ def make_tiny_vision(folder: Path, seed: int = 0) -> Path:
     )
     torch.manual_seed(seed)
     model = transformers.LlavaForConditionalGeneration(config)
-    model.model.multi_modal_projector.linear_2.weight.data *= 400  # else features vanish beside embeddings
+    model.model.multi_modal_projector.linear_2.weight.data *= (
+        0 if blind else 400
+    )  # else features vanish beside embeddings
     image_processor = transformers.CLIPImageProcessorPil(
         size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
     )

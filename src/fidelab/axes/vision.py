@@ -40,7 +40,14 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import ImageForced, ImageGenerate, Request, Tokens
 from fidelab.core import Estimator, canonical_json
 from fidelab.errors import CaptureError, InputError, UnavailableError
-from fidelab.inputs.images import ImagePrompt, PromptTokens, drawn_prompts, tokens_around, traffic_image_prompts
+from fidelab.inputs.images import (
+    MOST_IN_ALL,
+    ImagePrompt,
+    PromptTokens,
+    drawn_prompts,
+    tokens_around,
+    traffic_image_prompts,
+)
 from fidelab.metrics.agreement import first_divergence, positional_agreement
 from fidelab.metrics.divergence import RowComparison, summarise_kl
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
@@ -148,19 +155,16 @@ class Vision(Axis):
         answers = reference.get(_ANSWER)
         if answers is None or not isinstance(answers.request, ImageGenerate):
             raise CaptureError("the reference left no answers about images; capture again")
-        texts = [
-            written_text(answers, index) if item["failed"] is None else None for index, item in enumerate(answers.items)
-        ]
         stop = answers.request.stop  # which servers do not read behind an answer
         ids = [
-            tuple(token for token in answers.ids(i) if token not in stop) if text is not None else ()
-            for i, text in enumerate(texts)
+            tuple(token for token in answers.ids(index) if token not in stop) if item["failed"] is None else ()
+            for index, item in enumerate(answers.items)
         ]
-        return self._forced(inputs, ids, [text or "" for text in texts])
+        return self._forced(inputs, ids)
 
     def foreseen(self, inputs: AxisInputs) -> Mapping[str, Request]:
         n = len(self._asked(inputs))
-        return self._forced(inputs, [(0,) * self.settings.n_predict] * n, [""] * n)
+        return self._forced(inputs, [(0,) * self.settings.n_predict] * n)
 
     def available(self, inputs: AxisInputs) -> int:
         return len(self._prompts(inputs))
@@ -234,13 +238,20 @@ class Vision(Axis):
                     f"{inputs.max_positions} positions"
                 )
             asked.append((prompt, ids))
+        size = sum(map(len, {image for prompt, _ in asked for image in (*prompt.images, *prompt.wrong)}))
+        if size > MOST_IN_ALL:
+            raise InputError(
+                f"vision: the images of {len(asked)} questions have {size >> 20} MiB, at most {MOST_IN_ALL >> 20} are "
+                "asked in one run: ask fewer with axes.vision.limit"
+            )
         return asked
 
-    def _forced(self, inputs: AxisInputs, answers: Sequence[Tokens], written: Sequence[str]) -> dict[str, Request]:
+    def _forced(self, inputs: AxisInputs, answers: Sequence[Tokens]) -> dict[str, Request]:
         """The same text behind the right image, a wrong one, and none."""
         s, asked = self.settings, self._asked(inputs)
         if len(asked) != len(answers):
             raise CaptureError(f"the reference answered {len(answers)} questions about images, not {len(asked)}")
+        written = [inputs.tokenizer.decode(answer) for answer in answers]
         requests: dict[str, Request] = {}
         for part in _FORCED:
             chosen = [{_RIGHT: prompt.images, _WRONG: prompt.wrong, _NONE: ()}[part] for prompt, _ in asked]

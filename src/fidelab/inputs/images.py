@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_BYTES",
+    "MOST_IN_ALL",
     "MOST_PIXELS",
     "ImagePrompt",
     "PromptTokens",
@@ -48,6 +49,8 @@ MOST_BYTES = 8 << 20
 """Bytes of an image file, at most."""
 MOST_PIXELS = 1 << 24
 """Pixels of an image, at most: 4,096 by 4,096."""
+MOST_IN_ALL = 64 << 20
+"""Bytes of all images of a run, at most: captures hold them."""
 
 _PART: Mapping[str, str] = {"type": "image"}
 _SHOWN = 3  # bad images that a message lists

@@ -206,8 +206,8 @@ class Scorer:
 
     def _refused(self, axis: Axis, name: str, result: ArmResult) -> str | None:
         """Why an arm was not asked what an axis cannot do without; ``None`` where it was."""
-        refused = parts_of(name, result.refused)
-        return next((why for part, why in refused.items() if axis.lost(part, why) is None), None)
+        refused, answered = parts_of(name, result.refused), parts_of(name, result.captures)
+        return next((why for part, why in refused.items() if axis.lost(part, why) is None or not answered), None)
 
     def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
         """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
