@@ -93,7 +93,8 @@ def true_rows(folder: Path, text: str, image: bytes, after: tuple[int, ...], n: 
         if name != "attention_mask"
     }
     with torch.no_grad():
-        return model(input_ids=read, **inputs).logits[0].log_softmax(-1)[-n - 1 : -1]
+        rows: torch.Tensor = model(input_ids=read, **inputs).logits[0].log_softmax(-1)
+    return rows[-n - 1 : -1]
 
 
 def _processed(processor: Any, text: str, image: bytes) -> dict[str, Any]:
