@@ -1,7 +1,7 @@
 """Models for images and text of random weights: LLaVA's layout and Qwen2-VL's, with processor, tokenizer and template.
 
 Nothing is downloaded.  Their text is meaningless, but it depends on the image: features of the image are as large as
-embeddings of tokens.
+embeddings of tokens.  Answers are letters and digits.
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ def make_tiny_vision(folder: Path, seed: int = 0, *, blind: bool = False) -> Pat
     return _save(folder, model, processor)
 
 
-def make_tiny_vl(folder: Path, seed: int = 0) -> Path:
-    """A model of Qwen2-VL's layout: as many tokens as an image has patches, with positions in rows and columns."""
+def make_tiny_vl(folder: Path, seed: int = 0) -> PatchProcessor:
+    """A model of Qwen2-VL's layout: as many tokens as an image has patches, with positions in rows and columns.
+
+    Returns what stands for its processor, which the folder does not have.
+    """
     names = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
     text = {**_text(folder, seed), "model_type": "qwen2_vl_text", "pad_token_id": None}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
@@ -95,8 +98,23 @@ def make_tiny_vl(folder: Path, seed: int = 0) -> Path:
         patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
     )
     tokenizer = _tokenizer(folder, "<|image_pad|>", names, "<|vision_start|><|image_pad|><|vision_end|>")
-    processor = transformers.Qwen2VLProcessor(image_processor, tokenizer, None, chat_template=tokenizer.chat_template)
-    return _save(folder, model, processor)
+    _save(folder, model, tokenizer)
+    return PatchProcessor(image_processor, tokenizer)
+
+
+class PatchProcessor:
+    """What Qwen2-VL's processor does with images; that one also wants torchvision, for videos."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+
+    def __call__(self, text: list[str], images: list[Any], **_more: Any) -> dict[str, Any]:
+        found = dict(self.image_processor(images=images, return_tensors="pt"))
+        count = int(found["image_grid_thw"][0].prod()) // self.image_processor.merge_size**2
+        pad = self.tokenizer.image_token
+        ids = torch.tensor([self.tokenizer.encode(text[0].replace(pad, pad * count), add_special_tokens=False)])
+        kinds = (ids == self.tokenizer.convert_tokens_to_ids(pad)).long()
+        return {"input_ids": ids, "mm_token_type_ids": kinds, **found}
 
 
 def _text(folder: Path, seed: int) -> dict[str, Any]:
@@ -119,12 +137,17 @@ def _tokenizer(folder: Path, image: str, others: tuple[str, ...], written: str) 
 
 
 def _save(folder: Path, model: Any, processor: Any) -> Path:
+    """Write model and processor, or a tokenizer alone."""
     trained = load_file(folder / "model.safetensors")
     text = dict(model.model.language_model.named_parameters())
     for name, weight in trained.items():
         target = text.get(name.removeprefix("model."), model.lm_head.weight if name == "lm_head.weight" else None)
         if target is not None and target.shape[1:] == weight.shape[1:]:
             target.data[: len(weight)] = weight.float()
+    plain = getattr(processor, "tokenizer", processor).convert_tokens_to_ids(list("defghijklmnopqrstuvwxyz0123456789"))
+    others = torch.ones(len(model.lm_head.weight), dtype=torch.bool)
+    others[plain] = False
+    model.lm_head.weight.data[others] *= 0.1  # so that greedy answers are text which gives the same tokens again
     model.bfloat16().save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

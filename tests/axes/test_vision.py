@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from fidelab.captures.reader import Capture
@@ -18,11 +20,13 @@ from fidelab.inputs.images import draw, drawn_prompts, png
 from fidelab.models.tiny import make_tiny
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot
+from tests.engines.openai_server import serving
 from tests.runs.harness import Done, cli, write_inputs
 
 pytest.importorskip("PIL", reason="Pillow is not installed (extra vision)")
 
 from tests.engines.test_images import true_rows
+from tests.engines.vision_server import served_vision
 from tests.tiny_vision import make_tiny_vision
 
 SIZES = ("--dtype", "float32", "--reference", "f32", "--threads", 1, "--no-floor")
@@ -174,6 +178,51 @@ def test_a_model_that_does_not_look_is_said_to_be_blind(tmp_path: Path) -> None:
     assert value(vision, "dependence: wrong image, reference") == 0
     assert vision.value("dependence kept: wrong image") is None
     assert any(flag.kind == "blind" and "wrong image" in flag.text for flag in vision.flags)
+
+
+# ------------------------------------------------------------------------------------------------ servers
+
+
+def compare_servers(cwd: Path, llava: Path, **changes: Any) -> Done:
+    """A server, and one whose model has rounded weights."""
+    write_inputs(cwd)
+    rounded = cwd / "rounded"
+    shutil.copytree(llava, rounded)
+    weights = load_file(rounded / "model.safetensors")
+    step = {name: weight.float().abs().max() / 7 for name, weight in weights.items()}
+    coarse = {
+        name: ((w.float() / step[name]).round() * step[name]).to(w.dtype) if "layers" in name and w.dim() > 1 else w
+        for name, w in weights.items()
+    }
+    save_file(coarse, rounded / "model.safetensors", {"format": "pt"})
+    with serving(served_vision(llava, **changes)) as one, serving(served_vision(rounded, **changes)) as other:
+        return cli(
+            *("compare", llava, "--engine", "openai", "--base-url", one.url, "--axes", "vision", "--no-floor", *INPUTS),
+            *("--candidate", f"base-url={other.url},name=rounded", "--threads", 1, *FEW),
+            cwd=cwd,
+        )
+
+
+def test_two_servers_are_compared_on_images(tmp_path: Path, llava: Path) -> None:
+    found = compare_servers(tmp_path, llava)
+    assert found.code == 0, found.err
+    vision = found.axis("rounded", "vision")
+    metric = vision.metric("mean KL")
+    assert metric is not None
+    assert (metric.bound, metric.value is not None and metric.value > 0) == (True, True)
+    assert vision.metric("dependence kept: wrong image") is None  # of bounds there is no share
+    assert value(vision, "questions") == LIMIT
+    assert (vision.n_failed, vision.metric("score")) == (0, None)
+
+
+def test_servers_that_score_no_chats_are_compared_by_their_answers(tmp_path: Path, llava: Path) -> None:
+    found = compare_servers(tmp_path, llava, scores=False)
+    assert found.code == 0, found.err
+    vision = found.axis("rounded", "vision")
+    assert (vision.metric("mean KL"), value(vision, "questions")) == (None, LIMIT)
+    assert 0 <= value(vision, "same answers") <= 1
+    [flag] = vision.flags
+    assert "gives no log-probabilities of prompts with images" in flag.text
 
 
 # ------------------------------------------------------------------------------------------------ traffic

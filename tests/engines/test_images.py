@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from fidelab.captures.requests import ImageForced, ImageGenerate, request_from_r
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Answer
 from fidelab.engines.hf.adapter import HFEngine
+from fidelab.engines.hf.model import HFModel
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.openai.adapter import OpenAIEngine
 from fidelab.errors import NotSupportedError
@@ -80,11 +80,12 @@ class Asked:
         )
 
 
-def true_rows(folder: Path, text: str, image: bytes, after: tuple[int, ...], n: int) -> torch.Tensor:
+def true_rows(
+    folder: Path, text: str, image: bytes, after: tuple[int, ...], n: int, processor: Any = None
+) -> torch.Tensor:
     """Log-probabilities of the last ``n`` tokens of a text with an image and ``after``, by Transformers alone."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    processor = transformers.AutoProcessor.from_pretrained(folder)
-    inputs = _processed(processor, text, image)
+    inputs = _processed(processor or transformers.AutoProcessor.from_pretrained(folder), text, image)
     more = torch.tensor([after], dtype=torch.long)
     read = torch.cat((inputs.pop("input_ids"), more), dim=1)
     inputs = {
@@ -208,20 +209,22 @@ def test_an_engine_without_images_says_so_by_name(llava: Path) -> None:
     assert LlamaCppEngine.images_refused(arm(llava)) == "engine llamacpp takes no images"
 
 
-@pytest.mark.skipif(
-    find_spec("torchvision") is None, reason="torchvision is not installed: Qwen2-VL's processor wants it"
-)
-def test_positions_in_rows_and_columns_are_the_models_own(tmp_path: Path) -> None:
-    folder = make_tiny_vl(tmp_path)
-    asked = Asked(folder)
+def test_positions_in_rows_and_columns_are_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = make_tiny_vl(tmp_path)
+    monkeypatch.setattr(HFModel, "processor", lambda _self: processor)
+    asked = Asked(tmp_path)
     request = asked.forced()
-    sink, answer = answered(opened(folder), request)
+    sink, answer = answered(opened(tmp_path), request)
     assert not sink.failed
-    expected = true_rows(folder, asked.text, RIGHT, asked.answer, len(request.continuations[0]))
-    torch.testing.assert_close(replayed(answer, sink.items[0]).log_softmax(-1), expected, atol=1e-4, rtol=1e-3)
-    generated, _ = answered(opened(folder), asked.generate())
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    inputs = _processed(transformers.AutoProcessor.from_pretrained(folder), asked.text, RIGHT)
+    rows = [replayed(answer, sink.items[item]).log_softmax(-1) for item in (0, 1)]
+    n = len(request.continuations[0])
+    for found, image in zip(rows, (RIGHT, WRONG), strict=True):
+        expected = true_rows(tmp_path, asked.text, image, asked.answer, n, processor)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(*rows, atol=1e-3)
+    generated, _ = answered(opened(tmp_path), asked.generate())
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    inputs = _processed(processor, asked.text, RIGHT)
     whole = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0]
     assert ids(generated.items[0]) == whole[inputs["input_ids"].shape[1] :].tolist()
 

@@ -100,7 +100,7 @@ def _force(
         add_sequence(sink, index, (), failed="empty continuation")
         return
     keep = len(given) + 1  # the state behind the last token of all predicts nothing that was given
-    logits, states = model.forward(model.tensor([ids]), model.new_cache(), keep=keep, more=pixels)
+    logits, states = model.forward(model.tensor([ids]), model.new_cache(), keep=keep, more=pixels or None)
     if not model.sentinels:
         model.check_replay(states[0, -keep:], logits[0])
     rows = model.rows(states[0, -keep:-1], logits[0, :-1])
@@ -113,7 +113,8 @@ def _continue(
 ) -> int:
     """Greedy tokens behind one prompt; returns how many."""
     cache = model.new_cache()
-    step, more = model.tensor([ids]), dict(pixels)
+    step = model.tensor([ids])
+    more = dict(pixels) if pixels else None
     generated: list[int] = []
     rows: list[Tensor] = []
     failed = None
@@ -131,6 +132,6 @@ def _continue(
         generated.append(int(best.indices))
         if generated[-1] in request.stop:
             break
-        step, more = best.indices.reshape(1, 1), {}
+        step, more = best.indices.reshape(1, 1), {} if pixels else None
     add_sequence(sink, index, generated, model.stacked(rows), failed)
     return len(generated)
