@@ -77,7 +77,8 @@ def make_tiny_vl(folder: Path, seed: int = 0) -> PatchProcessor:
     """
     names = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
     text = {**_text(folder, seed), "model_type": "qwen2_vl_text", "pad_token_id": None}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    del text["head_dim"]
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     config = transformers.Qwen2VLConfig(
         text_config={**text, "vocab_size": _VOCAB + 4},
         vision_config={
@@ -142,7 +143,7 @@ def _save(folder: Path, model: Any, processor: Any) -> Path:
     text = dict(model.model.language_model.named_parameters())
     for name, weight in trained.items():
         target = text.get(name.removeprefix("model."), model.lm_head.weight if name == "lm_head.weight" else None)
-        if target is not None and target.shape[1:] == weight.shape[1:]:
+        if target is not None and target.shape[1:] == weight.shape[1:] and len(target) >= len(weight):
             target.data[: len(weight)] = weight.float()
     plain = getattr(processor, "tokenizer", processor).convert_tokens_to_ids(list("defghijklmnopqrstuvwxyz0123456789"))
     others = torch.ones(len(model.lm_head.weight), dtype=torch.bool)
