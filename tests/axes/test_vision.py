@@ -137,6 +137,9 @@ def test_an_arm_that_takes_no_images_is_told_apart_and_answers_the_rest(done: Do
     assert words["axes"]["trajectory"]["status"] in ("ok", "identical")
     assert "no part for images" not in str(words["axes"]["trajectory"]["reason"])
     assert done.axis("int4", "trajectory").value("score") is not None
+    checks = done.axis("words", "capability")
+    assert {cell.reason for cell in checks.cells} == {vision["reason"]}
+    assert value(checks, "applicable") == 3  # of knowledge
 
 
 def test_vision_checks_are_asked_and_judged(done: Done) -> None:
