@@ -15,6 +15,7 @@ AXES = Registry(
         "degeneration": "fidelab.axes.degeneration:Degeneration",
         "paths": "fidelab.axes.paths:Paths",
         "toolcalls": "fidelab.axes.toolcalls:ToolCalls",
+        "vision": "fidelab.axes.vision:Vision",
         "capability": "fidelab.axes.capability.axis:Capability",
     },
     group="fidelab.axes",
