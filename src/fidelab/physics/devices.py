@@ -165,8 +165,8 @@ def _read(path: Path) -> dict[str, Any]:
         table = yaml.safe_load(read_file(path, _MOST_BYTES)) or {}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: {str(error).splitlines()[0]}; correct it or remove it") from None
+    except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"{path}: {str(error).splitlines()[0]:.200}; correct it or remove it") from None
     if not isinstance(table, dict):
         raise InputError(f"{path}: a table of devices maps names to rows; correct it or remove it")
     return table
@@ -179,18 +179,18 @@ def _device(name: str, row: Any, where: str) -> Device:
         InputError: a field is unknown, missing, or not above 0.
     """
     if not isinstance(row, Mapping) or (unknown := set(row) - _FIELDS):
-        wrong = f"unknown field {sorted(unknown)[0]!r}" if isinstance(row, Mapping) else "not a row of fields"
-        raise InputError(f"{where}: device {name}: {wrong}; known: {', '.join(sorted(_FIELDS))}")
+        wrong = f"unknown field {min(unknown, key=str)!r:.60}" if isinstance(row, Mapping) else "not a row of fields"
+        raise InputError(f"{where}: device {name!s:.60}: {wrong}; known: {', '.join(sorted(_FIELDS))}")
 
     def number(value: Any, what: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
-            raise InputError(f"{where}: device {name}: {what} must be a number above 0, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < 1e18):
+            raise InputError(f"{where}: device {name!s:.60}: {what:.60} must be a number above 0, not {value!r:.60}")
         return float(value)
 
     def rates(what: str, scale: float) -> dict[str, float]:
         held = row.get(what) or {}
         if not isinstance(held, Mapping):
-            raise InputError(f"{where}: device {name}: {what} maps names to numbers")
+            raise InputError(f"{where}: device {name!s:.60}: {what} maps names to numbers")
         return {str(key): scale * number(value, f"{what} of {key}") for key, value in held.items()}
 
     sustained = row.get("sustained")
