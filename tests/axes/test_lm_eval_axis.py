@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 
 import fidelab
-from fidelab.axes.lm_eval import LMEval, LMEvalSettings
+from fidelab.axes.base import AxisInputs
+from fidelab.axes.lm_eval import LMEval, LMEvalSettings, _Answers, _manager, _scored, _tasks
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture, find_captures
 from fidelab.cli.axes import axis_settings
-from fidelab.errors import InputError, UsageError
+from fidelab.core import Estimator
+from fidelab.errors import CaptureError, InputError, UsageError
+from fidelab.inputs.corpus import Text
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import resolve
 from fidelab.models.tiny import make_tiny
 from fidelab.results.record import Report
 
@@ -117,17 +124,148 @@ def oracle(model: Path, tasks: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def report(model: Path, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return run(model, tasks, [*TASKS], tmp_path_factory.mktemp("runs"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
 
 
-def run(model: Path, tasks: Path, names: list[str], folder: Path, *kv: str) -> Report:
+@pytest.fixture(scope="module")
+def report(model: Path, tasks: Path, folder: Path) -> Report:
     return fidelab.compare(
         str(model),
         engine="hf",
         dtype="float32",
         reference="f32",
-        candidates=list(kv or ("int4",)),
-        axes={"lm-eval": {"tasks": names, "include_path": str(tasks)}},
-        output_dir=folder,
+        control="none",
+        candidates=["int4"],
+        axes={"lm-eval": {"tasks": [*TASKS], "include_path": str(tasks)}},
+        output_dir=str(folder),
     )
+
+
+def inputs(model: Path) -> AxisInputs:
+    return AxisInputs(Tokenizer.load(resolve(str(model))), Text("none", "none", (), ""), (), 128)
+
+
+def reference_answers(folder: Path, part: str) -> _Answers:
+    """The reference's answers as they lie on disk."""
+    found = [path for path in find_captures(folder / "captures") if path.name.startswith(f"lm-eval.{part}-")]
+    first = [each for each in map(Capture, found) if each.manifest["key"]["replicate"] == 0]
+    [capture] = [each for each in first if each.manifest["asked"]["name"] == "f32"]
+    answers = _Answers()
+    answers.read(Pair.match(capture, capture), "ref")
+    return answers
+
+
+def cells(report: Report, name: str) -> dict[tuple[str, str], Any]:
+    """Values of a metric of the only candidate by task and the harness' metric."""
+    metrics = report.candidates[0].axes["lm-eval"].metrics
+    return {(str(m.cell["task"]), str(m.cell["metric"])): m.value for m in metrics if m.name == name and m.cell}
+
+
+# --------------------------------------------------------------------------------- against the harness' own model
+
+
+def test_log_likelihoods_are_those_of_the_harness_own_model(
+    folder: Path, report: Report, oracle: dict[str, Any]
+) -> None:
+    answers = reference_answers(folder, "loglikelihood").values
+    samples = {name: oracle["samples"][name] for name in ("colours", "prose")}
+    seen = 0
+    for name, documents in samples.items():
+        for document in documents:
+            for index, [value] in enumerate(document["resps"]):
+                found = answers[name, document["doc_id"], index]
+                wanted = value if isinstance(value, tuple | list) else (value, None)
+                assert found[0] == pytest.approx(float(wanted[0]), abs=1e-4)
+                assert wanted[1] is None or bool(found[1]) == bool(wanted[1])
+                seen += 1
+    assert seen > 30
+
+
+def test_answers_are_those_of_the_harness_own_model(folder: Path, report: Report, oracle: dict[str, Any]) -> None:
+    answers = reference_answers(folder, "generate").values
+    for document in oracle["samples"]["echo"]:
+        assert answers["echo", document["doc_id"], 0] == document["resps"][0][0]
+
+
+def test_accuracies_are_those_that_the_harness_gives(report: Report, oracle: dict[str, Any]) -> None:
+    found = cells(report, "reference task metric")
+    assert found["colours", "acc"] == oracle["results"]["colours"]["acc,none"]
+    assert found["colours", "acc_norm"] == oracle["results"]["colours"]["acc_norm,none"]
+    assert found["echo", "exact_match"] == oracle["results"]["echo"]["exact_match,none"]
+    assert found["prose", "nats per byte"] / math.log(2) == pytest.approx(
+        oracle["results"]["prose"]["bits_per_byte,none"], abs=1e-6
+    )
+    assert math.exp(found["prose", "nats per word"]) == pytest.approx(
+        oracle["results"]["prose"]["word_perplexity,none"], rel=1e-5
+    )
+
+
+# --------------------------------------------------------------------------------------------- what is compared
+
+
+def test_documents_are_paired_and_get_a_certificate(report: Report) -> None:
+    arm = report.candidates[0]
+    axis = arm.axes["lm-eval"]
+    values = {m.name: m.value for m in axis.metrics if not m.cell}
+    assert axis.n_items == axis.n_clusters == 24  # colours and echo; nothing of prose is right or wrong
+    wanted = 100 * (values["accuracy"] - values["reference accuracy"])
+    assert values["difference"] == pytest.approx(wanted)
+    assert values["difference"] == pytest.approx(100 * (values["gained"] - values["lost"]) / 24)
+    assert arm.certificates["lm-eval"].flips[0].harmful == values["lost"]
+
+
+def test_the_noise_floor_is_of_whole_documents(folder: Path, report: Report) -> None:
+    assert report.floor["lm-eval"].status == "identical"
+    assert report.floor["lm-eval"].n_items == 6
+
+
+# --------------------------------------------------------------------------------------------- refusals
+
+
+def settings(tasks: Path, *names: str, **changes: Any) -> LMEvalSettings:
+    return LMEvalSettings.model_validate({"tasks": names, "include_path": str(tasks), **changes})
+
+
+def test_tasks_follow_their_axis_on_the_command_line() -> None:
+    assert axis_settings("kld,lm-eval:arc_easy,piqa,trajectory", {}) == {
+        "kld": {},
+        "lm-eval": {"tasks": ["arc_easy", "piqa"]},
+        "trajectory": {},
+    }
+    assert "lm-eval" not in axis_settings("all", {})
+
+
+def test_an_axis_without_tasks_says_how_to_name_them() -> None:
+    with pytest.raises(UsageError, match="lm-eval:arc_easy"):
+        LMEval(LMEvalSettings()).requests(None)  # type: ignore[arg-type]
+
+
+def test_an_answer_that_would_be_drawn_is_refused_by_name(tasks: Path, tmp_path: Path, model: Path) -> None:
+    text = (tasks / "echo.yaml").read_text().replace("generation_kwargs:", "generation_kwargs:\n  do_sample: true")
+    (tmp_path / "echo.yaml").write_text(text)
+    with pytest.raises(InputError, match="task echo draws its answers"):
+        LMEval(settings(tmp_path, "echo")).requests(inputs(model))
+
+
+def test_a_task_whose_documents_changed_is_not_scored(folder: Path, report: Report, tmp_path: Path, home: Path) -> None:
+    answers = reference_answers(folder, "loglikelihood")
+    changed = write_tasks(tmp_path, ["other"] * 12)
+    own = settings(changed, "colours")
+    with pytest.raises(CaptureError, match="colours has another document 0"):
+        _scored(_tasks(own), answers, [("colours", 0)], own)
+
+
+def test_top_tokens_alone_are_refused_with_the_engine_s_name(folder: Path, report: Report, tasks: Path) -> None:
+    found = [path for path in find_captures(folder / "captures") if path.name.startswith("lm-eval.loglikelihood-")]
+    capture = Capture(found[0])
+    capture.estimator = Estimator.TOPK
+    score = LMEval(settings(tasks, "colours")).score_parts({"loglikelihood": Pair.match(capture, capture)}, 0)
+    assert "hf reports the most likely tokens alone" in score.not_measurable
+
+
+def test_an_unknown_task_is_named_with_near_ones(tasks: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fidelab.axes.lm_eval._manager", lambda path, defaults: _manager(path, False))
+        with pytest.raises(InputError, match="no task 'colour'; near are colours"):
+            LMEval(settings(tasks, "colour")).requests(None)  # type: ignore[arg-type]

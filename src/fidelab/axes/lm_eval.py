@@ -546,7 +546,7 @@ def _top_tokens_alone(pair: Pair) -> str:
     """Why log-likelihoods cannot be read from a pair; empty where they can."""
     for capture in (pair.test, pair.ref):
         if capture.estimator is Estimator.TOPK:
-            engine = capture.manifest["ran"].get("engine") or "its server"
+            engine = capture.manifest["asked"]["engine"]
             return (
                 f"{engine} reports the most likely tokens alone: the log-likelihood of a given continuation needs all "
                 "of them; tasks of type generate_until work"
