@@ -236,9 +236,9 @@ def test_tasks_follow_their_axis_on_the_command_line() -> None:
     assert "lm-eval" not in axis_settings("all", {})
 
 
-def test_an_axis_without_tasks_says_how_to_name_them() -> None:
+def test_an_axis_without_tasks_says_how_to_name_them(model: Path) -> None:
     with pytest.raises(UsageError, match="lm-eval:arc_easy"):
-        LMEval(LMEvalSettings()).requests(None)  # type: ignore[arg-type]
+        LMEval(LMEvalSettings()).requests(inputs(model))
 
 
 def test_an_answer_that_would_be_drawn_is_refused_by_name(tasks: Path, tmp_path: Path, model: Path) -> None:
@@ -264,8 +264,8 @@ def test_top_tokens_alone_are_refused_with_the_engine_s_name(folder: Path, repor
     assert "hf reports the most likely tokens alone" in score.not_measurable
 
 
-def test_an_unknown_task_is_named_with_near_ones(tasks: Path) -> None:
+def test_an_unknown_task_is_named_with_near_ones(tasks: Path, model: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fidelab.axes.lm_eval._manager", lambda path, defaults: _manager(path, False))
         with pytest.raises(InputError, match="no task 'colour'; near are colours"):
-            LMEval(settings(tasks, "colour")).requests(None)  # type: ignore[arg-type]
+            LMEval(settings(tasks, "colour")).requests(inputs(model))

@@ -134,8 +134,9 @@ class LMEval(Axis):
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
         s = self.settings
+        tasks = _tasks(s)
         asked = _Asked(inputs, s)
-        for name, task in _tasks(s).items():
+        for name, task in tasks.items():
             if task.OUTPUT_TYPE == "generate_until":
                 asked.answers(name, task)
             else:
@@ -676,9 +677,13 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
     )
     if not right:  # texts' likelihoods alone: nothing is right or wrong
         done = {document for key, side in test.items() for document in ((key[0], n) for n in side)}
-        base = _Unpaired(**{**vars(_EMPTY), "metrics": tuple(metrics), "plots": (table,), "cluster": "document"})
-        return replace(
-            base,
+        return _Unpaired(
+            transform=None,
+            bounds=(0.0, math.inf),
+            identical=False,
+            metrics=tuple(metrics),
+            plots=(table,),
+            cluster="document",
             num=np.zeros(len(asked)),
             den=np.ones(len(asked)),
             clusters=np.arange(len(asked)),
