@@ -166,8 +166,8 @@ class LMEval(Axis):
                 return replace(_EMPTY, not_measurable=reason)
         answers = [_Answers(), _Answers()]
         for pair in pairs.values():
-            for side, which in zip(answers, ("ref", "test"), strict=True):
-                side.read(pair, which)
+            answers[0].read(pair, "ref")
+            answers[1].read(pair, "test")
         whole = answers[0].documents() & answers[1].documents()
         asked = {document for pair in pairs.values() for document in _documents(pair)}
         tasks = _tasks(self.settings)
