@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 
 import fidelab
 from fidelab.axes.base import AxisInputs
-from fidelab.axes.lm_eval import LMEval, LMEvalSettings, _Answers, _manager, _scored, _tasks
+from fidelab.axes.lm_eval import LMEval, LMEvalSettings, _Answers, _loaded, _manager, _scored, _tasks
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.cli.axes import axis_settings
+from fidelab.config.schema import Experiment
+from fidelab.config.trust import demands
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError, InputError, UsageError
 from fidelab.inputs.corpus import Text
@@ -269,3 +272,21 @@ def test_an_unknown_task_is_named_with_near_ones(tasks: Path, model: Path) -> No
         patch.setattr("fidelab.axes.lm_eval._manager", lambda path, defaults: _manager(path, False))
         with pytest.raises(InputError, match="no task 'colour'; near are colours"):
             LMEval(settings(tasks, "colour")).requests(inputs(model))
+
+
+def test_a_settings_file_may_not_name_a_folder_of_tasks_unasked(tmp_path: Path) -> None:
+    file = {"model": "fake", "candidates": ["int4"], "axes": {"lm-eval": {"tasks": ["a"], "include_path": "tasks"}}}
+    found = [demand for demand in demands(Experiment.model_validate(file)) if "include_path" in demand.key]
+    assert [demand.what for demand in found] == ["is a folder whose code would be run"]
+
+
+def test_without_the_harness_the_command_that_installs_it_is_named(
+    tasks: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    _manager.cache_clear()
+    _loaded.cache_clear()
+    with pytest.raises(UsageError, match=r"pip install 'fidelab\[lm-eval\]'"):
+        LMEval(settings(tasks, "colours")).requests(inputs(model))
