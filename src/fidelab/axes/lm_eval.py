@@ -222,7 +222,7 @@ def _manager(include_path: str | None, defaults: bool) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
+        if (error.name or "").split(".")[0] != "lm_eval":
             raise
         raise UsageError(_NO_HARNESS) from None
     return TaskManager(include_path=include_path, include_defaults=defaults)
