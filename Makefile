@@ -3,8 +3,9 @@
 # make test-engines   install llama.cpp, vLLM and SGLang in environments of their own, and run each for real
 # make test-browser   install Chromium (Debian's) and playwright, and open the pages in it
 # make test-quantize   install llm-compressor, and quantize the embedded model with it; not part of continuous integration
+# make docs   the documentation as a site in build/site, and its reference pages from the code
 # make check  ruff and strict mypy
-.PHONY: demo test test-engines test-browser test-quantize check setup clean
+.PHONY: demo test test-engines test-browser test-quantize docs check setup clean
 
 RUN := .venv/bin/python -m
 # Files of tests that run side by side; a file's tests stay together and share what they set up.
@@ -29,6 +30,11 @@ test-quantize: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
 	.venv/bin/fidelab engines install llm-compressor --cpu
 	FIDELAB_REQUIRE_TOOLS=1 $(RUN) pytest -m engines tests/real/test_quantize.py
+
+docs: .venv/.ready
+	$(RUN) fidelab.cli.reference docs/reference
+	@# not --quiet: mkdocs --strict counts only the warnings that it prints
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
 check: .venv/.ready
 	$(RUN) ruff check .

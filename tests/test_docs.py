@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fidelab.metrics
 from fidelab import extend
 from fidelab.axes import AXES
 from fidelab.bench import BENCHES
+from fidelab.cli import reference
 
 ROOT = Path(__file__).parents[1]
 METRICS = ROOT / "docs" / "metrics.md"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
 SOURCES = [path for top in ("src", "tests", "benchmarks", "examples") for path in sorted((ROOT / top).rglob("*.py"))]
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -144,6 +149,58 @@ def test_every_public_function_of_the_metrics_names_its_definition() -> None:
     assert [name for name, doc in documented.items() if "docs/metrics.md#" not in doc] == []
 
 
+def test_the_reference_pages_are_what_the_code_gives() -> None:
+    committed = {path.name: path.read_text("utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")}
+    assert committed == reference.pages(), "run: make docs"
+
+
+class _Plain(yaml.SafeLoader):
+    """Reads mkdocs.yml without the objects that it names."""
+
+
+_Plain.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+
+
+def _navigated(entry: object) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict | list):
+        for inner in entry.values() if isinstance(entry, dict) else entry:
+            yield from _navigated(inner)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), _Plain)
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page not in set(_navigated(settings["nav"]))] == []
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    # --quiet would let everything pass: --strict counts the warnings that are printed
+    built = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_the_site_builds_with_all_links_and_anchors_resolved(site: Path) -> None:
+    assert (site / "index.html").is_file()
+
+
+def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
+    source = r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//"""
+    link = r"""<link\b[^>]*href=["']?(?:https?:)?//"""
+    loads = re.compile(f"{source}|{link}")
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 40
+    assert [str(page) for page in pages if loads.search(page.read_text("utf-8"))] == []
+
+
 def test_the_readme_is_short_and_explains_its_words_before_it_uses_them() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(text.splitlines()) <= 120
@@ -175,8 +232,8 @@ def test_every_name_of_the_public_surface_exists() -> None:
 
 
 def test_the_sizes_of_large_models_follow_from_their_formulas() -> None:
-    """In docs/guide.md: each figure of the table, to the digits that it has."""
-    table = (ROOT / "docs" / "guide.md").read_text("utf-8").partition("## Models of 7B")[2].partition("\n- **")[0]
+    """In docs/large-models.md: each figure of the table, to the digits that it has."""
+    table = (ROOT / "docs" / "large-models.md").read_text("utf-8").partition("# Models of 7B")[2].partition("\n- **")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     for column in (2, 3):
         numbers = rows[0][column].partition("(")[2].rstrip(")").split(", ")

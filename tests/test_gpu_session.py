@@ -136,6 +136,15 @@ def test_installs_that_fail_do_not_stop_the_rest(session: Call, script: Any) -> 
     assert record["steps"][0]["reason"]["code"] == "no_packages"
 
 
+def test_the_gluon_kernel_may_fail_without_stopping_the_rest_and_says_why(session: Call, script: Any) -> None:
+    command = [sys.executable, "-c", "raise SystemExit('it broke')"]
+    broken = script.Step("gluon", "", 9, lambda: command, script._nothing, may_fail=True)
+    code, record = session([broken, ("next", GOOD)])
+    assert code == 0
+    assert statuses(record) == {"gluon": "failed", "next": "passed"}
+    assert record["steps"][0]["reason"]["text"] == "exit code 1: it broke"
+
+
 def test_no_step_begins_when_the_time_is_spent(session: Call) -> None:
     code, record = session([("first", GOOD)], "--minutes", "0.01")
     assert code == 1
@@ -169,6 +178,7 @@ def test_the_interpreter_decodes_on_vllms_layout_and_steps_that_need_a_gpu_say_s
     decode, bench = json.loads(path.read_text())["steps"]
     assert decode["figures"]["lengths"] == [0, 1, 15, 16, 17]
     assert decode["figures"]["kernels"].startswith("interpreter")
+    assert decode["figures"]["checks"]["prompts"]["route"] == "definition"
     assert bench["reason"]["code"] == "needs_gpu"
 
 
@@ -205,7 +215,7 @@ def test_a_dry_run_lists_every_step_with_its_limit_and_writes_nothing(tmp_path: 
     path = tmp_path / "x.json"
     done = _called("--dry-run", "--output", str(path))
     assert done.returncode == 0, done.stderr
-    for name in ("decode", "gate", "bench", "profile", "vllm-stock", "vllm-k16v8", "sglang"):
+    for name in ("decode", "gate", "bench", "profile", "gluon-gate", "gluon", "vllm-stock", "vllm-k16v8", "sglang"):
         assert f"\n{name} " in done.stdout
     assert "s  decode on vLLM's layout" in done.stdout
     assert not path.exists()

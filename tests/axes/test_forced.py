@@ -19,8 +19,8 @@ from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Request
-from fidelab.captures.writer import CaptureWriter
-from fidelab.core import Arm, KVSpec, Vocabulary
+from fidelab.captures.writer import CaptureWriter, store_vocabulary
+from fidelab.core import Arm, KVSpec, Vocabulary, digest
 from fidelab.errors import CaptureError, InputError
 from fidelab.inputs.corpus import Text
 from fidelab.inputs.prompts import Prompt
@@ -309,3 +309,21 @@ def test_the_path_of_sampled_text_says_how_it_was_drawn() -> None:
     assert isinstance(greedy, Generate)
     assert greedy.sampling is None
     assert dict(greedy.settings).keys() == {"n_predict", "template"}  # captures of former versions are still found
+
+
+def test_turn_words_are_counted_among_tokens_of_high_kl_and_among_all(tmp_path: Path) -> None:
+    pieces = [" so", " a", " b", " c", " d", " e", " f", " g"]
+    words = Vocabulary(V, digest(*pieces))
+    store_vocabulary(tmp_path, words, pieces)
+    request = _forced(40)
+    ref = np.zeros((40, V), dtype=np.float32)
+    test = ref.copy()
+    test[[8, 16], 0] = 3.0  # where the text goes on with " so", twice of five times
+    captures = []
+    for name, rows in (("f32", ref), ("int4", test)):
+        arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
+        writer = CaptureWriter(tmp_path / "arm" / name, request, capture_key(arm, request, {}, 0), arm.record(), words)
+        writer.add(0, {"logprobs": rows})
+        captures.append(Capture(writer.finish("logprobs", {}, {})))
+    score = AXIS.score(Pair.match(*captures), 0)
+    assert (score.value("turn words where KL is high"), score.value("turn words")) == (1.0, 5 / 40)

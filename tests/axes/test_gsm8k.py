@@ -293,6 +293,17 @@ def test_the_table_has_a_row_per_problem_and_the_texts_those_lost(tmp_path: Path
     assert texts.pairs[0].note == "right: 2, candidate: 99"
 
 
+def test_length_counts_own_words_where_both_give_the_same_number(tmp_path: Path) -> None:
+    """Other numbers, answers without one, what follows a question of its own, and answers cut at the budget do not."""
+    ref = ["aa #### 1", "b #### 2", "cc #### 3\n\nQuestion: more #### 5", "x" * 394 + "#### 4", "#### 5"]
+    test = ["aaaa bbbb #### 1", "b #### 9", "ccc #### 3", "#### 4", "none"]
+    cut = [*ref[:3], list(ref[3].encode()), ref[4]]
+    found = _score(tmp_path, ["1", "2", "3", "4", "5"], cut, test).metric("length at equal answer")
+    assert found is not None
+    own = len(ref[0]) + 1 + len("cc #### 3\n\n")  # and the stop, where it came
+    assert found.value == pytest.approx((len(test[0]) + 1 + len(test[2]) + 1) / own, abs=0.06)
+
+
 def test_a_record_can_be_made_of_numbers_of_any_length(tmp_path: Path) -> None:
     score = _score(tmp_path, ["1", "1"], ["#### 1", "7" * 390], ["5e99", "1e-50"])
     cells = [cell for row in score.measurement().plots[0].rows for cell in row]  # type: ignore[union-attr]

@@ -105,6 +105,7 @@ OTHERS = {
         "import throughput": "an arm's, repeated",
     },
     "--format": {"charts": "pictures", "export": "other tools' forms"},
+    "--to": {"runs mirror": "a tracker"},
     "--out": {
         "leaderboard": "a file of one of three kinds",
         "publish": "a file that must not be there",

@@ -10,10 +10,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
+from huggingface_hub import ModelCard, parse_eval_result_entries
 
+from fidelab.core import Status
 from fidelab.errors import UnknownNameError, UsageError
-from fidelab.report.exports import choose_arm, lm_eval_results, render_badge
+from fidelab.report.exports import choose_arm, hub_files, lm_eval_results, render_badge
+from fidelab.report.markdown import code_span
 from fidelab.results.decision_record import Recommendation
+from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Report
 from tests.report.sample import HOSTILE, arm, hostile_report, sample_report
 from tests.runs.harness import Done, cli
@@ -101,6 +106,80 @@ def test_nothing_in_a_name_becomes_markup_in_a_badge() -> None:
     one = arm("q8_0", name=HOSTILE)
     tags = {element.tag.removeprefix(SVG) for element in ElementTree.fromstring(render_badge(one)).iter()}
     assert tags == {"svg", "title", "rect", "path", "text"}
+
+
+# ---------------------------------------------------------------------------------------------------------- the hub
+
+
+def parts_of(card: str) -> tuple[dict[str, Any], str]:
+    """The metadata of a model card, and its text."""
+    _, head, body = card.split("---\n", 2)
+    return yaml.safe_load(head), body
+
+
+def solved(n: int = 1319, **settings: Any) -> Report:
+    """A report whose first candidate was asked GSM8K's problems and solves a half."""
+    measured = Measurement(
+        status=Status.OK,
+        metrics=(
+            Definition("score", "points", "higher")(50.0, (47.0, 53.0), headline=True),
+            Definition("accuracy", "share", "higher")(0.5, (0.47, 0.53)),
+        ),
+        n_items=n,
+        n_failed=0,
+    )
+    report = sample_report()
+    one = report.candidates[0].model_copy(update={"axes": {**report.candidates[0].axes, "gsm8k": measured}})
+    asked = {"data": "gsm8k", "limit": None, "shots": 8, "n_predict": 256, "template": "raw", **settings}
+    return report.model_copy(update={"candidates": (one,), "settings": {"axes": {"gsm8k": asked}, "text": "/x/y.txt"}})
+
+
+def test_the_hub_reads_the_first_figures_of_every_axis_from_the_card() -> None:
+    report = solved()
+    one = report.candidates[0]
+    card = hub_files(report, one)["README.md"]
+    data: Any = ModelCard(card).data
+    assert data.model_name == one.model
+    found = {result.metric_type: result for result in data.eval_results or []}
+    headlines = [m for axis in one.axes.values() for m in axis.headlines if m.value is not None]
+    assert len(found) == len(headlines) > 2
+    mean = found["kld_mean"]
+    assert mean.metric_value == one.axes["kld"].value("mean")
+    assert mean.metric_args["ci95"] == [*(one.axes["kld"].ci("mean") or ())]
+    assert (mean.task_type, mean.dataset_args["text"]) == ("text-generation", "y.txt")
+    assert found["gsm8k_score"].metric_value == 50.0
+    assert parts_of(card)[1].endswith(report.to_markdown())
+
+
+def test_a_card_of_hostile_names_stays_metadata_and_text() -> None:
+    report = hostile_report()
+    files = hub_files(report, report.candidates[0])
+    data, body = parts_of(files["README.md"])
+    assert [*data] == ["model-index"]
+    read: Any = ModelCard(files["README.md"]).data
+    assert read.eval_results
+    assert body.startswith(f"\n# Fidelity of {code_span(report.candidates[0].name)}\n")
+
+
+def test_only_whole_benchmarks_go_to_the_hubs_leaderboards() -> None:
+    report = solved()
+    text = hub_files(report, report.candidates[0])[".eval_results/fidelab.yaml"]
+    [entry] = parse_eval_result_entries(yaml.safe_load(text))
+    assert (entry.dataset_id, entry.task_id, entry.value) == ("openai/gsm8k", "gsm8k", 50.0)
+    assert entry.date == report.created.date().isoformat()
+    assert "8" in (entry.notes or "")
+    for other in (solved(200), solved(data="/home/me/problems.jsonl")):
+        assert [*hub_files(other, other.candidates[0])] == ["README.md"]
+
+
+def test_files_that_are_there_are_not_replaced(made: Done, tmp_path: Path) -> None:
+    words = ("export", made.folder, "--format", "hub", "--arm", "tilt[q=0.6]")
+    assert cli(*words, "-o", "card", cwd=tmp_path).out == "card/README.md\n"
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert cli(*words, cwd=tmp_path).out == card
+    done = cli("export", made.folder, "--format", "hub", "--arm", "tilt[q=0.9]", "-o", "card", cwd=tmp_path)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert (tmp_path / "card" / "README.md").read_text() == card
 
 
 # ------------------------------------------------------------------------------------------------- which arm, where

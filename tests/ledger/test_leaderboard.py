@@ -80,6 +80,16 @@ def test_ranks_are_those_of_the_best_and_the_worst_order_that_the_intervals_allo
         assert (best, worst) == (min(places), max(places))
 
 
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), min_size=1, max_size=5))
+def test_an_arm_is_tied_with_as_many_as_its_interval_overlaps_with(pairs: list[tuple[int, int]]) -> None:
+    spans = {f"a{n}": (low, low + half) for n, (low, half) in enumerate(pairs)}
+    arms = [arm(name, (sum(span) / 2, span)) for name, span in spans.items()]
+    for name, best, worst in ranks(rank([report("r", *arms)])):
+        low, high = spans[name]
+        tied = [other for other, (a, b) in spans.items() if other != name and a <= high and low <= b]
+        assert (worst or 0) - (best or 0) == len(tied)
+
+
 def test_figures_of_which_more_is_better_are_ranked_the_other_way() -> None:
     fast, slow = arm("fast", rates=(100.0, 101.0, 102.0)), arm("slow", rates=(50.0, 51.0, 52.0))
     board = rank([report("r", slow, fast)], "benches.decode")
@@ -174,9 +184,34 @@ def test_nothing_from_a_report_becomes_markup() -> None:
     assert "<img" not in re.sub(r"`[^`]*`", "", render_leaderboard_markdown(board)).replace(r"\<", "")
 
 
+def test_each_of_several_tables_says_in_what_it_differs() -> None:
+    other = {"items": "a", "settings": {"n_ctx": 2048}}
+    board = rank([report("r", arm("a", ONE), arm("b", ONE)), report("s", arm("a", ONE), kld=other)])
+    text = render_leaderboard_markdown(board)
+    assert "kld: mean, nats: 2 arms: kld.settings.n\\_ctx 512:" in text.replace("n_ctx", "n\\_ctx")
+    assert '<p class="soft small own">kld.settings.n_ctx 2048</p>' in render_leaderboard_html(board)
+    assert 'own">' not in render_leaderboard_html(rank([report("r", arm("a", ONE))]))
+
+
+def test_a_shape_of_work_is_one_column_whatever_the_order_of_its_coordinates() -> None:
+    """Receipts sort the names in an object."""
+
+    def decoded(name: str, **at: int) -> ArmRecord:
+        fast = Measurement(status=Status.OK, metrics=(RATE.repeated((1.0, 2.0), cell=dict(at), headline=True),))
+        return arm(name, ONE).model_copy(update={"benches": {"decode": fast}})
+
+    board = rank([report("r", decoded("a", depth=512, batch=1)), report("s", decoded("b", batch=1, depth=512))])
+    [group] = board.groups
+    assert [(column.group, column.cell) for column in group.columns] == [
+        ("kld", ""),
+        ("benches.decode", "batch 1, depth 512"),
+    ]
+    assert all(row.figures[1] is not None for row in group.rows)
+
+
 def test_markdown_shows_ties_intervals_and_what_was_left_out() -> None:
     text = render_leaderboard_markdown(rank([report("r", arm("a", ONE), arm("b", ONE), arm("c"))]))
-    assert "| `a` | 1–2 |" in text
+    assert "| `a` | 1–2 (tied with 1) |" in text
     assert "0.100 (0.050–0.20)" in text
     assert "- `c` of `r`: kld was not measured" in text
 

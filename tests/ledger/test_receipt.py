@@ -18,6 +18,8 @@ from fidelab.captures.manifest import dump_manifest
 from fidelab.core import canonical_json
 from fidelab.ledger import receipt as ledger
 from fidelab.ledger.receipt import Verified, json_schema
+from fidelab.results.leaderboard import rank
+from fidelab.results.record import Report
 from fidelab.runs.conduct import recompute
 from tests.runs.harness import Done, cli
 
@@ -243,6 +245,50 @@ def test_a_correction_supersedes_and_both_are_told(receipt: Path, runs: Path) ->
     assert old["remarks"] == ["it is superseded by new.jsonl"]
     assert new["remarks"] == [f"it supersedes receipt {old['hash'][:12]} of {old['run_id']}: a typo"]
     assert lines_of(runs / "new.jsonl")[0]["supersedes"]["hash"] == old["hash"]
+
+
+def test_a_receipt_gives_back_the_report_without_plots(receipt: Path, runs: Path) -> None:
+    [run] = (runs / "runs").glob("2*")
+    report = Report.from_json(run / "report.json")
+    board = rank([report])
+    assert rank([ledger.read_receipt(receipt).report()]) == board
+    assert json.loads(cli("leaderboard", "receipt.jsonl", "--json", cwd=runs).out) == json.loads(board.to_json())
+
+
+def test_a_leaderboard_ranks_the_correction_and_names_what_it_supersedes(receipt: Path, runs: Path) -> None:
+    words = ("--supersedes", "receipt.jsonl", "--because", "a typo")
+    cli("publish", "latest", "-o", "new.jsonl", *words, cwd=runs)
+    board = json.loads(cli("leaderboard", "receipt.jsonl", "new.jsonl", "--json", cwd=runs).out)
+    assert [row["arm"] for group in board["groups"] for row in group["rows"]] == ["tilt[q=0.6]", "tilt[q=0.9]"]
+    [run] = {row["run_id"] for group in board["groups"] for row in group["rows"]}
+    why = f"superseded by receipt {(ledger.read_receipt(runs / 'new.jsonl').hash or '')[:12]} of {run}: a typo"
+    assert [(one["arm"], one["reason"]) for one in board["unranked"]] == [("tilt[q=0.6]", why), ("tilt[q=0.9]", why)]
+    page = cli("leaderboard", "receipt.jsonl", "new.jsonl", cwd=runs).out
+    assert page.count("superseded by receipt") == 2
+
+
+def test_the_folder_of_a_run_that_another_run_corrects_is_superseded_too(receipt: Path, runs: Path) -> None:
+    [old] = (runs / "runs").glob("2*")
+    new = old.with_name("20990101-000000-fake")
+    shutil.copytree(old, new)
+    report = json.loads((new / "report.json").read_text())
+    (new / "report.json").write_text(json.dumps({**report, "run_id": new.name}))
+    words = ("--supersedes", "receipt.jsonl", "--because", "the wrong text")
+    assert cli("publish", new, "-o", "new.jsonl", *words, cwd=runs).code == 0
+    board = json.loads(cli("leaderboard", old, "new.jsonl", "--json", cwd=runs).out)
+    assert {row["run_id"] for group in board["groups"] for row in group["rows"]} == {new.name}
+    assert {one["run_id"] for one in board["unranked"]} == {old.name}
+
+
+def test_an_altered_receipt_is_not_ranked(receipt: Path, runs: Path) -> None:
+    receipt.write_text(receipt.read_text().replace("fake", "face", 1))
+    done = cli("leaderboard", "receipt.jsonl", cwd=runs)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "was altered" in done.err
+    forge(receipt, lambda lines: kld(lines, "score").update(value=99.0))
+    done = cli("leaderboard", "receipt.jsonl", cwd=runs)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "kld, score" in done.err
 
 
 def test_an_altered_receipt_cannot_be_superseded(receipt: Path, runs: Path) -> None:

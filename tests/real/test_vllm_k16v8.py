@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
+from k16v8.kernels.prefill import Call, varlen_arguments
 from k16v8.plugins.shared import SWITCH
 from k16v8.plugins.vllm.plugin import VERSIONS
 from tests.engines import tiny
@@ -166,3 +168,23 @@ def test_the_installed_vllm_is_in_the_range(environment: Environment) -> None:
     variables = {**os.environ, **environment.variables()}
     done = subprocess.run([environment.python, "-c", script], env=variables, capture_output=True, text=True, check=True)
     assert done.stdout == "\n", VERSIONS
+
+
+_SIGNATURE = """
+import ast, json
+from importlib.util import find_spec
+from pathlib import Path
+
+path = Path(find_spec("vllm").submodule_search_locations[0]) / "vllm_flash_attn" / "flash_attn_interface.py"
+found = [x for x in ast.parse(path.read_text("utf-8")).body if getattr(x, "name", "") == "flash_attn_varlen_func"]
+print(json.dumps([argument.arg for argument in found[0].args.args]))
+"""
+
+
+def test_the_installed_vllm_takes_what_long_prompts_ask_of_its_flash_attention(environment: Environment) -> None:
+    """Its CPU build has the function's text, but cannot import it."""
+    done = subprocess.run([environment.python, "-c", _SIGNATURE], capture_output=True, text=True, check=True)
+    x, starts = torch.zeros(1, 1, 8), torch.tensor([0, 1], dtype=torch.int32)
+    call = Call(slice(0, 1), True, starts, starts, 1, 1)
+    asked = {*varlen_arguments(x, x, x, call, 1.0, 0, 0.0), "return_softmax_lse", "fa_version"}
+    assert asked <= {*json.loads(done.stdout)}

@@ -15,6 +15,7 @@ AXES = Registry(
         "degeneration": "fidelab.axes.degeneration:Degeneration",
         "paths": "fidelab.axes.paths:Paths",
         "lm-eval": "fidelab.axes.lm_eval:LMEval",
+        "toolcalls": "fidelab.axes.toolcalls:ToolCalls",
         "capability": "fidelab.axes.capability.axis:Capability",
     },
     group="fidelab.axes",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from itertools import accumulate
 from json import loads
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -35,6 +36,8 @@ from fidelab.metrics.intervals import (
     RatioItems,
     mcnemar_exact,
     paired_difference,
+    ratio_estimate,
+    ratio_interval,
     wilson_interval,
 )
 from fidelab.results.measurement import Definition, Metric
@@ -56,6 +59,12 @@ _LOST = Definition("lost", "count", None, "Problems that the reference alone sol
 _RIGHT = Definition("right in the reference", "count", None, "Problems that the reference solves.")
 _GAINED = Definition("gained", "count", None, "Problems that the arm alone solves.")
 _NO_NUMBER = Definition("no number", "count", None, "Answers of the arm without a number.")
+_LENGTH = Definition(
+    "length at equal answer",
+    "ratio",
+    "lower",
+    "Tokens of the arm over the reference's where both give the same number.",
+)
 _REASONING = Definition(
     "numbers in the reasoning alone", "count", None, "Answers of the arm that end before their reasoning does."
 )
@@ -155,7 +164,7 @@ class GSM8K(Axis):
             reason += f"; {cut} of its answers have numbers in their reasoning alone: raise axes.gsm8k.n_predict"
         return replace(
             score,
-            metrics=_metrics(usable, difference, weak=weak),
+            metrics=_metrics(usable, difference, weak=weak, seed=seed),
             plots=_plots(items),
             cluster="problem",
             summary=lost_and_gained([(item.ref.right, item.test.right) for item in usable]),
@@ -169,7 +178,8 @@ class GSM8K(Axis):
 class _Answer:
     """What one side wrote: ids, text up to a question of its own, the number that it answers with.
 
-    ``unfinished``: there are numbers in its reasoning alone.
+    ``unfinished``: there are numbers in its reasoning alone.  ``length``: tokens of its own words, reasoning included;
+    ``None`` where they were cut at the token budget.
     """
 
     ids: Sequence[int]
@@ -177,6 +187,7 @@ class _Answer:
     value: Decimal | None
     right: bool
     unfinished: bool = False
+    length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -223,7 +234,18 @@ def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
     whole, text = written_text(capture, item), own_words(answer_text(capture, item))
     value = extract_answer(text)
     unfinished = value is None and extract_answer(own_words(whole)) is not None
-    return _Answer(ids, whole if unfinished else text, value, value == gold, unfinished)
+    length = _own_length(capture, ids, len(own_words(whole)), len(whole))
+    return _Answer(ids, whole if unfinished else text, value, value == gold, unfinished, length)
+
+
+def _own_length(capture: Capture, ids: Sequence[int], own: int, written: int) -> int | None:
+    """How many tokens the first ``own`` of ``written`` characters took; ``None`` where the budget cut them."""
+    request = capture.request
+    if own < written:
+        ends = accumulate(len(capture.text([token])) for token in ids)
+        return next((n for n, end in enumerate(ends, 1) if end >= own), len(ids))
+    assert isinstance(request, Generate)
+    return None if len(ids) == request.max_tokens and ids[-1] not in request.stop else len(ids)
 
 
 def _accuracy(right: Sequence[bool]) -> tuple[float | None, tuple[float, float] | None]:
@@ -231,7 +253,18 @@ def _accuracy(right: Sequence[bool]) -> tuple[float | None, tuple[float, float] 
     return (sum(right) / len(right), wilson_interval(sum(right), len(right))) if right else (None, None)
 
 
-def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: bool) -> tuple[Metric, ...]:
+def _length(usable: Sequence[_Item], seed: int) -> tuple[Metric, ...]:
+    """Length at equal answer; nothing where no problem has one."""
+    same = [item for item in usable if item.ref.value is not None and item.ref.value == item.test.value]
+    lengths = [(item.test.length, item.ref.length) for item in same if item.test.length and item.ref.length]
+    if not lengths:
+        return ()
+    test, ref = (np.array(side, dtype=np.float64) for side in zip(*lengths, strict=True))
+    items = RatioItems(test, ref, np.arange(len(lengths)))
+    return (_LENGTH(ratio_estimate(items), ratio_interval(items, seed)),)
+
+
+def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: bool, seed: int) -> tuple[Metric, ...]:
     """``weak``: the reference solves too few problems for a score."""
     own, reference = (_accuracy([getattr(item, side).right for item in usable]) for side in ("test", "ref"))
     share, ends = (None, None) if weak else own
@@ -251,6 +284,7 @@ def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: boo
         _LOST(lost),
         _RIGHT(sum(item.ref.right for item in usable)),
         _GAINED(gained),
+        *_length(usable, seed),
         _NO_NUMBER(sum(item.test.value is None for item in usable)),
         _REASONING(sum(item.test.unfinished for item in usable)),
     )

@@ -23,7 +23,7 @@ import numpy as np
 
 from fidelab.captures.compact import COMPACT, LEAST_VOCABULARY, encode_rows, seed_of
 from fidelab.captures.container import Array, BFloat16, array_bytes, write_tensors
-from fidelab.captures.manifest import MANIFEST, PROBE, SCHEMA, dump_manifest
+from fidelab.captures.manifest import MANIFEST, PROBE, SCHEMA, dump_manifest, load_manifest
 from fidelab.captures.requests import Prefill, Request, request_record, token_hashes
 from fidelab.core import Vocabulary, canonical_json, finite
 from fidelab.errors import CaptureError
@@ -134,7 +134,7 @@ class CaptureWriter:
             file.write(dump_manifest(manifest))
             file.flush()
             os.fsync(file.fileno())
-        self._take_place()
+        self._take_place(against)
         return self._target
 
     def abort(self) -> None:
@@ -154,12 +154,22 @@ class CaptureWriter:
         self._files.append({"name": name, "sha256": sha, "bytes": size})
         self._pending, self._pending_bytes = {}, 0
 
-    def _take_place(self) -> None:
-        """Rename to the target; what lies there is damaged, or a racing writer's, whose key promises equal content."""
+    def _take_place(self, against: str) -> None:
+        """Rename to the target.
+
+        What lies there is damaged, or has rows where this has none or the reverse, and is replaced; or it is a racing
+        writer's and stays: its key promises equal content, and somebody may be reading it.
+        """
+        from fidelab.captures.reader import is_complete
+
         old = self._folder.with_name(f"{self._folder.name}-old")
         for last in (False, False, True):
             try:
                 if self._target.exists():
+                    same = is_complete(self._target, self._manifest["key"])
+                    if same and load_manifest(self._target).get("against", "") == against:
+                        self.abort()
+                        return
                     self._target.rename(old)
                 self._folder.rename(self._target)
                 return

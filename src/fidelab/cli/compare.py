@@ -102,6 +102,7 @@ def compare(
     ] = True,
     engine: options.ServableEngineOptions,
     runs: options.CapturedRunsOptions,
+    executor: options.ExecutorOptions,
     keep_rows: Annotated[
         bool,
         typer.Option(
@@ -191,6 +192,7 @@ def compare(
         **scoring.settings(),
         **limits.settings(),
         **runs.settings(),
+        **executor.settings(),
         "fail_under": fail_under,
         **({} if floor else {"floor": 0.0, "twins": 0.0}),
         **({} if keep_rows else {"keep_rows": False}),

@@ -133,6 +133,33 @@ def gc(
         note("fidelab: nothing was removed; do so with --remove")
 
 
+class _Tracker(StrEnum):
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+
+
+@app.command()
+def mirror(
+    run_dir: options.RunDir,
+    to: Annotated[_Tracker, typer.Option("--to", help="wandb (Weights & Biases) or trackio.")],
+    project: Annotated[str, typer.Option(help="The project there.")] = "fidelab",
+) -> None:
+    """Copy a finished run to an experiment tracker: figures with intervals, verdicts, provenance, tables, the page.
+
+    Where to, and whether over the network, is up to the tracker's own variables (WANDB_MODE, TRACKIO_DIR).
+
+    [bold]Examples[/bold]
+
+      fidelab runs mirror latest --to trackio
+
+      WANDB_MODE=offline fidelab runs mirror latest --to wandb --project kv
+    """
+    from fidelab.ledger.mirror import mirror as write
+    from fidelab.results.store import RunFolder
+
+    print(write(RunFolder.open(run_dir.absolute()), to.value, project))
+
+
 def _entry(row: LedgerRow) -> dict[str, Any]:
     held = row.held()
     return {
@@ -289,7 +316,10 @@ def verify(
 def leaderboard(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR", help="Run folders or report.json files; or a folder of runs: all of them."),
+        typer.Argument(
+            metavar="RUN_DIR",
+            help="Run folders, report.json files or receipts (.jsonl); or a folder of runs: all of them.",
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -305,9 +335,11 @@ def leaderboard(
 ) -> None:
     """Rank the arms of many runs: in one table only what was measured alike, ties shown as ties.
 
+    Of receipts, one that another one corrects is named as superseded, and not ranked.
+
     [bold]Examples[/bold]
 
-      fidelab leaderboard runs -o leaderboard.html
+      fidelab leaderboard runs receipts/*.jsonl -o leaderboard.html
 
       fidelab leaderboard runs/a runs/b --by benches.decode
     """
@@ -319,11 +351,39 @@ def leaderboard(
 
     if out is not None and (as_json or out.suffix.lower() not in (".html", ".md", ".json")):
         raise UsageError(f"-o {out}: write a name that ends in .html, .md or .json, without --json")
-    board = rank(list(_reports(runs)), BENCH + by if by in BENCHES.names() else by)
+    reports, superseded = _current(runs)
+    board = rank(reports, BENCH + by if by in BENCHES.names() else by, superseded)
     if out is not None:
         print(write_leaderboard(board, out))
     else:
         sys.stdout.write(board.to_json() if as_json else render_leaderboard_markdown(board))
+
+
+def _current(paths: list[Path]) -> tuple[list[Report], list[tuple[Report, str]]]:
+    """The reports of runs and receipts, and those that a receipt among them corrects, with a line that says so.
+
+    A run's own folder counts as corrected, too, where the correction is of another run.
+    """
+    from fidelab.ledger.receipt import read_receipt
+
+    receipts = [read_receipt(path) for path in paths if path.suffix == ".jsonl"]
+    found = [(one.hash, one.report()) for one in receipts]
+    found += [(None, report) for report in _reports([path for path in paths if path.suffix != ".jsonl"])]
+    corrected: dict[str | None, str] = {}
+    for one in receipts:
+        if one.head is not None and (former := one.head.supersedes) is not None:
+            why = f"superseded by receipt {(one.hash or '')[:12]} of {one.head.run_id}: {former.reason}"
+            corrected[former.hash] = why
+            if former.run_id != one.head.run_id:
+                corrected[former.run_id] = why
+    current: list[Report] = []
+    superseded: list[tuple[Report, str]] = []
+    for key, report in found:
+        if (correction := corrected.get(key or report.run_id)) is None:
+            current.append(report)
+        else:
+            superseded.append((report, correction))
+    return current, superseded
 
 
 def _reports(paths: list[Path]) -> Iterator[Report]:
@@ -355,21 +415,31 @@ class _ExportFormat(StrEnum):
     LM_EVAL = "lm-eval"
     MARKDOWN = "markdown"
     BADGE = "badge"
+    HUB = "hub"
+    LLM_D = "llm-d"
 
 
 def export(
     run_dir: options.RunDir,
     form: Annotated[
-        _ExportFormat, typer.Option("--format", help="lm-eval (JSON), markdown (for a model card) or badge (SVG).")
+        _ExportFormat,
+        typer.Option(
+            "--format",
+            help="lm-eval (JSON), markdown (for a model card), badge (SVG), hub (a model card with its metadata), "
+            "llm-d (a benchmark report for each load).",
+        ),
     ],
     arm: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Of lm-eval and badge: the arm. \\[default: the recommended or the only one]"
+            metavar="NAME",
+            help="Of lm-eval, badge and hub: the arm; of llm-d: only this one. "
+            "\\[default: the recommended or the only one; llm-d: all]",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="\\[default: standard output]")
+        Path | None,
+        typer.Option("--out", "-o", metavar="PATH", help="A file; of hub and llm-d a folder. \\[default: printed]"),
     ] = None,
 ) -> None:
     """Write a run's figures in the form of another tool.
@@ -378,23 +448,56 @@ def export(
 
       fidelab export latest --format lm-eval --arm k16v8 -o results.json
 
-      fidelab export latest --format badge -o fidelab.svg
+      fidelab export latest --format llm-d -o reports
     """
     from fidelab.errors import UsageError
-    from fidelab.report.exports import choose_arm, lm_eval_results, render_badge
+    from fidelab.report.exports import choose_arm, hub_files, lm_eval_results, render_badge
+    from fidelab.report.llm_d import llm_d_files
     from fidelab.results.baselines import read_run
     from fidelab.results.record import write_atomically
 
     report = read_run(run_dir)
-    if form is _ExportFormat.MARKDOWN:
-        if arm is not None:
-            raise UsageError("--arm: the section for a model card is of all arms; leave it out")
-        text = report.to_markdown()
-    elif form is _ExportFormat.BADGE:
-        text = render_badge(choose_arm(report, arm))
-    else:
-        text = json.dumps(lm_eval_results(report, choose_arm(report, arm)), indent=2, ensure_ascii=False) + "\n"
+    match form:
+        case _ExportFormat.MARKDOWN:
+            if arm is not None:
+                raise UsageError("--arm: the section for a model card is of all arms; leave it out")
+            text = report.to_markdown()
+        case _ExportFormat.BADGE:
+            text = render_badge(choose_arm(report, arm))
+        case _ExportFormat.LM_EVAL:
+            text = json.dumps(lm_eval_results(report, choose_arm(report, arm)), indent=2, ensure_ascii=False) + "\n"
+        case _ExportFormat.HUB:
+            _write_files(hub_files(report, choose_arm(report, arm)), out)
+            return
+        case _ExportFormat.LLM_D:
+            _write_files(llm_d_files(report, arm), out)
+            return
     if out is None:
         sys.stdout.write(text)
     else:
         print(write_atomically(out, text))
+
+
+def _write_files(files: dict[str, str], folder: Path | None) -> None:
+    """Files of a form that can be several; none is replaced.
+
+    Raises:
+        UsageError: several are to be printed, or one is there already.
+    """
+    from fidelab.errors import OutputError, UsageError
+    from fidelab.results.record import write_atomically
+
+    if folder is None:
+        if len(files) > 1:
+            raise UsageError(f"these are {len(files)} files: name a folder with -o")
+        sys.stdout.write(next(iter(files.values())))
+        return
+    for name in files:
+        if (folder / name).exists():
+            raise UsageError(f"{folder / name} exists and is not replaced: name another folder with -o")
+    for name, text in files.items():
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"{folder}: cannot be made a folder: {error.strerror or error}") from error
+        print(write_atomically(folder / name, text))

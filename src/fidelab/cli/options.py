@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from inspect import Parameter
 from pathlib import Path
@@ -28,6 +28,7 @@ __all__ = [
     "Device",
     "DryRun",
     "EngineOptions",
+    "ExecutorOptions",
     "FailUnder",
     "Json",
     "LimitOptions",
@@ -375,20 +376,24 @@ class EngineOptions(Options, panel=ENGINE):
         }
 
     def _engine_args(self) -> dict[str, str]:
-        """``["a=b"]`` → ``{"a": "b"}``.
+        return _pairs(self.engine_arg or [], "--engine-arg")
 
-        Raises:
-            UsageError: an entry without "=".
-        """
-        from fidelab.errors import UsageError
 
-        pairs = {}
-        for argument in self.engine_arg or []:
-            key, equals, value = argument.partition("=")
-            if not equals or not key:
-                raise UsageError(f"--engine-arg {argument!r}: write key=value")
-            pairs[key.strip()] = value.strip()
-        return pairs
+def _pairs(arguments: Sequence[str], flag: str) -> dict[str, str]:
+    """``["a=b"]`` → ``{"a": "b"}``.
+
+    Raises:
+        UsageError: an entry without "=".
+    """
+    from fidelab.errors import UsageError
+
+    pairs = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not key:
+            raise UsageError(f"{flag} {argument!r}: write key=value")
+        pairs[key.strip()] = value.strip()
+    return pairs
 
 
 class ServableEngineOptions(EngineOptions):
@@ -405,6 +410,24 @@ class ServableEngineOptions(EngineOptions):
     def _engine_args(self) -> dict[str, str]:
         flags = {"base-url": self.base_url, "model": self.served}
         return super()._engine_args() | {name: value for name, value in flags.items() if value is not None}
+
+
+class ExecutorOptions(Options, panel=ENGINE):
+    """Where the arms' processes run."""
+
+    executor: Annotated[str, typer.Option(help="Where arms run: local, ray, or slurm (by submitit).")] = "local"
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster: auto, HOST:PORT, or local for one of this run's own.", show_default=False),
+    ] = None
+    executor_arg: Annotated[
+        list[str] | None, typer.Option(help="Slurm option K=V, such as partition=gpu; may be repeated.")
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        arguments = _pairs(self.executor_arg or [], "--executor-arg")
+        given = {"name": self.executor, "address": self.address, "options": arguments}
+        return {} if given == {"name": "local", "address": None, "options": {}} else {"executor": given}
 
 
 class TextOptions(Options, panel=MEASURED):

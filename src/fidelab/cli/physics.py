@@ -274,6 +274,7 @@ def _rate(entry: Mapping[str, Any]) -> str:
     return format_amount(entry["tokens_per_s"]) + (" c" if entry["bound"] == "compute" else "")
 
 
+_Row = Annotated[str | None, typer.Option("--as", help="Name of the row; by default the device's own.")]
 _Columns = Annotated[str, typer.Option("--x", help="Column of batches; A*B multiplies two columns.")]
 _Length = Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")]
 _Time = Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")]
@@ -407,9 +408,57 @@ def explain(
     print(written)
 
 
+@app.command("devices")
+def list_devices(
+    add: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="First put in what somebody measured: profile.json of profile hardware-report, or the JSON of physics "
+            "probe.",
+        ),
+    ] = None,
+    name: _Row = None,
+    as_json: options.Json = False,
+) -> None:
+    """List the device table: published figures, what was measured, and which rows nobody checked.
+
+    [bold]Examples[/bold]
+
+      fidelab physics devices
+
+      fidelab physics devices --add profile.json --as MI300X
+    """
+    from fidelab.physics.devices import add_measured, devices, own_table
+
+    if name is not None and add is None:
+        raise UsageError("--as names the row of --add FILE: give both, or neither")
+    if add is not None:
+        label, _ = add_measured(add, name)
+        note(f"{label}: kept in {own_table()}")
+    table = devices()
+    if as_json:
+        rows = {name: {**vars(row), "verified": row.verified or None} for name, row in table.items()}
+        print(json.dumps({"devices": rows}, indent=2, ensure_ascii=False))
+        return
+    from fidelab.report.text import literal, simple_table
+    from fidelab.results.numbers import ABSENT, one_line
+
+    console, grid = open_console(), simple_table()
+    for n, heading in enumerate(("device", "GB", "peak GB/s", "copied GB/s", "bf16 TFLOP/s", "checked")):
+        grid.add_column(heading, justify="right" if 0 < n < 5 else "left", overflow="fold")
+    for name, row in table.items():
+        copied = ABSENT if row.sustained is None else f"{row.sustained / 1e9:,.1f}"
+        bf16 = f"{row.compute['bf16'] / 1e12:,.4g}" if "bf16" in row.compute else ABSENT
+        figures = (f"{row.memory / 1e9:,.0f}", f"{row.peak_bandwidth / 1e9:,.4g}", copied, bf16)
+        cells = (one_line(name), *figures, one_line(row.verified) or "unverified")
+        grid.add_row(*(literal(cell, console) for cell in cells))
+    console.print(grid)
+
+
 @app.command()
 def probe(
-    name: Annotated[str | None, typer.Option("--as", help="Name of the row; by default the device's own.")] = None,
+    name: _Row = None,
     device: Annotated[str, typer.Option(help="cpu, or a CUDA device such as cuda:0.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="For each rate.")] = 2.0,
     as_json: options.Json = False,

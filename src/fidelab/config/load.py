@@ -89,7 +89,8 @@ def _parse(text: str, where: object) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else str(where)
-        raise ConfigError(f"{place} is not YAML: {getattr(error, 'problem', error)}") from None
+        problem = " ".join(str(getattr(error, "problem", error)).split())
+        raise ConfigError(f"{place} is not YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested deeper than {_MOST_LEVELS} levels; settings are not") from None
     except (ValueError, OverflowError, LookupError, TypeError) as error:  # a date that is none, a number of base 60
@@ -192,7 +193,7 @@ def explain_validation(error: ValidationError, where: str, model: type[BaseModel
         return f"{where}: {place!r} is missing"
     got = first.get("input")
     shown = "" if isinstance(got, dict) or got is None else f" (found {got!r:.100})"
-    return f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}{shown}"
+    return f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, '):.1000}{shown}"
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:

@@ -243,6 +243,16 @@ def merged_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
     return {**fields, **changes, **maps}
 
 
+class ExecutorConfig(BaseModel):
+    """Where the arms' processes run."""
+
+    model_config = _STRICT
+
+    name: Literal["local", "ray", "slurm"] = Field(default="local", description="this machine, or a cluster")
+    address: str | None = Field(default=None, description="ray: auto, host:port or local; slurm: local")
+    options: Options = Field(default_factory=dict, description="slurm: of the submission, such as partition")
+
+
 class Experiment(BaseModel):
     """One experiment: a reference, a control, candidates, axes and settings."""
 
@@ -296,6 +306,7 @@ class Experiment(BaseModel):
     device: str = Field(default="auto", description="cpu, cuda, cuda:0 … or auto")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of a worker; all usable cores by default")
     deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
+    executor: ExecutorConfig = Field(default_factory=ExecutorConfig, description="where the arms' processes run")
     force: bool = Field(default=False, description="run what the engine is known to run wrongly, too")
     fail_under: float | None = Field(default=None, ge=0, le=100, description="gate on the lower bound of the KLD score")
     limits: Limits = Field(
@@ -359,6 +370,8 @@ class Experiment(BaseModel):
             raise ValueError("axes: name at least one, or a bench")
         if self.axes and not self.candidates and not self.vary:
             raise ValueError("candidates: name at least one")
+        if self.benches and self.executor.name != "local":
+            raise ValueError("benches time arms against each other on one machine: leave them out, or executor local")
         if self.traffic is not None and (self.text, self.prompts) != ("default", "default"):
             raise ValueError("traffic gives the text and the prompts: leave out text and prompts")
         return self

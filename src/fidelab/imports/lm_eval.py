@@ -156,13 +156,13 @@ def _add(samples: _Samples, task: str, line: str, where: str) -> None:
         raise InputError(f"{where}: item {document} is there twice with different contents")
     listed = item.get("metrics")
     metrics = listed if isinstance(listed, list) else [name for name in item if name not in _OWN]
-    for name in metrics:
+    for name in filter(lambda name: isinstance(name, str), metrics):
         value = item.get(name)
         if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
-            key = task, str(item.get("filter", "none")), str(name)
+            key = task, str(item.get("filter", "none")), name
             samples.values.setdefault(key, {})[document] = float(value)
         elif isinstance(value, int | float | list):
-            samples.left.add((task, str(item.get("filter", "none")), str(name)))
+            samples.left.add((task, str(item.get("filter", "none")), name))
 
 
 def _paired(ref: _Samples, test: _Samples) -> dict[Key, tuple[NDArray[np.float64], NDArray[np.float64]]]:

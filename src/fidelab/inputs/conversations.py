@@ -1,6 +1,6 @@
 """The user's own traffic: a log of conversations, as text with one document per conversation, and as prompts.
 
-See docs/guide.md#your-own-traffic.
+See docs/traffic.md.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class _Record:
         if not isinstance(message, dict):
             raise _Bad(f"message {number} is no object")
         role = message.get("role")
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise _Bad(f"message {number} has the role {str(role)[:40]!r}; known are {', '.join(sorted(_ROLES))}")
         content = self._content(number, message.get("content"))
         kept: dict[str, Any] = {"role": role, "content": content}
@@ -275,7 +275,9 @@ def _schema_problem(schema: Any, where: str = "parameters", top: bool = True) ->
     if not isinstance(schema, dict):
         return f"{where} is no object"
     kinds = schema.get("type", "object" if top else [])
-    unknown = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in _TYPES]
+    unknown = [
+        kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in [*_TYPES]
+    ]  # one may have no hash
     if unknown:
         return f"{where}.type is {str(unknown[0])[:40]!r}"
     if top and kinds != "object":

@@ -226,12 +226,12 @@ def _row(place: str, record: Any) -> tuple[float, int, int]:
         raise InputError(f"{place}: expected an object with timestamp, input_length and output_length")
     when = record.get("timestamp")
     if isinstance(when, bool) or not isinstance(when, int | float) or not 0 <= when < float("inf"):
-        raise InputError(f"{place}: 'timestamp' is {when!r}; it should be a time, not negative")
+        raise InputError(f"{place}: 'timestamp' is {when!r:.60}; it should be a time, not negative")
     return float(when), _tokens(place, record, "input_length"), _tokens(place, record, "output_length")
 
 
 def _tokens(place: str, record: dict[str, Any], name: str) -> int:
     value = record.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{place}: {name!r} is {value!r}; it should be a whole number of tokens, at least 1")
+        raise InputError(f"{place}: {name!r} is {value!r:.60}; it should be a whole number of tokens, at least 1")
     return value

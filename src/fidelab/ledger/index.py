@@ -24,7 +24,7 @@ import yaml
 
 from fidelab.captures.manifest import MANIFEST
 from fidelab.captures.store import collect_garbage
-from fidelab.core import Status, read_file, strict_json
+from fidelab.core import Status, digest, read_file, strict_json
 from fidelab.errors import FidelabError, InputError
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import CONFIG, OUTCOMES, REPORT, RunFolder
@@ -82,7 +82,8 @@ class LedgerRow:
 
 
 _FIELDS = tuple(field.name for field in fields(LedgerRow))
-_TABLE = f"CREATE TABLE runs (path TEXT PRIMARY KEY, stamp TEXT NOT NULL, {', '.join(_FIELDS[1:])})"
+_KEPT = f"path, stamp, checksum, {', '.join(_FIELDS[1:])}"
+_TABLE = f"CREATE TABLE runs ({_KEPT}, PRIMARY KEY (path))"
 
 
 def list_runs(folder: Path) -> list[LedgerRow]:
@@ -101,7 +102,7 @@ def list_runs(folder: Path) -> list[LedgerRow]:
             break
         except sqlite3.OperationalError:  # read-only, or another process writes: without the index
             continue
-        except sqlite3.DatabaseError:  # damaged: once more, without what is there
+        except (sqlite3.DatabaseError, UnicodeDecodeError):  # damaged: once more, without what is there
             with suppress(OSError):
                 file.unlink()
     rows = [_live(folder, row) for row in rows]
@@ -156,7 +157,7 @@ def _refreshed(folder: Path, file: Path | None) -> list[LedgerRow]:
         if made is None or made[0] != _TABLE:
             database.execute("DROP TABLE IF EXISTS runs")
             database.execute(_TABLE)
-        known = {row[0]: row[1:] for row in database.execute(f"SELECT path, stamp, {', '.join(_FIELDS[1:])} FROM runs")}
+        known = {row[0]: row[1:] for row in database.execute(f"SELECT {_KEPT} FROM runs")}
         rows, changed = list[LedgerRow](), list[tuple[Any, ...]]()
         for path in _run_folders(folder):
             stamp = _stamp(folder / path)
@@ -164,12 +165,13 @@ def _refreshed(folder: Path, file: Path | None) -> list[LedgerRow]:
             row = _from_columns(path, old[1:]) if old is not None and old[0] == stamp else None
             if row is None:
                 row = _read(folder, path)
-                changed.append((path, stamp, *_columns(row)))
+                columns = [*_columns(row)]
+                changed.append((path, stamp, _checksum(columns), *columns))
             rows.append(row)
         if changed or known:
             with database:
                 database.executemany("DELETE FROM runs WHERE path = ?", ((path,) for path in known))
-                marks = ", ".join("?" * (len(_FIELDS) + 1))
+                marks = ", ".join("?" * (len(_FIELDS) + 2))
                 database.executemany(f"INSERT OR REPLACE INTO runs VALUES ({marks})", changed)
         return rows
 
@@ -180,10 +182,17 @@ def _columns(row: LedgerRow) -> Iterator[str | int]:
         yield value if isinstance(value, str | int) else json.dumps(value, ensure_ascii=False)
 
 
+def _checksum(columns: Sequence[Any]) -> str:
+    """Of a row of the index: SQLite has none of its own."""
+    return digest(*map(str, columns))
+
+
 def _from_columns(path: str, columns: Sequence[Any]) -> LedgerRow | None:
-    """A row of the index; ``None`` where it is none, since anybody may have written there."""
-    values = dict(zip(_FIELDS[1:], columns, strict=True))
+    """A row of the index from its checksum and columns; ``None`` where it is none, since anybody may write there."""
+    values = dict(zip(_FIELDS[1:], columns[1:], strict=True))
     try:
+        if columns[0] != _checksum(columns[1:]):
+            return None
         for name in ("arms", "engines"):
             values[name] = tuple(map(str, json.loads(values[name])))
         for name in ("verdicts", "captures"):
@@ -246,22 +255,26 @@ def _read(folder: Path, path: str) -> LedgerRow:
     row |= {"path": path, "run_id": place.name, "bytes": _size(place)}
     try:
         text = read_file(place / CONFIG, _MOST_BYTES).decode("utf-8", "replace")
-        settings = yaml.safe_load(text)
-        settings = settings if isinstance(settings, dict) else {}
-        row["kind"] = _text(settings.get("kind")) or RUN
-        row["model"] = _text(settings.get("model"))
+        row["kind"] = _setting(text, "kind") or RUN
+        row["model"] = _setting(text, "model")
         row["created"] = _utc(match[1]) if (match := _HEAD.search(text)) else ""
         row["captures"] = _captures(place)
         if (place / REPORT).is_file():
             row |= _of_report(Report.from_json(place / REPORT))
         elif (record := place / f"{row['kind']}.json").is_file():
             row |= _of_experiment(strict_json(read_file(record, _MOST_BYTES)))
-    except (FidelabError, OSError, LookupError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (FidelabError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         row |= {"status": "damaged", "problem": " ".join(str(error).split())[:300]}
     return LedgerRow(**row)
 
 
-def _text(value: Any) -> str:
+def _setting(settings: str, name: str) -> str:
+    """The text of one of the outermost settings, which has a line of its own; reading all of them takes 10 ms."""
+    line = re.search(rf"^{name}: *\S.{{0,1000}}$", settings, re.MULTILINE)
+    try:
+        value = yaml.safe_load(line[0])[name] if line else ""
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
     return value if isinstance(value, str) else ""
 
 

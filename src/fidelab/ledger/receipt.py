@@ -45,7 +45,9 @@ __all__ = [
     "Recompute",
     "Verified",
     "json_schema",
+    "public",
     "publish",
+    "read_receipt",
     "verify",
 ]
 
@@ -118,6 +120,10 @@ class HeadLine(_Line):
     """As in the report."""
 
 
+_HEAD = HeadLine.model_fields.keys() - _Line.model_fields.keys() - {"kind", "schema_name", "supersedes"}
+"""Fields that a head has of the report."""
+
+
 class ArmLine(_Line):
     """One arm."""
 
@@ -187,6 +193,30 @@ class Receipt:
         """Of its last line; ``None`` where that was cut off."""
         return self.lines[-1].hash if self.lines and isinstance(self.lines[-1], EndLine) else None
 
+    def report(self) -> Report:
+        """The report that it was written from, without plots.
+
+        Raises:
+            InputError: it is damaged, or its figures contradict each other.
+        """
+        faults = [*self.faults] if self.head is None else [*self.faults, *_inconsistent(self, self.head)]
+        if faults or self.head is None:
+            raise InputError(f"{self.path}: {next(iter(faults), 'it is no receipt')}; see fidelab verify {self.path}")
+        found: dict[str, list[ArmRecord]] = {}
+        for line in self.lines:
+            if isinstance(line, ArmLine):
+                found.setdefault(line.role, []).append(line.arm)
+        head = {name: getattr(self.head, name) for name in _HEAD}
+        controls = found.get("control", [])
+        return Report(
+            **head,
+            reference=found["reference"][0],
+            control=next(iter(controls), None),
+            controls=tuple(controls[1:]),
+            candidates=tuple(found.get("candidate", ())),
+            truth=next(iter(found.get("truth", ())), None),
+        )
+
 
 @dataclass(frozen=True)
 class Verified:
@@ -221,7 +251,7 @@ def publish(run: RunFolder, path: Path, *, supersedes: Path | None = None, becau
         raise UsageError(f"{path} exists, and receipts are not replaced: name another file, and --supersedes {path}")
     former = None
     if supersedes is not None:
-        old = _read(supersedes)
+        old = read_receipt(supersedes)
         if old.faults or old.head is None or old.hash is None:
             raise InputError(f"{supersedes} cannot be superseded: {next(iter(old.faults), 'it is no receipt')}")
         former = Supersedes(hash=old.hash, run_id=old.head.run_id, reason=because)
@@ -237,16 +267,15 @@ def _bodies(
 ) -> Iterator[Mapping[str, Any]]:
     """The lines without numbers and hashes."""
     plain = report.model_dump(mode="json", by_alias=True)
-    own = {name for name in HeadLine.model_fields if name not in (*_Line.model_fields, "kind", "schema_name")}
-    head = {name: plain[name] for name in own - {"supersedes"}}
+    head = {name: plain[name] for name in _HEAD}
     head["floor"] = {name: {**found, "plots": []} for name, found in head["floor"].items()}
     former = None if supersedes is None else supersedes.model_dump(mode="json")
-    yield {"kind": "head", "schema": SCHEMA, "supersedes": former, **_public(head)}
+    yield {"kind": "head", "schema": SCHEMA, "supersedes": former, **public(head)}
     for role, arm in arms(report):
         body = arm.model_dump(mode="json", by_alias=True)
         for group in ("axes", "benches"):
             body[group] = {name: {**found, "plots": []} for name, found in body[group].items()}
-        yield {"kind": "arm", "role": role, "arm": _public(body)}
+        yield {"kind": "arm", "role": role, "arm": public(body)}
     yield from captures
 
 
@@ -271,13 +300,13 @@ def _captures(run: RunFolder) -> list[Mapping[str, Any]]:
     return lines
 
 
-def _public(value: Any) -> Any:
+def public(value: Any) -> Any:
     """Plain data in which absolute paths are their last parts: receipts are published, folders nobody's business."""
     match value:
         case dict():
-            return {key: _public(item) for key, item in value.items()}
-        case list():
-            return [_public(item) for item in value]
+            return {key: public(item) for key, item in value.items()}
+        case list() | tuple():
+            return [public(item) for item in value]
         case str():
             return _FOLDERS.sub("", value)
         case _:
@@ -313,7 +342,7 @@ def verify(path: Path, recompute: Recompute, run: Path | None = None) -> Verifie
     Raises:
         InputError: the file cannot be read, or begins with no receipt's first line; the folder is no run.
     """
-    receipt = _read(path)
+    receipt = read_receipt(path)
     if receipt.head is None:
         return Verified(receipt, receipt.faults)
     if run is None and ((RUNS / receipt.head.run_id) / CONFIG).is_file():
@@ -334,8 +363,8 @@ def verify(path: Path, recompute: Recompute, run: Path | None = None) -> Verifie
     return Verified(receipt, (*faults[:_MOST_FAULTS], *more), recomputed, tuple(remarks))
 
 
-def _read(path: Path) -> Receipt:
-    """The lines of a receipt that are lines, and what is wrong with it.
+def read_receipt(path: Path) -> Receipt:
+    """The lines of a receipt that are lines, and what is wrong with it; captures are not looked at.
 
     Raises:
         InputError: unreadable, or its first line is none of a receipt.

@@ -432,7 +432,8 @@ def floored_topk(ref_logits: NDArray[Any], test_logits: NDArray[Any], k: int, fl
         listed = [_largest(side, k) for side in logs]
         ids = np.union1d(*listed)
         log_p, log_q = (np.where(np.isin(ids, own), side[ids], floor) for side, own in zip(logs, listed, strict=True))
-        found[row] = (np.exp(log_p) * (log_p - log_q)).sum()
+        with np.errstate(invalid="ignore"):
+            found[row] = np.where(log_p == -np.inf, 0.0, np.exp(log_p) * (log_p - log_q)).sum()
     return found
 
 

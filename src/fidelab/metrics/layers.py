@@ -99,8 +99,9 @@ def added_errors(curve: ArrayLike) -> Floats:
     errors = np.asarray(curve, dtype=np.float64)
     before, after = errors[:-1], errors[1:]
     grown = after > before
-    squares = np.where(grown, after, 0.0) ** 2 - np.where(grown, before, 0.0) ** 2
-    return np.asarray(np.sqrt(np.maximum(0.0, squares)))
+    after, before = np.where(grown, after, 0.0), np.where(grown, before, 0.0)
+    with np.errstate(over="ignore"):
+        return np.asarray(np.sqrt((after - before) * (after + before)))  # not ∞ − ∞ where squares overflow
 
 
 def outlier_ratios(added: ArrayLike) -> Floats:

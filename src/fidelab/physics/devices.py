@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -11,12 +12,14 @@ from typing import Any
 
 import yaml
 
-from fidelab.core import read_file, state_dir
+from fidelab.core import read_file, state_dir, strict_json
 from fidelab.errors import InputError, UsageError, nearest_first
 
-__all__ = ["Device", "devices", "find_device", "own_table", "remember_device"]
+__all__ = ["Device", "add_measured", "devices", "find_device", "own_table", "remember_device"]
 
 _MOST_BYTES = 2**20
+_MOST_REPORT = 64 * 2**20
+_MEMORY = 0.15  # by which a device's own count may differ from the published one: what firmware keeps, and GB for GiB
 _FIELDS = {"memory", "bandwidth", "sustained", "read", "compute", "links", "verified", "source"}
 
 
@@ -62,8 +65,7 @@ def devices() -> dict[str, Device]:
     Raises:
         InputError: the user's table cannot be read, or a row of it is wrong.
     """
-    shipped = yaml.safe_load(files("fidelab.physics").joinpath("devices.yaml").read_text("utf-8"))
-    rows = {name: _device(name, row, "devices.yaml") for name, row in shipped.items()}
+    rows = {name: _device(name, row, "devices.yaml") for name, row in _shipped().items()}
     own = own_table()
     return rows | {name: _device(name, row, str(own)) for name, row in _read(own).items()}
 
@@ -99,13 +101,72 @@ def remember_device(name: str, row: Mapping[str, Any]) -> Path:
     return path
 
 
+def add_measured(path: Path, name: str | None = None) -> tuple[str, Device]:
+    """Put what somebody measured on a device into the user's table, and return its row.
+
+    A row of the package keeps its published figures, and gets the measured rates; a device that the table does not
+    know, or knows with another memory, becomes a row of its own.
+
+    Args:
+        path: ``profile.json`` of profile ``hardware-report``, or what ``fidelab physics probe --json`` printed.
+        name: of the row; by default the one whose name the device's contains, else the device's.
+
+    Raises:
+        InputError: the file is none of these.  UsageError: its memory is not that of the row that was named.
+    """
+    try:
+        content = strict_json(read_file(path, _MOST_REPORT))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: no JSON ({error})") from None
+    outputs = content.get("outputs") if isinstance(content, dict) else None
+    probe = outputs.get("probe") if isinstance(outputs, dict) else content
+    if not isinstance(probe, dict) or not isinstance(probe.get("name"), str) or "sustained" not in probe:
+        raise InputError(
+            f"{path} holds no rates of a device: give profile.json of fidelab profiles run hardware-report, or what "
+            "fidelab physics probe --json printed"
+        )
+    told, row = probe["name"], {key: value for key, value in probe.items() if key != "name"}
+    measured = _device(told, row, str(path))
+    published = _shipped()
+    spelled = {key.lower(): key for key in published}
+    known = spelled.get(name.strip().lower()) if name else _row_of(told, published)
+    if known is not None and not math.isclose(measured.memory, 1e9 * published[known]["memory"], rel_tol=_MEMORY):
+        if name is not None:
+            has = f"{measured.memory / 1e9:.0f} GB, and the table's {known} {published[known]['memory']} GB"
+            raise UsageError(f"{path}: {told} has {has}: they are two devices; name a row of its own with --as")
+        known = None
+    label = known or (name.strip() if name else told)
+    if known is not None:
+        rates = {key: row[key] for key in ("sustained", "read") if key in row}
+        row = {**published[known], **rates, "verified": f"{told}: {measured.verified}"}
+    remember_device(label, row)
+    return label, _device(label, row, str(path))
+
+
+def _row_of(told: str, published: Mapping[str, Any]) -> str | None:
+    """The row whose name a device's contains as whole words; ``None`` for none and for several."""
+
+    def words(text: str) -> str:
+        return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
+
+    found = [name for name in published if words(name) in words(told)]
+    return found[0] if len(found) == 1 else None
+
+
+def _shipped() -> dict[str, Any]:
+    table: dict[str, Any] = yaml.safe_load(files("fidelab.physics").joinpath("devices.yaml").read_text("utf-8"))
+    return table
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         table = yaml.safe_load(read_file(path, _MOST_BYTES)) or {}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: {str(error).splitlines()[0]}; correct it or remove it") from None
+    except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"{path}: {str(error).splitlines()[0]:.200}; correct it or remove it") from None
     if not isinstance(table, dict):
         raise InputError(f"{path}: a table of devices maps names to rows; correct it or remove it")
     return table
@@ -118,18 +179,18 @@ def _device(name: str, row: Any, where: str) -> Device:
         InputError: a field is unknown, missing, or not above 0.
     """
     if not isinstance(row, Mapping) or (unknown := set(row) - _FIELDS):
-        wrong = f"unknown field {sorted(unknown)[0]!r}" if isinstance(row, Mapping) else "not a row of fields"
-        raise InputError(f"{where}: device {name}: {wrong}; known: {', '.join(sorted(_FIELDS))}")
+        wrong = f"unknown field {min(unknown, key=str)!r:.60}" if isinstance(row, Mapping) else "not a row of fields"
+        raise InputError(f"{where}: device {name!s:.60}: {wrong}; known: {', '.join(sorted(_FIELDS))}")
 
     def number(value: Any, what: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
-            raise InputError(f"{where}: device {name}: {what} must be a number above 0, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < 1e18):
+            raise InputError(f"{where}: device {name!s:.60}: {what:.60} must be a number above 0, not {value!r:.60}")
         return float(value)
 
     def rates(what: str, scale: float) -> dict[str, float]:
         held = row.get(what) or {}
         if not isinstance(held, Mapping):
-            raise InputError(f"{where}: device {name}: {what} maps names to numbers")
+            raise InputError(f"{where}: device {name!s:.60}: {what} maps names to numbers")
         return {str(key): scale * number(value, f"{what} of {key}") for key, value in held.items()}
 
     sustained = row.get("sustained")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.core import read_file
+from fidelab.core import read_file, strict_json
 from fidelab.errors import InputError, UsageError, nearest_first
 from fidelab.physics.devices import Device
 
@@ -81,7 +80,10 @@ def read_points(path: Path, part: str | None = None) -> Points:
         text = read_file(path, _MOST_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}") from None
-    rows = _json_rows(path, text, part) if path.suffix.lower() == ".json" else [*csv.DictReader(io.StringIO(text))]
+    try:
+        rows = _json_rows(path, text, part) if path.suffix.lower() == ".json" else [*csv.DictReader(io.StringIO(text))]
+    except (csv.Error, AttributeError, TypeError) as error:  # a report may hold anything
+        raise InputError(f"{path} cannot be read ({str(error)[:200]}); write its rows again") from None
     if not rows:
         raise InputError(f"{path} has no rows; a fit takes CSV with a heading, or JSON with a list of objects")
     names = dict.fromkeys(str(key) for row in rows for key in row if key is not None)
@@ -96,8 +98,8 @@ def read_points(path: Path, part: str | None = None) -> Points:
 
 def _json_rows(path: Path, text: str, part: str | None) -> list[dict[str, Any]]:
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = strict_json(text, not_finite=float)
+    except ValueError as error:
         raise InputError(f"{path} is no JSON ({error})") from None
     if isinstance(content, dict) and str(content.get("schema", "")).startswith("fidelab.report/"):
         return [*_decode_rows(content)]

@@ -1,21 +1,26 @@
-"""One arm of a report in other tools' forms: results as lm-evaluation-harness writes them, and a badge."""
+"""One arm of a report in other tools' forms: lm-evaluation-harness's results, the hub's model card, a badge."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import yaml
 from markupsafe import Markup
 
 from fidelab.errors import UnknownNameError, UsageError
 from fidelab.report.charts import element
+from fidelab.report.markdown import code_span
 from fidelab.results.measurement import Measurement, Metric, label
-from fidelab.results.numbers import format_kld, one_line, printable
+from fidelab.results.numbers import format_interval, format_kld, heading, one_line, printable, public_name
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.values import NEEDS_REASON
 
-__all__ = ["choose_arm", "lm_eval_results", "render_badge"]
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+__all__ = ["choose_arm", "hub_files", "lm_eval_results", "render_badge"]
 
 _STDERRS = 2 * 1.959964  # in the width of a 95% interval
 _NO_FILTER = "none"
@@ -64,8 +69,7 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
         for name, metric in metrics.items():
             results[task][f"{name},{_NO_FILTER}"] = metric.value
             results[task][f"{name}_stderr,{_NO_FILTER}"] = _stderr(metric)
-    path = PurePath(arm.model)
-    model = path.name if path.is_absolute() else arm.model  # exports are published
+    model = public_name(arm.model)
     settings = f"model={model},k={arm.kv.k},v={arm.kv.v}"
     return {
         "results": results,
@@ -111,6 +115,91 @@ def _slug(text: str) -> str:
 def _stderr(metric: Metric) -> float | str:
     interval = metric.interval
     return "N/A" if interval is None else (interval[1] - interval[0]) / _STDERRS
+
+
+# --------------------------------------------------------------------------------------------------- the hub
+
+_BENCHMARKS = {"gsm8k": ("openai/gsm8k", "gsm8k", 1319)}
+"""Axis → data set, task and number of problems of a benchmark that the hub has a leaderboard for."""
+
+
+def hub_files(report: Report, arm: ArmRecord) -> dict[str, str]:
+    """What the hub shows beside a model, by path in its repository.
+
+    ``README.md``: a model card whose metadata hold the first figures of each axis as ``model-index``, with the section
+    for people below.  ``.eval_results/fidelab.yaml``: figures of the hub's own benchmarks; only there where all of a
+    benchmark's problems were asked and answered, since its leaderboard shows figures of nothing less.
+
+    Raises:
+        UsageError: no axis has a figure.
+    """
+    from huggingface_hub.repocard_data import eval_results_to_model_index
+
+    found = [*_eval_results(report, arm)]
+    if not found:
+        raise UsageError(f"{report.run_id} has no figure of fidelity for {arm.name}: there is nothing for a model card")
+    index = {"model-index": eval_results_to_model_index(public_name(arm.model), found)}
+    head = yaml.safe_dump(index, sort_keys=False, allow_unicode=True)
+    files = {"README.md": f"---\n{head}---\n\n# Fidelity of {code_span(arm.name)}\n\n{report.to_markdown()}"}
+    if entries := [*_benchmark_entries(report, arm)]:
+        files[".eval_results/fidelab.yaml"] = yaml.safe_dump(entries, sort_keys=False, allow_unicode=True)
+    return files
+
+
+def _eval_results(report: Report, arm: ArmRecord) -> Iterator[EvalResult]:
+    """The headlines of all axes."""
+    from huggingface_hub import EvalResult
+
+    axes = report.settings.get("axes")
+    text = report.settings.get("text")
+    for name, measured in arm.axes.items():
+        asked = axes.get(name) if isinstance(axes, dict) else None
+        given = {key: value for key, value in (asked or {}).items() if isinstance(value, bool | int | float)}
+        for metric in measured.headlines:
+            if measured.status in NEEDS_REASON or metric.value is None:
+                continue
+            interval = f" (95% {format_interval(metric.ci, metric.unit)})" if metric.ci else ""
+            place = f", {label(metric.cell)}" if metric.cell else ""
+            yield EvalResult(
+                task_type="text-generation",
+                task_name=measured.title or name,
+                dataset_type=f"fidelab-{_slug(name)}",
+                dataset_name=f"fidelab {name}",
+                dataset_args={**given, **({"text": public_name(text)} if isinstance(text, str) else {})},
+                metric_type=_slug(f"{name}_{metric.name}"),
+                metric_name=f"{arm.name}: {heading(metric.name, metric.unit)}{place}{interval}",
+                metric_value=metric.value,
+                metric_args={
+                    "kv_cache": f"{arm.kv.k}/{arm.kv.v}",
+                    "engine": arm.engine,
+                    "reference": report.reference.name,
+                    "unit": metric.unit,
+                    "ci95": None if metric.ci is None else [*metric.ci],
+                    "lower_bound": metric.bound,
+                },
+            )
+
+
+def _benchmark_entries(report: Report, arm: ArmRecord) -> Iterator[dict[str, Any]]:
+    """Entries of ``.eval_results/*.yaml``: https://huggingface.co/docs/hub/eval-results; values in percent."""
+    axes = report.settings.get("axes")
+    for name, (dataset, task, problems) in _BENCHMARKS.items():
+        measured, asked = arm.axes.get(name), axes.get(name) if isinstance(axes, dict) else None
+        share = measured.value("accuracy") if measured else None
+        if measured is None or share is None or not isinstance(asked, dict) or asked.get("data") != name:
+            continue
+        if measured.n_items == problems and not measured.n_failed:
+            kept = ("shots", "n_predict", "template")
+            how = ", ".join(f"{key} {asked[key]}" for key in kept if key in asked)
+            yield {
+                "dataset": {"id": dataset, "task_id": task},
+                "value": round(100 * share, 4),
+                "date": report.created.date().isoformat(),
+                "notes": f"KV cache {arm.kv.k}/{arm.kv.v} on {arm.engine}, greedy, {how} (fidelab)",
+            }
+
+
+# ----------------------------------------------------------------------------------------------------- badges
 
 
 def render_badge(arm: ArmRecord) -> str:

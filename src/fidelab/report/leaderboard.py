@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
@@ -33,8 +33,8 @@ from fidelab.results.record import write_atomically
 __all__ = ["render_leaderboard_html", "render_leaderboard_markdown", "write_leaderboard"]
 
 _TIES = (
-    "Ranks follow from 95% intervals (of repeats from the smallest to the largest): arms whose ranks overlap cannot be "
-    "told apart. Only figures that were measured alike stand in one table."
+    "Ranks follow from 95% intervals (of repeats from the smallest to the largest): an arm is tied with those whose "
+    "intervals overlap with its own, and its rank is a range. Only figures that were measured alike stand in one table."
 )
 _LONGEST = 60  # characters of a name or a condition: lists are long
 _WORDS = ("arm", "rank", "model", "engine", "KV cache", "verdict")
@@ -52,10 +52,13 @@ class _Cell:
 
 @dataclass(frozen=True)
 class _Table:
+    """``own``: the conditions that other tables of the page do not share, in words."""
+
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[LeaderboardRow, tuple[_Cell, ...]], ...]
     conditions: tuple[tuple[str, str], ...]
+    own: str
     remarks: tuple[str, ...]
 
 
@@ -68,7 +71,7 @@ def render_leaderboard_html(board: Leaderboard) -> str:
         .get_template("leaderboard.html.j2")
         .render(
             title=f"Leaderboard by {board.by}",
-            tables=[_table(group) for group in board.groups],
+            tables=_tables(board),
             unranked=board.unranked,
             ties=_TIES,
             counts=(len(rows), len({row.run_id for row in rows})),
@@ -87,10 +90,10 @@ def render_leaderboard_html(board: Leaderboard) -> str:
 def render_leaderboard_markdown(board: Leaderboard) -> str:
     """The same in GitHub-flavoured Markdown, without headings; ends in a newline."""
     parts = []
-    for table in map(_table, board.groups):
+    for table in _tables(board):
         cells = ((code_cell(row[0].text), *map(_text, row[1:])) for row in (cells for _, cells in table.rows))
         parts += [
-            f"{escaped(table.title)}:",
+            escaped(": ".join(filter(None, (table.title, table.own)))) + ":",
             pipe_table(tuple(map(escaped, table.columns)), len(_WORDS), cells),
             "\n".join(f"- {escaped(remark)}" for remark in table.remarks),
         ]
@@ -114,14 +117,24 @@ def _text(cell: _Cell) -> str:
     return escaped(f"{cell.text} ({cell.small})" if cell.small else cell.text)
 
 
-def _table(group: LeaderboardGroup) -> _Table:
+def _tables(board: Leaderboard) -> list[_Table]:
+    """The tables; each says in which conditions it differs from the others."""
+    names = dict.fromkeys(name for group in board.groups for name in group.conditions)
+    values = {name: {canonical_json(group.conditions.get(name)) for group in board.groups} for name in names}
+    return [_table(group, [name for name in names if len(values[name]) > 1]) for group in board.groups]
+
+
+def _table(group: LeaderboardGroup, telling: Sequence[str]) -> _Table:
     n = len(group.rows)
     title = f"{_heading(group.columns[0])}: {n} arm{'' if n == 1 else 's'}"
     ranked, *others = map(_heading, group.columns)
     columns = (*_WORDS, ranked, *_SIZES, *others, "run")
     rows = tuple((row, tuple(_cells(row, group))) for row in group.rows)
     conditions = tuple((one_line(name), _short(value)) for name, value in group.conditions.items())
-    return _Table(title, columns, rows, conditions, group.remarks)
+    own = ", ".join(
+        f"{one_line(name)} {_short(group.conditions[name])}" for name in telling if name in group.conditions
+    )
+    return _Table(title, columns, rows, conditions, own, group.remarks)
 
 
 def _heading(column: LeaderboardColumn) -> str:
@@ -132,10 +145,12 @@ def _heading(column: LeaderboardColumn) -> str:
 
 def _cells(row: LeaderboardRow, group: LeaderboardGroup) -> Iterator[_Cell]:
     yield _Cell(one_line(row.arm))
-    if row.best is None:
+    if row.best is None or row.worst is None:
         yield _Cell(ABSENT)
+    elif row.best == row.worst:
+        yield _Cell(str(row.best), order=str(row.best))
     else:
-        yield _Cell(str(row.best) if row.best == row.worst else f"{row.best}–{row.worst}", order=str(row.best))
+        yield _Cell(f"{row.best}–{row.worst}", small=f"tied with {row.worst - row.best}", order=str(row.best))
     yield _Cell(one_line(row.model), small=one_line(f"over {row.reference}"))
     yield _Cell(one_line(row.engine), small=one_line(row.version))
     yield _Cell(one_line(row.kv))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 from fidelab.report.cells import fact_of
@@ -16,7 +15,7 @@ from fidelab.report.summary import KLD, Performance
 from fidelab.report.tables import TextTable
 from fidelab.report.view import View, build_view
 from fidelab.results.measurement import Measurement
-from fidelab.results.numbers import ABSENT, one_line, printable
+from fidelab.results.numbers import ABSENT, one_line, printable, public_name
 from fidelab.results.record import Report
 
 __all__ = ["code_cell", "code_span", "escaped", "pipe_table", "render_markdown"]
@@ -63,7 +62,7 @@ def _opening(report: Report, view: View) -> str:
     """What was compared or measured, on which text and by which protocol, in one sentence."""
     engines = ", ".join(code_span(name) for name in dict.fromkeys(row.engine for row in view.rows))
     n = len(view.candidates) if view.fidelity else len(view.rows)
-    subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(_public(view.rows[0].model))} on {engines}"
+    subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(public_name(view.rows[0].model))} on {engines}"
     if view.performance is not None and not view.fidelity:
         what = view.performance.measured
         compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
@@ -110,13 +109,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _setting(value: Any) -> str:
-    return fact_of(value) if isinstance(value, int | float) else code_span(_public(str(value)))
-
-
-def _public(name: str) -> str:
-    """A name as it is, an absolute path by its last part: cards are published, and must not show local folders."""
-    path = PurePath(name)
-    return path.name if path.is_absolute() else name
+    return fact_of(value) if isinstance(value, int | float) else code_span(public_name(str(value)))
 
 
 def pipe_table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any, Final, Literal
 
 from pydantic import AwareDatetime, Field
@@ -19,6 +18,7 @@ from fidelab.core import canonical_json
 from fidelab.errors import InputError
 from fidelab.results.comparability import fields
 from fidelab.results.measurement import Better, Measurement, Metric, Unit, label
+from fidelab.results.numbers import public_name
 from fidelab.results.record import ArmRecord, BandName, Report
 from fidelab.results.table import BENCH, CACHE, tabulate
 from fidelab.results.values import NEEDS_REASON, Count, Document, FreeDict, OpenInterval, Positive, Record
@@ -71,7 +71,7 @@ class LeaderboardRow(Record):
     best: Count | None
     """The best rank that its interval allows, from 1; null where it has no interval and cannot be ranked."""
     worst: Count | None
-    """The worst one; another row whose ranks overlap cannot be told from it."""
+    """The worst one; as many other rows as it is below ``best`` cannot be told from this one."""
     run_id: str
     """Its run."""
     created: AwareDatetime
@@ -148,13 +148,16 @@ class _Entry:
     conditions: dict[tuple[str, str, str], dict[str, Any]]
 
 
-def rank(reports: Sequence[Report], by: str = KLD) -> Leaderboard:
+def rank(reports: Sequence[Report], by: str = KLD, superseded: Sequence[tuple[Report, str]] = ()) -> Leaderboard:
     """Rank the candidates of all reports by the first headline of an axis or bench; of a bench the references, too.
 
     Ranks follow from intervals: an arm is better than another if its interval lies wholly on the better side of the
     other's, so its best rank is one more than the number of arms that are better, its worst the number of those that
     are not worse.  The interval of repeats is from the smallest to the largest; exact figures are intervals of no
     width.
+
+    Args:
+        superseded: reports that were corrected, with what says so: their arms are named and not ranked.
 
     Raises:
         InputError: no report has such a figure, or neither side of it is better; names what there is.
@@ -171,6 +174,11 @@ def rank(reports: Sequence[Report], by: str = KLD) -> Leaderboard:
             unranked.append(Unranked(run_id=entry.report.run_id, arm=entry.arm.name, reason=reason))
         else:
             found.setdefault(canonical_json([headline, entry.conditions[headline]]), []).append((headline, entry))
+    unranked += [
+        Unranked(run_id=report.run_id, arm=arm.name, reason=why)
+        for report, why in superseded
+        for arm in report.candidates
+    ]
     if not found:
         raise InputError(f"no report has a figure of {by}; there are: {', '.join(sorted(names - {CACHE})) or 'none'}")
     groups = [_group(placed[0][0], [entry for _, entry in placed]) for placed in found.values()]
@@ -193,14 +201,20 @@ def _entries(report: Report, names: set[str], by: str) -> Iterator[_Entry]:
         figures, conditions = {}, {}
         for key, metric in table.items():
             if key[:2] == (role, arm.name):
-                figures[key[2:]] = metric
-                conditions[key[2:]] = fields(report, key, metric, names)
+                place = (key.group, _place(metric), key.metric)
+                figures[place] = metric
+                conditions[place] = fields(report, key, metric, names)
         yield _Entry(report, role, arm, figures, conditions)
 
 
 def _headlines(group: str, measurement: Measurement) -> Iterator[tuple[str, str, str]]:
     for metric in measurement.headlines:
-        yield group, label(metric.cell), metric.name
+        yield group, _place(metric), metric.name
+
+
+def _place(metric: Metric) -> str:
+    """The shape of work in words, whatever the order in which a file names its coordinates: receipts sort them."""
+    return label(dict(sorted(metric.cell.items())))
 
 
 def _why_not(arm: ArmRecord, group: Measurement | None, by: str) -> str:
@@ -315,8 +329,8 @@ def _row(
         run_id=entry.report.run_id,
         created=entry.report.created,
         arm=arm.name,
-        model=_public(arm.model),
-        reference=f"{_public(entry.report.reference.model)}, {_kv(entry.report.reference)}",
+        model=public_name(arm.model),
+        reference=f"{public_name(entry.report.reference.model)}, {_kv(entry.report.reference)}",
         engine=arm.engine,
         version=versions.get(arm.engine) or next(iter(versions.values()), ""),
         kv=_kv(arm),
@@ -326,11 +340,6 @@ def _row(
         band=arm.verdict.band if arm.verdict else None,
         figures=figures,
     )
-
-
-def _public(model: str) -> str:
-    path = PurePath(model)
-    return path.name if path.is_absolute() else model
 
 
 def _kv(arm: ArmRecord) -> str:

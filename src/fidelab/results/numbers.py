@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from pathlib import PurePath
 
 __all__ = [
     "ABSENT",
@@ -29,6 +30,7 @@ __all__ = [
     "heading",
     "one_line",
     "printable",
+    "public_name",
 ]
 
 ABSENT = "–"
@@ -215,6 +217,12 @@ def one_line(text: str) -> str:
     if text.isprintable() and "  " not in text and text == text.strip():
         return text
     return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
+
+
+def public_name(name: str) -> str:
+    """A name as it is, an absolute path by its last part: what is published must not show local folders."""
+    path = PurePath(name)
+    return path.name if path.is_absolute() else name
 
 
 def printable(text: str, *, escaped: bool = False) -> str:

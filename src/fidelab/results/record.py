@@ -451,7 +451,7 @@ def _first_fault(error: ValidationError) -> str:
     faults = error.errors(include_url=False)
     place = ".".join(str(part) for part in faults[0]["loc"]) or "the report"
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return f"{place}: {faults[0]['msg']}{more}"
+    return f"{place:.300}: {faults[0]['msg']:.1000}{more}"
 
 
 def write_atomically(path: str | Path, text: str) -> Path:

@@ -7,7 +7,7 @@ it: ``KL(w, kv) ≈ KL(w) + KL(kv)``, and ``KL(kv) ≈ KL(k) + KL(v)``, with as 
 For small errors the KL is quadratic in the change of the logits, so that it behaves like the square of a length:
 ``KL(a, b) = KL(a) + KL(b) + 2ρ·sqrt(KL(a)·KL(b))`` with a correlation ρ between -1 and 1.  Adding up means ρ = 0.
 Cells that were measured and could have been predicted tell ρ, and with it how far predictions may be wrong; without
-any the interval of a prediction is that of all ρ.  See docs/physics.md#advice.
+any the interval of a prediction is that of all ρ.  See docs/advise.md.
 """
 
 from __future__ import annotations

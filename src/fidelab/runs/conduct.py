@@ -39,6 +39,7 @@ from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, 
 from fidelab.plan.timings import Timings
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
+from fidelab.runs.cluster import Cluster, open_cluster
 from fidelab.runs.pairing import ArmResult, drop_compared_rows
 from fidelab.runs.runner import Asking, Listener, Silent, fork_server
 from fidelab.runs.scoring import RunFacts, Scored, score_run
@@ -88,10 +89,12 @@ class Prepared:
         """The resolved experiment."""
         return self.plan.settings
 
-    def asking(self, listener: Listener, event: Callable[..., None], *, fresh: bool = False) -> Asking:
+    def asking(
+        self, listener: Listener, event: Callable[..., None], *, fresh: bool = False, cluster: Cluster | None = None
+    ) -> Asking:
         """What runs the plan's jobs; ``fresh``: each in an interpreter of its own, imports included."""
         servers = None if fresh else self.servers
-        return Asking(self.settings, self.inputs, self.sample, servers, listener, event)
+        return Asking(self.settings, self.inputs, self.sample, servers, listener, event, cluster)
 
 
 def prepare(
@@ -151,12 +154,13 @@ def execute(
     """
     created = _now()
     prepared = prepare(experiment, replicate=replicate, created=created, servers=ForkServers())
+    cluster = _cluster(prepared.settings)
     head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
     config = dump(prepared.settings.experiment, head)
     folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
     remember(prepared.settings.experiment, config, folder.config)
     facts = RunFacts(folder.run_id, created, command, _environment())
-    return _conduct(prepared, folder, facts, listener or Silent()), folder
+    return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
 
 
 def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
@@ -175,8 +179,9 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
     folder.sweep()
     facts = _stored_facts(folder)
     prepared = prepare(experiment, replicate=first_replicate(folder), created=facts.created)
+    cluster = _cluster(prepared.settings)
     folder.event("resumed")
-    return _conduct(prepared, folder, facts, listener or Silent()), folder
+    return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
 
 
 def first_replicate(folder: RunFolder) -> int:
@@ -281,7 +286,9 @@ def capture(experiment: Experiment, *, follow: Path | None = None, listener: Lis
 # ----------------------------------------------------------------------------------------------- inside
 
 
-def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener) -> Report:
+def _conduct(
+    prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener, cluster: Cluster | None
+) -> Report:
     from fidelab.runs.estimate import estimate
 
     plan = prepared.plan
@@ -300,13 +307,14 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         with _terminate_as_interrupt(), folder.writing():
             if plan.settings.axes:
                 ahead.start()
-            asking = prepared.asking(listener, folder.event)
+            asking = prepared.asking(listener, folder.event, cluster=cluster)
             asking.pace.expect(expected.by_step())
-            for job in plan.jobs:
-                if plan.settings.axes:
-                    results.append(asking.run(job, folder.log(job.role)))
-                else:  # only benches ask the arms
-                    results.append(ArmResult(job.role, job.arm, Status.OK))
+            if plan.settings.axes:
+                answered = asking.run_all(plan.jobs, folder.log)
+            else:  # only benches ask the arms
+                answered = (ArmResult(job.role, job.arm, Status.OK) for job in plan.jobs)
+            for result in answered:
+                results.append(result)
                 _store_outcomes(folder, facts, plan, results)
                 if not plan.settings.experiment.keep_rows:
                     drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
@@ -327,7 +335,27 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         raise Interrupted(folder.path) from None
     finally:
         prepared.servers.close()
+        if cluster is not None:
+            cluster.close()
         listener.close()
+
+
+def _cluster(settings: Settings) -> Cluster | None:
+    """Where the jobs run, if not here.
+
+    Raises:
+        UsageError: the cluster cannot be reached, or cannot run such arms.
+    """
+    executor = settings.experiment.executor
+    if executor.name == "local":
+        return None
+    for name, deployed in settings.deployed.items():
+        if deployed.environment.image or deployed.environment.prefix:
+            raise UsageError(
+                f"arm {name} starts behind an image or a prefix, which executor {executor.name} cannot reach: give the "
+                "cluster's nodes the engine itself, or use --executor local"
+            )
+    return open_cluster(executor.name, executor.address, executor.options, settings.output_dir / "executor")
 
 
 def _prepare_scoring() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from fidelab.plan.resolve import Settings
 from fidelab.plan.timings import Rates, Timings, Work, work_of
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
+from fidelab.runs.cluster import Cluster, Needs, run_job
 from fidelab.runs.pairing import ArmResult, most_telling
 from fidelab.workers.fork_server import ForkServer, ForkServers
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
@@ -204,7 +207,7 @@ class Asking:
     """Runs jobs one after another; the reference comes first, because its answers lead to requests for all arms.
 
     ``sample``: text on which engine and parent compare tokenizers.  ``servers``: fork the workers; ``None``: each
-    starts afresh.  ``event``: called with the name and the fields of each event.
+    starts afresh.  ``event``: called with the name and the fields of each event.  ``cluster``: runs the jobs.
     """
 
     def __init__(
@@ -215,8 +218,11 @@ class Asking:
         servers: ForkServers | None,
         listener: Listener,
         event: Callable[..., None],
+        cluster: Cluster | None = None,
     ) -> None:
         self._settings = settings
+        self._cluster = cluster
+        self._lock = threading.RLock()  # jobs on a cluster run at once, each heard by a thread of its own
         self._inputs = inputs
         self._sample = sample
         self._servers = servers
@@ -232,6 +238,26 @@ class Asking:
         """Take the questions that follow from a reference which answered before: its captures by part."""
         self._later, self._without = follow_ups(self._settings, self._inputs, reference)
 
+    def run_all(self, jobs: Sequence[PlannedJob], log: Callable[[str], Path]) -> Iterator[ArmResult]:
+        """All jobs from start to end: one after another, or on a cluster all at once behind the reference.
+
+        ``log``: the log file of a role.
+        """
+        alone = len(jobs) if self._cluster is None else sum(job.role == "reference" for job in jobs)
+        for job in jobs[:alone]:
+            yield self.run(job, log(job.role))
+        if not jobs[alone:]:
+            return
+        with ThreadPoolExecutor(len(jobs) - alone) as pool:
+            running = [pool.submit(self.run, job, log(job.role)) for job in jobs[alone:]]
+            try:
+                for done in as_completed(running):
+                    yield done.result()
+            except BaseException:
+                assert self._cluster is not None
+                self._cluster.close()  # which ends the waiting of the threads
+                raise
+
     def run(self, job: PlannedJob, log: Path) -> ArmResult:
         """One job from start to end."""
         leads = job.role == "reference" and any(axis.follows for axis in self._settings.axes.values())
@@ -242,12 +268,13 @@ class Asking:
             job = with_probes(self._settings, job, self._later)
         missing = job.missing()
         tokens = sum(capture.tokens for capture in missing)
-        self._listener.job_started(job, tokens, reused=not missing)
-        self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
         outcome = JobOutcome()
         model = self._settings.deployed[job.arm.name].model
         clocked = _Clocked(job, missing, model, self._timings.rates(job.arm, model))
-        self.pace.begin(job.role, clocked.seconds() if missing else 0.0)
+        with self._lock:
+            self._listener.job_started(job, tokens, reused=not missing)
+            self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
+            self.pace.begin(job.role, clocked.seconds() if missing else 0.0)
         if missing:
 
             def more() -> list[ProbeTask]:
@@ -261,13 +288,27 @@ class Asking:
                 self.pace.capture(clocked.begin(first))
                 return [capture.task() for capture in added]
 
-            outcome = run_worker(
-                self._message(job, missing),
-                **self._process(job, log),
-                server=fork_server(self._settings, job.arm, self._servers),
-                listen=lambda received: self._hear(job, missing, clocked, received),
-                follow_up=more if leads else None,
-            )
+            def hear(received: Message) -> None:
+                with self._lock:
+                    self._hear(job, missing, clocked, received)
+
+            with self._lock:
+                message, process = self._message(job, missing), self._process(job, log)
+            if self._cluster is None:
+                server = fork_server(self._settings, job.arm, self._servers)
+                outcome = run_worker(message, **process, server=server, listen=hear, follow_up=more if leads else None)
+            else:
+                process.pop("end")
+                needs = _needs(job.arm, process["deadline"])
+                asked = more if leads else None
+                outcome = run_job(self._cluster, message, needs, **process, listen=hear, follow_up=asked)
+        with self._lock:
+            return self._ended(job, missing, outcome, clocked)
+
+    def _ended(
+        self, job: PlannedJob, missing: Sequence[PlannedCapture], outcome: JobOutcome, clocked: _Clocked
+    ) -> ArmResult:
+        """What became of a job, which everybody is told."""
         result = _result(job, [c.axis for c in missing], outcome)
         result = replace(result, failures={**result.failures, **self._without})
         self._event(
@@ -348,6 +389,12 @@ class Asking:
                 self.pace.capture(clocked.begin(index + 1))
             case ProbeFailed(index=index):
                 self.pace.capture(clocked.begin(index + 1))
+
+
+def _needs(arm: Arm, deadline: float | None) -> Needs:
+    """What an arm asks of a cluster's node."""
+    gpus = int(dict(arm.options).get("tp", 1)) if arm.device.startswith("cuda") else 0
+    return Needs(cpus=arm.threads or 1, gpus=gpus, seconds=deadline)
 
 
 def fork_server(settings: Settings, arm: Arm, servers: ForkServers | None) -> ForkServer | None:

@@ -24,6 +24,9 @@ from k16v8.bench.shapes import Cell, Kind, WeightCell, formats
 from k16v8.errors import NotSupportedError
 from k16v8.kernels.cache import FLOAT8, PagedCache, codes_to_values, storage
 from k16v8.kernels.dispatch import Kernels, choose
+from k16v8.kernels.prefill import PrefillBatch
+from k16v8.kernels.reference import Attention
+from k16v8.plugins.shared import attend_prompts, prompt_route
 
 __all__ = ["CONTENDERS", "FLASH", "REQUIRED", "Contender", "Draw", "Role", "WeightWork", "Work"]
 
@@ -199,11 +202,13 @@ def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> tuple[
         splits = "" if plan is None else f", {plan.splits} splits"
         return q, lambda: chosen.decode(q, held, out=out, lse=lse, plan=plan)[0], chosen.name + splits
     starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=draw.device) * cell.queries
-    return (
-        q,
-        lambda: chosen.extend(q, starts, held, out=out, lse=lse)[0],
-        chosen.name,
-    )
+    prompts = PrefillBatch([cell.tokens] * cell.batch, [cell.queries] * cell.batch, held.block_table)
+
+    def extend() -> Tensor:
+        attend_prompts(chosen, q, starts, held, Attention(), out, prompts)
+        return out
+
+    return q, extend, f"{chosen.name}, {prompt_route(chosen, q, held, Attention(), prompts)}"
 
 
 def _paged(cell: Cell, pair: str, draw: Draw) -> PagedCache:

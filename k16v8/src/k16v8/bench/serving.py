@@ -1,9 +1,9 @@
 """Decode as vLLM's plug-in calls it: what a server needs besides speed.  The first step of ``scripts/gpu-session``.
 
 Pages lie as vLLM allocates them (a head's keys in one run, its values behind), in random order; lengths are ragged.
-Asked is whether a call is right, whether its replay from a CUDA graph is the same bit by bit, what a call costs the
-host, and how often Triton compiles while a sequence grows.  Without a GPU only the first is asked, of Triton's
-interpreter.
+Asked is whether a call is right, whether long prompts are, by way of a workspace and the library that is installed,
+whether a replay from a CUDA graph is the same bit by bit, what a call costs the host, and how often Triton compiles
+while a sequence grows.  Without a GPU only what is right is asked, of Triton's interpreter.
 
 ::
 
@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -33,17 +36,26 @@ from k16v8.gates.run import RELATIVE_L2
 from k16v8.kernels import reference
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.dispatch import Kernels, choose, load_triton
-from k16v8.plugins.shared import Formats
+from k16v8.kernels.prefill import Attend, PrefillBatch, installed, library_attention, prefill, torch_attention
+from k16v8.kernels.reference import Attention
+from k16v8.plugins.shared import Formats, prompt_route
 from k16v8.plugins.vllm.plugin import pages
 
 __all__ = ["HOST_MICROSECONDS", "LENGTHS", "VARIANTS", "Serving", "main", "measure"]
 
 LENGTHS = {"cuda": (0, 1, 15, 16, 17, 4097, 32768), "cpu": (0, 1, 15, 16, 17)}
+# of prompts: tokens, queries among them, and tokens that are gathered at once
+PROMPTS = {
+    "cuda": ((4097, 700, 300), (1024, 700, 129), (1536, 8192)),
+    "cpu": ((70, 20), (40, 20), (32, 128)),
+}
 HOST_MICROSECONDS = 100.0  # of one call, at most
 VARIANTS = 4  # of each kernel while a sequence grows to 32K tokens, at most
 _PAGE = 16
 _CALLS = 200
 _DTYPE = torch.bfloat16
+_INTERPRETED = {"triton": "interpreter", "gluon": "gluon-interpreter"}
+_ROUNDS, _REPLAYS = 5, 20
 
 
 class Serving:
@@ -55,7 +67,9 @@ class Serving:
         NotSupportedError: there are no kernels for this shape here.
     """
 
-    def __init__(self, model: Geometry, lengths: Sequence[int], device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self, model: Geometry, lengths: Sequence[int], device: torch.device, seed: int = 0, kernels: str = "triton"
+    ) -> None:
         draw, formats = Draw(device, seed), Formats.parse("1")
         heads, kv_heads, dim = model.shape
         widest = max(1, -(-max(lengths) // _PAGE))
@@ -67,7 +81,7 @@ class Serving:
         # the plug-in asks for the torch path on CPUs; here the interpreter stands in for the GPU
         shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "page": _PAGE, "dtype": _DTYPE}
         self.kernels: Kernels = choose(
-            "triton" if device.type == "cuda" else "interpreter",
+            kernels if device.type == "cuda" else _INTERPRETED[kernels],
             k_format=layout.k_format,
             v_format=layout.v_format,
             device=device,
@@ -89,14 +103,21 @@ class Serving:
         return self.kernels.decode(self.q, self.cache, out=self.out, lse=self.lse, plan=self.plan)[0]
 
 
-def measure(model: Geometry, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Every figure with its bound; ``passed``: whether all of them hold."""
-    step = Serving(model, lengths, device)
+def measure(model: Geometry, lengths: Sequence[int], device: torch.device, kernels: str = "triton") -> dict[str, Any]:
+    """Every figure with its bound; ``passed``: whether all of them hold.
+
+    Of kernels but Triton's: how long a step of the goal's cell takes, beside Triton's.
+    """
+    step = Serving(model, lengths, device, kernels=kernels)
     checks = {"decode": _right(step)}
+    if kernels == "triton":
+        checks["prompts"] = _prompts(model, device)
     if device.type == "cuda":
         checks["graph"] = _replayed(step)
-        checks["host"] = _host(Serving(model, [17] * 32, device))
-        checks["variants"] = _variants(model, device)
+        checks["host"] = _host(Serving(model, [17] * 32, device, kernels=kernels))
+        checks["variants"] = _variants(model, device, kernels)
+        if kernels != "triton" and all(check["passed"] for check in checks.values()):
+            checks["beside"] = _beside(model, device, kernels)
     return {
         "geometry": model.name,
         "lengths": list(lengths),
@@ -118,17 +139,43 @@ def _right(step: Serving) -> dict[str, Any]:
     return {"errors": errors if finite else None, "bound": RELATIVE_L2, "passed": finite and max(errors) <= RELATIVE_L2}
 
 
+def _prompts(model: Geometry, device: torch.device) -> dict[str, Any]:
+    """Long prompts gathered into a workspace, in chunks and in one: the relative L2 of each sequence.
+
+    By the library that the plug-ins would take; on a CPU, which has none, by the definition in its place.
+    """
+    lengths, counts, sizes = PROMPTS[device.type]
+    step = Serving(model, lengths, device)
+    heads, kv_heads, dim = model.shape
+    q = Draw(device, 1).normal(sum(counts), heads, dim)
+    batch = PrefillBatch(lengths, counts, step.cache.block_table)
+    attend: Attend = torch_attention
+    route: str = "definition"
+    if device.type == "cuda":
+        route = prompt_route(step.kernels, q, step.cache, Attention(), batch)
+        if route == "extend":
+            reason = "no FlashAttention for this device is installed: prompts are read in place"
+            return {"route": route, "reason": reason, "passed": True}
+        attend = library_attention(route, installed())
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+    exact = reference.extend(q, starts, step.cache)[0]
+    found: dict[str, list[float] | None] = {}
+    for tokens in sizes:
+        size = tokens * 2 * kv_heads * 2 * dim
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        out = torch.full_like(q, torch.nan)
+        prefill(q, batch, step.cache, None, attend, gather=step.kernels.gather, workspace=workspace, out=out)
+        spans = [slice(*span) for span in pairwise([0, *accumulate(counts)])]
+        errors = [float((out[rows] - exact[rows]).norm() / exact[rows].norm()) for rows in spans]
+        found[str(tokens)] = errors if all(map(math.isfinite, errors)) else None
+    passed = all(errors is not None and max(errors) <= RELATIVE_L2 for errors in found.values())
+    return {"route": route, "errors": found, "bound": RELATIVE_L2, "passed": passed}
+
+
 def _replayed(step: Serving) -> dict[str, Any]:
     """Capture once, then replay on other queries: equal to a call on those, bit by bit."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step.call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            step.call()
+        graph = _captured(step)
     except RuntimeError as error:
         return {"reason": f"cannot be captured: {one_line(error)}", "passed": False}
     step.q.normal_(generator=torch.Generator(step.q.device).manual_seed(1))
@@ -159,7 +206,63 @@ def _microseconds(call: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def _variants(model: Geometry, device: torch.device) -> dict[str, Any]:
+def _beside(model: Geometry, device: torch.device, kernels: str) -> dict[str, Any]:
+    """Microseconds of a step of the goal's cell, replayed from graphs in turns, and bytes of the cache a second.
+
+    Both read one cache, which is larger than any cache of a device.  Nothing is demanded of the figures.
+    """
+    steps = {kernels: Serving(model, [GOAL_TOKENS] * 32, device, kernels=kernels)}
+    other = copy(steps[kernels])
+    heads, kv_heads, dim = model.shape
+    held = other.cache
+    other.kernels = choose(
+        "triton",
+        k_format=held.k_format,
+        v_format=held.v_format,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        page=_PAGE,
+        dtype=_DTYPE,
+        device=device,
+    )
+    other.out, other.lse = torch.full_like(other.q, torch.nan), torch.empty_like(other.lse)
+    other.plan = other.kernels.plan(len(other.q), heads, held)
+    steps["triton"] = other
+    graphs = {name: _captured(step) for name, step in steps.items()}
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(_ROUNDS):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            for _ in range(_REPLAYS):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            found[name].append(1e3 * begin.elapsed_time(end) / _REPLAYS)
+    size = held.k_cache.nbytes + held.v_cache.nbytes
+    mid = {name: statistics.median(times) for name, times in found.items()}
+    return {
+        "microseconds": mid,
+        "bytes_per_second": {name: 1e6 * size / time for name, time in mid.items()},
+        "of_triton": mid[kernels] / mid["triton"],
+        "passed": True,
+    }
+
+
+def _captured(step: Serving) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step.call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.call()
+    return graph
+
+
+def _variants(model: Geometry, device: torch.device, kernels: str) -> dict[str, Any]:
     """How often each kernel is compiled while one sequence grows from one page to 32K tokens, its table with it."""
     from triton import knobs
 
@@ -168,7 +271,7 @@ def _variants(model: Geometry, device: torch.device) -> dict[str, Any]:
     def count(**told: Any) -> None:
         compiled[str(getattr(told.get("fn"), "name", told.get("repr")))] += 1
 
-    step = Serving(model, [GOAL_TOKENS], device, seed=1)  # compiles for this one width
+    step = Serving(model, [GOAL_TOKENS], device, seed=1, kernels=kernels)  # compiles for this one width
     before = knobs.runtime.jit_post_compile_hook
     knobs.runtime.jit_post_compile_hook = count
     try:
@@ -201,6 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m k16v8.bench.serving", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda", help="cuda, or cpu with Triton's interpreter. [default: cuda]")
     parser.add_argument("--geometry", default="llama-3.1-8b", help=f"{', '.join(GEOMETRIES)}. [default: llama-3.1-8b]")
+    parser.add_argument("--kernels", default="triton", help="triton, or gluon and beside it triton. [default: triton]")
     parser.add_argument("--profile", action="store_true", help="One decode step for a profiler, and nothing else.")
     options = parser.parse_args(argv)
     try:
@@ -208,12 +312,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"--device {options.device!r}: there are cpu and cuda")
         if options.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda: torch sees no GPU here")
+        if options.kernels not in _INTERPRETED:
+            raise UsageError(f"--kernels {options.kernels!r}: there are {', '.join(_INTERPRETED)}")
         load_triton(interpret=options.device == "cpu")
         device, model = torch.device(options.device), geometry(options.geometry)
         if options.profile:
             _profile(model, device)
             return 0
-        found = measure(model, LENGTHS[device.type], device)
+        found = measure(model, LENGTHS[device.type], device, options.kernels)
     except K16V8Error as error:
         print(f"k16v8: {error}", file=sys.stderr)
         return 2

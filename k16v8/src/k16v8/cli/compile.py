@@ -1,7 +1,8 @@
 """Compile every kernel for processors that are not here, and check that its shared memory fits.
 
 What passes is "compiled, never run": no result follows from it. What the code says about speed is shown: registers
-of a thread, bytes of them spilled to memory, the widest load from global memory in bytes; --json has more.
+of a thread, bytes of them spilled to memory, programs that one multiprocessor holds at once (of AMD: a compute unit, on
+gfx11 and gfx12 a work-group processor), the widest load from global memory in bytes; --json has more.
 
 example:
   k16v8 compile --target sm_90,gfx942
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 _TARGETS = "sm_90,sm_120,gfx942,gfx1201,gfx1100"
-_HEADINGS = ("target", "kernel", "K", "V", "dim", "page", "options", "shared", "regs", "spill", "load", "status")
-_WEIGHT_HEADINGS = ("target", "kernel", "layout", "group", "x", "options", "shared", "regs", "spill", "load", "status")
+_CODE = ("options", "shared", "regs", "spill", "programs", "load", "status")
+_HEADINGS = ("target", "kernel", "K", "V", "dim", "page", *_CODE)
+_WEIGHT_HEADINGS = ("target", "kernel", "layout", "group", "x", *_CODE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,12 +85,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _row(done: Compiled) -> tuple[str, ...]:
     shared = "" if done.shared is None else f"{done.shared:,}"
-    code = ["" if x is None else str(x) for x in (done.registers, done.spilled, max(done.loads, default=None))]
+    code = [
+        "" if x is None else str(x)
+        for x in (done.registers, done.spilled, done.programs, max(done.loads, default=None))
+    ]
     if done.layout:
         fixed = (done.target, done.kernel, done.layout, str(done.group), done.dtype, done.options)
         return *fixed, shared, *code, done.status
-    numbers = (str(done.head_dim), str(done.page), done.options, shared, *code)
-    return done.target, done.kernel, done.k_format, done.v_format, *numbers, done.status
+    shape = (str(done.head_dim), str(done.page), done.options)
+    return done.target, done.kernel, done.k_format, done.v_format, *shape, shared, *code, done.status
 
 
 def _pair(text: str) -> tuple[str, str]:

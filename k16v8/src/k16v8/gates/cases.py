@@ -30,7 +30,8 @@ class Problem:
 class Case:
     """``queries``: of each sequence, ``None`` for decode.  ``heads`` over ``kv_heads`` is the GQA ratio.
 
-    ``outlier``: how much larger one channel of the keys is.  At 1 attention is spread over all tokens.
+    ``outlier``: how much larger one channel of the keys is.  At 1 attention is spread over all tokens.  ``workspace``:
+    tokens that are gathered at once for a prompt, 0 for kernels that read the cache in place.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Case:
     sinks: bool = False
     splits: int = 2
     outlier: float = 6.0
+    workspace: int = 0
     dtype: torch.dtype = torch.bfloat16
 
     def build(self, seed: int, device: torch.device | str = "cpu") -> Problem:
@@ -124,6 +126,14 @@ CASES = (
     Case("decode k16v8 ratio 7", heads=14, kv_heads=2, lengths=(65, 128), head_dim=128, page=64),
     Case("decode k16v8 per tensor", v_scaling="per-tensor", lengths=(9, 90)),
     Case("decode k16v8 per token", v_scaling="per-token-head", head_dim=96, lengths=(16, 129)),
+    Case(
+        "decode k16v8 per token 128",
+        v_scaling="per-token-head",
+        head_dim=128,
+        heads=8,
+        lengths=(16, 129, 200),
+        splits=3,
+    ),
     Case("decode k16v8 window", window=24, lengths=(5, 24, 25, 90), sinks=True),
     Case("decode k16v8 soft-cap", softcap=8.0, lengths=(40, 70), head_dim=256),
     Case("decode k16v8 float16", k_format="f16", dtype=torch.float16, lengths=(40, 130), page=128),
@@ -148,6 +158,18 @@ CASES = (
     Case("extend k8v8", k_format="fp8_e4m3", k_scaling="per-tensor", lengths=(50, 9), queries=(17, 9)),
     Case("extend int8", k_format="int8", v_format="int8", lengths=(50, 9), queries=(17, 9), head_dim=80),
     Case("extend int4", k_format="int4", v_format="int4", lengths=(50, 9), queries=(17, 9)),
+    Case("gather k16v8", lengths=(5, 40, 33), queries=(5, 7, 1), workspace=4096),
+    Case("gather k16v8 chunks", lengths=(150, 20, 0, 97), queries=(90, 20, 0, 3), workspace=48, outlier=1.0),
+    Case("gather k16v8 ratio 7", heads=7, kv_heads=1, lengths=(50, 20), queries=(18, 20), head_dim=128, workspace=32),
+    Case("gather k16v8 window", window=10, lengths=(90, 20, 7), queries=(70, 3, 7), sinks=True, workspace=25),
+    Case("gather k16v8 soft-cap", softcap=8.0, lengths=(30, 64), queries=(2, 33), v_scaling="per-tensor", workspace=40),
+    Case("gather k16v8 sinks", lengths=(90, 33), queries=(40, 33), sinks=True, workspace=30, page=32),
+    Case("gather k16v8 per token", v_scaling="per-token-head", lengths=(50, 9), queries=(17, 9), workspace=20),
+    Case("gather k16v8 float16", k_format="f16", dtype=torch.float16, lengths=(50, 9), queries=(17, 9), workspace=20),
+    Case("gather k16v8 narrow values", head_dim=96, v_dim=64, lengths=(20, 33), queries=(20, 5), workspace=16),
+    Case("gather k16v16", v_format="bf16", lengths=(50,), queries=(33,), workspace=30),
+    Case("gather k16 v int8", v_format="int8", lengths=(50, 9), queries=(17, 9), workspace=30),
+    Case("gather k16 v int4", v_format="int4", head_dim=80, lengths=(50, 9), queries=(17, 9), workspace=30),
 )
 # Not under the interpreter, which is slow.
 LONG = (

@@ -40,11 +40,12 @@ __all__ = [
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
 OPTIONS = ("plain", "all")
-KERNELS = ("write", "decode", "merge", "extend")
+KERNELS = ("write", "decode", "merge", "extend", "gather", "gluon")
 # products of 4-bit weights, and the rows of each
 WEIGHT_KERNELS = {"gemv": 16, "gemm-32": 32, "gemm-64": 64, "gemm": 512, "experts": 16, "sum": 16}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
 
+_BATCH, _KV_HEADS = 16, 8
 _RATIO = 4  # query heads per KV head
 
 
@@ -64,7 +65,7 @@ class Compiled:
 
     ``tile``: bytes of K and V of one step, without scales; ``buffers``: tiles of K or V in shared memory, the fewer of
     both; ``programs``: that fit one multiprocessor by registers, warps and shared memory; ``in_flight``: bytes of K
-    and V at least under way to one multiprocessor while its programs compute (NVIDIA, decode and extend).
+    and V at least under way to one multiprocessor while its programs compute (NVIDIA; decode, extend and gluon).
     """
 
     kernel: str
@@ -111,7 +112,8 @@ def compile_kernels(
 ) -> Iterator[Compiled]:
     """Compile every kernel for every target, one result after another.
 
-    FP8 is the fnuz type on gfx942, the only one that it has.
+    FP8 is the fnuz type on gfx942, the only one that it has.  ``gluon``, the decode kernel in Gluon, is left out where
+    it is not for a target or for formats (:func:`k16v8.kernels.decode_gluon.refusal`), and before Triton 3.8.
 
     Raises:
         NotSupportedError: Triton is missing, or this process runs its interpreter.
@@ -132,7 +134,8 @@ def compile_kernels(
                 for k_format, v_format in pairs:
                     for kernel in kernels:
                         for options in OPTIONS:
-                            yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
+                            if kernel != "gluon" or _has_gluon(target, k_format, v_format, head_dim, page):
+                                yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
 
 
 def compile_weight_kernels(
@@ -218,6 +221,33 @@ def _compile_weights(kernel: str, name: str, layout: Layout, group: int, dtype: 
     return _built(result, matmul.matmul_kernel, arguments, constants, tile, target)
 
 
+def _has_gluon(name: str, k_format: str, v_format: str, head_dim: int, page: int) -> bool:
+    from k16v8.kernels.dispatch import has_gluon
+
+    if not has_gluon():
+        return False
+    from k16v8.kernels.decode_gluon import refusal
+
+    cache = _empty_cache(k_format, v_format, head_dim, page, "none")
+    return not refusal(_target(name), torch.bfloat16, cache.kv_heads * _RATIO, cache)
+
+
+def _empty_cache(k_format: str, v_format: str, head_dim: int, page: int, scaling: Scaling) -> PagedCache:
+    return PagedCache.allocate(
+        64,
+        page,
+        _KV_HEADS,
+        head_dim,
+        batch=_BATCH,
+        max_blocks=64,
+        k_format=k_format,
+        v_format=v_format,
+        k_scaling=scaling,
+        v_scaling=scaling,
+        device="meta",
+    )
+
+
 def _target(name: str) -> Target:
     from k16v8.kernels.launch import Target
 
@@ -247,7 +277,13 @@ def _built(
     from triton.compiler import ASTSource
 
     from k16v8.kernels.launch import compile_options
+    from k16v8.kernels.occupancy import resident_programs
 
+    source = ASTSource
+    if result.kernel == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource
     result = replace(result, rows=tile.rows, tokens=tile.tokens, warps=tile.warps, stages=tile.stages)
     types = dict(zip(function.arg_names, (_type(x) for x in arguments), strict=False))
     aligned = {
@@ -257,7 +293,7 @@ def _built(
     }
     try:
         done = triton.compile(
-            ASTSource(
+            source(
                 fn=function,
                 signature=types | dict.fromkeys(constants, "constexpr"),
                 constexprs={(function.arg_names.index(key),): value for key, value in constants.items()},
@@ -270,8 +306,10 @@ def _built(
         return replace(result, error=" ".join(str(fault).split())[-300:], status="does not compile")
     shared = int(done.metadata.shared)
     result = replace(result, **(_nvidia(done.asm) if target.backend == "cuda" else _read_amd(done.asm["amdgcn"])))
-    if result.kernel in ("decode", "extend"):
-        result = _pipeline(result, done.asm["ttgir"], shared, target)
+    assert result.registers is not None
+    result = replace(result, programs=resident_programs(target, result.registers, shared, tile.warps))
+    if result.kernel in ("decode", "extend", "gluon"):
+        result = _pipeline(result, done.asm["ttgir"], target)
     if shared > target.shared_memory:
         excess = f"needs {shared} bytes of shared memory, {result.target} has {target.shared_memory}"
         return replace(result, shared=shared, error=excess, status="compiles, does not fit")
@@ -284,24 +322,12 @@ def _launch(
     """The Triton function, its arguments, constexprs and tiles, as a launch has them; 4 query heads per KV head."""
     from k16v8.kernels.decode import decode_constants, decode_kernel, merge_constants, merge_kernel
     from k16v8.kernels.extend import extend_constants, extend_kernel
+    from k16v8.kernels.gather import gather_arguments, gather_constants, gather_kernel, gather_tiles
     from k16v8.kernels.launch import cache_arguments, merge_tiles, tiles
     from k16v8.kernels.write import write_arguments, write_constants, write_kernel
 
-    batch, kv_heads, heads, splits = 16, 8, 8 * _RATIO, 16
-    scaling: Scaling = "per-token-head" if full else "none"
-    cache = PagedCache.allocate(
-        64,
-        page,
-        kv_heads,
-        head_dim,
-        batch=batch,
-        max_blocks=64,
-        k_format=k_format,
-        v_format=v_format,
-        k_scaling=scaling,
-        v_scaling=scaling,
-        device="meta",
-    )
+    batch, kv_heads, heads, splits = _BATCH, _KV_HEADS, _KV_HEADS * _RATIO, 16
+    cache = _empty_cache(k_format, v_format, head_dim, page, "per-token-head" if full else "none")
     q = torch.empty(batch, heads, head_dim, dtype=torch.bfloat16, device="meta")
     part, lse = q.float(), torch.empty(batch, heads, device="meta")
     starts, attention = cache.lengths, Attention()
@@ -312,10 +338,24 @@ def _launch(
         kv = q[:, :kv_heads]
         arguments = write_arguments(kv, kv, cache, starts.long(), None)
         return write_kernel, [*arguments], write_constants(cache, count=full), tiles(kernel, target, cache)
+    if kernel == "gather":
+        kv = q[:, :kv_heads]
+        arguments = gather_arguments(cache, starts.long(), kv, kv)
+        return gather_kernel, [*arguments], gather_constants(cache, target), gather_tiles()
     if kernel == "merge":
         arguments = (part, lse, part, q, lse, *q.stride()[:2], lse.stride(0), splits)
         constants = merge_constants(heads, head_dim, splits, sinks=full, target=target)
         return merge_kernel, [*arguments], constants, merge_tiles(splits, head_dim)
+    if kernel == "gluon":
+        from k16v8.kernels import decode_gluon
+
+        sinks = part if attention.sinks is None else attention.sinks
+        starts = cache.lengths
+        arguments = decode_gluon.decode_arguments(
+            q, q, lse, sinks, part, lse, starts, starts, cache, attention, sequences=batch
+        )
+        constants = decode_gluon.decode_constants(heads, cache, attention)
+        return decode_gluon.decode_gluon_kernel, [*arguments], constants, decode_gluon.tiles(constants)
     if kernel == "decode":
         arguments = (q, part, lse, *cache_arguments(cache), *q.stride()[:2], scale, splits)
         constants = decode_constants(q.dtype, heads, cache, attention, target)
@@ -372,23 +412,17 @@ def _number(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-def _pipeline(result: Compiled, ttgir: str, shared: int, target: Target) -> Compiled:
-    """What is loaded ahead, and how many programs share a multiprocessor."""
+def _pipeline(result: Compiled, ttgir: str, target: Target) -> Compiled:
+    """What is loaded ahead."""
     sides = (storage(name) for name in (result.k_format, result.v_format))
     tile = result.tokens * sum(side.width(result.head_dim) * side.dtype.itemsize for side in sides)
     # buffers of K and V: [how many, tokens, columns]
     held = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)
     buffers = min(map(int, held), default=1)
     result = replace(result, tile=tile, buffers=buffers)
-    if target.backend != "cuda" or not result.registers:
+    if target.backend != "cuda" or result.programs is None:
         return result
-    warps = 64 if int(target.arch) in (80, 90, 100, 103) else 48
-    programs = min(
-        65536 // (-(-result.registers // 8) * 8 * 32 * result.warps),
-        warps // result.warps,
-        (target.shared_memory + 1024) // (shared + 1024),  # the system keeps 1 KB of each program
-    )
-    return replace(result, programs=programs, in_flight=programs * (buffers - 1) * tile)
+    return replace(result, in_flight=result.programs * (buffers - 1) * tile)
 
 
 _TYPES = {

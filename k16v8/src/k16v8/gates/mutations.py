@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k16v8.kernels import prefill
 from k16v8.kernels.cache import PagedCache, dequantize
 from k16v8.kernels.reference import Attention
 
@@ -47,6 +48,28 @@ def _stale(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention:
     table = cache.block_table.clone()
     table[-1, 1] = table[0, 0]
     return attend(q, starts, replace(cache, block_table=table), attention)
+
+
+def _stale_first(
+    attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention
+) -> tuple[Tensor, Tensor]:
+    table = cache.block_table.clone()
+    table[0, 1] = table[0, 0]
+    return attend(q, starts, replace(cache, block_table=table), attention)
+
+
+def _joined_evenly(
+    attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention
+) -> tuple[Tensor, Tensor]:
+    """The parts of a query's output weigh the same, however much of the sum each has."""
+    whole = prefill._joined
+    try:
+        prefill._joined = lambda out, lse, more, log: (
+            torch.where(lse.isinf().unsqueeze(-1), more.float(), (out + more.float()) / 2), torch.logaddexp(lse, log)
+        )  # fmt: skip
+        return attend(q, starts, cache, attention)
+    finally:
+        prefill._joined = whole
 
 
 def _zero(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
@@ -111,6 +134,11 @@ MUTATIONS = (
     Mutation("mask off by one, extend", "extend k16v16", _late),
     Mutation("window off by one", "decode k16v8 window", _window),
     Mutation("one page stale", "decode k16v8 ratio 8", _stale),
+    Mutation("V scale off by 7%, gather", "gather k16v8 soft-cap", _v_scale),
+    Mutation("mask off by one, gather", "gather k16v8 soft-cap", _late),
+    Mutation("window off by one, gather", "gather k16v8 window", _window),
+    Mutation("one page stale, gather", "gather k16v16", _stale_first),
+    Mutation("chunks joined without their log-sum-exps", "gather k16v8 chunks", _joined_evenly),
     Mutation("BF16 accumulation", "decode k16v8 diffuse", _sums_in_bf16),
     Mutation("BF16 split merge", "decode k16v8 diffuse", _merge_in_bf16),
     Mutation("all-zero output", "decode k16v8", _zero),

@@ -7,13 +7,15 @@ cache: its expected value is a property of rounding to e4m3 (exact attention giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from k16v8.errors import NotSupportedError
 from k16v8.gates.cases import CASES, LONG, Case, Problem
 from k16v8.gates.mutations import MUTATIONS, Mutation
 from k16v8.gates.soak import soak
@@ -22,6 +24,7 @@ from k16v8.gates.writer import writer_gates
 from k16v8.kernels import reference
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.dispatch import Kernels, choose
+from k16v8.kernels.prefill import PrefillBatch, prefill, torch_attention
 from k16v8.kernels.reference import Attention
 
 __all__ = ["Gate", "attention_gate", "mutation_gate", "paper_gates", "run_gates"]
@@ -67,10 +70,12 @@ def run_gates(
 
 
 def _attention_gates(implementation: str, device: torch.device | str, seed: int, soak_steps: int) -> Iterator[Gate]:
-    for case in CASES if implementation == "interpreter" else (*CASES, *LONG):
+    cases = _asked(implementation, CASES if implementation.endswith("interpreter") else (*CASES, *LONG), device)
+    for case in cases:
         yield attention_gate(case, implementation, device=device, seed=seed)
-    for name, passed, figures, note in writer_gates(_chooser(implementation, device), device=device, seed=seed):
-        yield Gate("writer", name, passed, figures, note)
+    if not implementation.startswith("gluon"):  # which writes by Triton
+        for name, passed, figures, note in writer_gates(_chooser(implementation, device), device=device, seed=seed):
+            yield Gate("writer", name, passed, figures, note)
     yield from paper_gates(implementation, device=device)
     if soak_steps:
         kernels = _chosen(_SOAK, implementation, device)
@@ -79,7 +84,21 @@ def _attention_gates(implementation: str, device: torch.device | str, seed: int,
         passed = error <= RELATIVE_L2 and reused > 0 and evicted > 0
         yield Gate("soak", "decode through page reuse and window eviction", passed, figures)
     for mutation in MUTATIONS:
-        yield mutation_gate(mutation, implementation, device=device, seed=seed)
+        if mutation.case in {case.name for case in cases}:
+            yield mutation_gate(mutation, implementation, device=device, seed=seed)
+
+
+def _asked(implementation: str, cases: Sequence[Case], device: torch.device | str) -> list[Case]:
+    """The cases of an implementation: all; of Gluon, whose own kernel is decode, those that it does not refuse."""
+    if not implementation.startswith("gluon"):
+        return [*cases]
+    asked = []
+    for case in cases:
+        if case.queries is None:
+            with suppress(NotSupportedError):
+                _chosen(case, implementation, device)
+                asked.append(case)
+    return asked
 
 
 _SOAK = Case("soak", heads=4, kv_heads=1, window=40, lengths=(0, 0), v_scaling="per-token-head", splits=1)
@@ -117,6 +136,8 @@ def _errors(case: Case, kernels: Kernels, problem: Problem, mutation: Mutation |
                 plan.part.fill_(float("nan"))
                 plan.part_lse.fill_(float("nan"))
             return kernels.decode(q, cache, attention, out=out, lse=lse, plan=plan)
+        if case.workspace:
+            return _gathered(case, kernels, q, starts, cache, attention, out, lse)
         return kernels.extend(q, starts, cache, attention, out=out, lse=lse)
 
     inputs = (problem.q, problem.query_starts, cache, problem.attention)
@@ -126,6 +147,19 @@ def _errors(case: Case, kernels: Kernels, problem: Problem, mutation: Mutation |
     else:
         expected = reference.extend(problem.q, problem.query_starts, cache, problem.attention, dtype=torch.float64)
     return _compare(out, lse, *expected)
+
+
+def _gathered(
+    case: Case, kernels: Kernels, q: Tensor, starts: Tensor, cache: PagedCache, attention: Attention, out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A prompt by way of a workspace, whose attention is the definition: what is gathered and joined is looked at."""
+    size = case.workspace * 2 * cache.kv_heads * (cache.head_dim + cache.v_dim)
+    workspace = torch.full((size,), 255, dtype=torch.uint8, device=q.device)  # NaNs
+    batch = PrefillBatch(cache.lengths.tolist(), starts.diff().tolist(), cache.block_table)
+    return prefill(
+        q, batch, cache, attention, torch_attention, gather=kernels.gather, workspace=workspace, out=out, lse=lse
+    )
 
 
 def _compare(out: Tensor, lse: Tensor, expected: Tensor, expected_lse: Tensor) -> dict[str, float]:

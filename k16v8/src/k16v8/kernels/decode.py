@@ -30,10 +30,11 @@ from k16v8.kernels.launch import (
     target_of,
     tiles,
 )
+from k16v8.kernels.occupancy import FALLBACK_PROGRAMS, resident_programs
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.softmax import attend_tokens, finished, split_queries
 
-__all__ = ["BUFFER", "DecodePlan", "decode", "plan_decode", "split_count"]
+__all__ = ["BUFFER", "DecodePlan", "decode", "decode_programs", "plan_decode", "split_count"]
 
 _MOST_SPLITS = 128
 _SHORTEST = 256  # tokens that a split should at least have: below, merging costs more than it gains
@@ -212,13 +213,48 @@ class DecodePlan:
     part_lse: Tensor
 
 
-def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int) -> int:
-    """The fewest splits that fill the device evenly: programs come in rounds of two per multiprocessor.
+_PROGRAMS: dict[tuple[object, ...], int] = {}
+
+
+def decode_programs(q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention | None = None) -> int:
+    """Programs of the split kernel that one multiprocessor holds at once, by what the compiler made of it.
+
+    The kernel is compiled and loaded where it is not yet; the answer is kept for each compiled variant.  Under the
+    interpreter, and for tensors that lie on the CPU, nothing is compiled: it is ``FALLBACK_PROGRAMS`` there.
+    """
+    device, attention = cache.k_cache.device, attention or Attention()
+    target = target_of(device)
+    if target.backend == "interpreter" or not _on_gpu(device):
+        return FALLBACK_PROGRAMS
+    constants = decode_constants(q_dtype, heads, cache, attention, target)
+    arguments = cache_arguments(cache)
+    strides = tuple(x for x in arguments[:-1] if isinstance(x, int))
+    key = (device, strides, *constants.values())
+    if key not in _PROGRAMS:
+        tile = tiles("decode", target, cache)
+        compiled = decode_kernel.warmup(
+            q_dtype, torch.float32, torch.float32, *arguments, heads * cache.head_dim, cache.head_dim,
+            attention.scale_for(cache.head_dim), 1, grid=(1,), **constants, **compile_options(tile),
+        )  # fmt: skip
+        compiled._init_handles()  # loads the code: its registers are known then
+        found = resident_programs(target, compiled.n_regs, compiled.metadata.shared, tile.warps)
+        _PROGRAMS[key] = max(1, found)
+    return _PROGRAMS[key]
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def split_count(
+    batch: int, kv_heads: int, max_length: int, multiprocessors: int, programs: int = FALLBACK_PROGRAMS
+) -> int:
+    """The fewest splits that fill the device evenly: programs come in rounds of ``programs`` per multiprocessor.
 
     A split has 256 to 8192 tokens where the length allows it: many short programs end together where few long ones,
     and sequences of unequal length, leave multiprocessors idle at the end.  Static, unmeasured.
     """
-    lines, each_round, max_length = max(1, batch * kv_heads), 2 * multiprocessors, max(1, max_length)
+    lines, each_round, max_length = max(1, batch * kv_heads), programs * multiprocessors, max(1, max_length)
     most = max(1, min(max_length // _SHORTEST, _MOST_SPLITS))
     least = min(most, -(-max_length // _LONGEST))
 
@@ -234,20 +270,28 @@ def plan_decode(
     batch: int,
     heads: int,
     cache: PagedCache,
+    attention: Attention | None = None,
     *,
+    dtype: torch.dtype | None = None,
     splits: int | None = None,
     multiprocessors: int | None = None,
     buffer: Tensor | None = None,
 ) -> DecodePlan:
-    """Buffers for ``batch`` sequences; ``splits`` from the number of multiprocessors, and 64 MiB, unless told.
+    """Buffers for ``batch`` sequences.
 
+    Unless ``splits`` is told, it follows from the number of multiprocessors, from how many programs of the compiled
+    kernel each of them holds (:func:`decode_programs`), and 64 MiB.  ``dtype``: of queries; not given, that of keys
+    of 16 bits, bfloat16 for codes.
     ``buffer``: float32 ``[BUFFER]``, in which plans of several batch sizes may lie that do not run at once.
     """
     device = cache.k_cache.device
     if splits is None:
         many = target_of(device).multiprocessors if multiprocessors is None else multiprocessors
         room = _PARTIALS // max(1, 4 * batch * heads * cache.v_dim)
-        splits = min(split_count(batch, cache.kv_heads, cache.max_length, many), max(1, room))
+        if dtype is None:
+            dtype = cache.k_cache.dtype if cache.k_cache.dtype.is_floating_point else torch.bfloat16
+        programs = decode_programs(dtype, heads, cache, attention)
+        splits = min(split_count(batch, cache.kv_heads, cache.max_length, many, programs), max(1, room))
     rows = batch * heads * splits
     size = rows * (cache.v_dim + 1)
     if buffer is None or buffer.numel() < size:
@@ -275,7 +319,7 @@ def decode(
     attention = attention or Attention()
     batch, heads = q.shape[:2]
     target = target_of(q.device)
-    plan = plan or plan_decode(batch, heads, cache)
+    plan = plan or plan_decode(batch, heads, cache, attention, dtype=q.dtype)
     held = plan.part.shape
     if held[0] < batch or held[1:] != (heads, plan.splits, cache.v_dim) or plan.part.device != q.device:
         raise UsageError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from k16v8.errors import NotSupportedError, UnknownNameError
-from k16v8.kernels import checks, torch_path, torch_weights
+from k16v8.kernels import checks, prefill, torch_path, torch_weights
 from k16v8.kernels.cache import PagedCache, Scaling, storage
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.weights import LAYOUTS, QuantizedWeight
@@ -24,11 +24,16 @@ __all__ = [
     "WeightKernels",
     "choose",
     "choose_weights",
+    "has_gluon",
     "load_triton",
 ]
 
-Implementation = Literal["torch", "triton", "interpreter"]
-IMPLEMENTATIONS = ("torch", "triton", "interpreter")
+Implementation = Literal["torch", "triton", "interpreter", "gluon", "gluon-interpreter"]
+IMPLEMENTATIONS = ("torch", "triton", "interpreter", "gluon", "gluon-interpreter")
+_INTERPRETERS = ("interpreter", "gluon-interpreter")
+_GLUON = {"gluon": "triton", "gluon-interpreter": "interpreter"}  # and whose products of weights they take
+_BY_TORCH = ("torch", "gluon-interpreter")  # but for decode
+GLUON_DIMS = (64, 128, 256)
 HEAD_DIMS = (64, 80, 96, 128, 256)  # what the gates cover
 PAGES = (16, 32, 64, 128)
 _MOST_RATIO = 16
@@ -59,18 +64,25 @@ class Kernels:
         self._operation("write")(key, value, cache, slots, saturated=saturated)
 
     def plan(
-        self, batch: int, heads: int, cache: PagedCache, *, splits: int | None = None, buffer: Tensor | None = None
+        self,
+        batch: int,
+        heads: int,
+        cache: PagedCache,
+        attention: Attention | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        splits: int | None = None,
+        buffer: Tensor | None = None,
     ) -> Any:
         """Buffers for :meth:`decode`, allocated once per shape; ``None`` where the implementation needs none.
 
-        ``splits`` decides in which order sums are made: record ``plan.splits`` with the name.  ``buffer``: see
-        :func:`k16v8.kernels.decode.plan_decode`.
+        ``splits`` decides in which order sums are made: record ``plan.splits`` with the name.  ``attention``,
+        ``dtype`` (of queries) and ``buffer``: see :func:`k16v8.kernels.decode.plan_decode`.
         """
         if self.implementation == "torch":
             return None
-        from k16v8.kernels.decode import plan_decode
-
-        return plan_decode(batch, heads, cache, splits=splits, buffer=buffer)
+        plan_decode = self._module("decode").plan_decode
+        return plan_decode(batch, heads, cache, attention, dtype=dtype, splits=splits, buffer=buffer)
 
     def decode(
         self,
@@ -106,9 +118,21 @@ class Kernels:
             self._operation("extend")(q, query_starts, cache, attention, out=out, lse=lse),
         )
 
+    def gather(self, cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """:func:`k16v8.kernels.prefill.gather`: tokens of the cache as numbers ``[n, kv_heads, …]``."""
+        checks.check_cache(cache)
+        if self.implementation in _BY_TORCH:
+            prefill.gather(cache, slots, keys, values)
+        else:
+            self._operation("gather")(cache, slots, keys, values)
+
     def _operation(self, name: str) -> Any:
-        module = torch_path if self.implementation == "torch" else import_module(f"k16v8.kernels.{name}")
-        return getattr(module, name)
+        return getattr(self._module(name), name)
+
+    def _module(self, name: str) -> Any:
+        if self.implementation in _GLUON and name == "decode":
+            return import_module("k16v8.kernels.decode_gluon")
+        return torch_path if self.implementation in _BY_TORCH else import_module(f"k16v8.kernels.{name}")
 
 
 def choose(
@@ -126,7 +150,10 @@ def choose(
     k_scaling: Scaling = "none",
     v_scaling: Scaling = "none",
 ) -> Kernels:
-    """The kernels of ``implementation`` (``torch``, ``triton``, ``interpreter``) for one shape; ``dtype``: of queries.
+    """The kernels of ``implementation`` for one shape; ``dtype``: of queries.
+
+    ``torch``; ``triton``, compiled, or ``interpreter``; ``gluon``: Triton with a decode kernel in Gluon, which never
+    ran on a device and is taken only where it is named; ``gluon-interpreter``: that kernel, and torch.
 
     Raises:
         NotSupportedError: this implementation cannot do it here; with the reason.
@@ -142,7 +169,9 @@ def choose(
     if implementation != "torch":
         if reason := _triton_refusal(implementation, k_format, v_format, heads // kv_heads, dims, page, dtype, device):
             raise NotSupportedError(f"{name}: {reason}")
-        load_triton(interpret=implementation == "interpreter")
+        load_triton(interpret=implementation in _INTERPRETERS)  # before anything of Triton is imported
+        if implementation in _GLUON and (reason := _gluon_refusal(k_format, v_format, dims)):
+            raise NotSupportedError(f"{name}: {reason}")
     return Kernels(name, cast("Implementation", implementation))
 
 
@@ -187,12 +216,28 @@ def _triton_refusal(
     return _device_refusal(implementation, device)
 
 
+def _gluon_refusal(k_format: str, v_format: str, dims: tuple[int, int]) -> str | None:
+    if k_format not in ("bf16", "f16") or v_format != "fp8_e4m3":
+        return "the Gluon kernel is for keys of 16 bits and values fp8_e4m3; use triton"
+    if wrong := [dim for dim in dims if dim not in GLUON_DIMS]:
+        return f"head dimension {wrong[0]}; the Gluon kernel is for {', '.join(map(str, GLUON_DIMS))}; use triton"
+    return None if has_gluon() else "this Triton has no Gluon as the kernel needs it; it takes 3.8 or later"
+
+
+def has_gluon() -> bool:
+    """Whether the installed Triton has of Gluon what the kernel uses; imports Triton."""
+    try:
+        return hasattr(import_module("triton.experimental.gluon.language.nvidia.ampere.async_copy"), "async_load")
+    except ImportError:
+        return False
+
+
 def _device_refusal(implementation: str, device: torch.device | str) -> str | None:
     kind = torch.device(device).type
-    if implementation == "interpreter" and kind != "cpu":
+    if implementation in _INTERPRETERS and kind != "cpu":
         return f"the interpreter runs on the CPU, the tensors lie on {kind}"
-    if implementation == "triton" and kind != "cuda":
-        return f"compiled kernels need a GPU, the tensors lie on {kind}; choose torch, or interpreter to test them"
+    if implementation in ("triton", "gluon") and kind != "cuda":
+        return f"compiled kernels need a GPU, the tensors lie on {kind}; choose torch, or an interpreter to test them"
     return None
 
 
@@ -254,7 +299,7 @@ class WeightKernels:
 def choose_weights(
     implementation: str, *, layout: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
 ) -> WeightKernels:
-    """The products of ``implementation`` (``torch``, ``triton``, ``interpreter``); ``dtype``: of activations.
+    """The products of ``implementation``; ``dtype``: of activations.  Those of ``gluon`` are Triton's.
 
     Raises:
         NotSupportedError: this implementation cannot do it here; with the reason.
@@ -266,6 +311,7 @@ def choose_weights(
     ):
         if given not in known:
             raise UnknownNameError(kind, given, known)
+    implementation = _GLUON.get(implementation, implementation)
     name = f"{implementation}[{layout}]"
     if implementation != "torch":
         reason = _device_refusal(implementation, device)
@@ -273,7 +319,7 @@ def choose_weights(
             reason = "the Triton kernels are for 16-bit activations; use the torch implementation for others"
         if reason:
             raise NotSupportedError(f"{name}: {reason}")
-        load_triton(interpret=implementation == "interpreter")
+        load_triton(interpret=implementation in _INTERPRETERS)
     return WeightKernels(name, cast("Implementation", implementation))
 
 

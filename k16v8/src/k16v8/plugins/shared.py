@@ -11,6 +11,9 @@
 - ``0``: off.
 
 ``FIDELAB_K16V8``, its former name, is read where ``K16V8`` is not set.
+
+``K16V8_KERNELS=gluon`` takes the decode kernel in Gluon on NVIDIA GPUs, which never ran on one; unset or ``triton``:
+the Triton kernels.
 """
 
 from __future__ import annotations
@@ -30,15 +33,21 @@ if TYPE_CHECKING:
 
     from k16v8.kernels.cache import PagedCache
     from k16v8.kernels.dispatch import Kernels
+    from k16v8.kernels.prefill import PrefillBatch, Route
+    from k16v8.kernels.reference import Attention
 
 __all__ = [
+    "KERNELS_SWITCH",
     "LABEL",
     "SWITCH",
     "Formats",
     "Pages",
     "Side",
+    "attend_prompts",
     "decode_buffer",
     "decode_plan",
+    "prefill_workspace",
+    "prompt_route",
     "read_back",
     "switched",
     "version_refusal",
@@ -47,6 +56,7 @@ __all__ = [
 Version = tuple[int, ...]
 SWITCH = "K16V8"  # environment variable
 _FORMER_SWITCH = "FIDELAB_K16V8"
+KERNELS_SWITCH = "K16V8_KERNELS"  # environment variable
 LABEL = "k16v8"  # of the attention backends, in logs and records
 NATIVE = "native"  # the model's own 16-bit type
 _SCALE_BYTES = 2
@@ -229,17 +239,87 @@ def decode_buffer(device: torch.device) -> Tensor:
     return _BUFFERS[device]
 
 
-def decode_plan(kernels: Kernels, batch: int, heads: int, cache: PagedCache) -> Any:
-    """The plan of one decode shape, made once, in :func:`decode_buffer`; ``None`` where the kernels need none."""
+def decode_plan(kernels: Kernels, q: Tensor, cache: PagedCache, attention: Attention) -> Any:
+    """The plan of one decode shape (``q``: ``[B, heads, D]``), made once, in :func:`decode_buffer`.
+
+    ``None`` where the kernels need none.
+    """
     if kernels.implementation == "torch":
         return None
-    device = cache.k_cache.device
-    key = (device, batch, heads, cache.kv_heads, cache.v_dim, cache.max_length)
+    device, (batch, heads) = cache.k_cache.device, q.shape[:2]
+    kind = q.dtype, cache.k_format, cache.v_format, cache.k_scale is None, cache.v_scale is None
+    longest = 0 if kernels.implementation == "gluon" else cache.max_length  # its buffers follow from the device alone
+    options = attention.window, attention.softcap, attention.sinks is None
+    key = (kernels.implementation, device, *q.shape, cache.kv_heads, cache.v_dim, longest, *kind, *options)
     if key not in _PLANS:
         if len(_PLANS) == _MOST_PLANS:
             _PLANS.clear()
-        _PLANS[key] = kernels.plan(batch, heads, cache, buffer=decode_buffer(device))
+        _PLANS[key] = kernels.plan(batch, heads, cache, attention, dtype=q.dtype, buffer=decode_buffer(device))
     return _PLANS[key]
+
+
+_WORKSPACES: dict[torch.device, Tensor] = {}
+
+
+def prefill_workspace(device: torch.device) -> Tensor:
+    """The memory in which long prompts' contexts lie as numbers of 16 bits: one for all layers of a device."""
+    if device not in _WORKSPACES:
+        import torch
+
+        from k16v8.kernels.prefill import WORKSPACE
+
+        _WORKSPACES[device] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    return _WORKSPACES[device]
+
+
+def attend_prompts(
+    kernels: Kernels,
+    q: Tensor,
+    starts: Tensor,
+    cache: PagedCache,
+    attention: Attention,
+    out: Tensor,
+    batch: PrefillBatch | None,
+) -> None:
+    """The last tokens of each sequence over the whole of it: ``q`` ``[N, heads, D]`` into ``out`` ``[N, heads, Dv]``.
+
+    ``starts``: int32 ``[B + 1]``, of each sequence's queries; ``batch``: the same on the host, ``None`` where lengths
+    are not known there: the kernel that reads the cache in place needs none.
+    """
+    from k16v8.kernels.prefill import installed, library_attention, prefill
+
+    route = prompt_route(kernels, q, cache, attention, batch)
+    if batch is None or route == "extend":
+        kernels.extend(q, starts, cache, attention, out=out)
+        return
+    attend = library_attention(route, installed())
+    workspace = prefill_workspace(q.device)
+    prefill(q, batch, cache, attention, attend, gather=kernels.gather, workspace=workspace, out=out)
+
+
+def prompt_route(
+    kernels: Kernels, q: Tensor, cache: PagedCache, attention: Attention, batch: PrefillBatch | None
+) -> Route:
+    """:func:`k16v8.kernels.prefill.prefill_route` of a batch here; ``extend`` where its lengths are not known."""
+    from k16v8.kernels.prefill import capacity, installed, prefill_route
+
+    if batch is None or kernels.implementation not in ("triton", "gluon"):
+        return "extend"
+    return prefill_route(
+        _architecture(q.device),
+        installed(),
+        most_queries=batch.most_queries,
+        cache=cache,
+        dtype=q.dtype,
+        window=attention.window,
+        capacity=capacity(cache),
+    )
+
+
+def _architecture(device: torch.device) -> int | str:
+    from k16v8.kernels.launch import target_of
+
+    return target_of(device).arch
 
 
 @dataclass(frozen=True)
@@ -270,14 +350,18 @@ class Pages:
 
         Raises:
             NotSupportedError: there are none for this shape.
+            UsageError: ``K16V8_KERNELS`` has a value that means nothing.
         """
         import torch
 
         from k16v8.kernels import dispatch
         from k16v8.kernels.cache import scaling_of, storage
 
+        named = os.environ.get(KERNELS_SWITCH, "").strip() or "triton"
+        if named not in ("triton", "gluon"):
+            raise UsageError(f"{KERNELS_SWITCH}={named}: write triton or gluon")
         return dispatch.choose(
-            "torch" if torch.device(device).type == "cpu" else "triton",
+            "torch" if torch.device(device).type == "cpu" else named,
             k_format=self.k_format,
             v_format=self.v_format,
             heads=heads,

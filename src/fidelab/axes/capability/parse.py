@@ -22,6 +22,7 @@ __all__ = [
     "named",
     "python_source",
     "tool_call",
+    "tool_calls",
 ]
 
 REASONING = (
@@ -53,6 +54,7 @@ _BLOCK = re.compile("|".join(rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" fo
 _END, _OPENED = re.compile(_ENDS), re.compile(rf"(?:{_BEGINS})\s*\Z")
 _BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # brackets that may begin a JSON value; a nest of them takes long
 _XML_CALL = re.compile(r"<function=([^>\s]{1,200})>")
+_NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*\w{1,100}\s*)?\[ARGS\]")
 _XML_ARGUMENT = re.compile(r"<parameter=([^>\s]{1,200})>")
 _REACH = 200  # characters in which "not" is looked for before a name
 
@@ -98,21 +100,34 @@ def json_value(text: str) -> Any:
 
 
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of the first call in a text: a JSON object with name and arguments, or tags for both."""
-    if match := _XML_CALL.search(text):
-        body = text[match.end() :].partition("</function>")[0]
-        return match[1], dict(_xml_arguments(body))
+    """Name and arguments of the first call in a text; ``None`` where there is none."""
+    return next(iter(tool_calls(text)), None)
+
+
+def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments of all calls in a text, in order, in one of the forms that models write.
+
+    Tags for the name and each argument (Qwen3-Coder), ``[TOOL_CALLS]name[ARGS]{…}`` (Mistral since 2025), or JSON
+    objects with ``name`` and ``arguments`` or ``parameters``, alone, in a list, between tags, or behind ``function``.
+    """
+    if tagged := list(_XML_CALL.finditer(text)):
+        bodies = (text[match.end() :].partition("</function>")[0] for match in tagged)
+        return [(match[1], dict(_xml_arguments(body))) for match, body in zip(tagged, bodies, strict=True)]
+    if named := list(_NAMED_CALL.finditer(text)):
+        found = ((match[1], json_value(text[match.end() :])) for match in named)
+        return [(name, arguments) for name, arguments in found if isinstance(arguments, dict)]
+    calls = []
     for value in _json_values(text):
-        record = value[0] if isinstance(value, list) and value else value
-        if isinstance(record, dict) and isinstance(record.get("function"), dict):
-            record = record["function"]
-        if not isinstance(record, dict) or not isinstance(record.get("name"), str):
-            continue
-        arguments = record.get("arguments", record.get("parameters"))
-        if isinstance(arguments, str):
-            arguments = json_value(arguments)
-        return record["name"], arguments if isinstance(arguments, dict) else {}
-    return None
+        for record in value if isinstance(value, list) else [value]:
+            if isinstance(record, dict) and isinstance(record.get("function"), dict):
+                record = record["function"]
+            if not isinstance(record, dict) or not isinstance(record.get("name"), str):
+                continue
+            arguments = record.get("arguments", record.get("parameters"))
+            if isinstance(arguments, str):
+                arguments = json_value(arguments)
+            calls.append((record["name"], arguments if isinstance(arguments, dict) else {}))
+    return calls
 
 
 def python_source(text: str, function: str) -> tuple[str, bool] | None:

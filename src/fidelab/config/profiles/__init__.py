@@ -250,7 +250,7 @@ def resolve(
 
     Raises:
         UnknownNameError: there is no such variant or parameter.
-        ConfigError: a text names a parameter that the profile does not have.
+        ConfigError: a text names a parameter that the profile does not have, or a value of one fits no setting.
     """
     if variant is not None and variant not in profile.variants:
         raise UnknownNameError(f"variant of profile {name}", variant, profile.variants)
@@ -275,7 +275,7 @@ def resolve(
         for key in ("experiment", "command"):
             fields[key] = _filled(fields[key], known, f"{name}: stage {stage.name!r}")
         needs = _filled(needed.model_dump(exclude_defaults=True), known, f"{name}: stage {stage.name!r}")
-        stages.append(Stage.model_validate({**fields, "needs": needs}))
+        stages.append(validate_as(Stage, {**fields, "needs": needs}, name, f"stage {stage.name!r}"))
     return Resolved(
         name=name,
         variant=variant,
@@ -285,8 +285,9 @@ def resolve(
         parameters=values,
         stages=tuple(stages),
         expected=tuple(
-            Figure.model_validate(_filled(figure.model_dump(), known, f"{name}: figure {figure.name!r}"))
+            validate_as(Figure, _filled(figure.model_dump(), known, where), name, f"figure {figure.name!r}")
             for figure in profile.expected
+            for where in (f"{name}: figure {figure.name!r}",)
         ),
         differences=(*profile.differences, *chosen.differences),
         collect=profile.collect,

@@ -22,8 +22,9 @@ from torch import Tensor
 from k16v8.errors import NotSupportedError
 from k16v8.kernels.cache import STORAGES, PagedCache
 from k16v8.kernels.dispatch import Kernels
+from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
-from k16v8.plugins.shared import LABEL, Formats, Pages, decode_plan, read_back, switched
+from k16v8.plugins.shared import LABEL, Formats, Pages, attend_prompts, decode_plan, read_back, switched
 
 __all__ = ["K16V8Backend", "K16V8Pool", "read_back_slots"]
 
@@ -117,6 +118,7 @@ class Step:
     lengths: Tensor  # int32 [B]
     table: Tensor  # int32 [B, max_blocks]
     starts: Tensor | None  # int32 [B + 1]; None: one token of each
+    prompts: PrefillBatch | None = None  # the same on the host, where it is known there
 
 
 class K16V8Backend(AttentionBackend):
@@ -156,6 +158,9 @@ class K16V8Backend(AttentionBackend):
         self._step = Step(batch.seq_lens.int(), (slots // page).int().contiguous(), None)
         if not mode.is_decode():
             self._step.starts = torch.nn.functional.pad(batch.extend_seq_lens.cumsum(0), (1, 0)).int()
+            if batch.extend_seq_lens_cpu is not None:
+                lengths, counts = batch.seq_lens_cpu.tolist(), list(batch.extend_seq_lens_cpu)
+                self._step.prompts = PrefillBatch(lengths, counts, self._step.table)
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
@@ -179,10 +184,10 @@ class K16V8Backend(AttentionBackend):
         out = q.new_empty(*q.shape[:2], layer.v_head_dim)
         cache = pool.paged(layer.layer_id, step.table, step.lengths)
         if step.starts is None:
-            plan = decode_plan(self.kernels, len(q), q.shape[1], cache)
+            plan = decode_plan(self.kernels, q, cache, attention)
             self.kernels.decode(q, cache, attention, out=out, plan=plan)
         else:
-            self.kernels.extend(q, step.starts, cache, attention, out=out)
+            attend_prompts(self.kernels, q, step.starts, cache, attention, out, step.prompts)
         return out.flatten(1)
 
 

@@ -33,8 +33,19 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
 from k16v8.kernels.dispatch import HEAD_DIMS, PAGES, Kernels
+from k16v8.kernels.prefill import Libraries, PrefillBatch, installed
 from k16v8.kernels.reference import Attention
-from k16v8.plugins.shared import LABEL, Formats, Pages, decode_buffer, decode_plan, read_back, switched
+from k16v8.plugins.shared import (
+    LABEL,
+    Formats,
+    Pages,
+    attend_prompts,
+    decode_buffer,
+    decode_plan,
+    prefill_workspace,
+    read_back,
+    switched,
+)
 from k16v8.plugins.vllm.plugin import pages
 
 __all__ = ["K16V8Backend"]
@@ -107,6 +118,7 @@ class K16V8Metadata:
     block_table: Tensor  # int32 [B, max_blocks]
     num_decodes: int  # sequences with one token, which come first
     extend_start_loc: Tensor | None  # int32 [B - num_decodes + 1]: of the others, counted from their first token
+    prompts: PrefillBatch | None = None  # the others on the host, where vLLM knows their lengths there
 
 
 class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
@@ -123,6 +135,8 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
         if not _ON_CPU:
             decode_buffer(torch.device(device))
+            if installed() != Libraries():
+                prefill_workspace(torch.device(device))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -140,7 +154,20 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
             step.block_table_tensor,
             decodes,
             step.query_start_loc[decodes:] - decodes if others else None,
+            _prompts(step, decodes) if others else None,
         )
+
+
+def _prompts(step: CommonAttentionMetadata, decodes: int) -> PrefillBatch | None:
+    """Sequences after ``decodes``, by what the host has: without waiting for the device.
+
+    Lengths there are exact for prompts alone: with drafts of speculative decoding they are bounds.
+    """
+    lengths, prompts = step.seq_lens_cpu_upper_bound, step.is_prefilling
+    if lengths is None or prompts is None or not bool(prompts[decodes:].all()):
+        return None
+    counts = step.query_start_loc_cpu.diff()[decodes:].tolist()
+    return PrefillBatch(lengths[decodes:].tolist(), counts, step.block_table_tensor[decodes:])
 
 
 class K16V8Attention(AttentionImpl[K16V8Metadata]):
@@ -225,11 +252,13 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         q, out, first = query[:n], output[:n], step.num_decodes
         if first:
             cache = self._pages.paged(step.block_table[:first], step.seq_lens[:first])
-            plan = decode_plan(self.kernels, first, self.num_heads, cache)
+            plan = decode_plan(self.kernels, q[:first], cache, self._attention)
             self.kernels.decode(q[:first], cache, self._attention, out=out[:first], plan=plan)
         if step.extend_start_loc is not None:
             cache = self._pages.paged(step.block_table[first:], step.seq_lens[first:])
-            self.kernels.extend(q[first:], step.extend_start_loc, cache, self._attention, out=out[first:])
+            attend_prompts(
+                self.kernels, q[first:], step.extend_start_loc, cache, self._attention, out[first:], step.prompts
+            )
         return output
 
     def _open(self, layer: torch.nn.Module, kv_cache: Tensor, dtype: torch.dtype) -> None:

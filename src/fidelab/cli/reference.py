@@ -1,0 +1,297 @@
+"""The reference pages of the documentation, from the code: ``python -m fidelab.cli.reference docs/reference``.
+
+Commands and options are those of the typer application, files those of the pydantic models that read or write them,
+axes and benches those of their tables.  A test compares the committed pages with what this module gives.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["pages"]
+
+Schema = Mapping[str, Any]
+
+_MADE = "<!-- Made from the code: make docs -->\n"
+_AS_TEXT = {"KVSpec": "a [KV format](../guide.md#kv-formats)"}  # written as text, read as an object
+_PANEL_PAGES = {  # panel of --help: page
+    "Compare": "compare",
+    "Results": "results",
+    "Speed": "speed",
+    "Checkpoints": "checkpoints",
+    "Models, engines and this machine": "machine",
+}
+
+
+def pages() -> dict[str, str]:
+    """File name → Markdown, of all reference pages."""
+    return {**_command_pages(), **_file_pages(), "settings.md": _settings_page()}
+
+
+def _command_pages() -> dict[str, str]:
+    """One page per panel of ``fidelab --help``; commands of other packages are theirs to document."""
+    import typer
+
+    from fidelab.cli import app
+
+    root: Any = typer.main.get_command(app)
+    parts: dict[str, list[str]] = {panel: [] for panel in _PANEL_PAGES}
+    for name in root.list_commands(None):
+        command = root.commands[name]
+        parts[command.rich_help_panel] += _command_sections(f"fidelab {name}", command)
+    return {
+        f"{page}.md": f"# Commands: {panel[0].lower()}{panel[1:]}\n\n{_MADE}\n" + "\n\n".join(parts[panel]) + "\n"
+        for panel, page in _PANEL_PAGES.items()
+    }
+
+
+def _command_sections(name: str, command: Any) -> Iterator[str]:
+    if command.context_settings.get("allow_extra_args"):  # its words are passed on to another package
+        return
+    about, _, examples = (command.help or "").partition("[bold]Example")
+    # Some helps have text behind their examples: lines that do not begin with blanks.
+    lines = [line for line in examples.partition("[/bold]")[2].splitlines() if line.strip()]
+    shown = [_plain(line.strip()) for line in lines if line[:1] == " "]
+    behind = [_prose(line) for line in lines if line[:1] != " "]
+    texts = [f"## {name}", "\n\n".join(_prose(part) for part in about.strip().split("\n\n")), *behind]
+    if shown:
+        texts.append("```\n" + "\n".join(shown) + "\n```")
+    yield "\n\n".join(text for text in [*texts, *_parameter_tables(command)] if text)
+    for child, inner in getattr(command, "commands", {}).items():
+        yield from _command_sections(f"{name} {child}", inner)
+
+
+def _parameter_tables(command: Any) -> Iterator[str]:
+    panels: dict[str, list[str]] = {}
+    for parameter in command.params:
+        if parameter.hidden or parameter.name in ("help", "install_completion", "show_completion"):
+            continue
+        argument = not any(option.startswith("-") for option in parameter.opts)
+        panel = "Arguments" if argument else parameter.rich_help_panel or "Options"
+        text, default = _split_default(_plain(parameter.help or ""))
+        if default is None and parameter.show_default and parameter.default not in (None, False, (), []):
+            default = _shown_default(parameter)
+        names = [parameter.metavar or parameter.name.upper()] if argument else _flag_names(parameter)
+        about = _about_value(_with_flags(text), default)
+        panels.setdefault(panel, []).append(_row(" ".join(f"`{name}`" for name in names), about))
+    for panel in sorted(panels, key=lambda panel: panel != "Arguments"):
+        yield f"| {panel.lower()} | |\n|---|---|\n" + "\n".join(panels[panel])
+
+
+def _flag_names(parameter: Any) -> list[str]:
+    value = "" if parameter.is_flag else f" {parameter.metavar or 'TEXT'}"
+    long = [option for option in parameter.opts if option.startswith("--")] or parameter.opts
+    return [f"{long[0]}{value}", *(o for o in parameter.opts if o != long[0]), *parameter.secondary_opts]
+
+
+def _shown_default(parameter: Any) -> str:
+    if parameter.is_flag:
+        return str(parameter.opts[0])
+    if isinstance(parameter.default, list | tuple):
+        return ", ".join(map(str, parameter.default))
+    return str(parameter.default)
+
+
+def _split_default(text: str) -> tuple[str, str | None]:
+    """A help without its ``[default: …]``, and what that says."""
+    found = re.search(r" ?\[default: (.+?)\]$", text)
+    return (text[: found.start()], found[1]) if found else (text, None)
+
+
+def _settings_page() -> str:
+    """The settings of all axes and benches."""
+    from fidelab.axes import AXES
+    from fidelab.bench import BENCHES
+
+    parts = [
+        "# Settings of axes and benches",
+        _MADE.strip(),
+        "Given as `--set axes.AXIS.SETTING=VALUE` and `--set benches.BENCH.SETTING=VALUE`, or in a file under `axes:` "
+        "and `benches:`. [Metrics](../metrics.md) defines what each measures.",
+    ]
+    for kind, registry in (("Axis", AXES), ("Bench", BENCHES)):
+        for name in registry.built_in:
+            schema = registry.load(name).Settings.model_json_schema(by_alias=True)
+            parts += [f"## {kind} {name}", _fields_table(schema, "setting")]
+    return "\n\n".join(parts) + "\n"
+
+
+def _file_pages() -> dict[str, str]:
+    from fidelab.checkpoints.recipe import Recipe
+    from fidelab.config.cross import CrossEngine
+    from fidelab.config.profiles import Profile
+    from fidelab.config.schema import Experiment, Preset
+    from fidelab.ledger.receipt import json_schema
+    from fidelab.results.record import Report
+
+    def of(model: Any) -> Schema:
+        schema: Schema = model.model_json_schema(by_alias=True)
+        return schema
+
+    return {
+        "experiment.md": _schema_page(
+            "Experiment files",
+            "What `fidelab run FILE` reads; every run leaves one, `config.resolved.yaml`. "
+            "Unknown keys are refused with the nearest known one.",
+            {"Experiment": of(Experiment), "Preset": of(Preset), "Cross-engine comparison": of(CrossEngine)},
+        ),
+        "profile.md": _schema_page(
+            "Profile files", "What `fidelab profiles run FILE --trust FILE` reads.", {"Profile": of(Profile)}
+        ),
+        "recipe.md": _schema_page(
+            "Recipes",
+            "What `fidelab quantize --recipe FILE` reads ([quantize](../quantize.md)).",
+            {"Recipe": of(Recipe)},
+        ),
+        "report.md": _schema_page(
+            "report.json",
+            "What a run leaves. The JSON Schema is `schema/fidelab.report-1.schema.json`; "
+            "fields are only added within a version.",
+            {"Report": Report.json_schema()},
+            written=True,
+        ),
+        "receipt.md": _schema_page(
+            "Receipts",
+            "The lines of what `fidelab publish` writes ([receipts](../sharing.md#receipts)). Records that are "
+            "not listed here are those of [report.json](report.md).",
+            {"Lines": json_schema()},
+            elsewhere=Report.json_schema()["$defs"],
+            written=True,
+        ),
+    }
+
+
+def _schema_page(
+    title: str, about: str, schemas: Mapping[str, Schema], elsewhere: Iterable[str] = (), *, written: bool = False
+) -> str:
+    """A section with a table of fields for each schema, and for each record that it refers to."""
+    known = {*elsewhere, *_AS_TEXT, "FormatSpec"}
+    parts = [f"# {title}", _MADE.strip(), about]
+    others = known - set(_AS_TEXT)
+    seen: set[str] = set()
+    for name, schema in schemas.items():
+        if schema.get("properties"):
+            parts += [f"## {name}", *_about(schema), _fields_table(schema, "field", others, written=written)]
+        for inner, definition in sorted(schema.get("$defs", {}).items()):
+            if inner not in known | seen:
+                seen.add(inner)
+                parts += [
+                    f"## {inner}",
+                    *_about(definition),
+                    _fields_table(definition, "field", others, written=written),
+                ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _about(schema: Schema) -> list[str]:
+    text = str(schema.get("description", "")).partition("\n\n")[0]
+    return [_prose(text.replace("``", "`"))] if text else []
+
+
+def _fields_table(schema: Schema, word: str, elsewhere: Iterable[str] = (), *, written: bool = False) -> str:
+    """``written``: fidelab writes such files, so that all fields are there."""
+    if "enum" in schema:
+        return "One of " + ", ".join(f"`{value}`" for value in schema["enum"]) + "."
+    required = schema.get("required", [])
+    rows = [
+        _row(
+            f"`{name}`",
+            _type(field, set(elsewhere)),
+            _about_value(
+                _prose(str(field.get("description", "")).replace("``", "`")),
+                None if written or field.get("default") in (None, [], {}) else _json(field["default"]),
+                required=name in required and not written,
+            ),
+        )
+        for name, field in schema.get("properties", {}).items()
+    ]
+    return f"| {word} | type | |\n|---|---|---|\n" + "\n".join(rows) if rows else ""
+
+
+def _type(field: Schema, elsewhere: set[str]) -> str:
+    """A JSON type in words; records are links to their sections."""
+    if "$ref" in field:
+        name = field["$ref"].rpartition("/")[2]
+        page = "report.md" if name in elsewhere else ""
+        return _AS_TEXT.get(name) or f"[{name}]({page}#{name.lower()})"
+    if "anyOf" in field or "oneOf" in field:
+        kinds = [_type(kind, elsewhere) for kind in field.get("anyOf") or field["oneOf"]]
+        return " or ".join(dict.fromkeys(kind for kind in kinds if kind))
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    kind = field.get("type")
+    if kind == "array":
+        inner = field.get("items") or {"anyOf": field.get("prefixItems", [])}
+        return f"list of {_type(inner, elsewhere)}" if inner else "list"
+    if kind == "object":
+        inner = field.get("additionalProperties")
+        return f"mapping to {_type(inner, elsewhere)}" if isinstance(inner, dict) and inner else "mapping"
+    words = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
+    return words.get(str(kind), "any") + _limits(field)
+
+
+def _limits(field: Schema) -> str:
+    words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    found = [f"{sign} {field[key]:g}" for key, sign in words.items() if key in field]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _json(value: Any) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _plain(text: str) -> str:
+    """Rich markup away."""
+    return re.sub(r"\[/?(?:bold|italic|dim)\]", "", text).replace("\\[", "[")
+
+
+def _prose(text: str) -> str:
+    """A docstring's or a help's paragraph for Markdown: angle brackets, asterisks and brackets are no markup."""
+    text = _plain(re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text))
+    pieces = re.split(r"(`[^`]*`)", text.replace("\n", " "))
+    text = "".join(piece if piece[:1] == "`" else re.sub(r"([<*\[\]])", r"\\\1", piece) for piece in pieces)
+    return re.sub(r"docs/([\w-]+)\.md((?:#[\w-]+)?)", r"[\1](../\1.md\2)", text)
+
+
+def _with_flags(text: str) -> str:
+    """A help with the options that it mentions as code, so that lines do not break within them."""
+    return re.sub(r"(?<![\w`'-])(--[a-z][\w-]*)", r"`\1`", text)
+
+
+def _about_value(text: str, default: str | None, *, required: bool = False) -> str:
+    """What a value is, and behind it whether it has to be given, or its default."""
+    sentences = [_cell(text).rstrip(".")] if text else []
+    sentences += ["Required"] if required else []
+    sentences += [] if default is None else [f"Default: {_code(default)}"]
+    return " ".join(f"{sentence}." for sentence in sentences)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    made = pages()
+    for path in folder.glob("*.md"):
+        if path.name not in made:
+            path.unlink()
+    for name, text in made.items():
+        (folder / name).write_text(text, "utf-8")

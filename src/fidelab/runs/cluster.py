@@ -1,0 +1,392 @@
+"""Jobs on other machines: on a Ray cluster, or under Slurm by submitit.
+
+A node runs a job as this machine would: the same worker process, which writes captures to the same folder.  So all
+machines see the folder of runs, fidelab and the engines' environments under the same paths.  What goes over is the
+text of a job, and the text of its outcome comes back; the worker's messages are lines of a file beside its log.  A job
+whose node is lost is given to another one, without the captures that are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from fidelab.captures.reader import is_complete
+from fidelab.core import Status, usable_cores
+from fidelab.errors import EngineError, UsageError
+from fidelab.workers.messages import Captured, Job, Message, ProbeFailed, ProbeTask, decode, encode
+from fidelab.workers.parent import JobOutcome, run_worker
+
+__all__ = ["EXECUTORS", "Cluster", "Lost", "Needs", "RayCluster", "SlurmCluster", "answer", "open_cluster", "run_job"]
+
+EXECUTORS = ("local", "ray", "slurm")
+_ATTEMPTS = 4  # of one job, where nodes are lost
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LOOK = 0.2  # seconds between two looks at a job
+
+
+class Lost(Exception):
+    """The process or the machine that had a job is gone, and not by the job's own fault."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a job asks of a node; ``seconds``: its deadline."""
+
+    cpus: int
+    gpus: int
+    seconds: float | None
+
+
+class Handle(Protocol):
+    """A job that was given away."""
+
+    def done(self) -> bool:
+        """Whether :meth:`result` has something to say."""
+
+    def result(self) -> str:
+        """What :func:`answer` returned.
+
+        Raises:
+            Lost: it was not heard to the end.
+        """
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+
+
+class Cluster(Protocol):
+    """Where jobs are given."""
+
+    def submit(self, text: str, needs: Needs) -> Handle:
+        """Give a job away; ``text`` is for :func:`answer`.
+
+        Raises:
+            UsageError: no node has what it needs.
+        """
+
+    def close(self) -> None:
+        """Nothing more will be given away."""
+
+
+def open_cluster(name: str, address: str | None, options: Mapping[str, str], folder: Path) -> Cluster:
+    """The executor of this name; ``folder``: for its own files, seen by all nodes.
+
+    Raises:
+        UsageError: unknown, its package is not installed, or its cluster cannot be reached.
+    """
+    if name == "ray":
+        if options:
+            raise UsageError(
+                f"executor ray takes no option {', '.join(sorted(options))}: set it where the cluster starts"
+            )
+        return RayCluster(address or "auto")
+    if name == "slurm":
+        return SlurmCluster(address, options, folder)
+    raise UsageError(f"executor {name!r} is unknown; there are: {', '.join(EXECUTORS)}")
+
+
+def run_job(
+    cluster: Cluster,
+    job: Job,
+    needs: Needs,
+    *,
+    log: Path,
+    env: Mapping[str, str],
+    deadline: float | None,
+    listen: Callable[[Message], None],
+    command: Sequence[str],
+    follow_up: Callable[[], list[ProbeTask]] | None = None,
+) -> JobOutcome:
+    """Run one job on some node; arguments and result as of :func:`~fidelab.workers.parent.run_worker`.
+
+    Tasks of ``follow_up`` are a job of their own: the model is loaded once more.
+    """
+    how = {"log": str(log), "env": dict(env), "deadline": deadline, "command": list(command)}
+    outcome = _answered(cluster, job, needs, how, listen, 0)
+    if follow_up is None or outcome.status is not Status.OK:
+        return outcome
+    known, tasks = len(job.tasks), follow_up()
+    return (
+        _joined(outcome, _answered(cluster, replace(job, tasks=tasks), needs, how, listen, known)) if tasks else outcome
+    )
+
+
+def _answered(
+    cluster: Cluster, job: Job, needs: Needs, how: Mapping[str, Any], listen: Callable[[Message], None], first: int
+) -> JobOutcome:
+    """The outcome of a job whose tasks are numbered from ``first`` on, however many nodes it takes."""
+    whole, left, why = JobOutcome(), [*range(len(job.tasks))], ""
+    for _ in range(_ATTEMPTS):
+        numbers = [first + i for i in left]
+        messages = Path(how["log"]).with_suffix(f".{secrets.token_hex(4)}.messages")
+        part = replace(job, tasks=[job.tasks[i] for i in left])
+        try:
+            return _joined(whole, _submitted(cluster, part, needs, how, messages, _numbered(listen, numbers)), numbers)
+        except Lost as error:
+            why = str(error)
+        except UsageError as error:
+            return replace(whole, status=Status.FAILED, reason=str(error))
+        finally:
+            messages.unlink(missing_ok=True)
+        tasks = {i: job.tasks[i] for i in left}
+        complete = {i: task.target for i, task in tasks.items() if is_complete(Path(task.target), task.key)}
+        whole.captured |= {first + i: target for i, target in complete.items()}
+        left = [i for i in left if i not in complete]
+        if not left:
+            return whole
+    whole.status = Status.FAILED
+    whole.reason = f"the node that had this job was lost {_ATTEMPTS} times; last: {why}"
+    return whole
+
+
+def _submitted(
+    cluster: Cluster,
+    job: Job,
+    needs: Needs,
+    how: Mapping[str, Any],
+    messages: Path,
+    listen: Callable[[Message], None],
+) -> JobOutcome:
+    store = Path(job.store)
+    store.mkdir(parents=True, exist_ok=True)
+    messages.parent.mkdir(parents=True, exist_ok=True)
+    marker = store / f".partial-seen-by-nodes-{secrets.token_hex(4)}"
+    marker.write_text(marker.name)
+    ticket = {**how, "job": encode(job).decode(), "messages": str(messages), "marker": str(marker)}
+    heard = 0
+    handle = cluster.submit(json.dumps(ticket), needs)
+    try:
+        while True:
+            over = handle.done()
+            heard = _hear(messages, heard, listen)
+            if over:
+                break
+            time.sleep(_LOOK)
+        return _outcome(json.loads(handle.result()))
+    except BaseException:
+        handle.cancel()
+        raise
+    finally:
+        marker.unlink(missing_ok=True)
+
+
+def _hear(messages: Path, heard: int, listen: Callable[[Message], None]) -> int:
+    """Tell of the lines behind byte ``heard``; returns how far they were read."""
+    with suppress(OSError), messages.open("rb") as file:
+        file.seek(heard)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            heard += len(line)
+            with suppress(EngineError):
+                listen(decode(line))
+    return heard
+
+
+def _numbered(listen: Callable[[Message], None], numbers: Sequence[int]) -> Callable[[Message], None]:
+    """Messages about the tasks as they are numbered among all of a job."""
+
+    def tell(message: Message) -> None:
+        if isinstance(message, Captured | ProbeFailed):
+            message = replace(message, index=numbers[message.index])
+        listen(message)
+
+    return tell
+
+
+def _joined(whole: JobOutcome, part: JobOutcome, numbers: Sequence[int] | None = None) -> JobOutcome:
+    """Two outcomes as that of one job; ``numbers``: how the tasks of the second are numbered among all."""
+
+    def renamed(tasks: Mapping[int, str]) -> dict[int, str]:
+        return {i if numbers is None else numbers[i]: text for i, text in tasks.items()}
+
+    return replace(
+        part,
+        captured=whole.captured | renamed(part.captured),
+        failed=whole.failed | renamed(part.failed),
+        load_seconds=whole.load_seconds or part.load_seconds,
+        phases=whole.phases or part.phases,
+        seconds=whole.seconds + part.seconds,
+    )
+
+
+def _outcome(record: dict[str, Any]) -> JobOutcome:
+    tasks = {name: {int(i): text for i, text in record[name].items()} for name in ("captured", "failed")}
+    return JobOutcome(**{**record, **tasks, "status": Status(record["status"])})
+
+
+def answer(text: str) -> str:
+    """What a node does: run the worker, write its messages down, and return the outcome."""
+    ticket = json.loads(text)
+    marker = Path(ticket["marker"])
+    if not marker.is_file():
+        reason = (
+            f"node {os.uname().nodename} does not see {marker.parent}: put --output-dir on a file system that all "
+            "nodes share under one path"
+        )
+        return json.dumps(asdict(JobOutcome(status=Status.FAILED, reason=reason)))
+    if os.environ.get(_VISIBLE) == "":  # set by the cluster for jobs without GPUs; it says nothing about the arm
+        del os.environ[_VISIBLE]
+    job = decode(ticket["job"].encode())
+    assert isinstance(job, Job)
+    with Path(ticket["messages"]).open("ab", buffering=0) as file:
+        outcome = run_worker(
+            job,
+            log=Path(ticket["log"]),
+            env=ticket["env"],
+            deadline=ticket["deadline"],
+            listen=lambda message: (file.write(encode(message)), None)[1],
+            command=ticket["command"],
+        )
+    return json.dumps(asdict(outcome))
+
+
+# ------------------------------------------------------------------------------------------------- Ray
+
+
+class RayCluster:
+    """A Ray cluster.  ``address``: ``auto`` (one that runs here), ``host:port``, or ``local`` (one for this run)."""
+
+    def __init__(self, address: str) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            import ray
+        except ImportError:
+            raise UsageError("--executor ray needs Ray: pip install 'fidelab[ray]'") from None
+        self._ray: Any = ray
+        self._own = not ray.is_initialized()  # not by the program that calls us
+        if not self._own:
+            return
+        _reach(address)
+        start: Any = ray.init
+        own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 80 << 20, "num_cpus": usable_cores()}
+        try:
+            start(address=address, log_to_driver=False, logging_level="error", **(own if address == "local" else {}))
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise UsageError(
+                f"no Ray cluster answers at {address} ({' '.join(str(error).split())[:160]}); start one with ray start "
+                "--head, name another with --address HOST:PORT, or say --address local"
+            ) from None
+
+    def submit(self, text: str, needs: Needs) -> Handle:
+        """See :class:`Cluster`."""
+        has = max((node["Resources"].get("GPU", 0) for node in self._ray.nodes() if node["Alive"]), default=0)
+        if needs.gpus > has:
+            raise UsageError(f"it needs {needs.gpus} GPUs, and no node of the Ray cluster has more than {has:g}")
+        cores = max((node["Resources"].get("CPU", 0) for node in self._ray.nodes() if node["Alive"]), default=1)
+        asked = {"num_cpus": min(needs.cpus, cores), "num_gpus": needs.gpus, "max_retries": 0, "max_calls": 1}
+        return _RayJob(self._ray, self._ray.remote(**asked)(answer).remote(text))
+
+    def close(self) -> None:
+        """See :class:`Cluster`."""
+        if self._own:
+            self._ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Ask for a connection first: Ray's own client waits for minutes, and then ends the process.
+
+    Raises:
+        UsageError: nobody listens there.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        with socket.create_connection((host, int(port)), timeout=10):
+            pass
+    except (OSError, OverflowError) as error:
+        why = f"no Ray cluster answers at {address} ({error})"
+        raise UsageError(f"{why}; --address names the host and port of its head") from None
+
+
+class _RayJob:
+    def __init__(self, ray: Any, ref: Any) -> None:
+        self._ray, self._ref = ray, ref
+
+    def done(self) -> bool:
+        return bool(self._ray.wait([self._ref], timeout=0)[0])
+
+    def result(self) -> str:
+        gone = self._ray.exceptions
+        try:
+            return str(self._ray.get(self._ref))
+        except (
+            gone.WorkerCrashedError,
+            gone.NodeDiedError,
+            gone.ObjectLostError,
+            gone.LocalRayletDiedError,
+            gone.OutOfMemoryError,
+        ) as error:
+            raise Lost(" ".join(str(error).split())[:200]) from None
+
+    def cancel(self) -> None:
+        with suppress(Exception):  # the cluster may be what is gone
+            self._ray.cancel(self._ref, force=True)
+
+
+# ------------------------------------------------------------------------------------------------- Slurm
+
+
+class SlurmCluster:
+    """Slurm, by submitit.  ``address``: ``local`` for processes of this machine; ``options``: of the submission."""
+
+    def __init__(self, address: str | None, options: Mapping[str, str], folder: Path) -> None:
+        try:
+            import submitit
+        except ImportError:
+            raise UsageError("--executor slurm needs submitit: pip install 'fidelab[slurm]'") from None
+        if address not in (None, "local"):
+            raise UsageError("--address of executor slurm: leave it out, or say local for processes of this machine")
+        self._submitit: Any = submitit
+        self._lock = threading.Lock()
+        self._options = {f"slurm_{key.replace('-', '_')}": _number(value) for key, value in options.items()}
+        try:
+            self._executor: Any = submitit.AutoExecutor(folder=str(folder), cluster=address or "slurm")
+            self._executor.update_parameters(**self._options)
+        except (RuntimeError, OSError, TypeError, ValueError, NameError) as error:
+            raise UsageError(f"Slurm cannot be asked ({' '.join(str(error).split())[:200]})") from None
+
+    def submit(self, text: str, needs: Needs) -> Handle:
+        """See :class:`Cluster`."""
+        minutes = 60 * 24 if needs.seconds is None else max(1, -(-int(needs.seconds) // 60) + 5)
+        with self._lock:
+            asked = {"name": "fidelab", "cpus_per_task": needs.cpus, "timeout_min": minutes}
+            self._executor.update_parameters(**asked, **({"gpus_per_node": needs.gpus} if needs.gpus else {}))
+            return _SlurmJob(self._submitit, self._executor.submit(answer, text))
+
+    def close(self) -> None:
+        """See :class:`Cluster`."""
+
+
+class _SlurmJob:
+    def __init__(self, submitit: Any, job: Any) -> None:
+        self._submitit, self._job = submitit, job
+
+    def done(self) -> bool:
+        return bool(self._job.done())
+
+    def result(self) -> str:
+        try:
+            return str(self._job.result())
+        except (self._submitit.core.utils.UncompletedJobError, self._submitit.core.utils.FailedJobError) as error:
+            raise Lost(" ".join(str(error).split())[-200:]) from None
+
+    def cancel(self) -> None:
+        with suppress(Exception):
+            self._job.cancel()
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text

@@ -1,0 +1,195 @@
+"""Jobs on a cluster: what is lost is done again, and the report is that of one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fidelab.captures.requests import Prefill, request_hash, request_record
+from fidelab.core import Arm, KVSpec, Status
+from fidelab.errors import UsageError
+from fidelab.runs.cluster import Lost, Needs, answer, open_cluster, run_job
+from fidelab.workers.messages import Captured, Job, Message, ProbeTask
+from fidelab.workers.parent import JobOutcome
+from tests.runs.harness import SMALL, Done, cli, same_report, write_inputs
+
+KV = ("tilt[q=0.6]", "tilt[q=0.9]", "refused")
+SIZES = ("--windows", 8, "--n-ctx", 16, "--n-predict", 8, "--limit", 4, "--axes", "kld,trajectory,forced", "--no-floor")
+
+
+def _compare(folder: Path, *flags: object, delay: float = 0.0) -> Done:
+    write_inputs(folder)
+    arms = [word for name in KV for word in ("--kv", name)]
+    return cli("compare", "fake", *SMALL, *SIZES, *arms, "--engine-arg", f"delay={delay}", *flags, cwd=folder)
+
+
+def _measured(done: Done) -> dict[str, Any]:
+    """The report without the settings, which say where it ran."""
+    return {**same_report(done.report), "settings": None}
+
+
+def _same(one: Done, other: Done) -> bool:
+    text = [json.dumps(_measured(done), sort_keys=True) for done in (one, other)]
+    return text[0].replace(str(one.cwd), "") == text[1].replace(str(other.cwd), "")
+
+
+def _kill_first_answering(killed: list[int], over: threading.Event) -> None:
+    """SIGKILL the first Ray worker that has a job."""
+    mine = psutil.Process()
+    while not over.wait(0.02):
+        workers = [p for p in mine.children(recursive=True) if p.is_running() and _title(p).startswith("ray::answer")]
+        if workers:
+            time.sleep(0.3)
+            os.kill(workers[0].pid, 9)
+            killed.append(workers[0].pid)
+            return
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return str(process.cmdline()[0])
+    except (psutil.Error, IndexError):
+        return ""
+
+
+def test_ray_gives_the_report_of_one_machine_with_a_worker_killed(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="extra ray is not installed")
+    here = _compare(tmp_path / "here", delay=0.2)
+    killed: list[int] = []
+    over = threading.Event()
+    killer = threading.Thread(target=_kill_first_answering, args=(killed, over))
+    killer.start()
+    try:
+        there = _compare(tmp_path / "there", "--executor", "ray", "--address", "local", delay=0.2)
+    finally:
+        over.set()
+        killer.join()
+    assert there.code == here.code == 0, there.err
+    assert len(killed) == 1
+    assert _same(here, there)
+
+
+def test_submitit_gives_the_report_of_one_machine(tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="extra slurm is not installed")
+    here, there = _compare(tmp_path / "here"), _compare(tmp_path / "there", "--executor", "slurm", "--address", "local")
+    assert there.code == here.code == 0, there.err
+    assert _same(here, there)
+
+
+class _Once:
+    """A cluster whose first node is lost after so many tasks."""
+
+    def __init__(self, done_first: int) -> None:
+        self._left = done_first
+        self.asked: list[list[str]] = []
+
+    def submit(self, text: str, needs: Needs) -> _Once:
+        ticket = json.loads(text)
+        job = json.loads(ticket["job"])
+        self.asked.append([task["target"] for task in job["tasks"]])
+        if len(self.asked) == 1:
+            job["tasks"] = job["tasks"][: self._left]
+            answer(json.dumps({**ticket, "job": json.dumps(job)}))
+        else:
+            self._answer = answer(text)
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> str:
+        if len(self.asked) == 1:
+            raise Lost("gone")
+        return self._answer
+
+    def cancel(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Three tasks of engine fake."""
+    tasks = []
+    for number in range(3):
+        request = Prefill(f"kld.{number}", ((1, 2, 3, 4),), 1, 2, ((0, 0),), ())
+        key = {"arm": "a", "probe": request_hash(request), "replicate": 0, "number": number}
+        tasks.append(ProbeTask(request_record(request), str(tmp_path / "store" / "arm" / f"kld-{number}"), key))
+    arm = Arm("exact", "fake", "fake", "fake", "0" * 64, KVSpec.parse("exact"), "float32", "cpu", 1)
+    return Job(
+        arm=arm.record(), store=str(tmp_path / "store"), tasks=tasks, vocabulary={"size": 256, "sha256": "0" * 64}
+    )
+
+
+def _run(where: Any, job: Job, folder: Path) -> tuple[JobOutcome, list[Message]]:
+    heard: list[Message] = []
+    how: dict[str, Any] = {"env": {}, "deadline": 60.0, "command": (sys.executable, "-m", "fidelab.workers.child")}
+    outcome = run_job(where, job, Needs(1, 0, 60.0), log=folder / "log.txt", listen=heard.append, **how)
+    return outcome, heard
+
+
+def test_lost_job_is_done_again_without_what_is_complete(job: Job, tmp_path: Path) -> None:
+    where = _Once(done_first=1)
+    outcome, heard = _run(where, job, tmp_path)
+    assert outcome.status is Status.OK, outcome.reason
+    targets = [task.target for task in job.tasks]
+    assert where.asked == [targets, targets[1:]]
+    assert outcome.captured == dict(enumerate(targets))
+    assert [m.index for m in heard if isinstance(m, Captured)][-2:] == [1, 2]
+    assert not list(tmp_path.glob("*.messages"))
+
+
+class _Never(_Once):
+    def submit(self, text: str, needs: Needs) -> _Once:
+        return self
+
+    def result(self) -> str:
+        raise Lost("node of rack 7")
+
+
+def test_job_whose_nodes_are_always_lost_fails_with_the_last_reason(job: Job, tmp_path: Path) -> None:
+    where = _Never(done_first=0)
+    outcome, _ = _run(where, job, tmp_path)
+    assert outcome.status is Status.FAILED
+    assert outcome.reason == "the node that had this job was lost 4 times; last: node of rack 7"
+
+
+def test_node_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
+    outcome = json.loads(answer(json.dumps({"marker": str(tmp_path / "elsewhere" / "marker")})))
+    assert outcome["status"] == "failed"
+    assert "--output-dir on a file system that all nodes share" in outcome["reason"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--executor", "kubernetes"), "local"),
+        (("--executor", "ray", "--address", "127.0.0.1:9"), "no Ray cluster answers at 127.0.0.1:9"),
+        (("--executor", "ray", "--executor-arg", "partition=gpu"), "takes no option partition"),
+        (("--executor", "ray", "--benches", "decode"), "benches time arms against each other"),
+        (("--executor", "slurm", "--address", "head"), "leave it out, or say local"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    if "partition=gpu" not in flags and flags[1] in ("ray", "slurm"):
+        pytest.importorskip({"ray": "ray", "slurm": "submitit"}[flags[1]], reason="extra is not installed")
+    done = _compare(tmp_path, *flags)
+    assert done.code == 2
+    assert said in done.err
+    assert not list((tmp_path / "runs").glob("2*"))
+
+
+@pytest.mark.parametrize(("name", "package"), [("ray", "ray"), ("slurm", "submitit")])
+def test_executor_without_its_package_names_the_extra(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=rf"pip install 'fidelab\[{name}\]'"):
+        open_cluster(name, None, {}, tmp_path)
