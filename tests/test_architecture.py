@@ -42,7 +42,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "registry": set(),
     "captures": {"numpy"},
     "workers": {"numpy"},
-    "engines": {"numpy", "torch", "transformers", "llama_cpp", "vllm", "sglang", "k16v8", "pydantic"},
+    "engines": {"numpy", "torch", "transformers", "llama_cpp", "vllm", "sglang", "k16v8", "pydantic", "PIL"},
     "formats": {"torch"},
     "bench": {
         "httptools",

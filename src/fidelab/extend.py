@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     )
     from fidelab.captures.pair import Pair
     from fidelab.captures.reader import Capture
-    from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Recached, Reweighted, Served, Timed
+    from fidelab.captures.requests import (
+        Forced,
+        Generate,
+        ImageForced,
+        ImageGenerate,
+        Layerwise,
+        Prefill,
+        Recached,
+        Reweighted,
+        Served,
+        Timed,
+    )
     from fidelab.core import Arm, FormatSpec, KVSpec, Status
     from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, answer_with_head
     from fidelab.errors import EngineError, FidelabError, InputError, NotSupportedError, UsageError
@@ -62,6 +73,8 @@ __all__ = [
     "Generate",
     "Grid",
     "Heatmap",
+    "ImageForced",
+    "ImageGenerate",
     "InputError",
     "KVSpec",
     "Layerwise",
@@ -124,6 +137,8 @@ _MODULES = {
         (
             "Forced",
             "Generate",
+            "ImageForced",
+            "ImageGenerate",
             "Layerwise",
             "Prefill",
             "Recached",

@@ -91,7 +91,9 @@ def test_images_are_left_out_and_counted(tmp_path: Path, fake: Tokenizer) -> Non
     traffic = load_traffic(_file(tmp_path, {"messages": [{"role": "user", "content": parts}]}), fake)
     assert traffic.conversations[0].messages[0]["content"] == "Look"
     assert traffic.images == 1
-    assert "images and other parts without text left out: 1" in traffic_remarks(fake, traffic)
+    assert "images and other parts without text left out: 1 (axis vision shows images)" in traffic_remarks(
+        fake, traffic
+    )
 
 
 @pytest.mark.parametrize(

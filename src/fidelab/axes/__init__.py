@@ -16,6 +16,7 @@ AXES = Registry(
         "paths": "fidelab.axes.paths:Paths",
         "lm-eval": "fidelab.axes.lm_eval:LMEval",
         "toolcalls": "fidelab.axes.toolcalls:ToolCalls",
+        "vision": "fidelab.axes.vision:Vision",
         "capability": "fidelab.axes.capability.axis:Capability",
     },
     group="fidelab.axes",

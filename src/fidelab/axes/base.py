@@ -10,6 +10,7 @@ implements ``follow_up``.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from fidelab.axes.capability.parse import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request, Timed, Tokens
-from fidelab.core import Status
+from fidelab.core import Status, canonical_json
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.intervals import (
     PairedDifference,
@@ -51,6 +52,8 @@ __all__ = [
     "AxisSettings",
     "SampleSize",
     "answer_text",
+    "image_files",
+    "image_messages",
     "lost_and_gained",
     "part_name",
     "parts_of",
@@ -77,7 +80,8 @@ class AxisInputs:
     """What requests are built from; ``max_positions`` is the model's limit in tokens, ``None`` if unknown.
 
     ``traffic``: the log that text and prompts are from, if they are.  ``private``: nothing of their words may be
-    written down, token ids apart.
+    written down, token ids apart.  ``no_images``: why the reference can be shown no images; empty where it can.
+    ``placeholder``: the text of the token that stands for an image.
     """
 
     tokenizer: Tokenizer
@@ -86,6 +90,8 @@ class AxisInputs:
     max_positions: int | None
     traffic: Traffic | None = None
     private: bool = False
+    no_images: str = "no engine here takes images"
+    placeholder: str = ""
 
 
 SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference.")
@@ -380,6 +386,30 @@ def prompt_ids(
                 f"{inputs.max_positions} positions"
             )
     return ids
+
+
+def image_files(shown: Sequence[Sequence[bytes]]) -> tuple[tuple[str, ...], tuple[Tokens, ...]]:
+    """Each file once, in base64, and the numbers of those that each prompt shows."""
+    numbers: dict[bytes, int] = {}
+    shows = tuple(tuple(numbers.setdefault(image, len(numbers)) for image in images) for images in shown)
+    return tuple(base64.b64encode(image).decode() for image in numbers), shows
+
+
+def image_messages(inputs: AxisInputs, messages: Sequence[Mapping[str, Any]], *, shown: bool = True) -> str:
+    """Messages for engines that take no tokens: their words as token ids, as everything that captures keep."""
+    coded = []
+    for message in messages:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        kept = [
+            {"type": "image"} if part["type"] == "image" else list(inputs.tokenizer.encode(part["text"]))
+            for part in parts
+            if shown or part["type"] != "image"
+        ]
+        more = {key: value for key, value in message.items() if key not in ("role", "content")}
+        ids = {"more": list(inputs.tokenizer.encode(canonical_json(more)))} if more else {}
+        coded.append({"role": message["role"], "content": kept, **ids})
+    return canonical_json(coded)
 
 
 def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:

@@ -67,7 +67,8 @@ def _same_kind_of_ids(ref: Capture, test: Capture, where: str) -> None:
 
 def _ids(capture: Capture) -> str:
     """``returned`` by the engine, or ``retokenized`` from its text."""
-    return str(capture.manifest["ran"].get("ids") or _RETURNED) if capture.manifest["kind"] == "generate" else _RETURNED
+    generated = capture.manifest["kind"] in ("generate", "imagegenerate")
+    return str(capture.manifest["ran"].get("ids") or _RETURNED) if generated else _RETURNED
 
 
 def _same_vocabulary(ref: Capture, test: Capture, where: str) -> None:

@@ -5,10 +5,19 @@ Fields that all requests have:
 - ``axis``: the axis that asks, or one of its parts (``perplexity.2048``).
 - ``settings``: pairs of name and value that must agree before two answers are compared.
 - ``notes``: empty, or one text per item, in JSON, that the axis needs for scoring and engines ignore.
+
+Requests with images carry the files themselves, so that their bytes are part of the key: ``images`` holds each file
+once, in base64, and ``shows`` the images of each prompt, as numbers counted from 0, in the order in which they are
+shown.  ``prompts`` have the placeholder tokens that the chat template writes; an engine puts as many tokens there as
+its model reads.  ``messages`` are the conversations for engines that take no tokens, in JSON: objects with ``role`` and
+``content``, a list of ``{"type": "image"}`` in the place of each image and of token ids for text; ``more`` are the
+token ids of the JSON of a message's other fields.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
@@ -23,6 +32,8 @@ __all__ = [
     "WAYS",
     "Forced",
     "Generate",
+    "ImageForced",
+    "ImageGenerate",
     "Layerwise",
     "Prefill",
     "Recached",
@@ -111,7 +122,7 @@ class Generate(_Request):
     rows: bool = True
     notes: tuple[str, ...] = ()
     kind: str = field(default="generate", init=False)
-    _PER_ITEM = ("prompts",)
+    _PER_ITEM: ClassVar[tuple[str, ...]] = ("prompts",)
 
     @property
     def sampling(self) -> Sampling | None:
@@ -140,7 +151,7 @@ class Forced(_Request):
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     kind: str = field(default="forced", init=False)
-    _PER_ITEM = ("prompts", "continuations")
+    _PER_ITEM: ClassVar[tuple[str, ...]] = ("prompts", "continuations")
 
     def items(self) -> tuple[Tokens, ...]:
         """Each prompt with its continuation behind it."""
@@ -202,6 +213,52 @@ class Layerwise(_Request):
     notes: tuple[str, ...] = ()
     kind: str = field(default="layerwise", init=False)
     _PER_ITEM = ("windows",)
+
+
+def _identity(images: Sequence[str]) -> list[Tokens]:
+    """Of each image numbers that follow from its bytes, to tell items of the same text apart."""
+    digests = (hashlib.sha256(base64.b64decode(image)).digest() for image in images)
+    return [tuple(np.frombuffer(found[:8], dtype="<u2").tolist()) for found in digests]
+
+
+def _with_images(items: Sequence[Tokens], images: Sequence[str], shows: Sequence[Tokens]) -> tuple[Tokens, ...]:
+    known = _identity(images)
+    return tuple((*chain.from_iterable(known[i] for i in shown), *ids) for ids, shown in zip(items, shows, strict=True))
+
+
+@dataclass(frozen=True)
+class ImageGenerate(Generate):
+    """Continuations, as of :class:`Generate`, of prompts that show images; each prompt by itself."""
+
+    images: tuple[str, ...] = ()
+    shows: tuple[Tokens, ...] = ()
+    messages: tuple[str, ...] = ()
+    kind: str = field(default="imagegenerate", init=False)
+    _PER_ITEM = ("prompts", "shows", "messages")
+
+    def items(self) -> tuple[Tokens, ...]:
+        """Each prompt behind numbers that stand for its images."""
+        return _with_images(self.prompts, self.images, self.shows)
+
+
+@dataclass(frozen=True)
+class ImageForced(Forced):
+    """Given text behind images: the state behind each of its tokens.
+
+    A prompt ends behind its last image (or where that would be), its continuation is the rest of the question and an
+    answer.  Both are read in one prefill.  The last of a conversation's ``messages`` is the assistant's, with that
+    answer.
+    """
+
+    images: tuple[str, ...] = ()
+    shows: tuple[Tokens, ...] = ()
+    messages: tuple[str, ...] = ()
+    kind: str = field(default="imageforced", init=False)
+    _PER_ITEM = ("prompts", "continuations", "shows", "messages")
+
+    def items(self) -> tuple[Tokens, ...]:
+        """Each prompt with its continuation, behind numbers that stand for its images."""
+        return _with_images(super().items(), self.images, self.shows)
 
 
 WAYS: Mapping[str, str] = {
@@ -317,7 +374,7 @@ class Recached(_Request):
         return self.last - self.first + 1
 
 
-Request = Prefill | Generate | Forced | Timed | Layerwise | Served | Reweighted | Recached
+Request = Prefill | Generate | Forced | Timed | Layerwise | Served | Reweighted | Recached | ImageGenerate | ImageForced
 KINDS: Mapping[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
 """``kind`` → class."""
 
@@ -369,9 +426,17 @@ def _is_sound(request: Request, name: str) -> bool:
             return _are_ids((value,)) and value >= (name in ("max_tokens", "batch"))
         case "notes":
             return value == () or (len(value) == len(request.items()) and all(isinstance(note, str) for note in value))
+        case "images":
+            return isinstance(value, tuple) and all(map(_is_base64, value))
+        case "messages":
+            texts = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+            return texts and len(value) == len(getattr(request, request._PER_ITEM[0]))
     if not (isinstance(value, tuple) and all(map(_are_ids, value))):  # windows, units, prompts, continuations, others
         return False
     match request, name:
+        case (ImageGenerate() | ImageForced()) as shown, "shows":
+            last = max(chain.from_iterable(value), default=-1)
+            return len(value) == len(shown.prompts) and last < len(shown.images)
         case ((Prefill(windows=windows) | Reweighted(windows=windows) | Recached(windows=windows)), "units"):
             return len(value) == len(windows) and all(len(units) == request.n_rows for units in value)
         case ((Prefill() | Layerwise() | Served() | Reweighted() | Recached()), "windows"):
@@ -380,6 +445,13 @@ def _is_sound(request: Request, name: str) -> bool:
         case Forced(prompts=prompts), "continuations":
             return isinstance(prompts, tuple) and len(value) == len(prompts)
     return True
+
+
+def _is_base64(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value != "" and bool(base64.b64decode(value, validate=True))
+    except ValueError:
+        return False
 
 
 def _are_ids(value: Any) -> bool:

@@ -20,9 +20,11 @@ import numpy as np
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Recached, Request, Reweighted, Served
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
+from fidelab.engines.installed import without_vision
 from fidelab.errors import NotSupportedError
 
 __all__ = [
+    "IMAGE_KINDS",
     "Answer",
     "Engine",
     "RuntimeInfo",
@@ -36,6 +38,10 @@ __all__ = [
     "raw_bytes",
     "read_back_proof",
 ]
+
+
+IMAGE_KINDS = frozenset(("imagegenerate", "imageforced"))
+"""Kinds of requests that only engines answer which take images."""
 
 
 @dataclass(frozen=True)
@@ -293,6 +299,13 @@ class Engine(ABC):
     def estimator_for(cls, arm: Arm) -> Estimator:
         """What the arm's captures hold of each distribution."""
         return Estimator(dict(arm.options).get("estimator", cls.estimator))
+
+    @classmethod
+    def images_refused(cls, arm: Arm) -> str:
+        """Why an arm can be shown no images, found before it is opened; empty where it can."""
+        if not cls.kinds >= IMAGE_KINDS:
+            return f"engine {cls.name} takes no images"
+        return f"the config of {arm.model} has no part for images" if without_vision(arm.path) else ""
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import fidelab
 from fidelab.core import Arm, canonical_json, digest
 
-__all__ = ["build", "device", "is_installed", "provenance", "shims", "state", "unknown_architecture"]
+__all__ = ["build", "device", "is_installed", "provenance", "shims", "state", "unknown_architecture", "without_vision"]
 
 _GPU_FILES = {"cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvmap"), "hip": ("/dev/kfd",)}
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one after every start of the machine
@@ -51,6 +51,15 @@ def build(packages: Sequence[str]) -> str | None:
     if any(name.endswith("-cpu") and is_installed(name) for name in packages):
         return "cpu"
     return _llama_build() if "llama-cpp-python" in packages else _torch_build()
+
+
+def without_vision(path: str) -> bool:
+    """Whether the config of a model names no part for images."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        return not isinstance(config, dict) or not {"vision_config", "image_token_id", "image_token_index"} & {*config}
+    except (OSError, ValueError):
+        return True
 
 
 def unknown_architecture(arm: Arm, *own: str) -> str | None:

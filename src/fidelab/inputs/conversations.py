@@ -58,7 +58,8 @@ class Conversation:
     """One conversation: messages as a chat template takes them, and the tools that the model was offered.
 
     ``id``: the record's own, or its line.  ``domain``: the record's ``domain``, or what its content looks like.
-    ``text``: as the model's chat template writes it.  Plain text has no messages.
+    ``text``: as the model's chat template writes it.  Plain text has no messages.  ``parts``: the messages with a part
+    ``{"type": "image"}`` for each of ``images``, the URLs of those as they are written, which nobody has looked at.
     """
 
     id: str
@@ -66,11 +67,14 @@ class Conversation:
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
     text: str
+    parts: tuple[dict[str, Any], ...] = ()
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A log.  ``bad``: why records were left out, each with its place.  ``images``: parts that were left out.
+    """A log.  ``bad``: why records were left out, each with its place; ``skip_bad``: whether that was asked for.
+    ``images``: parts that were left out.
 
     ``text``: a log of plain text, which has no conversations.
     """
@@ -80,6 +84,7 @@ class Traffic:
     bad: tuple[str, ...] = ()
     images: int = 0
     text: Text | None = None
+    skip_bad: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
         )
     if not conversations:
         raise InputError(f"{_WHAT} {path} has no conversation in it" + (f": {bad[0]}" if bad else ""))
-    return Traffic(str(path), tuple(conversations), tuple(bad), images)
+    return Traffic(str(path), tuple(conversations), tuple(bad), images, skip_bad=skip_bad)
 
 
 def _entries(path: Path) -> list[Any]:
@@ -158,11 +163,13 @@ class _Bad(ValueError):
 
 @dataclass
 class _Record:
-    """Reads one record.  ``images``: parts without text that it left out."""
+    """Reads one record.  ``images``: parts without text that it left out; ``urls``: of the images among them."""
 
     record: Any
     tokenizer: Tokenizer
     images: int = field(default=0, init=False)
+    urls: list[str] = field(default_factory=list, init=False)
+    parts: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def conversation(self, number: str) -> Conversation:
         outer = self.record
@@ -188,6 +195,8 @@ class _Record:
             messages=messages,
             tools=tools,
             text=text,
+            parts=tuple(self.parts) if self.urls else (),
+            images=tuple(self.urls),
         )
 
     def _message(self, number: int, message: Any) -> dict[str, Any]:
@@ -196,7 +205,8 @@ class _Record:
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise _Bad(f"message {number} has the role {str(role)[:40]!r}; known are {', '.join(sorted(_ROLES))}")
-        content = self._content(number, message.get("content"))
+        given = message.get("content")
+        content = self._content(number, given)
         kept: dict[str, Any] = {"role": role, "content": content}
         for name in ("reasoning_content", "name", "tool_call_id"):
             if isinstance(message.get(name), str):
@@ -204,9 +214,26 @@ class _Record:
         calls = message.get("tool_calls")
         if calls:
             kept["tool_calls"] = _calls(number, calls)
-        if not content and not calls:
+        parts = self._parts(number, given) if isinstance(given, list) else []
+        if not content and not calls and not any(part["type"] == "image" for part in parts):
             raise _Bad(f"message {number} has no content")
+        self.parts.append({**kept, "content": parts} if parts else kept)
         return kept
+
+    def _parts(self, number: int, content: list[Any]) -> list[dict[str, Any]]:
+        """The text and the images of a message; the images' URLs go to ``urls``."""
+        parts: list[dict[str, Any]] = []
+        for part in content:
+            if isinstance(part, dict) and part.get("type") == "text":
+                parts.append({"type": "text", "text": part["text"]})
+            elif isinstance(part, dict) and part.get("type") == "image_url":
+                image = part.get("image_url")
+                url = image.get("url") if isinstance(image, dict) else image
+                if not isinstance(url, str):
+                    raise _Bad(f"message {number}: a part of type image_url has no URL")
+                self.urls.append(url)
+                parts.append({"type": "image"})
+        return parts
 
     def _content(self, number: int, content: Any) -> str:
         if content is None or isinstance(content, str):
@@ -402,7 +429,7 @@ def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
     if traffic.bad:
         lines.append(f"bad records left out: {len(traffic.bad):,} ({'; '.join(traffic.bad[:_SHOWN])})")
     if traffic.images:
-        lines.append(f"images and other parts without text left out: {traffic.images:,}")
+        lines.append(f"images and other parts without text left out: {traffic.images:,} (axis vision shows images)")
     tooled = next((conversation for conversation in traffic.conversations if conversation.tools), None)
     if tooled is not None and tooled.text == tokenizer.render(tooled.messages, private=True):
         lines.append(f"the chat template of {tokenizer.model.name} leaves tools out")

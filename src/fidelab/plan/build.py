@@ -12,10 +12,12 @@ from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key, key_digest
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Generate, Request, Served, request_record
+from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm
-from fidelab.engines.base import one_line
+from fidelab.engines.base import IMAGE_KINDS, one_line
 from fidelab.errors import FidelabError, UnavailableError
 from fidelab.plan.arms import twins_of
+from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import EXACT, TRUTH, Settings
 from fidelab.workers.messages import ProbeTask
 
@@ -72,12 +74,16 @@ class PlannedCapture:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """One fresh process: an arm, under the role it plays (``reference``, ``floor``, a candidate's name)."""
+    """One fresh process: an arm, under the role it plays (``reference``, ``floor``, a candidate's name).
+
+    ``refused``: captures that it is not asked for as its engine cannot take them, and why.
+    """
 
     role: str
     arm: Arm
     captures: tuple[PlannedCapture, ...]
     replicate: int = 0
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def missing(self) -> list[PlannedCapture]:
         """Captures of which the store has no undamaged copy."""
@@ -192,7 +198,8 @@ def _against(settings: Settings, job: PlannedJob, asked: Request) -> str:
 
 def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]]) -> PlannedJob:
     """The job with further requests, by axis and part."""
-    captures = list(job.captures)
+    captures, refused = list(job.captures), dict(job.refused)
+    engine = engine_class(EngineConfig(name=job.arm.engine))
     for axis, parts in requests.items():
         for part, asked in parts.items():
             if job.role != "reference" and part in settings.axes[axis].reference_only:
@@ -206,7 +213,10 @@ def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapp
                 continue
             if request.axis != part_name(axis, part):
                 raise ValueError(f"axis {axis} names the probe of its part {part!r} {request.axis!r}")
+            if request.kind in IMAGE_KINDS and (why := engine.images_refused(job.arm)):
+                refused[request.axis] = why
+                continue
             key = capture_key(job.arm, request, settings.deployed[job.arm.name].versions, job.replicate)
             folder = capture_folder(settings.captures_dir, job.arm, request, key)
             captures.append(PlannedCapture(request.axis, request, key, folder, _against(settings, job, asked)))
-    return replace(job, captures=tuple(captures))
+    return replace(job, captures=tuple(captures), refused=refused)

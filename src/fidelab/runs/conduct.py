@@ -24,16 +24,18 @@ from fidelab.axes import AXES
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.config.load import dump, expand, expand_existing, load, read_text, read_yaml, validate, validate_as
-from fidelab.config.schema import Experiment, Limits
+from fidelab.config.schema import EngineConfig, Experiment, Limits
 from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
 from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
 from fidelab.inputs.corpus import TEXTS, load_text
+from fidelab.inputs.images import placeholder
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
 from fidelab.plan.build import Plan, build_plan
+from fidelab.plan.deploy import engine_class
 from fidelab.plan.disk import check_disk
 from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
 from fidelab.plan.timings import Timings
@@ -137,10 +139,20 @@ def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
     experiment, limit = settings.experiment, settings.model.max_positions
     if experiment.traffic is None:
         prompts = None if experiment.prompts == "default" else Path(experiment.prompts)
-        return AxisInputs(tokenizer, load_text(experiment.text, tokenizer), load_prompts(prompts), limit)
+        text = load_text(experiment.text, tokenizer)
+        return _with_images(AxisInputs(tokenizer, text, load_prompts(prompts), limit), settings)
     traffic = load_traffic(Path(experiment.traffic), tokenizer, skip_bad=experiment.skip_bad)
     asked = traffic_prompts(traffic) or load_prompts()
-    return AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=not experiment.keep_text)
+    private = not experiment.keep_text
+    inputs = AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
+    return _with_images(inputs, settings)
+
+
+def _with_images(inputs: AxisInputs, settings: Settings) -> AxisInputs:
+    """The inputs with what is known of images: why the reference can be shown none, or what stands for one."""
+    reference = settings.reference
+    refused = engine_class(EngineConfig(name=reference.engine)).images_refused(reference)
+    return replace(inputs, no_images=refused, placeholder="" if refused else placeholder(inputs.tokenizer))
 
 
 def execute(

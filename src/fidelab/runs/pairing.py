@@ -42,7 +42,8 @@ class ArmResult:
     """The result of one arm: its captures by axis, or why there are none.
 
     ``role``: as in :class:`~fidelab.plan.build.Plan`.  ``benches``: the result of each bench, a
-    :class:`~fidelab.results.measurement.Measurement` as plain data.
+    :class:`~fidelab.results.measurement.Measurement` as plain data.  ``refused``: captures that it was not asked for
+    as its engine cannot take them, and why.
     """
 
     role: str
@@ -54,6 +55,7 @@ class ArmResult:
     failures: Mapping[str, str] = field(default_factory=dict)
     timing: Mapping[str, float | None] = field(default_factory=dict)
     benches: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def record(self, base: Path) -> dict[str, Any]:
         """Plain data; capture paths relative to ``base``, so that runs and captures can move together."""
@@ -67,6 +69,7 @@ class ArmResult:
             "failures": dict(self.failures),
             "timing": dict(self.timing),
             "benches": dict(self.benches),
+            **({"refused": dict(self.refused)} if self.refused else {}),
         }
 
     @classmethod
@@ -84,8 +87,9 @@ class ArmResult:
         Timing.model_validate(timing)
         for bench in benches.values():
             Measurement.model_validate(bench)
+        refused = record.get("refused", {})
         texts = [record["role"], record["reason"] or "", *record["captures"].values(), *record["failures"].values()]
-        if not all(isinstance(text, str) for text in texts):
+        if not all(isinstance(text, str) for text in (*texts, *refused.values())):
             raise TypeError("role, reason, captures and failures are texts")
         return cls(
             role=record["role"],
@@ -97,6 +101,7 @@ class ArmResult:
             failures=record["failures"],
             timing=timing,
             benches=benches,
+            refused=refused,
         )
 
     def check_captures(self) -> None:
@@ -203,6 +208,9 @@ class Scorer:
             if name in self.unavailable:
                 failures[name] = (Status.NOT_MEASURABLE, self.unavailable[name])
                 continue
+            if (why := self._refused(axis, name, result)) is not None:
+                failures[name] = (Status.NOT_MEASURABLE, why)
+                continue
             if _is_part(result) and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
                 continue  # this axis is not repeated
             try:
@@ -224,6 +232,11 @@ class Scorer:
         elif status is Status.OK and scores and all(score.identical for score in scores.values()):
             status = Status.IDENTICAL
         return Measured(result, status, reason, scores, failures, self._broken(result, scores))
+
+    def _refused(self, axis: Axis, name: str, result: ArmResult) -> str | None:
+        """Why an arm was not asked what an axis cannot do without; ``None`` where it was."""
+        refused, answered = parts_of(name, result.refused), parts_of(name, result.captures)
+        return next((why for part, why in refused.items() if axis.lost(part, why) is None or not answered), None)
 
     def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
         """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
@@ -259,7 +272,8 @@ class Scorer:
             why = _of_axis(name, first.failures) or first.reason or "no capture"
             raise FidelabError(f"{NO_REFERENCE}: {why}")
         partial = _is_part(result)
-        parts, failed = parts_of(name, result.captures), parts_of(name, result.failures)
+        parts = parts_of(name, result.captures)
+        failed = {**parts_of(name, result.failures), **parts_of(name, result.refused)}
         theirs = parts_of(name, self.by_role[self._role].failures)
         reasons = {part: f"{NO_REFERENCE}: {why}" for part, why in theirs.items()} | failed
         lost = {part: cell for part, why in reasons.items() if (cell := axis.lost(part, why)) is not None}

@@ -9,7 +9,8 @@ import pytest
 
 from fidelab.axes.capability import code, sandbox
 from fidelab.axes.capability.checks import CHECKS
-from fidelab.axes.capability.vision import QUESTIONS, draw
+from fidelab.axes.capability.vision import QUESTIONS
+from fidelab.inputs.images import draw
 
 confined = pytest.mark.skipif(bool(sandbox.unavailable()), reason=sandbox.unavailable() or "sandbox available")
 

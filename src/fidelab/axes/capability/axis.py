@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -22,18 +22,22 @@ from fidelab.axes.base import (
     AxisInputs,
     AxisScore,
     AxisSettings,
+    image_files,
+    image_messages,
     lost_and_gained,
     part_name,
 )
 from fidelab.axes.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, CheckKind, long_prompt
 from fidelab.axes.capability.results import ORDER, PARTS, WITHOUT, CheckResult, read_results
 from fidelab.axes.capability.template import NotApplicable, thinking_prompt, tool_prompt
+from fidelab.axes.capability.vision import QUESTIONS
 from fidelab.captures.pair import Pair
-from fidelab.captures.requests import Generate, Tokens
-from fidelab.core import canonical_json
+from fidelab.captures.requests import Generate, ImageGenerate, Tokens
+from fidelab.core import Status, canonical_json
 from fidelab.errors import InputError
+from fidelab.inputs.images import draw, png, tokens_around
 from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exact, paired_difference
-from fidelab.results.measurement import Definition
+from fidelab.results.measurement import Cell, Definition
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
 __all__ = ["Capability"]
@@ -52,6 +56,16 @@ _DIFFERENCE = Definition("difference", "points", "higher", "Checks passed minus 
 _P = Definition("McNemar p", "p", None, "McNemar's exact test of checks lost against gained.")
 _APPLICABLE = Definition("applicable", "count", None, "Checks that could be asked and judged.")
 _NOT_APPLICABLE = Definition("not applicable", "count", None, "Checks that could not be asked or judged.")
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One prompt, and the image that it shows."""
+
+    ids: Tokens
+    note: str
+    image: bytes | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 class CapabilitySettings(AxisSettings):
@@ -88,15 +102,15 @@ class Capability(Axis):
             InputError: no check of the chosen kinds can be asked.
         """
         s = self.settings
-        asked: dict[str, list[tuple[Tokens, str]]] = {}
+        asked: dict[str, list[_Item]] = {}
         without: dict[str, str] = {}
         for check in (check for kind in KINDS if kind in s.kinds for check in _of_kind(kind)[: s.limit]):
             try:
-                item = self._item(check, inputs)
+                found = self._items(check, inputs)
             except NotApplicable as reason:
                 without[f"{WITHOUT}{check.id}"] = str(reason)
                 continue
-            for part in PARTS[check.kind]:
+            for part, item in found.items():
                 asked.setdefault(part, []).append(item)
         if not asked:
             raise InputError(f"capability: nothing can be asked: {'; '.join(dict.fromkeys(without.values()))}")
@@ -104,19 +118,25 @@ class Capability(Axis):
         common = {"kinds": ", ".join(k for k in KINDS if k in s.kinds), "set": SET_VERSION, "template": used, **without}
         if s.limit is not None:
             common["limit"] = str(s.limit)
-        return {
-            part: Generate(
+        requests = {}
+        for part, items in asked.items():
+            request = Generate(
                 axis=part_name(self.name, part),
-                prompts=tuple(ids for ids, _ in items),
+                prompts=tuple(item.ids for item in items),
                 max_tokens=self._budget(part),
                 stop=inputs.tokenizer.stop_ids,
                 batch=1 if part == "single" else _BATCH,
                 settings=tuple(sorted({**common, "n_predict": self._budget(part)}.items())),
                 rows=False,
-                notes=tuple(note for _, note in items),
+                notes=tuple(item.note for item in items),
             )
-            for part, items in asked.items()
-        }
+            requests[part] = _with_images(request, inputs, items) if items[0].image is not None else request
+        return requests
+
+    def lost(self, part: str, reason: str) -> Cell | None:
+        if part not in PARTS["vision"]:
+            return None
+        return Cell(at={"part": part}, status=Status.NOT_MEASURABLE, reason=reason)
 
     def available(self, inputs: AxisInputs) -> int:
         return max(map(len, map(_of_kind, self.settings.kinds)))
@@ -146,14 +166,35 @@ class Capability(Axis):
         tokens = {"code": s.code_tokens, "tool": s.code_tokens, "thinking": s.thinking_tokens}
         return _PARALLEL_TOKENS if part in ("single", "batch") else tokens.get(part, s.n_predict)
 
-    def _item(self, check: Check, inputs: AxisInputs) -> tuple[Tokens, str]:
+    def _items(self, check: Check, inputs: AxisInputs) -> dict[str, _Item]:
+        """What a check asks in each of its parts.
+
+        Raises:
+            NotApplicable: it cannot be asked.
+        """
+        if check.kind != "vision":
+            return dict.fromkeys(PARTS[check.kind], self._item(check, inputs))
+        if inputs.no_images:
+            raise NotApplicable(inputs.no_images)
+        content = [{"type": "image"}, {"type": "text", "text": check.prompt}]
+        messages = ({"role": "user", "content": content},)
+        try:
+            ids = tokens_around(inputs.tokenizer, messages, self.settings.template, inputs.placeholder)
+        except InputError as error:
+            raise NotApplicable(str(error)) from None
+        question = next(question for question in QUESTIONS if question.text == check.prompt)
+        images = dict(zip(PARTS["vision"], (question.image, question.control), strict=True))
+        note = canonical_json({"id": check.id})
+        return {
+            part: _Item((*ids.images, *ids.rest), note, png(draw(*shown)), messages) for part, shown in images.items()
+        }
+
+    def _item(self, check: Check, inputs: AxisInputs) -> _Item:
         """A check's prompt and note.
 
         Raises:
             NotApplicable: it cannot be asked.
         """
-        if not PARTS[check.kind]:
-            raise NotApplicable("no engine here takes images")
         note = {"id": check.id}
         messages = ({"role": "user", "content": check.prompt},)
         if check.kind in ("tool call", "thinking") and self.settings.template == "raw":
@@ -171,7 +212,7 @@ class Capability(Axis):
             raise NotApplicable("without a chat template an empty prompt has no tokens")
         if room is not None and len(ids) > room:
             raise NotApplicable(f"prompt and answer do not fit the model's {inputs.max_positions} positions")
-        return ids, canonical_json(note)
+        return _Item(ids, canonical_json(note))
 
     def _long(self, inputs: AxisInputs, most: int) -> Tokens:
         """The longest of the long prompts that has at most ``most`` tokens."""
@@ -187,6 +228,17 @@ class Capability(Axis):
             middle = (fits + too_long) // 2
             fits, too_long = (middle, too_long) if len(ids(middle)) <= most else (fits, middle)
         return ids(fits)
+
+
+def _with_images(request: Generate, inputs: AxisInputs, items: Sequence[_Item]) -> ImageGenerate:
+    """The request with the images of its items."""
+    images, shows = image_files([() if item.image is None else (item.image,) for item in items])
+    return ImageGenerate(
+        **{field.name: getattr(request, field.name) for field in fields(request) if field.init},
+        images=images,
+        shows=shows,
+        messages=tuple(image_messages(inputs, item.messages) for item in items),
+    )
 
 
 def _of_kind(kind: CheckKind) -> list[Check]:

@@ -25,7 +25,7 @@ PARTS: Mapping[CheckKind, tuple[str, ...]] = {
     "knowledge": ("short",),
     "edge": ("short",),
     "parallel": ("single", "batch"),
-    "vision": (),
+    "vision": ("image", "control"),
     "tool call": ("tool",),
     "thinking": ("thinking",),
 }
@@ -98,7 +98,8 @@ def _judged(check: Check, places: Mapping[str, tuple[Pair, int, int, dict[str, s
     ends = asked[0][3].get("ends")
     ref = [(pair.ref, r) for pair, r, _, _ in asked]
     test = [(pair.test, t) for pair, _, t, _ in asked]
-    (judged, text), (other, other_text) = (_side(check, side, ends) for side in (ref, test))
+    side_of = _seen if check.kind == "vision" else _side
+    (judged, text), (other, other_text) = (side_of(check, side, ends) for side in (ref, test))
     return CheckResult(
         check,
         judged,
@@ -111,6 +112,16 @@ def _judged(check: Check, places: Mapping[str, tuple[Pair, int, int, dict[str, s
 
 def _usable(places: Sequence[tuple[Capture, int]]) -> bool:
     return all(capture.items[item]["failed"] is None for capture, item in places)
+
+
+def _seen(check: Check, places: Sequence[tuple[Capture, int]], _ends: str | None) -> tuple[Judged, str]:
+    """One side of a vision check: right to the image, and another answer to the control, which shows something else."""
+    assert check.judge is not None
+    image, control = (answer_text(*place) for place in places)
+    judged = check.judge(image)
+    if judged.passed and check.judge(control).passed:
+        judged = Judged(False, "the same answer to another image")
+    return judged, f"image: {image}\nother image: {control}"
 
 
 def _side(check: Check, places: Sequence[tuple[Capture, int]], ends: str | None) -> tuple[Judged, str]:

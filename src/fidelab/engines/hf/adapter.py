@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +29,8 @@ from fidelab.captures.requests import (
     WAYS,
     Forced,
     Generate,
+    ImageForced,
+    ImageGenerate,
     Layerwise,
     Prefill,
     Recached,
@@ -39,6 +42,7 @@ from fidelab.captures.requests import (
 )
 from fidelab.core import Arm, Estimator, FormatSpec, KVSpec
 from fidelab.engines.base import (
+    IMAGE_KINDS,
     Answer,
     Engine,
     RuntimeInfo,
@@ -171,7 +175,10 @@ class HFEngine(Engine):
     aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
     samples: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 5.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served", "reweighted", "recached"}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {
+        *("layerwise", "served", "reweighted", "recached"),
+        *IMAGE_KINDS,
+    }
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
@@ -228,6 +235,11 @@ class HFEngine(Engine):
         return Support(reason is None, reason or "")
 
     @classmethod
+    def images_refused(cls, arm: Arm) -> str:
+        pillow = "" if find_spec("PIL") else "engine hf takes images with Pillow: pip install 'fidelab[vision]'"
+        return super().images_refused(arm) or pillow
+
+    @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
         # For a 32-bit reference, the model's own 16-bit cache.  A 16-bit cache in a 16-bit model has no nearer arm:
         # every other format takes the same attention path, so the noise floor is the only noise.
@@ -256,6 +268,10 @@ class HFEngine(Engine):
             request, Timed | Reweighted | Recached
         )  # a look takes time, and wants all layers
         match request:
+            case ImageGenerate() | ImageForced():
+                from fidelab.engines.hf.images import answer_images
+
+                facts = answer_images(self._model, request, sink)
             case Prefill():
                 facts = self._prefill(request, sink)
             case Generate():

@@ -37,12 +37,23 @@ from numpy.typing import NDArray
 
 from fidelab.captures.check import why_no_distribution
 from fidelab.captures.container import Array
-from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed, Tokens
+from fidelab.captures.requests import (
+    Forced,
+    Generate,
+    ImageForced,
+    ImageGenerate,
+    Prefill,
+    Request,
+    Served,
+    Timed,
+    Tokens,
+)
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
+from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
 from fidelab.engines.openai.http import Client, Refused, read_key, split_url
+from fidelab.engines.openai.images import ImageChats, UnscoredError
 from fidelab.engines.openai.server import identify
 from fidelab.engines.openai.sglang import SGLangGenerate
 from fidelab.engines.openai.words import Words
@@ -96,7 +107,7 @@ class OpenAIEngine(Engine):
     separate_kv: ClassVar[bool] = False
     is_server: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 2.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"served"}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | IMAGE_KINDS | {"served"}
     ways: ClassVar[frozenset[str]] = frozenset(("cold", "prefix", "prefix-partial", "prefix-other", "batch"))
 
     @classmethod
@@ -144,6 +155,7 @@ class OpenAIEngine(Engine):
         self._words = Words(arm.path, arm.model)
         self._dialect = self._understood(self._find_dialect)
         self._tokenizer = "local"
+        self._chats = ImageChats(self._client, self._server.model, self._words, self._dialect.top or _TOPS[0])
 
     def _find_dialect(self) -> Dialect:
         number = self._options.get("logprobs")
@@ -184,6 +196,10 @@ class OpenAIEngine(Engine):
     def answer(self, request: Request, sink: Sink) -> Answer:
         began = time.monotonic()
         match request:
+            case ImageGenerate():
+                facts = self._generate(request, sink)
+            case ImageForced():
+                facts = self._force_behind_images(request, sink)
             case Prefill():
                 facts = self._prefill(request, sink)
             case Generate():
@@ -216,7 +232,7 @@ class OpenAIEngine(Engine):
                 "served_model": server.model,
                 "served_kv": None if server.kv is None else "/".join(dict.fromkeys(server.kv)),
                 "prompts": dialect.sends,
-                "ids": "returned" if dialect.returns == "ids" else "retokenized",
+                "ids": "returned" if dialect.returns == self._chats.returns == "ids" else "retokenized",
                 "top_logprobs": dialect.top,
                 "tokenizer": self._tokenizer,
                 **({"echo_shifted": True} if shifted else {}),
@@ -258,7 +274,10 @@ class OpenAIEngine(Engine):
         produced = cached = reread = 0
 
         def sequence(index: int) -> tuple[Completed, dict[str, Array]]:
-            done = self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
+            if isinstance(request, ImageGenerate):
+                done = self._chats.complete(request, index)
+            else:
+                done = self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
             if any(not 0 <= token < _IDS for token in done.ids):
                 raise Refused("the server returns token ids that are none")
             if self._client.key and self._client.holds_key(self._words.decode(done.ids)):
@@ -268,7 +287,7 @@ class OpenAIEngine(Engine):
 
         for index, (done, rows) in self._asked(len(request.prompts), sequence, sink, self._width(request.batch)):
             prompt = request.prompts[index]
-            other = done.read not in (None, len(prompt))
+            other = done.read not in (None, len(prompt)) and not isinstance(request, ImageGenerate)
             if other and self._dialect.sends == "ids":
                 sink.fail(index, f"the server read {done.read} tokens of a prompt that has {len(prompt)}")
                 continue
@@ -282,6 +301,24 @@ class OpenAIEngine(Engine):
             "cached_prompt_tokens": cached,
             **({"prompts_read_otherwise": reread} if self._dialect.sends == "text" else {}),
         }
+
+    def _force_behind_images(self, request: ImageForced, sink: Sink) -> dict[str, Any]:
+        def rows(index: int) -> dict[str, Array]:
+            return _rows(_checked(self._chats.score(request, index))) if request.continuations[index] else {}
+
+        try:
+            if request.prompts:
+                self._understood(partial(self._chats.score, request, 0))
+        except UnscoredError as error:
+            for index in range(len(request.prompts)):
+                sink.fail(index, str(error))
+            return {"not_measurable": str(error)}
+        except Refused:
+            pass  # of one item; the others may do
+        for index, arrays in self._asked(len(request.prompts), rows, sink, self._width()):
+            add_sequence(sink, index, request.continuations[index], arrays, None if arrays else "empty continuation")
+            sink.progress(len(request.continuations[index]))
+        return {"tokens": sum(map(len, request.continuations)), "one_prefill": True}
 
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
