@@ -101,6 +101,7 @@ OTHERS = {
         "import kld-dumps": "a candidate's, repeated",
         "import lm-eval": "a candidate's, repeated",
         "import llama-perplexity": "an arm's, repeated",
+        "import qfs": "a candidate's, repeated",
         "import throughput": "an arm's, repeated",
     },
     "--format": {"charts": "pictures", "export": "other tools' forms"},
@@ -124,6 +125,7 @@ OTHERS = {
         "import kld-dumps": "no run was made, only its folder",
         "import lm-eval": "no run was made, only its folder",
         "import llama-perplexity": "no run was made, only its folder",
+        "import qfs": "no run was made, only its folder",
         "import throughput": "no run was made, only its folder",
     },
     "--prompts": {

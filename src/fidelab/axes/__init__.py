@@ -14,6 +14,7 @@ AXES = Registry(
         "forced": "fidelab.axes.forced:ForcedDecode",
         "degeneration": "fidelab.axes.degeneration:Degeneration",
         "paths": "fidelab.axes.paths:Paths",
+        "lm-eval": "fidelab.axes.lm_eval:LMEval",
         "toolcalls": "fidelab.axes.toolcalls:ToolCalls",
         "vision": "fidelab.axes.vision:Vision",
         "capability": "fidelab.axes.capability.axis:Capability",

@@ -381,9 +381,13 @@ class Detokenizer:
 
     @cached_property
     def _stands_for_bytes(self) -> bool:
-        """More words begin with GPT-2's space than with SentencePiece's; ``Ġ`` is a letter too, but a rare one."""
+        """More words begin with GPT-2's space than with SentencePiece's; ``Ġ`` is a letter too, but a rare one.
+
+        Without words of either kind: whether each of the 256 bytes has a piece.
+        """
         first = [piece[0] for piece in self._pieces if len(piece) > 1]
-        return first.count("Ġ") > first.count(_SPACE)
+        gpt2, sentencepiece = first.count("Ġ"), first.count(_SPACE)
+        return gpt2 > sentencepiece or (gpt2 == sentencepiece == 0 and _STAND_INS.keys() <= {*self._pieces})
 
     def _bytes(self, token: int) -> bytes:
         piece = self._pieces[token] if 0 <= token < len(self._pieces) else ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 __all__ = ["axis_settings", "bench_settings", "counts"]
 
 _AXES = {"core": ("trajectory", "kld"), "full": ("trajectory", "kld", "rniah", "plad")}
+_HARNESS = "lm-eval"
 _BENCHES = {"offline": ("startup", "prefill", "decode", "memory")}
 _FEWER = {"windows": "8", "lengths": "[512]", "trials": "1", "contexts": "[512]"}  # settings that say how much is asked
 _PROMPTED = ("trajectory", "plad")  # what a --limit without an axis means
@@ -27,11 +28,15 @@ def axis_settings(
     from fidelab.axes import AXES
     from fidelab.errors import UsageError
 
-    chosen: dict[str, dict[str, Any]] = {name: {} for name in _names(axes, {**_AXES, "all": AXES.names()})}
+    words, tasks = _tasks_named(axes, AXES.names())
+    every = [name for name in AXES.names() if name != _HARNESS]  # which has no tasks that go without saying
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in _names(words, {**_AXES, "all": every})}
     if not chosen:
         raise UsageError("--axes is empty; name at least one, as in --axes trajectory,kld")
     if quick:
         chosen = {name: dict(AXES.load(name).quick) for name in chosen}
+    if tasks:
+        chosen[_HARNESS]["tasks"] = tasks
     for axis, values in flags.items():
         settings = {key: value for key, value in values.items() if value is not None}
         if settings and axis not in chosen:
@@ -49,6 +54,27 @@ def axis_settings(
             _must_have_limit(owner, text)
             chosen[owner]["limit"] = int(number)
     return chosen
+
+
+def _tasks_named(text: str, axes: Collection[str]) -> tuple[str, list[str]]:
+    """``kld,lm-eval:arc_easy,piqa`` → (``kld,lm-eval``, [``arc_easy``, ``piqa``]).
+
+    What follows ``lm-eval:`` are tasks, up to the next word that is an axis or a set of axes.
+    """
+    words, tasks, inside = list[str](), list[str](), False
+    for word in (part.strip() for part in text.split(",")):
+        name, colon, task = word.partition(":")
+        if colon and name == _HARNESS:
+            inside, found = True, task.strip()
+        elif inside and word and word not in axes and word not in _AXES and word != "all":
+            found = word
+        else:
+            inside, found = False, ""
+            words.append(word)
+            continue
+        words.append(_HARNESS)
+        tasks += [found] if found and found not in tasks else []
+    return ",".join(words), tasks
 
 
 def _must_have_limit(axis: str, text: str) -> None:

@@ -177,6 +177,42 @@ def llama_perplexity(
     gate(imported.report, fail_under)
 
 
+@app.command("qfs")
+@options.expand_options
+def qfs(
+    *,
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE…", help="Comparison receipts (JSON), or rows of the registry (measurements.jsonl)."
+        ),
+    ],
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--name", help="Name of a candidate, once per comparison; the file's by default."),
+    ] = None,
+    bootstrap: options.SeedOptions,
+    runs: _RunsOptions,
+    fail_under: options.FailUnder = None,
+    as_json: options.Json = False,
+) -> None:
+    """Read results of quant-fidelity-suite: figures and protocol as recorded, of one reference and panel.
+
+    Where a receipt states no interval, one is computed from the means of its contexts.
+
+    [bold]Example[/bold]
+
+      fidelab import qfs comparison-receipt.json --name EXL3-4bpw
+    """
+    from fidelab.imports import IMPORTS
+
+    imported = IMPORTS.load("qfs")(
+        files, runs.output_dir, names=name or None, seed=bootstrap.seed, command=command_line()
+    )
+    _finish(imported, as_json=as_json)
+    gate(imported.report, fail_under)
+
+
 @app.command("throughput")
 @options.expand_options
 def throughput(

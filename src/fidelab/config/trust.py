@@ -39,6 +39,7 @@ _COMMANDS = ("prefix", "python", "image", "pythonpath")
 _KEY, _ADDRESS, _ATTENTION = "api-key-env", "base-url", "attention"
 # Options of engines and of their servers that name code, which they import and run.
 _CODE = re.compile(r"plugin|middleware|-cls$|logits-processor|custom-|-hooks$|kv-transfer|trust-remote-code")
+_TASKS = "include_path"  # of axis lm-eval: task files name functions of the files beside them
 _TRUSTED: set[str] = set()  # presets that flags named, which are read once more when arms are made
 _NAMES = {
     "text": ("default", "domains", "wikitext-2"),
@@ -210,6 +211,8 @@ def demands(settings: Asking) -> list[Demand]:
     for values in ((getattr(settings, "axes", None) or {}).values(), getattr(settings, "benches", {}).values()):
         for key, value in (leaf for owner in values for leaf in _leaves("", owner)):
             found += _file(key, value, Path.is_file)
+            if key == _TASKS:
+                found.append(Demand(f"axes.lm-eval.{key}", value, "is a folder whose code would be run"))
     serve = settings.serve if isinstance(settings, Experiment) else None
     if serve is not None:
         words = shlex.join([*serve.wrapper, *serve.program, *serve.words])
