@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Prefill, request_hash, request_record
 from fidelab.core import Arm, KVSpec, Status
 from fidelab.errors import UsageError
@@ -82,6 +83,20 @@ def test_submitit_gives_the_report_of_one_machine(tmp_path: Path) -> None:
     here, there = _compare(tmp_path / "here"), _compare(tmp_path / "there", "--executor", "slurm", "--address", "local")
     assert there.code == here.code == 0, there.err
     assert _same(here, there)
+
+
+@pytest.mark.parametrize("estimator", ["hidden", "logprobs"])
+def test_nodes_compare_rows_and_drop_them(estimator: str, tmp_path: Path) -> None:
+    """And the report is the one that is made of rows here."""
+    pytest.importorskip("submitit", reason="extra slurm is not installed")
+    engine = ("--engine-arg", f"estimator={estimator}")
+    here = _compare(tmp_path / "here", *engine)
+    there = _compare(tmp_path / "there", *engine, "--drop-rows", "--executor", "slurm", "--address", "local")
+    assert there.code == here.code == 0, there.err
+    assert _same(here, there)
+    captures = [Capture(folder) for folder in find_captures(tmp_path / "there" / "runs" / "captures")]
+    labels = {capture.manifest["asked"]["kv"]["label"] for capture in captures if not capture.against}
+    assert labels == {"exact"}
 
 
 class _Once:

@@ -23,6 +23,7 @@ from fidelab.errors import CaptureError, InputError, OtherSchemaError
 
 __all__ = ["Entry", "collect_garbage", "drop_rows", "entries"]
 
+_ROWS = {"hidden", "logprobs"}
 _GRACE = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
 _OURS = re.compile(r".+-[0-9a-f]{12}-r\d+")  # how manifest.capture_folder names a capture
 _SHARED = {"heads": re.compile(r"[0-9a-f]{24}\.safetensors"), "vocabularies": re.compile(r"[0-9a-f]{24}\.json\.gz")}
@@ -96,7 +97,7 @@ def collect_garbage(
 
 
 def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]]]]) -> None:
-    """Put figures in the place of the test side's rows of log-probabilities; both captures keep their keys.
+    """Put figures in the place of the test side's rows, log-probabilities or hidden states; both keep their keys.
 
     ``figures``: test items with what compares each of their rows with the reference side's, columns ``[rows]``.  The
     capture is written anew beside the old one and takes its place when it is complete.
@@ -111,10 +112,11 @@ def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]
         found = dict(figures)
         for item, record in enumerate(test.items):
             names = test.names(item)
-            if "logprobs" in names and item not in found:
+            rows = _ROWS & {*names}
+            if rows and item not in found:
                 raise CaptureError(f"capture {test.folder}: item {item} was not compared, and its rows are kept")
-            arrays: dict[str, Array] = {name: test.array(item, name) for name in names if name != "logprobs"}
-            if "logprobs" in names:
+            arrays: dict[str, Array] = {name: test.array(item, name) for name in names if name not in _ROWS}
+            if rows:
                 arrays |= {f"{FIGURES}{name}": np.asarray(column) for name, column in found[item].items()}
             if arrays:
                 writer.add(item, arrays)

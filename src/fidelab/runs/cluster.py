@@ -34,6 +34,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK = 0.2  # seconds between two looks at a job
 
 
+Task = Callable[[str], str]
+
+
 class Lost(Exception):
     """The process or the machine that had a job is gone, and not by the job's own fault."""
 
@@ -54,7 +57,7 @@ class Handle(Protocol):
         """Whether :meth:`result` has something to say."""
 
     def result(self) -> str:
-        """What :func:`answer` returned.
+        """What the task returned; waits for it.
 
         Raises:
             Lost: it was not heard to the end.
@@ -67,8 +70,8 @@ class Handle(Protocol):
 class Cluster(Protocol):
     """Where jobs are given."""
 
-    def submit(self, text: str, needs: Needs) -> Handle:
-        """Give a job away; ``text`` is for :func:`answer`.
+    def submit(self, text: str, needs: Needs, task: Task = ...) -> Handle:
+        """Give a job away; ``text`` is for ``task``, a function of this package (:func:`answer`).
 
         Raises:
             UsageError: no node has what it needs.
@@ -279,14 +282,14 @@ class RayCluster:
                 "--head, name another with --address HOST:PORT, or say --address local"
             ) from None
 
-    def submit(self, text: str, needs: Needs) -> Handle:
+    def submit(self, text: str, needs: Needs, task: Task = answer) -> Handle:
         """See :class:`Cluster`."""
         has = max((node["Resources"].get("GPU", 0) for node in self._ray.nodes() if node["Alive"]), default=0)
         if needs.gpus > has:
             raise UsageError(f"it needs {needs.gpus} GPUs, and no node of the Ray cluster has more than {has:g}")
         cores = max((node["Resources"].get("CPU", 0) for node in self._ray.nodes() if node["Alive"]), default=1)
         asked = {"num_cpus": min(needs.cpus, cores), "num_gpus": needs.gpus, "max_retries": 0, "max_calls": 1}
-        return _RayJob(self._ray, self._ray.remote(**asked)(answer).remote(text))
+        return _RayJob(self._ray, self._ray.remote(**asked)(task).remote(text))
 
     def close(self) -> None:
         """See :class:`Cluster`."""
@@ -358,13 +361,13 @@ class SlurmCluster:
         except (RuntimeError, OSError, TypeError, ValueError, NameError) as error:
             raise UsageError(f"Slurm cannot be asked ({' '.join(str(error).split())[:200]})") from None
 
-    def submit(self, text: str, needs: Needs) -> Handle:
+    def submit(self, text: str, needs: Needs, task: Task = answer) -> Handle:
         """See :class:`Cluster`."""
         minutes = 60 * 24 if needs.seconds is None else max(1, -(-int(needs.seconds) // 60) + 5)
         with self._lock:
             asked = {"name": "fidelab", "cpus_per_task": needs.cpus, "timeout_min": minutes}
             self._executor.update_parameters(**asked, **({"gpus_per_node": needs.gpus} if needs.gpus else {}))
-            return _SlurmJob(self._submitit, self._executor.submit(answer, text))
+            return _SlurmJob(self._submitit, self._executor.submit(task, text))
 
     def close(self) -> None:
         """See :class:`Cluster`."""

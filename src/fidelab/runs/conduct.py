@@ -42,7 +42,7 @@ from fidelab.plan.timings import Timings
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.cluster import Cluster, open_cluster
-from fidelab.runs.pairing import ArmResult, drop_compared_rows
+from fidelab.runs.pairing import ArmResult, drop_compared_rows, drop_rows_there
 from fidelab.runs.runner import Asking, Listener, Silent, fork_server
 from fidelab.runs.scoring import RunFacts, Scored, score_run
 from fidelab.workers.fork_server import ForkServers
@@ -328,7 +328,7 @@ def _conduct(
             for result in answered:
                 results.append(result)
                 _store_outcomes(folder, facts, plan, results)
-                if not plan.settings.experiment.keep_rows:
+                if not plan.settings.experiment.keep_rows and cluster is None:
                     drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed
@@ -337,6 +337,8 @@ def _conduct(
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
             began = time.monotonic()
+            if not plan.settings.experiment.keep_rows and cluster is not None:
+                drop_rows_there(cluster, plan.settings.experiment.axes, results, folder.path)
             scored = score_run(plan.settings.experiment, facts, _every(plan, results))
             report = _write(folder, scored)
             if all(result.status is Status.OK for result in results):

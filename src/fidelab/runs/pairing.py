@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,18 @@ from fidelab.plan.build import FLOOR, TWIN, base_of
 from fidelab.plan.resolve import load_axis
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import NO_REFERENCE, RuntimeRecord, Timing
+from fidelab.runs.cluster import Cluster, Lost, Needs
 
-__all__ = ["FOREIGN", "ArmResult", "Measured", "Scorer", "drop_compared_rows", "engaged", "most_telling"]
+__all__ = [
+    "FOREIGN",
+    "ArmResult",
+    "Measured",
+    "Scorer",
+    "drop_compared_rows",
+    "drop_rows_there",
+    "engaged",
+    "most_telling",
+]
 
 FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What reading an answer may raise that is not what it should be: another process wrote it, perhaps asking a server."""
@@ -129,26 +140,66 @@ def drop_compared_rows(axes: Mapping[str, Axis], results: Sequence[ArmResult], r
     ``results``: the arms that have answered, of those that will.  An arm whose twin is to come keeps its rows until
     then; so do axes that read more of rows than figures, and rows that cannot be compared.
     """
+    for result, base in _to_drop(results, roles):
+        _drop(axes, result, base, (Estimator.LOGPROBS,))
+
+
+def drop_rows_there(
+    cluster: Cluster, axes: Mapping[str, Mapping[str, Any]], results: Sequence[ArmResult], folder: Path
+) -> None:
+    """The same on a cluster, where all arms have answered, hidden states included: rows are compared by its nodes.
+
+    ``axes``: their settings by name.  ``folder``: that all nodes see.  What a node did not do is left to scoring.
+    """
+    twins = [result for result in results if result.role.partition(":")[0] == TWIN]
+    for wave in (twins, [result for result in results if result not in twins]):
+        running = []
+        for result, base in _to_drop(results, ()):
+            if result in wave:
+                arms = {"result": result.record(folder), "base": base.record(folder)}
+                ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
+                running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0, seconds=None), _drop_here))
+        for handle in running:
+            try:
+                handle.result()
+            except (Lost, *FOREIGN) as error:
+                _LOGGER.debug("rows are compared here: %s", error)
+
+
+def _drop_here(ticket: str) -> str:
+    """What a node does for :func:`drop_rows_there`."""
+    asked = json.loads(ticket)
+    result, base = (ArmResult.from_record(asked[name], Path(asked["folder"])) for name in ("result", "base"))
+    axes = {name: load_axis(name, values) for name, values in asked["axes"].items()}
+    _drop(axes, result, base, (Estimator.LOGPROBS, Estimator.HIDDEN))
+    return ""
+
+
+def _to_drop(results: Sequence[ArmResult], roles: Sequence[str]) -> Iterator[tuple[ArmResult, ArmResult]]:
+    """Arms whose rows nobody waits for, with the arms that they are compared with; twins before whose they are."""
     by_role = {result.role: result for result in results}
-    for result in reversed(results):  # a twin before the arm whose twin it is
+    for result in reversed(results):
         base = by_role.get(base_of(result.role))
         waited_for = {role for role in roles if base_of(role) == result.role} - by_role.keys()
-        if base is None or waited_for:
-            continue
-        for name, axis in axes.items():
-            theirs = parts_of(name, base.captures)
-            for part, folder in parts_of(name, result.captures).items():
-                if part not in theirs:
+        if base is not None and not waited_for:
+            yield result, base
+
+
+def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimators: Collection[Estimator]) -> None:
+    for name, axis in axes.items():
+        theirs = parts_of(name, base.captures)
+        for part, folder in parts_of(name, result.captures).items():
+            if part not in theirs:
+                continue
+            try:
+                test = Capture(folder)
+                if test.estimator not in estimators or test.against:
                     continue
-                try:
-                    test = Capture(folder)
-                    if test.estimator is not Estimator.LOGPROBS or test.against:
-                        continue
-                    pair = Pair.match(Capture(theirs[part]), test, subset=_is_part(result))
-                    if (figures := axis.figures(pair)) is not None:
-                        drop_rows(pair, figures)
-                except (FidelabError, *FOREIGN) as error:  # scoring meets it again, and says it
-                    _LOGGER.debug("%s, %s keeps its rows: %s", result.role, part_name(name, part), error)
+                pair = Pair.match(Capture(theirs[part]), test, subset=_is_part(result))
+                if (figures := axis.figures(pair)) is not None:
+                    drop_rows(pair, figures)
+            except (FidelabError, *FOREIGN) as error:  # scoring meets it again, and says it
+                _LOGGER.debug("%s, %s keeps its rows: %s", result.role, part_name(name, part), error)
 
 
 @dataclass(frozen=True)
