@@ -286,5 +286,5 @@ def test_it_runs_only_where_the_environment_names_it(monkeypatch: pytest.MonkeyP
     found.kernels(3, torch.bfloat16, "cpu")
     assert asked[-1] == "torch"
     monkeypatch.setenv(shared.KERNELS_SWITCH, "fast")
-    with pytest.raises(UsageError, match="K16V8_KERNELS=fast: write triton or gluon"):
+    with pytest.raises(UsageError, match="K16V8_KERNELS=fast: write triton, gluon or flashinfer"):
         found.kernels(3, torch.bfloat16, "cuda")

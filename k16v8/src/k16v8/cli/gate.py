@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels",
         help="torch, triton (compiled), interpreter (Triton on the CPU, slow), gluon (Triton with a decode kernel in "
-        "Gluon) or gluon-interpreter. [default: triton on cuda, else torch]",
+        "Gluon), gluon-interpreter or flashinfer. [default: triton on cuda, else torch]",
     )
     parser.add_argument(
         "--soak",

@@ -28,10 +28,11 @@ __all__ = [
     "load_triton",
 ]
 
-Implementation = Literal["torch", "triton", "interpreter", "gluon", "gluon-interpreter"]
-IMPLEMENTATIONS = ("torch", "triton", "interpreter", "gluon", "gluon-interpreter")
+Implementation = Literal["torch", "triton", "interpreter", "gluon", "gluon-interpreter", "flashinfer"]
+IMPLEMENTATIONS = ("torch", "triton", "interpreter", "gluon", "gluon-interpreter", "flashinfer")
 _INTERPRETERS = ("interpreter", "gluon-interpreter")
 _GLUON = {"gluon": "triton", "gluon-interpreter": "interpreter"}  # and whose products of weights they take
+_DECODE = dict.fromkeys(_GLUON, "decode_gluon") | {"flashinfer": "decode_flashinfer"}  # with a decode of their own
 _BY_TORCH = ("torch", "gluon-interpreter")  # but for decode
 GLUON_DIMS = (64, 128, 256)
 HEAD_DIMS = (64, 80, 96, 128, 256)  # what the gates cover
@@ -130,8 +131,8 @@ class Kernels:
         return getattr(self._module(name), name)
 
     def _module(self, name: str) -> Any:
-        if self.implementation in _GLUON and name == "decode":
-            return import_module("k16v8.kernels.decode_gluon")
+        if self.implementation in _DECODE and name == "decode":
+            return import_module(f"k16v8.kernels.{_DECODE[self.implementation]}")
         return torch_path if self.implementation in _BY_TORCH else import_module(f"k16v8.kernels.{name}")
 
 
@@ -153,7 +154,8 @@ def choose(
     """The kernels of ``implementation`` for one shape; ``dtype``: of queries.
 
     ``torch``; ``triton``, compiled, or ``interpreter``; ``gluon``: Triton with a decode kernel in Gluon, which never
-    ran on a device and is taken only where it is named; ``gluon-interpreter``: that kernel, and torch.
+    ran on a device and is taken only where it is named; ``gluon-interpreter``: that kernel, and torch;
+    ``flashinfer``: Triton with FlashInfer's decode kernel, likewise.
 
     Raises:
         NotSupportedError: this implementation cannot do it here; with the reason.
@@ -236,7 +238,7 @@ def _device_refusal(implementation: str, device: torch.device | str) -> str | No
     kind = torch.device(device).type
     if implementation in _INTERPRETERS and kind != "cpu":
         return f"the interpreter runs on the CPU, the tensors lie on {kind}"
-    if implementation in ("triton", "gluon") and kind != "cuda":
+    if implementation in ("triton", "gluon", "flashinfer") and kind != "cuda":
         return f"compiled kernels need a GPU, the tensors lie on {kind}; choose torch, or an interpreter to test them"
     return None
 
@@ -299,7 +301,7 @@ class WeightKernels:
 def choose_weights(
     implementation: str, *, layout: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
 ) -> WeightKernels:
-    """The products of ``implementation``; ``dtype``: of activations.  Those of ``gluon`` are Triton's.
+    """The products of ``implementation``; ``dtype``: of activations.  ``gluon`` and ``flashinfer`` have Triton's.
 
     Raises:
         NotSupportedError: this implementation cannot do it here; with the reason.
@@ -311,7 +313,7 @@ def choose_weights(
     ):
         if given not in known:
             raise UnknownNameError(kind, given, known)
-    implementation = _GLUON.get(implementation, implementation)
+    implementation = "triton" if implementation == "flashinfer" else _GLUON.get(implementation, implementation)
     name = f"{implementation}[{layout}]"
     if implementation != "torch":
         reason = _device_refusal(implementation, device)

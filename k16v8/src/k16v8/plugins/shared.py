@@ -12,8 +12,8 @@
 
 ``FIDELAB_K16V8``, its former name, is read where ``K16V8`` is not set.
 
-``K16V8_KERNELS=gluon`` takes the decode kernel in Gluon on NVIDIA GPUs, which never ran on one; unset or ``triton``:
-the Triton kernels.
+``K16V8_KERNELS=gluon`` takes the decode kernel in Gluon on NVIDIA GPUs, ``flashinfer`` that of FlashInfer on
+data-centre Blackwell; neither ever ran on one.  Unset or ``triton``: the Triton kernels.
 """
 
 from __future__ import annotations
@@ -358,8 +358,8 @@ class Pages:
         from k16v8.kernels.cache import scaling_of, storage
 
         named = os.environ.get(KERNELS_SWITCH, "").strip() or "triton"
-        if named not in ("triton", "gluon"):
-            raise UsageError(f"{KERNELS_SWITCH}={named}: write triton or gluon")
+        if named not in ("triton", "gluon", "flashinfer"):
+            raise UsageError(f"{KERNELS_SWITCH}={named}: write triton, gluon or flashinfer")
         return dispatch.choose(
             "torch" if torch.device(device).type == "cpu" else named,
             k_format=self.k_format,
