@@ -102,6 +102,8 @@ def test_nodes_compare_rows_and_drop_them(estimator: str, tmp_path: Path) -> Non
 class _Once:
     """A cluster whose first node is lost after so many tasks."""
 
+    closed = False
+
     def __init__(self, done_first: int) -> None:
         self._left = done_first
         self.asked: list[list[str]] = []
@@ -174,6 +176,29 @@ def test_job_whose_nodes_are_always_lost_fails_with_the_last_reason(job: Job, tm
     outcome, _ = _run(where, job, tmp_path)
     assert outcome.status is Status.FAILED
     assert outcome.reason == "the node that had this job was lost 4 times; last: node of rack 7"
+
+
+class _Waits(_Once):
+    """A queue that never moves."""
+
+    cancelled = False
+
+    def submit(self, text: str, needs: Needs) -> _Once:
+        threading.Timer(0.3, lambda: setattr(self, "closed", True)).start()
+        return self
+
+    def done(self) -> bool:
+        return False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_stopped_run_cancels_what_it_waits_for(job: Job, tmp_path: Path) -> None:
+    where = _Waits(done_first=0)
+    outcome, _ = _run(where, job, tmp_path)
+    assert where.cancelled
+    assert (outcome.status, outcome.reason) == (Status.FAILED, "the run was stopped")
 
 
 def test_node_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:

@@ -68,7 +68,9 @@ class Handle(Protocol):
 
 
 class Cluster(Protocol):
-    """Where jobs are given."""
+    """Where jobs are given; ``closed``: nobody waits for any of them any more."""
+
+    closed: bool
 
     def submit(self, text: str, needs: Needs, task: Task = ...) -> Handle:
         """Give a job away; ``text`` is for ``task``, a function of this package (:func:`answer`).
@@ -170,6 +172,8 @@ def _submitted(
     handle = cluster.submit(json.dumps(ticket), needs)
     try:
         while True:
+            if cluster.closed:
+                raise UsageError("the run was stopped")
             over = handle.done()
             heard = _hear(messages, heard, listen)
             if over:
@@ -262,12 +266,14 @@ class RayCluster:
 
     def __init__(self, address: str) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a question after the end would start another cluster
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             import ray
         except ImportError:
             raise UsageError("--executor ray needs Ray: pip install 'fidelab[ray]'") from None
         self._ray: Any = ray
+        self.closed = False
         self._own = not ray.is_initialized()  # not by the program that calls us
         if not self._own:
             return
@@ -293,6 +299,7 @@ class RayCluster:
 
     def close(self) -> None:
         """See :class:`Cluster`."""
+        self.closed = True
         if self._own:
             self._ray.shutdown()
 
@@ -353,6 +360,7 @@ class SlurmCluster:
         if address not in (None, "local"):
             raise UsageError("--address of executor slurm: leave it out, or say local for processes of this machine")
         self._submitit: Any = submitit
+        self.closed = False
         self._lock = threading.Lock()
         self._options = {f"slurm_{key.replace('-', '_')}": _number(value) for key, value in options.items()}
         try:
@@ -370,7 +378,8 @@ class SlurmCluster:
             return _SlurmJob(self._submitit, self._executor.submit(task, text))
 
     def close(self) -> None:
-        """See :class:`Cluster`."""
+        """See :class:`Cluster`; what waits for a job cancels it."""
+        self.closed = True
 
 
 class _SlurmJob:
