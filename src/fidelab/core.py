@@ -215,14 +215,15 @@ def usable_cores() -> int:
 
 
 def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that let OpenMP threads sleep soon after they begin to wait; none where the environment decides.
+    """Variables that let threads sleep soon after they begin to wait, OpenMP's and OpenBLAS's, but those that are set.
 
     Threads that spin fall to a tenth of their speed as soon as anything else wants a core.  Threads that sleep at once
     lose as much between the many small operations of a decoded token (llama.cpp on two idle cores: 35 ms instead of
-    12), which is why GNU's library may look 1,000 times, some ten microseconds, before it lets a thread sleep.
+    12), which is why GNU's library may look 1,000 times, some ten microseconds, before it lets a thread sleep.  Those
+    of OpenBLAS look for 2²⁶ cycles by default, and take a core from the comparison of rows that follows a product.
     """
-    named = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
-    return {} if named.keys() & environment.keys() else named
+    libraries = ({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}, {"OPENBLAS_THREAD_TIMEOUT": "20"})
+    return {name: of[name] for of in libraries if not of.keys() & environment.keys() for name in of}
 
 
 # ---------------------------------------------------------------------------------------------- KV spec

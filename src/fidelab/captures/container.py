@@ -61,7 +61,9 @@ def array_bytes(array: Array) -> int:
 def to_float32(array: Array) -> NDArray[np.float32]:
     """The values as float32 (exact for float16 and bfloat16)."""
     if isinstance(array, BFloat16):
-        return (array.bits.astype(np.uint32) << 16).view(np.float32)
+        bits = array.bits.astype(np.uint32)
+        bits <<= 16  # in place: a second array of this size costs more than the shift
+        return bits.view(np.float32)
     return np.asarray(array).astype(np.float32, copy=False)
 
 

@@ -38,12 +38,13 @@ _OF_ENGINE: Mapping[str, tuple[str, ...]] = {
 }
 # Always set by fidelab to the arm's threads, which stand in the key themselves.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# Logs, progress bars, usage statistics, and folders where something is kept: no number depends on them.
+# Logs, progress bars, usage statistics, folders where something is kept, and how long a thread waits: no number depends
+# on them.
 _COSMETIC = re.compile(
     r".*(_LOG_LEVEL|_LOGLEVEL|_LOGGING_LEVEL|_LOGGING_PREFIX|_LOGGING_COLOR|_LOGGING_CONFIG_PATH|_CONFIGURE_LOGGING"
     r"|_VERBOSITY|_PROGRESS_BARS?|_USAGE_STATS|_USAGE_SOURCE|_DO_NOT_TRACK|_TELEMETRY"
     r"|_CACHE_DIR|_CACHE_ROOT|_CACHE_PATH|_CONFIG_ROOT)|(FIDELAB|LLAMA|TRANSFORMERS)_CACHE|TORCH_HOME"
-    r"|TORCH_LOGS(_OUT)?|TRANSFORMERS_OFFLINE"
+    r"|TORCH_LOGS(_OUT)?|TRANSFORMERS_OFFLINE|OPENBLAS_THREAD_TIMEOUT"
 )
 # Left out altogether: no number depends on a secret, and a hash of a weak one tells it.
 _SECRET = re.compile(r".*(_KEYS?|_TOKEN|_PASSWORD|_PASSWD|_SECRET|_CREDENTIALS?|API_?KEY.*|ACCESS_KEY.*|SECRET_.*)")
