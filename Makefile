@@ -13,7 +13,7 @@ WORKERS ?= 2
 
 demo: .venv/.ready
 	.venv/bin/fidelab compare smollm2-135m --engine hf --dtype float32 --reference f32 --control bf16 \
-	  --kv k16v8 --kv fp8_e4m3 --kv q8_0 --kv int4 --windows 8 --n-predict 16
+	  --kv k16v8 --kv fp8_e4m3 --kv q8_0 --kv int4 --axes kld --quick
 
 test: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
