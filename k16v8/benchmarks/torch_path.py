@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def main() -> None:
             if options.only not in name:
                 continue
             problem = _problem(layout, page, lengths, queries)
-            ours, eager = _taking_turns([lambda p=problem: _ours(p), lambda p=problem: _eager(p)], options.seconds)  # type: ignore[misc]
+            ours, eager = _taking_turns([partial(_ours, problem), partial(_eager, problem)], options.seconds)
             torch.testing.assert_close(_ours(problem), _eager(problem), rtol=0.02, atol=0.01)
             print(f"{layout + ', ' + name:<42} {ours:>9.0f} {eager:>9.0f}  {eager / ours:>8.2f}", flush=True)
             rows.append({"layout": layout, "shape": name, "us": round(ours), "eager_us": round(eager)})

@@ -121,3 +121,18 @@ def test_a_truncated_file_is_refused_by_name(cut: int, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(CaptureError, match=r"x\.safetensors is damaged"):
         TensorFile(path)
+
+
+def test_every_bfloat16_becomes_the_float32_that_torch_makes_of_it() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    theirs = torch.from_numpy(bits).view(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(to_float32(BFloat16(bits)).view(np.uint32), theirs.view(np.uint32))
+    assert bits.tolist() == list(range(1 << 16))
+
+
+@pytest.mark.parametrize("kind", ["f4", "f2", "bfloat16"])
+def test_a_copy_as_float32_can_be_written_to_without_changing_the_array(kind: str) -> None:
+    plain = np.arange(16, dtype="u2" if kind == "bfloat16" else kind)
+    floats = to_float32(BFloat16(plain) if kind == "bfloat16" else plain, copy=True)
+    floats[:] = 7
+    assert plain.tolist() == list(range(16))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +91,32 @@ def test_parameters_that_no_tensor_fills_are_refused(checkpoint: Checkpoint, tmp
 def test_a_tied_head_is_not_a_missing_parameter(checkpoint: Checkpoint) -> None:
     assert "lm_head.weight" not in load_file(checkpoint("gemma2") / "model.safetensors")
     tiny.opened(checkpoint("gemma2"))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_the_process_of_a_model_on_cpu_uses_the_memory_of_freed_tensors_again(checkpoint: Checkpoint) -> None:
+    """Memory that went back to the kernel comes again page by page, each with a fault.
+
+    A process of its own, since the setting holds for all that comes after it.
+    """
+    script = """if True:
+        import resource, sys, torch
+        from pathlib import Path
+        from tests.engines import tiny
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.zeros(24 << 20).fill_(1)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        returned = [faults() for _ in range(3)][-1]
+        engine = tiny.opened(Path(sys.argv[1]))
+        kept = [faults() for _ in range(3)][-1]
+        print(returned, kept)
+    """
+    command = [sys.executable, "-c", script, str(checkpoint("llama"))]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    returned, kept = map(int, done.stdout.split())
+    assert returned >= 48  # pages of 2 MiB at most
+    assert kept < returned / 4
 
 
 def test_a_truncated_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:

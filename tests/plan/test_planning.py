@@ -13,7 +13,7 @@ import pytest
 from fidelab.cli.dry_run import show_plan
 from fidelab.config.load import validate
 from fidelab.config.schema import EngineConfig, Experiment
-from fidelab.core import Arm, KVSpec, Speculation
+from fidelab.core import Arm, KVSpec, Speculation, waiting_variables
 from fidelab.engines.fake import FakeEngine
 from fidelab.errors import ConfigError, InputError, OutputError, UnknownNameError, UsageError
 from fidelab.models import pull, resolve
@@ -314,7 +314,10 @@ def test_captures_made_under_another_variable_are_other_captures(
     assert not _folders(tmp_path) & before
 
 
-@pytest.mark.parametrize("name", ["FAKE_API_KEY", "FAKE_LOG_LEVEL", "OMP_NUM_THREADS", "VLLM_USE_V2_MODEL_RUNNER"])
+@pytest.mark.parametrize(
+    "name",
+    ["FAKE_API_KEY", "FAKE_LOG_LEVEL", "OMP_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT", "VLLM_USE_V2_MODEL_RUNNER"],
+)
 def test_secrets_logs_and_what_others_read_leave_captures_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -332,6 +335,19 @@ def test_the_wait_policy_counts_as_the_worker_gets_it(tmp_path: Path, monkeypatc
     assert _folders(tmp_path) == ours
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert not _folders(tmp_path) & ours
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("OMP_WAIT_POLICY", {"OPENBLAS_THREAD_TIMEOUT"}),
+        ("GOMP_SPINCOUNT", {"OPENBLAS_THREAD_TIMEOUT"}),
+        ("OPENBLAS_THREAD_TIMEOUT", {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}),
+        ("HOME", {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OPENBLAS_THREAD_TIMEOUT"}),
+    ],
+)
+def test_how_a_librarys_threads_wait_is_left_to_who_set_it(name: str, ours: set[str]) -> None:
+    assert waiting_variables({name: "x"}).keys() == ours
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])

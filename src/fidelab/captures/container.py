@@ -58,13 +58,13 @@ def array_bytes(array: Array) -> int:
     return array.bits.nbytes if isinstance(array, BFloat16) else array.nbytes
 
 
-def to_float32(array: Array) -> NDArray[np.float32]:
-    """The values as float32 (exact for float16 and bfloat16)."""
+def to_float32(array: Array, *, copy: bool = False) -> NDArray[np.float32]:
+    """The values as float32 (exact for float16 and bfloat16); with ``copy``, always in memory of their own."""
     if isinstance(array, BFloat16):
         bits = array.bits.astype(np.uint32)
-        bits <<= 16  # in place: a second array of this size costs more than the shift
+        bits <<= 16  # in place: clearing the pages of a second array takes longer than the shift
         return bits.view(np.float32)
-    return np.asarray(array).astype(np.float32, copy=False)
+    return np.asarray(array).astype(np.float32, copy=copy)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Array]) -> tuple[str, int]:

@@ -55,7 +55,7 @@ class HeadFile:
             raise CaptureError(f"{self.path}: 'weight' is no matrix of numbers [vocabulary, width]; capture again")
         if bias is not None and not (_is_float(bias) and _shape(bias) == shape[:1]):
             raise CaptureError(f"{self.path}: 'bias' does not fit 'weight'; capture again")
-        return _floats(weight), None if bias is None else _floats(bias)
+        return to_float32(weight, copy=True), None if bias is None else to_float32(bias, copy=True)
 
 
 class Capture:
@@ -226,7 +226,7 @@ class Capture:
                 raise self._damaged(item, error) from None
         array = self.array(item, name)
         cut = BFloat16(array.bits[start:stop]) if isinstance(array, BFloat16) else array[start:stop]
-        return _floats(cut)
+        return to_float32(cut, copy=True)
 
     def compact(self, item: int) -> dict[str, NDArray[Any]]:
         """The arrays of compact rows of one item, by :data:`~fidelab.captures.compact.NAMES`; empty if it has none.
@@ -319,11 +319,6 @@ def _unpacked(path: Path) -> bytes:
 
 def _shape(array: Array) -> tuple[int, ...]:
     return array.bits.shape if isinstance(array, BFloat16) else array.shape
-
-
-def _floats(array: Array) -> NDArray[np.float32]:
-    """The values as float32 in memory of their own, copied once."""
-    return to_float32(array) if isinstance(array, BFloat16) else np.array(array, dtype=np.float32)
 
 
 def _are_ids(ids: NDArray[Any]) -> bool:

@@ -27,7 +27,7 @@ _MIN_DISK = _GIB
 _FETCH_DISK = 512 * 2**20  # the embedded model's wheel, GGUF file and safetensors folder
 _DOWNLOAD = "93 MB"  # the embedded model's wheel
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
-_THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+_THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OPENBLAS_THREAD_TIMEOUT")
 
 
 # ------------------------------------------------------------------------------------------------------ devices

@@ -69,8 +69,9 @@ class Draw:
     def words(self, *shape: int) -> Tensor:
         """Random bits, int32."""
         info = torch.iinfo(torch.int32)
-        size = {"dtype": torch.int32, "device": self.device, "generator": self.generator}
-        return torch.randint(info.min, info.max + 1, shape, **size)  # type: ignore[call-overload, no-any-return]
+        return torch.randint(
+            info.min, info.max + 1, shape, dtype=torch.int32, device=self.device, generator=self.generator
+        )
 
     def permutation(self, n: int) -> Tensor:
         """0 … n - 1 in random order, int32."""

@@ -35,7 +35,7 @@ from fidelab.formats import create
 if TYPE_CHECKING:
     from fidelab.engines.hf.paged import ArmCache
 
-__all__ = ["HFModel", "skeleton"]
+__all__ = ["HFModel", "keep_freed_memory", "skeleton"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -62,11 +62,11 @@ def _leave_attention_open(config: Any) -> None:
     config._attn_implementation = None
 
 
-def _keep_freed_memory() -> None:
-    """Have the C library use the memory of freed tensors again.
+def keep_freed_memory() -> None:
+    """Have the C library of this process use the memory of freed tensors again.
 
-    By default glibc returns each block above 32 MiB to the kernel, which then clears every page of the next one: a
-    tenth to a quarter of the time of a batch's prefill.  Other C libraries are left as they are.
+    By default glibc returns each block above 32 MiB to the kernel, which then clears every page of the next one
+    (``benchmarks/batch_prefill.py``).  Other C libraries are left as they are.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return
@@ -121,8 +121,6 @@ class HFModel:
         self._loading = loading or {}
         self._mark = mark
         self._options = dict(arm.options)
-        if arm.device == "cpu":
-            _keep_freed_memory()
         torch.set_num_threads(arm.threads)
         torch.set_grad_enabled(False)
         transformers.logging.set_verbosity_error()
@@ -136,6 +134,8 @@ class HFModel:
         self.head: ReplayedHead | None = None
         self.kernels_refused: str | None = None
         self._load()
+        if arm.device == "cpu":  # after loading, whose copies are better returned
+            keep_freed_memory()
         self._takes = inspect.signature(self.module.forward).parameters
         if "attention" in self._options or not arm.device.startswith("cuda") or not self._kernels_attend():
             self._try_out()

@@ -165,7 +165,7 @@ def _read(path: Path, name: str, shape: tuple[int, int]) -> tuple[Floats, Callab
 def _floats(raw: Bytes, kind: int) -> Floats:
     """The numbers of a plain type, or of one that ggml rounds states to."""
     if kind in _PLAIN:
-        return np.array(to_float32(_PLAIN[kind](raw)))
+        return to_float32(_PLAIN[kind](raw), copy=True)
     if kind not in _BLOCKS:
         raise EngineError(f"llama.cpp rounds states to a type that is unknown here ({kind}): {USE_LOGPROBS}")
     blocks = raw.view(_BLOCKS[kind])
