@@ -109,7 +109,7 @@ def test_the_process_of_a_model_on_cpu_uses_the_memory_of_freed_tensors_again(ch
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         returned = min(faults() for _ in range(6))
         engine = tiny.opened(Path(sys.argv[1]))
-        kept = min(faults() for _ in range(6))  # a block may miss the one before it, when a small one took a piece of that
+        kept = min(faults() for _ in range(6))  # one call may miss the freed block
         print(returned, kept)
     """
     command = [sys.executable, "-c", script, str(checkpoint("llama"))]

@@ -215,8 +215,8 @@ def _built(config: PretrainedConfig, name: str) -> Geometry:
     empty = sum(getattr(layer, "keys", None) is None and not any(True for _ in _states(layer)) for layer in layers)
     if empty or not layers:
         raise InputError(
-            f"{empty or 'all'} of {len(cache.layers)} layers of {type(model).__name__} cached nothing when it was called "
-            f"with {parameter}="
+            f"{empty or 'all'} of {len(cache.layers)} layers of {type(model).__name__} cached nothing "
+            f"when it was called with {parameter}="
         )
     return Geometry(
         name=name,
