@@ -24,6 +24,7 @@ from fidelab.config.schema import EngineConfig
 from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
 from fidelab.environments import install as module
+from fidelab.environments import listing as listing_module
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, locate, read_marker, write_marker
 from fidelab.environments.install import Stage, install, remove
@@ -242,6 +243,15 @@ def test_an_environment_of_another_recipe_is_named_in_the_list_and_by_doctor(
     assert (place.problem, place.update) == (None, "fidelab engines install odd --cpu")
     check, _ = parts._brought("odd", [place], None)
     assert check.detail.endswith(", installed from another recipe: fidelab engines install odd --cpu")
+
+
+def test_a_complete_environment_that_is_broken_is_made_again_by_its_remedy(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing_module, "install_command", lambda engine, *flags: " ".join([engine, *flags]))
+    made("raise OSError('broken')")
+    [place] = listing(["odd"])
+    assert (place.problem, place.remedy) == ("OSError: broken", "odd --reinstall")
 
 
 def test_a_recipe_is_known_by_what_it_installs_and_not_by_its_words() -> None:
@@ -716,7 +726,8 @@ def test_what_an_engine_said_is_kept_until_something_changes(
 
 def test_an_engine_that_cannot_be_imported_is_asked_anew_every_time(quick: None) -> None:
     file = made("raise OSError('libodd.so: cannot open shared object file')")
-    assert listing(["odd"])[0].problem == "OSError: libodd.so: cannot open shared object file"
+    [place] = listing(["odd"])
+    assert place.problem == "OSError: libodd.so: cannot open shared object file"
     file.write_text("")
     assert listing(["odd"])[0].problem is None
 

@@ -85,7 +85,7 @@ def list_engines(
         if place.problem is not None:
             why = "" if place.environment is None else f"{place.problem}; "
             console.print(Text(f"{place.name}: {why}{place.remedy}"), soft_wrap=True)
-        elif place.update is not None:
+        if place.update is not None:
             console.print(Text(f"{place.name}: installed from another recipe; {place.update}"), soft_wrap=True)
     if any(place.refused for place in places):
         console.print(Text("fidelab formats says which KV formats cannot run here, and why"))
