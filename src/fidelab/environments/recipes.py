@@ -148,6 +148,7 @@ RECIPES: Mapping[str, Recipe] = {
                 Step(_SGLANG_NEEDS, alone=True, seconds=20),
             ),
             "3.3 GB",
+            trial_seconds=150.0,
             # As published it imports GPU libraries even for CPUs: sgl_kernel wants a CUDA driver, torchvision its own
             # torch.  The stand-ins answer these imports and compute nothing.
             shims=("standins",),
