@@ -2,7 +2,7 @@
 
 Capture: a Prefill request, half of each window's rows handed to a sink.  Own: ``LLM.generate`` of vLLM,
 ``sglang.Engine.generate``, with one token to generate, all prompts at once, as the engine batches them.  Runs itself in
-the engine's environment; SGLang on a CPU with the import stand-ins of the tests.
+the engine's environment; SGLang on a CPU with the import stand-ins of its recipe.
 
     python benchmarks/engine_capture.py --engine vllm|sglang [--windows 8] [--n-ctx 512] [--repeats 5] [--threads 1]
         [--kv auto]
@@ -18,13 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 GOAL_RATES = {"vllm": 400, "sglang": 250}
 GOAL_RATIO = 1.3
-STANDINS = Path(__file__).parent.parent / "tests" / "standins"
 
 
 def main() -> None:
@@ -54,7 +52,7 @@ def _in_its_environment(engine: str, model: str) -> None:
     from fidelab.environments.environment import locate
     from fidelab.models import resolve
 
-    environment = locate(engine, pythonpath=[str(STANDINS)] if engine == "sglang" else ())
+    environment = locate(engine)
     command = [environment.python, __file__, *sys.argv[1:], "--path", str(resolve(model).path)]
     sys.exit(subprocess.run(command, env={**os.environ, **environment.variables()}, check=False).returncode)
 

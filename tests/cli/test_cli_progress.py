@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.spinner import Spinner
 
 import fidelab.cli.progress as progress
 from fidelab.config.load import validate
+from fidelab.environments.install import Stage
 from fidelab.runs.conduct import execute
 from tests.runs.harness import write_inputs
 
@@ -56,3 +58,47 @@ def test_a_long_name_is_cut_so_that_the_bar_stays_one_line(screen: io.StringIO) 
     assert line.startswith("attention=fidelab, kv=int4[group=64],")
     assert "…" in line
     assert "tok/s" in line
+
+
+def shown_installation(seen: io.StringIO, terminal: bool) -> progress.Installation:
+    """An installation of a minute, of which step 2 of 3 has just begun."""
+    console = Console(file=seen, force_terminal=terminal, width=70, color_system=None)
+    shown = progress.Installation(console)
+    shown.begin(Stage("odd-cpu", 1, 3, "environment", "for cpu", 5.0, 55.0))
+    shown._began -= 12.0
+    shown.begin(Stage("odd-cpu", 2, 3, "packages", "torch==9.9, " * 20, 40.0, 15.0))
+    return shown
+
+
+def test_an_installation_in_a_pipe_has_a_line_per_step_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fidelab.cli.progress.time.monotonic", lambda: 1000.0)
+    seen = io.StringIO()
+    shown_installation(seen, terminal=False)
+    first, second = seen.getvalue().splitlines()
+    assert first == "odd-cpu, step 1 of 3, environment: for cpu (0 s elapsed, about 60 s left)"
+    assert second.startswith("odd-cpu, step 2 of 3, packages: torch==9.9, ")
+    assert second.endswith(" (12 s elapsed, about 55 s left)")
+
+
+def test_an_installation_on_a_terminal_has_one_line_that_counts_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = io.StringIO()
+    now = 1000.0
+    monkeypatch.setattr("fidelab.cli.progress.time.monotonic", lambda: now)
+    shown = shown_installation(seen, terminal=True)
+    assert seen.getvalue() == ""
+    now = 1030.0
+    assert str(shown.__rich__()).startswith("odd-cpu, step 2 of 3, packages: 42 s elapsed, about 25 s left (torch==9.9")
+    now = 1300.0  # it takes longer than expected: the steps after it are still to come
+    assert "5 min elapsed, about 15 s left" in str(shown.__rich__())
+    shown._console.print(Spinner("dots", shown))
+    assert len(seen.getvalue().splitlines()) == 1
+
+
+def test_the_line_of_an_installation_moves_on_a_terminal_and_is_gone_at_the_end(screen: io.StringIO) -> None:
+    with progress.watch_installation() as shown:
+        shown.begin(Stage("odd-cpu", 1, 1, "trial", "its KV formats", 5.0, 0.0))
+        shown.say("a fact that stays")
+    text = screen.getvalue()
+    assert "a fact that stays\n" in text
+    assert "odd-cpu, step 1 of 1, trial: 0 s elapsed" in text
+    assert "\x1b[2K" in text  # the moving line is erased before what stays is printed

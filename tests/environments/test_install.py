@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,9 +24,10 @@ from fidelab.config.schema import EngineConfig
 from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
 from fidelab.environments import install as module
+from fidelab.environments import listing as listing_module
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, locate, read_marker, write_marker
-from fidelab.environments.install import install, remove
+from fidelab.environments.install import Stage, install, remove
 from fidelab.environments.listing import listing
 from fidelab.environments.recipes import RECIPES, Recipe, Step
 from fidelab.errors import EngineError, OutputError, UsageError
@@ -104,9 +106,14 @@ def beside(folder: Path) -> list[str]:
 def test_an_environment_is_made_found_asked_and_removed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = environment.engines_dir() / "odd"
     said: list[str] = []
-    found = install(recipe(Step((str(wheel),), alone=True)), folder, said.append)
+    stages: list[Stage] = []
+    found = install(recipe(Step((str(wheel),), alone=True)), folder, said.append, watch=stages.append)
     assert locate("odd") == found
-    assert [line for line in said if line.startswith("step")] == [f"step 1 of 1: {wheel}"]
+    assert [(stage.number, stage.total, stage.kind, stage.text) for stage in stages] == [
+        (1, 3, "environment", "for cpu"),
+        (2, 3, "packages", str(wheel)),
+        (3, 3, "trial", "its KV formats"),
+    ]
     marker = read_marker(folder)
     assert marker is not None
     assert (marker["recipe"], marker["versions"]) == ("odd-cpu", {"odd-engine": "1"})
@@ -133,6 +140,25 @@ def test_a_step_that_fails_leaves_its_log_and_nothing_else(tmp_path: Path, quick
     assert "no-such-package" in (tmp_path / "engines" / "odd.log").read_text()
 
 
+def test_without_a_network_one_line_names_the_package_and_nothing_is_left(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    folder = environment.engines_dir() / "odd"
+    with pytest.raises(EngineError) as error:
+        install(recipe(Step(("no-such-package==1",))), folder, sleeps_when_idle)
+    assert str(error.value) == (
+        "odd-cpu is not installed: the package index could not be reached for no-such-package==1: "
+        f"check the network and pip's settings (pip config list); log: {folder}.log"
+    )
+    assert beside(folder) == ["odd.log"]
+    with pytest.raises(EngineError, match="engine odd is not installed"):
+        locate("odd")
+
+
 def test_where_python_lacks_ensurepip_the_pip_that_is_here_takes_its_place(
     tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,16 +176,128 @@ def test_where_python_lacks_ensurepip_the_pip_that_is_here_takes_its_place(
 # ------------------------------------------------------------------------------------------------ whole or not at all
 
 
-def test_a_complete_environment_stays_and_one_of_another_recipe_is_made_anew(tmp_path: Path, quick: None) -> None:
+def test_a_complete_environment_stays_and_one_of_another_recipe_is_made_anew(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "engines" / "odd"
     said: list[str] = []
     install(recipe(), folder, sleeps_when_idle)
     created = (folder / MARKER).stat().st_mtime_ns
     install(recipe(hint="another word"), folder, said.append)
-    assert said == [f"odd-cpu is already in {folder}"]
+    assert said == [f"odd-cpu is already installed in {folder}"]
     assert (folder / MARKER).stat().st_mtime_ns == created
-    install(replace(recipe(), absent=("x",)), folder, sleeps_when_idle)
+    monkeypatch.setattr(module, "_pip", lambda *words, **more: None)
+    install(recipe(Step(("x",))), folder, said.append)
+    assert said[1] == "odd-cpu was installed from another recipe: installing it again"
     assert (folder / MARKER).stat().st_mtime_ns != created
+    assert beside(folder) == ["odd"]
+
+
+def test_an_environment_is_made_again_on_request_or_where_its_interpreter_is_gone(tmp_path: Path, quick: None) -> None:
+    folder = tmp_path / "engines" / "odd"
+    said: list[str] = []
+    install(recipe(), folder, sleeps_when_idle)
+    created = (folder / MARKER).stat().st_mtime_ns
+    install(recipe(), folder, said.append, again=True)
+    assert (folder / MARKER).stat().st_mtime_ns != created
+    for python in (folder / "bin").glob("python*"):
+        python.unlink()
+    install(recipe(), folder, said.append)
+    assert f"odd-cpu in {folder} does not start: installing it again" in said
+    assert os.access(folder / "bin" / "python", os.X_OK)
+    assert beside(folder) == ["odd"]
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["failed", "killed"])
+def test_an_environment_that_could_not_be_replaced_is_there_again(killed: bool, tmp_path: Path, quick: None) -> None:
+    folder = tmp_path / "engines" / "odd"
+    install(recipe(), folder, sleeps_when_idle)
+    before = read_marker(folder)
+    if killed:
+        folder.rename(module._aside(folder))
+        folder.mkdir()
+        write_marker(folder, {"recipe": "odd-cpu"})
+        said: list[str] = []
+        install(recipe(), folder, said.append)
+        assert said == [f"odd-cpu is already installed in {folder}"]
+    else:
+        with pytest.raises(EngineError, match="cannot be installed"):
+            install(recipe(Step(("no-such-package==1",))), folder, sleeps_when_idle)
+    assert read_marker(folder) == before
+    assert os.access(folder / "bin" / "python", os.X_OK)
+    assert not module._aside(folder).exists()
+
+
+def test_an_environment_of_another_recipe_is_named_in_the_list_and_by_doctor(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fidelab.doctor import parts
+
+    known = {**RECIPES, "odd-cpu": recipe()}
+    monkeypatch.setattr(environment, "RECIPES", known)
+    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
+    [place] = listing(["odd"])
+    assert place.update is None
+    known["odd-cpu"] = recipe(Step(("x",)))
+    [place] = listing(["odd"])
+    assert (place.problem, place.update) == (None, "fidelab engines install odd --cpu")
+    check, _ = parts._brought("odd", [place], None)
+    assert check.detail.endswith(", installed from another recipe: fidelab engines install odd --cpu")
+
+
+def test_a_complete_environment_that_is_broken_is_made_again_by_its_remedy(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing_module, "install_command", lambda engine, *flags: " ".join([engine, *flags]))
+    made("raise OSError('broken')")
+    [place] = listing(["odd"])
+    assert (place.problem, place.remedy) == ("OSError: broken", "odd --reinstall")
+
+
+def test_a_recipe_is_known_by_what_it_installs_and_not_by_its_words() -> None:
+    plain = recipe(Step(("x",)))
+    assert plain.sha256 == recipe(Step(("x",), seconds=9.0), hint="another word").sha256
+    others = [
+        recipe(Step(("y",))),
+        recipe(Step(("x",), alone=True)),
+        replace(plain, variables={"CMAKE_ARGS": "-fast"}),
+        replace(plain, cmake="llamacpp.cmake"),
+        replace(plain, shims=("standins",)),
+    ]
+    assert len({plain.sha256, *(other.sha256 for other in others)}) == 1 + len(others)
+
+
+# ----------------------------------------------------------------------------------------------- seconds that are left
+
+
+def test_the_time_left_is_that_of_the_last_installation_here(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = replace(recipe(Step(("x",), seconds=1000.0)), trial_seconds=500.0)
+    first: list[Stage] = []
+    second: list[Stage] = []
+    monkeypatch.setattr(module, "_pip", lambda *words, **more: None)
+    install(found, tmp_path / "odd", sleeps_when_idle, watch=first.append)
+    install(found, tmp_path / "odd", sleeps_when_idle, again=True, watch=second.append)
+    assert [stage.left(0.0) for stage in first] == [1505.0, 1500.0, 500.0]
+    assert first[1].left(300.0) == 1200.0
+    assert first[1].left(2000.0) == 500.0
+    assert second[0].left(0.0) < 500.0
+    assert second[1].expected < 10.0
+
+
+def test_seconds_that_cannot_be_read_or_kept_stop_no_installation(tmp_path: Path, quick: None, cache: Path) -> None:
+    kept = cache / "install-seconds.json"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    for damaged in ("[]", '{"odd-cpu": 3}', '{"odd-cpu": {"trial 1": "x"}}', "{"):
+        kept.write_text(damaged)
+        stages: list[Stage] = []
+        module._Stages(recipe(), stages.append).next()
+        assert stages[0].after == recipe().trial_seconds
+    kept.unlink()
+    kept.mkdir()
+    install(recipe(), tmp_path / "odd", sleeps_when_idle)
+    assert read_marker(tmp_path / "odd") is not None
 
 
 def test_an_unfinished_environment_is_made_anew(tmp_path: Path, quick: None) -> None:
@@ -175,14 +313,14 @@ def test_an_unfinished_environment_is_made_anew(tmp_path: Path, quick: None) -> 
 def test_ctrl_c_leaves_nothing(tmp_path: Path, quick: None) -> None:
     folder = tmp_path / "odd"
 
-    def stop(line: str) -> None:
-        if line.startswith("step"):
+    def stop(stage: Stage) -> None:
+        if stage.kind == "packages":
             assert read_marker(folder) is None
             assert (folder / MARKER).exists()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        install(recipe(Step(("x",))), folder, stop)
+        install(recipe(Step(("x",))), folder, sleeps_when_idle, watch=stop)
     assert not folder.exists()
 
 
@@ -208,8 +346,8 @@ def rebuilt(monkeypatch: pytest.MonkeyPatch, native: dict[str, str]) -> list[tup
     """Calls of pip (words, CMAKE_ARGS) from now on; a forced installation brings an engine with these faults."""
     calls: list[tuple[list[str], str]] = []
 
-    def pip(recipe: Recipe, found: Environment, words: list[str], log: object) -> None:
-        calls.append((words, recipe.variables.get("CMAKE_ARGS", "")))
+    def pip(recipe: Recipe, found: Environment, words: list[str], log: object, conservative: bool = False) -> None:
+        calls.append((words, recipe.build_variables(conservative=conservative).get("CMAKE_ARGS", "")))
         if "--force-reinstall" in words:
             [file] = Path(found.python).parents[1].glob("lib/python*/site-packages/odd_native.py")
             file.write_text(f"FAULTS = {native}")
@@ -251,9 +389,11 @@ def test_a_build_that_crashes_is_replaced_by_the_conservative_one(
     native |= {"any": "crash", "some": "crash"}
     calls = rebuilt(monkeypatch, {})
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
-    found = replace(recipe(Step(("x",))), variables={"CMAKE_ARGS": "-fast"}, fallback={"CMAKE_ARGS": "-safe"})
+    steps = (Step(("needed",)), Step(("x",), compiled=True))
+    found = replace(recipe(*steps), variables={"CMAKE_ARGS": "-fast"}, fallback={"CMAKE_ARGS": "-safe"})
     install(found, tmp_path / "odd", sleeps_when_idle)
     assert calls == [
+        (["install", "needed"], "-fast"),
         (["install", "x"], "-fast"),
         (["install", "--force-reinstall", "--no-deps", "--no-cache-dir", "x"], "-safe"),
     ]
@@ -267,8 +407,12 @@ def test_where_the_conservative_build_crashes_too_nothing_is_installed(
 ) -> None:
     native |= {"any": "crash", "some": "crash"}
     rebuilt(monkeypatch, native)
-    with pytest.raises(EngineError, match="odd-cpu is not installed: the engine does not run: the worker was ended by"):
-        install(replace(recipe(Step(("x",))), fallback={"CMAKE_ARGS": "-safe"}), tmp_path / "odd", sleeps_when_idle)
+    with pytest.raises(EngineError, match="odd-cpu is not installed: KV format any does not run: the worker was ended"):
+        install(
+            replace(recipe(Step(("x",), compiled=True)), fallback={"CMAKE_ARGS": "-safe"}),
+            tmp_path / "odd",
+            sleeps_when_idle,
+        )
     assert not (tmp_path / "odd").exists()
 
 
@@ -281,6 +425,26 @@ def test_a_build_that_the_user_chose_is_not_replaced(
     with pytest.raises(EngineError, match="is not installed"):
         install(replace(recipe(Step(("x",))), fallback={"CMAKE_ARGS": "-safe"}), tmp_path / "odd", sleeps_when_idle)
     assert [words for words, _ in calls] == [["install", "x"]]
+
+
+def test_a_format_that_does_not_run_neither_fails_the_installation_nor_costs_the_fast_build(
+    tmp_path: Path, quick: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native |= {"some": "crash"}
+    calls = rebuilt(monkeypatch, {})
+    found = replace(recipe(Step(("x",), compiled=True)), fallback={"CMAKE_ARGS": "-safe"})
+    install(found, tmp_path / "odd", sleeps_when_idle)
+    assert [words for words, _ in calls] == [["install", "x"]]
+    assert list((read_marker(tmp_path / "odd") or {})["failing"]) == ["some"]
+
+
+def test_an_engine_that_does_not_support_its_native_format_here_is_not_installed(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ENGINES.load("odd"), "native_kv", "every")
+    with pytest.raises(EngineError, match="KV format every does not run: odd does not support it on this machine"):
+        install(recipe(), tmp_path / "odd", sleeps_when_idle)
+    assert not (tmp_path / "odd").exists()
 
 
 def test_a_format_that_does_not_run_is_said_and_listed_and_doctor_tries_it_again(
@@ -306,7 +470,7 @@ def test_a_format_that_does_not_run_is_said_and_listed_and_doctor_tries_it_again
     tried = {check.name: (check.status, check.remedy) for check in parts._brought("odd", [place], trials.append)[1]}
     assert trials == ["odd: trying any", "odd: trying some"]
     assert tried == {
-        "any": ("broken", "build it anew: install its package"),
+        "any": ("broken", "install it again: install its package"),
         "some": ("ok", None),
         "every": ("missing", None),
     }
@@ -351,39 +515,47 @@ def test_doctor_tries_out_the_engine_of_this_interpreter_too(cache: Path, monkey
     ]
 
 
-def test_shims_that_an_engine_needs_take_part_in_the_trial_and_are_remembered(
-    tmp_path: Path, quick: None, native: dict[str, str]
+def test_the_shims_of_a_recipe_take_part_in_the_trial_and_in_every_run(
+    tmp_path: Path, quick: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native |= {"any": "crash"}
-    shim = tmp_path / "shim"
+    shim, other = tmp_path / "shim", tmp_path / "other"
     shim.mkdir()
-    (shim / "odd_native.py").write_text("")
-    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle, pythonpath=[str(shim)])
-    assert locate("odd").pythonpath == (str(shim),)
-    [place] = listing(["odd"])
-    assert place.environment == locate("odd")
-    other = tmp_path / "other"
     other.mkdir()
-    assert locate("odd", pythonpath=[str(other)]).pythonpath == (str(other),)
-    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle, pythonpath=[str(other)])
-    assert locate("odd").pythonpath == (str(other),)
-
-
-def test_a_shim_folder_that_is_gone_is_named_instead_of_a_module_that_it_held(
-    tmp_path: Path, quick: None, native: dict[str, str]
-) -> None:
-    shim, folder = tmp_path / "shim", environment.engines_dir() / "odd"
-    shim.mkdir()
-    install(recipe(), folder, sleeps_when_idle, pythonpath=[str(shim)])
-    shim.rmdir()
-    with pytest.raises(EngineError, match=f"^odd was installed with the shim folder {shim}, which is gone"):
+    (shim / "odd_native.py").write_text("")
+    for user in (module, environment):
+        monkeypatch.setattr(user, "data_path", lambda name: tmp_path / name)
+    found = install(replace(recipe(), shims=("shim",)), environment.engines_dir() / "odd", sleeps_when_idle)
+    assert found == locate("odd")
+    assert found.pythonpath == (str(shim),)
+    [place] = listing(["odd"])
+    assert place.environment == found
+    assert locate("odd", pythonpath=[str(other)]).pythonpath == (str(other), str(shim))
+    assert locate("odd", python=found.python).pythonpath == (str(shim),)
+    shutil.rmtree(shim)
+    with pytest.raises(EngineError, match=r"^odd was installed with shim, which this fidelab does not have"):
         locate("odd")
     [place] = listing(["odd"])
     assert place.environment is None
-    assert "is gone" in (place.problem or "")
-    shim.mkdir()
-    install(recipe(), folder, sleeps_when_idle, pythonpath=[str(shim)])
-    assert locate("odd").pythonpath == (str(shim),)
+    assert "install it again" in (place.problem or "")
+
+
+def test_stand_ins_of_sglang_are_part_of_its_recipe_and_answer_imports_only() -> None:
+    assert RECIPES["sglang-cpu"].shims == ("standins",)
+    assert RECIPES["sglang"].shims == ()
+    code = """
+import sgl_kernel, torchvision, torchvision.transforms.functional as functional
+sgl_kernel.a.B, functional.resize
+try:
+    sgl_kernel.silu(1)
+except RuntimeError as error:
+    print(error)
+"""
+    standins = str(recipes.data_path("standins"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": standins}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "sgl_kernel.silu is an import stand-in: it must not be called\n"
 
 
 # --------------------------------------------------------------------------------------------- what is not ours
@@ -459,8 +631,21 @@ def test_what_is_built_for_gpus_comes_neither_from_nor_into_pips_cache(
     compiled = [found for found in RECIPES.values() if found.variables]
     assert compiled
     for found in compiled:
-        assert [step.fresh for step in found.steps] == [True] * len(found.steps)
+        assert [(step.fresh, step.compiled) for step in found.steps] == [(True, True)] * len(found.steps)
         assert found.build
+
+
+def test_llama_cpp_is_built_as_a_library_alone_whatever_flags_the_user_has() -> None:
+    for found in RECIPES.values():
+        if found.engine == "llamacpp":
+            assert "-U__AMX_INT8__" in found.variables["CMAKE_ARGS"]
+            for conservative in (False, True):
+                variables = found.build_variables(conservative=conservative)
+                name, _, path = variables["SKBUILD_CMAKE_DEFINE"].partition("=")
+                assert name == "CMAKE_PROJECT_llama_cpp_INCLUDE"
+                text = Path(path).read_text()
+                assert "set(LLAMA_BUILD_COMMON OFF)" in text
+                assert "set(LLAVA_BUILD OFF)" in text
 
 
 def test_a_tool_that_is_no_engine_is_installed_when_its_packages_can_be_imported(tmp_path: Path, quick: None) -> None:
@@ -541,7 +726,8 @@ def test_what_an_engine_said_is_kept_until_something_changes(
 
 def test_an_engine_that_cannot_be_imported_is_asked_anew_every_time(quick: None) -> None:
     file = made("raise OSError('libodd.so: cannot open shared object file')")
-    assert listing(["odd"])[0].problem == "OSError: libodd.so: cannot open shared object file"
+    [place] = listing(["odd"])
+    assert place.problem == "OSError: libodd.so: cannot open shared object file"
     file.write_text("")
     assert listing(["odd"])[0].problem is None
 

@@ -34,7 +34,6 @@ from tests.runs.harness import cli
 VOCAB = 515  # odd: vLLM pads it to a multiple of 64 for each rank, SGLang pads it too
 BAD = 9  # a token whose embedding is NaN
 ROOT = Path(__file__).parents[2]
-STANDINS = ROOT / "tests" / "standins"  # SGLang's imports on a machine without a GPU
 
 
 def installed(engine: str, *shims: Path) -> Environment:
@@ -270,10 +269,10 @@ def plant(attention, number):
 '''
 
 
-def faulty_layer(engine: str, folder: Path, *shims: Path) -> int | None:
+def faulty_layer(engine: str, folder: Path) -> int | None:
     """Where ``fidelab bisect`` finds the fault that is planted in layer 2 of four, with engine ``hf`` as reference."""
     make_tiny(folder / "tiny", layers=4)
-    paths = [word for shim in (*shims, planted_fault(folder / "shim")) for word in ("--pythonpath", shim)]
+    paths = ("--pythonpath", planted_fault(folder / "shim"))
     words = ("--reference", "engine=hf,kv=f32", "--candidate", "env.FIDELAB_PLANTED=2,kv=auto", "--dtype", "float32")
     sizes = ("--windows", 1, "--n-ctx", 64, "--threads", 1, "--no-floor", "--json")
     done = cli("bisect", "./tiny", "--engine", engine, *paths, *words, *sizes, cwd=folder)

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.real.harness import STANDINS, installed
+from tests.real.harness import installed
 
 __all__ = ["llamacpp_server", "serving", "sglang_server", "vllm_server"]
 
@@ -51,13 +51,13 @@ def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
 @contextmanager
 def sglang_server(model: Path, log: Path) -> Iterator[str]:
     """SGLang's server, with import stand-ins for what wants CUDA."""
-    python = installed("sglang").python
+    environment = installed("sglang")
     words = ["--model-path", str(model), "--served-model-name", "served", "--device", "cpu", "--dtype", "bfloat16"]
     words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule"]
     words += ["--disable-cuda-graph", "--mem-fraction-static", "0.1", "--max-total-tokens", "4096"]
     words += ["--disable-radix-cache", "--enable-metrics", "--skip-server-warmup"]
-    own = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STANDINS)}
-    with serving([python, "-m", "sglang.launch_server", *words], log, own) as url:
+    own = {"SGLANG_USE_CPU_ENGINE": "1", **environment.variables()}
+    with serving([environment.python, "-m", "sglang.launch_server", *words], log, own) as url:
         yield url
 
 

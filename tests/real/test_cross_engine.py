@@ -15,7 +15,6 @@ from fidelab.errors import FidelabError
 from fidelab.models import Model
 from fidelab.results.cross_record import CrossReport, EngineRow
 from fidelab.runs.cross_engine import run_cross
-from tests.real.harness import STANDINS
 
 pytestmark = pytest.mark.model
 
@@ -23,11 +22,7 @@ LINES: dict[str, dict[str, Any]] = {
     "hf": {"engine": "hf", "dtype": "bfloat16", "reference": "bf16", "candidate": "fp8_e4m3"},
     "llamacpp": {"engine": "llamacpp", "reference": "f16", "candidate": "q8_0"},
     "vllm": {"engine": "vllm", "reference": "auto", "candidate": "fp8_e4m3"},
-    "sglang": {
-        "engine": {"name": "sglang", "pythonpath": [str(STANDINS)]},
-        "reference": "auto",
-        "candidate": "fp8_e4m3",
-    },
+    "sglang": {"engine": "sglang", "reference": "auto", "candidate": "fp8_e4m3"},
 }
 TOKENS = 2048
 SAME_CHECKPOINT = ("hf", "vllm", "sglang")

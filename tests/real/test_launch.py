@@ -15,7 +15,7 @@ import pytest
 
 from fidelab.environments.servers import records
 from fidelab.models import Model
-from tests.real.harness import STANDINS, installed
+from tests.real.harness import installed
 from tests.runs.harness import Done, cli
 
 pytestmark = pytest.mark.model
@@ -34,8 +34,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def words(engine: str) -> list[object]:
     installed(engine)
-    shims = ["--pythonpath", STANDINS] if engine == "sglang" else []
-    return ["smollm2-cpu", "--engine", engine, "--threads", 1, "--device", "cpu", *shims]
+    return ["smollm2-cpu", "--engine", engine, "--threads", 1, "--device", "cpu"]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """SGLang for real, on the CPU: against its own log-probabilities, Transformers, and itself in other settings.
 
-On a CPU it runs through import stand-ins (``tests/standins``) for two packages that want CUDA.
+On a CPU it runs through the import stand-ins of its recipe for two packages that want CUDA.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tests.real.harness import (
     PREFILL,
     ROOT,
     SERVED,
-    STANDINS,
     VOCAB,
     Run,
     Said,
@@ -48,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("environment")
 
 @pytest.fixture(scope="session")
 def environment() -> Environment:
-    return installed("sglang", STANDINS)
+    return installed("sglang")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def test_states_and_head_give_the_engines_own_log_probabilities(said: Said) -> N
 
 
 def test_a_fault_in_one_layer_is_named_beside_transformers_on_the_same_tokens(tmp_path: Path) -> None:
-    assert faulty_layer("sglang", tmp_path, STANDINS) == 2
+    assert faulty_layer("sglang", tmp_path) == 2
 
 
 def test_a_prompt_in_chunks_leaves_the_same_states(said: Said, run: Run) -> None:
@@ -138,7 +137,7 @@ def test_formats_that_cpus_have_not_are_refused_before_anything_runs(
 def test_every_planted_fault_of_the_cache_is_named_and_sound_formats_are_not(
     environment: Environment, smollm2: Model, tmp_path: Path
 ) -> None:
-    shims = (faults.shim("sglang", tmp_path / "shim"), STANDINS, ROOT)
+    shims = (faults.shim("sglang", tmp_path / "shim"), ROOT)
     engine = {"name": "sglang", "pythonpath": [str(folder) for folder in shims]}
     arms = [{"kv": "k16v8", "name": "k16v8"}, *(planted("auto", fault) for fault in faults.FAULTS)]
     found = ways_that_part(engine, arms, tmp_path / "runs", {})

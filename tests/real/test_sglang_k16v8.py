@@ -26,7 +26,6 @@ from test_sglang_plugin import RECORDED
 from tests.engines import tiny
 from tests.real.harness import (
     PREFILL,
-    STANDINS,
     VOCAB,
     WINDOWS,
     agrees_with_transformers,
@@ -47,7 +46,7 @@ pytestmark = [pytest.mark.usefixtures("environment"), pytest.mark.model]
 
 @pytest.fixture(scope="session")
 def environment() -> Environment:
-    return installed("sglang", STANDINS)
+    return installed("sglang")
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def answers(url: str, prompts: Sequence[Sequence[int]], *, rows: bool = False) -
 
 
 def test_it_costs_next_to_nothing_over_sglangs_own_16_bit_cache(tmp_path: Path) -> None:
-    _, wide = k16v8_beside_16_bits({"name": "sglang", "pythonpath": [str(STANDINS)]}, tmp_path)
+    _, wide = k16v8_beside_16_bits("sglang", tmp_path)
     assert (wide.attention, wide.k_dtype, wide.v_dtype) == ("TorchNativeAttnBackend", "bfloat16", "bfloat16")
 
 

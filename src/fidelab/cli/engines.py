@@ -85,6 +85,8 @@ def list_engines(
         if place.problem is not None:
             why = "" if place.environment is None else f"{place.problem}; "
             console.print(Text(f"{place.name}: {why}{place.remedy}"), soft_wrap=True)
+        if place.update is not None:
+            console.print(Text(f"{place.name}: installed from another recipe; {place.update}"), soft_wrap=True)
     if any(place.refused for place in places):
         console.print(Text("fidelab formats says which KV formats cannot run here, and why"))
 
@@ -99,28 +101,30 @@ def install_engine(
         str | None,
         typer.Option(help="The Python to make it with. \\[default: the one that runs fidelab]", show_default=False),
     ] = None,
-    pythonpath: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder of shims that the engine needs to run; runs use it, too. Repeatable."),
-    ] = None,
+    reinstall: Annotated[
+        bool, typer.Option("--reinstall", help="Make it again in any case; the old one stays until the new one runs.")
+    ] = False,
 ) -> None:
     """Make an environment for an engine, with the versions that fidelab is tested with, and try the engine out.
 
     Without --cuda, --rocm or --cpu it is for what this machine has.
-    The trial prefills and decodes with each KV format; an engine that does not run is not installed.
+    The trial prefills and decodes with each KV format. An engine whose native format does not run is not installed.
+    An environment that is there stays, unless its recipe has changed.
 
     [bold]Example[/bold]
 
       fidelab engines install vllm --cpu
     """
-    from fidelab.environments.environment import engines_dir, interpreter, shim
+    from fidelab.cli.progress import watch_installation
+    from fidelab.environments.environment import engines_dir, interpreter
     from fidelab.environments.install import install
     from fidelab.environments.recipes import machine_variant, recipe
 
     chosen = recipe(name, environment.variant() or machine_variant())
     maker = interpreter(python) if python else sys.executable
-    shims = [shim(str(folder)) for folder in pythonpath or ()]
-    installed = install(chosen, environment.path or engines_dir() / chosen.name, note, python=maker, pythonpath=shims)
+    folder = environment.path or engines_dir() / chosen.name
+    with watch_installation() as shown:
+        installed = install(chosen, folder, shown.say, python=maker, again=reinstall, watch=shown.begin)
     if environment.path is not None:
         note(f"runs use it with --python {installed.python}")
     print(installed.python)
@@ -176,6 +180,7 @@ def _record(place: Installed) -> dict[str, Any]:
         "device": _device(place) or None,
         "kv_formats": list(place.kv_names),
         "refused": dict(place.refused),
+        "update": place.update,
         "problem": place.problem,
         "remedy": place.remedy,
     }

@@ -1,8 +1,10 @@
-"""Watching a run: bars with rates on a terminal, plain lines elsewhere; always on standard error."""
+"""Watching a run or an installation: moving lines on a terminal, plain ones elsewhere; always on standard error."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -15,12 +17,13 @@ from fidelab.cli.output import duration, open_console
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fidelab.environments.install import Stage
     from fidelab.plan.build import Plan, PlannedJob
     from fidelab.results.store import RunFolder
     from fidelab.runs.pairing import ArmResult
     from fidelab.runs.runner import Listener
 
-__all__ = ["watcher"]
+__all__ = ["Installation", "watch_installation", "watcher"]
 
 _LINE_EVERY = 30.0  # seconds between plain progress lines of one job
 _TRUSTED = 10.0  # seconds for which the plan is believed before the run's own pace counts for more
@@ -184,3 +187,51 @@ class _Lines:
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Installation:
+    """The steps of an installation: one line each, or one line for all of them that is rewritten on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stage: Stage | None = None
+        self._began = self._stage_began = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def begin(self, stage: Stage) -> None:
+        """Show the next step."""
+        self._stage, self._stage_began = stage, time.monotonic()
+        if not self._console.is_terminal:
+            self.say(f"{self._place()}: {stage.text} ({self._times()})")
+
+    def __rich__(self) -> Text:
+        """The rewritten line; what matters most comes first, since a narrow terminal cuts it."""
+        if self._stage is None:
+            return Text("starting")
+        line = f"{self._place()}: {self._times()} ({self._stage.text})"
+        return Text(line, no_wrap=True, overflow="ellipsis")
+
+    def _place(self) -> str:
+        assert self._stage is not None
+        return f"{self._stage.recipe}, step {self._stage.number} of {self._stage.total}, {self._stage.kind}"
+
+    def _times(self) -> str:
+        assert self._stage is not None
+        now = time.monotonic()
+        left = self._stage.left(now - self._stage_began)
+        return f"{duration(now - self._began)} elapsed, about {duration(left)} left"
+
+
+@contextmanager
+def watch_installation() -> Iterator[Installation]:
+    """Show an installation on standard error."""
+    console = open_console(stderr=True)
+    shown = Installation(console)
+    if console.is_terminal:
+        with console.status(shown):
+            yield shown
+    else:
+        yield shown

@@ -164,7 +164,7 @@ def _tried(
     from fidelab.environments.trial import try_out
     from fidelab.models.cache import cache_dir
 
-    remedy = _UPGRADE if environment is None else f"build it anew: {install_command(engine)}"
+    remedy = _UPGRADE if environment is None else f"install it again: {install_command(engine, '--reinstall')}"
     environment = environment or Environment(engine, sys.executable)
     faults = try_out(environment, cache_dir() / "logs", lambda line: say(f"{engine}: {line}"))
     with suppress(OSError):  # somebody else's environment
@@ -192,6 +192,8 @@ def _brought(
         return DoctorCheck(name, "engines", status, why, place.remedy), []
     device = place.about.device.replace("hip", "rocm") if place.about else "cpu"
     detail = f"{_listed(place.versions)} ({place.build}) on {device}, in {place.where}"
+    if place.update is not None:
+        detail += f", installed from another recipe: {place.update}"
     formats = [_refused(name, kv, place.refused.get(kv)) or _check(name, kv, "ok", "runs") for kv in place.kv_names]
     if trial and place.environment is not None:
         formats = _tried(name, formats, trial, place.environment)

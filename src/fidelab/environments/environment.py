@@ -18,7 +18,7 @@ from fidelab.engines import ENGINES
 from fidelab.engines.installed import is_installed
 from fidelab.engines.k16v8 import K16V8, missing
 from fidelab.environments.container import Container, Image, find_image, named_paths, new_name, seen_through
-from fidelab.environments.recipes import install_command, variants
+from fidelab.environments.recipes import RECIPES, data_path, install_command, recipe_command, variants
 from fidelab.errors import EngineError, InputError, UsageError
 from fidelab.models.cache import build_once, cache_dir
 
@@ -35,9 +35,10 @@ __all__ = [
     "locate",
     "provided_here",
     "read_marker",
+    "recipe_shims",
     "remember_trial",
-    "remembered_shims",
     "shim",
+    "update_command",
     "write_marker",
 ]
 
@@ -167,14 +168,14 @@ def locate(
         engine: a name of the registry.
         python: an interpreter, by its path or its name on PATH; behind a prefix as it is called there.
         prefix: a command to start it with, as one shell-like string or in parts.
-        pythonpath: the user's shim folders; an installed environment remembers those that it was installed with.
+        pythonpath: the user's shim folders; those of an environment's recipe come after them.
         image: a container image that has the engine, with ``python`` as it is called there.
 
     Raises:
         UnknownNameError: there is no such engine.
         UsageError: the interpreter does not exist, or a prefix is combined with shim folders.
         InputError: a shim folder does not exist.
-        EngineError: the engine is installed nowhere, its remembered shim folders or the image are not there.
+        EngineError: the engine is installed nowhere, or the shim folders of its recipe or the image are missing.
     """
     cls: type[Engine] = ENGINES.load(engine)
     parts = _split(prefix)
@@ -188,13 +189,14 @@ def locate(
             )
         return Environment(engine, python or "python3", parts)
     if python is not None:
-        return Environment(engine, interpreter(python), pythonpath=shims)
+        named = interpreter(python)
+        return Environment(engine, named, pythonpath=(*shims, *recipe_shims(Path(named).parents[1])))
     if provided_here(cls):
         return Environment(engine, sys.executable, pythonpath=shims)
     for folder in (engines_dir() / name for name in variants(engine)):
         executable = folder / "bin" / "python"
         if os.access(executable, os.X_OK) and _finished(folder):
-            return Environment(engine, str(executable), pythonpath=shims or remembered_shims(folder))
+            return Environment(engine, str(executable), pythonpath=(*shims, *recipe_shims(folder)))
     raise EngineError(f"engine {engine} is not installed: {install_command(engine)} (or name its Python with --python)")
 
 
@@ -239,24 +241,35 @@ def interpreter(python: str) -> str:
     return str(Path(path).absolute())
 
 
-def remembered_shims(folder: Path) -> tuple[str, ...]:
-    """The shim folders with which an environment was installed.
+def recipe_shims(folder: Path) -> tuple[str, ...]:
+    """Return the shim folders of the recipe by which an environment was installed; they come with fidelab.
 
     Raises:
-        EngineError: one of them is gone.
+        EngineError: this fidelab does not have one of them.
     """
-    kept = [str(path) for path in (read_marker(folder) or {}).get("pythonpath", [])]
-    for path in kept:
-        if not Path(path).is_dir():
+    marker = read_marker(folder) or {}
+    paths = [data_path(str(name)) for name in marker.get("shims", [])]
+    for path in paths:
+        if not path.is_dir():
             raise EngineError(
-                f"{folder.name} was installed with the shim folder {path}, which is gone: "
-                "install it again, with --pythonpath FOLDER if it still needs one"
+                f"{folder.name} was installed with {path.name}, which this fidelab does not have: install it again"
             )
-    return tuple(kept)
+    return tuple(map(str, paths))
+
+
+def update_command(folder: Path) -> str | None:
+    """Return the command that replaces an environment whose recipe has changed since; ``None`` where it has not."""
+    marker = read_marker(folder) or {}
+    recipe = RECIPES.get(str(marker.get("recipe")))
+    changed = recipe is not None and marker.get("recipe_sha256") != recipe.sha256
+    return recipe_command(recipe) if recipe is not None and changed else None
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
-    """``{"recipe", "versions", "created"}`` of a completed environment; ``None`` of an unfinished or foreign one.
+    """Return what is known of a completed environment; ``None`` of an unfinished or foreign one.
+
+    Keys: ``recipe``, ``recipe_sha256``, ``versions``, ``created``, ``failing`` (KV formats that did not run in the
+    trial, and why), and ``shims`` of the recipe where it has some.
 
     The file says that fidelab made the environment, by which recipe, and whether it was completed.
     """

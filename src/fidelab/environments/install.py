@@ -1,7 +1,8 @@
 """Make and remove an engine's environment.
 
-An environment cannot be moved, so it is built in place: the marker file says that it is unfinished until the engine has
-been tried out in it (:mod:`fidelab.environments.trial`), and what failed or was interrupted is removed again.
+An environment cannot be moved, so it is built in place.  Its marker file says that it is unfinished until the engine
+has run in it (:mod:`fidelab.environments.trial`).  What failed or was interrupted is removed again.  The environment
+that it was to replace lies in another folder meanwhile, and comes back.
 """
 
 from __future__ import annotations
@@ -9,68 +10,124 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from fidelab.core import canonical_json, digest
+from fidelab.core import digest
 from fidelab.engines import ENGINES
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, read_marker, write_marker
 from fidelab.environments.listing import listing
-from fidelab.environments.recipes import Recipe
+from fidelab.environments.recipes import Recipe, data_path
 from fidelab.environments.trial import try_out
 from fidelab.errors import EngineError, OutputError, UsageError
 from fidelab.models.cache import cache_dir
 
-__all__ = ["install", "remove"]
+__all__ = ["Stage", "install", "remove"]
 
 Say = Callable[[str], None]
 
-_ALL = "all"  # stands for a name where no KV format runs
+_MAKE_SECONDS = 5.0  # for an empty environment
+_START_SECONDS = 10.0  # for an interpreter
 
 _PIP = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_PROGRESS_BAR": "off", "PYTHONNOUSERSITE": "1"}
+_UNREACHABLE = re.compile(
+    r"connection broken by|Max retries exceeded|NewConnectionError|ConnectTimeoutError|ReadTimeoutError"
+    r"|ProxyError|Network is unreachable|[Nn]ame resolution|Name or service not known"
+)
+_WANTED = re.compile(
+    r"satisfies the requirement (\S+)|No matching distribution found for (\S+)|url: /\S*?/([^/\s]+)/? "
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of an installation.
+
+    Attributes:
+        recipe: name of the recipe.
+        number, total: 3 of 5.
+        kind: ``environment``, ``packages``, ``build`` or ``trial``.
+        text: what is installed or tried.
+        expected: seconds that this step takes, as last time on this machine or else typically.
+        after: the same for all steps after it.
+    """
+
+    recipe: str
+    number: int
+    total: int
+    kind: str
+    text: str
+    expected: float
+    after: float
+
+    def left(self, seconds: float) -> float:
+        """Expected seconds until the end, where this step has taken so many."""
+        return max(0.0, self.expected - seconds) + self.after
 
 
 def install(
-    recipe: Recipe, folder: Path, say: Say, *, python: str = sys.executable, pythonpath: Sequence[str] = ()
+    recipe: Recipe,
+    folder: Path,
+    say: Say,
+    *,
+    python: str = sys.executable,
+    again: bool = False,
+    watch: Callable[[Stage], None] = lambda stage: None,
 ) -> Environment:
     """The environment of a recipe in ``folder``; one that is complete and of the same recipe stays as it is.
 
-    It is complete when the engine has prefilled and decoded in it.  Where it does not, it is built once more with the
-    recipe's fallback; KV formats other than the native one may fail, which is said and kept in the marker.
+    It is complete when the engine has prefilled and decoded in it with its native KV format.  Where that does not run,
+    it is built once more with the recipe's fallback.  Other KV formats may fail, which is said and kept in the marker.
 
     Args:
         recipe: what goes into it.
         folder: where; absent, empty, or one that was made here before.
-        say: gets a line for each step.
+        say: gets a line for each fact.
         python: the interpreter to make it with.
-        pythonpath: shim folders that the engine needs in order to run.
+        again: make it again in any case.
+        watch: is called at the beginning of each step.
 
     Raises:
         UsageError: the folder holds something else.
         OutputError: it cannot be written.
         EngineError: a step failed, or the engine does not run; the output is kept in a file that the message names.
+            An environment that was there before is there again.
     """
     folder = folder.expanduser().absolute()
-    environment = Environment(recipe.engine, str(folder / "bin" / "python"), pythonpath=tuple(pythonpath))
+    shims = tuple(str(data_path(name)) for name in recipe.shims)
+    environment = Environment(recipe.engine, str(folder / "bin" / "python"), pythonpath=shims)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            _restore(folder)  # of an installation that was killed
             marker = read_marker(folder) or {}
-            if marker.get("recipe_sha256") == _digest(recipe) and "failing" in marker:
-                say(f"{recipe.name} is already in {folder}")
-                if pythonpath:  # what it needs may have moved
-                    write_marker(folder, {**marker, "pythonpath": list(pythonpath)})
-                return environment
-            _clear(folder)
-            _build(recipe, folder, environment, say, python)
+            if "failing" in marker and not again:
+                if marker.get("recipe_sha256") != recipe.sha256:
+                    say(f"{recipe.name} was installed from another recipe: installing it again")
+                elif _starts(environment.python):
+                    say(f"{recipe.name} is already installed in {folder}")
+                    return environment
+                else:
+                    say(f"{recipe.name} in {folder} does not start: installing it again")
+            _set_aside(folder)
+            try:
+                _build(recipe, folder, environment, say, _Stages(recipe, watch), python)
+            except BaseException:  # whole or not at all, Ctrl-C included
+                shutil.rmtree(folder, ignore_errors=True)
+                _restore(folder)
+                raise
+            shutil.rmtree(_aside(folder), ignore_errors=True)
     except OSError as error:
         where = error.filename or folder
         raise OutputError(f"cannot write {where} ({error.strerror or error}); pass another --path") from error
@@ -96,73 +153,150 @@ def remove(folder: Path) -> None:
     _log(folder).unlink(missing_ok=True)
 
 
-def _clear(folder: Path) -> None:
-    if (folder / MARKER).exists():
+def _starts(python: str) -> bool:
+    """Return whether an interpreter runs: the one that it was made with may be gone."""
+    try:
+        done = subprocess.run(
+            [python, "-c", ""], stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _aside(folder: Path) -> Path:
+    """Where the environment lies that is being replaced."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def _set_aside(folder: Path) -> None:
+    if read_marker(folder) is not None:
+        folder.rename(_aside(folder))
+    elif (folder / MARKER).exists():
         shutil.rmtree(folder)
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty and was not made by fidelab engines install: pass another --path")
 
 
-def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, python: str) -> None:
-    about = {"recipe": recipe.name, "recipe_sha256": _digest(recipe)}
-    try:
-        folder.mkdir(exist_ok=True)
-        write_marker(folder, about)
-        with _log(folder).open("wb") as log:
-            say(f"{recipe.name} in {folder} ({recipe.about})")
-            _make(python, folder, log)
-            for number, step in enumerate(recipe.steps, 1):
-                say(f"step {number} of {len(recipe.steps)}: {_summary(step.requirements())}")
-                _pip(recipe, environment, ["install", *step.flags(), *step.requirements()], log)
-            if recipe.absent:
-                _pip(recipe, environment, ["uninstall", "--yes", *recipe.absent], log)
-            if recipe.imports:
-                versions, failing = _imported(recipe, environment, log), {}
-            else:
-                versions, failing = _check(recipe, environment), _failing(recipe, environment, say)
-            if failing and recipe.fallback and not any(name in os.environ for name in recipe.fallback):
-                say(f"{_first(failing)}; building it again for any CPU")
-                _rebuild(recipe, environment, log)
-                versions, failing = _check(recipe, environment), _failing(recipe, environment, say)
-        if failing and (_ALL in failing or ENGINES.load(recipe.engine).native_kv in failing):
-            raise EngineError(f"{recipe.name} is not installed: {_first(failing)}")
-        shims = {"pythonpath": list(environment.pythonpath)} if environment.pythonpath else {}
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        write_marker(folder, {**about, "versions": versions, "created": created, "failing": failing, **shims})
-    except BaseException:  # whole or not at all, Ctrl-C included
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+def _restore(folder: Path) -> None:
+    """Put back what was to be replaced, unless that was completed."""
+    aside = _aside(folder)
+    if not aside.is_dir():
+        return
+    if read_marker(folder) is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+
+
+class _Stages:
+    """The steps of an installation with the seconds that they take; those of this machine are kept in the cache."""
+
+    def __init__(self, recipe: Recipe, watch: Callable[[Stage], None]) -> None:
+        self._recipe, self._watch = recipe, watch
+        self._path = cache_dir() / "install-seconds.json"
+        self._known = self._read()
+        rows = [("environment", f"for {recipe.variant}", _MAKE_SECONDS)]
+        for step in recipe.steps:
+            rows.append(("build" if step.compiled else "packages", _summary(step.requirements()), step.seconds))
+        rows.append(("trial", "its imports" if recipe.imports else "its KV formats", recipe.trial_seconds))
+        self._rows = [
+            (kind, text, self._expected(f"{kind} {n}", typical)) for n, (kind, text, typical) in enumerate(rows)
+        ]
+        self._n, self._began = -1, 0.0
+
+    def next(self) -> None:
+        """Begin the next step."""
+        self._keep()
+        self._n += 1
+        kind, text, expected = self._rows[self._n]
+        after = sum(seconds for *_, seconds in self._rows[self._n + 1 :])
+        self._watch(Stage(self._recipe.name, self._n + 1, len(self._rows), kind, text, expected, after))
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        """Keep the seconds that the steps took."""
+        self._keep()
+        everything = {**self._read(), self._recipe.name: self._known.get(self._recipe.name, {})}
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
+            part.write_text(json.dumps(everything, indent=2) + "\n", "utf-8")
+            part.replace(self._path)
+
+    def _keep(self) -> None:
+        if self._n >= 0:
+            mine = self._known.setdefault(self._recipe.name, {})
+            mine[f"{self._rows[self._n][0]} {self._n}"] = round(time.monotonic() - self._began, 1)
+
+    def _expected(self, key: str, typical: float) -> float:
+        seconds = self._known.get(self._recipe.name, {}).get(key)
+        return float(seconds) if isinstance(seconds, int | float) and seconds >= 0 else typical
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            content = json.loads(self._path.read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        rows = content.items() if isinstance(content, dict) else ()
+        return {name: steps for name, steps in rows if isinstance(steps, dict)}
+
+
+def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, stages: _Stages, python: str) -> None:
+    about = {"recipe": recipe.name, "recipe_sha256": recipe.sha256}
+    native = "" if recipe.imports else ENGINES.load(recipe.engine).native_kv
+    folder.mkdir(exist_ok=True)
+    write_marker(folder, about)
+    with _log(folder).open("wb") as log:
+        say(f"{recipe.name} in {folder} ({recipe.about})")
+        stages.next()
+        _make(python, folder, log)
+        for step in recipe.steps:
+            stages.next()
+            _pip(recipe, environment, ["install", *step.flags(), *step.requirements()], log)
+        if recipe.absent:
+            _pip(recipe, environment, ["uninstall", "--yes", *recipe.absent], log)
+        stages.next()
+        if recipe.imports:
+            versions, failing = _imported(recipe, environment, log), {}
+        else:
+            versions, failing = _check(recipe, environment), _failing(recipe, environment, native)
+        if native in failing and recipe.fallback and not any(name in os.environ for name in recipe.fallback):
+            say(f"{_described(native, failing)}; building it again for any CPU")
+            _rebuild(recipe, environment, log)
+            versions, failing = _check(recipe, environment), _failing(recipe, environment, native)
+    if native in failing:
+        raise EngineError(f"{recipe.name} is not installed: {_described(native, failing)}")
+    shims = {"shims": list(recipe.shims)} if recipe.shims else {}
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    write_marker(folder, {**about, "versions": versions, "created": created, "failing": failing, **shims})
+    stages.end()
     _log(folder).unlink(missing_ok=True)
     for name, why in failing.items():
         say(f"KV format {name} does not run: {why}")
     say(", ".join(f"{package} {version}" for package, version in versions.items()))
 
 
-def _failing(recipe: Recipe, environment: Environment, say: Say) -> dict[str, str]:
-    """KV formats that do not run in the new environment, and why; with :data:`_ALL` first where none runs."""
-    tried = try_out(environment, cache_dir() / "logs", say)
+def _failing(recipe: Recipe, environment: Environment, native: str) -> dict[str, str]:
+    """KV formats that do not run in the new environment, and why; the native one, too, where it was not tried."""
+    tried = try_out(environment, cache_dir() / "logs")
     failing = {name: why for name, why in tried.items() if why is not None}
-    if len(failing) == len(tried):
-        first = next(iter(failing.values()), "the engine can run none of its KV formats on this machine")
-        return {_ALL: first, **failing}
+    if native not in tried:
+        failing[native] = f"{recipe.engine} does not support it on this machine"
     return failing
 
 
-def _first(failing: Mapping[str, str]) -> str:
-    name, why = next(iter(failing.items()))
-    return f"KV format {name} does not run: {why}" if name != _ALL else f"the engine does not run: {why}"
+def _described(name: str, failing: Mapping[str, str]) -> str:
+    return f"KV format {name} does not run: {failing[name]}"
 
 
 def _rebuild(recipe: Recipe, environment: Environment, log: IO[bytes]) -> None:
-    """Build the recipe's own packages once more, with the variables of its fallback."""
-    again = replace(recipe, variables=recipe.fallback)
+    """Build the recipe's compiled packages again, with the variables of its fallback."""
     for step in recipe.steps:
-        _pip(
-            again,
-            environment,
-            ["install", "--force-reinstall", "--no-deps", "--no-cache-dir", *step.requirements()],
-            log,
-        )
+        if step.compiled:
+            words = ["install", "--force-reinstall", "--no-deps", "--no-cache-dir", *step.requirements()]
+            _pip(recipe, environment, words, log, conservative=True)
 
 
 def _make(python: str, folder: Path, log: IO[bytes]) -> None:
@@ -180,15 +314,26 @@ def _make(python: str, folder: Path, log: IO[bytes]) -> None:
     )
 
 
-def _pip(recipe: Recipe, environment: Environment, arguments: Sequence[str], log: IO[bytes]) -> None:
+def _pip(
+    recipe: Recipe, environment: Environment, arguments: Sequence[str], log: IO[bytes], *, conservative: bool = False
+) -> None:
     log.flush()
     before = log.tell()
-    if _run([environment.python, "-m", "pip", *arguments], log, recipe.variables) == 0:
+    variables = recipe.build_variables(conservative=conservative)
+    if _run([environment.python, "-m", "pip", *arguments], log, variables) == 0:
         return
     path = _log(Path(environment.python).parents[1])
     with path.open("rb") as file:
         file.seek(before)
-        lines = file.read().decode("utf-8", "replace").splitlines()
+        text = file.read().decode("utf-8", "replace")
+    if _UNREACHABLE.search(text):
+        named = [next(filter(None, match)) for match in _WANTED.findall(text)]
+        package = named[-1] if named else arguments[-1]
+        raise EngineError(
+            f"{recipe.name} is not installed: the package index could not be reached for {package}: "
+            f"check the network and pip's settings (pip config list); log: {path}"
+        )
+    lines = text.splitlines()
     errors = [line.removeprefix("ERROR: ").strip() for line in lines if line.startswith("ERROR: ")]
     why = (errors[0] if errors else next((line.strip() for line in reversed(lines) if line.strip()), ""))[:300]
     hint = f"; {recipe.hint}" if recipe.hint else ""
@@ -234,12 +379,6 @@ def _imported(recipe: Recipe, environment: Environment, log: IO[bytes]) -> dict[
 def _summary(requirements: Sequence[str]) -> str:
     first = ", ".join(requirements[:3])
     return first if len(requirements) <= 3 else f"{first} and {len(requirements) - 3} more"
-
-
-def _digest(recipe: Recipe) -> str:
-    """Hash of the fields that determine the environment's content; other texts do not make it rebuilt."""
-    steps = [[*step.flags(), *step.requirements()] for step in recipe.steps]
-    return digest(canonical_json([steps, recipe.absent, recipe.build, recipe.variables, recipe.fallback]))
 
 
 def _lock(folder: Path) -> Path:

