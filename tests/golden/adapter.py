@@ -272,7 +272,10 @@ def _head(capture: Capture, bundle: Bundle) -> dict[str, Any]:
     for name in sorted(file.names()):
         tensor = file.get(name)
         wide = isinstance(tensor, BFloat16)
-        tensors[name] = {"array": bundle.keep(tensor.bits if isinstance(tensor, BFloat16) else tensor), "bfloat16": wide}
+        tensors[name] = {
+            "array": bundle.keep(tensor.bits if isinstance(tensor, BFloat16) else tensor),
+            "bfloat16": wide,
+        }
     return {"tensors": tensors, "softcap": capture.head.softcap, "scale": capture.head.scale}
 
 
@@ -331,12 +334,12 @@ def unpack(bundle: Bundle, room: Path) -> list[ArmResult]:
     requests = [request_from_record(record) for record in text["requests"]]
     experiment = _experiment(bundle)
     results = []
-    for number, record in enumerate(text["arms"]):
+    for place, record in enumerate(text["arms"]):
         arm = Arm.from_record(record["arm"])
         captures = {}
         for axis, one in record["captures"].items():
             request, vocabulary = requests[one["request"]], vocabularies[one["vocabulary"]]
-            target = store / f"{number}-{slug(record['role'])[:40]}" / axis
+            target = store / f"{place}-{slug(record['role'])[:40]}" / axis
             writer = CaptureWriter(target, request, capture_key(arm, request, {}, 0), arm.record(), vocabulary)
             for item, arrays in enumerate(_split(bundle, one, len(request.items()))):
                 if arrays:
@@ -429,6 +432,13 @@ def offline(room: Path) -> Iterator[None]:
 
 # --------------------------------------------------------------------------------------------- report → rows
 
+_MEANS = (
+    "mean",
+    "reverse KL",
+    "Jensen–Shannon",
+    "KL from cold",
+    "dependence: ",
+)  # of divergences that are never negative
 NAMES: Mapping[str, str] = {}
 """Name of a metric in the record → its name in the golden rows, where they differ."""
 
@@ -461,7 +471,7 @@ def rows(report: Report, name: str) -> list[Row]:
         _measurement(add, "floor", axis, measurement)
     for n, one in enumerate(report.comparisons):
         pair = f"{n}: {one.better} < {one.worse}"
-        add("", f"comparison {one.axis}", "difference", one.difference, one.ci, kind="nats", cell=pair)
+        add("", f"comparison {one.axis}", "difference", one.difference, one.ci, kind="float", cell=pair)
         add("", f"comparison {one.axis}", "outcome", f"differs {one.differs}, alike {one.equivalent}", cell=pair)
     if report.recommendation is not None:
         add("", "recommendation", "arm", report.recommendation.arm)
@@ -492,7 +502,7 @@ def _arm(add: Any, arm: str, record: ArmRecord) -> None:
         add(arm, "rounding noise", "positions", record.floor.n_positions, kind="count")
     if record.dominated is not None:
         beaten = record.dominated
-        add(arm, "dominated", beaten.by, beaten.difference, beaten.ci, kind="nats")
+        add(arm, "dominated", beaten.by, beaten.difference, beaten.ci, kind="float")
         add(arm, "dominated", "outcome", f"differs {beaten.differs}, larger {beaten.larger}")
     for axis, certificate in record.certificates.items():
         source = f"certificate {axis}"
@@ -524,8 +534,9 @@ def _measurement(add: Any, arm: str, source: str, found: Measurement) -> None:
         add(arm, source, "cluster", found.cluster)
     for metric in found.metrics:
         cell = label(metric.cell)
-        kind: Kind = "count" if metric.unit == "count" else "nats" if metric.unit == "nats" else "float"
         figure = NAMES.get(metric.name, metric.name)
+        mean = metric.unit == "nats" and figure.startswith(_MEANS)
+        kind: Kind = "count" if metric.unit == "count" else "nats" if mean else "float"
         add(arm, source, figure, metric.value, metric.ci, kind=kind, cell=cell)
         if metric.noise:
             add(arm, source, f"{figure}: rounding noise", metric.noise, kind="nats", cell=cell)
@@ -561,8 +572,6 @@ def _ablation(add: Any, report: Report) -> None:
                 add("", source, "mean shift", effect.mean.mean, effect.mean.ci, kind=kind, cell=effect.factor)
         for joint in outcome.joint:
             add("", source, "joint excess", joint.excess, joint.ci, kind=kind, cell=label(dict(joint.levels)))
-
-
 
 
 # --------------------------------------------------------------------------------------------- other sums

@@ -70,9 +70,7 @@ FakeEngine.answer, FakeEngine._noisy = seeded, coarse
 def _documents(count: int, words: int) -> str:
     """A text of several documents of unequal length."""
     draw = random.Random(3)
-    return "".join(
-        f"# Document {i}\n{' '.join(draw.choices(_WORDS, k=words + 3 * (i % 4)))}.\n" for i in range(count)
-    )
+    return "".join(f"# Document {i}\n{' '.join(draw.choices(_WORDS, k=words + 3 * (i % 4)))}.\n" for i in range(count))
 
 
 def _log() -> str:

@@ -18,7 +18,8 @@ from tests.golden.rows import Row, differences, read_rows
 from tests.golden.runs import NOT_ON_FAKE, RUNS
 
 GOLDEN = read_rows(ROWS)
-_FAR = 0.1  # of a tolerance: what another order of sums may move a figure by
+_EXACT = 0.01  # of a tolerance: nothing is multiplied with a head
+_FAR = 0.2  # of a tolerance: what another order of sums may move a figure by
 
 
 def golden(run: str) -> list[Row]:
@@ -27,7 +28,7 @@ def golden(run: str) -> list[Row]:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_stored_run_gives_its_figures_again(run: str, score: Score) -> None:
-    changed = differences(golden(run), score(run))
+    changed = differences(golden(run), score(run), scale=1.0 if RUNS[run].model else _EXACT)
     assert not changed, "\n".join(changed)
 
 
@@ -89,7 +90,7 @@ def test_a_run_written_anew_is_the_same_and_scores_the_same(run: str, tmp_path: 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if RUNS[run].model])
 def test_tolerances_are_above_the_rounding_of_the_head(run: str, score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits from a product in float64: no figure moves by more than a tenth of what is allowed."""
+    """Logits from a product in float64: no figure moves by more than a fifth of what is allowed."""
     adapter.exact_head(monkeypatch)
     changed = differences(golden(run), score(run), scale=_FAR)
     assert not changed, "\n".join(changed)
@@ -109,16 +110,20 @@ def _row(**changes: Any) -> Row:
         ("nats", "0.01", "0.010001", False),
         ("nats", "0", "9e-09", True),
         ("nats", "0", "2e-08", False),
-        ("float", "0.5", "0.50004", True),
-        ("float", "0.5", "0.5002", False),
+        ("float", "0.5", "0.5001", True),
+        ("float", "0.5", "0.501", False),
         ("float", "0.5", "", False),
         ("nats", "", "0", False),
     ],
 )
 def test_a_difference_is_one_beyond_the_tolerance_of_its_kind(kind: Any, old: str, new: str, alike: bool) -> None:
     assert (not differences([_row(kind=kind, value=old)], [_row(kind=kind, value=new)])) == alike
-    ends = differences([_row(kind=kind, low=old)], [_row(kind=kind, low=new)])
-    assert (not ends) == alike
+
+
+def test_ends_of_intervals_have_a_tolerance_of_their_own() -> None:
+    assert not differences([_row(low="0.01", high="1")], [_row(low="0.010004", high="1.0004")])
+    assert differences([_row(low="0.01", high="1")], [_row(low="0.01", high="1.01")])
+    assert differences([_row(low="0.01", high="")], [_row(low="0.01", high="1")])
 
 
 def test_a_row_that_is_gone_or_new_is_a_difference() -> None:
