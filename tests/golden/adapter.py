@@ -590,3 +590,215 @@ def exact_head(patch: Any) -> None:
 
 def _float64(states: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(states.astype(np.float64) @ weight.astype(np.float64)).astype(np.float32)
+
+
+# ------------------------------------------------------------------------------- audit, physics, sensitivity
+
+
+def audit_faults() -> list[str]:
+    """One planted fault for each rule, and a checkpoint without any."""
+    from tests.checkpoints.test_audit import FAULTS
+
+    first = {fault.rule: name for name, fault in reversed(FAULTS.items())}
+    return ["nothing", *sorted(first.values())]
+
+
+def audit_json(name: str, room: Path) -> dict[str, Any]:
+    """What ``fidelab audit --json`` prints of a checkpoint with a planted fault; the rules as a number."""
+    from fidelab.checkpoints.audit import audit
+    from tests.checkpoints.synthetic import quantized
+    from tests.checkpoints.test_audit import FAULTS
+
+    base, tp = None, 1
+    if name == "nothing":
+        content = quantized("gptq")
+    else:
+        fault = FAULTS[name]
+        content, tp = fault.whole(), fault.tp
+        fault.change(content)
+        base = None if fault.base is None else str(fault.base().write(room / "base"))
+    found = audit(str(content.write(room / "checkpoint")), base, tp).as_json()
+    return {**found, "rules": len(found["rules"])}
+
+
+def physics_json(words: Sequence[str], room: Path) -> dict[str, Any]:
+    """What ``fidelab physics --json`` prints."""
+    from tests.runs.harness import cli
+
+    done = cli("physics", *words, "--json", cwd=room)
+    assert done.code == 0, done.err
+    return dict(json.loads(done.out))
+
+
+def physics_of_model(kind: str, room: Path) -> dict[str, Any]:
+    """The same of a configuration file: one of the tiny models."""
+    from tests.tiny_models import KINDS
+
+    (room / "config.json").write_text(json.dumps(KINDS[kind].config().to_dict(), default=str))
+    return physics_json(["config.json", "--context", "64", "--batch", "2"], room)
+
+
+def sensitivity_json(settings: Mapping[str, Any], room: Path) -> dict[str, Any]:
+    """What ``fidelab sensitivity --json`` prints, if these answers came from the engine.
+
+    The answers are drawn from seeds by the text of the rounding; fewer bits move them further.
+    """
+    from fidelab.models.tiny import make_tiny
+    from fidelab.runs import sensitivity
+
+    make_tiny(room / "tiny", layers=2)
+    (room / "text.txt").write_text("".join(f"# Title {i}\nline {i} of a text\n" for i in range(40)))
+    data = {"model": "./tiny", "engine": "hf", "reference": "f32", "control": "none", "candidates": ["int8"]}
+    data |= {"dtype": "float32", "threads": 1, "text": "text.txt", "floor": 0.0, "twins": 0.0}
+    axes = {"axes": {"kld": {"windows": 6, "n_ctx": 24}}}
+
+    class Drawn:
+        def __init__(self, request: Any) -> None:
+            self.request = request
+
+        def rows(self, texts: Sequence[str], say: Any = None) -> dict[str, Any]:
+            clusters = np.concatenate([np.asarray(units, dtype=np.int64) for units in self.request.units])
+            return {text: sensitivity.Rows(self._compared(text, len(clusters)), clusters) for text in texts}
+
+        def _compared(self, text: str, n: int) -> Any:
+            from fidelab.metrics.divergence import compare_rows
+
+            draw = np.random.default_rng([int(digest(text)[:8], 16), n])
+            native = draw.normal(size=(n, 16)).astype(np.float32)
+            far = 0.02 if "int8" in text or "q8" in text else 0.3
+            moved = native + far * draw.normal(size=(n, 16)).astype(np.float32)
+            return compare_rows(native, moved, draw.integers(0, 16, n))
+
+    def ask(_prepared: Any, request: Any, *_rest: Any, **_more: Any) -> Drawn:
+        return Drawn(request)
+
+    with contextlib.chdir(room), mock.patch.object(sensitivity, "ask", ask):
+        report, _ = sensitivity.sensitivity(
+            Experiment.model_validate({**data, **axes}),
+            settings["formats"],
+            by=settings["by"],
+            budget=settings["budget"],
+        )
+    return dict(json.loads(report.to_json()))
+
+
+# ------------------------------------------------------------------------------------------ planted breaks
+
+
+def plants() -> Mapping[str, tuple[str, Any]]:
+    """Breaks of fidelab by name: the stored run that shows it, and what puts it into the code."""
+    from fidelab.axes import kld, perplexity, plad, rniah, trajectory
+    from fidelab.axes import rows as axis_rows
+    from fidelab.metrics import agreement, composite, divergence, intervals, retrieval
+    from fidelab.runs import pairing, scoring
+
+    compare, logits, of = divergence.compare_rows, axis_rows.logits, intervals.RatioItems.of
+    targets, certify, first = kld._targets, scoring.certify, agreement.first_divergence
+
+    def exchanged(p: Any, q: Any, after: Any, *rest: Any, **more: Any) -> Any:
+        return compare(q, p, after, *rest, **more)
+
+    def highest_id(p: Any, q: Any, after: Any, *rest: Any, **more: Any) -> Any:
+        v = min(p.shape[1], q.shape[1])
+        flipped = np.where(after < 0, after, v - 1 - after)
+        return compare(p[:, :v][:, ::-1].copy(), q[:, :v][:, ::-1].copy(), flipped, *rest, **more)
+
+    def never_failed(*values: Any, **more: Any) -> Any:
+        found = compare(*values, **more)
+        return replace(found, kl=np.where(found.failed, 0.0, found.kl), failed=np.zeros_like(found.failed))
+
+    def unclipped(*values: Any, **more: Any) -> Any:
+        found = compare(*values, **more)
+        return replace(found, kl=found.kl - 1e-7)
+
+    def later(capture: Any, item: int, start: int, stop: int) -> Any:
+        found = logits(capture, item, start, stop)
+        return found if capture.manifest["asked"]["kv"]["k"] == "exact" else np.roll(found, 1, axis=0)
+
+    def halves(_cls: Any, num: Any, den: Any, clusters: Any) -> Any:
+        return of(num, den, np.asarray(clusters) // 2)
+
+    def one_by_one(losses: Mapping[Any, Any], **more: Any) -> Any:
+        return {arm: certify({arm: claims}, **more)[arm] for arm, claims in losses.items() if claims}
+
+    def one_more(ref: Any, test: Any) -> Any:
+        found = first(ref, test)
+        return replace(found, prefix=min(found.prefix + 1, found.longest))
+
+    def signed(ref: Any, test: Any) -> Any:
+        return 100 * np.exp(-5 * (np.asarray(test) - np.asarray(ref)))
+
+    def all_cells(cells: Any, compat: Any = None) -> Any:
+        return retrieval.retrieval_score(cells, "refract")
+
+    nll = perplexity.row_nll
+    summarise = kld.summarise_kl
+    head = axis_rows.head_logits
+    return {
+        "KL in the other direction": ("documents", lambda m: m.setattr(axis_rows, "compare_rows", exchanged)),
+        "a row too late": ("documents", lambda m: m.setattr(axis_rows, "logits", later)),
+        "targets one token early": (
+            "documents",
+            lambda m: m.setattr(kld, "_targets", lambda request, item: np.roll(targets(request, item), 1)),
+        ),
+        "no clamp at 0": ("bands", lambda m: m.setattr(axis_rows, "compare_rows", unclipped)),
+        "failed rows counted as 0": ("failures", lambda m: m.setattr(axis_rows, "compare_rows", never_failed)),
+        "wrong clusters": ("documents", lambda m: m.setattr(intervals.RatioItems, "of", classmethod(halves))),
+        "another limit of flips": ("hf-llama", lambda m: m.setattr(divergence, "REAL_FLIP", 0.02)),
+        "ties to the highest id": ("documents", lambda m: m.setattr(axis_rows, "compare_rows", highest_id)),
+        "another percentile": (
+            "documents",
+            lambda m: m.setattr(kld, "summarise_kl", lambda *a: replace(s := summarise(*a), p99=s.p95)),
+        ),
+        "soft-cap left out": (
+            "hf-gemma2",
+            lambda m: m.setattr(axis_rows, "head_logits", lambda h, w, **k: head(h, replace(w, softcap=None), **k)),
+        ),
+        "edges of bands": ("bands", lambda m: m.setattr(composite, "_KL_EDGES", (0.02, 0.05, 0.1))),
+        "mean in the place of the harmonic mean": (
+            "composite",
+            lambda m: m.setattr(composite, "_harmonic", lambda scores: np.asarray(scores).mean(axis=-1)),
+        ),
+        "certificates one by one": ("certificate", lambda m: m.setattr(scoring, "certify", one_by_one)),
+        "prefix one token too long": ("bands", lambda m: m.setattr(trajectory, "first_divergence", one_more)),
+        "drift that may be won back": ("composite", lambda m: m.setattr(plad, "cell_scores", signed)),
+        "cells without information": ("retrieval", lambda m: m.setattr(rniah, "retrieval_score", all_cells)),
+        "log-likelihood in bits": (
+            "geometric",
+            lambda m: m.setattr(perplexity, "row_nll", lambda *a: nll(*a) / np.log(2)),
+        ),
+        "engagement not checked": (
+            "failures",
+            lambda m: m.setattr(pairing, "engaged", lambda result: (result.status, result.reason)),
+        ),
+    }
+
+
+def study_plants() -> Mapping[str, tuple[str, str, Any]]:
+    """Breaks of the other commands by name: which, the fixture that shows it, and what puts it into the code."""
+    from fidelab.checkpoints.rules import RULES
+    from fidelab.physics import traffic
+    from fidelab.runs import sensitivity
+
+    token_bytes = traffic.Model.token_bytes
+    allocate = sensitivity.allocate
+    first = audit_faults()[1]
+    return {
+        "a byte too many per token": (
+            "physics",
+            "dense",
+            lambda m: m.setattr(traffic.Model, "token_bytes", lambda self, kv: token_bytes(self, kv) + 1),
+        ),
+        "a rule left out": ("audit", first, lambda m: m.delitem(RULES, _rule_of(first))),
+        "a tenth of the budget unused": (
+            "sensitivity",
+            "layers",
+            lambda m: m.setattr(sensitivity, "allocate", lambda c, s, limit: allocate(c, s, int(0.9 * limit))),
+        ),
+    }
+
+
+def _rule_of(fault: str) -> str:
+    from tests.checkpoints.test_audit import FAULTS
+
+    return FAULTS[fault].rule

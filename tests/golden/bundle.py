@@ -1,8 +1,8 @@
 """A golden run on disk: ``data/NAME.json`` with all that is text, ``data/NAME.npz`` with arrays.
 
 The format is the tests' own, so that it outlives fidelab's formats.  The text holds the experiment, every arm's
-outcome, the requests with their token ids, and for each capture which array its answers lie in.  Answers of all items of
-a capture are one array, item after item; ``lengths`` says how many rows each has, ``null`` for an item without any.
+outcome, the requests with their token ids, and for each capture which array its answers lie in.  Answers of all items
+of a capture are one array, item after item; ``lengths`` says how many rows each has, ``null`` for an item without any.
 Equal arrays are stored once.  A bfloat16 array lies there as ``uint16`` and is named in ``bfloat16``.
 """
 

@@ -1,8 +1,7 @@
 """An independent program for the figures of the golden runs: numpy and the definitions of docs/metrics.md.
 
-It imports nothing of fidelab.  It computes point estimates from token ids, rows of log-probabilities, or hidden states
-times the head.  Intervals, most tests of significance, and decisions are not its business.  ``oracle_text`` has what is
-computed from generated text.
+It imports nothing of fidelab.  It computes point estimates, no intervals and no decisions, from token ids, rows of
+log-probabilities, or hidden states times the head.  ``oracle_text`` reads generated text.
 
 ``python -m tests.golden.oracle [RUN …]`` prints a line per figure.
 """
@@ -241,10 +240,23 @@ def axis_figures(axis: str, ref: dict[str, Side], test: dict[str, Side]) -> Iter
             yield "positions", at, float(here.sum())
 
 
+def over_control(axis: str, each: Sequence[tuple[str, str, float]]) -> float | None:
+    """What is compared with the control, where no item failed; of several contexts the longest."""
+    names = {"kld": "mean", "forced": "mean KL", "perplexity": "ln ratio", "rniah": "accuracy"}
+    values = {(figure, cell): value for figure, cell, value in each}
+    if values.get(("n_failed", ""), 0.0):
+        return None
+    figure = names.get(axis, "score")
+    cell = max((cell for name, cell in values if name == figure), default="") if axis == "perplexity" else ""
+    value = values.get((figure, cell))
+    return None if value is None else value * (100 if axis == "rniah" else 1)
+
+
 def figures(run: str) -> list[Figure]:
     """All figures of a stored run that this program computes."""
     text, roles = load(run)
     found: list[Figure] = []
+    controls: dict[str, float] = {}
     for arm in text["arms"]:
         role, name = arm["role"], arm["arm"]["name"]
         kind = role.partition(":")[0]
@@ -261,8 +273,13 @@ def figures(run: str) -> list[Figure]:
             ]
             if role == "reference" or not sides[1] or arm["ran"]["k_format"] != arm["arm"]["kv"]["k"]:
                 continue  # nothing to compare, or another format ran
-            each = axis_figures(axis, sides[0], sides[1])
-            found += [(run, shown, axis, figure, cell, float(value)) for figure, cell, value in each]
+            each = [(figure, cell, float(value)) for figure, cell, value in axis_figures(axis, sides[0], sides[1])]
+            found += [(run, shown, axis, figure, cell, value) for figure, cell, value in each]
+            own = over_control(axis, each)
+            if role == "control" and own is not None:
+                controls[axis] = own
+            elif kind == "candidate" and own is not None and axis in controls:
+                found.append((run, shown, axis, "over control", "", own - controls[axis]))
             if axis == "kld" and kind == "candidate" and [*sides[1]] == [""]:
                 at = f"context {sides[0][''].request['settings']['n_ctx']}"
                 changes = "max_flips" in text["experiment"].get("limits", {})

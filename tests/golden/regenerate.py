@@ -14,10 +14,17 @@ from tests.golden import adapter
 from tests.golden.bundle import DATA, Bundle, names
 from tests.golden.rows import Row, differences, read_rows, write_rows
 from tests.golden.runs import RUNS
+from tests.golden.studies import AUDITS, PHYSICS, SENSITIVITY, STUDIES, study
 
-__all__ = ["ROWS", "main", "scored"]
+__all__ = ["FIXTURES", "ROWS", "main", "scored"]
 
 ROWS = DATA / "rows.csv"
+FIXTURES = [
+    *(("audit", name) for name in AUDITS),
+    *(("physics", name) for name in PHYSICS),
+    *(("sensitivity", name) for name in SENSITIVITY),
+]
+"""Command and name of each fixture of the other commands."""
 
 
 def scored(bundle: Bundle, name: str, room: Path) -> list[Row]:
@@ -49,12 +56,27 @@ def main() -> None:
     for stale in sorted({*names()} - {*RUNS}):
         for ending in ("json", "npz"):
             (DATA / f"{stale}.{ending}").unlink()
-    write_rows(ROWS, after)
+    _write(ROWS, before, after)
+    if not asked.runs:
+        _write(STUDIES, read_rows(STUDIES) if STUDIES.is_file() else [], _studies())
+
+
+def _studies() -> list[Row]:
+    found = []
+    for kind, name in FIXTURES:
+        with tempfile.TemporaryDirectory() as folder:
+            found += study(kind, name, Path(folder))
+    return found
+
+
+def _write(path: Path, before: list[Row], after: list[Row]) -> None:
+    """Write rows, and print what changed."""
+    write_rows(path, after)
     changed = differences(before, after, scale=0.0)
     beyond = {*differences(before, after)}
     for line in changed:
         print(line if line in beyond else f"{line} (within the tolerance)")
-    print(f"{len(after)} rows, {len(changed)} changed, {len(beyond)} of them beyond the tolerance")
+    print(f"{path.name}: {len(after)} rows, {len(changed)} changed, {len(beyond)} of them beyond the tolerance")
 
 
 if __name__ == "__main__":
