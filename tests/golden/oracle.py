@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,52 +27,50 @@ Figure = tuple[str, str, str, str, str, float]  # run, arm, source, figure, cell
 
 def compare(p: Array | None, q: Array | None, targets: Sequence[int]) -> dict[str, Array]:
     """Columns [n] that compare rows p of the reference with rows q of the arm; ``bad`` rows are in no figure."""
-    n = len(targets)
+    n, after = len(targets), np.asarray(targets)
     if p is None or q is None or len(p) != n or len(q) != n:
         return {"bad": np.ones(n, dtype=bool)}
-    common = min(p.shape[1], q.shape[1])
-    cut = [float("nan")] * n
+    v = min(p.shape[1], q.shape[1])
+    cut = np.full(n, np.nan)
     if p.shape[1] != q.shape[1]:
-        longer = p if p.shape[1] > common else q
-        cut = [1 - np.exp(row[:common]).sum() / np.exp(row).sum() for row in longer.astype(np.float64)]
-    names = ("kl", "rkl", "js", "tv", "chi2", "same", "flip", "overlap", "dp", "k3", "nll_p", "nll_q", "right_p")
-    columns: dict[str, Any] = {name: np.full(n, np.nan) for name in (*names, "right_q")}
-    columns |= {"bad": np.zeros(n, dtype=bool), "cut": np.array(cut)}
+        longer = np.exp((p if p.shape[1] > v else q).astype(np.float64))
+        cut = 1 - longer[:, :v].sum(axis=1) / longer.sum(axis=1)
     with np.errstate(all="ignore"):
-        for i, target in enumerate(targets):
-            a, b = p[i, :common].astype(np.float64), q[i, :common].astype(np.float64)
-            if not (a < np.inf).all() or not (b < np.inf).all():
-                columns["bad"][i] = True
-                continue
-            a, b = a - a.max(), b - b.max()
-            a, b = a - np.log(np.exp(a).sum()), b - np.log(np.exp(b).sum())
-            P, Q = np.exp(a), np.exp(b)
-            if ((Q == 0) & (P > 0)).any():
-                columns["bad"][i] = True
-                continue
-            both = P > 0
-            middle = np.log((P + Q) / 2)
-            top_p, top_q = int(np.argmax(a)), int(np.argmax(b))
-            tens = [set(np.flatnonzero(side >= np.sort(side)[-10]).tolist()) for side in (a, b)]
-            row = {
-                "kl": max(0.0, float((P[both] * (a - b)[both]).sum())),
-                "rkl": max(0.0, float((Q[Q > 0] * (b - a)[Q > 0]).sum())),
-                "js": max(0.0, sum(float((x[x > 0] * (y - middle)[x > 0]).sum()) for x, y in ((P, a), (Q, b))) / 2),
-                "tv": float(np.abs(P - Q).sum()) / 2,
-                "chi2": 0.0 if (a == b).all() else max(0.0, float((P[both] ** 2 / Q[both]).sum()) - 1),
-                "same": float(top_p == top_q),
-                "flip": float(top_p != top_q and a[top_p] - a[top_q] >= REAL_FLIP),
-                "overlap": len(tens[0] & tens[1]) / 10 if len(tens[0]) == len(tens[1]) == 10 else float("nan"),
-            }
-            if target >= 0 and target < common:
-                ratio = float(a[target] - b[target])
-                row |= {"dp": float(Q[target] - P[target]), "k3": math.exp(ratio) - 1 - ratio}
-                row |= {"nll_p": -float(a[target]), "nll_q": -float(b[target])}
-            if target >= 0:
-                row |= {"right_p": float(top_p == target), "right_q": float(top_q == target)}
-            for name, value in row.items():
-                columns[name][i] = value
-    return columns
+        a, b = (side[:, :v].astype(np.float64) for side in (p, q))
+        broken = ~((a < np.inf) & (b < np.inf)).all(axis=1)  # NaN is not below infinity
+        a, b = (side - side.max(axis=1, keepdims=True) for side in (a, b))
+        a, b = (side - np.log(np.exp(side).sum(axis=1, keepdims=True)) for side in (a, b))
+        P, Q = np.exp(a), np.exp(b)
+
+        def mean_log(weights: Array, x: Array, y: Array) -> Array:
+            return np.maximum(0.0, np.where(weights > 0, weights * (x - y), 0.0).sum(axis=1))
+
+        middle = np.log((P + Q) / 2)
+        top_p, top_q, each = a.argmax(axis=1), b.argmax(axis=1), np.arange(n)
+        tens = [side >= np.sort(side, axis=1)[:, -10:][:, :1] for side in (a, b)]
+        untied = (tens[0].sum(axis=1) == 10) & (tens[1].sum(axis=1) == 10)
+        known = (after >= 0) & (after < v)
+        token = np.where(known, after, 0)
+        ratio = np.where(known, a[each, token] - b[each, token], np.nan)
+        columns = {
+            "kl": mean_log(P, a, b),
+            "rkl": mean_log(Q, b, a),
+            "js": (mean_log(P, a, middle) + mean_log(Q, b, middle)) / 2,
+            "tv": np.abs(P - Q).sum(axis=1) / 2,
+            "chi2": np.where((a == b).all(axis=1), 0.0, np.where(P > 0, P**2 / Q, 0.0).sum(axis=1) - 1),
+            "same": (top_p == top_q).astype(float),
+            "flip": ((top_p != top_q) & (a[each, top_p] - a[each, top_q] >= REAL_FLIP)).astype(float),
+            "overlap": np.where(untied, (tens[0] & tens[1]).sum(axis=1) / 10, np.nan),
+            "dp": np.where(known, Q[each, token] - P[each, token], np.nan),
+            "k3": np.exp(ratio) - 1 - ratio,
+            "nll_p": np.where(known, -a[each, token], np.nan),
+            "nll_q": np.where(known, -b[each, token], np.nan),
+            "right_p": np.where(after >= 0, (top_p == after).astype(float), np.nan),
+            "right_q": np.where(after >= 0, (top_q == after).astype(float), np.nan),
+        }
+        bad = broken | ((Q == 0) & (P > 0)).any(axis=1)
+    found = {name: np.where(bad, np.nan, column) for name, column in columns.items()}
+    return {**found, "bad": bad, "cut": np.where(bad, np.nan, cut)}
 
 
 def joined(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
@@ -169,9 +166,9 @@ def perplexity(part: str, c: Mapping[str, Array]) -> Iterator[tuple[str, str, fl
 def serving_ways(ref: Mapping[str, Side], test: Mapping[str, Side]) -> Iterator[tuple[str, str, float]]:
     def from_cold(sides: Mapping[str, Side], way: str) -> Array:
         cold, other = sides["cold"], sides[way]
-        skip = other.request["first"] - cold.request["first"]
+        rows, skip = other.request["last"] - other.request["first"] + 1, other.request["first"] - cold.request["first"]
         pairs = zip(cold.rows, other.rows, strict=True)
-        return np.concatenate([compare(None if a is None else a[skip:], b, [-1] * len(b))["kl"] for a, b in pairs])
+        return np.concatenate([compare(None if a is None else a[skip:], b, [-1] * rows)["kl"] for a, b in pairs])
 
     for way in test.keys() - {"cold"}:
         if test[way].facts.get("engaged"):
@@ -283,8 +280,8 @@ def figures(run: str) -> list[Figure]:
             if axis == "kld" and kind == "candidate" and [*sides[1]] == [""]:
                 at = f"context {sides[0][''].request['settings']['n_ctx']}"
                 changes = "max_flips" in text["experiment"].get("limits", {})
-                each = claims(over_windows(sides[0][""], sides[1][""]), at, changes)
-                found += [(run, shown, "certificate kld", figure, cell, float(value)) for figure, cell, value in each]
+                rest = claims(over_windows(sides[0][""], sides[1][""]), at, changes)
+                found += [(run, shown, "certificate kld", figure, cell, float(value)) for figure, cell, value in rest]
     return found
 
 

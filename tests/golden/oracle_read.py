@@ -28,8 +28,8 @@ class Side(NamedTuple):
 
     def places(self, other: Side) -> list[int]:
         """For each of the other side's items the place of the equal item here."""
-        mine = list(map(str, items_of(self.request)))
-        return [mine.index(str(item)) for item in items_of(other.request)]
+        mine, theirs = (list(map(str, items_of(side.request))) for side in (self, other))
+        return list(range(len(mine))) if mine == theirs else [mine.index(item) for item in theirs]
 
 
 def items_of(request: Mapping[str, Any]) -> list[Any]:

@@ -166,11 +166,12 @@ def _numbered(count: int, words: int) -> str:
 
 
 RUNS: Mapping[str, GoldenRun] = {
-    # Bands of the verdict, a control, the noise floor, the composite's parts.
+    # On both sides of each edge of the verdict's bands, a control, the noise floor, the composite's parts.
     "bands": GoldenRun(
         _fake(
             {"kld": {"windows": 12, "n_ctx": 16}, "trajectory": {"n_predict": 8}},
-            *("tilt[q=0.55]", "tilt[q=0.6]", "tilt[q=0.9]", "fork[at=3,every=2]", "exact"),
+            *("tilt[q=0.57]", "tilt[q=0.571]", "tilt[q=0.653]", "tilt[q=0.655]", "tilt[q=0.712]", "tilt[q=0.714]"),
+            *("tilt[q=0.9]", "fork[at=3,every=2]", "exact"),
             control="tilt[q=0.52]",
             floor=0.25,
         ),
@@ -255,7 +256,7 @@ RUNS: Mapping[str, GoldenRun] = {
                 "rniah": {"lengths": [600, 700]},
                 "plad": {"n_predict": 8},
             },
-            *("forget[every=3]", "fork[at=4,every=5]", "exact", "missing"),
+            *("forget[every=3]", "fork[at=4,every=5]", "fork[at=4]", "exact", "missing"),
             control="fork[at=6,every=5]",
             floor=0.34,
         ),
@@ -270,6 +271,16 @@ RUNS: Mapping[str, GoldenRun] = {
         ),
         _PLAIN,
         answers="questions",
+    ),
+    # Cells in which the reference finds nothing.
+    "cells": GoldenRun(
+        _fake(
+            {"rniah": {"lengths": [600, 650], "positions": [0.1, 0.3, 0.5, 0.7, 0.9], "trials": 1, "style": "cloze"}},
+            *("forget[every=3]", "forget[every=5]", "exact"),
+            reference="forget[every=4]",
+        ),
+        _PLAIN,
+        answers="needles",
     ),
     "arithmetic": GoldenRun(
         _fake(

@@ -28,8 +28,8 @@ PHYSICS: Mapping[str, tuple[str, ...]] = {
 """Options of ``fidelab physics`` on sizes that are given."""
 
 SENSITIVITY: Mapping[str, Mapping[str, Any]] = {
-    "layers": {"formats": ["int4[group=16]", "int8[group=16]"], "by": "layer", "budget": "6bpw"},
-    "modules": {"formats": ["int4[group=32]", "q8_0"], "by": "module", "budget": None},
+    "kinds": {"formats": ["int4[group=16]", "int8[group=16]"], "by": "kind", "budget": "6bpw"},
+    "layers": {"formats": ["int4[group=32]", "q8_0"], "by": "layer", "budget": None},
 }
 
 AUDITS = adapter.audit_faults()

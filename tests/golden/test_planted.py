@@ -21,7 +21,11 @@ STUDY_PLANTS = adapter.study_plants()
 def test_a_planted_break_of_scoring_is_seen(name: str, score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
     run, plant = PLANTS[name]
     plant(monkeypatch)
-    assert differences(golden(run), score(run)), "no figure changed beyond its tolerance"
+    try:
+        found = score(run)
+    except ValueError:  # the record itself refuses such a figure
+        return
+    assert differences(golden(run), found), "no figure changed beyond its tolerance"
 
 
 @pytest.mark.parametrize("name", STUDY_PLANTS)
