@@ -217,7 +217,7 @@ def pack(
                 "head": None if capture.head is None else _index(heads, _head(capture, bundle)),
                 "estimator": str(capture.estimator),
                 "ran": _steady(capture.manifest["ran"]),
-                "facts": capture.manifest["facts"],
+                "facts": {key: value for key, value in capture.manifest["facts"].items() if key != "seconds"},
                 "failed": {str(i): item["failed"] for i, item in enumerate(capture.items) if item["failed"]},
                 "arrays": arrays,
                 "bfloat16": bfloat16,
