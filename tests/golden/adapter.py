@@ -38,7 +38,7 @@ from fidelab.runs.pairing import ArmResult
 from fidelab.runs.scoring import RunFacts, score_run
 from tests.golden.bundle import Bundle
 from tests.golden.rows import Kind, Row, number
-from tests.golden.runs import GoldenRun
+from tests.golden.runs import BY_ORDER, UNTIED, GoldenRun
 
 __all__ = ["axes_and_benches", "pack", "recoded", "rows", "run", "score", "unpack", "write_files"]
 
@@ -461,6 +461,8 @@ def rows(report: Report, name: str) -> list[Row]:
         kind: Kind = "text",
         cell: str = "",
     ) -> None:
+        if figure in BY_ORDER and name not in UNTIED:
+            return
         text = str(value) if kind == "text" else number(value)
         low, high = map(number, ends or (None, None))
         found.append(Row(name, arm, source, figure, cell, kind, text, low, high))
