@@ -4,9 +4,11 @@
 # make test-browser   install Chromium (Debian's) and playwright, and open the pages in it
 # make test-quantize   install llm-compressor, and quantize the embedded model with it; not part of continuous integration
 # make golden   run the golden runs again, and print each figure that changed (GOLDEN=--score-only: score them again alone)
+# make test-newest   the tests of Transformers' engine, physics and plug-ins with the newest versions, in .venv-newest
+# make lock   write anew which versions demo and tests install
 # make docs   the documentation as a site in build/site, and its reference pages from the code
 # make check  ruff and strict mypy
-.PHONY: demo test test-engines test-browser test-quantize golden docs check setup clean
+.PHONY: demo test test-engines test-browser test-newest test-quantize golden lock docs check setup clean
 
 RUN := .venv/bin/python -m
 # Files of tests that run side by side; a file's tests stay together and share what they set up.
@@ -26,6 +28,12 @@ test-engines: .venv/.ready
 
 test-browser: .venv/.ready
 	scripts/test-browser
+
+test-newest:
+	scripts/test-newest
+
+lock:
+	scripts/lock
 
 test-quantize: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
@@ -47,7 +55,7 @@ check: .venv/.ready
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml k16v8/pyproject.toml scripts/setup
+.venv/.ready: pyproject.toml k16v8/pyproject.toml scripts/setup src/fidelab/doctor/constraints.txt
 	scripts/setup
 
 clean:

@@ -87,7 +87,7 @@ class Grid:
         from fidelab.formats import create
 
         cache = EncodedCache(self._model.config, create(FormatSpec.parse(k)), create(FormatSpec.parse(v)))
-        states = self._model.model(torch.tensor(self.windows[windows]), past_key_values=cache).last_hidden_state
+        states = self._model.model(torch.tensor(self.windows[windows]), cache=cache).last_hidden_state
         logits = self._model.lm_head(states[:, self.first : self.last + 1])
         return np.asarray(logits.flatten(0, 1).numpy())
 

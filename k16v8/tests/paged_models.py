@@ -70,7 +70,7 @@ def logits(
     ids, at, found = tokens(batch, sum(steps)), 0, []
     for many in steps:
         places = torch.arange(at, at + many).expand(batch, -1)
-        out = built(input_ids=ids[:, at : at + many], past_key_values=past, use_cache=True, position_ids=places)
+        out = built(input_ids=ids[:, at : at + many], cache=past, use_cache=True, position_ids=places)
         found.append(out.logits)
         at += many
     return torch.cat(found, 1)
@@ -105,7 +105,5 @@ def padded(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 def generated(built: Any, ids: Tensor, past: DynamicCache, mask: Tensor | None = None, **options: Any) -> Tensor:
     mask = torch.ones_like(ids) if mask is None else mask
-    done: Tensor = built.generate(
-        ids, attention_mask=mask, past_key_values=past, max_new_tokens=24, pad_token_id=0, **options
-    )
+    done: Tensor = built.generate(ids, attention_mask=mask, cache=past, max_new_tokens=24, pad_token_id=0, **options)
     return done[:, ids.shape[1] :]

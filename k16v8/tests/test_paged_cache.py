@@ -87,9 +87,9 @@ def test_a_left_padded_batch_generates_what_its_prompts_generate_alone(kind: str
 def test_logits_of_a_left_padded_batch_are_those_of_its_prompts_alone(kind: str) -> None:
     ids, mask = padded((5, 20, 9))
     places = (mask.cumsum(1) - 1).clamp_min(0)
-    out = model(kind)(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=paged(kind)).logits
+    out = model(kind)(input_ids=ids, attention_mask=mask, position_ids=places, cache=paged(kind)).logits
     for row, many in enumerate((5, 20, 9)):
-        alone = model(kind)(input_ids=ids[row : row + 1, -many:], past_key_values=paged(kind)).logits
+        alone = model(kind)(input_ids=ids[row : row + 1, -many:], cache=paged(kind)).logits
         torch.testing.assert_close(out[row, -many:], alone[0], rtol=1e-5, atol=2e-5)
 
 
@@ -104,8 +104,8 @@ def test_layers_that_use_the_keys_of_others_may_ask_for_the_last_tokens_alone(
         "attention_mask": mask,
         "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
     }
-    whole = model("gemma4")(**given, past_key_values=paged("gemma4")).logits
-    last = model("gemma4")(**given, past_key_values=paged("gemma4"), logits_to_keep=keep).logits
+    whole = model("gemma4")(**given, cache=paged("gemma4")).logits
+    last = model("gemma4")(**given, cache=paged("gemma4"), logits_to_keep=keep).logits
     torch.testing.assert_close(last, whole[:, -keep:], rtol=1e-5, atol=2e-5)
 
 
@@ -132,15 +132,13 @@ def test_nan_in_padding_reaches_nothing(kind: str) -> None:
     for value in (0.0, float("nan")):
         poisoned.get_input_embeddings().weight[0] = value  # the head may be tied to it: token 0 is never compared
         past = paged(kind)
-        out = [
-            poisoned(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=past).logits[:, -1, 1:]
-        ]
+        out = [poisoned(input_ids=ids, attention_mask=mask, position_ids=places, cache=past).logits[:, -1, 1:]]
         longer = mask
         for step in range(3):
             longer = torch.cat((longer, torch.ones(3, 1).long()), 1)
             new = torch.full((3, 1), 7 + step)
             at = (longer.sum(1, keepdim=True) - 1).long()
-            more = poisoned(input_ids=new, attention_mask=longer, position_ids=at, past_key_values=past).logits
+            more = poisoned(input_ids=new, attention_mask=longer, position_ids=at, cache=past).logits
             out.append(more[:, -1, 1:])
         assert all(x.isfinite().all() for x in out)
         expected = out if expected is None else expected
@@ -165,12 +163,12 @@ def test_padding_behind_and_between_tokens_is_skipped_too(kind: str) -> None:
     ids = tokens(1, 6)
     gaps = torch.tensor([[1, 1, 0, 1, 0, 0]]) > 0
     past, alone = paged(kind), paged(kind)
-    model(kind)(input_ids=ids, attention_mask=gaps, position_ids=(gaps.cumsum(1) - 1), past_key_values=past)
-    model(kind)(input_ids=ids[gaps][None], past_key_values=alone)
+    model(kind)(input_ids=ids, attention_mask=gaps, position_ids=(gaps.cumsum(1) - 1), cache=past)
+    model(kind)(input_ids=ids[gaps][None], cache=alone)
     more = torch.cat((gaps, torch.ones(1, 1).bool()), 1)
     places = torch.tensor([[3]])
-    got = model(kind)(input_ids=ids[:, :1], attention_mask=more, position_ids=places, past_key_values=past).logits
-    expected = model(kind)(input_ids=ids[:, :1], position_ids=places, past_key_values=alone).logits
+    got = model(kind)(input_ids=ids[:, :1], attention_mask=more, position_ids=places, cache=past).logits
+    expected = model(kind)(input_ids=ids[:, :1], position_ids=places, cache=alone).logits
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
 
 
@@ -202,18 +200,18 @@ def test_growing_leaves_at_most_an_eighth_empty() -> None:
 def test_a_cache_that_is_cut_back_to_a_prefix_goes_on_as_one_that_never_held_more(kept: int) -> None:
     built, past = model("llama"), paged("llama")
     ids = tokens(2, 60)
-    built(input_ids=ids, past_key_values=past, use_cache=True)
+    built(input_ids=ids, cache=past, use_cache=True)
     past.keep_first(kept)
     assert past.get_seq_length() == kept
-    after = built(input_ids=ids[:, kept:].flip(1), past_key_values=past, use_cache=True).logits
-    whole = built(input_ids=torch.cat((ids[:, :kept], ids[:, kept:].flip(1)), 1), past_key_values=paged("llama")).logits
+    after = built(input_ids=ids[:, kept:].flip(1), cache=past, use_cache=True).logits
+    whole = built(input_ids=torch.cat((ids[:, :kept], ids[:, kept:].flip(1)), 1), cache=paged("llama")).logits
     torch.testing.assert_close(after, whole[:, kept:], rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "bamba"])
 def test_a_window_or_a_recurrent_state_is_not_cut_back(kind: str) -> None:
     past = paged(kind)
-    model(kind)(input_ids=tokens(1, 30), past_key_values=past, use_cache=True)
+    model(kind)(input_ids=tokens(1, 30), cache=past, use_cache=True)
     with pytest.raises(NotSupportedError, match="cannot be cut back to a prefix"):
         past.keep_first(20)
 
@@ -235,10 +233,10 @@ def test_behind_a_window_memory_stays_bounded_and_the_logits_right() -> None:
         ids = tokens(2, 600)[:, at : at + many]
         places = torch.arange(at, at + many).expand(2, -1)
         at += many
-        out = model("mistral")(input_ids=ids, past_key_values=ours, position_ids=places).logits
+        out = model("mistral")(input_ids=ids, cache=ours, position_ids=places).logits
         if step:
             most = max(most, ours.bytes())
-        expected = model("mistral", "eager")(input_ids=ids, past_key_values=plain, position_ids=places).logits
+        expected = model("mistral", "eager")(input_ids=ids, cache=plain, position_ids=places).logits
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-5)
     page = 2 * PAGE * 2 * 16 * 4  # bytes of keys and values of a page, in a layer
     assert most <= 2 * page * 2 * 3  # layers, sequences, pages: a window of 8 touches 2, one is kept free
@@ -290,7 +288,7 @@ for name in ("torch", "interpreter"):
     for new in (20, 3, 1):
         places = (mask.cumsum(1) - 1).clamp_min(0)[:, done : done + new]
         step = model(input_ids=ids[:, done : done + new], attention_mask=mask[:, : done + new].long(),
-                     position_ids=places, past_key_values=past)
+                     position_ids=places, cache=past)
         out.append(step.logits[:, -1].float())
         done += new
     assert past.kernels == (name + "[k=bf16,v=ATTENDED]",), past.kernels

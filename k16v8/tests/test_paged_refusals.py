@@ -23,10 +23,10 @@ def test_a_model_with_another_attention_is_refused_when_the_cache_is_made() -> N
 
 
 def test_our_attention_without_a_cache_is_refused() -> None:
-    with pytest.raises(NotSupportedError, match="pass past_key_values=K16V8Cache"):
+    with pytest.raises(NotSupportedError, match="pass cache=K16V8Cache"):
         model("llama")(input_ids=tokens(1, 4))
-    with pytest.raises(NotSupportedError, match="pass past_key_values=K16V8Cache"):
-        model("llama")(input_ids=tokens(1, 4), past_key_values=DynamicCache(config=model("llama").config))
+    with pytest.raises(NotSupportedError, match="pass cache=K16V8Cache"):
+        model("llama")(input_ids=tokens(1, 4), cache=DynamicCache(config=model("llama").config))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -40,7 +40,7 @@ def test_models_with_an_attention_of_their_own_are_refused() -> None:
     bloom = transformers.AutoModelForCausalLM.from_config(tiny.KINDS["bloom"].config())
     bloom.config._attn_implementation = "k16v8"
     with pytest.raises(NotSupportedError, match="it cannot use a paged cache"), torch.no_grad():
-        bloom(input_ids=tokens(1, 4), past_key_values=K16V8Cache(bloom.config))
+        bloom(input_ids=tokens(1, 4), cache=K16V8Cache(bloom.config))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_masks_that_are_not_causal_are_refused() -> None:
     assert padding_mask(**everything, mask_function=lambda b, h, q, k: k <= q) is None
     own = torch.zeros(1, 1, 4, 4)
     with pytest.raises(NotSupportedError, match="an attention mask of its own"):
-        model("llama")(input_ids=tokens(1, 4), attention_mask=own, past_key_values=paged("llama"))
+        model("llama")(input_ids=tokens(1, 4), attention_mask=own, cache=paged("llama"))
 
 
 def test_an_attention_mask_that_says_otherwise_of_the_past_is_refused() -> None:
@@ -82,9 +82,9 @@ def test_an_attention_mask_that_says_otherwise_of_the_past_is_refused() -> None:
         (torch.tensor([[0], [1], [1]]), r"attention_mask is \[3, 1\]; it takes \[3, 21\]"),
     ):
         past = paged("llama")
-        model("llama")(input_ids=ids, attention_mask=mask, past_key_values=past)
+        model("llama")(input_ids=ids, attention_mask=mask, cache=past)
         with pytest.raises(NotSupportedError, match=reason):
-            model("llama")(input_ids=ids[:, -1:], attention_mask=later, past_key_values=past)
+            model("llama")(input_ids=ids[:, -1:], attention_mask=later, cache=past)
 
 
 def test_another_batch_in_a_used_cache_is_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from fidelab.errors import UsageError
+from fidelab.errors import NotSupportedError, UsageError
 
 __all__ = [
     "Arm",
@@ -30,6 +31,7 @@ __all__ = [
     "Status",
     "Vocabulary",
     "cache_dir",
+    "cache_parameter",
     "canonical_json",
     "digest",
     "finite",
@@ -41,6 +43,8 @@ __all__ = [
     "strict_json",
     "usable_cores",
 ]
+
+_CACHE_PARAMETERS = ("cache", "past_key_values", "cache_params")
 
 
 class Status(StrEnum):
@@ -206,6 +210,24 @@ def parse_bytes(text: str) -> float:
         raise UsageError(f"{text!r} is no size; write 80G (10^9), 80GiB (2^30) or a number of bytes")
     power = " kmgt".index(match["unit"].lower() or " ")
     return float(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+
+
+def cache_parameter(model: Any) -> str:
+    """Return the name by which a Transformers model's ``forward`` takes its cache.
+
+    Transformers 5.24 renamed ``past_key_values`` and ``cache_params`` to ``cache``. Where ``forward`` ends in
+    ``**kwargs``, a name that it does not list is dropped without a warning, and the model runs without a cache.
+
+    Raises:
+        NotSupportedError: ``forward`` lists none of these names.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    for name in _CACHE_PARAMETERS:
+        if name in parameters:
+            return name
+    raise NotSupportedError(
+        f"{type(model).__name__}.forward takes no cache: none of {', '.join(_CACHE_PARAMETERS)} is a parameter"
+    )
 
 
 def usable_cores() -> int:

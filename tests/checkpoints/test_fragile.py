@@ -43,7 +43,7 @@ def outputs(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Tensor, A
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     with torch.inference_mode():
         out = model(TOKENS, use_cache=True)
-    return out.logits, out.past_key_values
+    return out.logits, out.cache
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_embedded_model_collapses_under_fp8_in_k_and_nowhere_else(smollm2: M
             spec = KVSpec.parse(kv)
             cache = EncodedCache(model.config, create(spec.k), create(spec.v), ())
             with torch.inference_mode():
-                logits = model(ids, past_key_values=cache, use_cache=True).logits
+                logits = model(ids, cache=cache, use_cache=True).logits
             loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
             found.append(math.exp(loss.item()))
         return found

@@ -55,7 +55,7 @@ def test_amax_is_that_of_transformers_own_cache_over_the_same_windows(room: Path
     assert [len(window) for window in windows] == [64, 64, 64]
     model = AutoModelForCausalLM.from_pretrained(room / "tiny", dtype=torch.bfloat16)
     with torch.inference_mode():
-        caches = [model(torch.tensor([window]), use_cache=True).past_key_values for window in windows]
+        caches = [model(torch.tensor([window]), use_cache=True).cache for window in windows]
     for row in rows:
         for side in ("k", "v"):
             name = "keys" if side == "k" else "values"

@@ -43,7 +43,7 @@ def logits(kind: str, cache: DynamicCache, batch: int = 1, more: int = MORE) -> 
     answers = []
     for now in (slice(PROMPT), *(slice(i, i + 1) for i in range(PROMPT, PROMPT + more))):
         where = {name: x[:, now] for name, x in places.items()}
-        out = tiny.model(kind)(input_ids=ids[:, now], past_key_values=cache, use_cache=True, **where)
+        out = tiny.model(kind)(input_ids=ids[:, now], cache=cache, use_cache=True, **where)
         answers.append(out.logits)
     return answers
 
@@ -62,12 +62,12 @@ class RoundTrip(DynamicCache):  # type: ignore[misc]
         super().__init__(config=tiny.model(kind).config)
         self.formats = formats(kv)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         made = [
             fmt.decode(fmt.encode(x), x.shape[-1], x.dtype)
             for fmt, x in zip(self.formats, (key_states, value_states), strict=True)
         ]
-        return super().update(*made, layer_idx, *args)
+        return super().update(*made, layer_idx, *args, **kwargs)
 
 
 @kinds
@@ -208,11 +208,11 @@ def test_reordered_sequences_go_on_as_themselves(kind: str) -> None:
     answers = []
     for rows, swap in ((prompts, True), (prompts[order], False)):
         cache = encoded(kind, "fp8_e4m3[scale=per-channel]")
-        tiny.model(kind)(input_ids=rows, past_key_values=cache, use_cache=True)
+        tiny.model(kind)(input_ids=rows, cache=cache, use_cache=True)
         if swap:
             cache.reorder_cache(order)
         places = torch.full((2, 1), PROMPT)
-        out = tiny.model(kind)(input_ids=prompts[:, -1:], past_key_values=cache, use_cache=True, position_ids=places)
+        out = tiny.model(kind)(input_ids=prompts[:, -1:], cache=cache, use_cache=True, position_ids=places)
         answers.append(out.logits)
     torch.testing.assert_close(*answers)
 

@@ -37,7 +37,7 @@ def logits(cache: DynamicCache, sizes: list[int]) -> Tensor:
     for size in sizes:
         places = torch.arange(start, start + size)[None]
         piece = ids[:, start : start + size]
-        answers.append(model(input_ids=piece, position_ids=places, past_key_values=cache, use_cache=True).logits)
+        answers.append(model(input_ids=piece, position_ids=places, cache=cache, use_cache=True).logits)
         start += size
     return torch.cat(answers, dim=1)
 
@@ -129,7 +129,7 @@ def test_padding_sliding_windows_and_prefixes_are_refused_in_one_line() -> None:
 
 def test_attention_that_loses_the_exceptions_is_an_error() -> None:
     cache = encoded("int2[tail=5]")
-    tiny.model("llama")(input_ids=torch.tensor([tiny.tokens(8, 0)]), past_key_values=cache, use_cache=True)
+    tiny.model("llama")(input_ids=torch.tensor([tiny.tokens(8, 0)]), cache=cache, use_cache=True)
     with pytest.raises(NotSupportedError, match="in which options sinks, tail and axis=channel would be lost"):
         cache.check_bands()
     cache = encoded("int2[tail=5]")

@@ -107,9 +107,9 @@ def test_the_process_of_a_model_on_cpu_uses_the_memory_of_freed_tensors_again(ch
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             torch.zeros(24 << 20).fill_(1)
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        returned = [faults() for _ in range(3)][-1]
+        returned = min(faults() for _ in range(6))
         engine = tiny.opened(Path(sys.argv[1]))
-        kept = [faults() for _ in range(3)][-1]
+        kept = min(faults() for _ in range(6))  # one call may miss the freed block
         print(returned, kept)
     """
     command = [sys.executable, "-c", script, str(checkpoint("llama"))]

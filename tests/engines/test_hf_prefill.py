@@ -83,7 +83,7 @@ def test_only_one_cache_is_held_at_a_time(checkpoint: Checkpoint) -> None:
     alive: list[int] = []
 
     def look(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        caches.append(weakref.ref(kwargs["past_key_values"]))
+        caches.append(weakref.ref(kwargs["cache"]))
         alive.append(sum(cache() is not None for cache in caches))
 
     engine._model.module.register_forward_pre_hook(look, with_kwargs=True)

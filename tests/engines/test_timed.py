@@ -188,7 +188,7 @@ def test_hf_answers_a_group_in_forwards_of_all_its_sequences(checkpoint: Checkpo
 def test_hf_reads_each_timed_prompt_into_an_empty_cache(checkpoint: Checkpoint) -> None:
     engine, held = tiny.opened(checkpoint("llama")), []
     engine._model.module.register_forward_pre_hook(
-        lambda _m, _a, kwargs: held.append(kwargs["past_key_values"].bytes()), with_kwargs=True
+        lambda _m, _a, kwargs: held.append(kwargs["cache"].bytes()), with_kwargs=True
     )
     engine.answer(Timed("prefill", PROMPTS, 0, 2), Answers())
     assert held == [0] * 4

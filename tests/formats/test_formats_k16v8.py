@@ -72,7 +72,7 @@ def test_pages_hold_the_codes_and_scales_of_the_formats(kv: str) -> None:
     ours = PagedKVCache(paged.config, page=PAGE, **options_of(spec))
     ids = torch.tensor([tokens(30, seed) for seed in range(2)])
     for built, past in ((eager, theirs), (paged, ours)):
-        built(input_ids=ids, past_key_values=past, use_cache=True)
+        built(input_ids=ids, cache=past, use_cache=True)
     held = ours.storage()[0]  # the first layer: its input is the same to the last bit
     at = torch.arange(int(held.lengths[0]))
     where = held.block_table[:, at // PAGE].long(), (at % PAGE).expand(len(held.lengths), -1)

@@ -14,14 +14,14 @@ from tests.golden import adapter
 from tests.golden.bundle import DATA, Bundle, names
 from tests.golden.rows import Row, differences, read_rows, write_rows
 from tests.golden.runs import RUNS
-from tests.golden.studies import AUDITS, PHYSICS, SENSITIVITY, STUDIES, study
+from tests.golden.studies import AUDITS, PHYSICS, SENSITIVITY, SHAPES, STUDIES, study
 
 __all__ = ["FIXTURES", "ROWS", "main", "scored"]
 
 ROWS = DATA / "rows.csv"
 FIXTURES = [
     *(("audit", name) for name in AUDITS),
-    *(("physics", name) for name in PHYSICS),
+    *(("physics", name) for name in (*PHYSICS, *SHAPES)),
     *(("sensitivity", name) for name in SENSITIVITY),
 ]
 """Command and name of each fixture of the other commands."""

@@ -270,8 +270,8 @@ RUNS: Mapping[str, GoldenRun] = {
     ),
     "retrieval": GoldenRun(
         _fake(
-            {"rniah": {"lengths": [700, 800], "trials": 4, "style": "question", "distractors": 2}},
-            *("forget[every=3]", "forget[every=5]", "forget"),
+            {"kld": _KLD, "rniah": {"lengths": [700, 800], "trials": 4, "style": "question", "distractors": 2}},
+            *("forget[every=2]", "forget[every=3]", "forget[every=5]", "forget"),
             control="forget[every=11]",
         ),
         _PLAIN,

@@ -10,7 +10,7 @@ from tests.golden import adapter
 from tests.golden.bundle import DATA
 from tests.golden.rows import Row, number
 
-__all__ = ["AUDITS", "PHYSICS", "SENSITIVITY", "STUDIES", "flat", "study"]
+__all__ = ["AUDITS", "PHYSICS", "SENSITIVITY", "SHAPES", "STUDIES", "flat", "study"]
 
 STUDIES = DATA / "studies.csv"
 
@@ -26,6 +26,9 @@ PHYSICS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Options of ``fidelab physics`` on sizes that are given."""
+
+SHAPES = ("llama", "gemma2", "minicpm3", "lfm2")
+"""Configurations of tiny models that ``fidelab physics`` reads: plain, windows, latents, layers without keys."""
 
 SENSITIVITY: Mapping[str, Mapping[str, Any]] = {
     "kinds": {"formats": ["int4[group=16]", "int8[group=16]"], "by": "kind", "budget": "6bpw"},

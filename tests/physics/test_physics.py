@@ -61,7 +61,7 @@ def test_recurrent_state_is_as_large_as_in_a_real_forward(kind: str, tmp_path: P
     real = model(kind)
     cache = transformers.DynamicCache(config=real.config)
     with torch.no_grad():
-        real.bfloat16()(input_ids=torch.zeros((1, 1), dtype=torch.long), past_key_values=cache, use_cache=True)
+        real.bfloat16()(input_ids=torch.zeros((1, 1), dtype=torch.long), cache=cache, use_cache=True)
     real.float()
     held = [getattr(layer, name, None) or {} for layer in cache.layers for name in ("conv_states", "recurrent_states")]
     states = [state for states in held for state in states.values() if state is not None]

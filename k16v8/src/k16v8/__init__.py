@@ -8,7 +8,7 @@ LMCache.
 
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="k16v8")
-    model.generate(..., past_key_values=K16V8Cache(model.config))
+    model.generate(..., cache=K16V8Cache(model.config))
 """
 
 from __future__ import annotations

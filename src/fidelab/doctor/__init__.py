@@ -72,6 +72,7 @@ def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: No
             (
                 *software.versions(),
                 *packages,
+                *guarded_section("untested versions", software.untested),
                 software.contender(),
                 *machine.devices(unusable),
                 *machine.folders(),

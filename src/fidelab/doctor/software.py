@@ -11,15 +11,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module, metadata
+from pathlib import Path
 
 import fidelab
 from fidelab.doctor.check import CAUGHT, DoctorCheck, guarded, reason
 
-__all__ = ["contender", "packages", "release", "versions"]
+__all__ = ["contender", "packages", "release", "untested", "versions"]
 
 _MODULES = {"pyyaml": "yaml"}  # elsewhere the module has the package's name
-# Name, extras in brackets, and the floor.  Upper bounds, which fidelab has none of, would be read over.
-_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?\s*(?:\(?>=\s*(?P<floor>[\w.]+))?")
+# Name, extras in brackets, and the floor. An upper bound is not enforced here: newer versions are reported as untested.
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?(?:.*?>=\s*(?P<floor>[\w.]+))?")
+_TESTED = Path(__file__).with_name("constraints.txt")
 
 
 def versions() -> list[DoctorCheck]:
@@ -47,6 +49,27 @@ def packages() -> list[DoctorCheck]:
         else check
         for check in checks
     ]
+
+
+def untested() -> list[DoctorCheck]:
+    """Return a warning that names each required package whose minor version is newer than the one in the lock file.
+
+    Empty where there is none.
+    """
+    tested = dict(line.split("==") for line in _TESTED.read_text().split())
+    newer = {}
+    for name in sorted(_names(_requires("fidelab"))):
+        try:
+            version = str(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+        if name in tested and release(version)[:2] > release(tested[name])[:2]:
+            newer[name] = version
+    if not newer:
+        return []
+    detail = ", ".join(f"{name} {version} (tested with {tested[name]})" for name, version in newer.items())
+    pins = " ".join(f'"{name}=={tested[name]}"' for name in newer)
+    return [DoctorCheck("untested versions", "packages", "warning", detail, f"pip install {pins}")]
 
 
 def release(version: str) -> tuple[int, ...]:

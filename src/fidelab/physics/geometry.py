@@ -7,7 +7,6 @@ architecture caches, also for shared layers, latents, sliding windows and recurr
 
 from __future__ import annotations
 
-import inspect
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fidelab.errors import InputError, UsageError
+from fidelab.core import cache_parameter
+from fidelab.errors import FidelabError, InputError, UsageError
 from fidelab.models import embedded, hub
 from fidelab.models.gguf import hf_config
 from fidelab.models.resolve import HUB_ID
@@ -140,7 +140,7 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
         if lacks := _lacks(words, config):
             raise _cannot(file, f"it lacks {', '.join(lacks)}")
         return _built(config, name or str(source))
-    except InputError:
+    except FidelabError:
         raise
     except Exception as error:  # configurations and models fail in as many ways as there are classes
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
@@ -189,15 +189,15 @@ def _lacks(words: Mapping[str, Any], config: PretrainedConfig) -> list[str]:
 def _built(config: PretrainedConfig, name: str) -> Geometry:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+    from transformers.cache_utils import DummyLayer
 
     text = config.get_text_config()
     auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
     with torch.device("meta"), torch.no_grad():
         model = auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
         cache = DynamicCache(config=text)
-        takes = inspect.signature(model.forward).parameters
-        held = "past_key_values" if "past_key_values" in takes else "cache_params"  # models without attention
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True, **{held: cache})
+        parameter = cache_parameter(model)
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True, **{parameter: cache})
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     head = model.get_output_embeddings()
     named = dict(model.named_parameters())
@@ -210,7 +210,14 @@ def _built(config: PretrainedConfig, name: str) -> Geometry:
     experts = [p for key, p in named.items() if ".experts." in key and id(p) in language]
     n_experts, active = _experts(text, bool(experts))
     latent = getattr(text, "kv_lora_rank", None) is not None
-    layers = cache.layers
+    images = getattr(text, "cross_attention_layers", ())  # attend to an image, and there is none
+    layers = [x for n, x in enumerate(cache.layers) if not isinstance(x, DummyLayer) and n not in images]
+    empty = sum(getattr(layer, "keys", None) is None and not any(True for _ in _states(layer)) for layer in layers)
+    if empty or not layers:
+        raise InputError(
+            f"{empty or 'all'} of {len(cache.layers)} layers of {type(model).__name__} cached nothing "
+            f"when it was called with {parameter}="
+        )
     return Geometry(
         name=name,
         layers=int(text.num_hidden_layers),

@@ -17,7 +17,8 @@ from fidelab.errors import UsageError
 __all__ = ["Probe", "probe_device"]
 
 _BYTES = 2**29  # of one array: more than any cache holds
-_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of the matrices
+_ROWS = {"cpu": 2048, "cuda": 8192}  # of the largest matrices
+_FEWEST_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def probe_device(device: str, seconds: float) -> Probe:
         UsageError: torch has no such device.
     """
     kind = device.partition(":")[0]
-    if kind not in _SIZE or (kind == "cuda" and not torch.cuda.is_available()):
+    if kind not in _ROWS or (kind == "cuda" and not torch.cuda.is_available()):
         raise UsageError(f"--device {device}: write cpu, or cuda:0 where torch has a CUDA device")
     n = _BYTES // 4
     source = torch.ones(n, dtype=torch.float32, device=device)
@@ -44,11 +45,7 @@ def probe_device(device: str, seconds: float) -> Probe:
     read = _BYTES / _median(lambda: source.sum(), seconds, device)
     compute = {}
     for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
-        size = _SIZE[kind]
-        a = torch.ones(size, size, dtype=dtype, device=device)
-        b, out = torch.ones_like(a), torch.empty_like(a)
-        spent = _median(partial(torch.matmul, a, b, out=out), seconds, device)
-        compute[name] = 2 * size**3 / spent / 1e12
+        compute[name] = _matmul_rate(dtype, _ROWS[kind], seconds, device) / 1e12
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
@@ -64,6 +61,22 @@ def probe_device(device: str, seconds: float) -> Probe:
         "verified": f"fidelab physics probe, {today}, torch {torch.__version__}, {torch.get_num_threads()} threads",
     }
     return Probe(name, row)
+
+
+def _matmul_rate(dtype: torch.dtype, most_rows: int, seconds: float, device: str) -> float:
+    """Return operations per second of a product of square matrices.
+
+    Their size doubles until one product takes a quarter of ``seconds``. Where the processor has no instructions for
+    ``dtype``, a product of 2,048 rows takes a minute.
+    """
+    rows = _FEWEST_ROWS
+    while True:
+        a = torch.ones(rows, rows, dtype=dtype, device=device)
+        b, out = torch.ones_like(a), torch.empty_like(a)
+        multiply = partial(torch.matmul, a, b, out=out)
+        if rows == most_rows or _median(multiply, 0, device) > seconds / 4:
+            return 2 * rows**3 / _median(multiply, seconds, device)
+        rows *= 2
 
 
 def _median(work: Callable[[], object], seconds: float, device: str) -> float:

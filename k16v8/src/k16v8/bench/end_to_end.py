@@ -185,7 +185,7 @@ class Step:
     @torch.no_grad()
     def next(self) -> Tensor:
         """The logits ``[B, 1, V]``."""
-        logits: Tensor = self._model(input_ids=self._ids, past_key_values=self._held, use_cache=True).logits
+        logits: Tensor = self._model(input_ids=self._ids, cache=self._held, use_cache=True).logits
         return logits
 
     def settle(self) -> None:

@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 
 from fidelab.captures.container import Array
-from fidelab.core import Arm
+from fidelab.core import Arm, cache_parameter
 from fidelab.engines import k16v8
 from fidelab.engines.base import one_line
 from fidelab.engines.hf import exceptions
@@ -137,6 +137,7 @@ class HFModel:
         if arm.device == "cpu":  # after loading, whose copies are better returned
             keep_freed_memory()
         self._takes = inspect.signature(self.module.forward).parameters
+        self._cache_parameter = cache_parameter(self.module)
         if "attention" in self._options or not arm.device.startswith("cuda") or not self._kernels_attend():
             self._try_out()
 
@@ -257,7 +258,10 @@ class HFModel:
         if (twins[0] - twins[1]).norm() > _CAUSAL[self._arm.dtype] * twins[0].norm():
             raise EngineError(f"{kind} is not a decoder: a token changes the distribution of the one before it")
         if not (self.cache and self.cache.kv_layers):
-            raise NotSupportedError(f"{kind} keeps no keys and values in the cache it is given")
+            raise NotSupportedError(
+                f"{type(self.module).__name__} keeps no keys and values in the cache that it gets as "
+                f"{self._cache_parameter!r}"
+            )
         if self.cache.storage_dtypes() is None:
             raise NotSupportedError("skip-layers leaves no layer to encode")
         if self.paged and self.cache.bytes_per_token() != self.cache.expected_bytes_per_token():
@@ -322,7 +326,7 @@ class HFModel:
             extra["position_ids"] = self._positions(ids, cache, mask)
         watched = self.proof.watch(cache) if cache is not None and self.proof.due else nullcontext()
         with k16v8.translated_errors() if self.paged else nullcontext(), watched:
-            out = self.module(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **extra)
+            out = self.module(input_ids=ids, use_cache=cache is not None, **{self._cache_parameter: cache}, **extra)
         if isinstance(cache, EncodedCache):
             cache.check_bands()
         logits = out.logits[:, -keep:]

@@ -84,7 +84,7 @@ def attend(
     """
     if not isinstance(key, Handed) or not isinstance(value, Handed):
         raise NotSupportedError(
-            f"attention {NAME!r} has no cache to attend to: pass past_key_values=K16V8Cache(model.config), and only to "
+            f"attention {NAME!r} has no cache to attend to: pass cache=K16V8Cache(model.config), and only to "
             "models that hand cached keys to attention as they are"
         )
     layer = key.layer

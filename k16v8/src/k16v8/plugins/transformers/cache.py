@@ -4,7 +4,7 @@
 
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="k16v8")
-    model.generate(..., past_key_values=K16V8Cache(model.config))
+    model.generate(..., cache=K16V8Cache(model.config))
 
 Layers with recurrent state, and those that use the keys of others, are left to Transformers.
 """
@@ -180,7 +180,7 @@ _PAGED: dict[type[Any], type[Any]] = {
 
 
 class PagedKVCache(DynamicCache):
-    """The cache to pass as ``past_key_values`` to a model whose attention is ``k16v8``.
+    """The cache to pass as ``cache`` to a model whose attention is ``k16v8``.
 
     Args:
         config: the model's configuration; it says which layers have keys and values.
