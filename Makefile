@@ -3,11 +3,12 @@
 # make test-engines   install llama.cpp, vLLM and SGLang in environments of their own, and run each for real
 # make test-browser   install Chromium (Debian's) and playwright, and open the pages in it
 # make test-quantize   install llm-compressor, and quantize the embedded model with it; not part of continuous integration
+# make golden   run the golden runs again, and print each figure that changed (GOLDEN=--score-only: score them again alone)
 # make test-newest   the tests of Transformers' engine, physics and plug-ins with the newest versions, in .venv-newest
 # make lock   write anew which versions demo and tests install
 # make docs   the documentation as a site in build/site, and its reference pages from the code
 # make check  ruff and strict mypy
-.PHONY: demo test test-engines test-browser test-newest test-quantize lock docs check setup clean
+.PHONY: demo test test-engines test-browser test-newest test-quantize golden lock docs check setup clean
 
 RUN := .venv/bin/python -m
 # Files of tests that run side by side; a file's tests stay together and share what they set up.
@@ -38,6 +39,9 @@ test-quantize: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
 	.venv/bin/fidelab engines install llm-compressor --cpu
 	FIDELAB_REQUIRE_TOOLS=1 $(RUN) pytest -m engines tests/real/test_quantize.py
+
+golden: .venv/.ready
+	$(RUN) tests.golden.regenerate $(GOLDEN)
 
 docs: .venv/.ready
 	$(RUN) fidelab.cli.reference docs/reference
