@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fidelab.core import waiting_variables
+from fidelab.core import Arm, waiting_variables
 from fidelab.models import Model, pull
+from fidelab.runs import runner
+from fidelab.workers.local import LocalWorker
 
 # Spinning OpenMP threads starve whatever else runs on the machine; read when torch is first imported.
 os.environ |= waiting_variables(os.environ)
@@ -50,6 +52,25 @@ def no_timings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What tests measure is no estimate for the user's runs, and theirs is none for tests."""
     with mock.patch("fidelab.plan.timings.cache_dir", return_value=tmp_path_factory.mktemp("timings")):
         yield
+
+
+@pytest.fixture(autouse=True)
+def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run workers of engines fake and hf in the test's process; tests marked ``processes`` start real ones, as users do.
+
+    An arm that crashes or hangs when asked always gets a process of its own.
+    """
+    if request.node.get_closest_marker("processes"):
+        return
+    by_default = runner.spawner
+
+    def spawner(settings: Any, arm: Arm, servers: Any) -> Any:
+        if arm.engine not in ("fake", "hf") or {"crash", "hang"} & dict(arm.options).keys():
+            return by_default(settings, arm, servers)
+        variables = runner._variables(settings, arm)
+        return lambda log: LocalWorker(log, variables)
+
+    monkeypatch.setattr(runner, "spawner", spawner)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ from tests.conftest import MakeFolder
 from tests.models.tiny_gguf import write_gguf
 from tests.runs.harness import Done, cli, compare
 
-MUTATIONS = int(os.environ.get("FIDELAB_MUTATIONS", "200"))
+MUTATIONS = int(os.environ.get("FIDELAB_MUTATIONS", "10"))
 SEED = int(os.environ.get("FIDELAB_SEED", "0"))
 MEMORY, SECONDS = 2 << 30, 60  # that one command may take besides what this process has already
 

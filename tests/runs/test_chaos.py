@@ -33,7 +33,7 @@ from tests.runs.test_run_resume import arguments, inodes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="follows the processes of a run in /proc")
 
-KILLS = int(os.environ.get("FIDELAB_KILLS", "6"))
+KILLS = int(os.environ.get("FIDELAB_KILLS", "1"))
 SEED = int(os.environ.get("FIDELAB_SEED", "0"))
 MOST = 4  # kills per history
 WORDS = arguments(0.02)

@@ -36,7 +36,7 @@ def lying(monkeypatch: pytest.MonkeyPatch, kinds: Mapping[str, str]) -> None:
         return {**known, "command": [sys.executable, liar.__file__, kinds[job.arm.name], str(PROTOCOL)]}
 
     monkeypatch.setattr(Asking, "_process", start)
-    monkeypatch.setattr("fidelab.runs.runner.fork_server", lambda *_: None)  # which starts none but fidelab's worker
+    monkeypatch.setattr("fidelab.runs.runner.spawner", lambda *_: None)  # which starts none but fidelab's worker
 
 
 @pytest.fixture(scope="module")

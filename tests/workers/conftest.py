@@ -90,7 +90,7 @@ def work(request: pytest.FixtureRequest, tmp_path: Path, plugin_path: str) -> It
             deadline=deadline,
             listen=said.append,
             follow_up=follow_up,
-            server=server,
+            spawn=server and server.start,
         )
         return Worked(outcome, store, log.read_text() if log.exists() else "", said)
 

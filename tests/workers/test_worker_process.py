@@ -370,7 +370,7 @@ def run_forked(folder: Path, plugin_path: str, server: ForkServer) -> JobOutcome
         env={"PYTHONPATH": plugin_path},
         deadline=60,
         listen=lambda _message: None,
-        server=server,
+        spawn=server.start,
     )
 
 
@@ -391,7 +391,7 @@ def test_forked_workers_are_processes_of_their_own_with_one_parent(
             env={"PYTHONPATH": plugin_path},
             deadline=60,
             listen=lambda message: workers.append(message.pid) if isinstance(message, Hello) else None,
-            server=server,
+            spawn=server.start,
         ) as worker:
             assert worker.ask()
             parents.append(parent_of(workers[-1]))
@@ -428,7 +428,7 @@ def test_a_server_that_is_killed_costs_one_arm_at_most(
         env={"PYTHONPATH": plugin_path},
         deadline=60,
         listen=kill,
-        server=server,
+        spawn=server.start,
     )
     assert until(lambda: not alive(lost[0]))
     assert outcome.status is Status.FAILED

@@ -43,7 +43,7 @@ from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.cluster import Cluster, open_cluster
 from fidelab.runs.pairing import ArmResult, drop_compared_rows, drop_rows_there
-from fidelab.runs.runner import Asking, Listener, Silent, fork_server
+from fidelab.runs.runner import Asking, Listener, Silent, spawner
 from fidelab.runs.scoring import RunFacts, Scored, score_run
 from fidelab.workers.fork_server import ForkServers
 
@@ -120,7 +120,7 @@ def prepare(
     """
     settings = resolve_experiment(_absolute(experiment), created or _now())
     if servers is not None and settings.axes:
-        fork_server(settings, settings.reference, servers)
+        spawner(settings, settings.reference, servers)
     tokenizer = Tokenizer.load(settings.model)
     inputs = _inputs(settings, tokenizer)
     plan = build_plan(convert_weights(settings, convert), inputs, replicate)

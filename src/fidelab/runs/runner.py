@@ -27,11 +27,11 @@ from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.runs.cluster import Cluster, Needs, run_job
 from fidelab.runs.pairing import ArmResult, most_telling
-from fidelab.workers.fork_server import ForkServer, ForkServers
+from fidelab.workers.fork_server import ForkServers
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
-from fidelab.workers.parent import JobOutcome, Worker, run_worker
+from fidelab.workers.parent import JobOutcome, Spawn, Worker, run_worker
 
-__all__ = ["Asking", "Listener", "Silent", "Told", "absent", "fork_server", "unreadable"]
+__all__ = ["Asking", "Listener", "Silent", "Told", "absent", "spawner", "unreadable"]
 
 
 class Listener(Protocol):
@@ -295,8 +295,8 @@ class Asking:
             with self._lock:
                 message, process = self._message(job, missing), self._process(job, log)
             if self._cluster is None:
-                server = fork_server(self._settings, job.arm, self._servers)
-                outcome = run_worker(message, **process, server=server, listen=hear, follow_up=more if leads else None)
+                spawn = spawner(self._settings, job.arm, self._servers)
+                outcome = run_worker(message, **process, spawn=spawn, listen=hear, follow_up=more if leads else None)
             else:
                 process.pop("end")
                 needs = _needs(job.arm, process["deadline"])
@@ -331,7 +331,8 @@ class Asking:
     def worker(self, job: PlannedJob, log: Path) -> Worker:
         """A process with the job's arm that takes any requests; its tokenizer is not compared with the parent's."""
         message = replace(self._message(job, []), sample_text="", sample_ids=[])
-        return Worker(message, **self._process(job, log), listen=lambda _message: None)
+        spawn = spawner(self._settings, job.arm, None)
+        return Worker(message, **self._process(job, log), spawn=spawn, listen=lambda _message: None)
 
     def _process(self, job: PlannedJob, log: Path) -> dict[str, Any]:
         """How the worker process of a job is started."""
@@ -397,12 +398,16 @@ def _needs(arm: Arm, deadline: float | None) -> Needs:
     return Needs(cpus=arm.threads or 1, gpus=gpus, seconds=deadline)
 
 
-def fork_server(settings: Settings, arm: Arm, servers: ForkServers | None) -> ForkServer | None:
-    """What forks an arm's workers, started now where it is the first of its kind; ``None`` where nothing does."""
+def spawner(settings: Settings, arm: Arm, servers: ForkServers | None) -> Spawn | None:
+    """Return what starts an arm's workers; ``None`` for a fresh interpreter each.
+
+    It is what forks them, started now where it is the first of its kind.
+    """
     environment = settings.deployed[arm.name].environment
     if servers is None or environment.prefix or environment.image:  # where descriptors do not lead, perhaps
         return None
-    return servers.get(environment.command("fidelab.workers.fork_server"), arm.engine, _variables(settings, arm))
+    server = servers.get(environment.command("fidelab.workers.fork_server"), arm.engine, _variables(settings, arm))
+    return None if server is None else server.start
 
 
 def _variables(settings: Settings, arm: Arm) -> dict[str, str]:

@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, TextIO
 
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Generate, Request, Served, request_from_record
@@ -54,10 +54,11 @@ _PROGRESS_EVERY = 0.2  # seconds between progress messages
 
 
 class _Outbox:
-    """Sends messages; bundles progress."""
+    """Sends messages; bundles progress.  ``log`` receives tracebacks."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: IO[bytes], log: TextIO) -> None:
         self._stream = stream
+        self.log = log
         self._tokens = self._decoded = 0
         self._last = 0.0
 
@@ -97,29 +98,37 @@ class _Sink:
 
 
 def main() -> int:
-    """Send the greeting, read one job, and answer its tasks and those that follow."""
+    """Answer on standard input and output; the exit code."""
     _watch_crashes()
-    outbox = _Outbox(os.fdopen(os.dup(1), "wb"))
+    outbox = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of the engine become log lines, not broken messages
-    outbox.send(Hello(pid=os.getpid()))
-    inbox = sys.stdin.buffer
+    return serve(sys.stdin.buffer, outbox, sys.stderr, on_end=_exit_orphaned)
+
+
+def serve(inbox: IO[bytes], outbox: IO[bytes], log: TextIO, *, on_end: Callable[[], None]) -> int:
+    """Send the greeting, read one job, and answer its tasks and those that follow; the exit code.
+
+    ``log`` receives tracebacks. ``on_end`` is called in another thread when the inbox ends, before the work stops.
+    """
+    box = _Outbox(outbox, log)
+    box.send(Hello(pid=os.getpid()))
     line = inbox.readline()
     if not line:
         return ORPHANED
     job = decode(line)
     if not isinstance(job, Job) or job.protocol != PROTOCOL:
-        outbox.send(Failed(Status.FAILED, f"worker speaks protocol {PROTOCOL}, the parent another one"))
+        box.send(Failed(Status.FAILED, f"worker speaks protocol {PROTOCOL}, the parent another one"))
         return 1
     further: Further = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(inbox.fileno(), further), daemon=True).start()
+    threading.Thread(target=_listen, args=(inbox.fileno(), further, on_end), daemon=True).start()
     try:
-        _work(job, outbox, further)
+        _work(job, box, further)
     except NotSupportedError as error:
-        outbox.send(Failed(Status.NOT_SUPPORTED, str(error)))
+        box.send(Failed(Status.NOT_SUPPORTED, str(error)))
         return 1
     except Exception as error:
-        traceback.print_exc()
-        outbox.send(Failed(Status.FAILED, reason_of(error)))
+        traceback.print_exc(file=log)
+        box.send(Failed(Status.FAILED, reason_of(error)))
         return 1
     return 0
 
@@ -164,7 +173,7 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     try:
         engine.close()
     except Exception:  # everything is answered; the log keeps what went wrong after that
-        traceback.print_exc()
+        traceback.print_exc(file=outbox.log)
 
 
 class _Answering:
@@ -183,7 +192,7 @@ class _Answering:
         try:
             path = self._answer(task)
         except Exception as error:
-            traceback.print_exc()
+            traceback.print_exc(file=self._outbox.log)
             self._outbox.flush()
             self._outbox.send(ProbeFailed(index, reason_of(error)))
         else:
@@ -264,8 +273,8 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _listen(inbox: int, further: Further) -> None:
-    """Put further tasks into the queue, and end this process when standard input ends.
+def _listen(inbox: int, further: Further, on_end: Callable[[], None]) -> None:
+    """Put further tasks into the queue, and none when the inbox ends.
 
     The parent holds standard input open; its death, by SIGKILL too, closes it.  The descriptor is read directly: a
     thread inside ``sys.stdin`` would hold the lock that the interpreter's exit needs.
@@ -277,6 +286,11 @@ def _listen(inbox: int, further: Further) -> None:
             match decode(line):
                 case More(tasks=tasks):
                     further.put(tasks)
+    on_end()
+    further.put([])
+
+
+def _exit_orphaned() -> None:
     if os.getpgrp() == os.getpid():  # the engine's own processes go with us
         os.killpg(0, signal.SIGKILL)
     os._exit(ORPHANED)

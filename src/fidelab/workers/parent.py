@@ -20,7 +20,8 @@ from fidelab.captures.writer import sweep_partial
 from fidelab.core import Status
 from fidelab.errors import EngineError
 from fidelab.workers.causes import crashed_in_code, explain, explain_exit, kernel_fault, split_dump
-from fidelab.workers.fork_server import Forked, ForkServer
+from fidelab.workers.fork_server import Forked
+from fidelab.workers.local import LocalWorker
 from fidelab.workers.messages import (
     PROTOCOL,
     Captured,
@@ -38,7 +39,7 @@ from fidelab.workers.messages import (
     encode,
 )
 
-__all__ = ["JobOutcome", "Worker", "run_worker"]
+__all__ = ["JobOutcome", "Spawn", "Worker", "run_worker"]
 
 _CHILD = (sys.executable, "-m", "fidelab.workers.child")
 _GRACE = 5.0  # seconds between asking a process group to end and killing it
@@ -59,7 +60,9 @@ _WRONG_BUILD = (
 )
 _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts as "back"
 
-_Process = subprocess.Popen[bytes] | Forked
+_Process = subprocess.Popen[bytes] | Forked | LocalWorker
+Spawn = Callable[[int], Forked | LocalWorker | None]
+"""Starts a worker whose log is this descriptor; ``None`` where it cannot, and a fresh interpreter starts instead."""
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Worker:
         listen: called with every message, in the thread that asks.
         command: what starts the child in the engine's environment.
         end: ends what is left of it where our signals do not reach, as in a container.
-        server: forks the child where it can, with the same variables.
+        spawn: starts the child in another way than with ``command``, with the same variables.
     """
 
     def __init__(
@@ -109,10 +112,10 @@ class Worker:
         listen: Callable[[Message], None],
         command: Sequence[str] = _CHILD,
         end: Callable[[], None] | None = None,
-        server: ForkServer | None = None,
+        spawn: Spawn | None = None,
     ) -> None:
         self.outcome = JobOutcome()
-        self._job, self._log, self._env, self._command, self._server = job, log, env, list(command), server
+        self._job, self._log, self._env, self._command, self._spawn = job, log, env, list(command), spawn
         self._deadline, self._end = deadline, end
         self._listen = listen
         self._inbox: queue.Queue[bytes | None] = queue.Queue(_WAITING)
@@ -178,8 +181,8 @@ class Worker:
             self._log_start = stderr.tell()
             self._spawned = time.monotonic()
             try:
-                forked = None if self._server is None else self._server.start(stderr.fileno())
-                self._process = forked or subprocess.Popen(
+                started = None if self._spawn is None else self._spawn(stderr.fileno())
+                self._process = started or subprocess.Popen(
                     self._command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -350,14 +353,14 @@ def run_worker(
     follow_up: Callable[[], list[ProbeTask]] | None = None,
     command: Sequence[str] = _CHILD,
     end: Callable[[], None] | None = None,
-    server: ForkServer | None = None,
+    spawn: Spawn | None = None,
 ) -> JobOutcome:
     """Run one job in a fresh process and report what became of it; arguments as of :class:`Worker`.
 
     ``follow_up``: called once, when all tasks were tried: further ones, for the model that is still loaded.
     """
     with Worker(
-        job, log=log, env=env, deadline=deadline, listen=listen, command=command, end=end, server=server
+        job, log=log, env=env, deadline=deadline, listen=listen, command=command, end=end, spawn=spawn
     ) as worker:
         if worker.ask() and follow_up is not None:
             worker.ask(follow_up())
@@ -412,6 +415,9 @@ def _shortened(reason: str) -> str:
 
 def _end_group(process: _Process) -> None:
     """End the worker's whole process group, even where a second Ctrl-C interrupts."""
+    if isinstance(process, LocalWorker):
+        process.end()
+        return
     try:
         if process.poll() is None:
             _signal_group(process.pid, signal.SIGTERM)
