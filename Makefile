@@ -19,7 +19,7 @@ demo: .venv/.ready
 
 test: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
-	$(RUN) pytest -m "not engines and not browser" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(RUN) pytest -m "not engines and not browser and not long and not full" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-engines: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
