@@ -54,6 +54,7 @@ for mutation in caught:
 """
 
 
+@pytest.mark.full
 def test_its_gates_pass_and_kernels_broken_on_purpose_do_not() -> None:
     _run(_GATES)
 
@@ -95,6 +96,7 @@ assert torch.equal(first[0], last[0]) and torch.equal(first[1], last[1])
 """
 
 
+@pytest.mark.full
 def test_odd_lengths_are_right_and_sums_do_not_depend_on_the_order_of_programs() -> None:
     _run(_ODD)
 
@@ -173,6 +175,7 @@ for good, bad in (
 """
 
 
+@pytest.mark.full
 def test_its_interpreter_sees_a_pipeline_or_a_merge_that_is_broken() -> None:
     _run(_BROKEN)
 
@@ -225,10 +228,12 @@ assert len(sizes) == 3, sizes  # buffers follow from the batch and the device, n
 """
 
 
+@pytest.mark.full
 def test_a_launch_allocates_nothing_and_lengths_and_batches_compile_nothing_anew() -> None:
     _run(_LAUNCH, interpret=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
