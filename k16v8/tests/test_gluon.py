@@ -124,6 +124,7 @@ for _ in range(60):
 """
 
 
+@pytest.mark.full
 def test_the_work_list_covers_every_token_once_within_its_buffers() -> None:
     _run(_WORK)
 
@@ -275,6 +276,7 @@ assert "fp8_e4m3, not bf16/int8" in asked(Target("cuda", 90), v_format="int8")
 """
 
 
+@pytest.mark.full
 def test_targets_and_shapes_without_it_are_named() -> None:
     _run(_TARGETS, interpret=False)
 

@@ -95,6 +95,7 @@ assert not out[0].any() and torch.allclose(lse[0], torch.ones(4))
 """
 
 
+@pytest.mark.full
 def test_nan_stays_where_it_is_seen_and_an_empty_sequence_gives_nothing() -> None:
     done = _python(_NOT_A_NUMBER)
     assert done.returncode == 0, done.stderr
@@ -274,6 +275,7 @@ for queries in ([40, 0, 1, 33, 0], [0, 0, 1], [1, 1, 1, 1], [5, 64, 11], [0, 96]
 """
 
 
+@pytest.mark.full
 def test_every_query_of_a_ragged_batch_has_a_program() -> None:
     done = _python(_RAGGED)
     assert done.returncode == 0, done.stderr
