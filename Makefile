@@ -1,5 +1,7 @@
 # make demo   the main job on a real model, from nothing
-# make test   all tests of fidelab and k16v8 but those of other engines and of pages in a browser
+# make test   the tests of every change: fidelab, a fast part of k16v8, neither other engines nor pages in a browser
+# make test-full   the tests that continuous integration runs as well
+# make test-long   all tests of fidelab and k16v8 at full size, with seeds of today
 # make test-engines   install llama.cpp, vLLM and SGLang in environments of their own, and run each for real
 # make test-browser   install Chromium (Debian's) and playwright, and open the pages in it
 # make test-quantize   install llm-compressor, and quantize the embedded model with it; not part of continuous integration
@@ -8,7 +10,7 @@
 # make lock   write anew which versions demo and tests install
 # make docs   the documentation as a site in build/site, and its reference pages from the code
 # make check  ruff and strict mypy
-.PHONY: demo test test-engines test-browser test-newest test-quantize golden lock docs check setup clean
+.PHONY: demo test test-full test-long test-engines test-browser test-newest test-quantize golden lock docs check setup clean
 
 RUN := .venv/bin/python -m
 # Files of tests that run side by side; a file's tests stay together and share what they set up.
@@ -20,7 +22,14 @@ demo: .venv/.ready
 
 test: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
-	$(RUN) pytest -m "not engines and not browser" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(RUN) pytest -m "not engines and not browser and not long and not full" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-full: .venv/.ready
+	$(RUN) pytest -m "full and not engines and not browser and not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-long: .venv/.ready
+	.venv/bin/fidelab models pull smollm2-135m
+	WORKERS=$(WORKERS) scripts/test-long
 
 test-engines: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m

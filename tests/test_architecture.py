@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import pytest
 
 import fidelab
 
@@ -65,6 +64,7 @@ LEAN_MODULES = [
 ]
 
 
+@functools.cache
 def _files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
@@ -73,10 +73,19 @@ def _room(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def _imports(path: Path, *, at_once: bool = False) -> Iterator[str]:
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+@functools.cache
+def _imports(path: Path, *, at_once: bool = False) -> tuple[str, ...]:
     """Absolute names of everything a file imports, wherever in the file; ``at_once``: when it is imported itself."""
-    tree = ast.parse(path.read_text("utf-8"))
-    for node in tree.body if at_once else ast.walk(tree):
+    return tuple(_named(_tree(path).body if at_once else ast.walk(_tree(path)), path))
+
+
+def _named(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -89,15 +98,27 @@ def _imported_rooms(path: Path) -> set[str]:
     return {parts[1] for parts in names if parts[0] == "fidelab" and len(parts) > 1} - {_room(path)} & set(ARROWS)
 
 
+@functools.cache
+def _used() -> dict[str, set[str]]:
+    """Room → rooms that its files import."""
+    used = {room: set[str]() for room in ARROWS}
+    for path in _files():
+        if _room(path) in used:
+            used[_room(path)] |= _imported_rooms(path)
+    return used
+
+
 def test_the_table_of_rooms_names_every_room_and_no_other() -> None:
     assert {_room(path) for path in _files()} - OUTSIDE == set(ARROWS)
 
 
-@pytest.mark.parametrize("room", ARROWS)
-def test_a_room_imports_what_its_row_lists_and_lists_what_it_imports(room: str) -> None:
-    used = set[str]().union(*(_imported_rooms(path) for path in _files() if _room(path) == room))
-    listed = ARROWS[room]
-    assert listed is None or used == listed
+def test_a_room_imports_what_its_row_lists_and_lists_what_it_imports() -> None:
+    wrong = {
+        room: {"unlisted": _used()[room] - listed, "unused": listed - _used()[room]}
+        for room, listed in ARROWS.items()
+        if listed is not None and _used()[room] != listed
+    }
+    assert wrong == {}
 
 
 def test_few_rooms_may_import_anything() -> None:
@@ -106,10 +127,7 @@ def test_few_rooms_may_import_anything() -> None:
 
 
 def test_every_arrow_points_down_and_the_house_is_low() -> None:
-    used = {
-        room: set[str]().union(*(_imported_rooms(path) for path in _files() if _room(path) == room)) for room in ARROWS
-    }
-    order = graphlib.TopologicalSorter(used)
+    order = graphlib.TopologicalSorter(_used())
     order.prepare()  # raises CycleError where rooms import each other
     floors = 0
     while order.is_active():
@@ -119,18 +137,19 @@ def test_every_arrow_points_down_and_the_house_is_low() -> None:
     assert floors <= MOST_FLOORS
 
 
-@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_a_room_imports_only_the_packages_that_it_may_need(path: Path) -> None:
-    budget = THIRD_PARTY.get(_room(path))
-    if budget is not None:
+def test_a_room_imports_only_the_packages_that_it_may_need() -> None:
+    beyond = {}
+    for path in _files():
         packages = {name.split(".")[0] for name in _imports(path)} - set(sys.stdlib_module_names) - {"fidelab"}
-        assert packages <= budget
+        if more := packages - THIRD_PARTY.get(_room(path), packages):
+            beyond[str(path.relative_to(SOURCE))] = more
+    assert beyond == {}
 
 
 def test_the_package_k16v8_is_imported_by_engines_alone_and_late() -> None:
     """It is a contender: fidelab works without it (``test_without_k16v8.py``)."""
 
-    def among(names: Iterator[str]) -> bool:
+    def among(names: Iterable[str]) -> bool:
         return any(name.partition(".")[0] == "k16v8" for name in names)
 
     assert {_room(path) for path in _files() if among(_imports(path))} == {"engines"}
@@ -138,24 +157,37 @@ def test_the_package_k16v8_is_imported_by_engines_alone_and_late() -> None:
     assert [path.stem for path in _files() if among(_imports(path, at_once=True))] == ["paged"]
 
 
-@pytest.mark.parametrize("module", LEAN_MODULES)
-def test_what_runs_in_engine_environments_needs_numpy_alone(module: str) -> None:
-    script = f"import {module}, sys, json; print(json.dumps(sorted({{n.split('.')[0] for n in sys.modules}})))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    # what the interpreter itself brings (site hooks of an editable install) does not count
-    bare = subprocess.run(
-        [sys.executable, "-c", "import sys, json; print(json.dumps([n.split('.')[0] for n in sys.modules]))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    loaded = set(json.loads(done.stdout)) - set(json.loads(bare.stdout)) - set(sys.stdlib_module_names)
-    assert {name for name in loaded if not name.startswith("_")} <= {"fidelab", "numpy"}
+# Imports modules one by one, each without those of fidelab that the ones before it have loaded.
+_LOADED = """
+import importlib, json, sys
+bare = {*sys.modules}  # what the interpreter itself brings (site hooks of an editable install) does not count
+brought = {}
+for module in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fidelab"]:
+        del sys.modules[name]
+    importlib.import_module(module)
+    brought[module] = sorted({name.partition(".")[0] for name in {*sys.modules} - bare})
+print(json.dumps(brought))
+"""
+
+
+def _brought(*modules: str) -> dict[str, set[str]]:
+    """Module → top-level packages outside the standard library that one interpreter has loaded when it has it, too."""
+    words = [sys.executable, "-c", _LOADED, *modules]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return {module: set(names) - set(sys.stdlib_module_names) for module, names in json.loads(done.stdout).items()}
+
+
+def test_what_runs_in_engine_environments_needs_numpy_alone() -> None:
+    brought = _brought(*LEAN_MODULES)
+    assert list(brought) == LEAN_MODULES
+    beyond = {
+        module: more
+        for module, names in brought.items()
+        if (more := {name for name in names if not name.startswith("_")} - {"fidelab", "numpy"})
+    }
+    assert beyond == {}
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    script = (
-        "import fidelab, sys; print([m for m in ('numpy', 'torch', 'pydantic', 'transformers') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert _brought("fidelab")["fidelab"] & {"numpy", "torch", "pydantic", "transformers"} == set()

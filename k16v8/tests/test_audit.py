@@ -81,12 +81,14 @@ def test_a_known_fault_is_over_tolerance_where_it_is_said_to_be(fault: Fault, in
     assert found.status == "over"
 
 
+@pytest.mark.full
 def test_without_faults_the_same_code_passes_at_every_case_and_length(inputs: dict[int, list[Inputs]]) -> None:
     found = [one for some in inputs.values() for one in audit(HONEST, some)]
     assert {one.status for one in found} == {"passed"}
     assert {one.kv_length for one in found} == {128, 1024, 4096, 16384}
 
 
+@pytest.mark.full
 def test_torch_attention_and_ours_pass_at_every_length(inputs: dict[int, list[Inputs]]) -> None:
     asked = [implementation(name) for name in ("sdpa-math", "sdpa-flash", "k16v8-torch")]
     found = [one for some in inputs.values() for one in audit(asked, some)]

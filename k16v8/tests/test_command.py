@@ -12,6 +12,7 @@ from command import assert_one_line, command
 from k16v8.gates import run as gates
 
 
+@pytest.mark.full
 def test_gates_that_pass_end_with_0_and_a_record_of_versions() -> None:
     done = command("gate", "--soak", "0", "--json")
     assert done.exit_code == 0, done
@@ -22,6 +23,7 @@ def test_gates_that_pass_end_with_0_and_a_record_of_versions() -> None:
     assert all(gate["passed"] for gate in record["gates"])
 
 
+@pytest.mark.full
 def test_a_gate_that_fails_is_named_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "RELATIVE_L2", 1e-4)
     done = command("gate", "--soak", "0")

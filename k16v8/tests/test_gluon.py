@@ -54,6 +54,7 @@ for mutation in caught:
 """
 
 
+@pytest.mark.full
 def test_its_gates_pass_and_kernels_broken_on_purpose_do_not() -> None:
     _run(_GATES)
 
@@ -95,6 +96,7 @@ assert torch.equal(first[0], last[0]) and torch.equal(first[1], last[1])
 """
 
 
+@pytest.mark.full
 def test_odd_lengths_are_right_and_sums_do_not_depend_on_the_order_of_programs() -> None:
     _run(_ODD)
 
@@ -122,6 +124,7 @@ for _ in range(60):
 """
 
 
+@pytest.mark.full
 def test_the_work_list_covers_every_token_once_within_its_buffers() -> None:
     _run(_WORK)
 
@@ -173,6 +176,7 @@ for good, bad in (
 """
 
 
+@pytest.mark.full
 def test_its_interpreter_sees_a_pipeline_or_a_merge_that_is_broken() -> None:
     _run(_BROKEN)
 
@@ -225,10 +229,12 @@ assert len(sizes) == 3, sizes  # buffers follow from the batch and the device, n
 """
 
 
+@pytest.mark.full
 def test_a_launch_allocates_nothing_and_lengths_and_batches_compile_nothing_anew() -> None:
     _run(_LAUNCH, interpret=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
@@ -270,6 +276,7 @@ assert "fp8_e4m3, not bf16/int8" in asked(Target("cuda", 90), v_format="int8")
 """
 
 
+@pytest.mark.full
 def test_targets_and_shapes_without_it_are_named() -> None:
     _run(_TARGETS, interpret=False)
 

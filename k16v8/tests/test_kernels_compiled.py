@@ -33,6 +33,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, s
     return {(one["kernel"], one["k_format"], one["v_format"], one["options"]): one for one in results}
 
 
+@pytest.mark.full
 def test_registers_suffice_but_for_named_exceptions(compiled: dict[Any, Any]) -> None:
     assert {key for key, one in compiled.items() if one["spilled"]} <= _SPILLS
     assert all(one["spilled"] <= 64 and 0 < one["registers"] <= 255 for one in compiled.values())

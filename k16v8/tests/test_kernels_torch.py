@@ -54,6 +54,13 @@ def test_the_papers_figure_is_met_by_ours_and_by_exact_attention() -> None:
     assert all(gate.passed for gate in found.values()), found
 
 
+def test_the_gates_of_attention_pass_over_100_steps() -> None:
+    found = list(gates.run_gates("torch", soak_steps=100, operations=("attention",)))
+    assert [gate for gate in found if not gate.passed] == []
+    assert {gate.group for gate in found} == {"attention", "writer", "paper", "soak", "mutation"}
+
+
+@pytest.mark.full
 def test_all_gates_pass_over_500_steps() -> None:
     found = list(gates.run_gates("torch"))
     assert [gate for gate in found if not gate.passed] == []

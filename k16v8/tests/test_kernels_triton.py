@@ -28,6 +28,7 @@ def _python(script: str, *words: str, cache: Path | None = None) -> subprocess.C
     return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.full
 def test_every_gate_passes_under_the_interpreter() -> None:
     done = _python(_COMMAND, "gate", "--kernels", "interpreter", "--soak", "100", "--operations", "attention", "--json")
     assert done.returncode == 0, done.stderr
@@ -64,6 +65,7 @@ for name in ("fp8_e4m3", "fp8_e4m3fnuz"):
 """
 
 
+@pytest.mark.full
 def test_fp8_conversions_are_right_for_every_code_and_every_half() -> None:
     done = _python(_EVERY_CODE)
     assert done.returncode == 0, done.stderr
@@ -93,11 +95,13 @@ assert not out[0].any() and torch.allclose(lse[0], torch.ones(4))
 """
 
 
+@pytest.mark.full
 def test_nan_stays_where_it_is_seen_and_an_empty_sequence_gives_nothing() -> None:
     done = _python(_NOT_A_NUMBER)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_compiling_says_that_nothing_ran(tmp_path: Path) -> None:
     words = ("compile", "--operations", "attention", "--target", "sm_90,gfx942", "--formats", "bf16/fp8_e4m3", "--json")
     done = _python(_COMMAND, *words, cache=tmp_path)
@@ -123,11 +127,13 @@ for done in compile.compile_kernels(("gfx1100",), pairs=(("bf16", "bf16"),), ker
 """
 
 
+@pytest.mark.full
 def test_a_kernel_beyond_the_targets_shared_memory_does_not_pass(tmp_path: Path) -> None:
     done = _python(_TOO_SMALL, cache=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_a_process_that_compiles_does_not_interpret() -> None:
     done = _python(
         "import triton.language\n"
@@ -224,6 +230,7 @@ print(plans[-1].part.nbytes >> 20)
 """
 
 
+@pytest.mark.full
 def test_a_sequence_that_grows_to_32k_tokens_compiles_at_most_four_variants() -> None:
     done = _python(_GROWING)
     assert done.returncode == 0, done.stderr
@@ -268,11 +275,13 @@ for queries in ([40, 0, 1, 33, 0], [0, 0, 1], [1, 1, 1, 1], [5, 64, 11], [0, 96]
 """
 
 
+@pytest.mark.full
 def test_every_query_of_a_ragged_batch_has_a_program() -> None:
     done = _python(_RAGGED)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_a_long_chunk_beside_many_that_decode_takes_as_many_programs_as_it_has_blocks() -> None:
     done = _python("from k16v8.kernels.extend import program_count; print(program_count(8192 + 255, 4, 128, 256))")
     assert int(done.stdout) == (8192 + 255) * 4 // 128 + 256, done.stderr  # by sequence: 256 times 256
@@ -344,11 +353,13 @@ assert torch.allclose(lse[0, 0], torch.tensor(20.0).log())
 """
 
 
+@pytest.mark.full
 def test_queries_beyond_float16_meet_fp8_keys_unharmed() -> None:
     done = _python(_NARROW_QUERIES)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_a_launch_with_buffers_given_does_nothing_else_on_the_device() -> None:
     """No allocation, no copy, no look at a value: what a CUDA graph can hold."""
     done = _python(_LAUNCH)

@@ -137,6 +137,7 @@ def test_activations_and_outputs_that_do_not_fit_are_refused() -> None:
 # The torch path
 
 
+@pytest.mark.full
 def test_every_gate_passes_on_the_torch_path_and_every_mutation_fails_it() -> None:
     found = list(weight_gates("torch"))
     assert [name for _, name, passed, *_ in found if not passed] == []
@@ -158,6 +159,7 @@ def test_the_torch_path_is_the_product_with_the_dequantized_weight_whatever_fits
 # The Triton kernels
 
 
+@pytest.mark.full
 @triton
 def test_every_gate_of_weights_passes_under_the_interpreter() -> None:
     done = _python(_COMMAND, "gate", "--kernels", "interpreter", "--operations", "weights", "--json")
@@ -227,6 +229,7 @@ for number, (name, (old, new, case)) in enumerate(json.loads(sys.argv[2]).items(
 """
 
 
+@pytest.mark.full
 @triton
 def test_faults_in_the_source_of_the_kernels_do_not_pass_the_gates(tmp_path: Path) -> None:
     done = _python(_BROKEN, str(tmp_path), json.dumps(_FAULTS))
@@ -234,6 +237,7 @@ def test_faults_in_the_source_of_the_kernels_do_not_pass_the_gates(tmp_path: Pat
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@pytest.mark.full
 @triton
 def test_compiled_products_spill_nothing_load_16_bytes_at_once_and_use_the_matrix_units(tmp_path: Path) -> None:
     words = ("compile", "--operations", "weights", "--target", "sm_90", "--json")
@@ -312,6 +316,7 @@ assert [name for name, *_ in launched] == ["matmul"]
 """
 
 
+@pytest.mark.full
 @triton
 def test_a_product_is_one_launch_without_host_sync_and_few_variants_are_compiled() -> None:
     """With buffers given nothing else happens; 17 numbers of rows share 4 kinds of tiles, with splits or without."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fidelab
-from tests.runs.harness import cli
+from tests.runs.harness import Done, cli
 
 COMMANDS = [
     (),
@@ -84,64 +86,84 @@ def examples(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if re.match(r"\s*(ref=\$\()?fidelab ", line)]
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_command_has_help(words: tuple[str, ...], wide: None, tmp_path: Path) -> None:
-    for flag in ("--help", "-h"):
-        done = cli(*words, flag, cwd=tmp_path)
-        assert (done.code, done.err) == (0, "")
-        assert "Usage: fidelab" in done.out
+@pytest.fixture(scope="module")
+def asked() -> dict[tuple[str, ...], Done]:
+    """What commands said so far; help depends on nothing but its words."""
+    return {}
 
 
-@pytest.mark.parametrize("words", WITH_EXAMPLES, ids=" ".join)
-def test_help_is_led_by_examples(words: tuple[str, ...], wide: None, tmp_path: Path) -> None:
-    text = cli(*words, "--help", cwd=tmp_path).out
-    assert examples(text)
-    assert text.index("Example") < text.index("Options")
+@pytest.fixture
+def shown(asked: dict[tuple[str, ...], Done], wide: None, tmp_path: Path) -> Callable[..., Done]:
+    """What a command says to these words."""
+
+    def show(*words: str) -> Done:
+        if words not in asked:
+            asked[words] = cli(*words, cwd=tmp_path)
+        return asked[words]
+
+    return show
 
 
-@pytest.mark.parametrize("words", WITH_EXAMPLES, ids=" ".join)
-def test_examples_name_commands_and_flags_that_exist(words: tuple[str, ...], wide: None, tmp_path: Path) -> None:
-    for example in examples(cli(*words, "--help", cwd=tmp_path).out):
-        used = [word for word in shlex.split(example.replace("$(", "").replace(")", "")) if word != "ref=fidelab"]
-        command = used[1] if used[0] == "fidelab" else used[0]
-        flags = {word for word in used if word.startswith("--")}
-        known = cli(command, "--help", cwd=tmp_path).out
-        assert flags <= set(re.findall(r"--[a-z][a-z-]*", known))
-
-
-def test_examples_fit_into_eighty_columns(wide: None, tmp_path: Path) -> None:
+def test_every_command_has_help(shown: Callable[..., Done]) -> None:
+    wrong = []
     for words in COMMANDS:
-        for example in examples(cli(*words, "--help", cwd=tmp_path).out):
-            assert len(example) <= 78
+        for flag in ("--help", "-h"):
+            done = shown(*words, flag)
+            if (done.code, done.err) != (0, "") or "Usage: fidelab" not in done.out:
+                wrong.append((*words, flag))
+    assert wrong == []
 
 
-def test_a_flag_has_no_value_and_a_value_has_a_short_name(wide: None, tmp_path: Path) -> None:
+def test_help_is_led_by_examples(shown: Callable[..., Done]) -> None:
+    wrong = []
+    for words in WITH_EXAMPLES:
+        text = shown(*words, "--help").out
+        if not examples(text) or text.index("Example") >= text.index("Options"):
+            wrong.append(words)
+    assert wrong == []
+
+
+def test_examples_name_commands_and_flags_that_exist(shown: Callable[..., Done]) -> None:
+    unknown = []
+    for words in WITH_EXAMPLES:
+        for example in examples(shown(*words, "--help").out):
+            used = [word for word in shlex.split(example.replace("$(", "").replace(")", "")) if word != "ref=fidelab"]
+            command = used[1] if used[0] == "fidelab" else used[0]
+            flags = {word for word in used if word.startswith("--")}
+            known = set(re.findall(r"--[a-z][a-z-]*", shown(command, "--help").out))
+            unknown += [(words, example, flag) for flag in flags - known]
+    assert unknown == []
+
+
+def test_examples_fit_into_eighty_columns(shown: Callable[..., Done]) -> None:
+    found = [(words, example) for words in COMMANDS for example in examples(shown(*words, "--help").out)]
+    assert [one for one in found if len(one[1]) > 78] == []
+
+
+def test_a_flag_has_no_value_and_a_value_has_a_short_name(shown: Callable[..., Done]) -> None:
+    wrong = []
     for words in COMMANDS:
-        options = cli(*words, "--help", cwd=tmp_path).out.partition("╭─ Options")[2]
-        assert re.findall(r"<(?:bool|int|float|str|list.*?)>|BOOL|BOOLEAN", options) == [], words
+        options = shown(*words, "--help").out.partition("╭─ Options")[2]
+        wrong += [(words, name) for name in re.findall(r"<(?:bool|int|float|str|list.*?)>|BOOL|BOOLEAN", options)]
+    assert wrong == []
 
 
-def test_commands_and_options_stand_in_groups(wide: None, tmp_path: Path) -> None:
+def test_commands_and_options_stand_in_groups(shown: Callable[..., Done]) -> None:
     def panels(*words: str) -> list[str]:
-        return re.findall(r"╭─ (.*?) ─+╮", cli(*words, "--help", cwd=tmp_path).out)
+        return re.findall(r"╭─ (.*?) ─+╮", shown(*words, "--help").out)
 
     assert panels() == ["Options", "Compare", "Results", "Speed", "Checkpoints", "Models, engines and this machine"]
     assert panels("compare") == ["Arguments", "Options", "Arms", "What is measured", "Scoring", "Engine"]
 
 
-def test_paragraphs_are_wrapped_by_the_terminal_alone(wide: None, tmp_path: Path) -> None:
-    text = cli("diff", "--help", cwd=tmp_path).out
+def test_paragraphs_are_wrapped_by_the_terminal_alone(shown: Callable[..., Done]) -> None:
+    text = shown("diff", "--help").out
     assert "by the intervals of axes. Only what was measured alike is compared; everything else is named." in text
 
 
-def complete(words: str, cwd: Path) -> list[str]:
-    """What bash is told at the end of ``words``, by a process of its own."""
-    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(re.findall(" +", words))), "_FIDELAB_COMPLETE": "complete_bash"}
-    code = "from fidelab.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env={**os.environ, **asked}, capture_output=True, text=True, check=True
-    )
-    return done.stdout.split()
+def asking(words: str) -> dict[str, str]:
+    """What bash sets where it asks what may follow ``words``."""
+    return {"COMP_WORDS": words, "COMP_CWORD": str(len(re.findall(" +", words))), "_FIDELAB_COMPLETE": "complete_bash"}
 
 
 @pytest.mark.parametrize(
@@ -158,9 +180,20 @@ def complete(words: str, cwd: Path) -> list[str]:
         ("fidelab report runs/2", ["runs/20260101-120000-a"]),
     ],
 )
-def test_the_shell_completes_commands_options_and_names(words: str, completed: list[str], tmp_path: Path) -> None:
+def test_the_shell_completes_commands_options_and_names(
+    words: str, completed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "runs" / "20260101-120000-a").mkdir(parents=True)
-    assert complete(words, tmp_path) == completed
+    for name, value in asking(words).items():
+        monkeypatch.setenv(name, value)
+    assert cli(cwd=tmp_path).out.split() == completed
+
+
+def test_a_process_of_its_own_completes(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "from fidelab.cli import main; main()"]
+    env = {**os.environ, **asking("fidelab comp")}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["compare"]
 
 
 @pytest.mark.parametrize("words", [("kernels",), ("bench", "kernels")])
@@ -171,19 +204,19 @@ def test_help_of_another_packages_command_is_its_own(words: tuple[str, ...], fla
     assert "usage: k16v8" in done.out
 
 
-def test_brackets_in_help_are_shown(wide: None, tmp_path: Path) -> None:
-    text = cli("compare", "--help", cwd=tmp_path).out
-    for shown in (
+def test_brackets_in_help_are_shown(shown: Callable[..., Done]) -> None:
+    text = shown("compare", "--help").out
+    for told in (
         "NAME[key=value,…]",
         "fp8_e4m3[scale=per-token-head]",
         "[default: 32]",
         "[default: the engine's native one]",
     ):
-        assert shown in text
+        assert told in text
 
 
-def test_every_flag_of_compare_is_explained(wide: None, tmp_path: Path) -> None:
-    text = cli("compare", "--help", cwd=tmp_path).out
+def test_every_flag_of_compare_is_explained(shown: Callable[..., Done]) -> None:
+    text = shown("compare", "--help").out
     flags = """--reference --kv --candidate --engine --python --image --prefix --pythonpath --base-url --model --force
         --control --axes --text --windows --n-ctx --protocol --stride --prompts
         --n-predict --limit --template --quick --set --seed --bands --no-floor --dtype --device --threads --engine-arg
@@ -202,31 +235,34 @@ def test_the_version_is_the_packages(tmp_path: Path) -> None:
     assert (done.code, done.out) == (0, f"fidelab {fidelab.__version__}\n")
 
 
-def loaded(code: str, *argv: str) -> set[str]:
-    """Top-level packages that a fresh interpreter has loaded after ``code``."""
-    script = f"import sys; sys.argv = {['fidelab', *argv]!r}\ntry:\n    {code}\nexcept SystemExit: pass\n"
-    report = "print('\\n' + ' '.join({name.split('.')[0] for name in sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", script + report], capture_output=True, text=True, check=True)
-    return set(done.stdout.splitlines()[-1].split())
-
-
 HEAVY = {"torch", "transformers", "numpy", "scipy", "pyarrow", "yaml", "jinja2", "huggingface_hub"}
+# In this order in one interpreter, which has loaded at each step what the steps before it needed, too.
+STEPS: dict[str, tuple[str, set[str]]] = {
+    "import": ("import fidelab", {*HEAVY, "pydantic"}),
+    "version": ("fidelab.__version__", {*HEAVY, "pydantic"}),
+    "version-flag": ("run('--version')", {*HEAVY, "pydantic"}),
+    "help": ("run('--help')", {*HEAVY, "pydantic"}),
+    "compare-help": ("run('compare', '--help')", HEAVY),  # typer reads a command's types with pydantic
+}
+RUN = """
+import contextlib, io, json, sys
+def run(*words):
+    from fidelab.cli import main
+    sys.argv = ['fidelab', *words]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
+        main()
+    assert out.getvalue()
+def tell(step):
+    print(json.dumps([step, sorted({name.partition('.')[0] for name in sys.modules})]))
+"""
 
 
-@pytest.mark.parametrize(
-    ("code", "argv"),
-    [
-        ("import fidelab", ()),
-        ("import fidelab; fidelab.__version__", ()),
-        ("from fidelab.cli import main; main()", ("--help",)),
-        ("from fidelab.cli import main; main()", ("compare", "--help")),
-        ("from fidelab.cli import main; main()", ("--version",)),
-    ],
-    ids=["import", "version", "help", "compare-help", "version-flag"],
-)
-def test_nothing_heavy_is_loaded_before_it_is_used(code: str, argv: tuple[str, ...]) -> None:
-    ours = HEAVY if argv == ("compare", "--help") else {*HEAVY, "pydantic"}  # typer reads a command's types with it
-    assert loaded(code, *argv) & ours == set()
+def test_nothing_heavy_is_loaded_before_it_is_used() -> None:
+    script = RUN + "".join(f"{code}\ntell({step!r})\n" for step, (code, _) in STEPS.items())
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = dict(map(json.loads, done.stdout.splitlines()))
+    assert list(loaded) == list(STEPS)
+    assert [(step, name) for step, (_, without) in STEPS.items() for name in without & set(loaded[step])] == []
 
 
 def test_names_of_the_package_are_found_when_they_are_used() -> None:

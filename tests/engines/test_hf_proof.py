@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,19 @@ def not_engaged(path: Path, kv: str, dtype: str = "float32", **options: str) -> 
 # ------------------------------------------------------------------------------------ what is as it should be
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def of_a_push(names: Iterable[str], push: set[str]) -> list[Any]:
+    """All names; those that a push leaves out under the marker ``long``."""
+    every = list(names)
+    assert push <= set(every)
+    return [name if name in push else pytest.param(name, marks=pytest.mark.long) for name in every]
+
+
+PUSH_KINDS = {"llama", "gemma2", "mistral3", "minicpm3", "bloom", "qwen3_next"}
+PUSH_FORMATS = {"bf16", "fp8_e4m3", "fp8_e5m2[scale=per-tensor]", "int8", "int4", "mxfp4", "nvfp4", "lloyd3", "q8_0"}
+ALL_FORMATS = [*FORMATS.names(), *(f"{FP8[i]}[scale=per-{s}]" for i, s in enumerate(("tensor",) * 2))]
+
+
+@pytest.mark.parametrize("kind", of_a_push(KINDS, PUSH_KINDS))
 def test_all_three_questions_are_answered_for_every_kind_of_cache(kind: str, checkpoint: Checkpoint) -> None:
     kv = "int4[group=8]/fp8_e4m3"
     for request in PROBES[:3]:
@@ -75,7 +88,7 @@ def test_all_three_questions_are_answered_for_every_kind_of_cache(kind: str, che
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kv", [*FORMATS.names(), *(f"{FP8[i]}[scale=per-{s}]" for i, s in enumerate(("tensor",) * 2))])
+@pytest.mark.parametrize("kv", of_a_push(ALL_FORMATS, PUSH_FORMATS))
 def test_every_format_is_named_and_seen_to_reach_attention(kv: str, dtype: str, checkpoint: Checkpoint) -> None:
     ran = asked(checkpoint("llama"), kv, dtype=dtype)
     assert (ran.k_format, ran.v_format, ran.more["proof"]) == (kv, kv, SHOWN)
@@ -370,23 +383,25 @@ fp8._TYPES["fp8_e4m3"] = fp8._TYPES["fp8_e5m2"]
 """
 
 
+Shimmed = Callable[..., Done]
+
+
 @pytest.fixture(scope="module")
-def shimmed(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """A run whose engine imports a shim: int2 is stored and untouched keys are handed over, e4m3 is e5m2, and for int4
-    an attention function of its own takes the untouched keys instead of those that it is given."""
-    room = tmp_path_factory.mktemp("shimmed")
+def shimmed(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Shimmed:
+    """Runs whose engine imports a shim: int2 is stored and untouched keys are handed over, e4m3 is e5m2, and for int4
+    an attention function of its own takes the untouched keys instead of those that it is given.  Each set of formats
+    runs once."""
+    return cache(lambda *kv: shimmed_run(kv, checkpoint("llama"), tmp_path_factory.mktemp("shimmed")))
+
+
+def shimmed_run(names: tuple[str, ...], model: Path, room: Path) -> Done:
     (room / "shim").mkdir()
     (room / "shim" / "sitecustomize.py").write_text(SHIM)
     (room / "text.txt").write_text(" ".join(f"w{token}" for token in tiny.tokens(400)))
     done = cli(
-        *("compare", checkpoint("llama"), "--dtype", "float32", "--reference", "f32", "--control", "none"),
-        *(
-            *(word for kv in ("int2", "fp8_e4m3", "int4", "q8_0") for word in ("--kv", kv)),
-            "--axes",
-            "kld",
-            "--text",
-            room / "text.txt",
-        ),
+        *("compare", model, "--dtype", "float32", "--reference", "f32", "--control", "none"),
+        *(word for kv in names for word in ("--kv", kv)),
+        *("--axes", "kld", "--text", room / "text.txt"),
         *("--windows", 4, "--n-ctx", 32, "--no-floor", "--threads", 1, "--pythonpath", room / "shim"),
         cwd=room,
     )
@@ -394,10 +409,24 @@ def shimmed(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
     return done
 
 
+OTHERS = ("fp8_e4m3", "int4", "q8_0")
+
+
+def without_verdict(done: Done, kv: str, reason: str) -> None:
+    arm = done.arm(kv)
+    assert (arm["status"], arm["reason"]) == ("not_engaged", reason)
+    assert arm["verdict"]["band"] is None
+    assert "safe" not in arm["verdict"]["sentence"]
+
+
+def test_a_shim_that_hands_over_untouched_keys_gets_no_verdict(shimmed: Shimmed) -> None:
+    without_verdict(shimmed("int2"), "int2", "layer 0 is handed untouched keys, not those that are stored")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kv", "reason"),
     [
-        ("int2", "layer 0 is handed untouched keys, not those that are stored"),
         ("fp8_e4m3", "asked for K = fp8_e4m3, the engine stored fp8_e5m2"),
         (
             "int4",
@@ -406,15 +435,13 @@ def shimmed(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
         ),
     ],
 )
-def test_a_shim_that_keeps_a_format_from_attention_gets_no_verdict(kv: str, reason: str, shimmed: Done) -> None:
-    arm = shimmed.arm(kv)
-    assert (arm["status"], arm["reason"]) == ("not_engaged", reason)
-    assert arm["verdict"]["band"] is None
-    assert "safe" not in arm["verdict"]["sentence"]
+def test_a_shim_that_keeps_a_format_from_attention_gets_no_verdict(kv: str, reason: str, shimmed: Shimmed) -> None:
+    without_verdict(shimmed(*OTHERS), kv, reason)
 
 
-def test_an_arm_that_a_shim_leaves_alone_is_judged_and_names_the_shim(shimmed: Done) -> None:
-    arm = shimmed.arm("q8_0")
+@pytest.mark.full
+def test_an_arm_that_a_shim_leaves_alone_is_judged_and_names_the_shim(shimmed: Shimmed) -> None:
+    arm = shimmed(*OTHERS).arm("q8_0")
     assert arm["status"] == "ok"
     assert arm["ran"]["proof"] == SHOWN | {
         "received": "open: attention is computed by sitecustomize.interface.<locals>"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from fidelab.cli import formats
+from fidelab.environments import listing as environments
 from fidelab.formats import FORMATS, K_QUANTS
 
 
@@ -19,6 +23,20 @@ def run(*args: str) -> str:
     result = CliRunner().invoke(app, list(args), catch_exceptions=False, env={"COLUMNS": "100"})
     assert result.exit_code == 0
     return result.stdout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asked_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines answer, and weights are rounded, once for all tests here: neither depends on what the command is given.
+
+    Engines that happen to be installed in environments of their own are not asked: that takes long.
+    """
+    with (
+        mock.patch.object(environments, "engines_dir", return_value=tmp_path_factory.mktemp("engines")),
+        mock.patch.object(environments, "listing", functools.cache(environments.listing)),
+        mock.patch.object(formats, "_weight_rows", functools.cache(formats._weight_rows)),
+    ):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,17 @@ EMULATED = {"int7", "int6", "int5", "int3", "uint7", "uint6", "uint5", "uint3", 
 ALL = [*NATIVE, *FP8, *FP4, *INTS, *UINTS, *LLOYD, *BLOCKS]
 DIMS = [1, 5, 40, 64, 80, 96, 112, 128]
 
-every = pytest.mark.parametrize("text", ALL)
+# One or two of each family, for each push; all of them under the marker "long".
+PUSH = ["bf16", "fp8_e4m3[scale=per-channel]", "int8[group=32]", "int4[group=8]", "uint3[group=32]"]
+PUSH += ["nvfp4[scale=per-tensor]", "mxfp4", "lloyd3", "q8_0", "q4_0", "q4_1", "iq4_nl"]
+
+
+def cases(texts: list[str]) -> list[Any]:
+    """Those of a push, and the others under the marker ``long``."""
+    return [text if text in PUSH else pytest.param(text, marks=pytest.mark.long) for text in texts]
+
+
+every = pytest.mark.parametrize("text", cases(ALL))
 
 
 def make(text: str) -> Format:
@@ -85,6 +96,11 @@ def test_the_table_has_every_registered_format() -> None:
     assert {make(text).name for text in ALL} == set(FORMATS.names())
 
 
+def test_each_push_looks_at_every_family() -> None:
+    assert set(PUSH) <= set(ALL)
+    assert {type(make(text)) for text in ALL} - {type(make(text)) for text in PUSH} == set()
+
+
 @every
 @pytest.mark.parametrize("dim", [5, 64, 80, 128])
 def test_the_round_trip_stays_within_the_bound_at_every_magnitude(text: str, dim: int) -> None:
@@ -99,7 +115,7 @@ def test_the_round_trip_stays_within_the_bound_for_any_finite_values(text: str, 
     assert not exceeds(make(text), x).any()
 
 
-@pytest.mark.parametrize("text", [*FP8, *FP4])
+@pytest.mark.parametrize("text", cases([*FP8, *FP4]))
 def test_later_tokens_stay_within_the_bound_of_the_fitted_scale(text: str) -> None:
     fmt, first, later = make(text), normal(2, 2, 4, 80) * 1e-30, magnitudes(80)
     scale = fmt.fit(first)
@@ -115,14 +131,14 @@ def test_the_bound_is_finite_for_values_of_float16(text: str) -> None:
     assert fmt.error_bound(x, fmt.fit(x)).isfinite().all()
 
 
-@pytest.mark.parametrize("text", [text for text in ALL if text != "f32"])
+@pytest.mark.parametrize("text", cases([text for text in ALL if text != "f32"]))
 def test_the_bound_is_reached(text: str) -> None:
     fmt, x = make(text), normal(2, 4, 64, 128)
     scale = fmt.fit(x)
     assert ((through(fmt, x) - x).abs() / fmt.error_bound(x, scale)).max() > 0.9
 
 
-@pytest.mark.parametrize("text", [text for text in ALL if text not in WITHOUT_ZERO])
+@pytest.mark.parametrize("text", cases([text for text in ALL if text not in WITHOUT_ZERO]))
 def test_zero_stays_zero(text: str) -> None:
     x = normal(1, 2, 4, 80)
     x[0, 0] = 0.0
@@ -224,7 +240,7 @@ def test_a_nan_stays_nan_in_its_scale_group_and_nowhere_else(text: str) -> None:
     assert torch.equal(through(make(text), x).isnan(), expected)
 
 
-@pytest.mark.parametrize("text", [*FP8, *FP4, *INTS])
+@pytest.mark.parametrize("text", cases([*FP8, *FP4, *INTS]))
 def test_an_infinity_saturates(text: str) -> None:
     x = normal(1, 2, 6, 80)
     x[0, 1, 2, 33], x[0, 1, 2, 34] = torch.inf, -torch.inf
@@ -250,7 +266,7 @@ def test_decode_rounds_the_float32_value_once(text: str, dtype: torch.dtype) -> 
     assert torch.equal(through(fmt, x, dtype), through(fmt, x).to(dtype))
 
 
-@pytest.mark.parametrize("text", [*FP8, *FP4, *INTS])
+@pytest.mark.parametrize("text", cases([*FP8, *FP4, *INTS]))
 def test_decode_to_float16_saturates(text: str) -> None:
     x = torch.full((1, 1, 2, 80), 65504.0)
     x[..., ::2] = 1e9

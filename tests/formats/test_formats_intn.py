@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
+from tests.sizes import size
 from torch import Tensor
 
 from fidelab.core import FormatSpec
@@ -69,14 +70,14 @@ def test_codes_scales_and_values_are_the_oracles(name: str, group: int, dim: int
 
 
 @each
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=size(20, 60), deadline=None)
 @given(row=arrays(np.float32, 21, elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
 def test_any_finite_row_is_the_oracles(name: str, row: NDArray[np.float32]) -> None:
     check(name, 8, row)
 
 
 @each
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=size(20, 60), deadline=None)
 @given(row=arrays(np.float32, 21, elements=st.integers(-254, 254).map(lambda i: i / 2)))
 def test_rows_full_of_ties_are_the_oracles(name: str, row: NDArray[np.float32]) -> None:
     check(name, 8, row)

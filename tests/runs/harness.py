@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -12,12 +13,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import typer.main
+
 from fidelab.cli import main
 from fidelab.results.measurement import Measurement
 
 __all__ = ["SMALL", "Done", "axis_of", "cli", "compare", "same_report", "write_inputs"]
 
 SMALL = ("--engine", "fake", "--reference", "exact", "--text", "text.txt", "--prompts", "prompts.txt")
+
+
+# A process builds the tree of commands once; so do all tests of a process together.
+_command = functools.cache(typer.main.get_command)
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ def cli(*words: object, cwd: Path) -> Done:
         for context in (contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
             stack.enter_context(context)
         stack.enter_context(mock.patch.object(sys, "argv", argv))
+        stack.enter_context(mock.patch.object(typer.main, "get_command", _command))
         try:
             main()
             code: Any = 0

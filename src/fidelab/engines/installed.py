@@ -118,7 +118,7 @@ def state(packages: Sequence[str], variables: Mapping[str, str]) -> str | None:
         for file in distribution.files or []
         if "__pycache__" not in file.parts
     ]
-    roots = [Path(str(d.locate_file(root))) for d in distributions for root in _roots(d)]
+    roots = [Path(str(d.locate_file(root))) for d in distributions for root in _roots(d.files or [])]
     roots += filter(None, map(_package, ("fidelab", "k16v8")))
     files += [path for root in roots for path in _python_files(root)]
     boot = _BOOT.read_text("utf-8") if _BOOT.exists() else platform.node()
@@ -173,11 +173,12 @@ def is_installed(name: str) -> bool:
 def _label(distribution: metadata.Distribution) -> str:
     if source := _source(distribution):
         return f"built from {source}"
-    changed = sorted({*_altered(distribution), *_added(distribution)})
+    files = distribution.files or []  # which reads RECORD anew each time
+    changed = sorted({*_altered(files), *_added(distribution, files)})
     if not changed:
         return "stock"
-    files = "1 file differs" if len(changed) == 1 else f"{len(changed)} files differ"
-    return f"modified: {files} from the package, first {changed[0]}"
+    differ = "1 file differs" if len(changed) == 1 else f"{len(changed)} files differ"
+    return f"modified: {differ} from the package, first {changed[0]}"
 
 
 def _source(distribution: metadata.Distribution) -> str | None:
@@ -192,9 +193,9 @@ def _source(distribution: metadata.Distribution) -> str | None:
     return str(direct["url"]).removeprefix("file://") + (f"@{commit[:12]}" if commit else "")
 
 
-def _altered(distribution: metadata.Distribution) -> Iterator[str]:
+def _altered(files: Sequence[metadata.PackagePath]) -> Iterator[str]:
     """Python files whose hash is not that of RECORD, or that are missing."""
-    for file in distribution.files or []:
+    for file in files:
         if file.suffix != ".py" or file.hash is None:
             continue
         try:
@@ -207,19 +208,19 @@ def _altered(distribution: metadata.Distribution) -> Iterator[str]:
             yield str(file)
 
 
-def _added(distribution: metadata.Distribution) -> Iterator[str]:
+def _added(distribution: metadata.Distribution, files: Sequence[metadata.PackagePath]) -> Iterator[str]:
     """Python files in the package's folders that RECORD does not list: some engines import whatever is there."""
-    listed = {str(file) for file in distribution.files or []}
+    listed = {str(file) for file in files}
     base = Path(str(distribution.locate_file("")))
-    for root in _roots(distribution):
+    for root in _roots(files):
         for path in _python_files(base / root):
             if (name := path.relative_to(base).as_posix()) not in listed:
                 yield name
 
 
-def _roots(distribution: metadata.Distribution) -> set[str]:
+def _roots(files: Sequence[metadata.PackagePath]) -> set[str]:
     """The names of a distribution's packages."""
-    return {file.parts[0] for file in distribution.files or [] if len(file.parts) == 2 and file.name == "__init__.py"}
+    return {file.parts[0] for file in files if len(file.parts) == 2 and file.name == "__init__.py"}
 
 
 def _content(folder: Path) -> str:
