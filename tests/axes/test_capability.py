@@ -382,6 +382,7 @@ def _same_torch_afterwards() -> Iterator[None]:
     torch.set_grad_enabled(grad)
 
 
+@pytest.mark.long
 @pytest.mark.model
 @pytest.mark.usefixtures("_same_torch_afterwards")
 def test_the_embedded_model_knows_capitals_and_batches_as_it_answers_alone(smollm2: Model, tmp_path: Path) -> None:

@@ -249,6 +249,7 @@ def test_real_tokens_of_clean_text_raise_no_alarm(smollm2: Model) -> None:
     assert [at for at in starts if degeneration_onset(ids[at : at + n], ids[:20], vocab, floor)] == []
 
 
+@pytest.mark.long
 @pytest.mark.model
 def test_two_bit_keys_and_values_degenerate_earlier_and_bf16_does_not(smollm2: Model, tmp_path: Path) -> None:
     """Prompts on which the reference, which loops on others, writes clean text.

@@ -261,6 +261,7 @@ def test_rescoring_gives_the_same_report(run: Done) -> None:
 # ------------------------------------------------------------------------------------- the real model
 
 
+@pytest.mark.long
 @pytest.mark.model
 def test_coarser_caches_cost_more_on_the_references_own_text(smollm2: Model, tmp_path: Path) -> None:
     report = compare(

@@ -511,15 +511,16 @@ def test_an_unknown_perturbation_on_the_command_line_is_one_line(run: Done) -> N
     assert "Traceback" not in done.err
 
 
+@pytest.mark.long
 @pytest.mark.model
 def test_on_a_real_model_a_coarse_cache_drifts(smollm2: Model, tmp_path: Path) -> None:
     (tmp_path / "plad.yaml").write_text(
-        "model: smollm2-135m\ndtype: float32\nthreads: 1\nreference: f32\ncontrol: none\ncandidates: [int4]\n"
+        "model: smollm2-135m\ndtype: float32\nthreads: 1\nreference: f32\ncontrol: none\ncandidates: [int3]\n"
         "floor: 0\naxes: {plad: {n_predict: 8, limit: 2, perturbations: [typo, punct]}}\n"
     )
     done = cli("run", "plad.yaml", cwd=tmp_path)
     assert done.code == 0, done.err
-    plad = done.axis("int4", "plad")
+    plad = done.axis("int3", "plad")
     assert (plad.status, plad.n_items, plad.n_failed) == ("ok", 4, 0)
     assert 0 < (plad.value("drift of the reference") or 0) < 1
     assert 0 < (plad.value("score") or 0) <= 100

@@ -372,6 +372,7 @@ def test_a_haystack_that_is_too_short_is_one_line(tmp_path: Path) -> None:
     assert "has 219 tokens, but 3 trials at length 600 need 728" in done.err
 
 
+@pytest.mark.long
 @pytest.mark.model
 def test_the_embedded_model_finds_needles_at_512_as_a_cloze(smollm2: Model, tmp_path: Path) -> None:
     axis = _axis(lengths=[512], trials=1)

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from fidelab.checkpoints.audit import audit
 from tests.real.harness import installed, ran_there
 
+pytestmark = pytest.mark.long
+
 SCHEMES = (
     *("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
     *("NVFP4A16", "NVFP4", "MXFP4A16"),

@@ -16,7 +16,7 @@ from fidelab.models import Model
 from fidelab.results.cross_record import CrossReport, EngineRow
 from fidelab.runs.cross_engine import run_cross
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.long, pytest.mark.model]
 
 LINES: dict[str, dict[str, Any]] = {
     "hf": {"engine": "hf", "dtype": "bfloat16", "reference": "bf16", "candidate": "fp8_e4m3"},

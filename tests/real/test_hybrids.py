@@ -18,6 +18,8 @@ from tests.real.harness import installed
 from tests.runs.harness import cli
 from tests.tiny_models import randomised
 
+pytestmark = pytest.mark.long
+
 _WIDTH, _KERNEL = 128, 3
 _COMMON = {
     "vocab_size": 512,

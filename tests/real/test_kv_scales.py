@@ -13,7 +13,7 @@ from fidelab.models import Model
 from tests.real.harness import installed
 from tests.runs.harness import Done, cli
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.long, pytest.mark.model]
 SMALL = ("--axes", "kld", "--windows", 2, "--n-ctx", 128, "--control", "none", "--no-floor", "--threads", 1)
 
 

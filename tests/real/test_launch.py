@@ -18,7 +18,7 @@ from fidelab.models import Model
 from tests.real.harness import installed
 from tests.runs.harness import Done, cli
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.long, pytest.mark.model]
 SECONDS = 5.0  # within which a server that answers has to be checked
 
 

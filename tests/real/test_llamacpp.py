@@ -38,6 +38,7 @@ def test_q8_0_costs_what_the_engines_own_tool_says(tmp_path: Path) -> None:
     assert kld.value("top-1") == pytest.approx(TOOL_TOP1, abs=0.01)
 
 
+@pytest.mark.long
 def test_format_loss_is_told_from_kernel_loss(tmp_path: Path) -> None:
     done = compare(tmp_path, "--kv", "q8_0", "--kv", "q4_0", "--windows", 2, "--control", "full")
     assert done.code == 0, done.err
@@ -61,6 +62,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["llama", "smollm3"])  # the second one has no mapping in Transformers
 def test_a_gguf_file_runs_without_its_weights_in_transformers(
     architecture: str, own_cache: Path, tmp_path: Path
@@ -151,6 +153,7 @@ HITS = {"prefix": 128, "prefix-partial": 137, "prefix-other": 128, "prefix-gener
 FAULTS = {"q5_1": HITS, "q5_0": HITS, "f32": {"prefix-partial": 137}, "q8_0": {"decode": 16}}
 
 
+@pytest.mark.long
 def test_faults_in_ways_of_serving_are_named_and_sound_arms_raise_no_alarm(tmp_path: Path) -> None:
     installed("llamacpp")
     (tmp_path / "shim").mkdir()
@@ -174,6 +177,7 @@ def test_faults_in_ways_of_serving_are_named_and_sound_arms_raise_no_alarm(tmp_p
     assert engaged["decode"] == "forwards 241, largest forward 16, sequences 1"
 
 
+@pytest.mark.long
 def test_a_file_written_from_a_checkpoint_computes_what_the_checkpoint_does(own_cache: Path, tmp_path: Path) -> None:
     """The same weights in float32, and the same tokens: what is left is the order of sums."""
     folder = make_tiny(tmp_path / "model")

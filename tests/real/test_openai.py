@@ -59,6 +59,7 @@ def _opened(model: Model, url: str) -> OpenAIEngine:
     return engine
 
 
+@pytest.mark.long
 def test_the_server_is_known_and_its_habits_found_out(smollm2: Model, urls: list[str]) -> None:
     engine = _opened(smollm2, urls[0])
     tokens = Tokenizer.load(smollm2).encode(TEXT)
@@ -90,6 +91,7 @@ def test_prompt_rows_are_those_of_the_tokens_generated_there(smollm2: Model, url
     assert np.asarray(scored.items[0]["topk_ids"])[:, 0].tolist() == generated
 
 
+@pytest.mark.long
 def test_a_quantized_cache_costs_something_and_not_much(smollm2: Model, urls: list[str]) -> None:
     tokens = Tokenizer.load(smollm2).encode(TEXT)
     request = Prefill("kld", (tokens,), 2, len(tokens) - 2, ((0,) * (len(tokens) - 3),))

@@ -10,6 +10,8 @@ from fidelab.models.tiny import make_tiny
 from tests.real.harness import installed
 from tests.runs.harness import Done, cli
 
+pytestmark = pytest.mark.long
+
 SMALL = ("--axes", "kld", "--windows", 2, "--n-ctx", 64, "--no-floor", "--control", "none", "--threads", 1)
 
 

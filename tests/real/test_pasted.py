@@ -19,7 +19,7 @@ from tests.real.harness import installed
 from tests.real.servers import HERE, serving
 from tests.runs.harness import Done, cli
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.long, pytest.mark.model]
 SMALL = ("--axes", "kld", "--windows", 2, "--n-ctx", 64, "--control", "none", "--no-floor", "--device", "cpu")
 
 

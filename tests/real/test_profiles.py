@@ -11,7 +11,7 @@ import pytest
 from fidelab.models import Model
 from tests.runs.harness import Done, cli
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.long, pytest.mark.engines]
 
 
 def run(name: str, cwd: Path) -> tuple[Done, dict[str, Any]]:

@@ -16,6 +16,8 @@ from fidelab.environments.recipes import variants
 from fidelab.models.tiny import make_tiny
 from fidelab.runs.quantize import quantize
 
+pytestmark = pytest.mark.long
+
 TOOL = "llm-compressor"
 
 

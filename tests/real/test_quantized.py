@@ -16,6 +16,8 @@ from fidelab.environments.environment import Environment
 from tests.checkpoints.quantized import write_quantized
 from tests.real.harness import installed, ran_there, tokens
 
+pytestmark = pytest.mark.long
+
 KEPT = "layers.1.mlp.down_proj"
 ROUNDING = 0.15  # nats: kernels round weights and sums to bfloat16; a wrong order of codes costs several nats
 

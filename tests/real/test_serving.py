@@ -16,7 +16,7 @@ from fidelab.models import Model
 from tests.real.servers import llamacpp_server, sglang_server, vllm_server
 from tests.runs.harness import Done, cli
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.long, pytest.mark.model]
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
 LOAD = ("--random-input-len", 32, "--random-output-len", 32, "--max-concurrency", 2, "--num-prompts", 6)

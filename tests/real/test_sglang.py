@@ -75,6 +75,7 @@ def test_states_and_head_give_the_engines_own_log_probabilities(said: Said) -> N
     torch.testing.assert_close(said.logprobs("prefill.0.hidden"), theirs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_fault_in_one_layer_is_named_beside_transformers_on_the_same_tokens(tmp_path: Path) -> None:
     assert faulty_layer("sglang", tmp_path) == 2
 
@@ -133,6 +134,7 @@ def test_formats_that_cpus_have_not_are_refused_before_anything_runs(
         assert not engine.supports(arm("sglang", checkpoint, "fp8_e5m2")).ok
 
 
+@pytest.mark.long
 @pytest.mark.model
 def test_every_planted_fault_of_the_cache_is_named_and_sound_formats_are_not(
     environment: Environment, smollm2: Model, tmp_path: Path

@@ -126,6 +126,7 @@ def test_it_costs_next_to_nothing_over_sglangs_own_16_bit_cache(tmp_path: Path) 
     assert (wide.attention, wide.k_dtype, wide.v_dtype) == ("TorchNativeAttnBackend", "bfloat16", "bfloat16")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", ["bf16/int8", "fp8_e4m3/int4", "int8/int4[skip-layers=1]"])
 def test_a_pair_computes_what_transformers_does_with_it(
     environment: Environment, checkpoint: Path, kv: str, tmp_path: Path
@@ -168,6 +169,7 @@ def test_a_mixed_batch_answers_as_prompts_alone_do_up_to_near_ties(served: Serve
                 break
 
 
+@pytest.mark.long
 def test_windows_and_scale_are_the_models(environment: Environment, tmp_path: Path) -> None:
     """A window of 24 tokens in every other layer and a scale that matters, in pages of 16 tokens and with scales in
     the cache, as prompts in chunks and token by token: against Transformers."""

@@ -19,6 +19,8 @@ from tests.engines import tiny
 from tests.real import harness
 from tests.real.harness import GENERATE, PREFILL, PROMPTS, Run, arm, asking, drawn, installed
 
+pytestmark = pytest.mark.long
+
 REQUESTS: dict[str, Request] = {
     "prefill": PREFILL,
     "generate": GENERATE,

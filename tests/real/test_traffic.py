@@ -12,7 +12,7 @@ from fidelab.models import Model
 from tests.real.harness import installed
 from tests.runs.harness import cli
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.long, pytest.mark.model]
 
 TOOL = {"type": "function", "function": {"name": "forecast", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"type": "function", "function": {"name": "forecast", "arguments": '{"city": "Oslo"}'}}

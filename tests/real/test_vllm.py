@@ -78,6 +78,7 @@ def test_a_prompt_in_chunks_leaves_the_same_states(said: Said, run: Run) -> None
         torch.testing.assert_close(chunked[f"prefill.{item}.hidden"], said[f"prefill.{item}.hidden"])
 
 
+@pytest.mark.long
 def test_a_fault_in_one_layer_is_named_beside_transformers_on_the_same_tokens(tmp_path: Path) -> None:
     assert faulty_layer("vllm", tmp_path) == 2
 
@@ -113,6 +114,7 @@ def test_an_eight_bit_cache_is_read_back_and_costs_half(run: Run, kv: str, dtype
     assert not torch.equal(narrow["prefill.0.hidden"], wide["prefill.0.hidden"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", MISREAD)
 def test_a_format_that_the_kernel_misreads_is_not_claimed(run: Run, kv: str) -> None:
     ran = run(kv=kv, dtype="bfloat16", force="yes").plain["ran"]
@@ -133,6 +135,7 @@ def test_formats_that_the_kernel_misreads_are_refused_before_anything_runs(
             assert engine.supports(arm("vllm", checkpoint, kv, "bfloat16")).ok
 
 
+@pytest.mark.long
 def test_another_attention_backend_than_asked_for_is_an_error(run: Run) -> None:
     error = run(attention_backend="TORCH_SDPA").plain["error"]
     assert error == "attention-backend=TORCH_SDPA was asked for, vLLM runs CPU_ATTN"
@@ -160,6 +163,7 @@ def test_a_run_measures_what_works_and_says_why_the_rest_does_not(smollm2: Model
     assert "CPU_ATTN reads auto, fp8, fp8_e4m3, fp8_e5m2, not int8_per_token_head" in (broken.reason or "")
 
 
+@pytest.mark.long
 @pytest.mark.model
 def test_every_planted_fault_of_the_cache_is_named_and_sound_formats_are_not(
     environment: Environment, smollm2: Model, tmp_path: Path

@@ -74,6 +74,7 @@ def test_it_costs_next_to_nothing_over_vllms_own_16_bit_cache(tmp_path: Path) ->
     k16v8_beside_16_bits("vllm", tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", ["bf16/int8", "fp8_e4m3/int4", "int8/fp8_e4m3", "int8/int4[skip-layers=1]"])
 def test_a_pair_computes_what_transformers_does_with_it(
     environment: Environment, checkpoint: Path, kv: str, tmp_path: Path
@@ -81,12 +82,14 @@ def test_a_pair_computes_what_transformers_does_with_it(
     agrees_with_transformers(environment, checkpoint, kv, tmp_path, kv_cache_memory="32M")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("switch", "least"), [("1", 1.32), ("per-token-head", 1.31), (PAIR, 2.42)])
 def test_the_same_memory_serves_more_tokens(run: Steps, switch: str, least: float) -> None:
     assert run(switch)["tokens"] / run("0")["tokens"] >= least
     assert run(switch)["dtype"] == "auto"
 
 
+@pytest.mark.long
 def test_prompts_in_chunks_cached_prefixes_and_decoding_share_steps(run: Steps) -> None:
     """What the next two tests are about did happen."""
     said = run("1")
@@ -97,6 +100,7 @@ def test_prompts_in_chunks_cached_prefixes_and_decoding_share_steps(run: Steps) 
     assert [answer["cached"] for answer in said["together"]] == [0, 96, 96, 0, 0, 96]
 
 
+@pytest.mark.long
 def test_sequences_that_decode_beside_a_prompt_take_the_decode_kernel(run: Steps) -> None:
     for step in run("1")["steps"]:
         first_prompt = next((i for i, tokens in enumerate(step["queries"]) if tokens > 1), len(step["queries"]))
@@ -104,11 +108,13 @@ def test_sequences_that_decode_beside_a_prompt_take_the_decode_kernel(run: Steps
     assert any(step["decodes"] for step in run("1")["steps"] if max(step["queries"]) > 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("switch", ["1", "per-token-head", PAIR])
 def test_every_step_computes_the_definition_on_the_cache(run: Steps, switch: str) -> None:
     hold_the_gate(run(switch)["steps"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("switch", ["1", "per-token-head", PAIR])
 def test_a_mixed_batch_answers_as_prompts_alone_do_up_to_near_ties(run: Steps, switch: str) -> None:
     said = run(switch)
@@ -122,6 +128,7 @@ def test_a_mixed_batch_answers_as_prompts_alone_do_up_to_near_ties(run: Steps, s
                 break
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", ["bf16/fp8_e4m3", "bf16/fp8_e4m3[skip-layers=1,2]"])
 def test_windows_soft_cap_and_scale_are_the_models(environment: Environment, kv: str, tmp_path: Path) -> None:
     """A window of 24 tokens in every other layer, a soft-cap and a scale that matter: against Transformers."""
@@ -142,6 +149,7 @@ def test_windows_soft_cap_and_scale_are_the_models(environment: Environment, kv:
     assert said.plain["ran"]["v_format"] == "fp8_e4m3"
 
 
+@pytest.mark.long
 def test_a_server_of_the_users_own_runs_it(
     environment: Environment, smollm2: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

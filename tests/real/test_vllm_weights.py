@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.real.harness import installed, ran_there
+
+pytestmark = pytest.mark.long
 
 SOURCE = Path(__file__).parents[2] / "k16v8" / "src"
 

@@ -210,6 +210,7 @@ def test_the_grid_can_be_written_in_an_experiment_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ the real model
 
 
+@pytest.mark.long
 @pytest.mark.model
 def test_on_a_real_model_the_format_moves_kld_and_the_attention_does_not(smollm2: Model, tmp_path: Path) -> None:
     """Two exact attentions differ by rounding; four bits of cache cost far more, with either."""

@@ -25,7 +25,7 @@ class LocalWorker:
 
     Args:
         log: descriptor that receives tracebacks; it is duplicated.
-        env: variables set while the worker lives.
+        env: variables set while the worker lives; those that the job sets are among them.
     """
 
     def __init__(self, log: int, env: Mapping[str, str]) -> None:
@@ -63,7 +63,7 @@ class LocalWorker:
         self._thread.join(_END_WAIT)
 
     def _run(self, inbox: IO[bytes], outbox: IO[bytes], log: int) -> None:
-        before = dict(os.environ)
+        before = {name: os.environ.get(name) for name in self._env}
         os.environ.update(self._env)
         code = 1
         with os.fdopen(log, "w") as errors, inbox:
@@ -73,6 +73,9 @@ class LocalWorker:
             except Exception:  # the parent has closed its end
                 traceback.print_exc(file=errors)
             finally:
-                os.environ.clear()
-                os.environ.update(before)
+                for name, value in before.items():  # only these: other threads read and set variables meanwhile
+                    if value is None:
+                        os.environ.pop(name, None)
+                    else:
+                        os.environ[name] = value
                 self.returncode = code
