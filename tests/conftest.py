@@ -58,7 +58,8 @@ def no_timings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run workers of engines fake and hf in the test's process; tests marked ``processes`` start real ones, as users do.
 
-    An arm that crashes or hangs when asked always gets a process of its own.
+    An arm that crashes or hangs when asked always gets a process of its own, and so does one with shim folders, a
+    prefix or an image.
     """
     if request.node.get_closest_marker("processes"):
         return
@@ -67,7 +68,9 @@ def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.
     def spawner(settings: Any, arm: Arm, servers: Any) -> Any:
         if arm.engine not in ("fake", "hf") or {"crash", "hang"} & dict(arm.options).keys():
             return by_default(settings, arm, servers)
-        variables = runner._variables(settings, arm)
+        variables, environment = runner._variables(settings, arm), settings.deployed[arm.name].environment
+        if "PYTHONPATH" in variables or environment.prefix or environment.image:
+            return by_default(settings, arm, servers)
         return lambda log: LocalWorker(log, variables)
 
     monkeypatch.setattr(runner, "spawner", spawner)

@@ -86,6 +86,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.full
 @pytest.mark.model
 @pytest.mark.usefixtures("smollm2")
 def test_the_experiment_file_plans_and_runs(tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_the_experiment_file_plans_and_runs(tmp_path: Path) -> None:
     assert [done.arm(name)["status"] for name in arms] == ["ok"] * 3
 
 
+@pytest.mark.long
 @pytest.mark.model
 @pytest.mark.usefixtures("smollm2")
 def test_the_example_runs_on_the_embedded_model(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.conduct import rescore
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.long, pytest.mark.processes]
 
 KV_HEADS, HEAD_DIM, LAYERS = 3, 64, 30
 AXES: dict[str, dict[str, Any]] = {

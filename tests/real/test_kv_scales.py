@@ -10,7 +10,7 @@ import pytest
 from fidelab.checkpoints.fragile import make_fragile
 from fidelab.checkpoints.kv_scales import NOTES
 from fidelab.models import Model
-from tests.real.harness import installed
+from tests.real.harness import NEEDS_FP8, installed
 from tests.runs.harness import Done, cli
 
 pytestmark = [pytest.mark.long, pytest.mark.model]
@@ -23,6 +23,7 @@ def mean(done: Done, arm: str) -> float:
     return value
 
 
+@NEEDS_FP8
 def test_fragile_keys_collapse_under_fp8_and_recover_under_k16v8(smollm2: Model, tmp_path: Path) -> None:
     installed("vllm")
     make_fragile(smollm2.path, tmp_path / "fragile")
@@ -34,6 +35,7 @@ def test_fragile_keys_collapse_under_fp8_and_recover_under_k16v8(smollm2: Model,
     assert "keys break" in done.out
 
 
+@NEEDS_FP8
 def test_vllm_holds_the_scales_of_a_calibrated_checkpoint(smollm2: Model, tmp_path: Path) -> None:
     installed("vllm")
     done = cli("calibrate", smollm2.path, "-o", "out", "--windows", 2, "--n-ctx", 256, cwd=tmp_path)

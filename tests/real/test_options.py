@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.models.tiny import make_tiny
-from tests.real.harness import installed
+from tests.real.harness import NEEDS_FP8, installed
 from tests.runs.harness import Done, cli
 
 pytestmark = pytest.mark.long
@@ -41,6 +41,7 @@ def test_rotation_of_llama_cpp_on_and_off_stand_in_one_run(model: Path, tmp_path
     assert off["ran"]["variables"]["LLAMA_ATTN_ROT_DISABLE"] == "1"
 
 
+@NEEDS_FP8
 def test_another_variable_of_vllm_makes_new_captures_and_the_same_one_none(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +55,7 @@ def test_another_variable_of_vllm_makes_new_captures_and_the_same_one_none(
     assert len(other - first) == 2
 
 
+@NEEDS_FP8
 def test_an_option_that_only_vllms_parser_knows_reaches_vllm(model: Path, tmp_path: Path) -> None:
     candidate = "kv=fp8_e4m3,num-gpu-blocks-override=77,max-model-len=512,enable-chunked-prefill=no"
     done = compare(model, "vllm", tmp_path, "--candidate", candidate)

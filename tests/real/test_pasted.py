@@ -15,7 +15,7 @@ from fidelab.config.serve import read_served
 from fidelab.engines.llamacpp.serve import python_server
 from fidelab.models import Model, resolve
 from fidelab.plan.arms import resolve_arm
-from tests.real.harness import installed
+from tests.real.harness import NEEDS_FP8, installed
 from tests.real.servers import HERE, serving
 from tests.runs.harness import Done, cli
 
@@ -43,6 +43,7 @@ def answered(url: str, path: str, **body: object) -> str:
         return str(response.read().decode())
 
 
+@NEEDS_FP8
 def test_the_command_of_vllm_in_the_report_starts_the_server_that_was_compared(smollm2: Model, tmp_path: Path) -> None:
     python = installed("vllm").python
     command = (

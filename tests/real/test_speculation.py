@@ -17,7 +17,7 @@ from fidelab.errors import UsageError
 from fidelab.results.record import ArmRecord
 from tests.engines import tiny
 from tests.real import harness
-from tests.real.harness import GENERATE, PREFILL, PROMPTS, Run, arm, asking, drawn, installed
+from tests.real.harness import GENERATE, NEEDS_FP8, PREFILL, PROMPTS, Run, arm, asking, drawn, installed
 
 pytestmark = pytest.mark.long
 
@@ -107,6 +107,7 @@ def test_what_vllm_cannot_speculate_with_is_one_line(environment: Environment, m
     assert "num_speculative_tokens" in refusal(method="ngram")
 
 
+@NEEDS_FP8
 def test_a_report_has_fidelity_acceptance_and_forecast_of_speculation(
     environment: Environment, models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -50,8 +50,14 @@ from fidelab.workers.causes import explain, explain_exit, kernel_fault, split_du
         ),
         ("is larger than the maximum number of tokens that can be stored in KV cache (1024).", "max-model-len"),
         ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", "mem-fraction-static"),
-        ("SGLang cannot read the model: ModuleNotFoundError: No module named 'torchvision'", "engines install sglang --cpu"),
-        ("SGLang does not start: ImportError: libcuda.so.1: cannot open shared object file", "engines install sglang --cpu"),
+        (
+            "SGLang cannot read the model: ModuleNotFoundError: No module named 'torchvision'",
+            "engines install sglang --cpu",
+        ),
+        (
+            "SGLang does not start: ImportError: libcuda.so.1: cannot open shared object file",
+            "engines install sglang --cpu",
+        ),
         ("ImportError: libcuda.so.1: cannot open shared object file: No such file or directory", "NVIDIA's driver"),
         ("CUDA error: no kernel image is available for execution on the device", "no kernels for this GPU"),
         ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).", "update the driver"),
