@@ -134,7 +134,6 @@ OTHERS = {
         "bench sweep": "how prompts are sent",
     },
     "--python": {"engines install": "makes the environment"},
-    "--pythonpath": {"engines install": "becomes part of the environment"},
     "--repeats": {"bench offline": "answers of a bench, not passes over loads"},
     "--resume": {
         "quantize": "a flag: the output names what is resumed",

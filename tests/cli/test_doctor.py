@@ -141,7 +141,14 @@ def test_every_package_that_the_project_requires_is_checked(well: Told) -> None:
     names = {re.split(r"[><=!~;\[ ]", requirement)[0] for requirement in required}
     assert {check["name"] for check in well.record["checks"] if check["group"] == "packages"} == names | {"k16v8"}
     # a requirement in another form would be read as one without a floor
-    assert all(re.fullmatch(r"[\w-]+>=[\d.]+", requirement) for requirement in required)
+    assert all(re.fullmatch(r"[\w-]+>=[\d.]+(,<[\d.]+)?", requirement) for requirement in required)
+
+
+@pytest.mark.parametrize("text", ["transformers>=5.24", "transformers<5.25,>=5.24", "transformers (>=5.24,<5.25)"])
+def test_the_floor_of_a_requirement_is_read_beside_an_upper_bound(text: str) -> None:
+    match = software._REQUIREMENT.match(text)
+    assert match is not None
+    assert (match["name"], match["floor"]) == ("transformers", "5.24")
 
 
 def test_an_absent_model_says_how_to_fetch_it_and_how_much_that_is(well: Told) -> None:

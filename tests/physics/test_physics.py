@@ -17,10 +17,10 @@ import yaml
 from typer.testing import CliRunner
 
 from fidelab.cli import app
-from fidelab.core import KVSpec
-from fidelab.errors import FidelabError, InputError, UsageError
+from fidelab.core import KVSpec, cache_parameter
+from fidelab.errors import FidelabError, InputError, NotSupportedError, UsageError
 from fidelab.models.tiny import GGUF_NAME, make_tiny
-from fidelab.physics import devices
+from fidelab.physics import devices, geometry
 from fidelab.physics.devices import find_device, remember_device
 from fidelab.physics.fits import (
     compare_fits,
@@ -66,6 +66,38 @@ def test_recurrent_state_is_as_large_as_in_a_real_forward(kind: str, tmp_path: P
     held = [getattr(layer, name, None) or {} for layer in cache.layers for name in ("conv_states", "recurrent_states")]
     states = [state for states in held for state in states.values() if state is not None]
     assert model_geometry(tmp_path).state_bytes == sum(state.nbytes for state in states) > 0
+
+
+def test_a_model_whose_cache_stays_empty_is_an_error_that_names_class_and_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model("llama").config.save_pretrained(tmp_path)
+    monkeypatch.setattr(geometry, "cache_parameter", lambda _model: "swallowed_by_kwargs")
+    with pytest.raises(InputError, match=r"of \d+ layers of LlamaForCausalLM cached nothing .* swallowed_by_kwargs="):
+        model_geometry(tmp_path)
+
+
+def test_the_cache_is_passed_by_the_name_that_forward_lists() -> None:
+    class Old:
+        def forward(self, input_ids: object, past_key_values: object = None, **kwargs: object) -> None: ...
+
+    class New:
+        def forward(self, input_ids: object, cache: object = None, **kwargs: object) -> None: ...
+
+    assert [cache_parameter(kind()) for kind in (Old, New)] == ["past_key_values", "cache"]
+
+
+def test_a_forward_that_lists_no_cache_is_refused_although_it_takes_any_name() -> None:
+    class Model:
+        def forward(self, input_ids: object, **kwargs: object) -> None: ...
+
+    with pytest.raises(NotSupportedError, match=r"Model.forward takes no cache"):
+        cache_parameter(Model())
+
+
+def test_the_embedded_model_caches_46080_bytes_in_float32_and_half_in_bf16() -> None:
+    shape, _ = named_geometry("smollm2-135m")
+    assert [Model(shape).token_bytes(KVSpec.parse(kv)) for kv in ("f32", "bf16")] == [46_080, 23_040]
 
 
 def test_experts_count_by_how_many_a_token_takes(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def work(request: pytest.FixtureRequest, tmp_path: Path, plugin_path: str) -> It
             deadline=deadline,
             listen=said.append,
             follow_up=follow_up,
-            spawn=server and server.start,
+            spawn=None if server is None else server.start,
         )
         return Worked(outcome, store, log.read_text() if log.exists() else "", said)
 
