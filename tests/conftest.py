@@ -56,7 +56,7 @@ def no_timings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run workers of engines fake and hf in the test's process; tests marked ``processes`` start real ones, as users do.
+    """Run workers of engines fake and hf in the test's process; tests marked ``processes`` start real ones.
 
     An arm that crashes or hangs when asked always gets a process of its own, and so does one with shim folders, a
     prefix or an image.
