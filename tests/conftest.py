@@ -56,7 +56,7 @@ def no_timings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run workers of engines fake and hf in the test's process; tests marked ``processes`` start real ones.
+    """Run workers of engines fake, hf and openai in the test's process; tests marked ``processes`` start real ones.
 
     An arm that crashes or hangs when asked always gets a process of its own, and so does one with shim folders, a
     prefix or an image.
@@ -66,7 +66,7 @@ def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.
     by_default = runner.spawner
 
     def spawner(settings: Any, arm: Arm, servers: Any) -> Any:
-        if arm.engine not in ("fake", "hf") or {"crash", "hang"} & dict(arm.options).keys():
+        if arm.engine not in ("fake", "hf", "openai") or {"crash", "hang"} & dict(arm.options).keys():
             return by_default(settings, arm, servers)
         variables, environment = runner._variables(settings, arm), settings.deployed[arm.name].environment
         if "PYTHONPATH" in variables or environment.prefix or environment.image:
