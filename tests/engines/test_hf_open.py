@@ -71,7 +71,10 @@ def copy(source: Path, folder: Path) -> Path:
         ("t5", "t5 is an encoder-decoder model; engine hf runs decoder-only models"),
         ("bert", "bert is not a decoder: a token changes the distribution of the one before it"),
         ("mamba", "MambaForCausalLM keeps no keys and values in the cache that it gets as 'cache'"),
-        ("openai-gpt", "OpenAIGPTLMHeadModel.forward takes no cache: none of cache, past_key_values, cache_params is a parameter"),
+        (
+            "openai-gpt",
+            "OpenAIGPTLMHeadModel.forward takes no cache: none of cache, past_key_values, cache_params is a parameter",
+        ),
     ],
 )
 def test_a_model_that_has_nothing_to_measure_is_refused(name: str, reason: str, tmp_path: Path) -> None:

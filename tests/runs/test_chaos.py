@@ -33,6 +33,8 @@ from tests.runs.test_run_resume import arguments, inodes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="follows the processes of a run in /proc")
 
+pytestmark = pytest.mark.processes
+
 KILLS = int(os.environ.get("FIDELAB_KILLS", "1"))
 SEED = int(os.environ.get("FIDELAB_SEED", "0"))
 MOST = 4  # kills per history
