@@ -31,9 +31,10 @@ from fidelab.captures.reader import find_captures, is_complete
 from tests.runs.harness import cli, same_report, write_inputs
 from tests.runs.test_run_resume import arguments, inodes
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="follows the processes of a run in /proc")
-
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="follows the processes of a run in /proc"),
+    pytest.mark.processes,
+]
 
 KILLS = int(os.environ.get("FIDELAB_KILLS", "1"))
 SEED = int(os.environ.get("FIDELAB_SEED", "0"))
