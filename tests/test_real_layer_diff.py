@@ -18,6 +18,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.layers import LayerCurve, Parting, part, relative_errors
 from fidelab.models import Model
 from tests.engines.tiny import Answers, arm
+from tests.sizes import first
 
 pytestmark = pytest.mark.model
 
@@ -67,13 +68,13 @@ def test_int4_in_layer_7_alone_is_found_in_layer_7(bisected: Bisect) -> None:
     assert (found.begins, found.stand_out) == (7, (7,))
 
 
-@pytest.mark.parametrize("kv", ["int8", "fp8_e4m3", "int4"])
+@pytest.mark.parametrize("kv", first(["int8", "fp8_e4m3", "int4"]))
 def test_a_cache_that_is_coarse_everywhere_names_no_layer(kv: str, bisected: Bisect) -> None:
     found = bisected(kv)
     assert (found.begins, found.stand_out) == (0, ())
 
 
-@pytest.mark.parametrize("layer", [0, 15, LAYERS - 1])
+@pytest.mark.parametrize("layer", first([15, 0, LAYERS - 1]))
 @pytest.mark.parametrize("fault", [_scaled_keys, _zeroed], ids=["K scale off by 7%", "zeroed output"])
 def test_a_fault_in_one_layer_is_named_first(fault: Callable[[int], Change], layer: int, bisected: Bisect) -> None:
     found = bisected("f32", fault(layer))
@@ -81,6 +82,6 @@ def test_a_fault_in_one_layer_is_named_first(fault: Callable[[int], Change], lay
     assert found.stand_out[:1] == (layer,)
 
 
-@pytest.mark.parametrize("layer", [0, 7, 15])
+@pytest.mark.parametrize("layer", first([7, 0, 15]))
 def test_a_k_scale_off_by_7_percent_is_named_beneath_an_int8_cache(layer: int, bisected: Bisect) -> None:
     assert bisected("int8", _scaled_keys(layer)).stand_out == (layer,)

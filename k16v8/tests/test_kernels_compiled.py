@@ -39,6 +39,7 @@ def test_registers_suffice_but_for_named_exceptions(compiled: dict[Any, Any]) ->
     assert all(one["spilled"] <= 64 and 0 < one["registers"] <= 255 for one in compiled.values())
 
 
+@pytest.mark.full
 def test_a_thread_of_decode_loads_16_bytes_of_keys_or_values_at_once(compiled: dict[Any, Any]) -> None:
     for key, one in compiled.items():
         if key[0] == "decode" and key[3] == "plain":

@@ -387,6 +387,7 @@ def _same_torch_afterwards() -> Iterator[None]:
     torch.set_grad_enabled(grad)
 
 
+@pytest.mark.full
 @pytest.mark.model
 @pytest.mark.usefixtures("_same_torch_afterwards")
 def test_the_embedded_model_answers_what_it_only_has_to_copy(smollm2: Model, tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ def cells(report: Report, name: str) -> dict[tuple[str, str], Any]:
 # --------------------------------------------------------------------------------- against the harness' own model
 
 
+@pytest.mark.full
 def test_log_likelihoods_are_those_of_the_harness_own_model(
     folder: Path, report: Report, oracle: dict[str, Any]
 ) -> None:

@@ -370,6 +370,7 @@ def engine(smollm2: Model) -> Iterator[HFEngine]:
     torch.set_grad_enabled(grad)
 
 
+@pytest.mark.full
 @pytest.mark.model
 def test_perplexity_is_that_of_transformers_on_the_same_windows(
     smollm2: Model, engine: HFEngine, tmp_path: Path

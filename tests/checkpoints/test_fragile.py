@@ -107,6 +107,7 @@ def test_impossible_settings_are_refused(setting: str, value: int, tmp_path: Pat
         make_fragile(source, tmp_path / "fragile", **{setting: value})
 
 
+@pytest.mark.full
 def test_the_embedded_model_collapses_under_fp8_in_k_and_nowhere_else(smollm2: Model, tmp_path: Path) -> None:
     source = with_weights(smollm2).path
     process = cli("models", "make-fragile", smollm2.name, "-o", tmp_path / "fragile", cwd=tmp_path)

@@ -347,6 +347,7 @@ def test_no_prompt_is_asked_twice(tmp_path: Path) -> None:
     assert len(set(prompts)) == len(prompts)
 
 
+@pytest.mark.full
 def test_a_server_that_dies_ends_the_sweep_and_leaves_its_cells(tmp_path: Path) -> None:
     with MockServer(MockSettings(itl=0.01)) as mock:
 

@@ -26,6 +26,7 @@ from fidelab.doctor import MAIN_JOB, Diagnosis, DoctorCheck, examine, machine, p
 from fidelab.doctor.text import lines, show
 from fidelab.environments.environment import Environment
 from fidelab.environments.listing import Installed
+from tests.sizes import first
 
 ROOT = Path(__file__).parents[2]
 # Loaded by the interpreter at its start: the named packages are absent, or there and broken.
@@ -196,12 +197,14 @@ def test_without_transformers_the_engine_says_why_it_cannot_run(room: Path) -> N
 
 @pytest.mark.parametrize(
     "gone",
-    [
-        # in groups, because importing torch takes long; those of one group do not need each other
-        ["accelerate", "gguf", "jinja2", "psutil", "rapidfuzz", "rich"],
-        ["huggingface-hub", "pyarrow", "pyyaml", "safetensors", "scipy"],
-        ["numpy"],
-    ],
+    first(
+        [
+            # in groups, because importing torch takes long; those of one group do not need each other
+            ["accelerate", "gguf", "jinja2", "psutil", "rapidfuzz", "rich"],
+            ["huggingface-hub", "pyarrow", "pyyaml", "safetensors", "scipy"],
+            ["numpy"],
+        ]
+    ),
     ids=",".join,
 )
 def test_each_required_package_that_is_gone_is_named_with_its_remedy(gone: list[str], room: Path) -> None:
@@ -214,6 +217,7 @@ def test_each_required_package_that_is_gone_is_named_with_its_remedy(gone: list[
         assert any(reason.startswith(f"{name}: not installed") for reason in told.record["reasons"])
 
 
+@pytest.mark.full
 def test_where_the_command_line_cannot_start_the_module_still_examines(room: Path) -> None:
     told = Told(doctor(room, "--json", module="fidelab.doctor", gone=["pydantic", "rich", "typer", "click"]))
     assert not told.ready

@@ -259,6 +259,7 @@ def test_transports_are_counted_from_the_log_of_nccl() -> None:
     assert transports(NCCL_LOG) == {"P2P/CUMEM/read": 2, "SHM/direct/direct": 1, "NET/Socket": 1}
 
 
+@pytest.mark.full
 def test_an_all_reduce_that_never_ends_is_bad_and_keeps_what_was_measured(
     nvidia: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,8 +171,11 @@ def started(room: Path, *flags: str) -> Path:
 
 @pytest.mark.parametrize(
     "flags",
-    [(), ("--prefix", "sh wrap.sh", "--python", sys.executable), ("--pythonpath", "shims")],
-    ids=["text", "prefix", "pythonpath"],
+    [
+        pytest.param((), id="text"),
+        pytest.param(("--prefix", "sh wrap.sh", "--python", sys.executable), id="prefix"),
+        pytest.param(("--pythonpath", "shims"), id="pythonpath", marks=pytest.mark.full),
+    ],
 )
 def test_ones_own_run_is_gone_on_with_unasked(flags: tuple[str, ...], room: Path, tmp_path: Path) -> None:
     folder = started(room, *flags)

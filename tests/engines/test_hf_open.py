@@ -96,6 +96,7 @@ def test_a_tied_head_is_not_a_missing_parameter(checkpoint: Checkpoint) -> None:
     tiny.opened(checkpoint("gemma2"))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_the_process_of_a_model_on_cpu_uses_the_memory_of_freed_tensors_again(checkpoint: Checkpoint) -> None:
     """Memory that went back to the kernel comes again page by page, each with a fault.

@@ -156,6 +156,7 @@ def test_an_image_that_is_missing_leaves_the_other_arms_theirs(docker: FakeDocke
     assert done.arm("tilt[q=0.7]")["status"] == "ok"
 
 
+@pytest.mark.full
 def test_a_real_model_is_read_through_its_links_and_cannot_be_written(docker: FakeDocker, room: Path) -> None:
     docker.say(python=sys.executable)
     write_inputs(room)
@@ -259,6 +260,7 @@ def test_where_the_daemon_runs_as_the_user_its_root_is_that_user(docker: FakeDoc
     assert words[words.index("--user") + 1] == "0:0"
 
 
+@pytest.mark.full
 def test_a_trial_in_an_image_runs_each_format_and_keeps_nothing(docker: FakeDocker, tmp_path: Path) -> None:
     environment = locate("fake", image="engine:1")
     faults = {"any": "it did not run"}
@@ -400,6 +402,7 @@ def test_the_flags_of_an_image_belong_to_an_engine() -> None:
     assert arm.engine.image == "a/b:1@sha256:00"
 
 
+@pytest.mark.full
 def test_the_engines_of_an_image_are_listed_and_the_doctor_is_content_with_one(
     docker: FakeDocker, second: Second, room: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ from fidelab.plan.deploy import Engines
 from fidelab.plan.resolve import resolve_experiment
 from tests.environments.agreement import RUNS, UNKNOWN, check_agreement
 from tests.environments.conftest import ROOT, Second, add_distribution, add_numpy
+from tests.sizes import first
 
 TARGET = "tests.environments.odd:Odd"
 
@@ -500,6 +501,7 @@ def test_compare_refuses_what_did_not_run_in_its_trial_unless_it_is_forced(
     assert settings.unsupported == {"every": "every is odd on cpu"}
 
 
+@pytest.mark.full
 def test_doctor_tries_out_the_engine_of_this_interpreter_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fidelab.doctor import parts
     from fidelab.engines.hf.adapter import HFEngine
@@ -705,6 +707,7 @@ def imports(counted: Path) -> int:
     return len(counted.read_text()) if counted.exists() else 0
 
 
+@pytest.mark.full
 def test_what_an_engine_said_is_kept_until_something_changes(
     quick: None, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -732,15 +735,15 @@ def test_an_engine_that_cannot_be_imported_is_asked_anew_every_time(quick: None)
     assert listing(["odd"])[0].problem is None
 
 
-@pytest.mark.parametrize("words", [("engines", "list"), ("formats",), ("doctor",)], ids=" ".join)
+@pytest.mark.parametrize("words", first(["engines list", "formats", "doctor"]))
 def test_a_terminal_shows_life_while_engines_are_asked_and_ctrl_c_ends_them_at_once(
-    words: tuple[str, ...], quick: None, tmp_path: Path
+    words: str, quick: None, tmp_path: Path
 ) -> None:
     asked = tmp_path / "asked"
     made(f"import os, pathlib, time\npathlib.Path({str(asked)!r}).write_text(str(os.getpid()))\ntime.sleep(600)")
     terminal, follower = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-m", "fidelab", *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=follower
+        [sys.executable, "-m", "fidelab", *words.split()], cwd=tmp_path, stdout=subprocess.PIPE, stderr=follower
     ) as process:
         os.close(follower)
         wait_for(lambda: asked.exists() and asked.read_text() != "")
@@ -751,7 +754,7 @@ def test_a_terminal_shows_life_while_engines_are_asked_and_ctrl_c_ends_them_at_o
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
     shown = os.read(terminal, 1 << 20).decode()
     os.close(terminal)
-    assert ("examining this machine" if words == ("doctor",) else "asking the engines") in shown
+    assert ("examining this machine" if words == "doctor" else "asking the engines") in shown
     assert "Traceback" not in shown
 
 

@@ -181,6 +181,7 @@ def test_wandb_learns_neither_machine_nor_user_nor_keys_nor_code(
     assert not [path.name for path in (folder / "files").rglob("*") if path.suffix in (".txt", ".py", ".log", ".yaml")]
 
 
+@pytest.mark.full
 @wandb_here
 def test_a_wandb_that_is_switched_off_or_knows_no_key_is_an_error_in_one_line(
     made: Done, tmp_path: Path, calls: tuple[str, list[bytes]]

@@ -17,6 +17,7 @@ from fidelab.models import Model, check_conversion, pull, resolve, with_weights
 from fidelab.models.convert import to_safetensors
 from fidelab.models.gguf import hf_config, read_header, text_folder
 from tests.models.tiny_gguf import TEMPLATE, write_gguf
+from tests.sizes import first
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +224,7 @@ def test_kind_of_tokenizer_that_nobody_can_build_is_one_line(tmp_path: Path, cac
         resolve(str(write_gguf(tmp_path / "x.gguf", tokenizer="rwkv")))
 
 
+@pytest.mark.full
 def test_a_conversion_takes_little_more_memory_than_the_largest_tensor(tmp_path: Path) -> None:
     """The whole model would take seven times that here."""
     from fidelab.models.tiny import GGUF_NAME, make_tiny
@@ -382,7 +384,7 @@ def test_embedded_model_answers_and_ends_its_turn(smollm2: Model) -> None:
     assert "Paris" in tokenizer.decode(out)
 
 
-@pytest.mark.parametrize("place", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("place", first(["config.json", "tokenizer_config.json"]))
 def test_code_that_lies_beside_a_gguf_file_is_neither_run_nor_asked_about(
     place: str, tmp_path: Path, cache: Path
 ) -> None:

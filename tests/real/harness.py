@@ -34,10 +34,8 @@ from tests.runs.harness import cli
 VOCAB = 515  # odd: vLLM pads it to a multiple of 64 for each rank, SGLang pads it too
 BAD = 9  # a token whose embedding is NaN
 ROOT = Path(__file__).parents[2]
-NEEDS_FP8 = pytest.mark.skipif(
-    not {"avx512f", "amx_tile"} & set(Path("/proc/cpuinfo").read_text("utf-8", "replace").split()),
-    reason="vLLM stores FP8 caches on CPUs with AVX-512 or AMX only",
-)
+STORES_FP8 = bool({"avx512f", "amx_tile"} & set(Path("/proc/cpuinfo").read_text("utf-8", "replace").split()))
+NEEDS_FP8 = pytest.mark.skipif(not STORES_FP8, reason="vLLM stores FP8 caches on CPUs with AVX-512 or AMX only")
 
 
 def installed(engine: str, *shims: Path) -> Environment:

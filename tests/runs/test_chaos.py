@@ -30,6 +30,7 @@ import pytest
 from fidelab.captures.reader import find_captures, is_complete
 from tests.runs.harness import cli, same_report, write_inputs
 from tests.runs.test_run_resume import arguments, inodes
+from tests.sizes import first
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="follows the processes of a run in /proc"),
@@ -237,7 +238,8 @@ def command(chaos: Chaos, *words: object, **more: Any) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize(
-    ("role", "share"), [("parent", 0.02), ("parent", 0.3), ("parent", 0.9), ("worker", 0.02), ("worker", 0.6)]
+    ("role", "share"),
+    first([("parent", 0.3), ("worker", 0.6), ("parent", 0.02), ("parent", 0.9), ("worker", 0.02)], 2),
 )
 def test_a_disk_that_fills_up_is_said_and_room_made_the_run_goes_on(role: str, share: float, chaos: Chaos) -> None:
     shutil.rmtree(chaos.room / "runs", ignore_errors=True)
@@ -250,7 +252,7 @@ def test_a_disk_that_fills_up_is_said_and_room_made_the_run_goes_on(role: str, s
     assert chaos.finished().items() >= before.items()
 
 
-@pytest.mark.parametrize("most", [200, 6_000])
+@pytest.mark.parametrize("most", first([200, 6_000]))
 def test_a_run_whose_files_cannot_grow_is_said_and_goes_on_once_they_can(most: int, chaos: Chaos) -> None:
     def small() -> None:  # files cannot grow beyond this; what C++ libraries write included
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
@@ -263,6 +265,7 @@ def test_a_run_whose_files_cannot_grow_is_said_and_goes_on_once_they_can(most: i
     assert chaos.finished().items() >= before.items()
 
 
+@pytest.mark.full
 def test_a_folder_that_may_only_be_read_is_read_or_named(chaos: Chaos) -> None:
     shutil.rmtree(chaos.room / "runs", ignore_errors=True)
     chaos.left_alone()

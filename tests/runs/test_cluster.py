@@ -61,6 +61,7 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
+@pytest.mark.full
 def test_ray_gives_the_report_of_one_machine_with_a_worker_killed(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="extra ray is not installed")
     here = _compare(tmp_path / "here", delay=0.2)
@@ -78,6 +79,7 @@ def test_ray_gives_the_report_of_one_machine_with_a_worker_killed(tmp_path: Path
     assert _same(here, there)
 
 
+@pytest.mark.full
 def test_submitit_gives_the_report_of_one_machine(tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="extra slurm is not installed")
     here, there = _compare(tmp_path / "here"), _compare(tmp_path / "there", "--executor", "slurm", "--address", "local")
@@ -85,6 +87,7 @@ def test_submitit_gives_the_report_of_one_machine(tmp_path: Path) -> None:
     assert _same(here, there)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("estimator", ["hidden", "logprobs"])
 def test_nodes_compare_rows_and_drop_them(estimator: str, tmp_path: Path) -> None:
     """And the report is the one that is made of rows here."""

@@ -184,6 +184,7 @@ def test_prompts_that_all_agree_are_not_known_exactly_for_that(tmp_path: Path) -
     assert (found["clusters_needed"], found["clusters_upper"]) == (72, 72)
 
 
+@pytest.mark.full
 def test_as_many_clusters_as_planned_give_the_precision_asked(pilot: Done) -> None:
     """Clusters drawn again from the pilot's own: their intervals are as wide as asked."""
     n = line(plan(pilot, "--precision", 0.01), "tilt[q=0.7]")["clusters_needed"]

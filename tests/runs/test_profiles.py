@@ -132,6 +132,7 @@ def test_the_variants_parameters_reach_the_experiment(done: Done) -> None:
     assert written["axes"]["kld"]["windows"] == 8
 
 
+@pytest.mark.full
 def test_resume_keeps_what_ended_well_and_runs_the_rest_again(tmp_path: Path) -> None:
     assert profiles(tmp_path, "--variant", "tiny").code == 1
     folder = folder_of(tmp_path)

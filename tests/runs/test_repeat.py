@@ -33,6 +33,7 @@ from fidelab.runs.conduct import prepare
 from fidelab.runs.repeat import Repeat
 from tests.cli.test_cli_bad_input import refused
 from tests.runs.harness import Done, axis_of, cli, compare, write_inputs
+from tests.sizes import first
 
 WINDOWS, ROWS, VOCAB = 4, 7, 256  # n_ctx 16, the second half scored
 RARE = 1e-6  # chance that a test of random numbers fails for nothing
@@ -162,7 +163,7 @@ def test_replicate_numbers_of_a_run_count_from_its_own_hundred(steady: Repeated)
                 assert Capture((run / path).resolve()).manifest["key"]["replicate"] == 100 * number + offset
 
 
-@pytest.mark.parametrize("store", [None, "store"])
+@pytest.mark.parametrize("store", first([None, "store"]))
 def test_a_second_repeat_takes_nothing_from_the_first_or_from_a_run(store: str | None, room: Path) -> None:
     compare(room, "tilt", flags=["--no-floor"], windows=WINDOWS, limit=2)
     before = {path.resolve() for path in room.rglob("kld-*-r*")}
@@ -325,7 +326,13 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["interrupt", "kill"])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="interrupt"),
+        pytest.param(signal.SIGKILL, -9, id="kill", marks=pytest.mark.full),
+    ],
+)
 def test_a_stopped_repeat_goes_on_and_keeps_what_is_there(number: signal.Signals, code: int, room: Path) -> None:
     path = experiment(room, "tilt", engine_args={"delay": 0.1})
     command = [sys.executable, "-m", "fidelab", "repeat", path.name, "--runs", "3", "--json"]

@@ -133,13 +133,14 @@ def inodes(room: Path) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize(
     ("stop", "code", "event", "role", "axis"),
     [
-        (kill_parent, -9, "captured", "reference", "trajectory"),
-        (interrupt, 130, "opened", "candidate:tilt[q=0.6]", None),
-        (kill_child, 1, "captured", "candidate:tilt[q=0.6]", "trajectory"),
-        (terminate, 130, "captured", "candidate:tilt[q=0.6]", "trajectory"),
-        (kill_parent, -9, "opened", "floor", None),
+        pytest.param(kill_parent, -9, "captured", "reference", "trajectory", id="kill-in-reference"),
+        pytest.param(interrupt, 130, "opened", "candidate:tilt[q=0.6]", None, id="interrupt"),
+        pytest.param(kill_child, 1, "captured", "candidate:tilt[q=0.6]", "trajectory", id="kill-child"),
+        pytest.param(
+            terminate, 130, "captured", "candidate:tilt[q=0.6]", "trajectory", id="terminate", marks=pytest.mark.full
+        ),
+        pytest.param(kill_parent, -9, "opened", "floor", None, id="kill-in-floor", marks=pytest.mark.full),
     ],
-    ids=["kill-in-reference", "interrupt", "kill-child", "terminate", "kill-in-floor"],
 )
 def test_a_stopped_run_goes_on_to_the_report_of_an_undisturbed_one(
     stop: Callable[[Running], None],

@@ -120,7 +120,7 @@ def serve(inbox: IO[bytes], outbox: IO[bytes], log: TextIO, *, on_end: Callable[
         box.send(Failed(Status.FAILED, f"worker speaks protocol {PROTOCOL}, the parent another one"))
         return 1
     further: Further = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(inbox.fileno(), further, on_end), daemon=True).start()
+    threading.Thread(target=_listen, args=(os.dup(inbox.fileno()), further, on_end), daemon=True).start()
     try:
         _work(job, box, further)
     except NotSupportedError as error:
@@ -274,7 +274,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _listen(inbox: int, further: Further, on_end: Callable[[], None]) -> None:
-    """Put further tasks into the queue, and none when the inbox ends.
+    """Put further tasks into the queue, and none when the inbox ends; closes the descriptor then.
 
     The parent holds standard input open; its death, by SIGKILL too, closes it.  The descriptor is read directly: a
     thread inside ``sys.stdin`` would hold the lock that the interpreter's exit needs.
@@ -286,6 +286,7 @@ def _listen(inbox: int, further: Further, on_end: Callable[[], None]) -> None:
             match decode(line):
                 case More(tasks=tasks):
                     further.put(tasks)
+    os.close(inbox)
     on_end()
     further.put([])
 

@@ -37,6 +37,7 @@ def stopped(found: Measurement) -> list[tuple[Any, ...]]:
     return [(cell.at["context"], cell.facts["stopped by"]) for cell in found.cells]
 
 
+@pytest.mark.full
 def test_the_most_requests_that_are_at_work_at_once_are_found() -> None:
     found = measured(paced(concurrency=5), contexts=(64,))
     assert found.value("requests at once") == 5
@@ -44,12 +45,14 @@ def test_the_most_requests_that_are_at_work_at_once_are_found() -> None:
     assert "5 of 6 were at work at once" in found.flags[-1].text
 
 
+@pytest.mark.full
 def test_where_nothing_stops_it_the_most_that_was_tried_is_said() -> None:
     found = measured(paced(), contexts=(64,), most=3)
     assert found.value("requests at once") == 3
     assert stopped(found) == [(64, "most")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("told", [True, False], ids=["limit told", "limit not told"])
 def test_the_longest_prompt_that_is_not_rejected_is_found(told: bool) -> None:
     found = measured(paced(max_model_len=3000), contexts=(64, 4000), most=1, told=told)
@@ -60,6 +63,7 @@ def test_the_longest_prompt_that_is_not_rejected_is_found(told: bool) -> None:
     assert ("limit is 3,000" if told else "maximum context length is 3000") in found.flags[0].text
 
 
+@pytest.mark.full
 def test_missed_targets_of_the_goodput_are_a_limit() -> None:
     found = measured(MockSettings(ttft=0.2), contexts=(64,), goodput={"ttft": 20})
     assert found.status == "failed"
