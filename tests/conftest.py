@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -43,6 +44,10 @@ MakeFolder = Callable[..., Path]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that run the language model first: of files side by side, none that is long should begin last."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        for item in items:
+            if item.get_closest_marker("llamacpp"):
+                item.add_marker(pytest.mark.skip(reason="llama-cpp-python is not installed"))
     long = {item.path for item in items if item.get_closest_marker("model")}
     items.sort(key=lambda item: item.path not in long)
 

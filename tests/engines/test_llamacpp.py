@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -49,9 +48,6 @@ SHAPES: dict[str, dict[str, tuple[int, ...] | None]] = {  # of tensors that an a
     "command-r": {"blk.0.ffn_norm.weight": None},
 }
 PROMPTS = ("The capital of France is", "Once upon a time there was a very small mouse who lived in", "1, 2, 3, 4,")
-needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
-)
 
 
 def asked(path: Path, kv: str = "f16", dtype: str = "bfloat16", **options: str) -> Arm:
@@ -242,7 +238,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.parametrize("name", GGML_TYPES)
 def test_types_have_ggmls_numbers_and_sizes(name: str) -> None:
     from llama_cpp._ggml import libggml
@@ -256,7 +252,7 @@ def test_types_have_ggmls_numbers_and_sizes(name: str) -> None:
     assert found == (name, per_block, size)
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.parametrize(("kv", "size"), [("f16", 4), ("f32", 8), ("bf16", 4), ("f32/f16", 6), ("f16/f32", 6)])
 def test_the_cache_is_weighed(kv: str, size: int, tiny: Path) -> None:
     ran = opened(tiny, kv).ran()
@@ -265,7 +261,7 @@ def test_the_cache_is_weighed(kv: str, size: int, tiny: Path) -> None:
     assert (ran.kv_layers, ran.attention, ran.more["k_rotated"]) == (1, "flash", False)
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.parametrize("architecture", ["llama", "smollm3"])
 def test_a_files_text_is_tokenized_as_llama_cpp_does_whatever_its_architecture(
     architecture: str, tmp_path: Path, cache: Path
@@ -275,12 +271,12 @@ def test_a_files_text_is_tokenized_as_llama_cpp_does_whatever_its_architecture(
     assert opened(file).tokenize(text) == list(Tokenizer.load(resolve(str(file))).encode(text))
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_attention_without_flash_says_so(tiny: Path) -> None:
     assert opened(tiny, "f16", flash_attn="off").ran().attention == "standard"
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_a_file_that_llama_cpp_cannot_load_gives_one_line(tiny: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(tiny.read_bytes()[:-4096])
@@ -292,19 +288,19 @@ def test_a_file_that_llama_cpp_cannot_load_gives_one_line(tiny: Path, tmp_path: 
     assert "\n" not in said
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_a_setting_that_the_bindings_lack_is_not_dropped(tiny: Path) -> None:
     with pytest.raises(EngineError, match="has no n_layers_on_the_moon"):
         LlamaModel(str(tiny), n_layers_on_the_moon=1)
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_a_format_that_the_model_cannot_have_is_refused_when_it_is_opened(tiny: Path) -> None:
     with pytest.raises(EngineError, match="cannot make a context"):
         opened(tiny, "q8_0")  # blocks of 32, heads of 16
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_the_gpu_is_not_silently_replaced(tiny: Path) -> None:
     from llama_cpp import llama_supports_gpu_offload
 
@@ -314,7 +310,7 @@ def test_the_gpu_is_not_silently_replaced(tiny: Path) -> None:
         LlamaCppEngine().open(replace(asked(tiny), device="cuda"))
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_a_nan_fails_its_own_item_and_no_other(tiny: Path) -> None:
     engine = opened(tiny)
     prompts = ((5, 6, 7), (8, BAD, 9), (10, 11))
@@ -324,7 +320,7 @@ def test_a_nan_fails_its_own_item_and_no_other(tiny: Path) -> None:
     assert [ids(together, 0), ids(together, 2)] == [ids(alone, 0), ids(alone, 1)]
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.parametrize("flash", ["on", "off"])
 def test_a_nan_window_does_not_reach_the_next_one(flash: str, tiny: Path) -> None:
     window = tuple(range(50, 60))
@@ -334,7 +330,7 @@ def test_a_nan_window_does_not_reach_the_next_one(flash: str, tiny: Path) -> Non
     np.testing.assert_array_equal(rows(answers, 2), rows(answers, 0))
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_windows_in_small_calls_give_the_same_rows(tiny: Path) -> None:
     window = tuple(41 + i % 200 for i in range(90))
     whole, parts = (answered(opened(tiny, n_batch=n), prefill(window, first=10)) for n in ("512", "7"))
@@ -344,7 +340,7 @@ def test_windows_in_small_calls_give_the_same_rows(tiny: Path) -> None:
     assert parts.tokens == whole.tokens == 90
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_no_sequence_of_a_batch_runs_out_of_room(tmp_path: Path) -> None:
     prompts = tuple(tuple(41 + (i + n) % 200 for i in range(n)) for n in (200, 201, 190))
     engine = opened(write_gguf(tmp_path / "tiny.gguf"))
@@ -353,7 +349,7 @@ def test_no_sequence_of_a_batch_runs_out_of_room(tmp_path: Path) -> None:
     assert answers.failed == {}
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *BLOCKED])
 def test_states_and_every_type_of_head_give_the_live_rows(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -368,7 +364,7 @@ def test_states_and_every_type_of_head_give_the_live_rows(
     np.testing.assert_allclose(rows(states, 0), rows(live, 0), rtol=2**-11, atol=0.05)
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.parametrize(
     ("architecture", "numbers"),
     [
@@ -389,7 +385,7 @@ def test_scale_and_softcap_of_an_architecture_are_replayed(
     np.testing.assert_allclose(rows(states, 0), rows(live, 0), rtol=2**-11, atol=0.05)
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_a_head_that_does_not_replay_the_logits_fails_with_what_to_do(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,7 +394,7 @@ def test_a_head_that_does_not_replay_the_logits_fails_with_what_to_do(
         answered(opened(tiny), prefill(tuple(range(50, 60))))
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_a_stop_id_ends_a_sequence_and_is_part_of_it(tiny: Path) -> None:
     engine, prompts = opened(tiny), ((5, 6, 7), (10, 11))
     free = ids(answered(engine, Generate("trajectory", prompts, 8, ())), 0)
@@ -408,13 +404,13 @@ def test_a_stop_id_ends_a_sequence_and_is_part_of_it(tiny: Path) -> None:
     assert len(rows(answers, 0)) == len(ids(answers, 0))
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_rows_are_kept_only_where_they_are_asked_for(tiny: Path) -> None:
     answers = answered(opened(tiny), Generate("rniah", ((5, 6),), 3, (), rows=False))
     assert list(answers.items[0]) == ["ids"]
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_an_empty_continuation_fails_alone(tiny: Path) -> None:
     answers = answered(opened(tiny), Forced("forced", ((5, 6), (5, 7)), ((), (8, 9))))
     assert answers.failed == {0: "empty continuation"}
@@ -488,7 +484,7 @@ def test_a_state_of_another_layout_leaves_both_questions_open() -> None:
     assert found["stored"] == found["named"] == "open: the saved state has a layout that is not known"
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.parametrize("flash", ["on", "off"])
 @pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "f32/bf16"])
 def test_the_saved_state_shows_what_the_cache_holds(kv: str, flash: str, tiny: Path) -> None:
@@ -539,13 +535,13 @@ def theirs(smollm: Path) -> Iterator[Callable[[], Any]]:
     made.close()
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.model
 def test_tokens_are_those_of_the_parents_tokenizer(smollm: Path, smollm2: Model) -> None:
     assert opened(smollm).tokenize(TEXT) == list(Tokenizer.load(smollm2).encode(TEXT))
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.model
 def test_rows_are_the_log_softmax_of_llama_cpps_logits(
     smollm: Path, prompts: tuple[tuple[int, ...], ...], theirs: Callable[[], Any]
@@ -560,7 +556,7 @@ def test_rows_are_the_log_softmax_of_llama_cpps_logits(
     np.testing.assert_allclose(stored, expected, rtol=2**-11, atol=1e-4)  # half a unit in the last place of float16
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.model
 def test_greedy_tokens_are_llama_cpps_own(
     smollm: Path, prompts: tuple[tuple[int, ...], ...], theirs: Callable[[], Any]
@@ -571,7 +567,7 @@ def test_greedy_tokens_are_llama_cpps_own(
         assert ids(answers, item) == [token for token, _ in zip(tokens, range(16), strict=False)]
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.model
 @pytest.mark.parametrize("kv", ["f16", "q8_0", "f16/q4_0"])
 def test_a_batch_gives_what_its_prompts_give_one_by_one_and_forced_decoding_the_same(
@@ -589,7 +585,7 @@ def test_a_batch_gives_what_its_prompts_give_one_by_one_and_forced_decoding_the_
         np.testing.assert_allclose(rows(together, item), rows(alone, item), atol=0.05)
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.model
 @pytest.mark.parametrize("draft", ["", "own", "wrong"])
 def test_speculation_changes_neither_text_nor_rows(
@@ -621,7 +617,7 @@ def test_speculation_changes_neither_text_nor_rows(
     assert engine.ran().record()["speculation"]["drafted"] >= counted["drafted"]
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.model
 def test_a_draft_model_of_another_vocabulary_is_refused(smollm: Path, tmp_path: Path) -> None:
     other = str(write_gguf(tmp_path / "tiny.gguf"))
@@ -629,7 +625,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(smollm: Path, tmp_path: 
         LlamaCppEngine().open(replace(asked(smollm, model_draft="tiny"), draft=other))
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("kv", "size"), [("q8_0", 12_240), ("q5_1", 8_640), ("q5_0", 7_920), ("q4_1", 7_200), ("iq4_nl/q4_0", 6_480)]
@@ -640,7 +636,7 @@ def test_the_bytes_of_block_formats_are_those_of_their_blocks(kv: str, size: int
     assert (ran.k_format, ran.v_format, ran.kv_layers) == (str(spec.k), str(spec.v), 30)
 
 
-@needs_library
+@pytest.mark.llamacpp
 @pytest.mark.model
 def test_a_run_tells_twins_format_loss_and_control_apart(tmp_path: Path) -> None:
     report = compare(

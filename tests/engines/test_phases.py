@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,7 @@ def test_hf_tells_import_and_weights_apart(checkpoint: Checkpoint) -> None:
     assert all(seconds > 0 for seconds in engine.phases.values())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
+@pytest.mark.llamacpp
 def test_llama_cpp_tells_import_and_weights_apart(tmp_path: Path) -> None:
     engine, file = LlamaCppEngine(), write_gguf(tmp_path / "tiny.gguf")
     engine.open(Arm("f16", "llamacpp", "tiny", str(file), "0" * 8, KVSpec.parse("f16"), "bfloat16", "cpu", 1))

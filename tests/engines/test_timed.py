@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -32,9 +31,6 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import Answers
 from tests.models.tiny_gguf import write_gguf
 
-needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
-)
 PROMPTS = ((5, 6, 7), (40, 41, 42, 43, 44))
 EQUAL = tuple((i, i + 1, i + 2) for i in range(5, 10))
 N = 4
@@ -215,7 +211,7 @@ def llama(folder: Path, **options: str) -> LlamaCppEngine:
     return engine
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_llama_cpp_times_the_tokens_that_it_generates(tmp_path: Path, spied: list[list[int]]) -> None:
     engine, sink = llama(tmp_path), Answers()
     generated = free(engine, 1 + N)
@@ -228,7 +224,7 @@ def test_llama_cpp_times_the_tokens_that_it_generates(tmp_path: Path, spied: lis
         assert np.all(np.diff([0.0, *seconds(sink, item)]) > 0)
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_llama_cpp_answers_a_group_in_calls_for_all_its_sequences(tmp_path: Path, spied: list[list[int]]) -> None:
     engine, sink = llama(tmp_path), Answers()
     generated = free(engine, 1 + N, EQUAL)
@@ -243,7 +239,7 @@ def test_llama_cpp_answers_a_group_in_calls_for_all_its_sequences(tmp_path: Path
     assert [len(seconds(sink, item)) for item in (0, 1)] == [1 + N] * 2
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_llama_cpp_reads_a_group_in_pieces_where_a_call_does_not_hold_it(
     tmp_path: Path, spied: list[list[int]]
 ) -> None:
@@ -254,7 +250,7 @@ def test_llama_cpp_reads_a_group_in_pieces_where_a_call_does_not_hold_it(
     assert spied == [[5, 6, 7, 6], [7, 8, 7, 8], [9], *stepped(generated)]
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_more_prompts_than_llama_cpp_takes_together_are_refused(tmp_path: Path) -> None:
     engine = llama(tmp_path, **{"n-batch": "4"})
     with pytest.raises(NotSupportedError, match="at most 4 prompts together here, not 5"):

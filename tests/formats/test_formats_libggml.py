@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,16 @@ from fidelab.formats import create
 
 
 def library() -> Path | None:
-    """libggml-base, from LLAMA_CPP_LIB_PATH or beside the installed package."""
-    folders = [Path(os.environ["LLAMA_CPP_LIB_PATH"])] if "LLAMA_CPP_LIB_PATH" in os.environ else []
+    """libggml-base, beside the installed package."""
     spec = importlib.util.find_spec("llama_cpp")
-    if spec is not None and spec.origin is not None:
-        folders.append(Path(spec.origin).parent / "lib")
-    return next((path for folder in folders for path in sorted(folder.glob("libggml-base.so*"))), None)
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(sorted((Path(spec.origin).parent / "lib").glob("libggml-base.so*"))), None)
 
 
 LIBRARY = library()
 EXACT = ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="llama-cpp-python is not installed, LLAMA_CPP_LIB_PATH not set")
+pytestmark = pytest.mark.llamacpp
 
 
 def quantized(name: str, x: NDArray[np.float32], size: int) -> NDArray[np.uint8]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -33,9 +32,6 @@ TEXT = (
 )
 WINDOWS = tuple(tuple(2 + (i * i + 7 * i + seed) % 510 for i in range(96)) for seed in (0, 5))
 PROBE = Prefill("kld", WINDOWS, 0, 94, ((0,) * 95, (1,) * 95))
-needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
-)
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +152,12 @@ def test_fewer_bits_in_the_cache_cost_more(folder: Path, truth: Tensor) -> None:
     assert 0 < costs[0] < costs[1] < costs[2]
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_llama_cpp_gives_the_distributions_of_transformers(folder: Path, truth: Tensor) -> None:
     assert mean_kl(truth, log_probs(opened(LlamaCppEngine, folder / GGUF_NAME, "f16", "bfloat16"))) < 1e-5
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_llama_cpp_cuts_text_into_the_same_tokens(folder: Path) -> None:
     ours = list(Tokenizer.load(resolve(str(folder))).encode(TEXT))
     assert opened(LlamaCppEngine, folder / GGUF_NAME, "f16", "bfloat16").tokenize(TEXT) == ours
@@ -169,7 +165,7 @@ def test_llama_cpp_cuts_text_into_the_same_tokens(folder: Path) -> None:
     assert max(ours) >= 258  # and a pair
 
 
-@needs_library
+@pytest.mark.llamacpp
 def test_llama_cpp_sees_the_same_cache(folder: Path) -> None:
     ran = opened(LlamaCppEngine, folder / GGUF_NAME, "q8_0/f16", "bfloat16").ran()
     assert (ran.kv_layers, ran.cache_bytes_per_token) == (2, 2 * 2 * (34 + 64))
