@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from fidelab.config.harmless import table
+from fidelab.config.load import validate
+from fidelab.config.schema import Experiment
+from fidelab.config.trust import demands
 from fidelab.engines.openai.http import read_key
 from fidelab.errors import UsageError
 from tests.engines.openai_server import Served, save_model, serving
@@ -154,6 +158,88 @@ def test_words_given_as_flags_are_not_asked_for(room: Path) -> None:
     assert cli("run", write(room, engine=fake()), "--dry-run", *flags, cwd=room).code == 0
     line = write(room, candidates=[LINE])
     assert cli("run", line, "--dry-run", "--set", f"candidates=['{LINE}']", cwd=room).code == 0
+
+
+# ---------------------------------------------------------------------------------------------------- options
+
+
+UNKNOWN = {
+    "compilation-config": '{"custom_ops": ["evil.op"]}',
+    "ec-transfer-config": '{"ec_connector_module_path": "evil.module"}',
+    "structured-outputs-config": '{"backend": "evil/module"}',
+    "hicache-storage-backend-extra-config": '{"module": "evil"}',
+    "load-format": "evil_plugin",
+    "trust-remote-code": "yes",
+    "tool-parser-plugin": "parser.py",
+    "base-url": "http://other.example/v1",
+    "speculative-config": '{"method": "custom_class", "model": "evil/module", "num_speculative_tokens": 2}',
+    "any-new-one": "word",
+}
+
+
+@pytest.mark.parametrize("key", UNKNOWN)
+def test_an_option_that_is_not_known_to_be_harmless_is_asked_for(key: str, tmp_path: Path) -> None:
+    (tmp_path / "parser.py").write_text("")  # beside the file, as whoever sent it would have it
+    asked = demands(settings_with({key: UNKNOWN[key]}))
+    assert [(demand.key, demand.value) for demand in asked] == [(key, UNKNOWN[key])]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("max-model-len", "32768"), ("kv-cache-memory", "4G"), ("any-new-one", "3"), ("any-new-one", "no")),
+        *(
+            ("attention-backend", "TRITON_ATTN"),
+            ("weights", "int4[group=64]"),
+            ("base-url", "http://127.0.0.1:8001/v1"),
+        ),
+        ("speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'),
+    ],
+)
+def test_numbers_and_what_is_known_to_be_harmless_pass_unasked(key: str, value: str) -> None:
+    assert demands(settings_with({key: value})) == []
+
+
+def settings_with(options: dict[str, str]) -> Experiment:
+    arms = {"reference": "auto", "candidates": ["fp8_e4m3"]}
+    return validate({"model": "fake", "engine": "vllm", "engine_args": options, "axes": SIZES, **arms}, "test")
+
+
+def test_the_guide_shows_the_table_of_harmless_options() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
+    assert "\n".join(table()) in guide
+
+
+@pytest.mark.parametrize("key", ["output_dir", "captures_dir"])
+def test_a_folder_elsewhere_is_not_written_to_unasked(key: str, room: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    refused(cli("run", write(room, **{key: str(elsewhere)}), cwd=room), f"{key} ", "would be written to")
+    assert not elsewhere.exists()
+
+
+def test_arms_are_not_sent_to_a_cluster_unasked(room: Path) -> None:
+    where = {"name": "ray", "address": "head.example:6379"}
+    refused(cli("run", write(room, executor=where), cwd=room), "address 'head.example:6379'", "is a cluster")
+
+
+@pytest.mark.parametrize("address", ["a\nb:1", "head 1:2", "$(x):1", "http://x:1", "head"])
+def test_an_address_is_a_host_and_a_port(address: str, room: Path) -> None:
+    refused(cli("run", write(room, executor={"name": "ray", "address": address}), cwd=room), "executor.address")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("LD_PRELOAD=./evil.so vllm serve smollm2-135m", "env.LD_PRELOAD './evil.so'"),
+        ("docker run evil/image vllm serve smollm2-135m", "image 'evil/image'"),
+        ("vllm serve smollm2-135m --trust-remote-code", "trust-remote-code 'yes'"),
+    ],
+)
+def test_a_servers_command_in_a_file_is_asked_about(command: str, said: str, room: Path) -> None:
+    (room / "serve.sh").write_text(command)
+    words = ("compare", "--serve", "serve.sh", "--kv", "fp8_e4m3", "--dry-run")
+    refused(cli(*words, cwd=room), said, "--trust serve.sh")
+    assert said not in cli(*words, "--trust", "serve.sh", cwd=room).err
 
 
 # -------------------------------------------------------------------------------------------------- run folders

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import time
@@ -200,6 +201,11 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "JSON": lambda key: "".join(f"\\u{ord(char):04x}" for char in key),
     "JSON in JSON": lambda key: json.dumps(json.dumps(key.replace("/", "\\/"))),
     "HTML": lambda key: "".join(f"&#{ord(char)};" for char in key),
+    "backwards": lambda key: key[::-1],
+    "hexadecimal": lambda key: key.encode().hex(),
+    "base64": lambda key: base64.b64encode(key.encode()).decode(),
+    "base64 of addresses": lambda key: base64.urlsafe_b64encode(key.encode()).decode(),
+    "base64 behind a word": lambda key: base64.b64encode(b"Bearer " + key.encode()).decode()[10:],
 }
 
 

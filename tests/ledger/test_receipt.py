@@ -78,9 +78,17 @@ def run_of(cwd: Path) -> Path:
 def test_an_untouched_receipt_is_verified_and_its_numbers_are_computed_again(receipt: Path, runs: Path) -> None:
     done = cli("verify", "receipt.jsonl", "--json", cwd=runs)
     [entry] = json.loads(done.out)["receipts"]
-    assert (done.code, entry["faults"], entry["remarks"]) == (0, [], [])
+    assert (done.code, entry["verdict"], entry["faults"], entry["remarks"]) == (0, "verified", [], [])
     numbers = len(re.findall(r'"value":-?\d', receipt.read_text()))
     assert entry["recomputed"] > numbers > 50
+
+
+def test_a_receipt_that_nobody_computed_again_is_not_verified(receipt: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(receipt, tmp_path / "elsewhere")
+    done = cli("verify", "receipt.jsonl", cwd=tmp_path / "elsewhere")
+    assert done.code == 3
+    assert "receipt.jsonl: consistent, not verified: " in done.out
 
 
 def test_every_line_holds_to_the_schema_which_is_the_one_in_its_folder(receipt: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from importlib.resources import files
@@ -58,11 +59,10 @@ def test_a_shape_is_what_the_architecture_caches(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "lfm2"])
 def test_recurrent_state_is_as_large_as_in_a_real_forward(kind: str, tmp_path: Path) -> None:
     KINDS[kind].config().save_pretrained(tmp_path)
-    real = model(kind)
+    real = copy.deepcopy(model(kind)).bfloat16()  # other tests share the model
     cache = transformers.DynamicCache(config=real.config)
     with torch.no_grad():
-        real.bfloat16()(input_ids=torch.zeros((1, 1), dtype=torch.long), cache=cache, use_cache=True)
-    real.float()
+        real(input_ids=torch.zeros((1, 1), dtype=torch.long), cache=cache, use_cache=True)
     held = [getattr(layer, name, None) or {} for layer in cache.layers for name in ("conv_states", "recurrent_states")]
     states = [state for states in held for state in states.values() if state is not None]
     assert model_geometry(tmp_path).state_bytes == sum(state.nbytes for state in states) > 0

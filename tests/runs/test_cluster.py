@@ -17,7 +17,7 @@ from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Prefill, request_hash, request_record
 from fidelab.core import Arm, KVSpec, Status
 from fidelab.errors import UsageError
-from fidelab.runs.cluster import Lost, Needs, answer, open_cluster, run_job
+from fidelab.runs.cluster import Lost, Needs, RayCluster, answer, run_job
 from fidelab.workers.messages import Captured, Job, Message, ProbeTask
 from fidelab.workers.parent import JobOutcome
 from tests.runs.harness import SMALL, Done, cli, same_report, write_inputs
@@ -80,21 +80,13 @@ def test_ray_gives_the_report_of_one_machine_with_a_worker_killed(tmp_path: Path
 
 
 @pytest.mark.full
-def test_submitit_gives_the_report_of_one_machine(tmp_path: Path) -> None:
-    pytest.importorskip("submitit", reason="extra slurm is not installed")
-    here, there = _compare(tmp_path / "here"), _compare(tmp_path / "there", "--executor", "slurm", "--address", "local")
-    assert there.code == here.code == 0, there.err
-    assert _same(here, there)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("estimator", ["hidden", "logprobs"])
 def test_nodes_compare_rows_and_drop_them(estimator: str, tmp_path: Path) -> None:
     """And the report is the one that is made of rows here."""
-    pytest.importorskip("submitit", reason="extra slurm is not installed")
+    pytest.importorskip("ray", reason="extra ray is not installed")
     engine = ("--engine-arg", f"estimator={estimator}")
     here = _compare(tmp_path / "here", *engine)
-    there = _compare(tmp_path / "there", *engine, "--drop-rows", "--executor", "slurm", "--address", "local")
+    there = _compare(tmp_path / "there", *engine, "--drop-rows", "--executor", "ray", "--address", "local")
     assert there.code == here.code == 0, there.err
     assert _same(here, there)
     captures = [Capture(folder) for folder in find_captures(tmp_path / "there" / "runs" / "captures")]
@@ -151,7 +143,7 @@ def job(tmp_path: Path) -> Job:
 def _run(where: Any, job: Job, folder: Path) -> tuple[JobOutcome, list[Message]]:
     heard: list[Message] = []
     how: dict[str, Any] = {"env": {}, "deadline": 60.0, "command": (sys.executable, "-m", "fidelab.workers.child")}
-    outcome = run_job(where, job, Needs(1, 0, 60.0), log=folder / "log.txt", listen=heard.append, **how)
+    outcome = run_job(where, job, Needs(1, 0), log=folder / "log.txt", listen=heard.append, **how)
     return outcome, heard
 
 
@@ -215,24 +207,20 @@ def test_node_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
     [
         (("--executor", "kubernetes"), "local"),
         (("--executor", "ray", "--address", "127.0.0.1:9"), "no Ray cluster answers at 127.0.0.1:9"),
-        (("--executor", "ray", "--executor-arg", "partition=gpu"), "takes no option partition"),
         (("--executor", "ray", "--benches", "decode"), "benches time arms against each other"),
-        (("--executor", "slurm", "--address", "head"), "leave it out, or say local"),
+        (("--executor", "ray", "--address", "head"), "executor.address"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    if "partition=gpu" not in flags and flags[1] in ("ray", "slurm"):
-        pytest.importorskip({"ray": "ray", "slurm": "submitit"}[flags[1]], reason="extra is not installed")
+    if flags[1] == "ray":
+        pytest.importorskip("ray", reason="extra ray is not installed")
     done = _compare(tmp_path, *flags)
     assert done.code == 2
     assert said in done.err
     assert not list((tmp_path / "runs").glob("2*"))
 
 
-@pytest.mark.parametrize(("name", "package"), [("ray", "ray"), ("slurm", "submitit")])
-def test_executor_without_its_package_names_the_extra(
-    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UsageError, match=rf"pip install 'fidelab\[{name}\]'"):
-        open_cluster(name, None, {}, tmp_path)
+def test_executor_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r"pip install 'fidelab\[ray\]'"):
+        RayCluster("auto")

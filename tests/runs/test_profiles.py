@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,11 +141,33 @@ def test_resume_keeps_what_ended_well_and_runs_the_rest_again(tmp_path: Path) ->
     resolved = json.loads((folder / "profile.resolved.json").read_text())
     resolved["resolved"]["stages"][0]["command"] = ["formats", "--json"]  # what was wrong has been mended
     (folder / "profile.resolved.json").write_text(json.dumps(resolved))
-    again = cli("profiles", "run", "--resume", folder, cwd=tmp_path)
+    again = cli("profiles", "run", "--resume", folder, "--trust", folder, cwd=tmp_path)
     assert again.code == 0, again.err
     assert "quality (2 of 4): done before" in again.err
     assert (folder / "stages" / "quality" / "stage.json").read_bytes() == before
     assert [stage["status"] for stage in record_of(tmp_path)["stages"]] == ["ok", "ok", "skipped", "skipped"]
+
+
+def test_a_profiles_folder_of_somebody_else_runs_nothing(done: Done, tmp_path: Path) -> None:
+    shutil.copytree(done.cwd, tmp_path / "room")
+    folder = folder_of(tmp_path / "room")
+    resolved = json.loads((folder / "profile.resolved.json").read_text())
+    resolved["resolved"]["stages"][0]["command"] = ["models", "pull", "evil/model"]
+    (folder / "profile.resolved.json").write_text(json.dumps(resolved))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    again = cli("profiles", "run", "--resume", folder, cwd=tmp_path / "room")
+    assert (again.code, again.out) == (2, "")
+    [line] = again.err.splitlines()
+    assert "may run any command of fidelab, and was not written by fidelab for you" in line
+    assert f"--trust {folder / 'profile.resolved.json'}" in line
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "a b", ""])
+def test_a_stage_is_a_folder_of_its_name(name: str, tmp_path: Path) -> None:
+    done = profiles(tmp_path, stages=[{"name": name, "command": ["formats"]}], expected=[])
+    assert done.code == 2
+    assert "stages.0.name" in done.err
 
 
 def test_a_stopped_profile_leaves_no_process_and_goes_on(tmp_path: Path) -> None:

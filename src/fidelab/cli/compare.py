@@ -162,14 +162,14 @@ def compare(
     varied = (f"preset={name}" for names in levels for name in names.split(","))
     written = (preset and f"preset={preset}", reference, control, *(candidate or []), *varied)
     presets = check_presets(filter(None, written), Trust(trusted or []))
-    if trusted and not presets:
+    if trusted and not presets and serve is None:
         raise UsageError(
             "--trust is for a run of somebody else that is gone on with: it goes with --resume RUN_DIR, or with the "
-            "file of a preset"
+            "file of a preset or of --serve"
         )
     secrets: tuple[str, ...] = ()
     if serve is not None:
-        arms, changes, secrets = _pasted(serve, change or [], context, engine)
+        arms, changes, secrets = _pasted(serve, change or [], context, engine, trusted or [])
     elif change:
         raise UsageError("--change is a change of a server's command line: give that with --serve COMMAND")
     elif model is None and preset is None:
@@ -203,7 +203,11 @@ def compare(
 
 
 def _pasted(
-    command: str, changes: Sequence[str], context: typer.Context, flags: options.ServableEngineOptions
+    command: str,
+    changes: Sequence[str],
+    context: typer.Context,
+    flags: options.ServableEngineOptions,
+    trusted: Sequence[Path],
 ) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[str, ...]]:
     """The arms of a pasted command: settings, candidates, and secrets that the record must not hold.
 
@@ -211,8 +215,10 @@ def _pasted(
 
     Raises:
         UsageError: it cannot be read, or a flag says what the command itself says.
+        ConfigError: it stands in a file that asks for what a file may not do unasked.
     """
     from fidelab.config.serve import read_change, read_served
+    from fidelab.config.trust import Trust, check_pasted
     from fidelab.engines import ENGINES
     from fidelab.errors import UsageError
 
@@ -224,6 +230,8 @@ def _pasted(
         return dict(getattr(ENGINES.load(name), "controlled", {}))
 
     served = read_served(command, controlled)
+    if served.file is not None:
+        check_pasted(served.settings(), served.file, Trust(trusted))
     own, given = served.settings(), flags.settings()
     flagged = {key: value for key, value in given.items() if value not in (None, "auto")}
     data = {

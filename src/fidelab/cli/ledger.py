@@ -247,6 +247,9 @@ def publish(
     print(write(RunFolder.open(run_dir.absolute()), out, supersedes=supersedes, because=because))
 
 
+_VERDICTS = {"verified": "verified", "consistent": "consistent, not verified", "wrong": "wrong"}
+
+
 def verify(
     receipts: Annotated[list[Path], typer.Argument(metavar="RECEIPT", help="What fidelab publish wrote.")],
     run: Annotated[
@@ -262,7 +265,8 @@ def verify(
 ) -> None:
     """Check receipts; exit with 1 where one was altered, contradicts itself, or is not what the captures give.
 
-    Where the run is at hand, all figures are computed again from its captures, without an engine.
+    Where the run is at hand, all figures are computed again from its captures, without an engine. Where it is not,
+    a receipt is consistent at best, and the exit code is 3.
 
     [bold]Examples[/bold]
 
@@ -294,6 +298,7 @@ def verify(
                 "receipt": str(path),
                 "run_id": None if head is None else head.run_id,
                 "hash": one.receipt.hash,
+                "verdict": one.verdict,
                 "faults": list(one.faults),
                 "recomputed": checked,
                 "remarks": remarks,
@@ -302,12 +307,14 @@ def verify(
         if as_json:
             continue
         again = "" if checked is None else f", {checked:,} numbers computed again from captures"
-        print(f"{path}: {'not verified' if one.faults else 'verified'}: {len(one.receipt.lines)} lines{again}")
+        print(f"{path}: {_VERDICTS[one.verdict]}: {len(one.receipt.lines)} lines{again}")
         for line in remarks:
             print(f"  {line}")
     if as_json:
         print(json.dumps({"receipts": entries}, indent=2, ensure_ascii=False))
     exit_on([f"{one.receipt.path}: {fault}" for one in found for fault in one.faults])
+    if any(one.verdict != "verified" for one in found):
+        raise typer.Exit(3)
 
 
 # ----------------------------------------------------------------------------------------- leaderboards and exports

@@ -415,19 +415,15 @@ class ServableEngineOptions(EngineOptions):
 class ExecutorOptions(Options, panel=ENGINE):
     """Where the arms' processes run."""
 
-    executor: Annotated[str, typer.Option(help="Where arms run: local, ray, or slurm (by submitit).")] = "local"
+    executor: Annotated[str, typer.Option(help="Where arms run: local or ray.")] = "local"
     address: Annotated[
         str | None,
         typer.Option(help="Ray cluster: auto, HOST:PORT, or local for one of this run's own.", show_default=False),
     ] = None
-    executor_arg: Annotated[
-        list[str] | None, typer.Option(help="Slurm option K=V, such as partition=gpu; may be repeated.")
-    ] = None
 
     def settings(self) -> dict[str, Any]:
-        arguments = _pairs(self.executor_arg or [], "--executor-arg")
-        given = {"name": self.executor, "address": self.address, "options": arguments}
-        return {} if given == {"name": "local", "address": None, "options": {}} else {"executor": given}
+        given = {"name": self.executor, "address": self.address}
+        return {} if given == {"name": "local", "address": None} else {"executor": given}
 
 
 class TextOptions(Options, panel=MEASURED):

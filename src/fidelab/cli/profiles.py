@@ -133,8 +133,8 @@ def run_one(
     from fidelab.runs.profiles import resume_profile, run_profile
 
     if resume_dir is not None:
-        options.refuse_beside_resume(context, "profile", ("as_json",))
-        report, folder = resume_profile(resume_dir, watch=_watch), resume_dir.absolute()
+        options.refuse_beside_resume(context, "profile", ("as_json", "trusted"))
+        report, folder = resume_profile(resume_dir, trusted=trusted or [], watch=_watch), resume_dir.absolute()
     elif name is None:
         raise UsageError("name a profile: fidelab profiles run NAME (fidelab profiles list shows them)")
     else:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["pages"]
+__all__ = ["pages", "with_harmless_options"]
 
 Schema = Mapping[str, Any]
 
@@ -30,6 +30,16 @@ _PANEL_PAGES = {  # panel of --help: page
 def pages() -> dict[str, str]:
     """File name → Markdown, of all reference pages."""
     return {**_command_pages(), **_file_pages(), "settings.md": _settings_page()}
+
+
+def with_harmless_options(guide: str) -> str:
+    """The guide to security, its table made anew from the code."""
+    from fidelab.config.harmless import table
+
+    before, _, rest = guide.partition("<!-- harmless options -->\n")
+    return (
+        f"{before}<!-- harmless options -->\n{chr(10).join(table())}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    )
 
 
 def _command_pages() -> dict[str, str]:
@@ -295,3 +305,5 @@ if __name__ == "__main__":
             path.unlink()
     for name, text in made.items():
         (folder / name).write_text(text, "utf-8")
+    guide = folder.parent / "security.md"
+    guide.write_text(with_harmless_options(guide.read_text("utf-8")), "utf-8")

@@ -248,9 +248,12 @@ class ExecutorConfig(BaseModel):
 
     model_config = _STRICT
 
-    name: Literal["local", "ray", "slurm"] = Field(default="local", description="this machine, or a cluster")
-    address: str | None = Field(default=None, description="ray: auto, host:port or local; slurm: local")
-    options: Options = Field(default_factory=dict, description="slurm: of the submission, such as partition")
+    name: Literal["local", "ray"] = Field(default="local", description="this machine, or a Ray cluster")
+    address: str | None = Field(
+        default=None,
+        pattern=r"^(auto|local|(ray://)?[\w.\-\[\]:]+:\d{1,5})$",
+        description="ray: auto, host:port or local",
+    )
 
 
 class Experiment(BaseModel):

@@ -235,7 +235,8 @@ class Pasted:
     """A server's command, read.
 
     ``program``: its words before the flags, none where an image starts by itself; ``wrapper``: ``docker run … IMAGE``;
-    ``mounts``: folder in the image → folder here; ``secrets``: values that no record may hold.
+    ``mounts``: folder in the image → folder here; ``secrets``: values that no record may hold; ``file``: where the
+    command stood.
     """
 
     engine: str
@@ -243,6 +244,7 @@ class Pasted:
     program: tuple[str, ...]
     wrapper: tuple[str, ...] = ()
     mounts: Mapping[str, str] = field(default_factory=dict)
+    file: Path | None = None
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -285,8 +287,9 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
         ConfigError: the file cannot be read.
     """
     file = text.removeprefix("@").strip()
-    where = "--serve"
+    where, place = "--serve", None
     if text.startswith("@") or ("\n" not in file and " " not in file and expand(file).is_file()):
+        place = Path(file)
         text, where = read_text(expand(file)), file
     assigned, words = split_command(text, where)
     program, rest, starter = _program(words, where)
@@ -312,7 +315,7 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
     said.fields = {**outer.fields, **said.fields}
     said.ignored = {**notes, **outer.ignored, **said.ignored}
     said.secrets += outer.secrets
-    return Pasted(engine, said, tuple(program[len(run.entry) :]), tuple(wrapper), mounts)
+    return Pasted(engine, said, tuple(program[len(run.entry) :]), tuple(wrapper), mounts, place)
 
 
 def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,22 +22,33 @@ import yaml
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.cross import CrossEngine
+from fidelab.config.harmless import FILES, is_harmless
 from fidelab.config.load import apply_overrides, expand, read_yaml
 from fidelab.config.presets import find_preset, load_preset
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
 from fidelab.core import digest, state_dir
 from fidelab.errors import ConfigError, InputError, UsageError
 
-__all__ = ["Demand", "Trust", "check_presets", "check_trust", "demands", "load_trusted", "remember"]
+__all__ = [
+    "Demand",
+    "Trust",
+    "check_own",
+    "check_pasted",
+    "check_presets",
+    "check_trust",
+    "demands",
+    "load_trusted",
+    "remember",
+    "remember_own",
+]
 
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
 Asking = Experiment | CrossEngine | Preset
 
 _MEMORY = "trusted-files"  # in the user's state: per line a hash and the file that had it
 _COMMANDS = ("prefix", "python", "image", "pythonpath")
-_KEY, _ADDRESS, _ATTENTION = "api-key-env", "base-url", "attention"
-# Options of engines and of their servers that name code, which they import and run.
-_CODE = re.compile(r"plugin|middleware|-cls$|logits-processor|custom-|-hooks$|kv-transfer|trust-remote-code")
+_KEY, _ADDRESS = "api-key-env", "base-url"
+_HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
 _TASKS = "include_path"  # of axis lm-eval: task files name functions of the files beside them
 _TRUSTED: set[str] = set()  # presets that flags named, which are read once more when arms are made
 _NAMES = {
@@ -96,6 +106,27 @@ def check_trust(settings: Asking, written: Mapping[str, Any], file: Path, trust:
         there = {(demand.key, demand.value) for demand in demands(settings)}
         for key, value in (word for word in trust.words if word not in there):
             raise UsageError(f"--{key} {value}: {file} does not ask for it; leave it out")
+    _refuse(asked, written, file, trust)
+
+
+def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
+    """Refuse what a server's command in a file asks for unasked; ``pasted``: the settings that were made of it.
+
+    Its words stand in the commands of the report; they are not asked for, since the person named the file as a command.
+
+    Raises:
+        ConfigError: as :func:`check_trust`.
+    """
+    engine = pasted["engine"]
+    asked = [
+        *_programs(EngineConfig.model_validate(engine if isinstance(engine, Mapping) else {"name": engine})),
+        *(Demand(f"env.{name}", value, "is a variable that would be set") for name, value in pasted["env"].items()),
+        *(demand for key, value in pasted["engine_args"].items() for demand in _option(key, str(value))),
+    ]
+    _refuse(asked, pasted, file, trust)
+
+
+def _refuse(asked: Sequence[Demand], written: Mapping[str, Any], file: Path, trust: Trust) -> None:
     left = [demand for demand in asked if not _inside(demand, file)]
     known = _hash(written, asked)
     if not left or known in _known():
@@ -157,6 +188,33 @@ def remember(settings: Experiment | CrossEngine, written: str | Mapping[str, Any
         _note(_hash(yaml.safe_load(written) if isinstance(written, str) else written, asked), file)
 
 
+def check_own(file: Path, content: bytes, what: str, files: Sequence[Path]) -> None:
+    """Refuse a file that fidelab did not write for this user; ``what``: what it may do, in words.
+
+    Args:
+        content: of the file, as it will be used.
+        files: those that the person named by ``--trust``, or their folders.
+
+    Raises:
+        ConfigError: it is not remembered (:func:`remember_own`), and not trusted.
+    """
+    known = digest(content)
+    if known in _known():
+        return
+    if any(_place(path) in (_place(file), _place(file.parent)) for path in files):
+        _note(known, file)
+        return
+    raise ConfigError(
+        f"{file} {what}, and was not written by fidelab for you on this machine. Nothing was run; "
+        f"if you trust it, add --trust {shlex.quote(str(file))}"
+    )
+
+
+def remember_own(file: Path, content: bytes) -> None:
+    """Trust this content, which fidelab itself writes for this user to ``file``."""
+    _note(digest(content), file)
+
+
 def _words(overrides: Sequence[str]) -> set[tuple[str, str]]:
     """Key and value of everything that ``a.b=c`` overrides say, arms in one line included."""
     pairs: set[tuple[str, str]] = set()
@@ -192,15 +250,12 @@ def demands(settings: Asking) -> list[Demand]:
     found: list[Demand] = []
     if isinstance(settings, Preset):
         for key, value in settings.serve.items():
-            found += [*_code(key, value), *_file(key, value, Path.is_file)]
+            found += _option(key, value)
     for engine, options, env in _arms(settings):
         found += _programs(engine)
         found += (Demand(f"env.{name}", value, "is a variable that would be set") for name, value in env.items())
         for key, value in options.items():
-            found += [*_code(key, value), *(_file(key, value, Path.is_file) if isinstance(settings, Preset) else ())]
-        for key in (_ATTENTION, "attn-implementation"):
-            if engine.name == "hf" and "/" in options.get(key, ""):
-                found.append(Demand(key, options[key], "is code of a hub that would be run"))
+            found += _option(key, value)
         if _KEY in options:
             host = options.get(_ADDRESS, "no address")
             found.append(Demand(_KEY, options[_KEY], f"is a variable whose content would be sent to {host!r}", host))
@@ -213,6 +268,14 @@ def demands(settings: Asking) -> list[Demand]:
             found += _file(key, value, Path.is_file)
             if key == _TASKS:
                 found.append(Demand(f"axes.lm-eval.{key}", value, "is a folder whose code would be run"))
+    for key in ("output_dir", "captures_dir"):
+        place = getattr(settings, key, None)
+        if place is not None and not (there := _place(Path(place))).is_relative_to(Path.cwd().resolve()):
+            found.append(Demand(key, str(place), "is a folder elsewhere that would be written to", str(there)))
+    executor = settings.executor if isinstance(settings, Experiment) else None
+    if executor is not None and executor.name != "local" and executor.address != "local":
+        address = executor.address or "auto"
+        found.append(Demand("address", address, "is a cluster that arms would be sent to", address))
     serve = settings.serve if isinstance(settings, Experiment) else None
     if serve is not None:
         words = shlex.join([*serve.wrapper, *serve.program, *serve.words])
@@ -220,9 +283,16 @@ def demands(settings: Asking) -> list[Demand]:
     return list(dict.fromkeys(found))
 
 
-def _code(key: str, value: str) -> Iterator[Demand]:
-    if _CODE.search(key) and value not in ("no", "false", "off"):
-        yield Demand(key, value, "is code that the engine would run")
+def _option(key: str, value: str) -> Iterator[Demand]:
+    if key == _KEY:  # said with the host that would get it
+        return
+    if key in _HUB_CODE:
+        if "/" in value or ":" in value:
+            yield Demand(key, value, "is code of a hub that would be run")
+    elif key in FILES and (files := list(_file(key, value, Path.is_file))):
+        yield from files
+    elif not is_harmless(key, value):
+        yield Demand(key, value, "is an option that may load code or files, or reach other machines")
 
 
 def _arms(settings: Asking) -> Iterator[tuple[EngineConfig, Mapping[str, str], Mapping[str, str]]]:
@@ -270,7 +340,7 @@ def _file(key: str, value: str, exists: Callable[[Path], bool] = Path.exists) ->
 
 def _inside(demand: Demand, file: Path) -> bool:
     """Whether the demand is a file that lies in the settings file's own folder."""
-    if demand.key in (*_COMMANDS, _ATTENTION, _KEY):
+    if demand.key in (*_COMMANDS, *_HUB_CODE, _KEY):
         return False
     return Path(demand.target).is_relative_to(_place(file.parent))
 

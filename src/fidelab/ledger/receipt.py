@@ -231,6 +231,11 @@ class Verified:
     recomputed: int | None = None
     remarks: tuple[str, ...] = field(default_factory=tuple)
 
+    @property
+    def verdict(self) -> Literal["verified", "consistent", "wrong"]:
+        """``consistent``: whoever can write a receipt can write one whose figures agree with each other."""
+        return "wrong" if self.faults else "consistent" if self.recomputed is None else "verified"
+
 
 # ----------------------------------------------------------------------------------------------------- publishing
 

@@ -136,6 +136,7 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
     if not isinstance(kind, str):
         raise _cannot(file, "it lacks model_type")
     try:
+        _check_sizes(words, file)
         config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
         if lacks := _lacks(words, config):
             raise _cannot(file, f"it lacks {', '.join(lacks)}")
@@ -174,6 +175,31 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
 
 def _cannot(file: Path, why: str) -> InputError:
     return InputError(f"{file}: {why}; or pass --layers, --kv-heads, --head-dim and --params")
+
+
+_MOST = {"layer": 2_000, "expert": 10_000}  # modules that are built one by one
+_MOST_ELSE = 1 << 40  # of any other number
+_MOST_ITEMS = 20_000  # of one list
+
+
+def _check_sizes(value: Any, file: Path, key: str = "") -> None:
+    """Refuse numbers with which building the model would not end; real ones are far below.
+
+    Raises:
+        InputError: names the field and its bound.
+    """
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_sizes(inner, file, str(name))
+    elif isinstance(value, list):
+        if len(value) > _MOST_ITEMS:
+            raise _cannot(file, f"{key} has {len(value):,} items, at most {_MOST_ITEMS:,} are read")
+        for inner in value:
+            _check_sizes(inner, file, key)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        most = next((bound for part, bound in _MOST.items() if part in key), _MOST_ELSE)
+        if abs(value) > most:
+            raise _cannot(file, f"{key} is {value:,}, at most {most:,} are read")
 
 
 def _lacks(words: Mapping[str, Any], config: PretrainedConfig) -> list[str]:

@@ -27,6 +27,7 @@ _LEGEND = (
     "number until the first change."
 )
 _MARKUP = re.compile(r"[\\`*\[\]<~$&|]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
+_ENTITIES = {"<": "&lt;", "&": "&amp;"}
 _ADDRESS = re.compile(r"://|www\.|@|\b(mailto|xmpp):", re.IGNORECASE)
 
 
@@ -160,8 +161,13 @@ def _bullets(lines: Iterable[str]) -> str:
 def escaped(text: str) -> str:
     """Text that is shown as it is."""
     return " ".join(
-        code_span(word) if _ADDRESS.search(word) else _MARKUP.sub(r"\\\g<0>", word) for word in text.split(" ")
+        code_span(word) if _ADDRESS.search(word) else _MARKUP.sub(_escape, word) for word in text.split(" ")
     )
+
+
+def _escape(found: re.Match[str]) -> str:
+    """As an entity where not all renderers take a backslash: python-markdown makes a tag of ``\\<b>``."""
+    return _ENTITIES.get(found[0], f"\\{found[0]}")
 
 
 def code_span(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Jobs on other machines: on a Ray cluster, or under Slurm by submitit.
+"""Jobs on other machines: on a Ray cluster.
 
 A node runs a job as this machine would: the same worker process, which writes captures to the same folder.  So all
 machines see the folder of runs, fidelab and the engines' environments under the same paths.  What goes over is the
@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,9 +25,8 @@ from fidelab.errors import EngineError, UsageError
 from fidelab.workers.messages import Captured, Job, Message, ProbeFailed, ProbeTask, decode, encode
 from fidelab.workers.parent import JobOutcome, run_worker
 
-__all__ = ["EXECUTORS", "Cluster", "Lost", "Needs", "RayCluster", "SlurmCluster", "answer", "open_cluster", "run_job"]
+__all__ = ["Cluster", "Lost", "Needs", "RayCluster", "answer", "run_job"]
 
-EXECUTORS = ("local", "ray", "slurm")
 _ATTEMPTS = 4  # of one job, where nodes are lost
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK = 0.2  # seconds between two looks at a job
@@ -43,11 +41,10 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job asks of a node; ``seconds``: its deadline."""
+    """What a job asks of a node."""
 
     cpus: int
     gpus: int
-    seconds: float | None
 
 
 class Handle(Protocol):
@@ -81,23 +78,6 @@ class Cluster(Protocol):
 
     def close(self) -> None:
         """Nothing more will be given away."""
-
-
-def open_cluster(name: str, address: str | None, options: Mapping[str, str], folder: Path) -> Cluster:
-    """The executor of this name; ``folder``: for its own files, seen by all nodes.
-
-    Raises:
-        UsageError: unknown, its package is not installed, or its cluster cannot be reached.
-    """
-    if name == "ray":
-        if options:
-            raise UsageError(
-                f"executor ray takes no option {', '.join(sorted(options))}: set it where the cluster starts"
-            )
-        return RayCluster(address or "auto")
-    if name == "slurm":
-        return SlurmCluster(address, options, folder)
-    raise UsageError(f"executor {name!r} is unknown; there are: {', '.join(EXECUTORS)}")
 
 
 def run_job(
@@ -344,61 +324,3 @@ class _RayJob:
     def cancel(self) -> None:
         with suppress(Exception):  # the cluster may be what is gone
             self._ray.cancel(self._ref, force=True)
-
-
-# ------------------------------------------------------------------------------------------------- Slurm
-
-
-class SlurmCluster:
-    """Slurm, by submitit.  ``address``: ``local`` for processes of this machine; ``options``: of the submission."""
-
-    def __init__(self, address: str | None, options: Mapping[str, str], folder: Path) -> None:
-        try:
-            import submitit
-        except ImportError:
-            raise UsageError("--executor slurm needs submitit: pip install 'fidelab[slurm]'") from None
-        if address not in (None, "local"):
-            raise UsageError("--address of executor slurm: leave it out, or say local for processes of this machine")
-        self._submitit: Any = submitit
-        self.closed = False
-        self._lock = threading.Lock()
-        self._options = {f"slurm_{key.replace('-', '_')}": _number(value) for key, value in options.items()}
-        try:
-            self._executor: Any = submitit.AutoExecutor(folder=str(folder), cluster=address or "slurm")
-            self._executor.update_parameters(**self._options)
-        except (RuntimeError, OSError, TypeError, ValueError, NameError) as error:
-            raise UsageError(f"Slurm cannot be asked ({' '.join(str(error).split())[:200]})") from None
-
-    def submit(self, text: str, needs: Needs, task: Task = answer) -> Handle:
-        """See :class:`Cluster`."""
-        minutes = 60 * 24 if needs.seconds is None else max(1, -(-int(needs.seconds) // 60) + 5)
-        with self._lock:
-            asked = {"name": "fidelab", "cpus_per_task": needs.cpus, "timeout_min": minutes}
-            self._executor.update_parameters(**asked, **({"gpus_per_node": needs.gpus} if needs.gpus else {}))
-            return _SlurmJob(self._submitit, self._executor.submit(task, text))
-
-    def close(self) -> None:
-        """See :class:`Cluster`; what waits for a job cancels it."""
-        self.closed = True
-
-
-class _SlurmJob:
-    def __init__(self, submitit: Any, job: Any) -> None:
-        self._submitit, self._job = submitit, job
-
-    def done(self) -> bool:
-        return bool(self._job.done())
-
-    def result(self) -> str:
-        try:
-            return str(self._job.result())
-        except (self._submitit.core.utils.UncompletedJobError, self._submitit.core.utils.FailedJobError) as error:
-            raise Lost(" ".join(str(error).split())[-200:]) from None
-
-    def cancel(self) -> None:
-        with suppress(Exception):
-            self._job.cancel()
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text

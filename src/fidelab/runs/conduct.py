@@ -41,7 +41,7 @@ from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, 
 from fidelab.plan.timings import Timings
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
-from fidelab.runs.cluster import Cluster, open_cluster
+from fidelab.runs.cluster import Cluster, RayCluster
 from fidelab.runs.pairing import ArmResult, drop_compared_rows, drop_rows_there
 from fidelab.runs.runner import Asking, Listener, Silent, spawner
 from fidelab.runs.scoring import RunFacts, Scored, score_run
@@ -369,7 +369,7 @@ def _cluster(settings: Settings) -> Cluster | None:
                 f"arm {name} starts behind an image or a prefix, which executor {executor.name} cannot reach: give the "
                 "cluster's nodes the engine itself, or use --executor local"
             )
-    return open_cluster(executor.name, executor.address, executor.options, settings.output_dir / "executor")
+    return RayCluster(executor.address or "auto")
 
 
 def _prepare_scoring() -> None:

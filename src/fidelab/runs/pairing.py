@@ -158,7 +158,7 @@ def drop_rows_there(
             if result in wave:
                 arms = {"result": result.record(folder), "base": base.record(folder)}
                 ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
-                running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0, seconds=None), _drop_here))
+                running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0), _drop_here))
         for handle in running:
             try:
                 handle.result()

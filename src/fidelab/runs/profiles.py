@@ -28,6 +28,7 @@ from pydantic import AwareDatetime, Field, ValidationError
 
 import fidelab
 from fidelab.config.profiles import Figure, Resolved, Source, Stage
+from fidelab.config.trust import check_own, remember_own
 from fidelab.core import read_file, strict_json, usable_cores
 from fidelab.errors import FidelabError, InputError, OutputError, UnknownNameError
 from fidelab.results.numbers import one_line
@@ -285,26 +286,35 @@ def run_profile(
     label = resolved.name.replace("/", "-").removesuffix(".yaml") + (f"-{resolved.variant}" if resolved.variant else "")
     folder = _create(output_dir.absolute() / "profiles", label.rpartition("-.")[2])
     written = {"only": list(only), "command": command, "resolved": resolved.model_dump(mode="json")}
-    write_atomically(folder / RESOLVED, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(folder / RESOLVED, text)
+    remember_own(folder / RESOLVED, text.encode())
     return _conduct(resolved, folder, only, command, watch), folder
 
 
-def resume_profile(folder: Path, *, watch: Callable[[str], None] = lambda text: None) -> ProfileReport:
+def resume_profile(
+    folder: Path, *, trusted: Sequence[Path] = (), watch: Callable[[str], None] = lambda text: None
+) -> ProfileReport:
     """Go on with a profile: stages that ended well are kept, all others run again and find their own captures.
+
+    ``trusted``: files, or their folders, that the user trusts although somebody else began the profile.
 
     Raises:
         InputError: the folder is no run of a profile.
+        ConfigError: somebody else began it, and it is not trusted.
         Interrupted: as :func:`run_profile`.
     """
     folder = folder.absolute()
     try:
-        written = strict_json(read_file(folder / RESOLVED, _MOST_BYTES))
+        content = read_file(folder / RESOLVED, _MOST_BYTES)
+        written = strict_json(content)
         resolved = Resolved.model_validate(written["resolved"])
         only, command = [str(name) for name in written["only"]], str(written["command"])
     except FileNotFoundError:
         raise InputError(f"{folder} is no run of a profile: it holds no {RESOLVED}") from None
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         raise InputError(f"{folder / RESOLVED} cannot be read: {one_line(str(error))[:200]}") from None
+    check_own(folder / RESOLVED, content, "may run any command of fidelab", trusted)
     return _conduct(resolved, folder, only, command, watch)
 
 

@@ -299,7 +299,7 @@ class Asking:
                 outcome = run_worker(message, **process, spawn=spawn, listen=hear, follow_up=more if leads else None)
             else:
                 process.pop("end")
-                needs = _needs(job.arm, process["deadline"])
+                needs = _needs(job.arm)
                 asked = more if leads else None
                 outcome = run_job(self._cluster, message, needs, **process, listen=hear, follow_up=asked)
         with self._lock:
@@ -392,10 +392,10 @@ class Asking:
                 self.pace.capture(clocked.begin(index + 1))
 
 
-def _needs(arm: Arm, deadline: float | None) -> Needs:
+def _needs(arm: Arm) -> Needs:
     """What an arm asks of a cluster's node."""
     gpus = int(dict(arm.options).get("tp", 1)) if arm.device.startswith("cuda") else 0
-    return Needs(cpus=arm.threads or 1, gpus=gpus, seconds=deadline)
+    return Needs(cpus=arm.threads or 1, gpus=gpus)
 
 
 def spawner(settings: Settings, arm: Arm, servers: ForkServers | None) -> Spawn | None:

@@ -236,9 +236,10 @@ def test_a_program_whose_parent_ended_before_it_was_ready_is_not_run(tmp_path: P
 
 @confined
 @pytest.mark.parametrize("after", first([0.1, 0.0, 0.05, 0.2, 0.35], 2))
-def test_a_killed_parent_leaves_no_program_behind(after: float) -> None:
+def test_a_killed_parent_leaves_neither_program_nor_file_behind(after: float, tmp_path: Path) -> None:
     script = "from fidelab.axes.capability import sandbox\nprint(flush=True)\nsandbox.run('while True: pass')"
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    here = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=here)
     assert parent.stdout is not None
     parent.stdout.readline()
     time.sleep(after)
@@ -247,3 +248,4 @@ def test_a_killed_parent_leaves_no_program_behind(after: float) -> None:
     parent.communicate()
     left = psutil.wait_procs(children, timeout=10)[1]
     assert left == []
+    assert [*tmp_path.iterdir()] == []

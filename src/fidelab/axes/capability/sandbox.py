@@ -1,6 +1,6 @@
 """A sandbox for programs written by a model; where a program cannot be confined, it is not run.
 
-A fresh interpreter without site packages or environment, in a folder of its own, as the leader of a process group
+A fresh interpreter without site packages or environment, as the leader of a process group
 that is killed when time is up.  Limits on CPU time, memory and output; a seccomp filter (``launcher.py``) under which
 nothing can be opened, read, written, sent or started: the program computes, and prints.  That needs Linux on x86_64 or
 aarch64, and no special rights; elsewhere :func:`unavailable` says why.
@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from fidelab.axes.capability.launcher import MACHINES, READY
 from fidelab.errors import FidelabError
@@ -63,25 +63,17 @@ def run(program: str, limits: Limits | None = None) -> Execution:
         raise SandboxUnavailable(
             f"the sandbox needs Linux on {' or '.join(MACHINES)}, this is {platform.system()} on {platform.machine()}"
         )
-    with tempfile.TemporaryDirectory(prefix="fidelab-sandbox-") as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        with out.open("wb") as stdout, err.open("wb") as stderr:
-            settings = json.dumps({**asdict(limits), "parent": os.getpid()})
-            command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER), settings]
-            try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=stdout,
-                    stderr=stderr,
-                    cwd=folder,
-                    env={},
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise SandboxUnavailable(f"the sandbox does not start: {error}") from None
-            timed_out = not _ends(process, program.encode(errors="replace"), limits.wall_s)
-        output, log = (_text(path, limits.output) for path in (out, err))
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # without names: no end leaves them behind
+        settings = json.dumps({**asdict(limits), "parent": os.getpid()})
+        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER), settings]
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=out, stderr=err, cwd="/", env={}, start_new_session=True
+            )
+        except OSError as error:
+            raise SandboxUnavailable(f"the sandbox does not start: {error}") from None
+        timed_out = not _ends(process, program.encode(errors="replace"), limits.wall_s)
+        output, log = (_text(file, limits.output) for file in (out, err))
     first, _, error_line = log.partition("\n")
     if first != READY:
         why = (
@@ -121,6 +113,6 @@ def _ends(process: subprocess.Popen[bytes], program: bytes, seconds: float) -> b
     return True
 
 
-def _text(path: Path, most: int) -> str:
-    with path.open("rb") as file:
-        return file.read(most).decode(errors="replace")
+def _text(file: IO[bytes], most: int) -> str:
+    file.seek(0)
+    return file.read(most).decode(errors="replace")

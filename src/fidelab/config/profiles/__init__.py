@@ -38,7 +38,7 @@ __all__ = [
 _HERE = Path(__file__).parent
 _EXPERIMENTS = _HERE / "experiments"
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-_NAME = r"[a-z0-9][a-z0-9-]*"
+_NAME = r"^[a-z0-9][a-z0-9-]*$"  # a stage is a folder of this name
 _PLACE = re.compile(r"\{(\w+)\}")
 _FOLDERS = ("folder", "stages")  # known only when a stage is run
 

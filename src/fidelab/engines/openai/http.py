@@ -10,6 +10,7 @@ JSON that nests too deeply, or text that no encoding can hold, is a refusal like
 
 from __future__ import annotations
 
+import base64
 import http.client
 import io
 import ipaddress
@@ -173,7 +174,8 @@ def cleaner(secrets: Sequence[str]) -> Callable[[str], str]:
     """What makes a server's text fit to be shown: on one line, without the secrets, and only then cut.
 
     Secrets are found however a server may spell them: as they are, percent-encoded, or with the escapes of JSON or
-    HTML, each of these up to several times over.  A short one (``x``, ``EMPTY``) has to stand by itself.
+    HTML, each of these up to several times over; backwards, in hexadecimal, or in base64.  A short one (``x``,
+    ``EMPTY``) has to stand by itself.
     """
     plain = sorted({" ".join(secret.split()) for secret in secrets} - {""}, key=len, reverse=True)
     pattern = re.compile("|".join(map(_spelled, plain))) if plain else None
@@ -194,7 +196,25 @@ _SHORT = 8  # characters below which a key may be a part of any word
 
 def _spelled(secret: str) -> str:
     pattern = "".join(map(_spellings, secret))
-    return pattern if len(secret) >= _SHORT else rf"(?<![^\W_])(?:{pattern})(?![^\W_])"
+    if len(secret) < _SHORT:
+        return rf"(?<![^\W_])(?:{pattern})(?![^\W_])"
+    return f"{pattern}|{'|'.join(_encoded(secret))}"
+
+
+def _encoded(secret: str) -> Iterator[str]:
+    """Patterns for the secret backwards, in hexadecimal, and in base64 at each of its three alignments."""
+    raw = secret.encode("utf-8", "replace")
+    yield "".join(map(_spellings, reversed(secret)))
+    yield rf"(?i:{raw.hex()})"
+    yield r"(?i:" + r"[\s:]?".join(f"{byte:02x}" for byte in raw) + ")"
+    for shift in range(3):
+        text = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
+        # The first and the last character may hold bits of what stands beside the secret.
+        inner = text[(0, 2, 3)[shift] : len(text) - bool((shift + len(raw)) % 3)]
+        yield "[A-Za-z0-9+/_-]?" + "".join(_BASE64.get(char, char) for char in inner) + "[A-Za-z0-9+/_-]?=*"
+
+
+_BASE64 = {"+": "[-+]", "/": "[/_]"}  # the alphabet of addresses differs in these
 
 
 def _spellings(char: str) -> str:
