@@ -54,7 +54,7 @@ VARIANTS = 4  # of each kernel while a sequence grows to 32K tokens, at most
 _PAGE = 16
 _CALLS = 200
 _DTYPE = torch.bfloat16
-_INTERPRETED = {"triton": "interpreter", "gluon": "gluon-interpreter", "flashinfer": "flashinfer"}
+_INTERPRETED = {"triton": "interpreter", "flashinfer": "flashinfer"}
 _ROUNDS, _REPLAYS = 5, 20
 
 
@@ -305,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu with Triton's interpreter. [default: cuda]")
     parser.add_argument("--geometry", default="llama-3.1-8b", help=f"{', '.join(GEOMETRIES)}. [default: llama-3.1-8b]")
     parser.add_argument(
-        "--kernels", default="triton", help="triton, or gluon or flashinfer and beside it triton. [default: triton]"
+        "--kernels", default="triton", help="triton, or flashinfer and beside it triton. [default: triton]"
     )
     parser.add_argument("--profile", action="store_true", help="One decode step for a profiler, and nothing else.")
     options = parser.parse_args(argv)

@@ -40,7 +40,7 @@ __all__ = [
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
 OPTIONS = ("plain", "all")
-KERNELS = ("write", "decode", "merge", "extend", "gather", "gluon")
+KERNELS = ("write", "decode", "merge", "extend", "gather")
 # products of 4-bit weights, and the rows of each
 WEIGHT_KERNELS = {"gemv": 16, "gemm-32": 32, "gemm-64": 64, "gemm": 512, "experts": 16, "sum": 16}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
@@ -65,7 +65,7 @@ class Compiled:
 
     ``tile``: bytes of K and V of one step, without scales; ``buffers``: tiles of K or V in shared memory, the fewer of
     both; ``programs``: that fit one multiprocessor by registers, warps and shared memory; ``in_flight``: bytes of K
-    and V at least under way to one multiprocessor while its programs compute (NVIDIA; decode, extend and gluon).
+    and V at least under way to one multiprocessor while its programs compute (NVIDIA; decode and extend).
     """
 
     kernel: str
@@ -112,8 +112,7 @@ def compile_kernels(
 ) -> Iterator[Compiled]:
     """Compile every kernel for every target, one result after another.
 
-    FP8 is the fnuz type on gfx942, the only one that it has.  ``gluon``, the decode kernel in Gluon, is left out where
-    it is not for a target or for formats (:func:`k16v8.kernels.decode_gluon.refusal`), and before Triton 3.8.
+    FP8 is the fnuz type on gfx942, the only one that it has.
 
     Raises:
         NotSupportedError: Triton is missing, or this process runs its interpreter.
@@ -134,8 +133,7 @@ def compile_kernels(
                 for k_format, v_format in pairs:
                     for kernel in kernels:
                         for options in OPTIONS:
-                            if kernel != "gluon" or _has_gluon(target, k_format, v_format, head_dim, page):
-                                yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
+                            yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
 
 
 def compile_weight_kernels(
@@ -221,17 +219,6 @@ def _compile_weights(kernel: str, name: str, layout: Layout, group: int, dtype: 
     return _built(result, matmul.matmul_kernel, arguments, constants, tile, target)
 
 
-def _has_gluon(name: str, k_format: str, v_format: str, head_dim: int, page: int) -> bool:
-    from k16v8.kernels.dispatch import has_gluon
-
-    if not has_gluon():
-        return False
-    from k16v8.kernels.decode_gluon import refusal
-
-    cache = _empty_cache(k_format, v_format, head_dim, page, "none")
-    return not refusal(_target(name), torch.bfloat16, cache.kv_heads * _RATIO, cache)
-
-
 def _empty_cache(k_format: str, v_format: str, head_dim: int, page: int, scaling: Scaling) -> PagedCache:
     return PagedCache.allocate(
         64,
@@ -279,11 +266,6 @@ def _built(
     from k16v8.kernels.launch import compile_options
     from k16v8.kernels.occupancy import resident_programs
 
-    source = ASTSource
-    if result.kernel == "gluon":
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source = GluonASTSource
     result = replace(result, rows=tile.rows, tokens=tile.tokens, warps=tile.warps, stages=tile.stages)
     types = dict(zip(function.arg_names, (_type(x) for x in arguments), strict=False))
     aligned = {
@@ -293,7 +275,7 @@ def _built(
     }
     try:
         done = triton.compile(
-            source(
+            ASTSource(
                 fn=function,
                 signature=types | dict.fromkeys(constants, "constexpr"),
                 constexprs={(function.arg_names.index(key),): value for key, value in constants.items()},
@@ -308,7 +290,7 @@ def _built(
     result = replace(result, **(_nvidia(done.asm) if target.backend == "cuda" else _read_amd(done.asm["amdgcn"])))
     assert result.registers is not None
     result = replace(result, programs=resident_programs(target, result.registers, shared, tile.warps))
-    if result.kernel in ("decode", "extend", "gluon"):
+    if result.kernel in ("decode", "extend"):
         result = _pipeline(result, done.asm["ttgir"], target)
     if shared > target.shared_memory:
         excess = f"needs {shared} bytes of shared memory, {result.target} has {target.shared_memory}"
@@ -346,16 +328,6 @@ def _launch(
         arguments = (part, lse, part, q, lse, *q.stride()[:2], lse.stride(0), splits)
         constants = merge_constants(heads, head_dim, splits, sinks=full, target=target)
         return merge_kernel, [*arguments], constants, merge_tiles(splits, head_dim)
-    if kernel == "gluon":
-        from k16v8.kernels import decode_gluon
-
-        sinks = part if attention.sinks is None else attention.sinks
-        starts = cache.lengths
-        arguments = decode_gluon.decode_arguments(
-            q, q, lse, sinks, part, lse, starts, starts, cache, attention, sequences=batch
-        )
-        constants = decode_gluon.decode_constants(heads, cache, attention)
-        return decode_gluon.decode_gluon_kernel, [*arguments], constants, decode_gluon.tiles(constants)
     if kernel == "decode":
         arguments = (q, part, lse, *cache_arguments(cache), *q.stride()[:2], scale, splits)
         constants = decode_constants(q.dtype, heads, cache, attention, target)

@@ -12,8 +12,8 @@
 
 ``FIDELAB_K16V8``, its former name, is read where ``K16V8`` is not set.
 
-``K16V8_KERNELS=gluon`` takes the decode kernel in Gluon on NVIDIA GPUs, ``flashinfer`` that of FlashInfer on
-data-centre Blackwell; neither ever ran on one.  Unset or ``triton``: the Triton kernels.
+``K16V8_KERNELS=flashinfer`` takes the decode kernel of FlashInfer on data-centre Blackwell; it never ran on one.
+Unset or ``triton``: the Triton kernels.
 """
 
 from __future__ import annotations
@@ -248,9 +248,8 @@ def decode_plan(kernels: Kernels, q: Tensor, cache: PagedCache, attention: Atten
         return None
     device, (batch, heads) = cache.k_cache.device, q.shape[:2]
     kind = q.dtype, cache.k_format, cache.v_format, cache.k_scale is None, cache.v_scale is None
-    longest = 0 if kernels.implementation == "gluon" else cache.max_length  # its buffers follow from the device alone
     options = attention.window, attention.softcap, attention.sinks is None
-    key = (kernels.implementation, device, *q.shape, cache.kv_heads, cache.v_dim, longest, *kind, *options)
+    key = (kernels.implementation, device, *q.shape, cache.kv_heads, cache.v_dim, cache.max_length, *kind, *options)
     if key not in _PLANS:
         if len(_PLANS) == _MOST_PLANS:
             _PLANS.clear()
@@ -303,7 +302,7 @@ def prompt_route(
     """:func:`k16v8.kernels.prefill.prefill_route` of a batch here; ``extend`` where its lengths are not known."""
     from k16v8.kernels.prefill import capacity, installed, prefill_route
 
-    if batch is None or kernels.implementation not in ("triton", "gluon"):
+    if batch is None or kernels.implementation != "triton":
         return "extend"
     return prefill_route(
         _architecture(q.device),
@@ -358,8 +357,8 @@ class Pages:
         from k16v8.kernels.cache import scaling_of, storage
 
         named = os.environ.get(KERNELS_SWITCH, "").strip() or "triton"
-        if named not in ("triton", "gluon", "flashinfer"):
-            raise UsageError(f"{KERNELS_SWITCH}={named}: write triton, gluon or flashinfer")
+        if named not in ("triton", "flashinfer"):
+            raise UsageError(f"{KERNELS_SWITCH}={named}: write triton or flashinfer")
         return dispatch.choose(
             "torch" if torch.device(device).type == "cpu" else named,
             k_format=self.k_format,
