@@ -114,7 +114,7 @@ class PretendTensor(Tensor):
 class PretendCuda:
     """``synchronizations``: all that there were; ``entered``: devices that ``torch.cuda.device`` made the current one.
 
-    ``current``: its number.
+    ``current``: its number; ``asynchronous``: copies between host and device that nobody waited for.
     """
 
     def __init__(self, devices: int, capability: tuple[int, int]) -> None:
@@ -122,6 +122,7 @@ class PretendCuda:
         self.properties = _Properties("Pretend H100", *capability)
         self.synchronizations: list[Synchronization] = []
         self.entered: list[int] = []
+        self.asynchronous = 0
         self.current = 0
         self.generators: dict[int, torch.Generator] = {}
         self._pinned: dict[int, torch.UntypedStorage] = {}  # held, so that no other takes its address
@@ -175,7 +176,9 @@ class PretendCuda:
         """Record a copy between host and device, unless it is one that nobody waits for."""
         if isinstance(source, PretendTensor) != onto_device:
             pinned = self.pinned(source) if onto_device else onto_pinned
-            if not (non_blocking and pinned):
+            if non_blocking and pinned:
+                self.asynchronous += 1
+            else:
                 self.note("copy to the device" if onto_device else "copy to the host")
 
     def to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
