@@ -26,6 +26,7 @@ from k16v8.kernels.weights import LAYOUTS, Layout, QuantizedWeight
 
 if TYPE_CHECKING:
     from k16v8.kernels.launch import Target, Tiles
+    from k16v8.kernels.variants import Variant
 
 __all__ = [
     "KERNELS",
@@ -199,13 +200,12 @@ def _compile_weights(kernel: str, name: str, layout: Layout, group: int, dtype: 
         "bf16" if dtype == torch.bfloat16 else "f16",
     )  # fmt: skip
     if kernel == "sum":
-        tile = replace(tile, rows=1, tokens=1024, warps=4, stages=1)
         return _built(
             result,
             matmul.sum_kernel,
             matmul.sum_arguments(part, out, rows, 8),
             matmul.sum_constants(target),
-            tile,
+            matmul.SUM_TILE,
             target,
         )
     routing = empty(rows, 2, kind=torch.float32) if full and many else None
@@ -246,8 +246,8 @@ def _compile(kernel: str, name: str, k_format: str, v_format: str, head_dim: int
     if name == "gfx942":
         k_format, v_format = (x + "fnuz" if x == "fp8_e4m3" else x for x in (k_format, v_format))
     result = Compiled(kernel, name, k_format, v_format, head_dim, page, options, None, target.shared_memory)
-    function, arguments, constants, tile = _launch(kernel, target, k_format, v_format, head_dim, page, options == "all")
-    return _built(result, function, arguments, constants, tile, target)
+    found = _variant(kernel, target, k_format, v_format, head_dim, page, options == "all")
+    return _built(result, found.function, found.arguments, found.constants, found.tile, target)
 
 
 def _built(
@@ -271,7 +271,7 @@ def _built(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, x in enumerate(arguments)
-        if _aligned(x) and not function.params[i].do_not_specialize
+        if _aligned(x) and not _unspecialized(function.params[i])
     }
     try:
         done = triton.compile(
@@ -298,44 +298,19 @@ def _built(
     return replace(result, shared=shared)
 
 
-def _launch(
+def _variant(
     kernel: str, target: Target, k_format: str, v_format: str, head_dim: int, page: int, full: bool
-) -> tuple[Any, list[Any], dict[str, object], Tiles]:
-    """The Triton function, its arguments, constexprs and tiles, as a launch has them; 4 query heads per KV head."""
-    from k16v8.kernels.decode import decode_constants, decode_kernel, merge_constants, merge_kernel
-    from k16v8.kernels.extend import extend_constants, extend_kernel
-    from k16v8.kernels.gather import gather_arguments, gather_constants, gather_kernel, gather_tiles
-    from k16v8.kernels.launch import cache_arguments, merge_tiles, tiles
-    from k16v8.kernels.write import write_arguments, write_constants, write_kernel
+) -> Variant:
+    """What a launch has; 4 query heads per KV head, and 16 splits."""
+    from k16v8.kernels.variants import variants
 
-    batch, kv_heads, heads, splits = _BATCH, _KV_HEADS, _KV_HEADS * _RATIO, 16
+    heads = _KV_HEADS * _RATIO
     cache = _empty_cache(k_format, v_format, head_dim, page, "per-token-head" if full else "none")
-    q = torch.empty(batch, heads, head_dim, dtype=torch.bfloat16, device="meta")
-    part, lse = q.float(), torch.empty(batch, heads, device="meta")
-    starts, attention = cache.lengths, Attention()
+    attention = Attention()
     if full:
-        attention = Attention(window=4096, softcap=50.0, sinks=part[0, :, 0])
-    scale = attention.scale_for(head_dim)
-    if kernel == "write":
-        kv = q[:, :kv_heads]
-        arguments = write_arguments(kv, kv, cache, starts.long(), None)
-        return write_kernel, [*arguments], write_constants(cache, count=full), tiles(kernel, target, cache)
-    if kernel == "gather":
-        kv = q[:, :kv_heads]
-        arguments = gather_arguments(cache, starts.long(), kv, kv)
-        return gather_kernel, [*arguments], gather_constants(cache, target), gather_tiles()
-    if kernel == "merge":
-        arguments = (part, lse, part, q, lse, *q.stride()[:2], lse.stride(0), splits)
-        constants = merge_constants(heads, head_dim, splits, sinks=full, target=target)
-        return merge_kernel, [*arguments], constants, merge_tiles(splits, head_dim)
-    if kernel == "decode":
-        arguments = (q, part, lse, *cache_arguments(cache), *q.stride()[:2], scale, splits)
-        constants = decode_constants(q.dtype, heads, cache, attention, target)
-        return decode_kernel, [*arguments], constants, tiles(kernel, target, cache)
-    strides = (*q.stride()[:2], *q.stride()[:2], lse.stride(0))
-    arguments = (q, starts, q, q, lse, *cache_arguments(cache), *strides, scale, batch)
-    constants = extend_constants(q.dtype, heads, cache, attention, target)
-    return extend_kernel, [*arguments], constants, tiles(kernel, target, cache)
+        attention = Attention(window=4096, softcap=50.0, sinks=torch.empty(heads, device="meta"))
+    found = variants(cache, heads, torch.bfloat16, attention, target, count=full)
+    return next(variant for variant in found if variant.name == kernel)
 
 
 def _nvidia(asm: dict[str, Any]) -> dict[str, Any]:
@@ -412,6 +387,11 @@ def _type(x: object) -> str:
     if isinstance(x, torch.Tensor):
         return _TYPES[x.dtype]
     return "fp32" if isinstance(x, float) else "i32"
+
+
+def _unspecialized(parameter: Any) -> bool:
+    """Whether Triton is told not to look at what an argument is a multiple of."""
+    return bool(parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
 
 
 def _aligned(x: object) -> bool:
