@@ -179,3 +179,32 @@ assert {current for _, _, current in asked} == {1}, asked
 
 def test_products_are_launched_on_the_device_of_their_tensors() -> None:
     _run(_PRODUCTS)
+
+
+_PAGES = """
+from k16v8.plugins.shared import Formats
+from k16v8.plugins.vllm.plugin import pages
+on_the_host()
+for text in ("1", "per-token-head", "int8/int4"):
+    formats, asked[:] = Formats.parse(text), []
+    width = formats.content_bytes(DIM, DIM)
+    before = torch.empty(2, KV_HEADS, PAGE, width // 2, dtype=torch.bfloat16, device="meta")
+    pages(before, DIM, formats).warm_up(kernels, HEADS, torch.bfloat16, Attention(), torch.device("cpu"))
+    warm = {key for _, key, _ in asked}
+    assert len(warm) == 6
+    asked.clear()
+    # three layers share each block, and the last of them is read
+    raw = torch.zeros(5, 3, KV_HEADS, PAGE, width, dtype=torch.int8)[:, -1].view(torch.bfloat16)
+    _, q, key, slots, starts, lse = case("cpu", 1)
+    table = torch.zeros(BATCH, 7, dtype=torch.int32)[1:]
+    held = pages(raw, DIM, formats).paged(table, torch.zeros(BATCH, dtype=torch.int32)[1:])
+    kernels.write(key, key, held, slots)
+    kernels.decode(q, held, plan=kernels.plan(len(q), HEADS, held, splits=3))
+    kernels.extend(q, starts, held)
+    kernels.gather(held, slots, key, torch.empty_like(key))
+    assert len(asked) == 5 and {key for _, key, _ in asked} <= warm, text
+"""
+
+
+def test_pages_of_vllm_warm_up_before_they_are_there_what_their_steps_launch() -> None:
+    _run(_PAGES)

@@ -21,7 +21,7 @@ from fidelab.environments.environment import Environment
 from fidelab.models import Model
 from k16v8.kernels.prefill import Call, varlen_arguments
 from k16v8.plugins.shared import SWITCH
-from k16v8.plugins.vllm.plugin import VERSIONS
+from k16v8.plugins.vllm.plugin import VLLM
 from tests.engines import tiny
 from tests.real.harness import (
     PREFILL,
@@ -170,12 +170,15 @@ def test_a_server_of_the_users_own_runs_it(
     assert "k16v8: torch[k=bf16,v=fp8_e4m3]" in log.read_text()
 
 
-def test_the_installed_vllm_is_in_the_range(environment: Environment) -> None:
-    """Outside it the plug-in refuses to start: then the hooks are to be tried anew and the range widened."""
-    script = "from k16v8.plugins.vllm.plugin import refusal; print(refusal())"
+def test_the_installed_vllm_was_tested_and_has_every_name(environment: Environment) -> None:
+    """Outside the range the plug-in warns: then the hooks are to be tried anew and the range widened."""
+    script = (
+        "from k16v8.plugins.shared import _missing; from k16v8.plugins.vllm.plugin import VLLM; "
+        "print(VLLM.refusal() + VLLM.warning() + _missing(VLLM.names))"
+    )
     variables = {**os.environ, **environment.variables()}
     done = subprocess.run([environment.python, "-c", script], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout == "\n", VERSIONS
+    assert done.stdout.splitlines()[-1] == "", VLLM.tested
 
 
 _SIGNATURE = """
