@@ -21,12 +21,12 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -50,7 +50,7 @@ _WAITS = {  # the size of the result, or the result itself, is a number of the d
 }
 # files whose frames are passed over on the way to the place that synchronized
 _PLAIN_GENERATOR = torch.Generator
-_INNER = (str(Path(torch.__file__).parent), __file__, "<")
+_INNER = (str(Path(torch.__file__).parent), __file__, "<frozen")
 
 
 class Synchronization(NamedTuple):
@@ -361,10 +361,11 @@ def pretend_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iter
         "get_device_name": lambda device=None: cuda.properties.name,
     }
     _forget()
-    with pytest.MonkeyPatch.context() as patch:
+    with ExitStack() as patches:
         for name, function in replaced.items():
-            patch.setattr(torch.cuda, name, function)
-        patch.setattr(torch, "Generator", type("Generator", (_Generator,), {"cuda": cuda}))
+            patches.enter_context(mock.patch.object(torch.cuda, name, function))
+        generator = type("Generator", (_Generator,), {"cuda": cuda})
+        patches.enter_context(mock.patch.object(torch, "Generator", generator))
         torch._C._set_only_lift_cpu_tensors(True)
         try:
             with _Functions(cuda), _Operations(cuda):

@@ -32,6 +32,7 @@ IMPLEMENTATIONS = ("torch", "triton", "interpreter", "flashinfer")
 HEAD_DIMS = (64, 80, 96, 128, 256)  # what the gates cover
 PAGES = (16, 32, 64, 128)
 _MOST_RATIO = 16
+_CAPABILITY = (8, 0)  # of NVIDIA GPUs: products of bfloat16; below 8.9 FP8 is converted by integer operations
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,12 @@ def _device_refusal(implementation: str, device: torch.device | str) -> str | No
         return f"the interpreter runs on the CPU, the tensors lie on {kind}"
     if implementation in ("triton", "flashinfer") and kind != "cuda":
         return f"compiled kernels need a GPU, the tensors lie on {kind}; choose torch, or interpreter to test them"
+    if kind == "cuda" and torch.cuda.is_available() and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _CAPABILITY:
+            least, has = (".".join(map(str, numbers)) for numbers in (_CAPABILITY, capability))
+            name = torch.cuda.get_device_name(device)
+            return f"compiled kernels need compute capability {least}, {name} has {has}; choose torch"
     return None
 
 
