@@ -174,6 +174,7 @@ with pretend_cuda() as cuda:
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_kernels_in_the_interpreter_pass_on_a_device_and_make_the_host_wait_for_nothing() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
