@@ -185,13 +185,11 @@ class PretendCuda:
         """``Tensor.to``, which torch itself refuses for devices that it was not built for."""
         copy = kwargs.pop("copy", False)
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        index, here = x.device.index if device is None else self.index(device), isinstance(x, PretendTensor)
-        held = x.held if isinstance(x, PretendTensor) else x
-        if (index if here or index is not None else None) == x.device.index and here == (index is not None):
-            found = held.to(held.dtype if dtype is None else dtype, copy=copy)
-            return x if found is held else self.wrapped(found, index)
-        self.copies(x, index is not None, non_blocking=non_blocking)
-        return self.wrapped(held.to(held.dtype if dtype is None else dtype, copy=True), index)
+        held, here = (x.held, x.device.index) if isinstance(x, PretendTensor) else (x, None)
+        there = here if device is None else self.index(device)
+        self.copies(x, there is not None, non_blocking=non_blocking)
+        found = held.to(held.dtype if dtype is None else dtype, copy=copy or here != there)
+        return x if found is held else self.wrapped(found, there)
 
     def wrapped(self, x: Any, index: int | None) -> Any:
         """Tensors as those of a device."""
@@ -211,12 +209,12 @@ class PretendCuda:
             self._refuse_mixed(func, args, ours, [x for x in tensors if not isinstance(x, PretendTensor)])
         if ours:
             self._waits(func, args, kwargs)
-        if func in _COPY:
-            source = args[1] if func is _ATEN.copy_.default else args[0]
-            blocking = not (kwargs.get("non_blocking") or (func is _ATEN.copy_.default and args[2:3] == (True,)))
-            onto = index is not None if func is not _ATEN.copy_.default else isinstance(args[0], PretendTensor)
-            onto_pinned = func is not _ATEN.copy_.default or self.pinned(args[0])
-            self.copies(source, onto, non_blocking=not blocking, onto_pinned=onto_pinned)
+        non_blocking = bool(kwargs.get("non_blocking"))
+        if func is _ATEN._to_copy.default:
+            self.copies(args[0], index is not None, non_blocking=non_blocking)
+        if func is _ATEN.copy_.default:
+            onto, non_blocking = isinstance(args[0], PretendTensor), non_blocking or args[2:3] == (True,)
+            self.copies(args[1], onto, non_blocking=non_blocking, onto_pinned=self.pinned(args[0]))
         generator = kwargs.get("generator")
         if generator is not None and (index is not None) != (generator._cdata in self.generators):
             raise RuntimeError(f"Expected a '{'cpu' if index is None else 'cuda'}' device type for generator")
@@ -246,10 +244,8 @@ class PretendCuda:
             self.note(_WAITS[func])
         elif func is _ATEN.repeat_interleave.Tensor and kwargs.get("output_size") is None:
             self.note("repeat_interleave without output_size")
-        elif func in _INDEX and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
-            filled = func in _PUT and args[2].numel() == 1  # one number under the mask
-            if not filled:
-                self.note("boolean index")
+        elif func in _INDEX and _by_mask(args):
+            self.note("boolean index")
 
     def _written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that an operation writes to and returns."""
@@ -263,6 +259,12 @@ class PretendCuda:
             if isinstance(x, PretendTensor) and (x.shape, x.stride()) != (x.held.shape, x.held.stride()):
                 raise NotImplementedError(f"{func} changes the shape of a tensor of a pretend device")
         return written
+
+
+def _by_mask(args: Any) -> bool:
+    """Whether an index is a mask whose true places must be counted; one number is filled in without that."""
+    masks = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return masks and (len(args) < 3 or args[2].numel() != 1)
 
 
 class _Operations(TorchDispatchMode):
