@@ -68,7 +68,7 @@ def main() -> None:
     calls = parser.parse_args().calls
     driver.set_active(HostDriver())
     target = launch.Target("cuda", 90, 132)
-    for name in ("decode", "decode_gluon", "write"):
+    for name in ("decode", "write"):
         vars(import_module(f"k16v8.kernels.{name}"))["target_of"] = lambda _: target
     kernels = dispatch.Kernels("triton[k=bf16,v=fp8_e4m3]", "triton")
     cache = PagedCache.allocate(
@@ -79,14 +79,11 @@ def main() -> None:
     out, lse = torch.empty_like(q), torch.empty(BATCH, HEADS)
     slots, attention = torch.arange(BATCH), Attention(DIM**-0.5)
     plan = kernels.plan(BATCH, HEADS, cache)
-    gluon = dispatch.Kernels("gluon[k=bf16,v=fp8_e4m3]", "gluon")
-    work = gluon.plan(BATCH, HEADS, cache)
     asked: dict[str, Callable[[], Any]] = {
         "empty kernel": lambda: empty_kernel[(1,)](q, 16),
         "decode, with plan, out and lse": lambda: kernels.decode(q, cache, attention, out=out, lse=lse, plan=plan),
         "decode, with plan and out": lambda: kernels.decode(q, cache, attention, out=out, plan=plan),
         "decode, with out": lambda: kernels.decode(q, cache, attention, out=out),
-        "gluon, with plan, out and lse": lambda: gluon.decode(q, cache, attention, out=out, lse=lse, plan=work),
         "write": lambda: kernels.write(key, key, cache, slots),
         "checks of decode": lambda: checks.check_decode(q, cache, attention, {"out": out, "lse": lse}),
         "checks of write": lambda: checks.check_write(key, key, cache, slots),

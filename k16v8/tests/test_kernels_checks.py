@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from k16v8.errors import NotSupportedError, UnknownNameError, UsageError
 from k16v8.gates.cases import Case, Problem
 from k16v8.kernels.dispatch import Kernels, choose
 from k16v8.kernels.reference import Attention
+from pretend_cuda import pretend_cuda
 
 _TORCH = Kernels("x", "torch")
 
@@ -119,6 +121,17 @@ def test_the_name_says_implementation_formats_and_scales() -> None:
 def test_what_cannot_be_is_refused_and_nothing_takes_its_place(reason: str, changes: dict[str, Any]) -> None:
     with pytest.raises(NotSupportedError, match=reason):
         _choose(**changes)
+
+
+def test_a_gpu_without_products_of_bfloat16_is_refused_by_its_name_and_one_without_fp8_is_not() -> None:
+    reason = "need compute capability 8.0, Pretend H100 has 7.5; choose torch"
+    with pretend_cuda(capability=(7, 5)), pytest.raises(NotSupportedError, match=re.escape(reason)):
+        _choose(implementation="triton", device="cuda")
+    with pretend_cuda(capability=(7, 5)):
+        assert _choose(device="cuda").implementation == "torch"
+    pytest.importorskip("triton")
+    with pretend_cuda(capability=(8, 0)):
+        assert _choose(implementation="triton", device="cuda").implementation == "triton"
 
 
 def test_an_unknown_implementation_lists_the_known_ones() -> None:

@@ -111,7 +111,7 @@ def test_compiling_says_that_nothing_ran(tmp_path: Path) -> None:
         (kernel, target)
         for kernel in ("write", "decode", "merge", "extend", "gather")
         for target in ("sm_90", "gfx942")
-    } | {("gluon", "sm_90")}
+    }
     assert {result["status"] for result in results} == {"compiled, never run"}
     assert all(result["shared"] <= result["limit"] for result in results)
     assert all(result["spilled"] <= 64 for result in results)

@@ -28,6 +28,7 @@ from k16v8.plugins import shared
 from k16v8.plugins.sglang import plugin as sglang_k16v8
 from k16v8.plugins.sglang.plugin import BACKEND, cell_bytes, lacking, pool_class, register
 from k16v8.plugins.shared import SWITCH
+from pretend_cuda import pretend_cuda
 
 RECORDED = {
     "sglang.srt.layers.attention.attention_registry.register_attention_backend": ["name"],
@@ -226,6 +227,29 @@ def test_prompts_in_pieces_and_decoding_attend_to_what_was_written(
     assert seen["matches"] == 1.0
 
 
+def test_a_steps_metadata_on_a_device_makes_the_host_wait_for_nothing(plugin: Any) -> None:
+    with pretend_cuda() as cuda:
+        sequences = Sequences(16)
+        batches = [
+            sequences.batch(mode, spans)[0]
+            for mode, spans in (
+                (Mode.EXTEND, [(0, 20), (0, 3), (0, 48)]),
+                (Mode.DECODE, [(36, 37), (4, 5), (47, 48)]),
+            )
+        ]
+        backend = plugin.K16V8Backend(runner(plugin, 16, sequences))
+        backend._slots = sequences.table.to("cuda")
+        for batch in batches:
+            for name in ("req_pool_indices", "seq_lens", "extend_seq_lens"):
+                setattr(batch, name, getattr(batch, name).to("cuda"))
+            with cuda.recorded() as found:
+                backend.init_forward_metadata(batch)
+                if backend._step.prompts is not None:
+                    backend._step.prompts.chunks(16, 0, 40)
+            assert found == []
+            assert backend._step.table.is_cuda
+
+
 def by_tokens(pool: Any, layer: int, sequences: Sequences, batch: Any) -> PagedCache:
     """The same cache with blocks of one token, straight from SGLang's table of slots."""
     held = pool._pages[layer]
@@ -419,19 +443,24 @@ def test_pools_of_other_kinds_stay_sglangs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "runs"),
+    ("found", "tested"),
     [("0.5.22", False), ("0.5.23", True), ("0.5.23.post1", True), ("0.5.24", False), ("0.6.0", False)],
 )
-def test_other_versions_of_sglang_end_the_process_in_one_line(
-    found: str, runs: bool, monkeypatch: pytest.MonkeyPatch
+def test_other_versions_of_sglang_without_its_names_end_the_process_in_one_line(
+    found: str, tested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "version", lambda _name: found)
+    lacking = replace(sglang_k16v8.SGLANG, names={"k16v8.plugins.shared": ("gone",)})
+    monkeypatch.setattr(sglang_k16v8, "SGLANG", lacking)
     monkeypatch.setenv(SWITCH, "1")
-    assert (sglang_k16v8.refusal() == "") is runs
-    if not runs:
+    assert (sglang_k16v8.refusal() == "") is tested
+    assert (lacking.warning() == "") is tested
+    if not tested:
         with pytest.raises(SystemExit) as caught:
             register()
-        assert str(caught.value).endswith(f"it runs in 0.5.23 to before 0.5.24, not in {found}")
+        assert str(caught.value).endswith(
+            f"{found} lacks: k16v8.plugins.shared.gone; tested are 0.5.23 to before 0.5.24"
+        )
 
 
 def test_a_word_that_means_nothing_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from k16v8.errors import NotSupportedError, UsageError
 from k16v8.kernels import torch_path
 from k16v8.kernels.cache import STORAGES
 from k16v8.plugins import shared
-from k16v8.plugins.shared import SWITCH, Formats, Pages, Side, read_back, switched
-from k16v8.plugins.vllm.plugin import pages, refusal, register
+from k16v8.plugins.sglang.plugin import SGLANG
+from k16v8.plugins.shared import SWITCH, Engine, Formats, Pages, Side, read_back, switched
+from k16v8.plugins.vllm import plugin
+from k16v8.plugins.vllm.plugin import VLLM, pages, refusal, register
 
 BLOCKS, HEADS, TOKENS, DIM = 5, 3, 16, 8
 PAIRS = ("1", "per-token-head", "bf16/int8", "int8/int4", "fp8_e4m3/int4", "int8/fp8_e4m3", "int4/bf16", "fp8_e4m3")
@@ -250,7 +254,7 @@ def test_a_skipped_layer_keeps_the_models_own_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "runs"),
+    ("found", "tested"),
     [
         ("0.31.9", False),
         ("0.32.0", True),
@@ -260,16 +264,55 @@ def test_a_skipped_layer_keeps_the_models_own_type() -> None:
         ("1.0", False),
     ],
 )
-def test_other_versions_of_vllm_are_refused_in_one_line(
-    found: str, runs: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_version_of_vllm_that_was_not_tested_is_said_in_one_line(
+    found: str, tested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "version", lambda _name: found)
+    line = f"k16v8 was not tested with vLLM {found}; tested are 0.32 to before 0.33"
+    assert VLLM.warning() == ("" if tested else line)
+
+
+def test_a_version_that_was_not_tested_runs_where_every_name_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "version", lambda _name: "0.33.0")
+    there = {"k16v8.plugins.shared": ("Formats.parse", "Pages.keys", "LABEL"), "torch": ("nn.Module.forward",)}
+    assert replace(VLLM, names=there).refusal() == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        ({"k16v8.plugins.shared": ("LABEL", "Pages.hidden")}, "k16v8.plugins.shared.Pages.hidden"),
+        ({"k16v8.plugins.gone": ("LABEL",)}, "k16v8.plugins.gone (No module named 'k16v8.plugins.gone')"),
+    ],
+)
+def test_a_version_that_was_not_tested_and_lacks_a_name_is_refused_in_one_line(
+    names: dict[str, tuple[str, ...]], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "version", lambda _name: "0.33.0")
+    due = f"k16v8 uses names of vLLM that 0.33.0 lacks: {missing}; tested are 0.32 to before 0.33"
+    assert replace(VLLM, names=names).refusal() == due
+    monkeypatch.setattr(plugin, "VLLM", replace(VLLM, names=names))
     monkeypatch.setenv(SWITCH, "1")
-    assert (refusal() == "") is runs
-    if not runs:
-        with pytest.raises(NotSupportedError) as caught:
-            register()
-        assert str(caught.value).endswith(f"it runs in 0.32 to before 0.33, not in {found}")
+    with pytest.raises(NotSupportedError, match=r"0\.33\.0 lacks"):
+        register()
+
+
+def test_where_vllm_is_not_installed_that_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(shared, "version", version)
+    assert refusal() == "k16v8 runs in vLLM, which is not installed"
+
+
+@pytest.mark.parametrize("engine", [VLLM, SGLANG])
+def test_every_name_that_is_imported_from_an_engine_is_looked_for(engine: Engine) -> None:
+    package = engine.title.lower()
+    for path in (Path(plugin.__file__).parent.parent / package).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
+                known = {name.partition(".")[0] for name in engine.names.get(str(node.module), ())}
+                assert {alias.name for alias in node.names} <= known, (path.name, node.module)
 
 
 def test_the_cpu_build_of_vllm_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:

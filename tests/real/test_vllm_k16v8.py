@@ -21,7 +21,7 @@ from fidelab.environments.environment import Environment
 from fidelab.models import Model
 from k16v8.kernels.prefill import Call, varlen_arguments
 from k16v8.plugins.shared import SWITCH
-from k16v8.plugins.vllm.plugin import VERSIONS
+from k16v8.plugins.vllm.plugin import VLLM
 from tests.engines import tiny
 from tests.real.harness import (
     PREFILL,
@@ -47,6 +47,7 @@ OWN = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
+_K16V8 = Path(__file__).parents[2] / "k16v8"
 PAIR = "int8/int4[skip-layers=0]"
 
 pytestmark = [pytest.mark.usefixtures("environment"), pytest.mark.model]
@@ -170,12 +171,15 @@ def test_a_server_of_the_users_own_runs_it(
     assert "k16v8: torch[k=bf16,v=fp8_e4m3]" in log.read_text()
 
 
-def test_the_installed_vllm_is_in_the_range(environment: Environment) -> None:
-    """Outside it the plug-in refuses to start: then the hooks are to be tried anew and the range widened."""
-    script = "from k16v8.plugins.vllm.plugin import refusal; print(refusal())"
+def test_the_installed_vllm_was_tested_and_has_every_name(environment: Environment) -> None:
+    """Outside the range the plug-in warns: then the hooks are to be tried anew and the range widened."""
+    script = (
+        "from k16v8.plugins.shared import _missing; from k16v8.plugins.vllm.plugin import VLLM; "
+        "print(VLLM.refusal() + VLLM.warning() + _missing(VLLM.names))"
+    )
     variables = {**os.environ, **environment.variables()}
     done = subprocess.run([environment.python, "-c", script], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout == "\n", VERSIONS
+    assert done.stdout.splitlines()[-1] == "", VLLM.tested
 
 
 _SIGNATURE = """
@@ -196,3 +200,61 @@ def test_the_installed_vllm_takes_what_long_prompts_ask_of_its_flash_attention(e
     call = Call(slice(0, 1), True, starts, starts, 1, 1)
     asked = {*varlen_arguments(x, x, x, call, 1.0, 0, 0.0), "return_softmax_lse", "fa_version"}
     assert asked <= {*json.loads(done.stdout)}
+
+
+_BUILDER = """
+import json
+from types import SimpleNamespace
+import torch
+from host_time import HostDriver
+from triton import knobs
+from triton.runtime import driver
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from k16v8.plugins.shared import Formats
+from k16v8.plugins.vllm import backend
+from pretend_cuda import pretend_cuda
+
+driver.set_active(HostDriver())
+compiled = []
+knobs.runtime.jit_cache_hook = lambda **told: (compiled.append(told["fn"].name.rpartition(".")[2]), True)[1]
+backend._ON_CPU = False
+name, formats = "model.layers.0.self_attn.attn", Formats.parse("1")
+layer = torch.nn.Module.__new__(backend.VLLMAttention)
+torch.nn.Module.__init__(layer)
+layer.impl = object.__new__(backend.K16V8Attention)  # its own __init__ asks for the configuration of a whole engine
+shape = dict(num_heads=8, head_size=64, scale=0.1, sinks=None, formats=formats)
+vars(layer.impl).update(shape, _of=None, _window=0, _softcap=0.0)
+spec = FullAttentionSpec(
+    block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, state_content_bytes=formats.content_bytes(64, 64)
+)
+config = SimpleNamespace(
+    compilation_config=SimpleNamespace(static_forward_context={name: layer}),
+    parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    speculative_config=None,
+)
+with pretend_cuda() as cuda:
+    builder = backend.K16V8Builder(spec, [name], config, torch.device("cuda:0"))
+    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2, 302, 402], [30, 40, 300, 500]))
+    step = CommonAttentionMetadata(
+        query_start_loc=starts.to("cuda"), query_start_loc_cpu=starts, seq_lens=lengths.to("cuda"), num_reqs=4,
+        num_actual_tokens=402, max_query_len=300, max_seq_len=500, causal=True, seq_lens_cpu_upper_bound=lengths,
+        block_table_tensor=torch.zeros(4, 40, dtype=torch.int32, device="cuda"),
+        slot_mapping=torch.zeros(402, dtype=torch.int64, device="cuda"),
+        is_prefilling=torch.tensor([False, False, True, True]),
+    )
+    with cuda.recorded() as waited:
+        built = builder.build(0, step)
+        built.prompts.chunks(16, 0, 300)
+print(json.dumps([compiled, built.num_decodes, waited, cuda.asynchronous]))
+"""
+
+
+def test_on_a_device_vllms_builder_compiles_before_it_serves_and_waits_for_nothing(environment: Environment) -> None:
+    folders = [_K16V8 / "benchmarks", _K16V8 / "tests"]  # of the driver, and of the pretend device
+    variables = {**os.environ, **environment.variables(), SWITCH: "1"}
+    variables["PYTHONPATH"] = os.pathsep.join([*map(str, folders), variables.get("PYTHONPATH", "")])
+    done = subprocess.run([environment.python, "-c", _BUILDER], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = ["write_kernel", "decode_kernel", "merge_kernel", "merge_kernel", "extend_kernel", "gather_kernel"]
+    assert json.loads(done.stdout.splitlines()[-1]) == [kernels, 2, [], 1]

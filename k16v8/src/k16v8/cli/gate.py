@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda. [default: cpu]")
     parser.add_argument(
         "--kernels",
-        help="torch, triton (compiled), interpreter (Triton on the CPU, slow), gluon (Triton with a decode kernel in "
-        "Gluon), gluon-interpreter or flashinfer. [default: triton on cuda, else torch]",
+        help="torch, triton (compiled), interpreter (Triton on the CPU, slow) or flashinfer. "
+        "[default: triton on cuda, else torch]",
     )
     parser.add_argument(
         "--soak",
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     check_device(options.device)
     asked = operations(options.operations)
     chosen = options.kernels or ("triton" if options.device == "cuda" else "torch")
-    if chosen.endswith("interpreter"):
+    if chosen == "interpreter":
         load_triton(interpret=True)
     gates = []
     for found in run_gates(chosen, device=options.device, seed=options.seed, soak_steps=options.soak, operations=asked):

@@ -26,6 +26,7 @@ from k16v8.kernels.weights import LAYOUTS, Layout, QuantizedWeight
 
 if TYPE_CHECKING:
     from k16v8.kernels.launch import Target, Tiles
+    from k16v8.kernels.variants import Variant
 
 __all__ = [
     "KERNELS",
@@ -40,7 +41,7 @@ __all__ = [
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
 OPTIONS = ("plain", "all")
-KERNELS = ("write", "decode", "merge", "extend", "gather", "gluon")
+KERNELS = ("write", "decode", "merge", "extend", "gather")
 # products of 4-bit weights, and the rows of each
 WEIGHT_KERNELS = {"gemv": 16, "gemm-32": 32, "gemm-64": 64, "gemm": 512, "experts": 16, "sum": 16}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
@@ -65,7 +66,7 @@ class Compiled:
 
     ``tile``: bytes of K and V of one step, without scales; ``buffers``: tiles of K or V in shared memory, the fewer of
     both; ``programs``: that fit one multiprocessor by registers, warps and shared memory; ``in_flight``: bytes of K
-    and V at least under way to one multiprocessor while its programs compute (NVIDIA; decode, extend and gluon).
+    and V at least under way to one multiprocessor while its programs compute (NVIDIA; decode and extend).
     """
 
     kernel: str
@@ -112,8 +113,7 @@ def compile_kernels(
 ) -> Iterator[Compiled]:
     """Compile every kernel for every target, one result after another.
 
-    FP8 is the fnuz type on gfx942, the only one that it has.  ``gluon``, the decode kernel in Gluon, is left out where
-    it is not for a target or for formats (:func:`k16v8.kernels.decode_gluon.refusal`), and before Triton 3.8.
+    FP8 is the fnuz type on gfx942, the only one that it has.
 
     Raises:
         NotSupportedError: Triton is missing, or this process runs its interpreter.
@@ -134,8 +134,7 @@ def compile_kernels(
                 for k_format, v_format in pairs:
                     for kernel in kernels:
                         for options in OPTIONS:
-                            if kernel != "gluon" or _has_gluon(target, k_format, v_format, head_dim, page):
-                                yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
+                            yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
 
 
 def compile_weight_kernels(
@@ -201,13 +200,12 @@ def _compile_weights(kernel: str, name: str, layout: Layout, group: int, dtype: 
         "bf16" if dtype == torch.bfloat16 else "f16",
     )  # fmt: skip
     if kernel == "sum":
-        tile = replace(tile, rows=1, tokens=1024, warps=4, stages=1)
         return _built(
             result,
             matmul.sum_kernel,
             matmul.sum_arguments(part, out, rows, 8),
             matmul.sum_constants(target),
-            tile,
+            matmul.SUM_TILE,
             target,
         )
     routing = empty(rows, 2, kind=torch.float32) if full and many else None
@@ -219,17 +217,6 @@ def _compile_weights(kernel: str, name: str, layout: Layout, group: int, dtype: 
         dtype, weight, tile, target, experts=bool(many), routed=routing is not None, split=split
     )
     return _built(result, matmul.matmul_kernel, arguments, constants, tile, target)
-
-
-def _has_gluon(name: str, k_format: str, v_format: str, head_dim: int, page: int) -> bool:
-    from k16v8.kernels.dispatch import has_gluon
-
-    if not has_gluon():
-        return False
-    from k16v8.kernels.decode_gluon import refusal
-
-    cache = _empty_cache(k_format, v_format, head_dim, page, "none")
-    return not refusal(_target(name), torch.bfloat16, cache.kv_heads * _RATIO, cache)
 
 
 def _empty_cache(k_format: str, v_format: str, head_dim: int, page: int, scaling: Scaling) -> PagedCache:
@@ -259,8 +246,8 @@ def _compile(kernel: str, name: str, k_format: str, v_format: str, head_dim: int
     if name == "gfx942":
         k_format, v_format = (x + "fnuz" if x == "fp8_e4m3" else x for x in (k_format, v_format))
     result = Compiled(kernel, name, k_format, v_format, head_dim, page, options, None, target.shared_memory)
-    function, arguments, constants, tile = _launch(kernel, target, k_format, v_format, head_dim, page, options == "all")
-    return _built(result, function, arguments, constants, tile, target)
+    found = _variant(kernel, target, k_format, v_format, head_dim, page, options == "all")
+    return _built(result, found.function, found.arguments, found.constants, found.tile, target)
 
 
 def _built(
@@ -279,21 +266,16 @@ def _built(
     from k16v8.kernels.launch import compile_options
     from k16v8.kernels.occupancy import resident_programs
 
-    source = ASTSource
-    if result.kernel == "gluon":
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source = GluonASTSource
     result = replace(result, rows=tile.rows, tokens=tile.tokens, warps=tile.warps, stages=tile.stages)
     types = dict(zip(function.arg_names, (_type(x) for x in arguments), strict=False))
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, x in enumerate(arguments)
-        if _aligned(x) and not function.params[i].do_not_specialize
+        if _aligned(x) and not _unspecialized(function.params[i])
     }
     try:
         done = triton.compile(
-            source(
+            ASTSource(
                 fn=function,
                 signature=types | dict.fromkeys(constants, "constexpr"),
                 constexprs={(function.arg_names.index(key),): value for key, value in constants.items()},
@@ -308,7 +290,7 @@ def _built(
     result = replace(result, **(_nvidia(done.asm) if target.backend == "cuda" else _read_amd(done.asm["amdgcn"])))
     assert result.registers is not None
     result = replace(result, programs=resident_programs(target, result.registers, shared, tile.warps))
-    if result.kernel in ("decode", "extend", "gluon"):
+    if result.kernel in ("decode", "extend"):
         result = _pipeline(result, done.asm["ttgir"], target)
     if shared > target.shared_memory:
         excess = f"needs {shared} bytes of shared memory, {result.target} has {target.shared_memory}"
@@ -316,54 +298,19 @@ def _built(
     return replace(result, shared=shared)
 
 
-def _launch(
+def _variant(
     kernel: str, target: Target, k_format: str, v_format: str, head_dim: int, page: int, full: bool
-) -> tuple[Any, list[Any], dict[str, object], Tiles]:
-    """The Triton function, its arguments, constexprs and tiles, as a launch has them; 4 query heads per KV head."""
-    from k16v8.kernels.decode import decode_constants, decode_kernel, merge_constants, merge_kernel
-    from k16v8.kernels.extend import extend_constants, extend_kernel
-    from k16v8.kernels.gather import gather_arguments, gather_constants, gather_kernel, gather_tiles
-    from k16v8.kernels.launch import cache_arguments, merge_tiles, tiles
-    from k16v8.kernels.write import write_arguments, write_constants, write_kernel
+) -> Variant:
+    """What a launch has; 4 query heads per KV head, and 16 splits."""
+    from k16v8.kernels.variants import variants
 
-    batch, kv_heads, heads, splits = _BATCH, _KV_HEADS, _KV_HEADS * _RATIO, 16
+    heads = _KV_HEADS * _RATIO
     cache = _empty_cache(k_format, v_format, head_dim, page, "per-token-head" if full else "none")
-    q = torch.empty(batch, heads, head_dim, dtype=torch.bfloat16, device="meta")
-    part, lse = q.float(), torch.empty(batch, heads, device="meta")
-    starts, attention = cache.lengths, Attention()
+    attention = Attention()
     if full:
-        attention = Attention(window=4096, softcap=50.0, sinks=part[0, :, 0])
-    scale = attention.scale_for(head_dim)
-    if kernel == "write":
-        kv = q[:, :kv_heads]
-        arguments = write_arguments(kv, kv, cache, starts.long(), None)
-        return write_kernel, [*arguments], write_constants(cache, count=full), tiles(kernel, target, cache)
-    if kernel == "gather":
-        kv = q[:, :kv_heads]
-        arguments = gather_arguments(cache, starts.long(), kv, kv)
-        return gather_kernel, [*arguments], gather_constants(cache, target), gather_tiles()
-    if kernel == "merge":
-        arguments = (part, lse, part, q, lse, *q.stride()[:2], lse.stride(0), splits)
-        constants = merge_constants(heads, head_dim, splits, sinks=full, target=target)
-        return merge_kernel, [*arguments], constants, merge_tiles(splits, head_dim)
-    if kernel == "gluon":
-        from k16v8.kernels import decode_gluon
-
-        sinks = part if attention.sinks is None else attention.sinks
-        starts = cache.lengths
-        arguments = decode_gluon.decode_arguments(
-            q, q, lse, sinks, part, lse, starts, starts, cache, attention, sequences=batch
-        )
-        constants = decode_gluon.decode_constants(heads, cache, attention)
-        return decode_gluon.decode_gluon_kernel, [*arguments], constants, decode_gluon.tiles(constants)
-    if kernel == "decode":
-        arguments = (q, part, lse, *cache_arguments(cache), *q.stride()[:2], scale, splits)
-        constants = decode_constants(q.dtype, heads, cache, attention, target)
-        return decode_kernel, [*arguments], constants, tiles(kernel, target, cache)
-    strides = (*q.stride()[:2], *q.stride()[:2], lse.stride(0))
-    arguments = (q, starts, q, q, lse, *cache_arguments(cache), *strides, scale, batch)
-    constants = extend_constants(q.dtype, heads, cache, attention, target)
-    return extend_kernel, [*arguments], constants, tiles(kernel, target, cache)
+        attention = Attention(window=4096, softcap=50.0, sinks=torch.empty(heads, device="meta"))
+    found = variants(cache, heads, torch.bfloat16, attention, target, count=full)
+    return next(variant for variant in found if variant.name == kernel)
 
 
 def _nvidia(asm: dict[str, Any]) -> dict[str, Any]:
@@ -440,6 +387,11 @@ def _type(x: object) -> str:
     if isinstance(x, torch.Tensor):
         return _TYPES[x.dtype]
     return "fp32" if isinstance(x, float) else "i32"
+
+
+def _unspecialized(parameter: Any) -> bool:
+    """Whether Triton is told not to look at what an argument is a multiple of."""
+    return bool(parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
 
 
 def _aligned(x: object) -> bool:

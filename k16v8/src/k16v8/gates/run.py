@@ -7,15 +7,13 @@ cache: its expected value is a property of rounding to e4m3 (exact attention giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k16v8.errors import NotSupportedError
 from k16v8.gates.cases import CASES, LONG, Case, Problem
 from k16v8.gates.mutations import MUTATIONS, Mutation
 from k16v8.gates.soak import soak
@@ -70,12 +68,11 @@ def run_gates(
 
 
 def _attention_gates(implementation: str, device: torch.device | str, seed: int, soak_steps: int) -> Iterator[Gate]:
-    cases = _asked(implementation, CASES if implementation.endswith("interpreter") else (*CASES, *LONG), device)
+    cases = CASES if implementation == "interpreter" else (*CASES, *LONG)
     for case in cases:
         yield attention_gate(case, implementation, device=device, seed=seed)
-    if not implementation.startswith("gluon"):  # which writes by Triton
-        for name, passed, figures, note in writer_gates(_chooser(implementation, device), device=device, seed=seed):
-            yield Gate("writer", name, passed, figures, note)
+    for name, passed, figures, note in writer_gates(_chooser(implementation, device), device=device, seed=seed):
+        yield Gate("writer", name, passed, figures, note)
     yield from paper_gates(implementation, device=device)
     if soak_steps:
         kernels = _chosen(_SOAK, implementation, device)
@@ -84,21 +81,7 @@ def _attention_gates(implementation: str, device: torch.device | str, seed: int,
         passed = error <= RELATIVE_L2 and reused > 0 and evicted > 0
         yield Gate("soak", "decode through page reuse and window eviction", passed, figures)
     for mutation in MUTATIONS:
-        if mutation.case in {case.name for case in cases}:
-            yield mutation_gate(mutation, implementation, device=device, seed=seed)
-
-
-def _asked(implementation: str, cases: Sequence[Case], device: torch.device | str) -> list[Case]:
-    """The cases of an implementation: all; of Gluon, whose own kernel is decode, those that it does not refuse."""
-    if not implementation.startswith("gluon"):
-        return [*cases]
-    asked = []
-    for case in cases:
-        if case.queries is None:
-            with suppress(NotSupportedError):
-                _chosen(case, implementation, device)
-                asked.append(case)
-    return asked
+        yield mutation_gate(mutation, implementation, device=device, seed=seed)
 
 
 _SOAK = Case("soak", heads=4, kv_heads=1, window=40, lengths=(0, 0), v_scaling="per-token-head", splits=1)

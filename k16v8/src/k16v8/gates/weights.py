@@ -148,7 +148,7 @@ _LONG = (
 
 def weight_gates(implementation: str, *, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[Result]:
     """Group, name, whether it passed, figures, note: every case, then every mutation."""
-    for case in WEIGHT_CASES if implementation.endswith("interpreter") else (*WEIGHT_CASES, *_LONG):
+    for case in WEIGHT_CASES if implementation == "interpreter" else (*WEIGHT_CASES, *_LONG):
         kernels = _chosen(case, implementation, device)
         problem, exact = case.build(seed, device)
         figures = weight_error(_output(case, kernels, problem), problem)

@@ -24,6 +24,8 @@ from k16v8.kernels.launch import (
     cache_arguments,
     cache_constants,
     compile_options,
+    current,
+    launch,
     merge_block,
     merge_tiles,
     power_of_two,
@@ -34,9 +36,9 @@ from k16v8.kernels.occupancy import FALLBACK_PROGRAMS, resident_programs
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.softmax import attend_tokens, finished, split_queries
 
-__all__ = ["BUFFER", "DecodePlan", "decode", "decode_programs", "plan_decode", "split_count"]
+__all__ = ["BUFFER", "MOST_SPLITS", "DecodePlan", "decode", "decode_programs", "plan_decode", "split_count"]
 
-_MOST_SPLITS = 128
+MOST_SPLITS = 128
 _SHORTEST = 256  # tokens that a split should at least have: below, merging costs more than it gains
 _LONGEST = 8192
 _EVEN = 0.95  # of the last round's places taken: more is not worth another split
@@ -45,8 +47,12 @@ BUFFER = _PARTIALS // 4 + _PARTIALS // 64
 """Numbers that a plan within that bound takes at most, for values of 16 columns and more."""
 
 
-# Batch sizes and lengths change from call to call: what follows from them compiles nothing anew.
-@triton.jit(do_not_specialize=["splits", "table_row"])
+# Batch sizes and lengths change from call to call, and with them where a batch's rows begin in tables that all batches
+# share: what follows from them compiles nothing anew.
+@triton.jit(
+    do_not_specialize=["splits", "table_row"],
+    do_not_specialize_on_alignment=["part_lse", "table", "lengths"],
+)
 def decode_kernel(
     q,
     part,
@@ -156,7 +162,7 @@ def decode_kernel(
     tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=(r[:, None] < RATIO) & (dv[None, :] < columns))
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["part_lse", "sinks", "lse"])
 def merge_kernel(
     part,
     part_lse,
@@ -232,11 +238,12 @@ def decode_programs(q_dtype: torch.dtype, heads: int, cache: PagedCache, attenti
     key = (device, strides, *constants.values())
     if key not in _PROGRAMS:
         tile = tiles("decode", target, cache)
-        compiled = decode_kernel.warmup(
-            q_dtype, torch.float32, torch.float32, *arguments, heads * cache.head_dim, cache.head_dim,
-            attention.scale_for(cache.head_dim), 1, grid=(1,), **constants, **compile_options(tile),
-        )  # fmt: skip
-        compiled._init_handles()  # loads the code: its registers are known then
+        with current(device):
+            compiled = decode_kernel.warmup(
+                q_dtype, torch.float32, torch.float32, *arguments, heads * cache.head_dim, cache.head_dim,
+                attention.scale_for(cache.head_dim), 1, grid=(1,), **constants, **compile_options(tile),
+            )  # fmt: skip
+            compiled._init_handles()  # loads the code: its registers are known then
         found = resident_programs(target, compiled.n_regs, compiled.metadata.shared, tile.warps)
         _PROGRAMS[key] = max(1, found)
     return _PROGRAMS[key]
@@ -255,7 +262,7 @@ def split_count(
     and sequences of unequal length, leave multiprocessors idle at the end.  Static, unmeasured.
     """
     lines, each_round, max_length = max(1, batch * kv_heads), programs * multiprocessors, max(1, max_length)
-    most = max(1, min(max_length // _SHORTEST, _MOST_SPLITS))
+    most = max(1, min(max_length // _SHORTEST, MOST_SPLITS))
     least = min(most, -(-max_length // _LONGEST))
 
     def fill(splits: int) -> float:
@@ -330,30 +337,23 @@ def decode(
     lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device) if lse is None else lse
     if not batch:
         return out, lse
-    decode_kernel[(cache.kv_heads, batch, plan.splits)](
-        q,
-        plan.part,
-        plan.part_lse,
-        *cache_arguments(cache),
-        q.stride(0),
-        q.stride(1),
-        attention.scale_for(q.shape[2]),
-        plan.splits,
-        **decode_constants(q.dtype, heads, cache, attention, target),
-        **compile_options(tiles("decode", target, cache)),
+    scale, sinks = attention.scale_for(q.shape[2]), attention.sinks
+    launch(
+        decode_kernel,
+        (cache.kv_heads, batch, plan.splits),
+        (q, plan.part, plan.part_lse, *cache_arguments(cache), q.stride(0), q.stride(1), scale, plan.splits),
+        decode_constants(q.dtype, heads, cache, attention, target),
+        tiles("decode", target, cache),
+        q.device,
     )
-    merge_kernel[(batch, heads)](
-        plan.part,
-        plan.part_lse,
-        plan.part if attention.sinks is None else attention.sinks,
-        out,
-        lse,
-        out.stride(0),
-        out.stride(1),
-        lse.stride(0),
-        plan.splits,
-        **merge_constants(heads, cache.v_dim, plan.splits, sinks=attention.sinks is not None, target=target),
-        **compile_options(merge_tiles(plan.splits, cache.v_dim)),
+    given = plan.part if sinks is None else sinks
+    launch(
+        merge_kernel,
+        (batch, heads),
+        (plan.part, plan.part_lse, given, out, lse, out.stride(0), out.stride(1), lse.stride(0), plan.splits),
+        merge_constants(heads, cache.v_dim, plan.splits, sinks=sinks is not None, target=target),
+        merge_tiles(plan.splits, cache.v_dim),
+        q.device,
     )
     return out, lse
 

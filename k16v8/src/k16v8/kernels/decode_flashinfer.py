@@ -8,6 +8,7 @@ and takes no soft-cap, no sinks and no scale of values that lies on the device.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -133,16 +134,17 @@ def decode(
             f"sequences, {heads} heads and up to {cache.max_length} tokens"
         )
     values = cache.v_cache.view(FLOAT8["fp8_e4m3"])
-    found: Tensor = plan.wrapper.run(
-        q,
-        (cache.k_cache.transpose(1, 2), values.transpose(1, 2)),
-        cache.lengths,
-        cache.block_table,
-        bmm1_scale=attention.scale_for(cache.head_dim),
-        bmm2_scale=1.0,
-        out=out,
-        validate=False,  # which would wait for the device
-    )
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        found: Tensor = plan.wrapper.run(
+            q,
+            (cache.k_cache.transpose(1, 2), values.transpose(1, 2)),
+            cache.lengths,
+            cache.block_table,
+            bmm1_scale=attention.scale_for(cache.head_dim),
+            bmm2_scale=1.0,
+            out=out,
+            validate=False,  # which would wait for the device
+        )
     return found, plan.lse if lse is None else lse.fill_(torch.nan)
 
 

@@ -24,20 +24,15 @@ __all__ = [
     "WeightKernels",
     "choose",
     "choose_weights",
-    "has_gluon",
     "load_triton",
 ]
 
-Implementation = Literal["torch", "triton", "interpreter", "gluon", "gluon-interpreter", "flashinfer"]
-IMPLEMENTATIONS = ("torch", "triton", "interpreter", "gluon", "gluon-interpreter", "flashinfer")
-_INTERPRETERS = ("interpreter", "gluon-interpreter")
-_GLUON = {"gluon": "triton", "gluon-interpreter": "interpreter"}  # and whose products of weights they take
-_DECODE = dict.fromkeys(_GLUON, "decode_gluon") | {"flashinfer": "decode_flashinfer"}  # with a decode of their own
-_BY_TORCH = ("torch", "gluon-interpreter")  # but for decode
-GLUON_DIMS = (64, 128, 256)
+Implementation = Literal["torch", "triton", "interpreter", "flashinfer"]
+IMPLEMENTATIONS = ("torch", "triton", "interpreter", "flashinfer")
 HEAD_DIMS = (64, 80, 96, 128, 256)  # what the gates cover
 PAGES = (16, 32, 64, 128)
 _MOST_RATIO = 16
+_CAPABILITY = (8, 0)  # of NVIDIA GPUs: products of bfloat16; below 8.9 FP8 is converted by integer operations
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ class Kernels:
     def gather(self, cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """:func:`k16v8.kernels.prefill.gather`: tokens of the cache as numbers ``[n, kv_heads, …]``."""
         checks.check_cache(cache)
-        if self.implementation in _BY_TORCH:
+        if self.implementation == "torch":
             prefill.gather(cache, slots, keys, values)
         else:
             self._operation("gather")(cache, slots, keys, values)
@@ -131,9 +126,9 @@ class Kernels:
         return getattr(self._module(name), name)
 
     def _module(self, name: str) -> Any:
-        if self.implementation in _DECODE and name == "decode":
-            return import_module(f"k16v8.kernels.{_DECODE[self.implementation]}")
-        return torch_path if self.implementation in _BY_TORCH else import_module(f"k16v8.kernels.{name}")
+        if self.implementation == "flashinfer" and name == "decode":
+            name = "decode_flashinfer"
+        return torch_path if self.implementation == "torch" else import_module(f"k16v8.kernels.{name}")
 
 
 def choose(
@@ -153,9 +148,8 @@ def choose(
 ) -> Kernels:
     """The kernels of ``implementation`` for one shape; ``dtype``: of queries.
 
-    ``torch``; ``triton``, compiled, or ``interpreter``; ``gluon``: Triton with a decode kernel in Gluon, which never
-    ran on a device and is taken only where it is named; ``gluon-interpreter``: that kernel, and torch;
-    ``flashinfer``: Triton with FlashInfer's decode kernel, likewise.
+    ``torch``; ``triton``, compiled, or ``interpreter``; ``flashinfer``: Triton with FlashInfer's decode kernel, which
+    never ran on a device here and is taken only where it is named.
 
     Raises:
         NotSupportedError: this implementation cannot do it here; with the reason.
@@ -171,9 +165,7 @@ def choose(
     if implementation != "torch":
         if reason := _triton_refusal(implementation, k_format, v_format, heads // kv_heads, dims, page, dtype, device):
             raise NotSupportedError(f"{name}: {reason}")
-        load_triton(interpret=implementation in _INTERPRETERS)  # before anything of Triton is imported
-        if implementation in _GLUON and (reason := _gluon_refusal(k_format, v_format, dims)):
-            raise NotSupportedError(f"{name}: {reason}")
+        load_triton(interpret=implementation == "interpreter")  # before anything of Triton is imported
     return Kernels(name, cast("Implementation", implementation))
 
 
@@ -218,28 +210,18 @@ def _triton_refusal(
     return _device_refusal(implementation, device)
 
 
-def _gluon_refusal(k_format: str, v_format: str, dims: tuple[int, int]) -> str | None:
-    if k_format not in ("bf16", "f16") or v_format != "fp8_e4m3":
-        return "the Gluon kernel is for keys of 16 bits and values fp8_e4m3; use triton"
-    if wrong := [dim for dim in dims if dim not in GLUON_DIMS]:
-        return f"head dimension {wrong[0]}; the Gluon kernel is for {', '.join(map(str, GLUON_DIMS))}; use triton"
-    return None if has_gluon() else "this Triton has no Gluon as the kernel needs it; it takes 3.8 or later"
-
-
-def has_gluon() -> bool:
-    """Whether the installed Triton has of Gluon what the kernel uses; imports Triton."""
-    try:
-        return hasattr(import_module("triton.experimental.gluon.language.nvidia.ampere.async_copy"), "async_load")
-    except ImportError:
-        return False
-
-
 def _device_refusal(implementation: str, device: torch.device | str) -> str | None:
     kind = torch.device(device).type
-    if implementation in _INTERPRETERS and kind != "cpu":
+    if implementation == "interpreter" and kind != "cpu":
         return f"the interpreter runs on the CPU, the tensors lie on {kind}"
-    if implementation in ("triton", "gluon", "flashinfer") and kind != "cuda":
-        return f"compiled kernels need a GPU, the tensors lie on {kind}; choose torch, or an interpreter to test them"
+    if implementation in ("triton", "flashinfer") and kind != "cuda":
+        return f"compiled kernels need a GPU, the tensors lie on {kind}; choose torch, or interpreter to test them"
+    if kind == "cuda" and torch.cuda.is_available() and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _CAPABILITY:
+            least, has = (".".join(map(str, numbers)) for numbers in (_CAPABILITY, capability))
+            name = torch.cuda.get_device_name(device)
+            return f"compiled kernels need compute capability {least}, {name} has {has}; choose torch"
     return None
 
 
@@ -301,7 +283,7 @@ class WeightKernels:
 def choose_weights(
     implementation: str, *, layout: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
 ) -> WeightKernels:
-    """The products of ``implementation``; ``dtype``: of activations.  ``gluon`` and ``flashinfer`` have Triton's.
+    """The products of ``implementation``; ``dtype``: of activations.  ``flashinfer`` has Triton's.
 
     Raises:
         NotSupportedError: this implementation cannot do it here; with the reason.
@@ -313,7 +295,7 @@ def choose_weights(
     ):
         if given not in known:
             raise UnknownNameError(kind, given, known)
-    implementation = "triton" if implementation == "flashinfer" else _GLUON.get(implementation, implementation)
+    implementation = "triton" if implementation == "flashinfer" else implementation
     name = f"{implementation}[{layout}]"
     if implementation != "torch":
         reason = _device_refusal(implementation, device)
@@ -321,7 +303,7 @@ def choose_weights(
             reason = "the Triton kernels are for 16-bit activations; use the torch implementation for others"
         if reason:
             raise NotSupportedError(f"{name}: {reason}")
-        load_triton(interpret=implementation in _INTERPRETERS)
+        load_triton(interpret=implementation == "interpreter")
     return WeightKernels(name, cast("Implementation", implementation))
 
 

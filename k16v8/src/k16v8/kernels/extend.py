@@ -22,7 +22,7 @@ from k16v8.kernels.launch import (
     attention_constants,
     cache_arguments,
     cache_constants,
-    compile_options,
+    launch,
     target_of,
     tiles,
 )
@@ -32,7 +32,10 @@ from k16v8.kernels.softmax import attend_tokens, finished, split_queries
 __all__ = ["extend", "program_count"]
 
 
-@triton.jit(do_not_specialize=["table_row", "sequences"])
+@triton.jit(
+    do_not_specialize=["table_row", "sequences"],
+    do_not_specialize_on_alignment=["query_starts", "sinks", "lse", "table", "lengths"],
+)
 def extend_kernel(
     q,
     query_starts,
@@ -189,22 +192,16 @@ def extend(
     target = target_of(q.device)
     tile = tiles("extend", target, cache)
     batch = len(cache.lengths)
-    extend_kernel[(program_count(many, heads // cache.kv_heads, tile.rows, batch), cache.kv_heads)](
-        q,
-        query_starts,
-        out if attention.sinks is None else attention.sinks,
-        out,
-        lse,
-        *cache_arguments(cache),
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        lse.stride(0),
-        attention.scale_for(q.shape[2]),
-        batch,
-        **extend_constants(q.dtype, heads, cache, attention, target),
-        **compile_options(tile),
+    given = out if attention.sinks is None else attention.sinks
+    strides = (*q.stride()[:2], *out.stride()[:2], lse.stride(0))
+    scale = attention.scale_for(q.shape[2])
+    launch(
+        extend_kernel,
+        (program_count(many, heads // cache.kv_heads, tile.rows, batch), cache.kv_heads),
+        (q, query_starts, given, out, lse, *cache_arguments(cache), *strides, scale, batch),
+        extend_constants(q.dtype, heads, cache, attention, target),
+        tile,
+        q.device,
     )
     return out, lse
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from k16v8.kernels.bits import narrow, widen
 from k16v8.kernels.cache import PagedCache
-from k16v8.kernels.launch import Target, Tiles, cache_arguments, cache_constants, compile_options, target_of
+from k16v8.kernels.launch import Target, Tiles, cache_arguments, cache_constants, launch, target_of
 
 __all__ = ["gather"]
 
@@ -45,7 +45,10 @@ def copied(
     )
 
 
-@triton.jit(do_not_specialize=["tokens", "table_row"])
+@triton.jit(
+    do_not_specialize=["tokens", "table_row"],
+    do_not_specialize_on_alignment=["slots", "table", "lengths"],
+)
 def gather_kernel(
     slots, keys, values, tokens,
     k_cache, v_cache, k_scale, v_scale, table, lengths,
@@ -82,11 +85,9 @@ def gather(cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> No
         return
     target = target_of(slots.device)
     tile = gather_tiles()
-    gather_kernel[(triton.cdiv(slots.numel(), tile.tokens), cache.kv_heads)](
-        *gather_arguments(cache, slots, keys, values),
-        **gather_constants(cache, target),
-        **compile_options(tile),
-    )
+    grid = (triton.cdiv(slots.numel(), tile.tokens), cache.kv_heads)
+    arguments = gather_arguments(cache, slots, keys, values)
+    launch(gather_kernel, grid, arguments, gather_constants(cache, target), tile, slots.device)
 
 
 def gather_tiles() -> Tiles:

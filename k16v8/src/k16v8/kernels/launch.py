@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +20,9 @@ from k16v8.kernels.reference import Attention
 __all__ = [
     "Target",
     "Tiles",
+    "current",
     "interpreted",
+    "launch",
     "merge_block",
     "power_of_two",
     "scale_code",
@@ -118,6 +123,27 @@ def merge_tiles(splits: int, v_dim: int) -> Tiles:
 def compile_options(tile: Tiles) -> dict[str, object]:
     """Options of Triton's compiler.  Fusion of multiplications and additions is asked for: its default changes."""
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Sequence[object],
+    constants: Mapping[str, object],
+    tile: Tiles,
+    device: torch.device,
+) -> None:
+    """Launch ``kernel`` on the device where its tensors lie.
+
+    Triton launches on the current device, which is another one where a model is spread over several.
+    """
+    with current(device):
+        kernel[grid](*arguments, **constants, **compile_options(tile))
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """``device`` as torch's current one; there is nothing to do for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def interpreted() -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from k16v8.errors import UsageError
 from k16v8.kernels.bits import narrow, widen
-from k16v8.kernels.launch import Target, Tiles, compile_options, target_of
+from k16v8.kernels.launch import Target, Tiles, launch, target_of
 from k16v8.kernels.weights import QuantizedWeight
 
 __all__ = ["ExpertPlan", "MatmulPlan", "expert_matmul", "matmul", "plan_experts", "plan_matmul", "split_count"]
@@ -30,6 +30,7 @@ __all__ = ["ExpertPlan", "MatmulPlan", "expert_matmul", "matmul", "plan_experts"
 _MOST_SPLITS = 32
 _SHORTEST = 256  # inputs that a split should at least have
 _SUM_COLUMNS = 1024
+SUM_TILE = Tiles(1, _SUM_COLUMNS, 4, 1)
 
 
 @triton.jit
@@ -255,15 +256,18 @@ def matmul(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None, pla
     tile = matmul_tiles(rows, weight, target)
     split = plan.splits > 1
     grid = (-(-rows // tile.rows), -(-weight.outputs // tile.tokens), plan.splits)
-    matmul_kernel[grid](
-        *matmul_arguments(x, weight, plan.part if split else out, rows=rows, splits=plan.splits),
-        **matmul_constants(x.dtype, weight, tile, target, split=split),
-        **compile_options(tile),
+    launch(
+        matmul_kernel,
+        grid,
+        matmul_arguments(x, weight, plan.part if split else out, rows=rows, splits=plan.splits),
+        matmul_constants(x.dtype, weight, tile, target, split=split),
+        tile,
+        x.device,
     )
     if split:
-        sum_kernel[(rows, -(-weight.outputs // _SUM_COLUMNS))](
-            *sum_arguments(plan.part, out, rows, plan.splits), **sum_constants(target), num_warps=4
-        )
+        columns = -(-weight.outputs // _SUM_COLUMNS)
+        arguments = sum_arguments(plan.part, out, rows, plan.splits)
+        launch(sum_kernel, (rows, columns), arguments, sum_constants(target), SUM_TILE, x.device)
     return out
 
 
@@ -338,14 +342,12 @@ def expert_matmul(
         )
     flat = out.view(tokens * top, weight.outputs)
     grid = (len(plan.expert), -(-weight.outputs // tile.tokens), 1)
-    matmul_kernel[grid](
-        *matmul_arguments(
-            x.flatten(0, -2), weight, flat, rows=len(flat), splits=1, table=plan, routing=routing,
-            shared=top if x.dim() == 2 else 1,
-        ),
-        **matmul_constants(x.dtype, weight, tile, target, experts=True, routed=routing is not None),
-        **compile_options(tile),
+    arguments = matmul_arguments(
+        x.flatten(0, -2), weight, flat, rows=len(flat), splits=1, table=plan, routing=routing,
+        shared=top if x.dim() == 2 else 1,
     )  # fmt: skip
+    constants = matmul_constants(x.dtype, weight, tile, target, experts=True, routed=routing is not None)
+    launch(matmul_kernel, grid, arguments, constants, tile, x.device)
     return out
 
 

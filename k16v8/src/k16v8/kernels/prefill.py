@@ -13,7 +13,7 @@ Which way a batch takes is one function without side effects, :func:`prefill_rou
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache as memoized
 from importlib import import_module
@@ -28,6 +28,7 @@ from k16v8.errors import NotSupportedError
 from k16v8.kernels import reference
 from k16v8.kernels.cache import PagedCache, codes_to_values, scaling_of, storage
 from k16v8.kernels.reference import Attention
+from k16v8.kernels.upload import upload
 
 __all__ = [
     "WORKSPACE",
@@ -192,7 +193,10 @@ class _Chunk:
 
 @dataclass
 class PrefillBatch:
-    """The sequences of one step, known on the host.  Plans are made once and serve all layers of the step."""
+    """The sequences of one step, known on the host.  Plans are made once and serve all layers of the step.
+
+    The host waits for nothing: what the device must know of a plan goes there in one copy from pinned memory.
+    """
 
     lengths: Sequence[int]
     counts: Sequence[int]
@@ -208,25 +212,16 @@ class PrefillBatch:
         """The chunks of a layer with such pages and such a window."""
         key = (page, window, capacity)
         if key not in self._plans:
-            pieces = plan_pieces(self.lengths, self.counts, window, capacity)
-            starts = [0, *accumulate(self.counts)]
-            self._plans[key] = [self._chunk(chunk, page, starts) for chunk in pieces]
+            laid = [self._laid(chunk) for chunk in plan_pieces(self.lengths, self.counts, window, capacity)]
+            tensors = iter(upload([numbers for chunk in laid for numbers in chunk.lists], self.table.device))
+            self._plans[key] = [self._on_device(chunk, tensors, page) for chunk in laid]
         return self._plans[key]
 
-    def _chunk(self, pieces: list[Piece], page: int, starts: list[int]) -> _Chunk:
-        device = self.table.device
+    def _laid(self, pieces: list[Piece]) -> _Laid:
+        starts = [0, *accumulate(self.counts)]
         sizes = [piece.end - piece.begin for piece in pieces]
-        key_starts = _starts(sizes, device)
-        many = torch.tensor(sizes, device=device)
-        rows, offsets = (
-            torch.tensor(x, device=device).repeat_interleave(many, output_size=sum(sizes))
-            for x in (
-                [piece.row for piece in pieces],
-                [piece.begin - start for piece, start in zip(pieces, accumulate(sizes, initial=0), strict=False)],
-            )
-        )
-        at = torch.arange(sum(sizes), device=device) + offsets
-        slots = self.table[rows, at // page].long() * page + at % page
+        key_starts = [0, *accumulate(sizes)]
+        offsets = [piece.begin - start for piece, start in zip(pieces, key_starts, strict=False)]
         calls = []
         for causal in (True, False):
             spans = [piece.causal if causal else piece.full for piece in pieces]
@@ -239,15 +234,54 @@ class PrefillBatch:
             ]
             ranges = [(place, place + count) for place, count in zip(places, counts, strict=True) if count]
             together = all(a[1] == b[0] for a, b in pairwise(ranges))
-            index: slice | Tensor = slice(ranges[0][0], ranges[-1][1])
-            if not together:
-                index = torch.cat([torch.arange(*span) for span in ranges]).to(device)
-            calls.append(Call(index, causal, _starts(counts, device), key_starts, max(counts), max(sizes)))
+            rows = slice(ranges[0][0], ranges[-1][1]) if together else [i for span in ranges for i in range(*span)]
+            calls.append(_LaidCall(rows, causal, [0, *accumulate(counts)], max(counts)))
+        return _Laid(sizes, [piece.row for piece in pieces], offsets, key_starts, calls)
+
+    def _on_device(self, laid: _Laid, tensors: Iterator[Tensor], page: int) -> _Chunk:
+        """``tensors``: of ``laid.lists``, in their order."""
+        many, rows, offsets, key_starts = (next(tensors) for _ in range(4))
+        total = laid.key_starts[-1]
+        rows, offsets = (x.long().repeat_interleave(many, output_size=total) for x in (rows, offsets))
+        at = torch.arange(total, device=self.table.device) + offsets
+        slots = self.table[rows, at // page].long() * page + at % page
+        calls = []
+        for call in laid.calls:
+            query_starts = next(tensors)
+            index = call.rows if isinstance(call.rows, slice) else next(tensors).long()
+            calls.append(Call(index, call.causal, query_starts, key_starts, call.most_queries, max(laid.sizes)))
         return _Chunk(slots, calls)
 
 
-def _starts(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+@dataclass(frozen=True)
+class _LaidCall:
+    """A :class:`Call` as the host has it."""
+
+    rows: slice | list[int]
+    causal: bool
+    query_starts: list[int]
+    most_queries: int
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A chunk as the host has it; of each piece: tokens, sequence, and its first token less its place."""
+
+    sizes: list[int]
+    rows: list[int]
+    offsets: list[int]
+    key_starts: list[int]
+    calls: list[_LaidCall]
+
+    @property
+    def lists(self) -> list[list[int]]:
+        """What the device must know."""
+        found = [self.sizes, self.rows, self.offsets, self.key_starts]
+        for call in self.calls:
+            found.append(call.query_starts)
+            if not isinstance(call.rows, slice):
+                found.append(call.rows)
+        return found
 
 
 # ------------------------------------------------------------------------------------------------------ the work

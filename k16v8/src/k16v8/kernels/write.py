@@ -13,7 +13,7 @@ from torch import Tensor
 
 from k16v8.kernels.bits import encode_fp8, encode_int, token_scale
 from k16v8.kernels.cache import PagedCache, storage
-from k16v8.kernels.launch import compile_options, power_of_two, scale_code, scale_strides, target_of, tiles
+from k16v8.kernels.launch import launch, power_of_two, scale_code, scale_strides, target_of, tiles
 
 __all__ = ["write"]
 
@@ -85,7 +85,8 @@ def put(
             tl.store(target + column, encode_fp8(scaled, FORMAT == "fp8_e4m3fnuz"), mask=inside)
 
 
-@triton.jit
+# Slots and counters are read one by one, wherever they lie.
+@triton.jit(do_not_specialize_on_alignment=["slots", "saturated"])
 def write_kernel(
     key,
     value,
@@ -145,10 +146,13 @@ def write(key: Tensor, value: Tensor, cache: PagedCache, slots: Tensor, *, satur
     """As :func:`k16v8.kernels.torch_path.write`; no host sync, no allocation."""
     if not slots.numel():
         return
-    write_kernel[(slots.numel(),)](
-        *write_arguments(key, value, cache, slots, saturated),
-        **write_constants(cache, count=saturated is not None),
-        **compile_options(tiles("write", target_of(key.device), cache)),
+    launch(
+        write_kernel,
+        (slots.numel(),),
+        write_arguments(key, value, cache, slots, saturated),
+        write_constants(cache, count=saturated is not None),
+        tiles("write", target_of(key.device), cache),
+        key.device,
     )
 
 

@@ -12,20 +12,21 @@
 
 ``FIDELAB_K16V8``, its former name, is read where ``K16V8`` is not set.
 
-``K16V8_KERNELS=gluon`` takes the decode kernel in Gluon on NVIDIA GPUs, ``flashinfer`` that of FlashInfer on
-data-centre Blackwell; neither ever ran on one.  Unset or ``triton``: the Triton kernels.
+``K16V8_KERNELS=flashinfer`` takes the decode kernel of FlashInfer on data-centre Blackwell; it never ran on one.
+Unset or ``triton``: the Triton kernels.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from k16v8.errors import UsageError
+from k16v8.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ __all__ = [
     "KERNELS_SWITCH",
     "LABEL",
     "SWITCH",
+    "Engine",
     "Formats",
     "Pages",
     "Side",
@@ -50,7 +52,6 @@ __all__ = [
     "prompt_route",
     "read_back",
     "switched",
-    "version_refusal",
 ]
 
 Version = tuple[int, ...]
@@ -199,18 +200,62 @@ def switched() -> Formats | None:
         raise UsageError(f"{name}={text}: {error}") from None
 
 
-def version_refusal(packages: Sequence[str], versions: tuple[Version, Version], what: str) -> str:
-    """Why a plug-in does not run in the installed engine; empty where it does.
+@dataclass(frozen=True)
+class Engine:
+    """An engine, and what a plug-in uses of it that may change with any version.
 
-    ``packages``: the engine's distributions, of which the first one that is installed counts.  ``versions``: from the
-    first to before the second.  ``what`` the plug-in uses that may change with any version, as a clause.
+    ``packages``: its distributions, of which the first one that is installed counts.  ``tested``: from the first to
+    before the second version.  ``names``: of each module, what must be there, with dots for what lies in a class.
     """
-    found = next(filter(None, map(_installed, packages)), "no version")
-    numbers = tuple(int(number) for number in re.findall(r"\d+", found)[: len(versions[0])])
-    if versions[0] <= numbers < versions[1]:
-        return ""
-    first, end = (".".join(map(str, numbers)) for numbers in versions)
-    return f"k16v8 {what}: it runs in {first} to before {end}, not in {found}"
+
+    title: str
+    packages: tuple[str, ...]
+    tested: tuple[Version, Version]
+    names: Mapping[str, tuple[str, ...]]
+
+    def refusal(self) -> str:
+        """Why the plug-in does not run in the installed version; empty where it does.
+
+        Versions that were tested are not looked at further.  In others every name must be there, which imports them.
+        """
+        found = self._found()
+        if not found:
+            return f"k16v8 runs in {self.title}, which is not installed"
+        if self._is_tested(found) or not (missing := _missing(self.names)):
+            return ""
+        return f"k16v8 uses names of {self.title} that {found} lacks: {missing}; {self._advice()}"
+
+    def warning(self) -> str:
+        """What to say of a version that was not tested; empty where it was."""
+        found = self._found()
+        return "" if self._is_tested(found) else f"k16v8 was not tested with {self.title} {found}; {self._advice()}"
+
+    def _found(self) -> str:
+        return next(filter(None, map(_installed, self.packages)), "")
+
+    def _is_tested(self, found: str) -> bool:
+        numbers = tuple(int(number) for number in re.findall(r"\d+", found)[: len(self.tested[0])])
+        return self.tested[0] <= numbers < self.tested[1]
+
+    def _advice(self) -> str:
+        first, end = (".".join(map(str, numbers)) for numbers in self.tested)
+        return f"tested are {first} to before {end}"
+
+
+def _missing(names: Mapping[str, tuple[str, ...]]) -> str:
+    """The first name that is not there, empty where all are; of a module that cannot be imported, with the reason."""
+    for module, inside in names.items():
+        try:
+            held = import_module(module)
+        except Exception as error:  # an engine's modules raise what they like
+            return f"{module} ({one_line(error)})"
+        for dotted in inside:
+            at: Any = held
+            for part in dotted.split("."):
+                if not hasattr(at, part) and part not in getattr(at, "__dataclass_fields__", ()):
+                    return f"{module}.{dotted}"
+                at = getattr(at, part, None)
+    return ""
 
 
 def _installed(package: str) -> str:
@@ -248,9 +293,8 @@ def decode_plan(kernels: Kernels, q: Tensor, cache: PagedCache, attention: Atten
         return None
     device, (batch, heads) = cache.k_cache.device, q.shape[:2]
     kind = q.dtype, cache.k_format, cache.v_format, cache.k_scale is None, cache.v_scale is None
-    longest = 0 if kernels.implementation == "gluon" else cache.max_length  # its buffers follow from the device alone
     options = attention.window, attention.softcap, attention.sinks is None
-    key = (kernels.implementation, device, *q.shape, cache.kv_heads, cache.v_dim, longest, *kind, *options)
+    key = (kernels.implementation, device, *q.shape, cache.kv_heads, cache.v_dim, cache.max_length, *kind, *options)
     if key not in _PLANS:
         if len(_PLANS) == _MOST_PLANS:
             _PLANS.clear()
@@ -303,7 +347,7 @@ def prompt_route(
     """:func:`k16v8.kernels.prefill.prefill_route` of a batch here; ``extend`` where its lengths are not known."""
     from k16v8.kernels.prefill import capacity, installed, prefill_route
 
-    if batch is None or kernels.implementation not in ("triton", "gluon"):
+    if batch is None or kernels.implementation != "triton":
         return "extend"
     return prefill_route(
         _architecture(q.device),
@@ -358,8 +402,8 @@ class Pages:
         from k16v8.kernels.cache import scaling_of, storage
 
         named = os.environ.get(KERNELS_SWITCH, "").strip() or "triton"
-        if named not in ("triton", "gluon", "flashinfer"):
-            raise UsageError(f"{KERNELS_SWITCH}={named}: write triton, gluon or flashinfer")
+        if named not in ("triton", "flashinfer"):
+            raise UsageError(f"{KERNELS_SWITCH}={named}: write triton or flashinfer")
         return dispatch.choose(
             "torch" if torch.device(device).type == "cpu" else named,
             k_format=self.k_format,
@@ -374,6 +418,23 @@ class Pages:
             k_scaling=scaling_of(self.k_scales),
             v_scaling=scaling_of(self.v_scales),
         )
+
+    def warm_up(self, kernels: Kernels, heads: int, dtype: torch.dtype, attention: Attention, device: Any) -> None:
+        """Compile what steps on these pages, or on others like them, will launch: a server calls it before it serves.
+
+        The pages may lie on ``meta``; ``device``: where those of the server lie.  The torch path compiles nothing.
+        """
+        import torch
+
+        if kernels.implementation not in ("triton", "flashinfer"):
+            return
+        from k16v8.kernels.variants import VARIANTS, warm_up
+
+        by_library = kernels.implementation == "flashinfer"
+        names = [name for name in VARIANTS if not by_library or name in ("write", "extend", "gather")]
+        numbers = torch.empty(1, dtype=torch.int32, device=self.keys.device)
+        cache = self.paged(numbers.view(1, 1), numbers)
+        warm_up(cache, heads, dtype, attention, torch.device(device), names)
 
 
 def read_back(found: Pages, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:

@@ -84,6 +84,11 @@ class K16V8Pool(MHATokenToKVPool):
         names = " and ".join(kernels.name for kernels in found)
         return replace(found[0], name=names)  # they do the same: the cache says what is in it
 
+    def warm_up(self, layer: Any, attention: Attention) -> None:
+        """Compile what a layer launches; layers that are alike compile once."""
+        heads, pages = layer.tp_q_head_num, self._pages[layer.layer_id - self.start_layer]
+        pages.warm_up(self.kernels(heads), heads, self._native, attention, self.device)
+
     def paged(self, layer_id: int, table: Tensor, lengths: Tensor) -> PagedCache:
         """A layer's cache; ``table``: int32 ``[B, max_blocks]``, ``lengths``: int32 ``[B]``."""
         pages: Pages = self._pages[layer_id - self.start_layer]
@@ -137,6 +142,8 @@ class K16V8Backend(AttentionBackend):
         self._attention = {layer.layer_id: _attention(layer) for layer in _layers(runner.model)}
         for heads in {layer.tp_q_head_num for layer in _layers(runner.model)}:
             self.kernels = pool.kernels(heads)
+        for layer in _layers(runner.model):
+            pool.warm_up(layer, self._attention[layer.layer_id])
         self._step: Step | None = None
         _log.info("%s: %s, pages of %d tokens", LABEL, self.kernels.name, pool.page_size)
 

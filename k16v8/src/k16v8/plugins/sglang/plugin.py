@@ -12,21 +12,23 @@ What is SGLang's own door and what is not:
 - capacity: no door.  The function that says what a token takes is wrapped (``DefaultPoolConfigurator``), so that
   SGLang itself offers more tokens for the same memory.
 
-The last two are private, so other versions than those in :data:`VERSIONS` are refused.
+The last two are private.  Versions that :data:`SGLANG` does not name as tested run with a warning, or are refused where
+they lack a name that is used.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from k16v8.errors import K16V8Error, NotSupportedError
-from k16v8.plugins.shared import LABEL, Formats, switched, version_refusal
+from k16v8.plugins.shared import LABEL, Engine, Formats, switched
 
 __all__ = [
     "BACKEND",
     "PAGES",
-    "VERSIONS",
+    "SGLANG",
     "cell_bytes",
     "lacking",
     "pool_class",
@@ -36,11 +38,33 @@ __all__ = [
 
 BACKEND = "k16v8"  # --attention-backend
 _BACKENDS = (BACKEND, "fidelab_k16v8")  # and its former name
-VERSIONS = ((0, 5, 23), (0, 5, 24))  # of SGLang, from the first to before the second: where the hooks were seen to work
 PAGES = (16, 32, 64, 128)  # tokens; what the Triton kernels are gated for
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _CELL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 _LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
+SGLANG = Engine(
+    "SGLang",
+    ("sglang", "sglang-cpu"),
+    ((0, 5, 23), (0, 5, 24)),  # where the hooks were seen to work
+    {
+        "sglang.srt.platforms": ("current_platform",),
+        "sglang.srt.plugins.hook_registry": ("HookRegistry.register", "HookType.AROUND", "HookType.REPLACE"),
+        "sglang.srt.arg_groups.choices": ("add_attention_backend_choices",),
+        "sglang.srt.arg_groups.overrides": ("attention_backends_of", "resolved_view"),
+        "sglang.srt.constants": ("GPU_MEMORY_TYPE_KV_CACHE",),
+        "sglang.srt.layers.attention.attention_registry": ("ATTENTION_BACKENDS", "register_attention_backend"),
+        "sglang.srt.layers.attention.base_attn_backend": ("AttentionBackend",),
+        "sglang.srt.layers.radix_attention": ("AttentionType.DECODER", "RadixAttention"),
+        "sglang.srt.mem_cache.allocation": ("get_last_loc", "get_last_loc_torch"),
+        "sglang.srt.mem_cache.kv_cache_configurator": ("KVCacheConfigurator._resolve_kv_pool_class",),
+        "sglang.srt.mem_cache.memory_pool": (
+            "MHATokenToKVPool._create_buffers",
+            "MHATokenToKVPool._init_data_ptrs_and_strides",
+            "unwrap_write_loc",
+        ),
+        "sglang.srt.model_executor.pool_configurator": ("DefaultPoolConfigurator._compute_cell_size",),
+    },
+)
 _OFF = {  # settings that read or write the pool in ways of their own, and their values when off
     "speculative_algorithm": None,
     "disaggregation_mode": "null",
@@ -56,14 +80,14 @@ _OFF = {  # settings that read or write the pool in ways of their own, and their
 
 def refusal() -> str:
     """Why the installed SGLang cannot run it; empty where it can."""
-    return version_refusal(("sglang", "sglang-cpu"), VERSIONS, "hooks functions that are SGLang's own affair")
+    return SGLANG.refusal()
 
 
 def register() -> None:
     """Put pool, capacity and attention backend in place, where the environment asks for it.
 
     Raises:
-        SystemExit: the switch means nothing, or this version of SGLang is not among those it was made for.  SGLang
+        SystemExit: the switch means nothing, or this version of SGLang lacks a name that is used.  SGLang
             would log any other exception of a plug-in and serve without it.
     """
     try:
@@ -73,6 +97,8 @@ def register() -> None:
             raise NotSupportedError(reason)
     except K16V8Error as error:
         raise SystemExit(f"k16v8: {error}") from error
+    if warning := SGLANG.warning():
+        logging.getLogger(f"sglang.{__name__}").warning("%s", warning)
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.platforms import current_platform

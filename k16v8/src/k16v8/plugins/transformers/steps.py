@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from k16v8.errors import NotSupportedError
+from k16v8.kernels.upload import upload
 
 __all__ = ["Pages", "Queries", "Step"]
 
@@ -142,11 +143,13 @@ class Pages:
             row.extend(self._free.pop() for _ in range(many))
         if changed or kept is not None or any(needed):
             self._table = self._rectangle()
-        before = self._tensor(self._lengths)
+        before = self._lengths
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         self._stored = [length + count for length, count in zip(self._stored, counts, strict=True)]
+        known = (before, [0, *accumulate(counts)], self._lengths)
+        first, starts, lengths = upload(known, self._device)
         index = torch.arange(new, device=self._device).expand(len(counts), -1) if mask is None else mask.cumsum(1) - 1
-        at = (before[:, None] + index).clamp_min(0)
+        at = (first[:, None] + index).clamp_min(0)
         block = self._table.gather(1, (at // self._page).clamp_max(self._table.shape[1] - 1)).long()
         slots = block * self._page + at % self._page
         real = None
@@ -155,17 +158,7 @@ class Pages:
         if mask is not None:
             slots = slots.masked_fill(~mask, -1)
             real = torch.nonzero(mask.flatten()).squeeze(1)
-        starts = self._tensor([0, *accumulate(counts)]).int()
-        return Step(
-            end,
-            self._blocks,
-            kept,
-            slots.flatten(),
-            self._table,
-            self._tensor(self._lengths).int(),
-            Queries(starts, real),
-            mask,
-        )
+        return Step(end, self._blocks, kept, slots.flatten(), self._table, lengths, Queries(starts, real), mask)
 
     def _drop(self) -> bool:
         """Give back the pages that no later query can see."""
@@ -191,7 +184,7 @@ class Pages:
             self._rows = [[next(numbers) for _ in row] for row in self._rows]
             self._blocks = total + len(self._rows)
             self._free = list(range(used, self._blocks))
-            return self._tensor(kept)
+            return upload([kept], self._device)[0].long()
         if total > self._blocks:
             grown = max(total, self._blocks + self._blocks // _GROWTH)
             self._free += range(self._blocks, grown)
@@ -201,7 +194,5 @@ class Pages:
     def _rectangle(self) -> Tensor:
         most = max(1, *map(len, self._rows))
         padded = [row + [0] * (most - len(row)) for row in self._rows]
-        return torch.tensor(padded, dtype=torch.int32, device=self._device)
-
-    def _tensor(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        (table,) = upload([[block for row in padded for block in row]], self._device)
+        return table.view(len(padded), most)

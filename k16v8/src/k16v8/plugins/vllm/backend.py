@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.attention import Attention as VLLMAttention
 from vllm.model_executor.models.utils import extract_layer_index
@@ -137,6 +137,8 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
             decode_buffer(torch.device(device))
             if installed() != Libraries():
                 prefill_workspace(torch.device(device))
+            for name, layer in get_layers_from_vllm_config(vllm_config, VLLMAttention, layer_names).items():
+                layer.impl.warm_up(kv_cache_spec, name, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -267,12 +269,23 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
             return
         self.layer = extract_layer_index(self._of or str(layer.layer_name))
         self._pages: Pages = pages(kv_cache, self.head_size, self.formats.in_layer(self.layer))
-        self._attention = Attention(
-            self.scale, self._window, self._softcap, None if self.sinks is None else self.sinks.float()
-        )
+        self._attention = self._options()
         self.kernels = self._pages.kernels(self.num_heads, dtype, kv_cache.device)
         self._cache = kv_cache
         _log.info_once("%s: %s, pages of %d tokens", LABEL, self.kernels.name, kv_cache.shape[2])
+
+    def _options(self) -> Attention:
+        sinks = None if self.sinks is None else self.sinks.float()
+        return Attention(self.scale, self._window, self._softcap, sinks)
+
+    def warm_up(self, spec: AttentionSpec, layer_name: str, device: torch.device | str) -> None:
+        """Compile what this layer launches, before its pages are there; layers that are alike compile once."""
+        here = self.formats.in_layer(extract_layer_index(self._of or layer_name))
+        width = here.content_bytes(spec.head_size, spec.head_size_v) // spec.dtype.itemsize
+        shape = (2, spec.num_kv_heads, spec.block_size, width)
+        held: Pages = pages(torch.empty(shape, dtype=spec.dtype, device="meta"), self.head_size, here)
+        kernels = held.kernels(self.num_heads, spec.dtype, device)
+        held.warm_up(kernels, self.num_heads, spec.dtype, self._options(), device)
 
     def spec(self, spec: AttentionSpec, layer_name: str, layers: int) -> AttentionSpec:
         """What a layer of the model's ``layers`` takes of the cache.

