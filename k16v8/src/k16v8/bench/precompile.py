@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ import torch
 from k16v8.bench.contenders import CONTENDERS, Draw
 from k16v8.bench.serving import LENGTHS, PAGE, Serving
 from k16v8.bench.shapes import GOAL_TOKENS, cells, geometry
-from k16v8.errors import K16V8Error, UsageError, one_line
+from k16v8.errors import EngineError, K16V8Error, UsageError, one_line
 from k16v8.gates.cases import CASES, LONG
 from k16v8.gates.compile import KERNELS, PAIRS, TARGETS, compile_kernels
 from k16v8.gates.run import attention_gate
@@ -82,6 +83,7 @@ def compile_unit(unit: Unit, target: str, device: str, page: int = PAGE) -> None
 
     Raises:
         EngineError: A kernel does not compile for the target.
+        UnknownNameError: There is no such kernel or format.
     """
     torch.set_num_threads(1)
     place = torch.device(device)
@@ -90,7 +92,7 @@ def compile_unit(unit: Unit, target: str, device: str, page: int = PAGE) -> None
         k_format, _, v_format = pair.partition("/")
         for one in compile_kernels((target,), pairs=((k_format, v_format),), kernels=(kernel,), pages=(int(tokens),)):
             if not one.passed:
-                raise RuntimeError(f"{one.options}: {one.error}")
+                raise EngineError(f"with {one.options} options: {one.error}")
     elif unit.kind == "case":
         attention_gate(next(case for case in (*CASES, *LONG) if case.name == unit.name), "triton", device=place)
     elif unit.kind == "serving":
@@ -104,10 +106,14 @@ def compile_unit(unit: Unit, target: str, device: str, page: int = PAGE) -> None
         torch.cuda.synchronize()
 
 
-def _timed(unit: Unit, target: str, device: str, page: int) -> float:
-    began = time.perf_counter()
-    compile_unit(unit, target, device, page)
-    return time.perf_counter() - began
+def _timed(unit: Unit, target: str, device: str, page: int) -> tuple[float, str]:
+    """Seconds, and why it failed; an exception of a library may not survive the way to the parent."""
+    began, reason = time.perf_counter(), ""
+    try:
+        compile_unit(unit, target, device, page)
+    except Exception as error:  # whatever compilers and drivers raise
+        reason = f"{type(error).__name__}: {one_line(error)}"
+    return time.perf_counter() - began, reason
 
 
 def compile_all(
@@ -135,11 +141,13 @@ def compile_all(
         for future in as_completed(waiting):
             name = f"{waiting[future].kind} {waiting[future].name}"
             try:
-                seconds = future.result()
-                found["seconds"] += seconds
-                found["slowest"] = max(found["slowest"], [name, seconds], key=lambda one: one[1])
-            except Exception as error:  # whatever compilers and drivers raise
-                found["failed"][name] = f"{type(error).__name__}: {one_line(error)}"
+                seconds, reason = future.result()
+            except BrokenProcessPool:
+                seconds, reason = 0.0, "a process of the pool crashed"
+            found["seconds"] += seconds
+            found["slowest"] = max(found["slowest"], [name, seconds], key=lambda one: one[1])
+            if reason:
+                found["failed"][name] = reason
             found["done"] += 1
             keep(found)
     found["passed"] = not found["failed"]
