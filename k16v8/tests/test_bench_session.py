@@ -19,6 +19,7 @@ from torch import Tensor
 from k16v8.bench import contenders, machine, precompile, serving
 from k16v8.bench.contenders import flash_attention_3, flash_attention_3_call
 from k16v8.bench.precompile import units
+from k16v8.bench.shapes import geometry
 from k16v8.errors import NotSupportedError
 from k16v8.kernels.reference import Attention, attend
 
@@ -200,7 +201,7 @@ def test_flash_attention_3_is_called_by_its_signature_and_attends_to_what_lies_i
         table = torch.tensor([[3, 0], [2, 1]], dtype=torch.int32)
         pages = [torch.empty(4, 16, 2, 8) for _ in "kv"]
         for page, x in zip(pages, (k, v), strict=True):
-            page[table.flatten().long()] = x.unflatten(1, (2, 16)).flatten(0, 1)
+            page[table.flatten().long()] = x.reshape(4, 16, 2, 8)
         k, v = pages
     lengths = torch.tensor([32, 32], dtype=torch.int32)
     out = flash_attention_3_call(module, q, k, v, lengths, 32, table)()
