@@ -338,9 +338,8 @@ def flash_attention_3(device: torch.device) -> str:
         except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
             reasons.append(f"{name} cannot be imported: {one_line(error)}")
     if not found:
-        raise NotSupportedError(
-            "; ".join(["FlashAttention 3 is not installed (vLLM's CUDA wheel and sglang-kernel have it)", *reasons])
-        )
+        missing = "FlashAttention 3 is not installed (vLLM's CUDA wheel and sglang-kernel have it)"
+        raise NotSupportedError("; ".join(reasons) or missing)
     if device.type != "cuda":
         raise NotSupportedError("FlashAttention 3 is for GPUs")
     for name, library in found.items():
