@@ -360,7 +360,7 @@ def test_minutes_that_the_longest_step_exceeds_are_refused(capsys: pytest.Captur
     assert capsys.readouterr().err == "gpu-session: --minutes 3: step text alone needs about 4.2\n"
 
 
-def test_the_dry_run_fits_its_limits_by_its_estimates(
+def test_the_dry_run_fits_its_limits_by_its_estimates_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _isolated(monkeypatch, tmp_path)
@@ -374,6 +374,7 @@ def test_the_dry_run_fits_its_limits_by_its_estimates(
     for name in NAMES:
         assert f"\n  {name} " in shown
     assert not path.exists()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_step_whose_tool_is_missing_is_skipped_with_its_reason_and_the_rest_runs(call: Call, world: World) -> None:
@@ -429,6 +430,7 @@ def test_a_process_beyond_its_limit_ends_with_all_that_it_started_and_keeps_its_
 
 
 def test_engines_find_the_plug_ins_of_this_checkout_without_an_install(tmp_path: Path) -> None:
+    script.prepare(tmp_path)
     environment = script.base_environment(tmp_path)
     code = (
         "from importlib.metadata import entry_points\n"

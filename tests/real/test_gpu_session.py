@@ -36,9 +36,9 @@ def _called(script: Any, engine: str, work: Path, *words: str, **own: str) -> su
     return subprocess.run([environment.python, "-m", *words], env=variables, capture_output=True, text=True)
 
 
-def _small_model(script: Any, work: Path) -> Path:
-    """The script's model of random weights, small; its vocabulary holds the bench's random tokens."""
-    folder: Path = script.model(work)
+def _small_model(work: Path) -> Path:
+    """The script's model of random weights, made small; its vocabulary holds the bench's random tokens."""
+    folder = work / "model"
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 16000, "max_position_embeddings": 2048}
     config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -49,7 +49,8 @@ def _small_model(script: Any, work: Path) -> Path:
 def test_sglangs_bench_of_one_batch_decodes_with_k16v8_once_its_plug_ins_are_loaded(
     script: Any, tmp_path: Path
 ) -> None:
-    words = ["--model-path", str(_small_model(script, tmp_path)), "--load-format", "dummy", "--dtype", "bfloat16"]
+    script.prepare(tmp_path)
+    words = ["--model-path", str(_small_model(tmp_path)), "--load-format", "dummy", "--dtype", "bfloat16"]
     words += ["--attention-backend", "k16v8", "--page-size", "16", "--batch-size", "2", "--input-len", "64"]
     words += ["--output-len", "4", "--device", "cpu", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
     words += ["--disable-overlap-schedule", "--max-total-tokens", "4096", "--mem-fraction-static", "0.1"]
