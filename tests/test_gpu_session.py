@@ -71,7 +71,7 @@ _HEADINGS = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
 def _outputs() -> dict[str, str]:
     return {
         "versions": json.dumps({**MACHINE, "versions": {**MACHINE["versions"], "sglang-kernel": "0.4.10"}}),
-        "compile": '{"passed": true, "units": 90}',
+        "compile": '{"units": 90, "failed": {}}',
         "decode": json.dumps(RIGHT),
         "gate": json.dumps({"gates": [{"group": "attention", "name": "mha", "passed": True}]}, indent=1),
         "text": json.dumps({"run_id": "1", "candidates": [ARM]}),
@@ -231,6 +231,15 @@ def test_a_host_time_above_its_goal_and_missed_goals_are_figures(call: Call, wor
     assert world.started[-1] == "sglang"
 
 
+def test_a_variant_that_does_not_compile_is_named_and_the_rest_runs(call: Call, world: World) -> None:
+    world.outputs["compile"] = json.dumps({"units": 90, "failed": {"case soft-cap": "CompilationError: no"}})
+    world.codes["compile"] = 1
+    code, record = call("--minutes", "30")
+    assert (code, world.started[-1]) == (1, "sglang")
+    text = "1 of 90 do not compile: case soft-cap (CompilationError: no), …"
+    assert step(record, "compile")["reason"]["text"] == text
+
+
 def test_decode_that_crashes_ends_the_session(call: Call, world: World) -> None:
     world.outputs["decode"], world.codes["decode"] = "", 1
     code, record = call("--minutes", "30")
@@ -286,6 +295,12 @@ def test_each_package_has_a_pip_call_of_its_own_and_a_failing_one_leaves_the_oth
     assert step(record, "install-flashinfer")["reason"] == {"code": "no_package", "text": text}
     assert step(record, "install-flashinfer")["log"] == []  # pip names the index that it asked
     assert world.commands["install-fa3"][-2:] == ["sglang-kernel", "--no-deps"]
+
+
+def test_a_package_that_pip_cannot_install_is_named(call: Call, world: World) -> None:
+    world.codes["install-fa3"] = 1
+    _, record = call("--steps", "install-fa3,versions")
+    assert step(record, "install-fa3")["reason"]["text"] == "pip cannot install sglang-kernel"
 
 
 def test_what_the_wheel_of_vllm_has_is_not_installed(call: Call, world: World) -> None:
