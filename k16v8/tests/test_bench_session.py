@@ -297,6 +297,12 @@ def test_processes_of_the_pool_write_one_triton_cache_and_name_what_does_not_com
     assert held[0] == held[1]
 
 
+def test_the_pool_fits_the_memory_of_the_gpu() -> None:
+    assert [precompile.default_workers(16, gib << 30) for gib in (4, 24, 80, 180)] == [1, 3, 8, 8]
+    assert precompile.default_workers(2, 80 << 30) == 2
+    assert precompile.default_workers(64, None) == 64
+
+
 def test_a_target_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert precompile.main(["--target", "sm_1"]) == 2
     assert capsys.readouterr().err.startswith("k16v8: --target sm_1: there are sm_80, ")

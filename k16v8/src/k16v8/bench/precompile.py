@@ -35,10 +35,10 @@ from k16v8.gates.compile import KERNELS, PAIRS, TARGETS, compile_kernels
 from k16v8.gates.run import attention_gate
 from k16v8.kernels.dispatch import load_triton
 
-__all__ = ["Unit", "compile_all", "compile_unit", "main", "units"]
+__all__ = ["Unit", "compile_all", "compile_unit", "default_workers", "main", "units"]
 
 _GEOMETRIES = ("qwen2.5-7b", "llama-3.1-8b")
-_WORKERS = {"cuda": 8, "cpu": 64}  # at most: on a GPU each holds a context of half a gigabyte
+_WORKERS, _WORKER_BYTES = 8, 8 << 30  # on a GPU, at most; of device memory for each, a goal cell and its context
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,19 @@ def compile_all(
     return found
 
 
+def default_workers(cores: int, memory: int | None) -> int:
+    """Return how many processes the pool has; ``memory``: bytes of the GPU, ``None`` for builds alone."""
+    return cores if memory is None else max(1, min(cores, _WORKERS, memory // _WORKER_BYTES))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, 1 where something does not compile, 2 where nothing can be compiled."""
     parser = argparse.ArgumentParser(prog="python -m k16v8.bench.precompile", description=__doc__.partition("\n")[0])
     parser.add_argument("--target", help="As Triton names it, sm_90; without a GPU. [default: the GPU's]")
     parser.add_argument("--page", type=int, default=PAGE, help=f"Tokens of a page. [default: {PAGE}]")
-    parser.add_argument("--workers", type=int, help="Processes. [default: one for each core, on a GPU 8 at most]")
+    parser.add_argument(
+        "--workers", type=int, help="Processes. [default: one for each core, on a GPU one for 8 GiB, 8 at most]"
+    )
     options = parser.parse_args(argv)
     device = "cpu" if options.target else "cuda"
     target = options.target or ""
@@ -176,7 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except K16V8Error as error:
         print(f"k16v8: {error}", file=sys.stderr)
         return 2
-    workers = options.workers or min(len(os.sched_getaffinity(0)), _WORKERS[device])
+    memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+    workers = options.workers or default_workers(len(os.sched_getaffinity(0)), memory)
     asked = units(target, device=device, page=options.page)
     found = compile_all(asked, target, device, workers=workers, page=options.page, keep=_print)
     return 0 if found["passed"] else 1
