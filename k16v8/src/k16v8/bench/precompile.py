@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", help="As Triton names it, sm_90; without a GPU. [default: the GPU's]")
     parser.add_argument("--page", type=int, default=PAGE, help=f"Tokens of a page. [default: {PAGE}]")
     parser.add_argument(
-        "--workers", type=int, help="Processes. [default: one for each core, on a GPU one for 8 GiB, 8 at most]"
+        "--workers", type=int, help="[default: one for each core, on a GPU one for 8 GiB, 8 at most]"
     )
     options = parser.parse_args(argv)
     device = "cpu" if options.target else "cuda"
