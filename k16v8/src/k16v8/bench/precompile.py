@@ -165,9 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m k16v8.bench.precompile", description=__doc__.partition("\n")[0])
     parser.add_argument("--target", help="As Triton names it, sm_90; without a GPU. [default: the GPU's]")
     parser.add_argument("--page", type=int, default=PAGE, help=f"Tokens of a page. [default: {PAGE}]")
-    parser.add_argument(
-        "--workers", type=int, help="[default: one for each core, on a GPU one for 8 GiB, 8 at most]"
-    )
+    parser.add_argument("--workers", type=int, help="[default: one for each core, on a GPU one for 8 GiB, 8 at most]")
     options = parser.parse_args(argv)
     device = "cpu" if options.target else "cuda"
     target = options.target or ""
