@@ -1,12 +1,14 @@
-"""``scripts/gpu-session`` without a GPU: its steps are small commands here, but for one that runs the interpreter."""
+"""``scripts/gpu-session`` without a GPU: the real steps, with a clock and processes that are pretended."""
 
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
 from pathlib import Path
@@ -15,15 +17,13 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu-session"
-GOOD = "print(1); print('{\"found\": 3}')"
+CALL = 600  # seconds that a lent machine gives to one call
+LENT = 1800  # and to all of them
 
 pytestmark = pytest.mark.skipif(find_spec("k16v8") is None, reason="k16v8 is not installed")
 
-Call = Callable[..., tuple[int, dict[str, Any]]]
 
-
-@pytest.fixture(scope="module")
-def script() -> Any:
+def _loaded() -> Any:
     spec = spec_from_loader("gpu_session", SourceFileLoader("gpu_session", str(SCRIPT)))
     assert spec is not None
     assert spec.loader is not None
@@ -33,153 +33,510 @@ def script() -> Any:
     return module
 
 
+script = _loaded()
+NAMES = [*script.TIMES]
+
+MACHINE: dict[str, Any] = {
+    "device": {"type": "cuda", "name": "NVIDIA H100"},
+    "devices": 1,
+    "driver": "580.95.05",
+    "versions": {"torch": "2.13.0", "triton": "3.8.0", "cuda": "13.0"},
+    "slug": "nvidia-h100",
+    "target": "sm_90",
+    "pages": [16, 32, 64, 128],
+    "fa3": {"module": "", "reason": "vllm.vllm_flash_attn has no FlashAttention 3 here: no such file"},
+    "notes": [],
+    "commit": "abc",
+}
+RIGHT = {
+    "passed": True,
+    "checks": {"decode": {"passed": True}},
+    "figures": {"host": {"microseconds": 340, "met": False}},
+}
+OURS = {"role": "ours", "formats": "16/8", "status": "measured", "reason": ""}
+CELLS = {"cells": [{"key": "decode B32", "results": [OURS]}], "goals": [{"verdict": "missed"}], "left_out": 0}
+METRIC = {"name": "mean", "value": 0.0004, "ci": [0.0002, 0.0006], "unit": "nats", "about": "…"}
+ARM = {
+    "name": "k16v8",
+    "status": "ok",
+    "reason": None,
+    "verdict": {"band": "EXCELLENT", "at_best": None, "sentence": "safe"},
+    "axes": {"kld": {"metrics": [METRIC]}},
+}
+
+
+_HEADINGS = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+
+
+def _outputs() -> dict[str, str]:
+    return {
+        "versions": json.dumps({**MACHINE, "versions": {**MACHINE["versions"], "sglang-kernel": "0.4.10"}}),
+        "compile": '{"units": 90, "failed": {}}',
+        "decode": json.dumps(RIGHT),
+        "gate": json.dumps({"gates": [{"group": "attention", "name": "mha", "passed": True}]}, indent=1),
+        "text": json.dumps({"run_id": "1", "candidates": [ARM]}),
+        "profile": f'{_HEADINGS}\n"0","k","dram__bytes.sum","byte","7"\n',
+        "flashinfer": json.dumps(RIGHT),
+    }
+
+
+@dataclass
+class World:
+    """A clock, and processes that take the estimated time and print what they should.
+
+    ``seconds``, ``codes`` and ``outputs`` of a step that differs; ``started``: names in order; ``commands``,
+    ``environments``: of each.
+    """
+
+    now: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    codes: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, str] = field(default_factory=_outputs)
+    cells: dict[str, Any] = field(default_factory=lambda: CELLS)
+    started: list[str] = field(default_factory=list)
+    commands: dict[str, list[str]] = field(default_factory=dict)
+    environments: dict[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def run(self, command: Sequence[str], limit: float, environment: Mapping[str, str], log: Path) -> Any:
+        name, words = log.name, [*command]
+        self.started.append(name)
+        self.commands[name], self.environments[name] = words, environment
+        for flag, content in (
+            ("--output", json.dumps(self.cells)),
+            ("--resume", json.dumps(self.cells)),
+            ("--output-json", '{"avg_latency": 2.0}'),
+            ("--result-filename", '{"median_decode_throughput": 400}\n'),
+        ):
+            if flag in words:
+                Path(words[words.index(flag) + 1]).write_text(content)
+        seconds = self.seconds.get(name, script.TIMES[name][0])
+        self.now += min(seconds, limit)
+        code = None if seconds > limit else self.codes.get(name, 0)
+        return script.Ended(code, self.outputs.get(name, ""), "the last line" if code else "")
+
+
+Call = Callable[..., tuple[int, dict[str, Any]]]
+
+
 @pytest.fixture
-def session(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
-    """Run steps, given as (name, Python code) or whole; returns the exit code and the record."""
+def world() -> World:
+    return World()
 
-    def step(one: Any) -> Any:
-        if isinstance(one, script.Step):
-            return one
-        name, code = one
-        return script.Step(name, name, 20, lambda: [sys.executable, "-c", code], script._last_json)
 
-    def call(steps: list[Any], *words: str, commit: str = "abc") -> tuple[int, dict[str, Any]]:
-        class Chosen(script.Session):  # type: ignore[misc]
-            def __init__(self, *given: Any) -> None:
-                super().__init__(*given)
-                self.steps = [step(one) for one in steps]
+@pytest.fixture
+def call(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+    """Call the script on the pretended machine; return the exit code and the record."""
+    _isolated(monkeypatch, tmp_path)
+    path = tmp_path / "record.json"
 
-        machine = {"device": {"name": "a device"}, "versions": {}, "slug": "a-device", "commit": commit}
-        path = tmp_path / "record.json"
-        with monkeypatch.context() as patch:
-            patch.setattr(script, "_machine", lambda device: machine)
-            patch.setattr(script, "Session", Chosen)
-            code = script.main(["--output", str(path), *words])
+    def called(*words: str, absent: Sequence[str] = ("flashinfer", "sgl_kernel"), **machine: Any) -> Any:
+        def ask(options: Any, work: Path) -> dict[str, Any]:
+            world.now += script.PROBE_SECONDS
+            return {**MACHINE, **machine}
+
+        def has(python: str, module: str) -> bool:
+            return module not in absent
+
+        code = script.main(["--output", str(path), *words], clock=lambda: world.now, run=world.run, has=has, ask=ask)
         return code, json.loads(path.read_text())
 
-    return call
+    return called
+
+
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache of the test's own, and a profiler on PATH."""
+    tool = tmp_path / "bin" / "ncu"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FIDELAB_CACHE", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def statuses(record: dict[str, Any]) -> dict[str, str]:
     return {step["name"]: step["status"] for step in record["steps"]}
 
 
-def test_every_figure_is_in_the_record_with_the_machine_and_the_commit(session: Call) -> None:
-    code, record = session([("first", GOOD), ("second", GOOD)])
+def step(record: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(one for one in record["steps"] if one["name"] == name)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- a session
+
+
+def test_steps_run_in_their_order_and_every_figure_is_in_the_record(call: Call, world: World) -> None:
+    code, record = call("--minutes", "30")
     assert code == 0
-    assert statuses(record) == {"first": "passed", "second": "passed"}
-    assert record["steps"][0]["figures"] == {"found": 3}
-    assert (record["machine"]["device"]["name"], record["machine"]["commit"]) == ("a device", "abc")
+    assert world.started == NAMES[:-1]
+    assert statuses(record) == dict.fromkeys(NAMES, "passed") | {"flashinfer": "skipped"}  # which is for Blackwell
+    assert step(record, "decode")["figures"]["figures"]["host"]["microseconds"] == 340
+    assert step(record, "text")["figures"]["axes"]["kld"]["mean"]["value"] == 0.0004
+    assert step(record, "vllm-k16v8")["figures"]["tokens_per_second"] == 1024
+    assert step(record, "sglang")["figures"] == [{"median_decode_throughput": 400}]
+    assert (record["machine"]["device"]["name"], record["machine"]["commit"]) == ("NVIDIA H100", "abc")
+
+
+def test_versions_are_those_after_the_installs(call: Call) -> None:
+    _, record = call("--minutes", "30")
+    assert record["machine"]["versions"]["sglang-kernel"] == "0.4.10"
+    assert "sglang-kernel" not in record["before_installs"]
+
+
+def test_all_steps_share_one_triton_cache_and_one_device(call: Call, world: World) -> None:
+    call("--minutes", "30")
+    assert len({one["TRITON_CACHE_DIR"] for one in world.environments.values()}) == 1
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in world.environments.values()} == {"0"}
 
 
 @pytest.mark.parametrize(
-    "bad", ["raise SystemExit('it broke')", "print('{}'); raise SystemExit(1)", "print('no json')"]
+    ("name", "output", "reason"),
+    [
+        ("decode", {"passed": False, "checks": {"graph": {"passed": False}}}, "wrong: graph"),
+        ("gate", {"gates": [{"group": "soak", "name": "x", "passed": False}]}, "1 of 1 gates failed: soak x"),
+        (
+            "text",
+            {"run_id": "1", "candidates": [{**ARM, "verdict": {"band": "FAIL", "sentence": "unusable"}}]},
+            "text does not survive: unusable",
+        ),
+    ],
 )
-def test_it_stops_at_the_first_failure_and_says_why(session: Call, bad: str) -> None:
-    code, record = session([("first", GOOD), ("second", bad), ("third", GOOD)])
+def test_a_wrong_result_ends_the_session_and_keeps_its_figures(
+    call: Call, world: World, name: str, output: dict[str, Any], reason: str
+) -> None:
+    world.outputs[name], world.codes[name] = json.dumps(output), 1
+    code, record = call("--minutes", "30")
     assert code == 1
-    assert statuses(record) == {"first": "passed", "second": "failed", "third": "not_run"}
-    assert record["steps"][1]["reason"]["text"]
-    assert record["steps"][2]["reason"] == {"code": "after_failure", "text": "second failed"}
+    assert world.started[-1] == name
+    assert step(record, name)["reason"] == {"code": "wrong", "text": reason}
+    assert step(record, name)["figures"]
+    assert step(record, "goals")["reason"] == {"code": "after_failure", "text": f"{name} failed"}
 
 
-def test_resume_runs_what_did_not_pass_and_nothing_else(session: Call, tmp_path: Path) -> None:
-    count = tmp_path / "count"
-    counted = f"open({str(count)!r}, 'a').write('x'); {GOOD}"
-    session([("first", counted), ("second", "raise SystemExit(1)"), ("third", GOOD)])
-    code, record = session([("first", counted), ("second", GOOD), ("third", GOOD)], "--resume")
+def test_our_kernel_that_is_wrong_in_a_goal_cell_ends_the_session(call: Call, world: World) -> None:
+    wrong = {**OURS, "status": "wrong", "reason": "relative L2 0.1 over 0.0035"}
+    world.cells = {**CELLS, "cells": [{"key": "decode B32", "results": [wrong]}]}
+    code, record = call("--minutes", "30")
+    assert (code, world.started[-1]) == (1, "goals")
+    assert "16/8 at decode B32: relative L2 0.1" in step(record, "goals")["reason"]["text"]
+
+
+def test_a_host_time_above_its_goal_and_missed_goals_are_figures(call: Call, world: World) -> None:
+    code, record = call("--minutes", "30")  # 340 µs, and a goal that is missed
     assert code == 0
-    assert set(statuses(record).values()) == {"passed"}
-    assert count.read_text() == "x"
+    assert step(record, "decode")["figures"]["figures"]["host"]["met"] is False
+    assert step(record, "goals")["figures"]["goals"] == [{"verdict": "missed"}]
+    assert world.started[-1] == "sglang"
+
+
+def test_a_variant_that_does_not_compile_is_named_and_the_rest_runs(call: Call, world: World) -> None:
+    world.outputs["compile"] = json.dumps({"units": 90, "failed": {"case soft-cap": "CompilationError: no"}})
+    world.codes["compile"] = 1
+    code, record = call("--minutes", "30")
+    assert (code, world.started[-1]) == (1, "sglang")
+    text = "1 of 90 do not compile: case soft-cap (CompilationError: no), …"
+    assert step(record, "compile")["reason"]["text"] == text
+
+
+def test_decode_that_crashes_ends_the_session(call: Call, world: World) -> None:
+    world.outputs["decode"], world.codes["decode"] = "", 1
+    code, record = call("--minutes", "30")
+    assert (code, world.started[-1]) == (1, "decode")
+    assert step(record, "decode")["reason"]["text"] == "exit code 1: the last line"
+
+
+@pytest.mark.parametrize("name", ["compile", "gate", "text", "goals", "sglang"])
+def test_a_step_beyond_its_limit_does_not_stop_those_after_it(call: Call, world: World, name: str) -> None:
+    world.seconds[name] = 10_000
+    code, record = call("--minutes", "40")
+    assert code == 1
+    assert step(record, name)["reason"]["text"] == f"took longer than {script.TIMES[name][1]} s"
+    assert world.started == NAMES[:-1]
+
+
+def test_a_bench_that_was_ended_keeps_its_finished_cells_and_continues_with_them(call: Call, world: World) -> None:
+    world.seconds["goals"] = 10_000
+    _, record = call("--minutes", "40")
+    assert step(record, "goals")["figures"]["results"] == {"measured": 1}
+    world.seconds.clear()
+    code, record = call("--minutes", "40", "--resume")
+    assert (code, statuses(record)["goals"]) == (0, "passed")
+    assert world.commands["goals"][-2] == "--resume"
+
+
+def test_results_that_the_bench_had_no_time_for_are_measured_by_the_next_call(call: Call, world: World) -> None:
+    world.cells = {**CELLS, "left_out": 3}
+    code, record = call("--minutes", "30")
+    assert code == 1
+    assert step(record, "goals")["reason"]["text"] == "3 results are missing; continue with --resume"
+
+
+def test_a_new_session_does_not_continue_the_cells_of_an_old_one(call: Call, world: World, tmp_path: Path) -> None:
+    old = tmp_path / "record-kernels.json"
+    old.write_text(json.dumps({"of": "another commit"}))
+    call("--steps", "decode")
+    assert not old.exists()
+
+
+# ----------------------------------------------------------------------------------------------------- installs
+
+
+def test_each_package_has_a_pip_call_of_its_own_and_a_failing_one_leaves_the_others(call: Call, world: World) -> None:
+    world.codes["install-flashinfer"] = 1
+    code, record = call("--minutes", "30")
+    assert code == 0
+    assert statuses(record) == dict.fromkeys(NAMES, "passed") | {
+        "install-flashinfer": "failed",
+        "flashinfer": "skipped",
+    }
+    text = "pip cannot install flashinfer-python"
+    assert step(record, "install-flashinfer")["reason"] == {"code": "no_package", "text": text}
+    assert step(record, "install-flashinfer")["log"] == []  # pip names the index that it asked
+    assert world.commands["install-fa3"][-2:] == ["sglang-kernel", "--no-deps"]
+
+
+def test_a_package_that_pip_cannot_install_is_named(call: Call, world: World) -> None:
+    world.codes["install-fa3"] = 1
+    _, record = call("--steps", "install-fa3,versions")
+    assert step(record, "install-fa3")["reason"]["text"] == "pip cannot install sglang-kernel"
+
+
+def test_what_the_wheel_of_vllm_has_is_not_installed(call: Call, world: World) -> None:
+    held = {"module": "vllm.vllm_flash_attn", "reason": ""}
+    _, record = call("--steps", "install-fa3,versions", fa3=held)
+    assert world.started == ["versions"]
+    assert step(record, "install-fa3")["reason"]["text"] == "vllm.vllm_flash_attn is installed"
+
+
+def test_a_wheel_without_flash_attention_3_is_named_in_one_line(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    call("--steps", "versions")
+    line = "FlashAttention 3 is not measured: vllm.vllm_flash_attn has no FlashAttention 3 here: no such file\n"
+    assert capsys.readouterr().err.count(line) == 1
+
+
+# ---------------------------------------------------------------------------------------------- time and resuming
+
+
+def test_resume_runs_what_did_not_pass_and_nothing_else(call: Call, world: World) -> None:
+    world.codes["vllm-stock"] = 1
+    assert call("--minutes", "30")[0] == 1
+    world.codes.clear()
+    world.started.clear()
+    code, record = call("--resume", "--minutes", "30")
+    assert code == 0
+    assert world.started == ["vllm-stock"]
     assert len(record["dates"]) == 2
 
 
-def test_resume_on_another_commit_is_refused_and_the_record_kept(
-    session: Call, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"commit": "def"}, "measured with commit abc, here it is def"),
+        ({"device": {"name": "NVIDIA H200"}}, "measured with device NVIDIA H100, here it is NVIDIA H200"),
+        ({"versions": {**MACHINE["versions"], "torch": "2.14.0"}}, "measured with torch 2.13.0, here it is 2.14.0"),
+    ],
+)
+def test_resume_elsewhere_is_refused_and_the_record_kept(
+    call: Call, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], what: str
 ) -> None:
-    _, before = session([("first", GOOD)])
-    code, after = session([("first", GOOD)], "--resume", commit="def")
+    _, before = call("--steps", "versions")
+    code, after = call("--steps", "versions", "--resume", **changed)
     assert (code, after) == (2, before)
-    assert "measured with commit abc, here it is def" in capsys.readouterr().err
+    assert what in capsys.readouterr().err
 
 
-def test_a_step_beyond_its_limit_ends_with_all_that_it_started(session: Call, script: Any, tmp_path: Path) -> None:
-    alive = tmp_path / "alive"
-    child = f"import time\nwhile True:\n open({str(alive)!r}, 'a').write('x'); time.sleep(0.05)"
-    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
-    slow = script.Step("slow", "slow", 2, lambda: [sys.executable, "-c", code], script._last_json)
-    result, record = session([slow, ("next", GOOD)])
-    assert result == 1
-    assert record["steps"][0]["reason"]["code"] == "time_limit"
-    size = alive.stat().st_size
-    assert size
-    time.sleep(0.3)
-    assert alive.stat().st_size == size
+def test_calls_with_resume_finish_the_session_and_none_exceeds_its_minutes(call: Call, world: World) -> None:
+    codes = []
+    for words in ([], ["--resume"], ["--resume"], ["--resume"]):
+        began = world.now
+        codes.append(call(*words)[0])
+        assert world.now - began <= 60 * script.MINUTES < CALL
+        if codes[-1] == 0:
+            break
+    assert codes[-1] == 0
+    assert world.now <= LENT
+    assert world.started == NAMES[:-1]  # each once
 
 
-def test_a_step_whose_tool_is_missing_is_skipped_with_its_reason_and_the_rest_runs(session: Call, script: Any) -> None:
-    def command() -> list[str]:
-        raise script.Skip("no_profiler", "ncu is not here")
-
-    code, record = session([script.Step("profile", "profile", 9, command, script._last_json), ("next", GOOD)])
-    assert code == 0
-    assert statuses(record) == {"profile": "skipped", "next": "passed"}
-    assert record["steps"][0]["reason"] == {"code": "no_profiler", "text": "ncu is not here"}
-
-
-def test_installs_that_fail_do_not_stop_the_rest(session: Call, script: Any) -> None:
-    command = [sys.executable, "-c", "raise SystemExit(1)"]
-    broken = script.Step("installs", "", 9, lambda: command, script._nothing, may_fail=True)
-    code, record = session([broken, ("next", GOOD)])
-    assert code == 0
-    assert statuses(record) == {"installs": "failed", "next": "passed"}
-    assert record["steps"][0]["reason"]["code"] == "no_packages"
-
-
-def test_the_gluon_kernel_may_fail_without_stopping_the_rest_and_says_why(session: Call, script: Any) -> None:
-    command = [sys.executable, "-c", "raise SystemExit('it broke')"]
-    broken = script.Step("gluon", "", 9, lambda: command, script._nothing, may_fail=True)
-    code, record = session([broken, ("next", GOOD)])
-    assert code == 0
-    assert statuses(record) == {"gluon": "failed", "next": "passed"}
-    assert record["steps"][0]["reason"]["text"] == "exit code 1: it broke"
-
-
-def test_no_step_begins_when_the_time_is_spent(session: Call) -> None:
-    code, record = session([("first", GOOD)], "--minutes", "0.01")
+def test_no_step_begins_when_its_estimate_exceeds_what_is_left(call: Call, world: World) -> None:
+    world.seconds["compile"] = 230
+    code, record = call("--minutes", "9.5")
     assert code == 1
-    assert record["steps"][0]["reason"]["code"] == "no_time"
+    assert world.started[-1] == "gate"
+    text = "needs about 230 s, 100 s are left; continue with --resume"
+    assert step(record, "text")["reason"] == {"code": "no_time", "text": text}
+    assert step(record, "profile")["reason"]["code"] == "no_time"  # although 45 s are left: it rests on text
 
 
-def test_the_profilers_table_is_read_by_kernel(script: Any) -> None:
+def test_minutes_that_the_longest_step_exceeds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--minutes", "3", "--steps", "decode,text"]) == 2
+    assert capsys.readouterr().err == "gpu-session: --minutes 3: step text alone needs about 4.2\n"
+
+
+def test_the_dry_run_fits_its_limits_by_its_estimates_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _isolated(monkeypatch, tmp_path)
+    path = tmp_path / "x.json"
+    assert script.main(["--dry-run", "--output", str(path)], has=lambda python, module: module != "sgl_kernel") == 0
+    shown = capsys.readouterr().out
+    totals = [line.split("about ")[1].split() for line in shown.splitlines() if line.startswith("call ")]
+    assert all(int(words[0]) <= int(words[2]) == 60 * script.MINUTES for words in totals)
+    assert sum(int(words[0]) for words in totals) <= LENT
+    assert all(estimate <= limit and reason for estimate, limit, reason in script.TIMES.values())
+    for name in NAMES:
+        assert f"\n  {name} " in shown
+    assert not path.exists()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_step_whose_tool_is_missing_is_skipped_with_its_reason_and_the_rest_runs(call: Call, world: World) -> None:
+    code, record = call("--minutes", "30", absent=("vllm", "sglang"))
+    assert code == 0
+    text = "vllm is not installed: fidelab engines install vllm, or name its Python by --vllm-python"
+    assert step(record, "text")["reason"] == {"code": "not_installed", "text": text}
+    assert world.started == ["versions", "compile", "decode", "gate", "goals", "profile"]
+
+
+def test_a_session_of_which_nothing_can_run_exits_with_2(call: Call) -> None:
+    assert call("--steps", "vllm-stock,sglang", absent=("vllm", "sglang"))[0] == 2
+
+
+# --------------------------------------------------------------------------------------------------- what is real
+
+
+def test_the_profilers_table_is_read_by_kernel() -> None:
     output = (
         "==PROF== Connected\n"
         '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
         '"0","decode_kernel","dram__bytes.sum","Gbyte","1,024.5"\n'
         '"0","decode_kernel","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","83.2"\n'
     )
-    (kernel,) = script._profiled(output)
+    (kernel,) = script.read_profile(output)
     assert (kernel["bytes"], kernel["bytes_unit"], kernel["percent_of_peak"]) == (1024.5, "Gbyte", 83.2)
     with pytest.raises(script.Skip):
-        script._profiled("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission")
+        script.read_profile("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission")
     with pytest.raises(ValueError, match="no table"):
-        script._profiled("==PROF== Connected\n")
+        script.read_profile("==PROF== Connected\n")
 
 
-def _called(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
+def test_figures_are_found_between_what_libraries_print_and_a_line_that_was_cut_off() -> None:
+    assert script.last_json('INFO loading\n{"a": 1}\n{"a": 2}\n{"a": 3, "b"') == {"a": 2}
+    assert script.whole_json('INFO loading\n{\n "a": 1\n}\n') == {"a": 1}
+
+
+def test_a_process_beyond_its_limit_ends_with_all_that_it_started_and_keeps_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "GRACE", 0.1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    deaf = f"trap '' INT; echo '{{}}'; (echo x; exec sleep 60) > {pipe} & wait"
+    ended = script.run_process(["sh", "-c", deaf], 1, {}, tmp_path / "slow")
+    assert (ended.code, ended.output) == (None, "{}\n")
+    assert os.read(reading, 9) == b"x\n"
+    waiting = select.poll()
+    waiting.register(reading, select.POLLIN)
+    assert waiting.poll(10_000) == [(reading, select.POLLHUP)]  # nobody is left to write
+    os.close(reading)
+
+
+def test_engines_find_the_plug_ins_of_this_checkout_without_an_install(tmp_path: Path) -> None:
+    script.prepare(tmp_path)
+    environment = script.base_environment(tmp_path)
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "for group in ('vllm.general_plugins', 'sglang.srt.plugins'):\n"
+        "    print([point.load().__module__ for point in entry_points(group=group)])\n"
+    )
+    # -S: without the packages of this interpreter
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "['k16v8.plugins.vllm.plugin']\n['k16v8.plugins.sglang.plugin']\n", done.stderr
+
+
+def test_kernels_and_engines_run_in_fidelabs_environments_where_these_exist(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FIDELAB_CACHE", str(tmp_path))
+    options = script.parse([])
+    assert script.engine_python(options, "vllm") == sys.executable
+    python = tmp_path / "engines" / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    assert script.engine_python(options, "vllm") == str(python)
+    assert script.Session(options, tmp_path / "x", tmp_path, {}).python == str(python)
+    assert script.engine_python(script.parse(["--vllm-python", "/other/python"]), "vllm") == "/other/python"
+
+
+def _interpreter(tmp_path: Path, output: str, *, errors: str = "", code: int = 0) -> list[str]:
+    """A Python that answers the probe so."""
+    (tmp_path / "output").write_text(output)
+    (tmp_path / "errors").write_text(errors)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat {tmp_path}/output; cat {tmp_path}/errors >&2; exit {code}\n")
+    python.chmod(0o755)
+    return ["--vllm-python", str(python), "--steps", "vllm-stock", "--output", str(tmp_path / "x.json")]
+
+
+def test_a_device_that_torch_does_not_see_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _isolated(monkeypatch, tmp_path)
+    why = "torch sees no GPU: driver 570.86 is installed, torch 2.13.0 is built for CUDA 13.0 and needs driver 580"
+    words = _interpreter(tmp_path, "", errors=f"a warning\nk16v8: {why}\n", code=2)
+    assert script.main(words) == 2
+    hint = "(--dry-run lists the steps, --device cpu runs those that need no GPU)"
+    assert capsys.readouterr().err == f"gpu-session: {why} {hint}\n"
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_pages_that_the_kernels_do_not_take_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _isolated(monkeypatch, tmp_path)
+    assert script.main([*_interpreter(tmp_path, json.dumps(MACHINE)), "--page", "24"]) == 2
+    assert capsys.readouterr().err == "gpu-session: --page 24: the kernels take pages of 16, 32, 64, 128 tokens\n"
+
+
+def test_of_two_gpus_the_first_is_measured_and_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _isolated(monkeypatch, tmp_path)
+    note = "NVIDIA A100 (compute capability 8.0) has no FP8 types"
+    words = _interpreter(tmp_path, json.dumps({**MACHINE, "devices": 2, "notes": [note]}))
+    script.main(words, has=lambda python, module: False)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        f"gpu-session: {note}",
+        "gpu-session: 2 GPUs are visible: device 0 (NVIDIA H100) is measured",
+    ]
+    record = json.loads((tmp_path / "x.json").read_text())
+    assert len(record["machine"]["notes"]) == 2
+
+
+def test_steps_that_do_not_exist_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--steps", "decode,warmup"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("gpu-session: --steps: there is no step 'warmup'; there are install-flashinfer, ")
+    assert line.count("\n") == 1
 
 
 def test_the_interpreter_decodes_on_vllms_layout_and_steps_that_need_a_gpu_say_so(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     path = tmp_path / "cpu.json"
-    done = _called("--device", "cpu", "--steps", "decode,bench", "--output", str(path))
+    words = ["--device", "cpu", "--steps", "decode,goals", "--page", "32", "--output", str(path)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "FIDELAB_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    decode, bench = json.loads(path.read_text())["steps"]
-    assert decode["figures"]["lengths"] == [0, 1, 15, 16, 17]
-    assert decode["figures"]["kernels"].startswith("interpreter")
-    assert decode["figures"]["checks"]["prompts"]["route"] == "definition"
-    assert bench["reason"]["code"] == "needs_gpu"
+    record = json.loads(path.read_text())
+    figures = step(record, "decode")["figures"]
+    assert (figures["lengths"], figures["page"]) == ([0, 1, 15, 16, 17], 32)
+    assert figures["kernels"].startswith("interpreter")
+    assert figures["checks"]["prompts"]["route"] == "definition"
+    assert step(record, "goals")["reason"]["code"] == "needs_gpu"
 
 
 _BROKEN = """
@@ -196,33 +553,17 @@ sys.exit(serving.main(["--device", "cpu", "--geometry", "tiny"]))
 """
 
 
-def test_a_decode_that_is_off_by_seven_percent_fails_its_step(session: Call, script: Any) -> None:
+def test_a_decode_that_is_off_by_seven_percent_ends_the_session(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("triton")
-    broken = script.Step(
-        "decode",
-        "",
-        60,
-        lambda: [sys.executable, "-c", _BROKEN],
-        script._last_json,
-        environment={"TRITON_INTERPRET": "1"},
-    )
-    code, record = session([broken])
-    assert code == 1
-    assert record["steps"][0]["figures"]["passed"] is False
-
-
-def test_a_dry_run_lists_every_step_with_its_limit_and_writes_nothing(tmp_path: Path) -> None:
+    _isolated(monkeypatch, tmp_path)
     path = tmp_path / "x.json"
-    done = _called("--dry-run", "--output", str(path))
-    assert done.returncode == 0, done.stderr
-    for name in ("decode", "gate", "bench", "profile", "gluon-gate", "gluon", "vllm-stock", "vllm-k16v8", "sglang"):
-        assert f"\n{name} " in done.stdout
-    assert "s  decode on vLLM's layout" in done.stdout
-    assert not path.exists()
 
+    def run(command: Sequence[str], limit: float, environment: Mapping[str, str], log: Path) -> Any:
+        return script.run_process([sys.executable, "-c", _BROKEN], limit, environment, log)
 
-def test_steps_that_do_not_exist_are_refused_in_one_line() -> None:
-    done = _called("--steps", "decode,warmup")
-    assert done.returncode == 2
-    assert done.stderr.startswith("gpu-session: --steps: there is no step 'warmup'; there are installs, decode")
-    assert done.stderr.count("\n") == 1
+    words = ["--device", "cpu", "--steps", "decode", "--output", str(path)]
+    assert script.main(words, run=run, ask=lambda options, work: MACHINE) == 1
+    decode = step(json.loads(path.read_text()), "decode")
+    assert (decode["reason"]["code"], decode["figures"]["passed"]) == ("wrong", False)

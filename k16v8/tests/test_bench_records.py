@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,21 +50,55 @@ def test_a_contender_that_raises_is_recorded_and_stops_nobody(record_path: Path)
     assert measured["status"] == "measured"
 
 
-def test_the_record_is_complete_json_after_every_result(record_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+def _interrupted_at(number: int, seen: list[int], path: Path) -> Callable[..., Any]:
+    """``run_one`` that is interrupted at the contender of this number; ``seen``: results in the file before each."""
 
     def interrupted(contender: Contender, cell: Cell, settings: Settings) -> Any:
-        if record_path.exists():
-            seen.append(sum(len(one["results"]) for one in json.loads(record_path.read_text())["cells"]))
-        if len(seen) == 3:
+        results = [one for entry in json.loads(path.read_text())["cells"] for one in entry["results"]]
+        seen.append(sum(one["status"] != "unfinished" for one in results))
+        if len(seen) == number:
             raise KeyboardInterrupt
         return run_one(contender, cell, settings)
 
-    monkeypatch.setattr(bench, "run_one", interrupted)
+    return interrupted
+
+
+def test_the_record_is_complete_json_after_every_result(record_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(bench, "run_one", _interrupted_at(3, seen, record_path))
     with pytest.raises(KeyboardInterrupt):
         bench_kernels(SETTINGS, [TINY], record_path)
     assert seen == [0, 1, 2]
     assert [one.name for one in record_path.parent.iterdir()] == ["cpu.json"]
+
+
+def test_the_record_of_a_bench_that_was_ended_names_what_ran_then_and_resuming_measures_it_last(
+    record_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, contenders=CONTENDERS[:3])
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "run_one", _interrupted_at(2, [], record_path))
+        with pytest.raises(KeyboardInterrupt):
+            bench_kernels(settings, [TINY], record_path)
+    (entry,) = json.loads(record_path.read_text())["cells"]
+    assert [(one["formats"], one["status"]) for one in entry["results"]] == [
+        ("16/16", "measured"),
+        ("16/8", "unfinished"),
+    ]
+    asked: list[str] = []
+
+    def counted(contender: Contender, cell: Cell, settings: Settings) -> Any:
+        asked.append(contender.formats)
+        return run_one(contender, cell, settings)
+
+    monkeypatch.setattr(bench, "run_one", counted)
+    (entry,) = bench_kernels(settings, [TINY], record_path, resume=True)["cells"]
+    assert asked == ["8/8", "16/8"]
+    assert [(one["formats"], one["status"]) for one in entry["results"]] == [
+        ("16/16", "measured"),
+        ("16/8", "measured"),
+        ("8/8", "measured"),
+    ]
 
 
 def test_resuming_measures_only_what_is_missing(record_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,27 +21,40 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from k16v8.bench.shapes import Cell, Kind, WeightCell, formats
-from k16v8.errors import NotSupportedError
+from k16v8.errors import NotSupportedError, one_line
 from k16v8.kernels.cache import FLOAT8, PagedCache, codes_to_values, storage
 from k16v8.kernels.dispatch import Kernels, choose
 from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import attend_prompts, prompt_route
 
-__all__ = ["CONTENDERS", "FLASH", "REQUIRED", "Contender", "Draw", "Role", "WeightWork", "Work"]
+__all__ = [
+    "CONTENDERS",
+    "FLASH",
+    "REQUIRED",
+    "Contender",
+    "Draw",
+    "Role",
+    "WeightWork",
+    "Work",
+    "flash_attention_3",
+    "flash_attention_3_call",
+]
 
 Role = Literal["ours", "rival", "naive"]
 _ATTENTION: tuple[Kind, ...] = ("decode", "extend")
 FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-3 paged", "sdpa-flash")  # implementations of FlashAttention
 # Compute capability → kind of cell → rivals without which no goal is judged there: what engines run on it.
 REQUIRED: dict[str, dict[Kind, tuple[str, ...]]] = {
-    "9.0": {"decode": ("flash-attn-3", "xqa"), "extend": ("flash-attn-3",)},
+    "9.0": {"decode": ("flash-attn-3",), "extend": ("flash-attn-3",)},  # XQA is compiled by nvcc, which pip has not
 }
 
 _DTYPE = torch.bfloat16
 _COLUMNS, _ROWS = 512, 8  # of a product that are checked, at most, at each of two places
 _CHUNK = 1 << 26  # numbers drawn at a time where they are converted
 _WORKSPACE = 256 << 20  # of FlashInfer, bytes
+_VLLM, _SGL = "vllm.vllm_flash_attn", "sgl_kernel.flash_attn"
+_FA3 = (_VLLM, _SGL, "flash_attn_interface")  # in the order in which they are taken
 _NO_BACKEND = ("no viable backend", "no available kernel")  # what torch says where it has none for these inputs
 
 
@@ -289,12 +302,9 @@ def _lower_right(cell: Cell, device: torch.device) -> Tensor:
     return at <= at[-cell.queries :, None]
 
 
-def _flash_attn(cell: Cell, pair: str, draw: Draw, *, kernels: str, module: str, title: str) -> Work:
-    library = _library(module, title, draw.device)
-    heads, kv_heads, dim = cell.shape
-    q = draw.normal(cell.batch, cell.queries, heads, dim)
-    k, v = (draw.normal(cell.batch, cell.tokens, kv_heads, dim) for _ in "kv")
-    lengths = torch.full((cell.batch,), cell.tokens, dtype=torch.int32, device=draw.device)
+def _flash_attn_2(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+    library = _library("flash_attn", "FlashAttention 2", draw.device)
+    q, k, v, lengths = _contiguous(cell, draw)
 
     def call() -> Tensor:
         returned = library.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
@@ -302,23 +312,104 @@ def _flash_attn(cell: Cell, pair: str, draw: Draw, *, kernels: str, module: str,
         return out
 
     head = partial(_dense_head, k.transpose(1, 2), v.transpose(1, 2))
-    return Work(call, q.flatten(0, 1), head, _flat, f"{title}, contiguous")
+    return Work(call, q.flatten(0, 1), head, _flat, "FlashAttention 2, contiguous")
 
 
-def _flash_attn_paged(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
-    library = _library("flash_attn_interface", "FlashAttention 3", draw.device)
-    held = _paged(cell, pair, draw)
-    q = draw.normal(cell.batch, cell.queries, cell.shape[0], cell.shape[2])
-    lengths, table = held.lengths, held.block_table
+def _contiguous(cell: Cell, draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries ``[B, Q, heads, D]``, keys and values ``[B, T, kv_heads, D]``, lengths int32 ``[B]``."""
+    heads, kv_heads, dim = cell.shape
+    q = draw.normal(cell.batch, cell.queries, heads, dim)
+    k, v = (draw.normal(cell.batch, cell.tokens, kv_heads, dim) for _ in "kv")
+    return q, k, v, torch.full((cell.batch,), cell.tokens, dtype=torch.int32, device=draw.device)
 
-    def call() -> Tensor:
-        returned = library.flash_attn_with_kvcache(
-            q, held.k_cache, held.v_cache, cache_seqlens=lengths, page_table=table, causal=True
+
+def flash_attention_3(device: torch.device) -> str:
+    """Return the name of the module whose FlashAttention 3 is measured: that of vLLM's wheel before all others.
+
+    Raises:
+        NotSupportedError: None is installed, or none runs on this device; with the reason of each.
+    """
+    found, reasons = {}, []
+    for name in _FA3:
+        try:
+            found[name] = import_module(name)
+        except ModuleNotFoundError:
+            continue
+        except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
+            reasons.append(f"{name} cannot be imported: {one_line(error)}")
+    if not found:
+        missing = "FlashAttention 3 is not installed (vLLM's CUDA wheel and sglang-kernel have it)"
+        raise NotSupportedError("; ".join(reasons) or missing)
+    if device.type != "cuda":
+        raise NotSupportedError("FlashAttention 3 is for GPUs")
+    for name, library in found.items():
+        if name == _VLLM and not library.is_fa_version_supported(3):
+            reasons.append(f"{name} has no FlashAttention 3 here: {library.fa_version_unsupported_reason(3)}")
+        elif name == _SGL and not library.is_fa3_supported(device):
+            reasons.append(f"{name} has FlashAttention 3 for compute capability 9.0 alone")
+        else:
+            return name
+    raise NotSupportedError("; ".join(reasons))
+
+
+def _flash_attn_3(cell: Cell, pair: str, draw: Draw, *, kernels: str, paged: bool) -> Work:
+    module = flash_attention_3(draw.device)
+    layout = f"pages of {cell.page}" if paged else "contiguous"
+    if paged:
+        held = _paged(cell, pair, draw)
+        q = draw.normal(cell.batch, cell.queries, cell.shape[0], cell.shape[2])
+        call = flash_attention_3_call(
+            module, q, held.k_cache, held.v_cache, held.lengths, cell.tokens, held.block_table
         )
-        out: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        head = partial(_paged_head, held)
+    else:
+        q, k, v, lengths = _contiguous(cell, draw)
+        call = flash_attention_3_call(module, q, k, v, lengths, cell.tokens)
+        head = partial(_dense_head, k.transpose(1, 2), v.transpose(1, 2))
+    return Work(call, q.flatten(0, 1), head, _flat, f"FlashAttention 3 of {module.partition('.')[0]}, {layout}")
+
+
+def flash_attention_3_call(
+    module: str, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tokens: int, table: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Return the call of one library: causal attention of the last queries of each sequence.
+
+    Args:
+        module: Of :func:`flash_attention_3`.
+        q: ``[B, Q, heads, D]``.
+        k: ``[B, T, kv_heads, D]``, or pages ``[blocks, page, kv_heads, D]``.
+        v: As ``k``.
+        lengths: Tokens of each sequence, int32 ``[B]``.
+        tokens: Of the longest sequence.
+        table: Pages of each sequence, int32 ``[B, blocks of a sequence]``; ``None`` for contiguous keys and values.
+
+    Returns:
+        A function whose result is ``[B, Q, heads, D]`` or ``[B * Q, heads, D]``.
+    """
+    library = import_module(module)
+    if module != _VLLM:
+        pages = {} if table is None else {"page_table": table}
+
+        def with_cache() -> Tensor:
+            returned = library.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, **pages)
+            out: Tensor = returned[0] if isinstance(returned, tuple) else returned  # versions differ
+            return out
+
+        return with_cache
+    batch, queries = q.shape[:2]
+    steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    flat = q.flatten(0, 1)
+    if table is None:
+        keys, values, where = k.flatten(0, 1), v.flatten(0, 1), {"cu_seqlens_k": steps * tokens}
+    else:
+        keys, values, where = k, v, {"block_table": table, "seqused_k": lengths}
+    fixed = {"max_seqlen_q": queries, "cu_seqlens_q": steps * queries, "max_seqlen_k": tokens}
+
+    def of_vllm() -> Tensor:
+        out: Tensor = library.flash_attn_varlen_func(flat, keys, values, **fixed, **where, causal=True, fa_version=3)
         return out
 
-    return Work(call, q.flatten(0, 1), partial(_paged_head, held), _flat, f"FlashAttention 3, pages of {cell.page}")
+    return of_vllm
 
 
 def _xqa(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
@@ -365,8 +456,8 @@ def _flashinfer(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """``[B, Q, heads, D]`` → ``[B * Q, heads, D]``."""
-    return x.flatten(0, 1)
+    """``[B, Q, heads, D]`` or ``[B * Q, heads, D]`` → ``[B * Q, heads, D]``."""
+    return x.flatten(0, -3)
 
 
 @cache
@@ -391,11 +482,9 @@ CONTENDERS = (
     Contender("sdpa-flash", "16/16", "rival", partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)),
     Contender("sdpa-efficient", "16/16", "rival", partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION)),
     Contender("sdpa-cudnn", "16/16", "rival", partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)),
-    Contender("flash-attn-2", "16/16", "rival", partial(_flash_attn, module="flash_attn", title="FlashAttention 2")),
-    Contender(
-        "flash-attn-3", "16/16", "rival", partial(_flash_attn, module="flash_attn_interface", title="FlashAttention 3")
-    ),
-    Contender("flash-attn-3 paged", "16/16", "rival", _flash_attn_paged),
+    Contender("flash-attn-2", "16/16", "rival", _flash_attn_2),
+    Contender("flash-attn-3", "16/16", "rival", partial(_flash_attn_3, paged=False)),
+    Contender("flash-attn-3 paged", "16/16", "rival", partial(_flash_attn_3, paged=True)),
     Contender("xqa", "16/16", "rival", _xqa, ("decode",)),
     Contender("flashinfer", "16/16", "rival", _flashinfer),
     Contender("flashinfer", "8/8", "rival", _flashinfer),

@@ -28,7 +28,7 @@ from k16v8.kernels.reference import Attention, attend
 __all__ = ["RESERVE", "Result", "Settings", "Status", "caches_needed", "check_device", "check_memory", "run", "run_one"]
 
 T = TypeVar("T")
-Status = Literal["measured", "wrong", "not_supported", "no_memory", "failed"]
+Status = Literal["measured", "wrong", "not_supported", "no_memory", "failed", "unfinished"]
 RESERVE = {"cuda": 6 << 30, "cpu": 1 << 28}  # bytes left for what kernels and the check take besides
 _QUERIES = 8  # of an output that are checked, at most
 _CHECKED = 1 << 21  # tokens that the checks of one output attend to, at most, but for one sequence's
@@ -84,27 +84,58 @@ class Result:
 def run(
     settings: Settings, cells: Iterable[Cell | WeightCell], record: dict[str, Any], save: Callable[[], None]
 ) -> int:
-    """Measure what ``record["cells"]`` lacks of ``cells``; ``save`` after every result.  Returns what time left out.
+    """Measure what ``record["cells"]`` lacks of ``cells``.  Returns how many results time left out.
+
+    ``save`` is called after every result, and before each one with a result that is ``unfinished``: a process that is
+    ended leaves all but that one.  What was unfinished in the record is measured last.
 
     Raises:
         EngineError: the device is unusable after a failure; the record has it, a new process can go on.
     """
+    asked = [
+        (contender, cell, _entry(record, cell))
+        for cell in cells
+        for contender in settings.contenders
+        if cell.kind in contender.kinds
+    ]
+    fresh = [one for one in asked if _known(one[2], one[0]) is None]
+    # what a process did not outlive comes last: it must not keep the others from being measured again and again
+    again = [one for one in asked if (known := _known(one[2], one[0])) and known["status"] == "unfinished"]
     left = 0
-    for cell in cells:
-        entry = _entry(record, cell)
-        known = {(one["name"], one["formats"]) for one in entry["results"]}
-        for contender in settings.contenders:
-            if cell.kind not in contender.kinds or (contender.name, contender.formats) in known:
-                continue
-            if time.monotonic() > settings.until:
-                left += 1
-                continue
-            result = run_one(contender, cell, settings)
-            entry["results"].append({**asdict(result), "run": len(record["runs"]) - 1})
-            save()
-            if result.status in ("failed", "no_memory"):
-                check_device(settings.device, f"{contender.name} {contender.formats} at {cell.key}: {result.reason}")
+    for contender, cell, entry in (*fresh, *again):
+        if time.monotonic() > settings.until:
+            left += 1
+            continue
+        fixed = {"run": len(record["runs"]) - 1}
+        _put(entry, contender, asdict(_unfinished(contender)) | fixed)
+        save()
+        result = run_one(contender, cell, settings)
+        _put(entry, contender, asdict(result) | fixed)
+        save()
+        if result.status in ("failed", "no_memory"):
+            check_device(settings.device, f"{contender.name} {contender.formats} at {cell.key}: {result.reason}")
     return left
+
+
+def _unfinished(contender: Contender) -> Result:
+    """What the record says of a contender while it runs, and for good where the process is ended meanwhile."""
+    reason = "the process was ended while this ran"
+    return Result(contender.name, contender.formats, contender.role, "unfinished", reason)
+
+
+def _known(entry: dict[str, Any], contender: Contender) -> dict[str, Any] | None:
+    wanted = (contender.name, contender.formats)
+    return next((one for one in entry["results"] if (one["name"], one["formats"]) == wanted), None)
+
+
+def _put(entry: dict[str, Any], contender: Contender, result: dict[str, Any]) -> None:
+    """Add a result, or replace the one of this contender."""
+    known = _known(entry, contender)
+    if known is None:
+        entry["results"].append(result)
+    else:
+        known.clear()
+        known.update(result)
 
 
 def _entry(record: dict[str, Any], cell: Cell | WeightCell) -> dict[str, Any]:

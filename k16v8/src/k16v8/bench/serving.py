@@ -1,13 +1,13 @@
-"""Decode as vLLM's plug-in calls it: what a server needs besides speed.  The first step of ``scripts/gpu-session``.
+"""Decode as vLLM's plug-in calls it: what a server needs besides speed.
 
-Pages lie as vLLM allocates them (a head's keys in one run, its values behind), in random order; lengths are ragged.
-Asked is whether a call is right, whether long prompts are, by way of a workspace and the library that is installed,
-whether a replay from a CUDA graph is the same bit by bit, what a call costs the host, and how often Triton compiles
+Pages lie as vLLM allocates them (a head's keys in one run, then its values), in random order; lengths are ragged.
+Checks decide: is a call right, are long prompts (by way of a workspace and the library that is installed), is a replay
+from a CUDA graph the same bit by bit.  Figures decide nothing: what a call costs the host, how often Triton compiles
 while a sequence grows.  Without a GPU only what is right is asked, of Triton's interpreter.
 
 ::
 
-    python -m k16v8.bench.serving                                    # one JSON object; exit code 1 where a check fails
+    python -m k16v8.bench.serving    # a JSON line after each check, the last one whole; exit code 1 where a check fails
     TRITON_INTERPRET=1 python -m k16v8.bench.serving --device cpu
     python -m k16v8.bench.serving --warm-up decode                   # compiles one kernel, and runs nothing
     ncu --profile-from-start off … python -m k16v8.bench.serving --profile
@@ -42,7 +42,7 @@ from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import Formats, prompt_route
 from k16v8.plugins.vllm.plugin import pages
 
-__all__ = ["HOST_MICROSECONDS", "LENGTHS", "VARIANTS", "Serving", "main", "measure", "warm"]
+__all__ = ["HOST_MICROSECONDS", "LENGTHS", "PAGE", "VARIANTS", "Serving", "main", "measure", "warm"]
 
 LENGTHS = {"cuda": (0, 1, 15, 16, 17, 4097, 32768), "cpu": (0, 1, 15, 16, 17)}
 # of prompts: tokens, queries among them, and tokens that are gathered at once
@@ -50,9 +50,9 @@ PROMPTS = {
     "cuda": ((4097, 700, 300), (1024, 700, 129), (1536, 8192)),
     "cpu": ((70, 20), (40, 20), (32, 128)),
 }
-HOST_MICROSECONDS = 100.0  # of one call, at most
-VARIANTS = 4  # of each kernel while a sequence grows to 32K tokens, at most
-_PAGE = 16
+HOST_MICROSECONDS = 100.0  # of one call: the goal
+VARIANTS = 4  # of each kernel while a sequence grows to 32K tokens: the goal
+PAGE = 16
 _CALLS = 200
 _DTYPE = torch.bfloat16
 _INTERPRETED = {"triton": "interpreter", "flashinfer": "flashinfer"}
@@ -62,25 +62,31 @@ _ROUNDS, _REPLAYS = 5, 20
 class Serving:
     """One layer's K16/V8 cache in vLLM's layout with content of N(0, 1), and queries for a decode step of it.
 
-    ``lengths``: tokens of each sequence.
+    ``lengths``: tokens of each sequence; ``page``: tokens of a page.
 
     Raises:
         NotSupportedError: there are no kernels for this shape here.
     """
 
     def __init__(
-        self, model: Geometry, lengths: Sequence[int], device: torch.device, seed: int = 0, kernels: str = "triton"
+        self,
+        model: Geometry,
+        lengths: Sequence[int],
+        device: torch.device,
+        seed: int = 0,
+        kernels: str = "triton",
+        page: int = PAGE,
     ) -> None:
         draw, formats = Draw(device, seed), Formats.parse("1")
         heads, kv_heads, dim = model.shape
-        widest = max(1, -(-max(lengths) // _PAGE))
+        widest = max(1, -(-max(lengths) // page))
         content = formats.content_bytes(dim, dim) // _DTYPE.itemsize
-        raw = torch.zeros(len(lengths) * widest, kv_heads, _PAGE, content, dtype=_DTYPE, device=device)
+        raw = torch.zeros(len(lengths) * widest, kv_heads, page, content, dtype=_DTYPE, device=device)
         layout = pages(raw, dim, formats)
         table = draw.permutation(len(raw)).view(len(lengths), widest)
         self.cache: PagedCache = layout.paged(table, torch.tensor(lengths, dtype=torch.int32, device=device))
         # the plug-in asks for the torch path on CPUs; here the interpreter stands in for the GPU
-        shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "page": _PAGE, "dtype": _DTYPE}
+        shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "page": page, "dtype": _DTYPE}
         self.kernels: Kernels = choose(
             kernels if device.type == "cuda" else _INTERPRETED[kernels],
             k_format=layout.k_format,
@@ -90,7 +96,7 @@ class Serving:
         )
         for row, length in enumerate(lengths):
             at = torch.arange(length, device=device)
-            slots = table[row].long()[at // _PAGE] * _PAGE + at % _PAGE
+            slots = table[row].long()[at // page] * page + at % page
             key, value = draw.normal(length, kv_heads, dim), draw.normal(length, kv_heads, dim)
             if length:
                 self.kernels.write(key, value, self.cache, slots)
@@ -114,34 +120,64 @@ def warm(model: Geometry, device: torch.device, names: Collection[str]) -> None:
 
     formats, (heads, kv_heads, dim) = Formats.parse("1"), model.shape
     content = formats.content_bytes(dim, dim) // _DTYPE.itemsize
-    raw = torch.empty(2, kv_heads, _PAGE, content, dtype=_DTYPE, device="meta")
+    raw = torch.empty(2, kv_heads, PAGE, content, dtype=_DTYPE, device="meta")
     numbers = torch.empty(1, dtype=torch.int32, device="meta")
     cache = pages(raw, dim, formats).paged(numbers.view(1, 1), numbers)
     warm_up(cache, heads, _DTYPE, Attention(), device, names)
 
 
-def measure(model: Geometry, lengths: Sequence[int], device: torch.device, kernels: str = "triton") -> dict[str, Any]:
-    """Every figure with its bound; ``passed``: whether all of them hold.
+def measure(
+    model: Geometry,
+    lengths: Sequence[int],
+    device: torch.device,
+    kernels: str = "triton",
+    *,
+    page: int = PAGE,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """Return every check and every figure; ``passed``: whether all checks hold.
 
-    Of kernels but Triton's: how long a step of the goal's cell takes, beside Triton's.
+    ``checks`` decide: ``decode``, ``prompts``, ``graph``.  ``figures`` do not: ``host`` (microseconds of a call),
+    ``variants`` (compiled while a sequence grows); of kernels but Triton's also ``beside``, the time of a step of the
+    goal's cell next to Triton's.  A figure that cannot be measured is its reason.  ``keep`` gets what is known so far
+    after each of them.
+
+    Raises:
+        NotSupportedError: There are no kernels for this shape, or pages of this size, here.
     """
-    step = Serving(model, lengths, device, kernels=kernels)
-    checks = {"decode": _right(step)}
-    if kernels == "triton":
-        checks["prompts"] = _prompts(model, device)
-    if device.type == "cuda":
-        checks["graph"] = _replayed(step)
-        checks["host"] = _host(Serving(model, [17] * 32, device, kernels=kernels))
-        checks["variants"] = _variants(model, device, kernels)
-        if kernels != "triton" and all(check["passed"] for check in checks.values()):
-            checks["beside"] = _beside(model, device, kernels)
-    return {
+    step = Serving(model, lengths, device, kernels=kernels, page=page)
+    found: dict[str, Any] = {
         "geometry": model.name,
         "lengths": list(lengths),
+        "page": page,
         "kernels": step.kernels.name,
-        "checks": checks,
-        "passed": all(check["passed"] for check in checks.values()),
+        "checks": {},
+        "figures": {},
+        "passed": True,
     }
+
+    def check(name: str, result: dict[str, Any]) -> None:
+        found["checks"][name] = result
+        found["passed"] = found["passed"] and result["passed"]
+        keep(found)
+
+    def figure(name: str, measured: Callable[[], dict[str, Any]]) -> None:
+        try:
+            found["figures"][name] = measured()
+        except Exception as error:  # whatever a compiler or a driver raises: no figure decides
+            found["figures"][name] = {"reason": f"{type(error).__name__}: {one_line(error)}"}
+        keep(found)
+
+    check("decode", _right(step))
+    if kernels == "triton":
+        check("prompts", _prompts(model, device, page))
+    if device.type == "cuda":
+        check("graph", _replayed(step))
+        figure("host", lambda: _host(Serving(model, [17] * 32, device, kernels=kernels, page=page)))
+        figure("variants", lambda: _variants(model, device, kernels, page))
+        if kernels != "triton" and found["passed"]:
+            figure("beside", lambda: _beside(model, device, kernels, page))
+    return found
 
 
 def _right(step: Serving) -> dict[str, Any]:
@@ -156,13 +192,13 @@ def _right(step: Serving) -> dict[str, Any]:
     return {"errors": errors if finite else None, "bound": RELATIVE_L2, "passed": finite and max(errors) <= RELATIVE_L2}
 
 
-def _prompts(model: Geometry, device: torch.device) -> dict[str, Any]:
+def _prompts(model: Geometry, device: torch.device, page: int) -> dict[str, Any]:
     """Long prompts gathered into a workspace, in chunks and in one: the relative L2 of each sequence.
 
     By the library that the plug-ins would take; on a CPU, which has none, by the definition in its place.
     """
     lengths, counts, sizes = PROMPTS[device.type]
-    step = Serving(model, lengths, device)
+    step = Serving(model, lengths, device, page=page)
     heads, kv_heads, dim = model.shape
     q = Draw(device, 1).normal(sum(counts), heads, dim)
     batch = PrefillBatch(lengths, counts, step.cache.block_table)
@@ -206,9 +242,8 @@ def _replayed(step: Serving) -> dict[str, Any]:
 def _host(step: Serving) -> dict[str, Any]:
     """Microseconds of a call until it returns, beside those of the smallest launch that torch has."""
     call, empty = _microseconds(step.call), _microseconds(step.lse.zero_)
-    return {"microseconds": call, "of_empty_launch": call / empty, "bound": HOST_MICROSECONDS} | {
-        "passed": call <= HOST_MICROSECONDS
-    }
+    goal = {"goal": HOST_MICROSECONDS, "met": call <= HOST_MICROSECONDS}
+    return {"microseconds": call, "of_empty_launch": call / empty, **goal}
 
 
 def _microseconds(call: Callable[[], object]) -> float:
@@ -223,12 +258,12 @@ def _microseconds(call: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def _beside(model: Geometry, device: torch.device, kernels: str) -> dict[str, Any]:
+def _beside(model: Geometry, device: torch.device, kernels: str, page: int) -> dict[str, Any]:
     """Microseconds of a step of the goal's cell, replayed from graphs in turns, and bytes of the cache a second.
 
-    Both read one cache, which is larger than any cache of a device.  Nothing is demanded of the figures.
+    Both read one cache, which is larger than any cache of a device.
     """
-    steps = {kernels: Serving(model, [GOAL_TOKENS] * 32, device, kernels=kernels)}
+    steps = {kernels: Serving(model, [GOAL_TOKENS] * 32, device, kernels=kernels, page=page)}
     other = copy(steps[kernels])
     heads, kv_heads, dim = model.shape
     held = other.cache
@@ -239,7 +274,7 @@ def _beside(model: Geometry, device: torch.device, kernels: str) -> dict[str, An
         heads=heads,
         kv_heads=kv_heads,
         head_dim=dim,
-        page=_PAGE,
+        page=page,
         dtype=_DTYPE,
         device=device,
     )
@@ -263,7 +298,6 @@ def _beside(model: Geometry, device: torch.device, kernels: str) -> dict[str, An
         "microseconds": mid,
         "bytes_per_second": {name: 1e6 * size / time for name, time in mid.items()},
         "of_triton": mid[kernels] / mid["triton"],
-        "passed": True,
     }
 
 
@@ -279,7 +313,7 @@ def _captured(step: Serving) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _variants(model: Geometry, device: torch.device, kernels: str) -> dict[str, Any]:
+def _variants(model: Geometry, device: torch.device, kernels: str, page: int) -> dict[str, Any]:
     """How often each kernel is compiled while one sequence grows from one page to 32K tokens, its table with it."""
     from triton import knobs
 
@@ -288,25 +322,25 @@ def _variants(model: Geometry, device: torch.device, kernels: str) -> dict[str, 
     def count(**told: Any) -> None:
         compiled[str(getattr(told.get("fn"), "name", told.get("repr")))] += 1
 
-    step = Serving(model, [GOAL_TOKENS], device, seed=1, kernels=kernels)  # compiles for this one width
+    step = Serving(model, [GOAL_TOKENS], device, seed=1, kernels=kernels, page=page)  # compiles for this one width
     before = knobs.runtime.jit_post_compile_hook
     knobs.runtime.jit_post_compile_hook = count
     try:
         whole = step.cache
-        for width in sorted({*range(1, 65), *range(64, GOAL_TOKENS // _PAGE + 1, 61), GOAL_TOKENS // _PAGE}):
-            lengths = torch.full_like(whole.lengths, width * _PAGE)
+        for width in sorted({*range(1, 65), *range(64, GOAL_TOKENS // page + 1, 61), GOAL_TOKENS // page}):
+            lengths = torch.full_like(whole.lengths, width * page)
             table = whole.block_table[:, :width].contiguous()
             grown = PagedCache(whole.k_cache, whole.v_cache, table, lengths, whole.k_format, whole.v_format)
             step.kernels.decode(step.q, grown, plan=step.kernels.plan(1, model.heads, grown))
         torch.cuda.synchronize()
     finally:
         knobs.runtime.jit_post_compile_hook = before
-    return {"compiled": dict(compiled), "bound": VARIANTS, "passed": max(compiled.values(), default=0) <= VARIANTS}
+    return {"compiled": dict(compiled), "goal": VARIANTS, "met": max(compiled.values(), default=0) <= VARIANTS}
 
 
-def _profile(model: Geometry, device: torch.device) -> None:
+def _profile(model: Geometry, device: torch.device, page: int) -> None:
     """One decode step of the goal's cell between the marks of a profiler."""
-    step = Serving(model, [GOAL_TOKENS] * 32, device)
+    step = Serving(model, [GOAL_TOKENS] * 32, device, page=page)
     for _ in range(3):
         step.call()
     torch.cuda.synchronize()
@@ -331,6 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="Compile these variants into Triton's cache and stop: write, decode, merge, merge-long, extend, gather. "
         "Processes with a name each compile at the same time.",
     )
+    parser.add_argument("--page", type=int, default=PAGE, help=f"Tokens of a page. [default: {PAGE}]")
     parser.add_argument("--profile", action="store_true", help="One decode step for a profiler, and nothing else.")
     options = parser.parse_args(argv)
     try:
@@ -346,14 +381,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             warm(model, device, options.warm_up.split(","))
             return 0
         if options.profile:
-            _profile(model, device)
+            _profile(model, device, options.page)
             return 0
-        found = measure(model, LENGTHS[device.type], device, options.kernels)
+        found = measure(model, LENGTHS[device.type], device, options.kernels, page=options.page, keep=_print)
     except K16V8Error as error:
         print(f"k16v8: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found))
     return 0 if found["passed"] else 1
+
+
+def _print(found: dict[str, Any]) -> None:
+    print(json.dumps(found), flush=True)  # a process that is ended leaves what it found
 
 
 if __name__ == "__main__":
