@@ -220,7 +220,3 @@ with pretend_cuda() as cuda:
         assert serving.main(["--warm-up", "decode,sort"]) == 2
     assert said.getvalue().startswith("k16v8: unknown kernel 'sort'") and said.getvalue().count("\\n") == 1
 """
-
-
-def test_the_serving_bench_compiles_the_variants_that_it_is_told_and_no_more() -> None:
-    _run(_SERVING)

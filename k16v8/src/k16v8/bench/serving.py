@@ -9,7 +9,6 @@ while a sequence grows.  Without a GPU only what is right is asked, of Triton's 
 
     python -m k16v8.bench.serving    # a JSON line after each check, the last one whole; exit code 1 where a check fails
     TRITON_INTERPRET=1 python -m k16v8.bench.serving --device cpu
-    python -m k16v8.bench.serving --warm-up decode                   # compiles one kernel, and runs nothing
     ncu --profile-from-start off … python -m k16v8.bench.serving --profile
 """
 
@@ -22,7 +21,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import accumulate, pairwise
 from typing import Any
@@ -42,7 +41,7 @@ from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import Formats, prompt_route
 from k16v8.plugins.vllm.plugin import pages
 
-__all__ = ["HOST_MICROSECONDS", "LENGTHS", "PAGE", "VARIANTS", "Serving", "main", "measure", "warm"]
+__all__ = ["HOST_MICROSECONDS", "LENGTHS", "PAGE", "VARIANTS", "Serving", "main", "measure"]
 
 LENGTHS = {"cuda": (0, 1, 15, 16, 17, 4097, 32768), "cpu": (0, 1, 15, 16, 17)}
 # of prompts: tokens, queries among them, and tokens that are gathered at once
@@ -108,22 +107,6 @@ class Serving:
     def call(self) -> Tensor:
         """One decode step into buffers that stay."""
         return self.kernels.decode(self.q, self.cache, out=self.out, lse=self.lse, plan=self.plan)[0]
-
-
-def warm(model: Geometry, device: torch.device, names: Collection[str]) -> None:
-    """Compile variants (:data:`k16v8.kernels.variants.VARIANTS`) of vLLM's layout of a model, and run nothing.
-
-    Raises:
-        UnknownNameError: there is no such variant.
-    """
-    from k16v8.kernels.variants import warm_up
-
-    formats, (heads, kv_heads, dim) = Formats.parse("1"), model.shape
-    content = formats.content_bytes(dim, dim) // _DTYPE.itemsize
-    raw = torch.empty(2, kv_heads, PAGE, content, dtype=_DTYPE, device="meta")
-    numbers = torch.empty(1, dtype=torch.int32, device="meta")
-    cache = pages(raw, dim, formats).paged(numbers.view(1, 1), numbers)
-    warm_up(cache, heads, _DTYPE, Attention(), device, names)
 
 
 def measure(
@@ -358,13 +341,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kernels", default="triton", help="triton, or flashinfer and beside it triton. [default: triton]"
     )
-    parser.add_argument(
-        "--warm-up",
-        default="",
-        metavar="NAMES",
-        help="Compile these variants into Triton's cache and stop: write, decode, merge, merge-long, extend, gather. "
-        "Processes with a name each compile at the same time.",
-    )
     parser.add_argument("--page", type=int, default=PAGE, help=f"Tokens of a page. [default: {PAGE}]")
     parser.add_argument("--profile", action="store_true", help="One decode step for a profiler, and nothing else.")
     options = parser.parse_args(argv)
@@ -377,9 +353,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"--kernels {options.kernels!r}: there are {', '.join(_INTERPRETED)}")
         load_triton(interpret=options.device == "cpu")
         device, model = torch.device(options.device), geometry(options.geometry)
-        if options.warm_up:
-            warm(model, device, options.warm_up.split(","))
-            return 0
         if options.profile:
             _profile(model, device, options.page)
             return 0
