@@ -21,7 +21,7 @@ from fidelab.engines.vllm import capture as vllm_capture
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, register
 from fidelab.engines.vllm.launch import Backend, least_cache_bytes
-from fidelab.engines.vllm.model import VLLMModel, size_in_bytes
+from fidelab.engines.vllm.model import VLLMModel, is_refusal, size_in_bytes
 from fidelab.engines.vllm.read_back import stored_as
 from fidelab.errors import EngineError, UsageError
 
@@ -80,6 +80,20 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("fidelab.engines.vllm.launch.version", absent)
     with pytest.raises(EngineError, match="fidelab engines install vllm"):
         VLLMEngine.versions()
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (NotImplementedError("no ALiBi"), True),
+        (ValueError("Selected backend CUSTOM is not valid for this configuration. Reason: ['head_size']"), True),
+        (ValueError("No valid attention backend found for cuda with AttentionSelectorConfig(head_size=32)"), True),
+        (ValueError("the checkpoint has no lm_head"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_a_refused_shape_is_told_from_a_failure(error: Exception, refused: bool) -> None:
+    assert is_refusal(error) == refused
 
 
 @pytest.mark.parametrize(("text", "size"), [("512", 512), ("3K", 3 << 10), ("512M", 512 << 20), ("4G", 4 << 30)])
