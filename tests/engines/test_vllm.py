@@ -510,9 +510,11 @@ def test_what_is_written_to_the_cache_is_read_back_where_no_modules_forward_runs
     layer = SimpleNamespace(
         impl=implementation, attn_backend=backend, kv_cache=torch.zeros(2, 2), kv_cache_dtype="auto"
     )
+    group = SimpleNamespace(layer_names=["a"], kv_cache_spec=SimpleNamespace(block_size=16))
     runner = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["a"])]),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+        requests={"r1": SimpleNamespace(block_ids=[[7]])},
         sample_tokens=None,
         _sample=None,
     )
@@ -521,7 +523,7 @@ def test_what_is_written_to_the_cache_is_read_back_where_no_modules_forward_runs
     key, value = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
     slots = torch.tensor([5, 6, -1])  # three of four tokens are in the step, one of them is padding
     layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
-    hook._compare(SimpleNamespace(block_ids=[[7]]))
+    hook._compare("r1")
     assert implementation.compared is not None
     assert torch.equal(implementation.compared[0], key[:2])
     assert torch.equal(implementation.compared[1], value[:2])

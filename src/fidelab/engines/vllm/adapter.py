@@ -5,8 +5,8 @@ for benches on a GPU), ``kv-cache-memory`` (bytes, or 512M, 4G; of each rank), `
 ``chunked-prefill`` (yes, no),
 ``max-num-batched-tokens``, ``tp`` (tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``,
 ``gpu-memory-utilization``, ``speculative-config`` (JSON: ``{"method":"ngram","num_speculative_tokens":3}``),
-``estimator`` (hidden, logprobs), ``force`` (yes: run a cache format that the attention backend says it cannot read),
-and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
+``estimator`` (hidden, logprobs), ``model-runner`` (v1, v2; vLLM's own choice unless told), ``force`` (yes: run a cache
+format that the attention backend says it cannot read), and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
 
 - **States** are copied in the worker before each sampling (``capture.py``), also of prompts in chunks and with several
   ranks; prefix caching and asynchronous scheduling are off.
@@ -44,6 +44,7 @@ from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
 from fidelab.engines.vllm.launch import (
     K16V8,
+    MODEL_RUNNER,
     PACKAGES,
     SPECULATIVE,
     backend_for,
@@ -104,6 +105,7 @@ _OPTIONS: Mapping[str, Value] = {
     "gpu-memory-utilization": SHARE,
     SPECULATIVE: (bool, "a JSON object"),
     "estimator": one_of("hidden", "logprobs"),
+    MODEL_RUNNER: one_of("v1", "v2"),
     "force": YES_NO,
     TRUST: YES_NO,
 }

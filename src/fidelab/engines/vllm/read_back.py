@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from fidelab.core import Arm
 from fidelab.engines.base import RuntimeInfo, device_name, read_back_proof
 from fidelab.engines.k16v8 import content_bytes, holds_pair, is_pair, scales_of
 from fidelab.engines.speculation import speculation_record
-from fidelab.engines.vllm.launch import Backend
+from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend
 from fidelab.engines.vllm.model import VLLMModel
 
 __all__ = ["ran", "stored_as"]
@@ -58,6 +59,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "isa": first["isa"],
             "cache_dtypes": sorted({layer["kv_cache_dtype"] for layer in layers}),
             "block_size": first["block_size"],
+            "kernel_block_size": first["kernel_block_size"],
             "cache_blocks": here["blocks"],
             "cache_tokens": here["blocks"] * first["block_size"],
             "cache_bytes": sum(layer["bytes"] for layer in layers),
@@ -76,6 +78,8 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "quantization": config.model_config.quantization,
             "tp": config.parallel_config.tensor_parallel_size,
             "model_runner": model.about["runner"],
+            "model_runner_forced": RUNNER_VARIABLE in os.environ,
+            "quantized_queries": any(layer["quantizes_queries"] for layer in layers),
             "architecture": model.about["architecture"],
             "unfilled_parameters": model.about["unfilled"],
             "threads": model.about["threads"],
