@@ -6,7 +6,8 @@ for benches on a GPU), ``kv-cache-memory`` (bytes, or 512M, 4G; of each rank), `
 ``max-num-batched-tokens``, ``tp`` (tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``,
 ``gpu-memory-utilization``, ``speculative-config`` (JSON: ``{"method":"ngram","num_speculative_tokens":3}``),
 ``estimator`` (hidden, logprobs), ``model-runner`` (v1, v2; vLLM's own choice unless told), ``force`` (yes: run a cache
-format that the attention backend says it cannot read), and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
+format that the attention backend says it cannot read), and whatever else ``vllm serve --help`` names, checked by
+vLLM's own parser.
 
 - **States** are copied in the worker before each sampling (``capture.py``), also of prompts in chunks and with several
   ranks; prefix caching and asynchronous scheduling are off.
