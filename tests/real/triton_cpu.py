@@ -1,7 +1,7 @@
 """Triton's interpreter as its CPU backend, so that vLLM's Model Runner V2 runs where no compiler for CPUs is installed.
 
-vLLM runs V2 on CPUs where Triton has a backend named ``cpu``.  With ``TRITON_INTERPRET=1`` no kernel is compiled, so the
-backend needs to be found and to name its device, and nothing else.
+vLLM runs V2 on CPUs where Triton has a backend named ``cpu``.  With ``TRITON_INTERPRET=1`` no kernel is compiled, so
+the backend needs to be found and to name its device, and nothing else.
 """
 
 from __future__ import annotations

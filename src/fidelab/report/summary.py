@@ -36,6 +36,7 @@ __all__ = [
     "attribution_of",
     "bench_headlines",
     "contexts_of",
+    "engine_remarks_of",
     "groups_of",
     "joined",
     "others_in_words",
@@ -249,6 +250,13 @@ def remarks_of(report: Report) -> tuple[str, ...]:
     arms = (*([report.control] if report.control else []), *report.candidates)
     flags = ((arm, flag) for arm in arms for axis in arm.axes.values() for flag in axis.flags)
     return tuple(shared((one_line(arm.name), one_line(flag.text)) for arm, flag in flags))
+
+
+def engine_remarks_of(report: Report) -> tuple[str, ...]:
+    """What engines remark on how their arms ran, a sentence each."""
+    arms = (report.reference, *([report.control] if report.control else []), *report.controls, *report.candidates)
+    remarks = ((arm, text) for arm in arms if arm.ran for text in arm.ran.remarks)
+    return tuple(shared((one_line(arm.name), one_line(text)) for arm, text in remarks))
 
 
 def others_in_words(arm: ArmRecord) -> tuple[str, ...]:

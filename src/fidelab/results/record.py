@@ -97,6 +97,8 @@ class RuntimeRecord(Record):
     """Bytes that the weights would take in the formats to which they were rounded; null where none was."""
     versions: dict[str, str] = Field(default_factory=dict)
     """Package → version, in the engine's environment."""
+    remarks: tuple[str, ...] = ()
+    """What a reader of the arm's figures must know of how it ran, a sentence each."""
 
     def others(self) -> dict[str, Any]:
         """The engine's own keys."""

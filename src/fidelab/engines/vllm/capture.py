@@ -415,6 +415,7 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
     groups = runner.kv_cache_config.kv_cache_groups
     sizes = {name: g.kv_cache_spec.block_size for g in groups for name in g.layer_names}
     kernel_sizes = {name: kernel_block_size(runner, i) for i, g in enumerate(groups) for name in g.layer_names}
+    builders = _builders(runner)
     layers, addresses = [], set()
     for name, layer in _attention(runner).items():
         cache = layer.kv_cache
@@ -450,21 +451,29 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "k_dim": layer.head_size,
                 "v_dim": getattr(layer, "head_size_v", layer.head_size),
                 "isa": getattr(layer, "isa", None),
-                "quantizes_queries": quantizes_queries(layer),
+                "quantizes_queries": quantizes_queries(layer, builders.get(name)),
+                "flash_attention": getattr(layer.impl, "vllm_flash_attn_version", None),
             }
         )
     return layers
 
 
-def quantizes_queries(layer: Any) -> bool:
-    """True if vLLM's attention layer rounds queries to FP8 before its kernel.
+def quantizes_queries(layer: Any, builder: Any = None) -> bool:
+    """True if queries are rounded to FP8 before they meet the cache.
 
-    vLLM makes the layer's ``query_quant`` where the cache is FP8 and the implementation says
-    ``supports_quant_query_input``.
+    vLLM's attention layer rounds them where it has a ``query_quant`` and its implementation says
+    ``supports_quant_query_input``.  FlashInfer's implementation rounds them itself, to the types of its metadata
+    ``builder``.
     """
-    return getattr(layer, "query_quant", None) is not None and bool(
-        getattr(layer.impl, "supports_quant_query_input", False)
-    )
+    by_layer = getattr(layer, "query_quant", None) is not None and layer.impl.supports_quant_query_input
+    types = (getattr(builder, f"q_data_type_{phase}", None) for phase in ("prefill", "decode"))
+    return bool(by_layer) or any(getattr(kind, "itemsize", 2) == 1 for kind in types)
+
+
+def _builders(runner: Any) -> dict[str, Any]:
+    """Layer name → the object that makes its kernel's metadata."""
+    groups = (group for groups in getattr(runner, "attn_groups", ()) for group in groups)
+    return {name: group.get_metadata_builder() for group in groups for name in group.layer_names}
 
 
 def _writes(layer: Any) -> bool:

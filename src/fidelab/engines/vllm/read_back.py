@@ -16,10 +16,11 @@ from fidelab.engines.speculation import speculation_record
 from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend
 from fidelab.engines.vllm.model import VLLMModel
 
-__all__ = ["ran", "stored_as"]
+__all__ = ["ran", "remarks", "stored_as"]
 
 _MATCHES = 0.999  # share of the numbers in the cache that must be what was written
 _RECEIVED = "vLLM's kernels read the cache themselves"
+_KERNELS = {"FLASH_ATTN": "FlashAttention", "FLASHINFER": "FlashInfer", "TRITON_ATTN": "vLLM's Triton attention"}
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 Layer = Mapping[str, Any]
@@ -85,8 +86,28 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "threads": model.about["threads"],
             "compute_dtype": arm.dtype,
             "forced": not backend.ok,
+            "remarks": remarks(backend, layers, model.about["runner"], forced=RUNNER_VARIABLE in os.environ),
         },
     )
+
+
+def remarks(backend: Backend, layers: Sequence[Layer], runner: str, *, forced: bool) -> list[str]:
+    """Sentences for the report: what besides the cache's format may have changed the arm's answers.
+
+    ``runner``: V1 or V2; ``forced``: it was asked for, so it need not be vLLM's own choice.
+    """
+    found = []
+    if rounded := [layer for layer in layers if layer["quantizes_queries"]]:
+        found.append(f"{_kernel(rounded[0])} also quantized queries to FP8")
+    if runner == "V1" and forced and backend.platform == "cuda":
+        found.append("Model Runner V1 was measured; vLLM's default on CUDA is V2")
+    return found
+
+
+def _kernel(layer: Layer) -> str:
+    """Name of the attention kernel for readers: ``FlashAttention 3``."""
+    name = _KERNELS.get(str(layer["backend"]), str(layer["backend"]))
+    return f"{name} {version}" if (version := layer["flash_attention"]) else name
 
 
 def _speculation(model: VLLMModel, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -199,12 +199,14 @@ class RunnerV2:
                 broken.extend(logits.isnan().any(dim=-1).tolist())
             return logits
 
-        shares = self._shares(batch)
+        shares, patched = self._shares(batch), vars(model).get("compute_logits")
         object.__setattr__(model, "compute_logits", compute_logits)
         try:
             out = self._sample(states, batch, *args, **kwargs)
         finally:
             object.__delattr__(model, "compute_logits")
+            if patched is not None:  # by another plug-in
+                object.__setattr__(model, "compute_logits", patched)
         self._after(_StepV2(states, shares, broken, out))
         return out
 
