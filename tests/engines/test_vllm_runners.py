@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fidelab.engines.vllm import capture as vllm_capture
+from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, quantizes_queries
 from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend, prepare, serve_command, serve_variables
 from fidelab.engines.vllm.read_back import remarks
@@ -228,8 +231,6 @@ def test_without_the_option_vllm_chooses_its_runner(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unknown_runner_is_refused() -> None:
-    from fidelab.engines.vllm.adapter import VLLMEngine
-
     with pytest.raises(UsageError, match="model-runner='v3' is not v1 or v2"):
         VLLMEngine.supports(asked("auto", model_runner="v3"))
 
@@ -321,6 +322,25 @@ def test_queries_that_flashinfer_quantizes_itself_count(
     layer = SimpleNamespace(query_quant=None, impl=SimpleNamespace(supports_quant_query_input=False))
     builder = SimpleNamespace(q_data_type_prefill=prefill, q_data_type_decode=decode)
     assert quantizes_queries(layer, builder) == expected
+
+
+@pytest.mark.parametrize(
+    ("kv", "device", "options", "offered"),
+    [
+        ("fp8", "cuda", {}, True),
+        ("fp8_e4m3", "cuda:1", {"max_model_len": "64"}, True),
+        ("auto", "cuda", {}, False),
+        ("bf16/fp8_e4m3", "cuda", {}, False),
+        ("fp8", "cpu", {}, False),
+        ("fp8", "cuda", {"attention_backend": "TRITON_ATTN"}, False),
+    ],
+)
+def test_a_kernel_without_quantized_queries_is_offered_for_vllms_own_fp8_on_gpus(
+    kv: str, device: str, options: dict[str, str], offered: bool
+) -> None:
+    found = VLLMEngine.native_query_options(replace(asked(kv, **options), device=device))
+    config = {"backend": "FLASHINFER", "disable_flashinfer_q_quantization": True}
+    assert {name: json.loads(text) for name, text in found.items()} == ({"attention-config": config} if offered else {})
 
 
 def test_a_layer_of_vllm_on_cpus_quantizes_no_queries() -> None:

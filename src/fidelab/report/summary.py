@@ -417,14 +417,16 @@ _PARTS = (
     "format and kernel",
     "kernel alone",
     "format alone",
+    "16-bit queries",
     "both − kernel",
     "both − format",
     "format − kernel",
+    "both − 16-bit queries",
 )
 
 
 def attribution_of(report: Report) -> TextTable | None:
-    """Candidate × (three mean KLs, their paired differences), nats, as far as they were measured; ``None``: nothing."""
+    """Candidate × (mean KLs, their paired differences), nats, as far as they were measured; ``None``: nothing."""
     if not report.attribution:
         return None
     rows = [_parts(split) for split in report.attribution]
@@ -452,10 +454,16 @@ def truth_line(report: Report) -> str:
 
 
 def _parts(split: Attribution) -> tuple[str, ...]:
-    contrasts = (split.here_minus_kernel, split.here_minus_format, split.format_minus_kernel)
+    parts = split.here, split.kernel, split.format, split.native_queries
+    contrasts = (
+        split.here_minus_kernel,
+        split.here_minus_format,
+        split.format_minus_kernel,
+        split.here_minus_native_queries,
+    )
     return (
         one_line(split.candidate),
-        *(_nats(part) for part in (split.here, split.kernel, split.format)),
+        *(_nats(part) for part in parts),
         *(_nats(contrast, signed=True) for contrast in contrasts),
     )
 

@@ -30,6 +30,7 @@ vLLM's own parser.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -64,6 +65,7 @@ from fidelab.errors import EngineError, NotSupportedError
 __all__ = ["VLLMEngine"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_FP8 = ("fp8", "fp8_e4m3")  # caches with which vLLM may quantize queries
 
 
 def _size(text: str) -> bool:
@@ -174,6 +176,14 @@ class VLLMEngine(Engine):
     def as_deployed(cls, arm: Arm) -> Arm:
         """Compiled and with graphs on a GPU.  On a CPU compiling takes a minute, and vLLM has no graphs."""
         return arm if arm.device == "cpu" else with_default(arm, "enforce-eager", "no")
+
+    @classmethod
+    def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
+        """FlashInfer without its quantization of queries; vLLM's other kernels for FP8 on CUDA quantize them, too."""
+        asked = {name for name, _ in arm.options if name.startswith("attention-")}
+        if arm.device == "cpu" or asked or not arm.kv.same or arm.kv.k.options or arm.kv.k.name not in _FP8:
+            return {}
+        return {"attention-config": json.dumps({"backend": "FLASHINFER", "disable_flashinfer_q_quantization": True})}
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
