@@ -96,7 +96,7 @@ class Runner:
             cu_num_logits_np=np.cumsum([0, *(1 + drafts.get(name, 0) for name in names)]),
         )
         if logits is not None:
-            self.model.compute_logits = lambda _states: logits  # type: ignore[method-assign]
+            vars(self.model)["compute_logits"] = lambda _states: logits
         hidden = torch.cat([*given.values(), torch.full((3, WIDTH), torch.nan)])  # padded by graphs
         out, n_sampled, n_rejected = self.sample(hidden, batch, None)
         vars(self.model).pop("compute_logits", None)
@@ -338,7 +338,8 @@ def test_queries_that_flashinfer_quantizes_itself_count(
 def test_a_kernel_without_quantized_queries_is_offered_for_vllms_own_fp8_on_gpus(
     kv: str, device: str, options: dict[str, str], offered: bool
 ) -> None:
-    found = VLLMEngine.native_query_options(replace(asked(kv, **options), device=device))
+    arm = replace(asked(kv, Path("m"), **options), device=device)
+    found = VLLMEngine.native_query_options(arm)
     config = {"backend": "FLASHINFER", "disable_flashinfer_q_quantization": True}
     assert {name: json.loads(text) for name, text in found.items()} == ({"attention-config": config} if offered else {})
 
