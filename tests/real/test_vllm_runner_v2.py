@@ -14,7 +14,19 @@ from safetensors.torch import load_file, save_file
 from fidelab.environments.environment import Environment
 from tests.real import harness, triton_cpu
 from tests.real.contract import Contract
-from tests.real.harness import BAD, PREFILL, SERVED, Run, Said, arm, asked, asking, installed, lacking
+from tests.real.harness import (
+    BAD,
+    PREFILL,
+    SERVED,
+    Run,
+    Said,
+    agrees_with_transformers,
+    arm,
+    asked,
+    asking,
+    installed,
+    lacking,
+)
 
 PROBES = harness.PROBES
 
@@ -72,6 +84,11 @@ def test_states_are_those_of_runner_v1(said: Said, environment: Environment, che
     assert before.plain["ran"]["model_runner"] == "V1"
     for name in ("prefill.0.hidden", "prefill.2.hidden", "forced.1.hidden"):
         torch.testing.assert_close(said[name], before[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv", ["bf16/fp8_e4m3", "int8/int4"])
+def test_pairs_of_k16v8_run_in_runner_v2(environment: Environment, checkpoint: Path, tmp_path: Path, kv: str) -> None:
+    agrees_with_transformers(environment, checkpoint, kv, tmp_path, kv_cache_memory="32M", model_runner="v2")
 
 
 @pytest.fixture(scope="module")
