@@ -208,15 +208,3 @@ for text in ("1", "per-token-head", "int8/int4"):
 
 def test_pages_of_vllm_warm_up_before_they_are_there_what_their_steps_launch() -> None:
     _run(_PAGES)
-
-
-_SERVING = """
-import contextlib, io
-from k16v8.bench import serving
-with pretend_cuda() as cuda:
-    assert serving.main(["--warm-up", "decode,merge"]) == 0
-    assert [name.rpartition(".")[2] for name, _, _ in asked] == ["decode_kernel", "merge_kernel"], asked
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        assert serving.main(["--warm-up", "decode,sort"]) == 2
-    assert said.getvalue().startswith("k16v8: unknown kernel 'sort'") and said.getvalue().count("\\n") == 1
-"""

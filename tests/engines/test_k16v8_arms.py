@@ -140,6 +140,21 @@ def test_int4_needs_an_even_head_dimension() -> None:
     assert "a head dimension of 33 is no multiple" in k16v8.pair_refusal(vllm("int8/int4"), 33, 30)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_head_dimension_that_the_gpu_kernels_lack_is_refused_on_gpus_alone(engine: str) -> None:
+    on_gpu, on_cpu = (_arm(engine, "bf16/fp8_e4m3", "bfloat16", device, {}) for device in ("cuda", "cpu"))
+    said = k16v8.pair_refusal(on_gpu, 32, 2)
+    assert said == "bf16/fp8_e4m3: the GPU kernels take head dimensions of 64, 80, 96, 128, 256; this model's is 32"
+    assert k16v8.pair_refusal(on_cpu, 32, 2) == ""
+
+
+def test_the_model_of_a_trial_has_a_head_dimension_that_the_gpu_kernels_take() -> None:
+    from fidelab.environments import trial
+
+    arm = _arm("vllm", "bf16/fp8_e4m3", "bfloat16", "cuda", {})
+    assert k16v8.pair_refusal(arm, trial._HEAD_DIM, 2) == ""
+
+
 def test_the_worst_layer_counts_and_skipped_layers_are_told_by_what_they_hold() -> None:
     wide = PAGES | {"v_format": "bf16"}
     found = read_back_layers({0: wide, 1: PAGES | {"matches": 0.5, "saturated": 3}, 2: PAGES}, [0])

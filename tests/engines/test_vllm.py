@@ -21,7 +21,7 @@ from fidelab.engines.vllm import capture as vllm_capture
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, register
 from fidelab.engines.vllm.launch import Backend, least_cache_bytes
-from fidelab.engines.vllm.model import VLLMModel, size_in_bytes
+from fidelab.engines.vllm.model import VLLMModel, is_refusal, size_in_bytes
 from fidelab.engines.vllm.read_back import stored_as
 from fidelab.errors import EngineError, UsageError
 
@@ -80,6 +80,20 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("fidelab.engines.vllm.launch.version", absent)
     with pytest.raises(EngineError, match="fidelab engines install vllm"):
         VLLMEngine.versions()
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (NotImplementedError("no ALiBi"), True),
+        (ValueError("Selected backend CUSTOM is not valid for this configuration. Reason: ['head_size']"), True),
+        (ValueError("No valid attention backend found for cuda with AttentionSelectorConfig(head_size=32)"), True),
+        (ValueError("the checkpoint has no lm_head"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_a_refused_shape_is_told_from_a_failure(error: Exception, refused: bool) -> None:
+    assert is_refusal(error) == refused
 
 
 @pytest.mark.parametrize(("text", "size"), [("512", 512), ("3K", 3 << 10), ("512M", 512 << 20), ("4G", 4 << 30)])
@@ -496,9 +510,11 @@ def test_what_is_written_to_the_cache_is_read_back_where_no_modules_forward_runs
     layer = SimpleNamespace(
         impl=implementation, attn_backend=backend, kv_cache=torch.zeros(2, 2), kv_cache_dtype="auto"
     )
+    group = SimpleNamespace(layer_names=["a"], kv_cache_spec=SimpleNamespace(block_size=16))
     runner = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["a"])]),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+        requests={"r1": SimpleNamespace(block_ids=[[7]])},
         sample_tokens=None,
         _sample=None,
     )
@@ -507,7 +523,7 @@ def test_what_is_written_to_the_cache_is_read_back_where_no_modules_forward_runs
     key, value = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
     slots = torch.tensor([5, 6, -1])  # three of four tokens are in the step, one of them is padding
     layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
-    hook._compare(SimpleNamespace(block_ids=[[7]]))
+    hook._compare("r1")
     assert implementation.compared is not None
     assert torch.equal(implementation.compared[0], key[:2])
     assert torch.equal(implementation.compared[1], value[:2])

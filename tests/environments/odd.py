@@ -4,12 +4,14 @@ answers (the module ``odd_native`` of its environment does)."""
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 from fidelab.captures.requests import Generate, Prefill, Request
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support
-from fidelab.errors import EngineError
+from fidelab.errors import EngineError, NotSupportedError
 
 __all__ = ["Odd"]
 
@@ -68,6 +70,9 @@ class Odd(Engine):
     def open(self, arm: Arm) -> None:
         native = import_module("odd_native")
         self._fault = getattr(native, "FAULTS", {}).get(arm.kv.label, "")
+        if self._fault == "shape":
+            head_dim = json.loads((Path(arm.path) / "config.json").read_text("utf-8"))["head_dim"]
+            raise NotSupportedError(f"no kernel for a head dimension of {head_dim}")
 
     def tokenize(self, text: str) -> list[int]:
         raise NotImplementedError

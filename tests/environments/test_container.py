@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
+from fidelab.core import Status
 from fidelab.engines import ENGINES
 from fidelab.environments import container
 from fidelab.environments.answers import ask
 from fidelab.environments.container import find_image, named_paths, seen_through
 from fidelab.environments.environment import locate, remember_trial
-from fidelab.environments.trial import try_out
+from fidelab.environments.trial import Trial, try_out
 from fidelab.errors import EngineError
 from fidelab.models.tiny import make_tiny
 from fidelab.registry import Registry
@@ -267,7 +268,7 @@ def test_a_trial_in_an_image_runs_each_format_and_keeps_nothing(docker: FakeDock
     remember_trial(environment, faults)  # there is no folder of fidelab's that it could be kept in
     assert environment.failing == {}
     found = try_out(environment, tmp_path / "logs")
-    assert found["exact"] is None
+    assert found["exact"] == Trial(Status.OK)
     assert all(list(run.mounts.values()).count(True) == 1 for run in docker.runs("fidelab.workers.child"))
     assert docker.alive() == []
 

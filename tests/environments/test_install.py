@@ -482,6 +482,31 @@ def test_a_format_that_does_not_run_is_said_and_listed_and_doctor_tries_it_again
     }
 
 
+def test_a_refusal_of_the_trial_models_shape_is_not_stored_as_a_fault_of_the_format(
+    quick: None, native: dict[str, str]
+) -> None:
+    from fidelab.doctor import parts
+
+    native |= {"some": "shape"}
+    folder = environment.engines_dir() / "odd"
+    install(recipe(), folder, sleeps_when_idle)
+    assert (read_marker(folder) or {})["failing"] == {}
+    [place] = listing(["odd"])
+    assert list(place.refused) == ["every"]
+    checks = {check.name: check for check in parts._brought("odd", [place], lambda line: None)[1]}
+    assert checks["some"].status == "missing"
+    assert checks["some"].detail.startswith("not tried out: no kernel for a head dimension of 128; log: ")
+    assert (read_marker(folder) or {})["failing"] == {}
+
+
+def test_an_engine_that_refuses_the_trial_in_its_native_format_is_not_installed(
+    tmp_path: Path, quick: None, native: dict[str, str]
+) -> None:
+    native |= {"any": "shape"}
+    with pytest.raises(EngineError, match="KV format any does not run: no kernel for a head dimension of 128; log: "):
+        install(recipe(), tmp_path / "odd", sleeps_when_idle)
+
+
 def test_compare_refuses_what_did_not_run_in_its_trial_unless_it_is_forced(
     quick: None, native: dict[str, str], make_folder: Callable[[Path], Path], tmp_path: Path
 ) -> None:

@@ -268,6 +268,25 @@ def test_jobs_run_reference_first_and_floor_last(tmp_path: Path) -> None:
     assert [job.role for job in plan.jobs] == ["reference", "control", "candidate:tilt", "candidate:exact", "floor"]
 
 
+def test_a_candidate_whose_queries_may_be_quantized_gets_a_diagnostic_arm_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def options(_engine: type[FakeEngine], arm: Arm) -> dict[str, str]:
+        return {"noise": "0.5"} if arm.kv.k.name == "tilt" else {}
+
+    monkeypatch.setattr(FakeEngine, "native_query_options", classmethod(options))
+    candidates = [{"kv": "tilt", "name": "tilt", "engine_args": {"delay": "0"}}, "exact"]
+    plan = _plan(tmp_path, control="full", candidates=candidates, floor=0)
+    found = {job.role: job for job in plan.jobs}
+    assert [role for role in found if role.startswith("queries")] == ["queries:tilt"]
+    job = found["queries:tilt"]
+    assert (job.arm.name, job.arm.kv) == ("tilt (16-bit queries)", found["candidate:tilt"].arm.kv)
+    assert dict(job.arm.options) == {"delay": "0", "noise": "0.5"}
+    assert {capture.request.axis for capture in job.captures} == {"kld"}
+    plan = _plan(tmp_path, candidates=candidates, floor=0)
+    assert not any(job.role.startswith("queries") for job in plan.jobs)
+
+
 def test_an_identical_candidate_gets_a_capture_of_its_own(tmp_path: Path) -> None:
     plan = _plan(tmp_path, candidates=["exact"])
     folders = {capture.folder for job in plan.jobs for capture in job.captures}

@@ -517,6 +517,17 @@ def test_every_face_says_what_was_modified(face: Callable[[Report], str]) -> Non
 @pytest.mark.parametrize(
     "face", [printed, render_html, render_markdown, render_notebook], ids=["text", "html", "markdown", "notebook"]
 )
+def test_every_face_shows_what_an_engine_remarks_on_how_an_arm_ran(face: Callable[[Report], str]) -> None:
+    remark = "FlashAttention 3 also quantized queries to FP8"
+    ran = RuntimeRecord.model_validate({"remarks": [remark]})
+    marked = candidate("fp8", 0.02, "PASS", 1, "safe", ran=ran)
+    shown = face(sample_report(candidates=(marked,))).split('type="application/json"')[0]
+    assert f"fp8: {remark}" in shown
+
+
+@pytest.mark.parametrize(
+    "face", [printed, render_html, render_markdown, render_notebook], ids=["text", "html", "markdown", "notebook"]
+)
 def test_every_face_shows_axes_and_benches_that_nobody_knows(face: Callable[[Report], str]) -> None:
     axis = Measurement(status=Status.OK, metrics=(Definition("tact", "share", "higher")(0.1234, (0.1, 0.2)),))
     bench = Measurement(

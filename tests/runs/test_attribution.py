@@ -107,6 +107,19 @@ def test_the_truth_is_measured_over_the_reference(done: Done) -> None:
     assert found.here_minus_format is None
 
 
+def test_an_arm_with_native_queries_is_measured_over_the_reference(done: Done) -> None:
+    report = relabelled(done, {"queries:tilt[q=0.6]": "candidate:tilt[q=0.52]"})
+    [found] = report.attribution
+    assert found.native_queries is not None
+    assert found.native_queries.mean == pytest.approx(kl(0.52), rel=1e-4)
+    assert found.here_minus_native_queries is not None
+    assert found.here_minus_native_queries.mean == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
+    assert [arm.name for arm in report.candidates] == ["tilt[q=0.6]"]
+    out = io.StringIO()
+    render_text(report, Console(file=out, width=160))
+    assert "16-bit queries" in out.getvalue()
+
+
 def test_witnesses_are_no_candidates(done: Done) -> None:
     report = relabelled(done, {"exact": "reference", "exact:tilt[q=0.6]": "candidate:tilt[q=0.52]"})
     assert [arm.name for arm in report.candidates] == ["tilt[q=0.6]"]

@@ -161,21 +161,24 @@ def _tried(
     """
     from fidelab.environments.environment import Environment, remember_trial
     from fidelab.environments.recipes import install_command
-    from fidelab.environments.trial import try_out
+    from fidelab.environments.trial import faults_of, try_out
     from fidelab.models.cache import cache_dir
 
     remedy = _UPGRADE if environment is None else f"install it again: {install_command(engine, '--reinstall')}"
     environment = environment or Environment(engine, sys.executable)
-    faults = try_out(environment, cache_dir() / "logs", lambda line: say(f"{engine}: {line}"))
+    trials = try_out(environment, cache_dir() / "logs", lambda line: say(f"{engine}: {line}"))
+    faults = faults_of(trials)
     with suppress(OSError):  # somebody else's environment
         remember_trial(environment, faults)
 
     def after_trial(check: DoctorCheck) -> DoctorCheck:
-        if (fault := faults[check.name]) is None:
+        if (reason := trials[check.name].reason) is None:
             return replace(check, status="ok", detail="runs", remedy=None)
-        return replace(check, status="broken", detail=fault, remedy=remedy)
+        if check.name not in faults:
+            return replace(check, status="missing", detail=f"not tried out: {reason}", remedy=None)
+        return replace(check, status="broken", detail=reason, remedy=remedy)
 
-    return [after_trial(check) if check.name in faults else check for check in formats]
+    return [after_trial(check) if check.name in trials else check for check in formats]
 
 
 def _brought(

@@ -247,6 +247,14 @@ class Engine(ABC):
         "hf"  # ``Arm.path`` is a safetensors folder; ``gguf``: that file where there is one
     )
 
+    @classmethod
+    def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
+        """Options of an attention kernel that reads the arm's cache with queries in the model's own type.
+
+        Empty where the engine's kernels quantize no queries, or none is known that does not.
+        """
+        return {}
+
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
         self.foreseen: frozenset[str] = frozenset()

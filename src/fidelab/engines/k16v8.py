@@ -146,9 +146,19 @@ def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
             return f"{kv.label}: the paged kernels have one scale for each token and head: write {name}"
         if head_dim is not None and _BITS[name] * head_dim % 8:
             return f"{kv.label}: {name} packs two values into a byte; a head dimension of {head_dim} is no multiple"
+    if head_dim is not None and arm.device != "cpu" and head_dim not in (known := _gpu_head_dims()):
+        sizes = ", ".join(map(str, known))
+        return f"{kv.label}: the GPU kernels take head dimensions of {sizes}; this model's is {head_dim}"
     if layers is not None and (beyond := [layer for layer in kv.skip_layers if layer >= layers]):
         return f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}"
     return "skip-layers leaves no layer to encode" if len(kv.skip_layers) == layers else ""
+
+
+def _gpu_head_dims() -> tuple[int, ...]:
+    """Head dimensions that the package's GPU kernels take; its CPU path takes any."""
+    from k16v8.kernels.dispatch import HEAD_DIMS
+
+    return HEAD_DIMS
 
 
 def kernel_names(kv: KVSpec) -> tuple[str, str]:

@@ -287,8 +287,8 @@ def write_marker(folder: Path, content: Mapping[str, Any]) -> None:
     part.replace(folder / MARKER)
 
 
-def remember_trial(environment: Environment, faults: Mapping[str, str | None]) -> None:
-    """Keep what a trial found (why a KV format does not run, ``None`` where it does) in an environment of fidelab's.
+def remember_trial(environment: Environment, faults: Mapping[str, str]) -> None:
+    """Store what a trial found (KV format → why it does not run) in an environment that fidelab installed.
 
     Raises:
         OSError: it cannot be written.
@@ -297,7 +297,7 @@ def remember_trial(environment: Environment, faults: Mapping[str, str | None]) -
         return
     folder = Path(environment.python).parents[1]
     if marker := read_marker(folder):
-        write_marker(folder, {**marker, "failing": {name: why for name, why in faults.items() if why}})
+        write_marker(folder, {**marker, "failing": dict(faults)})
 
 
 def link_folder() -> Path:

@@ -28,7 +28,7 @@ from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, read_marker, write_marker
 from fidelab.environments.listing import listing
 from fidelab.environments.recipes import Recipe, data_path
-from fidelab.environments.trial import try_out
+from fidelab.environments.trial import faults_of, try_out
 from fidelab.errors import EngineError, OutputError, UsageError
 from fidelab.models.cache import cache_dir
 
@@ -281,8 +281,10 @@ def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, sta
 def _failing(recipe: Recipe, environment: Environment, native: str) -> dict[str, str]:
     """KV formats that do not run in the new environment, and why; the native one, too, where it was not tried."""
     tried = try_out(environment, cache_dir() / "logs")
-    failing = {name: why for name, why in tried.items() if why is not None}
-    if native not in tried:
+    failing = faults_of(tried)
+    if native in tried and (reason := tried[native].reason) is not None:
+        failing[native] = reason
+    elif native not in tried:
         failing[native] = f"{recipe.engine} does not support it on this machine"
     return failing
 

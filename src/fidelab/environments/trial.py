@@ -7,7 +7,8 @@ has random weights that are generated here, so that a trial needs no network.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,19 +26,41 @@ from fidelab.errors import CaptureError
 from fidelab.workers.messages import Job, ProbeTask
 from fidelab.workers.parent import run_worker
 
-__all__ = ["try_out"]
+__all__ = ["Trial", "faults_of", "try_out"]
 
 _PREFILL = 64  # tokens: more than one, since the kernels of one token and of many differ
 _DECODE = 8
 _POSITIONS = 256
+_HEAD_DIM = 128  # the size that every engine's GPU kernels take
 _DEADLINE = 600.0  # seconds for one format, load and compilation included
 _THREADS = 4
 
 
-def try_out(
-    environment: Environment, logs: Path, say: Callable[[str], None] = lambda line: None
-) -> dict[str, str | None]:
-    """For each KV format that the engine reports as supported: why it does not run, ``None`` where it does.
+@dataclass(frozen=True)
+class Trial:
+    """Outcome of one KV format's trial.
+
+    Attributes:
+        status: ``ok``, ``failed`` (crash, wrong or missing answers), or ``not_supported``: the engine refused the arm.
+            A refusal may be due to the trial model's shape, so it says nothing about the format in other models.
+        reason: why it did not run, with the log's path; ``None`` where it ran.
+    """
+
+    status: Status
+    reason: str | None = None
+
+
+def faults_of(trials: Mapping[str, Trial]) -> dict[str, str]:
+    """Return format → reason of the formats that failed their trial; refused formats are not among them."""
+    return {
+        name: str(trial.reason)
+        for name, trial in trials.items()
+        if trial.status not in (Status.OK, Status.NOT_SUPPORTED)
+    }
+
+
+def try_out(environment: Environment, logs: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Trial]:
+    """Run each KV format that the engine reports as supported, and return the outcomes by format.
 
     Args:
         environment: where the engine lives.
@@ -49,9 +72,9 @@ def try_out(
     """
     from fidelab.models.tiny import GGUF_NAME, make_tiny
 
-    faults: dict[str, str | None] = {}
+    trials: dict[str, Trial] = {}
     with tempfile.TemporaryDirectory(prefix="fidelab-trial-") as scratch, ask(environment) as asked:
-        model = make_tiny(Path(scratch) / "model", "Q8_0", positions=_POSITIONS)
+        model = make_tiny(Path(scratch) / "model", "Q8_0", positions=_POSITIONS, head_dim=_HEAD_DIM)
         path = model / GGUF_NAME if asked.checkpoint_format == "gguf" else model
         device = "cpu" if asked.about.device == "cpu" else "cuda"
         for name in asked.kv_names():
@@ -68,12 +91,12 @@ def try_out(
             )
             if asked.supports(arm).ok:  # whatever the last trial found
                 say(f"trying {name}")
-                faults[name] = _fault(arm, environment, Path(scratch) / f"store-{len(faults)}", logs)
-    return faults
+                trials[name] = _tried(arm, environment, Path(scratch) / f"store-{len(trials)}", logs)
+    return trials
 
 
-def _fault(arm: Arm, environment: Environment, store: Path, logs: Path) -> str | None:
-    """Why the arm does not prefill and decode; ``None`` where it does."""
+def _tried(arm: Arm, environment: Environment, store: Path, logs: Path) -> Trial:
+    """Have the arm prefill and decode."""
     log = logs / f"trial-{arm.engine}-{arm.name}.log".replace("/", "_")
     log.unlink(missing_ok=True)
     tasks = [
@@ -91,11 +114,13 @@ def _fault(arm: Arm, environment: Environment, store: Path, logs: Path) -> str |
         command=environment.command("fidelab.workers.child", container),
         end=container.end if container else None,
     )
-    reason = outcome.reason if outcome.status is not Status.OK else _unusable(store)
-    if reason is None:
+    status, reason = outcome.status, outcome.reason
+    if status is Status.OK and (reason := _unusable(store)) is not None:
+        status = Status.FAILED
+    if status is Status.OK:
         log.unlink(missing_ok=True)
-        return None
-    return f"{reason}; log: {log}"
+        return Trial(status)
+    return Trial(status, f"{reason}; log: {log}")
 
 
 def _probes() -> tuple[Request, Request]:

@@ -18,7 +18,7 @@ from fidelab.engines.base import IMAGE_KINDS, one_line
 from fidelab.errors import FidelabError, UnavailableError
 from fidelab.plan.arms import twins_of
 from fidelab.plan.deploy import engine_class
-from fidelab.plan.resolve import EXACT, TRUTH, Settings
+from fidelab.plan.resolve import EXACT, QUERIES, TRUTH, Settings
 from fidelab.workers.messages import ProbeTask
 
 __all__ = [
@@ -205,7 +205,7 @@ def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapp
             if job.role != "reference" and part in settings.axes[axis].reference_only:
                 continue
             kind = job.role.partition(":")[0]
-            if kind in (TRUTH, EXACT, TWIN) and axis not in _DIAGNOSED:
+            if kind in (TRUTH, EXACT, QUERIES, TWIN) and axis not in _DIAGNOSED:
                 continue
             share = {FLOOR: settings.experiment.floor, TWIN: settings.experiment.twins}.get(kind)
             request = asked if share is None else settings.axes[axis].repeated(asked, share)

@@ -41,6 +41,7 @@ from fidelab.plan.deploy import Deployed, Engines, engine_class, needs_safetenso
 __all__ = [
     "CONTROL",
     "EXACT",
+    "QUERIES",
     "TRUTH",
     "Settings",
     "convert_weights",
@@ -52,6 +53,7 @@ __all__ = [
 CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
 TRUTH = "truth"  # the role of the reference's 32-bit twin
 EXACT = "exact"  # the role of the 32-bit cache under exact attention; "exact:NAME": a candidate's format there
+QUERIES = "queries"  # "queries:NAME": a candidate on a kernel that leaves queries in the model's type
 
 _BITS32 = KVSpec.parse("f32")
 _EXACT_ENGINE = EngineConfig(name="hf")
@@ -154,8 +156,9 @@ class _Resolver:
             why = self._unsupported[reference.name]
             raise UsageError(f"the reference cannot run on engine {reference.engine}: {why}")
         output = _folder(Path(experiment.output_dir), "--output-dir")
-        exact = [arm for role, arm in diagnostics.items() if role != TRUTH]  # compared among themselves
-        others = [arm for role, arm in diagnostics.items() if role == TRUTH]
+        apart = {role: arm for role, arm in diagnostics.items() if role.startswith(EXACT)}
+        exact = list(apart.values())  # compared among themselves
+        others = [arm for role, arm in diagnostics.items() if role not in apart]
         arms = [reference, *([control] if control else []), *controls.values(), *candidates, *others]
         final = {**self._same_attention(arms), **self._same_attention(exact)}
         return Settings(
@@ -338,8 +341,12 @@ class _Resolver:
         return by_name
 
     def _diagnostics(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
-        """The reference's 32-bit twin, and every candidate's format under exact attention, on the same weights."""
-        diagnostics: dict[str, Arm] = {}
+        """The arms that show where a loss comes from.
+
+        They are the reference's 32-bit twin, candidates on a kernel that quantizes no queries, and every candidate's
+        format under exact attention, on the same weights.
+        """
+        diagnostics = self._native_queries(candidates)
         answers = self._engines.ask(self._experiment.reference.engine or self._experiment.engine)
         if _BITS32.label in answers.kv_names() and reference.kv.k != _BITS32.k:
             diagnostics[TRUTH] = self._arm(_with_cache(self._experiment.reference, _BITS32, f"{_BITS32.label} (truth)"))
@@ -352,6 +359,16 @@ class _Resolver:
         if any(role.startswith(EXACT) for role in diagnostics):
             diagnostics = {EXACT: self._exact(_BITS32, f"{_BITS32.label} (exact attention)"), **diagnostics}
         return diagnostics
+
+    def _native_queries(self, candidates: Sequence[Arm]) -> dict[str, Arm]:
+        """Candidates whose engine may quantize queries, on a kernel that does not; cells of a grid have none."""
+        experiment, found = self._experiment, dict[str, Arm]()
+        for config, arm in zip(experiment.candidates, candidates, strict=False):
+            options = engine_class(config.engine or experiment.engine).native_query_options(arm)
+            if options and arm.name not in self._unsupported:
+                changed = {"name": f"{arm.name} (16-bit queries)", "engine_args": {**config.engine_args, **options}}
+                found[f"{QUERIES}:{arm.name}"] = self._arm(config.model_copy(update=changed))
+        return found
 
     def _exact(self, kv: KVSpec, name: str) -> Arm:
         return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))

@@ -48,7 +48,12 @@ def render_markdown(report: Report) -> str:
         _fence(view.advice_command) if view.advice_command else "",
         _bullets(map(escaped, view.advice[1:])),
         _opening(report, view),
-        _bullets([*(f"failed: {escaped(line)}" for line in view.failures), *map(escaped, view.modified)]),
+        _bullets(
+            [
+                *(f"failed: {escaped(line)}" for line in view.failures),
+                *map(escaped, (*view.modified, *view.engine_remarks)),
+            ]
+        ),
         *(part for matrix in view.ablation for part in (escaped(matrix.said), *_titled(matrix.table))),
         *(verdicts if view.fidelity else map(escaped, view.headlines)),
         *(_speed(view, view.performance) if view.performance else ()),

@@ -36,6 +36,7 @@ __all__ = [
     "attribution_of",
     "bench_headlines",
     "contexts_of",
+    "engine_remarks_of",
     "groups_of",
     "joined",
     "others_in_words",
@@ -251,6 +252,13 @@ def remarks_of(report: Report) -> tuple[str, ...]:
     return tuple(shared((one_line(arm.name), one_line(flag.text)) for arm, flag in flags))
 
 
+def engine_remarks_of(report: Report) -> tuple[str, ...]:
+    """What engines remark on how their arms ran, a sentence each."""
+    arms = (report.reference, *([report.control] if report.control else []), *report.controls, *report.candidates)
+    remarks = ((arm, text) for arm in arms if arm.ran for text in arm.ran.remarks)
+    return tuple(shared((one_line(arm.name), one_line(text)) for arm, text in remarks))
+
+
 def others_in_words(arm: ArmRecord) -> tuple[str, ...]:
     """``rniah: lost 9 of 36 (reference: finds 36 of 45)`` of each axis besides KLD that was measured."""
     lines = []
@@ -409,14 +417,16 @@ _PARTS = (
     "format and kernel",
     "kernel alone",
     "format alone",
+    "16-bit queries",
     "both − kernel",
     "both − format",
     "format − kernel",
+    "both − 16-bit queries",
 )
 
 
 def attribution_of(report: Report) -> TextTable | None:
-    """Candidate × (three mean KLs, their paired differences), nats, as far as they were measured; ``None``: nothing."""
+    """Candidate × (mean KLs, their paired differences), nats, as far as they were measured; ``None``: nothing."""
     if not report.attribution:
         return None
     rows = [_parts(split) for split in report.attribution]
@@ -444,10 +454,16 @@ def truth_line(report: Report) -> str:
 
 
 def _parts(split: Attribution) -> tuple[str, ...]:
-    contrasts = (split.here_minus_kernel, split.here_minus_format, split.format_minus_kernel)
+    parts = split.here, split.kernel, split.format, split.native_queries
+    contrasts = (
+        split.here_minus_kernel,
+        split.here_minus_format,
+        split.format_minus_kernel,
+        split.here_minus_native_queries,
+    )
     return (
         one_line(split.candidate),
-        *(_nats(part) for part in (split.here, split.kernel, split.format)),
+        *(_nats(part) for part in parts),
         *(_nats(contrast, signed=True) for contrast in contrasts),
     )
 

@@ -89,6 +89,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         print_path(console, "what the workers printed", folder / "logs")
     for modification in view.modified:
         line(modification, "yellow")
+    for remark in view.engine_remarks:
+        line(remark, "yellow")
     for matrix in view.ablation:
         line(matrix.said, "bold")
     for sentence in view.headlines:

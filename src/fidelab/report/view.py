@@ -35,6 +35,7 @@ from fidelab.report.summary import (
     attribution_of,
     bench_headlines,
     contexts_of,
+    engine_remarks_of,
     groups_of,
     joined,
     others_in_words,
@@ -160,7 +161,7 @@ _FIGURES: Mapping[str, Callable[[ArmRow], Estimate]] = {
 @dataclass(frozen=True)
 class View:
     """Everything a report shows, in reading order; ``beside``: tables below the main one, ``remarks``: what axes say
-    of single arms, which sections repeat.
+    of single arms, which sections repeat; ``engine_remarks``: what engines say of how single arms ran.
     """
 
     title: str
@@ -182,6 +183,7 @@ class View:
     tables: tuple[TextTable, ...]
     beside: tuple[TextTable, ...]
     remarks: tuple[str, ...]
+    engine_remarks: tuple[str, ...]
     ablation: tuple[Matrix, ...]
     truth: str
     points: tuple[FrontierPoint, ...]
@@ -274,6 +276,7 @@ def build_view(report: Report) -> View:
             ways_of(report),
         ),
         remarks=remarks_of(report),
+        engine_remarks=engine_remarks_of(report),
         ablation=ablation_of(report),
         truth=truth_line(report),
         points=(

@@ -97,6 +97,8 @@ class RuntimeRecord(Record):
     """Bytes that the weights would take in the formats to which they were rounded; null where none was."""
     versions: dict[str, str] = Field(default_factory=dict)
     """Package → version, in the engine's environment."""
+    remarks: tuple[str, ...] = ()
+    """What a reader of the arm's figures must know of how it ran, a sentence each."""
 
     def others(self) -> dict[str, Any]:
         """The engine's own keys."""
@@ -286,12 +288,16 @@ class Attribution(Record):
     """The control on the engine: the kernel path without the format."""
     format: AttributionPart | None = None
     """The same format under exact attention, over a 32-bit cache there: the format without the kernel path."""
+    native_queries: AttributionPart | None = None
+    """The candidate on a kernel that leaves queries in the model's type, where the engine may quantize them."""
     here_minus_kernel: Contrast | None = None
     """``here`` minus ``kernel``."""
     here_minus_format: Contrast | None = None
     """``here`` minus ``format``."""
     format_minus_kernel: Contrast | None = None
     """``format`` minus ``kernel``."""
+    here_minus_native_queries: Contrast | None = None
+    """``here`` minus ``native_queries``."""
     floor: NoiseFloor | None = None
     """What last bits alone move the candidate by; a part below it tells nothing."""
 

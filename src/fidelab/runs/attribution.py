@@ -2,6 +2,7 @@
 
 Three KLs on the same rows, each against its own reference: the candidate on its engine (format and kernel), the
 control on its engine (kernel alone), the candidate's format under exact attention on the same weights (format alone).
+A fourth one, where the engine may quantize queries to the cache's type: the candidate with queries left as they are.
 KL is not additive, so the report gives paired differences and no sum.  With several contexts, all three are taken at
 the context in which the candidate is worst.
 """
@@ -19,22 +20,23 @@ from fidelab.errors import FidelabError
 from fidelab.plan.arms import ATTENTION, family
 from fidelab.plan.build import TWIN
 from fidelab.plan.deploy import engine_class
-from fidelab.plan.resolve import CONTROL, EXACT, TRUTH
+from fidelab.plan.resolve import CONTROL, EXACT, QUERIES, TRUTH
 from fidelab.results.record import Attribution, AttributionPart, Contrast, NoiseFloor
 from fidelab.runs.pairing import ArmResult, Measured, Scorer
 
-__all__ = ["attribute", "control_of", "floors_of", "is_diagnostic", "measure_truth"]
+__all__ = ["attribute", "control_of", "floors_of", "is_diagnostic", "measure_diagnostic"]
 
 _AXIS = "kld"
 
 
 def is_diagnostic(role: str) -> bool:
     """Whether a role is that of a diagnostic arm: one that shows where a loss comes from, or the noise floor."""
-    return role.partition(":")[0] in (EXACT, TRUTH, TWIN)
+    return role.partition(":")[0] in (EXACT, QUERIES, TRUTH, TWIN)
 
 
 def attribute(
     experiment: Experiment,
+    reference: ArmResult,
     measured: Mapping[str, Measured],
     diagnostics: Sequence[ArmResult],
     floors: Mapping[str, NoiseFloor],
@@ -44,15 +46,19 @@ def attribute(
     ``measured``: role → scores against the run's reference, control and candidates among them.  ``floors``: the
     candidates' noise floors, by name.
     """
-    diagnostics = [result for result in diagnostics if result.role.partition(":")[0] in (EXACT, TRUTH)]
+    diagnostics = [result for result in diagnostics if result.role.partition(":")[0] in (EXACT, QUERIES, TRUTH)]
     if not diagnostics or _AXIS not in experiment.axes:
         return ()
-    exact: dict[str, Measured] = {}  # against the 32-bit cache under exact attention
+    apart: dict[str, Measured] = {  # each against its own reference
+        arm.role: measure_diagnostic(experiment, reference, arm)
+        for arm in diagnostics
+        if arm.role.startswith(f"{QUERIES}:")
+    }
     if any(result.role == EXACT for result in diagnostics):
         scorer = Scorer(_kld_alone(experiment), diagnostics, {}, strict=False, reference=EXACT)
-        exact = {arm.role: scorer.measure(arm) for arm in diagnostics if arm.role.startswith(f"{EXACT}:")}
+        apart |= {arm.role: scorer.measure(arm) for arm in diagnostics if arm.role.startswith(f"{EXACT}:")}
     return tuple(
-        _attribution(arm, control_of(arm, measured), exact, floors.get(arm.result.arm.name), experiment.seed)
+        _attribution(arm, control_of(arm, measured), apart, floors.get(arm.result.arm.name), experiment.seed)
         for role, arm in measured.items()
         if role.startswith("candidate:")
     )
@@ -104,9 +110,9 @@ def control_of(this: Measured, measured: Mapping[str, Measured]) -> Measured | N
     return measured.get(CONTROL)
 
 
-def measure_truth(experiment: Experiment, reference: ArmResult, truth: ArmResult) -> Measured:
-    """Score the reference's 32-bit twin against the reference, on KLD."""
-    return Scorer(_kld_alone(experiment), [reference, truth], {}, strict=False).measure(truth)
+def measure_diagnostic(experiment: Experiment, reference: ArmResult, arm: ArmResult) -> Measured:
+    """Score a diagnostic arm against the reference, on KLD."""
+    return Scorer(_kld_alone(experiment), [reference, arm], {}, strict=False).measure(arm)
 
 
 def _kld_alone(experiment: Experiment) -> Experiment:
@@ -115,10 +121,11 @@ def _kld_alone(experiment: Experiment) -> Experiment:
 
 
 def _attribution(
-    candidate: Measured, control: Measured | None, exact: Mapping[str, Measured], floor: NoiseFloor | None, seed: int
+    candidate: Measured, control: Measured | None, apart: Mapping[str, Measured], floor: NoiseFloor | None, seed: int
 ) -> Attribution:
     name = candidate.result.arm.name
-    arms = {"here": candidate, "kernel": control, "format": exact.get(f"{EXACT}:{name}")}
+    form, queries = (apart.get(f"{role}:{name}") for role in (EXACT, QUERIES))
+    arms = {"here": candidate, "kernel": control, "format": form, "queries": queries}
     here = _score(candidate)
     scores = {part: _score(arm, None if here is None else here.part) for part, arm in arms.items()}
 
@@ -131,10 +138,12 @@ def _attribution(
         candidate=name,
         here=_part(candidate, scores["here"]),
         kernel=_part(control, scores["kernel"]),
-        format=_part(arms["format"], scores["format"]),
+        format=_part(form, scores["format"]),
+        native_queries=_part(queries, scores["queries"]),
         here_minus_kernel=contrast("here", "kernel"),
         here_minus_format=contrast("here", "format"),
         format_minus_kernel=contrast("format", "kernel"),
+        here_minus_native_queries=contrast("here", "queries"),
         floor=floor,
     )
 

@@ -37,7 +37,7 @@ from fidelab.models.pagecache import evict
 from fidelab.models.weights import weight_files
 from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
-from fidelab.plan.resolve import CONTROL, EXACT, TRUTH, Settings
+from fidelab.plan.resolve import CONTROL, EXACT, QUERIES, TRUTH, Settings
 from fidelab.plan.timings import Work, work_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.request_log import REQUESTS
@@ -50,7 +50,7 @@ __all__ = ["BENCHES", "Benching"]
 BENCHES = "benches"  # what the pace of a run calls them
 _WARMUPS = 4  # unmeasured answers to expect: three agree at the soonest
 
-_UNBENCHED = (FLOOR, TWIN, TRUTH, EXACT)  # diagnostic arms and the noise floor
+_UNBENCHED = (FLOOR, TWIN, TRUTH, EXACT, QUERIES)  # diagnostic arms and the noise floor
 _LOADS = 3  # over which repeats are spread where arms cannot be alive together
 _SHARE = 0.6  # of the available memory that live arms may take together
 _BESIDE_WEIGHTS = 2**30  # bytes that a worker takes besides its weights: libraries, activations, cache

@@ -46,7 +46,7 @@ from fidelab.results.record import (
 )
 from fidelab.results.sentence import ArmFacts, DomainLoss, is_native, sentence
 from fidelab.runs.ablation import score_ablation
-from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_truth
+from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
 from fidelab.runs.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
 from fidelab.runs.speculation import with_forecast
 
@@ -124,7 +124,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         controls=tuple(summary.record(result) for result in controls),
         candidates=records,
         comparisons=tuple(summary.comparisons(candidates)),
-        attribution=attribute(experiment, measured, diagnostics, floors),
+        attribution=attribute(experiment, reference, measured, diagnostics, floors),
         ablation=score_ablation(experiment, measured),
         truth=_truth(experiment, reference, diagnostics),
         floor=summary.axes(measured["floor"]) if "floor" in measured else {},
@@ -539,7 +539,7 @@ def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[A
     truth = next((result for result in diagnostics if result.role == TRUTH), None)
     if truth is None:
         return None
-    arm = measure_truth(experiment, reference, truth)
+    arm = measure_diagnostic(experiment, reference, truth)
     axes = _Summary(experiment, {TRUTH: arm}, reference, {}).axes(arm)
     return _bare_record(experiment, truth).model_copy(update={"status": arm.status, "reason": arm.reason, "axes": axes})
 

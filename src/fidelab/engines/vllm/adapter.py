@@ -5,8 +5,9 @@ for benches on a GPU), ``kv-cache-memory`` (bytes, or 512M, 4G; of each rank), `
 ``chunked-prefill`` (yes, no),
 ``max-num-batched-tokens``, ``tp`` (tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``,
 ``gpu-memory-utilization``, ``speculative-config`` (JSON: ``{"method":"ngram","num_speculative_tokens":3}``),
-``estimator`` (hidden, logprobs), ``force`` (yes: run a cache format that the attention backend says it cannot read),
-and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
+``estimator`` (hidden, logprobs), ``model-runner`` (v1, v2; vLLM's own choice unless told), ``force`` (yes: run a cache
+format that the attention backend says it cannot read), and whatever else ``vllm serve --help`` names, checked by
+vLLM's own parser.
 
 - **States** are copied in the worker before each sampling (``capture.py``), also of prompts in chunks and with several
   ranks; prefix caching and asynchronous scheduling are off.
@@ -29,6 +30,7 @@ and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -44,6 +46,7 @@ from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
 from fidelab.engines.vllm.launch import (
     K16V8,
+    MODEL_RUNNER,
     PACKAGES,
     SPECULATIVE,
     backend_for,
@@ -62,6 +65,7 @@ from fidelab.errors import EngineError, NotSupportedError
 __all__ = ["VLLMEngine"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_FP8 = ("fp8", "fp8_e4m3")  # caches with which vLLM may quantize queries
 
 
 def _size(text: str) -> bool:
@@ -104,6 +108,7 @@ _OPTIONS: Mapping[str, Value] = {
     "gpu-memory-utilization": SHARE,
     SPECULATIVE: (bool, "a JSON object"),
     "estimator": one_of("hidden", "logprobs"),
+    MODEL_RUNNER: one_of("v1", "v2"),
     "force": YES_NO,
     TRUST: YES_NO,
 }
@@ -171,6 +176,14 @@ class VLLMEngine(Engine):
     def as_deployed(cls, arm: Arm) -> Arm:
         """Compiled and with graphs on a GPU.  On a CPU compiling takes a minute, and vLLM has no graphs."""
         return arm if arm.device == "cpu" else with_default(arm, "enforce-eager", "no")
+
+    @classmethod
+    def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
+        """FlashInfer without its quantization of queries; vLLM's other kernels for FP8 on CUDA quantize them, too."""
+        asked = {name for name, _ in arm.options if name.startswith("attention-")}
+        if arm.device == "cpu" or asked or not arm.kv.same or arm.kv.k.options or arm.kv.k.name not in _FP8:
+            return {}
+        return {"attention-config": json.dumps({"backend": "FLASHINFER", "disable_flashinfer_q_quantization": True})}
 
     def open(self, arm: Arm) -> None:
         self._arm = arm

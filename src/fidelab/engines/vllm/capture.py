@@ -28,13 +28,14 @@ hold the same states.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fidelab.engines.base import dtype_name, raw_bytes
 from fidelab.engines.k16v8 import read_back_layers
 from fidelab.engines.layer_states import LayerStates, stream_of, write_states
+from fidelab.engines.vllm.runners import KEY, Step, kernel_block_ids, kernel_block_size, wrap_runner
 from fidelab.engines.written import watched
 
 if TYPE_CHECKING:
@@ -44,9 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["FOLDER", "KEY", "FidelabWorker", "register"]
 
 FOLDER = "FIDELAB_CAPTURE"  # environment variable: where the workers write; unset: nothing is done
-KEY = "fidelab"  # in SamplingParams.extra_args
 _CHECKED = "_fidelab_checked"  # a model whose parameters were all filled
-_REJECTED = -1  # in place of a token: vLLM's PLACEHOLDER_TOKEN_ID
 _CHUNK = 256  # rows of log-probabilities at a time
 _EXACT = 0.999  # share of equal numbers that tells a way of rounding
 
@@ -103,7 +102,10 @@ class FidelabWorker:
     rank: int
 
     def fidelab_install(self, logprobs: bool) -> None:
-        """Install the capture in this worker's model runner; ``logprobs``: keep log-probabilities instead of states."""
+        """Install the capture in this worker's model runner.
+
+        ``logprobs``: keep log-probabilities instead of states.
+        """
         runner = self.model_runner
         self._fidelab = _Hook(runner, Path(os.environ[FOLDER]), self.rank == 0, logprobs)
 
@@ -114,7 +116,7 @@ class FidelabWorker:
         model = self.model_runner.get_model()
         processor = _found(model, "logits_processor")
         return {
-            "runner": type(self.model_runner).__qualname__,
+            "runner": self._fidelab.wrapped.version,
             "architecture": type(model).__name__,
             "unfilled": 0 if getattr(model, _CHECKED, False) else None,
             "threads": torch.get_num_threads(),
@@ -144,7 +146,7 @@ class FidelabWorker:
         """The cache of this rank, from its tensors; ``read_back`` is the result of the last :meth:`fidelab_watch`."""
         runner = self.model_runner
         layers = _cache_layers(runner)
-        draft = _draft_layers(runner)
+        draft = self._fidelab.wrapped.draft_layers()
         return {
             "layers": [layer for layer in layers if layer["name"] not in draft],
             "draft_layers": [layer for layer in layers if layer["name"] in draft],
@@ -172,7 +174,7 @@ class FidelabWorker:
 
 
 class _Hook:
-    """Runs before the sampling of each step, when states, logits, requests and positions are available."""
+    """Runs after the sampling of each step, when states, logits, requests and positions are available."""
 
     def __init__(self, runner: Any, folder: Path, writes: bool, logprobs: bool) -> None:
         self._runner = runner
@@ -181,34 +183,18 @@ class _Hook:
         self._logprobs = logprobs
         self._next: dict[str, int] = {}  # key → position whose row comes next (a preempted request computes rows again)
         self._given: dict[str, tuple[Tensor, Tensor]] = {}  # keys and values of watched layers
-        self._state: Any = None  # of the step that is being sampled
         self.read_back: dict[str, Any] = {}
         self._layers: LayerStates | None = None
         self._chunks: list[Tensor] = []  # states of the request that is computed, by step
         self.counted: dict[str, dict[str, Any]] = {}
-        self._sample_tokens: Callable[..., Any] = runner.sample_tokens
-        self._sample: Callable[..., Any] = runner._sample
-        runner.sample_tokens = self.sample_tokens
-        runner._sample = self.sample
+        self.wrapped = wrap_runner(runner, self.after)
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        self._state = self._runner.execute_model_state
-        return self._sample_tokens(*args, **kwargs)
-
-    def sample(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample as vLLM does, replace sampled tokens by forced ones, and keep the rows behind what was sampled."""
-        asked = self._state is not None and any(self._asked(request) for _, request in self._requests())
-        broken = logits.isnan().any(dim=-1).tolist() if asked and logits is not None else ()
-        out = self._sample(logits, *args, **kwargs)
-        for index, request in self._requests():
-            forced = self._asked(request).get("force")
-            if forced:
-                done = len(self._runner.requests[request].output_token_ids)
-                out.sampled_token_ids[index, 0] = forced[min(done, len(forced) - 1)]
-                out.sampled_token_ids[index, 1:] = _REJECTED
-        if asked:
-            self._keep(self._state, (out.sampled_token_ids != _REJECTED).sum(dim=-1).tolist(), broken)
-        return out
+    def after(self, step: Step) -> None:
+        """Replace sampled tokens by forced ones, and keep the rows behind what was sampled."""
+        for share in step.shares:
+            if forced := share.asked.get("force"):
+                step.force(share, forced[min(share.generated, len(forced) - 1)])
+        self._keep(step)
 
     def hook_layers(self, on: bool) -> None:
         if self._layers is not None:
@@ -219,7 +205,7 @@ class _Hook:
             self._layers = LayerStates(_language(model), config.get_total_num_hidden_layers(), stream_of)
 
     def watch(self) -> None:
-        attention, draft = _attention(self._runner), _draft_layers(self._runner)
+        attention, draft = _attention(self._runner), self.wrapped.draft_layers()
         layers = {name: layer for name, layer in attention.items() if _writes(layer) and name not in draft}
         if not any(hasattr(layer.impl, "read_back") for layer in layers.values()):  # layers of vLLM's own are alike
             layers = dict(list(layers.items())[:1])
@@ -252,51 +238,30 @@ class _Hook:
 
     # ------------------------------------------------------------------------------------------- rows
 
-    def _requests(self) -> list[tuple[int, str]]:
-        return [(i, request) for i, request in enumerate(self._runner.input_batch.req_ids) if request is not None]
-
-    def _asked(self, request: str) -> Mapping[str, Any]:
-        params = self._runner.requests[request].sampling_params
-        return ((params.extra_args or {}).get(KEY) or {}) if params else {}
-
-    def _keep(self, state: Any, sampled: Sequence[int], broken: Sequence[bool]) -> None:
-        """Keep the rows of one step.
-
-        Args:
-            state: what vLLM has between a forward and its sampling.
-            sampled: how many tokens each request gets of this step.
-            broken: which rows of logits hold NaN; a request has one row, and one more for each drafted token.
-        """
-        scheduled = state.scheduler_output.num_scheduled_tokens
-        drafted = state.scheduler_output.scheduled_spec_decode_tokens
-        end = 0
-        for index, request in self._requests():
-            n_drafted = len(drafted.get(request, ()))
-            begin, end = end, end + 1 + n_drafted  # of its rows of logits
-            instructions = self._asked(request)
-            if not instructions or request not in scheduled:
+    def _keep(self, step: Step) -> None:
+        """Keep the rows of one step."""
+        for share, n_rejected in zip(step.shares, step.rejected(), strict=True):
+            asked = share.asked
+            if not asked:
                 continue
-            record = self._runner.requests[request]
-            start = record.num_computed_tokens
-            offset = int(self._runner.query_start_loc.np[index])
-            n_rejected = max(0, 1 + n_drafted - sampled[index])
-            states = state.hidden_states[offset : offset + scheduled[request] - n_rejected]
-            if instructions.get("counted"):
-                counts = self.counted.setdefault(instructions["key"], {"steps": []})
-                counts["steps"].append((start, len(states), len(scheduled)))
-                counts["blocks"] = list(record.block_ids[0])
-            if "layers" in instructions:
-                self._states(instructions, start, slice(offset, offset + scheduled[request]))
-            elif "first" in instructions:
-                self._rows(instructions, start, states)
+            states = step.states[share.offset : share.offset + share.tokens - n_rejected]
+            if asked.get("counted"):
+                counts = self.counted.setdefault(asked["key"], {"steps": []})
+                counts["steps"].append((share.start, len(states), len(step.shares)))
+                counts["blocks"] = self.wrapped.block_ids(share.request, 0)
+            if "layers" in asked:
+                self._states(asked, share.start, slice(share.offset, share.offset + share.tokens))
+            elif "first" in asked:
+                self._rows(asked, share.start, states)
             if self._given:
-                self._compare(record)
-            last = start + len(states) >= record.num_tokens
-            faults = [i for i, fault in enumerate(broken[begin : end - n_rejected]) if fault]
+                self._compare(share.request)
+            last = share.start + len(states) >= share.known
+            rows = step.broken[share.logits.start : share.logits.stop - n_rejected]
+            faults = [i for i, fault in enumerate(rows) if fault]
             if last and self._writes and faults:
-                path = self._folder / f"{instructions['key']}.nan"
+                path = self._folder / f"{asked['key']}.nan"
                 if not path.exists():
-                    path.write_text(str(len(record.output_token_ids) + faults[0]))
+                    path.write_text(str(share.generated + faults[0]))
 
     def _states(self, asked: Mapping[str, Any], start: int, tokens: slice) -> None:
         """Keep the states of this step's tokens, from position ``start`` on; write them when the last one is there."""
@@ -342,7 +307,7 @@ class _Hook:
 
     # ------------------------------------------------------------------------------------- read back
 
-    def _compare(self, record: Any) -> None:
+    def _compare(self, request: str) -> None:
         """Compare the recorded keys and values with the blocks of the request, in any layout.
 
         Layouts differ by backend, so the numbers are compared as sorted lists: the blocks must hold what was written,
@@ -355,8 +320,13 @@ class _Hook:
         given, self._given = self._given, {}
         for name, (key, value) in given.items():
             layer = runner.compilation_config.static_forward_context[name]
-            group = next(i for i, g in enumerate(runner.kv_cache_config.kv_cache_groups) if name in g.layer_names)
-            blocks = list(record.block_ids[group])
+            config = runner.kv_cache_config
+            group = next(i for i, g in enumerate(config.kv_cache_groups) if name in g.layer_names)
+            of_manager, of_kernel = (
+                config.kv_cache_groups[group].kv_cache_spec.block_size,
+                kernel_block_size(runner, group),
+            )
+            blocks = kernel_block_ids(self.wrapped.block_ids(request, group), of_manager, of_kernel)
             if hasattr(layer.impl, "read_back"):
                 found[layer.impl.layer] = layer.impl.read_back(blocks, key, value)
                 skipped = layer.impl.formats.skip_layers
@@ -364,7 +334,7 @@ class _Hook:
             else:
                 from vllm.platforms import current_platform
 
-                axis = list(layer.kv_cache.shape).index(runner.kv_cache_config.num_blocks)
+                axis = list(layer.kv_cache.shape).index(config.num_blocks * (of_manager // of_kernel))
                 held = layer.kv_cache.movedim(axis, 0)[blocks]
                 self.read_back = _compared(
                     held, key.reshape(-1), value.reshape(-1), layer, current_platform.fp8_dtype()
@@ -442,7 +412,10 @@ def _toward_zero(near: Tensor, values: Tensor) -> Tensor:
 def _cache_layers(runner: Any) -> list[dict[str, Any]]:
     """Each layer that owns keys and values: type, bytes per token, heads, sizes, scales."""
     blocks = runner.kv_cache_config.num_blocks
-    sizes = {name: g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups for name in g.layer_names}
+    groups = runner.kv_cache_config.kv_cache_groups
+    sizes = {name: g.kv_cache_spec.block_size for g in groups for name in g.layer_names}
+    kernel_sizes = {name: kernel_block_size(runner, i) for i, g in enumerate(groups) for name in g.layer_names}
+    builders = _builders(runner)
     layers, addresses = [], set()
     for name, layer in _attention(runner).items():
         cache = layer.kv_cache
@@ -458,6 +431,7 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "bytes": cache.numel() * cache.element_size(),
                 "bytes_per_token": cache.numel() * cache.element_size() / (blocks * sizes[name]),
                 "block_size": sizes[name],
+                "kernel_block_size": kernel_sizes[name],
                 "values_per_token": (
                     layer.head_size
                     if latent
@@ -477,9 +451,29 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "k_dim": layer.head_size,
                 "v_dim": getattr(layer, "head_size_v", layer.head_size),
                 "isa": getattr(layer, "isa", None),
+                "quantizes_queries": quantizes_queries(layer, builders.get(name)),
+                "flash_attention": getattr(layer.impl, "vllm_flash_attn_version", None),
             }
         )
     return layers
+
+
+def quantizes_queries(layer: Any, builder: Any = None) -> bool:
+    """True if queries are rounded to FP8 before they meet the cache.
+
+    vLLM's attention layer rounds them where it has a ``query_quant`` and its implementation says
+    ``supports_quant_query_input``.  FlashInfer's implementation rounds them itself, to the types of its metadata
+    ``builder``.
+    """
+    by_layer = getattr(layer, "query_quant", None) is not None and layer.impl.supports_quant_query_input
+    types = (getattr(builder, f"q_data_type_{phase}", None) for phase in ("prefill", "decode"))
+    return bool(by_layer) or any(getattr(kind, "itemsize", 2) == 1 for kind in types)
+
+
+def _builders(runner: Any) -> dict[str, Any]:
+    """Layer name → the object that makes its kernel's metadata."""
+    groups = (group for groups in getattr(runner, "attn_groups", ()) for group in groups)
+    return {name: group.get_metadata_builder() for group in groups for name in group.layer_names}
 
 
 def _writes(layer: Any) -> bool:
@@ -507,11 +501,6 @@ def _attention(runner: Any) -> dict[str, Any]:
         for name, layer in layers.items()
         if hasattr(layer, "kv_cache_dtype") and getattr(getattr(layer, "kv_cache", None), "ndim", 0) > 1
     }
-
-
-def _draft_layers(runner: Any) -> frozenset[str]:
-    """Names of the layers with which a draft model, or heads that draft, keep keys and values of their own."""
-    return frozenset(getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", None) or ())
 
 
 def _language(model: Any) -> Any:

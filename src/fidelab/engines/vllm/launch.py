@@ -29,7 +29,9 @@ from fidelab.errors import EngineError, UsageError
 __all__ = [
     "COMPILES",
     "K16V8",
+    "MODEL_RUNNER",
     "PACKAGES",
+    "RUNNER_VARIABLE",
     "SPECULATIVE",
     "Backend",
     "backend_for",
@@ -39,6 +41,7 @@ __all__ = [
     "installed",
     "least_cache_bytes",
     "prepare",
+    "runner_variables",
     "serve_command",
     "serve_variables",
     "speculation_of",
@@ -61,10 +64,10 @@ _QUIET = {  # before vLLM is imported; what the user set stays
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the requested number of threads, on any core
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-_OURS = {  # required by the capture
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-}
+_OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # required by the capture
+MODEL_RUNNER = "model-runner"
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"  # unset: vLLM chooses
+_RUNNERS = {"v1": "0", "v2": "1"}
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,9 @@ def prepare(arm: Arm) -> None:
         os.environ.setdefault(name, value)
     set_switch(arm.kv)
     # vLLM looks n-grams up with Numba, which would raise the OpenMP threads of vLLM's own kernels to all cores.
-    os.environ.update({**_OURS, **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arm.threads))})
+    os.environ.update(
+        {**_OURS, **runner_variables(arm), **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arm.threads))}
+    )
     _, colon, number = arm.device.partition(":")
     if colon:
         os.environ["CUDA_VISIBLE_DEVICES"] = number
@@ -109,12 +114,19 @@ def prepare(arm: Arm) -> None:
     torch.set_num_threads(arm.threads)  # it may have been imported before
 
 
+def runner_variables(arm: Arm) -> dict[str, str]:
+    """Return the variable for the model runner that the arm asks for; empty where vLLM chooses."""
+    asked = dict(arm.options).get(MODEL_RUNNER)
+    return {RUNNER_VARIABLE: _RUNNERS[asked]} if asked else {}
+
+
 _SERVED_AS = {  # options with other names on the command line of ``vllm serve``; without any, they are fidelab's own
     "chunked-prefill": "enable-chunked-prefill",
     "kv-cache-memory": "kv-cache-memory-bytes",
     "tp": "tensor-parallel-size",
     "estimator": "",
     "force": "",
+    MODEL_RUNNER: "",
 }
 
 
@@ -133,7 +145,7 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
 
 def serve_variables(arm: Arm) -> dict[str, str]:
     """As :meth:`Engine.serve_variables`."""
-    variables = switch_variables(arm.kv)
+    variables = {**switch_variables(arm.kv), **runner_variables(arm)}
     _, colon, number = arm.device.partition(":")
     if colon:
         variables["CUDA_VISIBLE_DEVICES"] = number

@@ -20,7 +20,7 @@ from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import Sampling
 from fidelab.core import Arm, Speculation
 from fidelab.engines.base import one_line
-from fidelab.engines.k16v8 import is_pair, translated_errors
+from fidelab.engines.k16v8 import is_pair, missing, translated_errors
 from fidelab.engines.layer_states import read_states
 from fidelab.engines.options import switched, trusts_code
 from fidelab.engines.speculation import Drafts
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from fidelab.engines.hf.head import ReplayedHead
 
-__all__ = ["SEQUENCES", "VLLMModel", "VLLMRequest", "size_in_bytes"]
+__all__ = ["SEQUENCES", "VLLMModel", "VLLMRequest", "is_refusal", "size_in_bytes"]
 
 SEQUENCES = 16  # in one batch, unless told otherwise
 _SERVED = 64  # the same where requests are answered as servers do
@@ -42,6 +42,7 @@ _SENTINEL_ROWS = 8
 _TRIED = 8  # tokens whose keys and values are read back
 _COUNTERS = "vllm:spec_decode_num_"
 _COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
+_SELECTOR_REFUSALS = ("is not valid for this configuration", "No valid attention backend found")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -121,9 +122,9 @@ class VLLMModel:
             with _marked(self._mark):
                 self.llm = LLM(self._arm.path, **self._arguments())
             self._engine = self.llm.llm_engine
-        except NotImplementedError as error:
-            raise NotSupportedError(f"vLLM cannot run {self._arm.kv.label} here: {one_line(error, 300)}") from error
         except Exception as error:
+            if is_refusal(error):
+                raise NotSupportedError(f"vLLM cannot run {self._arm.kv.label} here: {one_line(error, 300)}") from error
             raise EngineError(f"vLLM cannot load {self._arm.model}: {one_line(error, 300)}") from error
         self.llm.collective_rpc("fidelab_install", args=(not self._hidden,))
         self.about: Mapping[str, Any] = self.llm.collective_rpc("fidelab_model")[0]
@@ -458,6 +459,20 @@ class VLLMModel:
             self._engine.engine_core.shutdown()
         finally:
             self._folder.cleanup()
+
+
+def is_refusal(error: Exception) -> bool:
+    """True if vLLM or k16v8 refused a shape or a setting, rather than failed.
+
+    vLLM raises NotImplementedError in its layers, and ValueError where it selects an attention backend.
+    """
+    package_refusals: tuple[type[Exception], ...] = ()
+    if not missing():
+        from k16v8.errors import NotSupportedError as RefusedByKernels
+
+        package_refusals = (RefusedByKernels,)
+    by_selector = isinstance(error, ValueError) and any(words in str(error) for words in _SELECTOR_REFUSALS)
+    return by_selector or isinstance(error, (NotImplementedError, *package_refusals))
 
 
 @contextmanager

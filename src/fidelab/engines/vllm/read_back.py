@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,14 @@ from fidelab.core import Arm
 from fidelab.engines.base import RuntimeInfo, device_name, read_back_proof
 from fidelab.engines.k16v8 import content_bytes, holds_pair, is_pair, scales_of
 from fidelab.engines.speculation import speculation_record
-from fidelab.engines.vllm.launch import Backend
+from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend
 from fidelab.engines.vllm.model import VLLMModel
 
-__all__ = ["ran", "stored_as"]
+__all__ = ["ran", "remarks", "stored_as"]
 
 _MATCHES = 0.999  # share of the numbers in the cache that must be what was written
 _RECEIVED = "vLLM's kernels read the cache themselves"
+_KERNELS = {"FLASH_ATTN": "FlashAttention", "FLASHINFER": "FlashInfer", "TRITON_ATTN": "vLLM's Triton attention"}
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 Layer = Mapping[str, Any]
@@ -58,6 +60,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "isa": first["isa"],
             "cache_dtypes": sorted({layer["kv_cache_dtype"] for layer in layers}),
             "block_size": first["block_size"],
+            "kernel_block_size": first["kernel_block_size"],
             "cache_blocks": here["blocks"],
             "cache_tokens": here["blocks"] * first["block_size"],
             "cache_bytes": sum(layer["bytes"] for layer in layers),
@@ -76,13 +79,35 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "quantization": config.model_config.quantization,
             "tp": config.parallel_config.tensor_parallel_size,
             "model_runner": model.about["runner"],
+            "model_runner_forced": RUNNER_VARIABLE in os.environ,
+            "quantized_queries": any(layer["quantizes_queries"] for layer in layers),
             "architecture": model.about["architecture"],
             "unfilled_parameters": model.about["unfilled"],
             "threads": model.about["threads"],
             "compute_dtype": arm.dtype,
             "forced": not backend.ok,
+            "remarks": remarks(backend, layers, model.about["runner"], forced=RUNNER_VARIABLE in os.environ),
         },
     )
+
+
+def remarks(backend: Backend, layers: Sequence[Layer], runner: str, *, forced: bool) -> list[str]:
+    """Sentences for the report: what besides the cache's format may have changed the arm's answers.
+
+    ``runner``: V1 or V2; ``forced``: it was asked for, so it need not be vLLM's own choice.
+    """
+    found = []
+    if rounded := [layer for layer in layers if layer["quantizes_queries"]]:
+        found.append(f"{_kernel(rounded[0])} also quantized queries to FP8")
+    if runner == "V1" and forced and backend.platform == "cuda":
+        found.append("Model Runner V1 was measured; vLLM's default on CUDA is V2")
+    return found
+
+
+def _kernel(layer: Layer) -> str:
+    """Name of the attention kernel for readers: ``FlashAttention 3``."""
+    name = _KERNELS.get(str(layer["backend"]), str(layer["backend"]))
+    return f"{name} {version}" if (version := layer["flash_attention"]) else name
 
 
 def _speculation(model: VLLMModel, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
