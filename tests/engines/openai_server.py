@@ -40,6 +40,7 @@ class Served:
     lifted: int | None = None
     owner: str = "vllm"
     models: Sequence[str] = ("tiny",)
+    answers_as: str | None = None
     takes_ids: bool = True
     returns_ids: bool = True
     strict: bool = False
@@ -258,7 +259,8 @@ class _Handler(BaseHTTPRequestHandler):
         usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
         if served.remembers:
             usage["prompt_tokens_details"] = {"cached_tokens": served.found(prompt, body)}
-        self._json({"object": "text_completion", "choices": [choice], "usage": usage})
+        answered = served.answers_as or body.get("model")
+        self._json({"object": "text_completion", "model": answered, "choices": [choice], "usage": usage})
 
     def _logprobs(self, prompt: list[int], ids: list[int], top: int, echoed: list[int]) -> dict[str, Any]:
         """As OpenAI gives them, with texts or with vLLM's names for ids.

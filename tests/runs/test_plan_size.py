@@ -435,7 +435,13 @@ def test_where_no_cluster_differs_the_bound_shrinks_with_their_number(pilot: Don
 def test_a_loss_beyond_the_margin_is_not_planned(pilot: Done) -> None:
     line = certificates(pilot, "--max-loss", "1e-6")["tilt[q=0.7]", "mean KL"]
     assert line["status"] == "failed"
-    assert "the loss is not below the margin" in line["reason"]
+    assert "mean KL at or beyond the margin is shown: no number of items certifies it" in line["reason"]
+
+
+def test_a_candidate_with_a_claim_that_is_exceeded_sets_no_size(pilot: Done) -> None:
+    found = certificates(pilot, "--max-loss", "1e-6", "--margin", "0.5%")
+    lines = [line for (arm, _), line in found.items() if arm == "tilt[q=0.7]"]
+    assert [line["items_needed"] for line in lines] == [None]
 
 
 def test_a_smaller_margin_needs_more_windows(pilot: Done) -> None:

@@ -231,12 +231,16 @@ def _show(found: Mapping[str, Any]) -> None:
             [
                 [
                     row["kv"],
-                    *("no limit" if n is None else f"{n:,}" for n in row["longest_context"].values()),
+                    *("no limit" if n is None else f"{n:,}" for n in row["longest_in_memory"].values()),
                     *("no limit" if n is None else f"{n:,}" for n in row["largest_batch"].values()),
                 ]
                 for row in entry["formats"]
             ],
         )
+        if (most := found["model"]["max_positions"]) is not None and any(
+            n is None or n > most for row in entry["formats"] for n in row["longest_in_memory"].values()
+        ):
+            line(f"the memory holds more than the model's own limit of {most:,} tokens")
         title = f"tokens/s of all sequences at most on {name}, {reference} (c: bound by compute)"
         grid(title, _rate, "decode", name, reference)
         prefill = {cell["tokens"]: cell["prefill"][name]["tokens_per_s"] for cell in cells}
@@ -445,12 +449,13 @@ def list_devices(
     from fidelab.results.numbers import ABSENT, one_line
 
     console, grid = open_console(), simple_table()
-    for n, heading in enumerate(("device", "GB", "peak GB/s", "copied GB/s", "bf16 TFLOP/s", "checked")):
-        grid.add_column(heading, justify="right" if 0 < n < 5 else "left", overflow="fold")
+    for n, heading in enumerate(("device", "GB", "driver GB", "peak GB/s", "copied GB/s", "bf16 TFLOP/s", "checked")):
+        grid.add_column(heading, justify="right" if 0 < n < 6 else "left", overflow="fold")
     for name, row in table.items():
         copied = ABSENT if row.sustained is None else f"{row.sustained / 1e9:,.1f}"
         bf16 = f"{row.compute['bf16'] / 1e12:,.4g}" if "bf16" in row.compute else ABSENT
-        figures = (f"{row.memory / 1e9:,.0f}", f"{row.peak_bandwidth / 1e9:,.4g}", copied, bf16)
+        told = ABSENT if row.reported is None else f"{row.reported / 1e9:,.1f}"
+        figures = (f"{row.memory / 1e9:,.0f}", told, f"{row.peak_bandwidth / 1e9:,.4g}", copied, bf16)
         cells = (one_line(name), *figures, one_line(row.verified) or "unverified")
         grid.add_row(*(literal(cell, console) for cell in cells))
     console.print(grid)

@@ -174,6 +174,7 @@ class Ruling:
 
     ``at_best``: the best band still possible, where there is no verdict (None: none is ruled out) and where the
     interval crosses the edge of a band.  ``preliminary``: the band rests on an interval over too few clusters.
+    ``by_kld``: nothing but the mean KL gave the band: no position failed, and nothing lowered it.
     See docs/metrics.md#verdicts.
     """
 
@@ -181,6 +182,7 @@ class Ruling:
     because: tuple[str, ...]
     at_best: Band | None = None
     preliminary: bool = False
+    by_kld: bool = True
 
     @property
     def label(self) -> str:
@@ -221,7 +223,7 @@ def verdict(
         raise ValueError(f"{n_failed} failed of {n_positions} positions")
     failures = [f"{n_failed} of {n_positions} positions failed"] if n_failed else []
     if failed_because or n_failed * 100 > n_positions:
-        return Ruling(Band.FAIL, (*failures, *failed_because, *lowered_because))
+        return Ruling(Band.FAIL, (*failures, *failed_because, *lowered_because), by_kld=False)
 
     def graded(*costs: float | None) -> Band:
         """The band of the largest of these costs, after downgrade and cap."""
@@ -229,7 +231,7 @@ def verdict(
         band = lower(band) if lowered_because else band
         return max(band, Band.DEGRADED, key=_ORDER.index) if n_failed else band
 
-    band = graded(kld_upper, kld_least)
+    band, by_kld = graded(kld_upper, kld_least), not (failures or lowered_because)
     preliminary = n_clusters is not None and n_clusters < MIN_STUDENTIZED_CLUSTERS and kld_upper != 0.0
     least = graded(kld_lower) if kld_lower is not None else band
     if kld_upper is not None:
@@ -239,10 +241,10 @@ def verdict(
             facts.append(f"the interval begins at {kld_lower:.3g} nats: at best {crossing.value}")
         if preliminary:
             facts.append(f"preliminary: fewer than {MIN_STUDENTIZED_CLUSTERS} clusters were resampled ({n_clusters})")
-        return Ruling(band, tuple(facts), crossing, preliminary)
+        return Ruling(band, tuple(facts), crossing, preliminary, by_kld)
     if band is Band.FAIL and kld_least is not None:
         facts = [f"mean KL at least {kld_least:.3g} nats on this text", *failures, *lowered_because]
-        return Ruling(band, tuple(facts), preliminary=preliminary)
+        return Ruling(band, tuple(facts), preliminary=preliminary, by_kld=by_kld)
     reason = "no upper bound of a mean KL over the full vocabulary"
     at_best = None if band is Band.EXCELLENT else band
     return Ruling(None, (reason, *failures, *lowered_because), at_best)

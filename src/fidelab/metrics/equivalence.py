@@ -267,12 +267,12 @@ def _claim(loss: Loss, level: float, seed: int) -> Claim:
             needed = max(clusters_to_certify(spread.sd, room, level, POWER, cost=cost), MIN_STUDENTIZED_CLUSTERS)
     state: State
     few = n < MIN_STUDENTIZED_CLUSTERS
-    if interval is None or (few and interval != (0.0, 0.0)):
+    if interval is not None and interval[0] >= loss.margin:
+        state = "exceeded"
+    elif interval is None or (few and interval != (0.0, 0.0)):
         state = "underpowered"
     elif interval[1] < loss.margin:
         state = "holds"
-    elif interval[0] >= loss.margin:
-        state = "exceeded"
     else:
         state = "underpowered" if detectable is None or detectable > loss.margin else "undecided"
     equivalent = state == "holds" and interval is not None and interval[0] > -loss.margin

@@ -20,7 +20,7 @@ __all__ = ["Device", "add_measured", "devices", "find_device", "own_table", "rem
 _MOST_BYTES = 2**20
 _MOST_REPORT = 64 * 2**20
 _MEMORY = 0.15  # by which a device's own count may differ from the published one: what firmware keeps, and GB for GiB
-_FIELDS = {"memory", "bandwidth", "sustained", "read", "compute", "links", "verified", "source"}
+_FIELDS = {"memory", "reported", "bandwidth", "sustained", "read", "compute", "links", "verified", "source"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Device:
     """One device.
 
     Attributes:
-        memory: bytes.
+        memory: bytes, as advertised.
+        reported: bytes that the driver tells programs of; ``None``: not known.  GiB are advertised as GB, and firmware
+            keeps some.
         peak_bandwidth: bytes per second between memory and processor, as published.
         sustained: what a copy reaches, measured; ``None``: not measured.
         compute: operations per second by type, dense.
@@ -39,10 +41,16 @@ class Device:
     name: str
     memory: float
     peak_bandwidth: float
+    reported: float | None = None
     sustained: float | None = None
     compute: Mapping[str, float] = field(default_factory=dict)
     links: Mapping[str, float] = field(default_factory=dict)
     verified: str = ""
+
+    @property
+    def usable(self) -> float:
+        """Bytes that programs can have: as the driver reports them, else as advertised."""
+        return self.memory if self.reported is None else self.reported
 
     @property
     def bandwidth(self) -> float:
@@ -193,11 +201,12 @@ def _device(name: str, row: Any, where: str) -> Device:
             raise InputError(f"{where}: device {name!s:.60}: {what} maps names to numbers")
         return {str(key): scale * number(value, f"{what} of {key}") for key, value in held.items()}
 
-    sustained = row.get("sustained")
+    sustained, reported = row.get("sustained"), row.get("reported")
     return Device(
         name=name,
         memory=1e9 * number(row.get("memory"), "memory"),
         peak_bandwidth=1e9 * number(row.get("bandwidth"), "bandwidth"),
+        reported=None if reported is None else 1e9 * number(reported, "reported"),
         sustained=None if sustained is None else 1e9 * number(sustained, "sustained"),
         compute=rates("compute", 1e12),
         links=rates("links", 1e9),

@@ -97,7 +97,7 @@ def explainer(
         "devices": [
             {
                 "name": device.name,
-                "memory": device.memory,
+                "memory": device.usable,
                 "bandwidth": device.bandwidth,
                 "flops": device.compute.get("bf16"),
                 "verified": device.verified,

@@ -55,6 +55,7 @@ def overview(
             "weight_bits": model.weight_bits,
             "tp": model.tp,
             "overhead_bytes": model.overhead_bytes,
+            "max_positions": geometry.max_positions,
         },
         "formats": [
             {
@@ -124,6 +125,11 @@ def _bound(rate: float, by: str) -> dict[str, Any]:
     return {"tokens_per_s": rate, "bound": by}
 
 
+def _at_most(positions: int | None, tokens: int | None) -> int | None:
+    """The tokens that both allow: the model's positions, and the memory; ``None``: no limit."""
+    return min((n for n in (positions, tokens) if n is not None), default=None)
+
+
 def _fits(
     model: Model,
     specs: Sequence[KVSpec],
@@ -132,17 +138,20 @@ def _fits(
     device: Device,
     memory: float | None,
 ) -> dict[str, Any]:
-    room = device.memory if memory is None else memory
-    rows = []
+    room = device.usable if memory is None else memory
+    most = model.geometry.max_positions
+    rows: list[dict[str, Any]] = []
     for spec in specs:
         needed = model.cache_bytes(spec, max(contexts), max(batches))
         beyond = max(0.0, model.device_bytes(spec, max(contexts), max(batches)) - room)
         step = model.step_seconds(spec, max(contexts), max(batches), device)[0]
         required = required_link_bandwidth(min(needed, beyond), step)
+        in_memory = {str(batch): model.longest_context(spec, batch, room) for batch in batches}
         rows.append(
             {
                 "kv": spec.label,
-                "longest_context": {str(batch): model.longest_context(spec, batch, room) for batch in batches},
+                "longest_in_memory": in_memory,
+                "longest_context": {batch: _at_most(most, tokens) for batch, tokens in in_memory.items()},
                 "largest_batch": {str(tokens): model.largest_batch(spec, tokens, room) for tokens in contexts},
                 "compute_bound_batch": {
                     str(tokens): model.compute_bound_batch(spec, tokens, device) for tokens in contexts

@@ -120,7 +120,7 @@ def noise(report: Report) -> str:
     if floor is None:
         lines.append("No noise floor was measured.")
     elif floor == 0:
-        lines.append("The noise floor is exactly 0: the reference repeats itself.")
+        lines.append("The noise floor of the KLD is exactly 0: its rows repeat.")
     if report.control is None:
         lines.append("There is no control arm.")
     elif control == 0:

@@ -8,7 +8,7 @@ docs/metrics.md#leaderboards.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -332,7 +332,7 @@ def _row(
         model=public_name(arm.model),
         reference=f"{public_name(entry.report.reference.model)}, {_kv(entry.report.reference)}",
         engine=arm.engine,
-        version=versions.get(arm.engine) or next(iter(versions.values()), ""),
+        version=_version(versions, arm.engine),
         kv=_kv(arm),
         weights_sha256=arm.weights_sha256,
         weight_bytes=None if ran is None else ran.size,
@@ -340,6 +340,17 @@ def _row(
         band=arm.verdict.band if arm.verdict else None,
         figures=figures,
     )
+
+
+_BESIDE = ("python", "torch", "triton", "openai")  # versions that are not the engine's own
+
+
+def _version(versions: Mapping[str, str], engine: str) -> str:
+    """The engine's own version, with the name of its package where that is another: ``transformers 5.24.0``."""
+    name = next((name for name in (engine, *versions) if name in versions and name not in _BESIDE), None)
+    if name is None:
+        return ""
+    return versions[name] if name.startswith(engine) else f"{name} {versions[name]}"
 
 
 def _kv(arm: ArmRecord) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fidelab.core import Status
-from fidelab.metrics.composite import kl_band
 from fidelab.results.decision_record import Certificate, CertificateClaim, Recommendation
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import counted, format_bytes, format_kld, format_odds, format_span, one_line
@@ -123,7 +122,8 @@ def recommend(
 
     With ``max_loss`` (mean KL, nats) or ``max_flips`` (share of changed top tokens) an arm qualifies whose 95%
     intervals end below them; without, one whose certificate holds.  ``min_saving``: share of the bytes.  An arm with
-    the verdict FAIL, or whose verdict other axes lowered, does not.  See docs/metrics.md#recommendation.
+    failed positions or garbage, or whose verdict other axes lowered, never does; one whose mean KL alone is FAIL does
+    by a limit that was set.  See docs/metrics.md#recommendation.
     """
     arms = [arm for arm in report.candidates if _KLD in arm.axes or arm.status is not Status.OK]
     if not any(_KLD in arm.axes and arm.axes[_KLD].measured for arm in arms):
@@ -196,13 +196,11 @@ def _judge(
     kld = arm.axes.get(_KLD)
     if kld is None or not arm.measured or not kld.measured:
         return _Judged(arm, "no KLD was measured")  # why stands with its verdict
+    if arm.verdict is not None and not arm.verdict.by_kld and arm.verdict.band is not None:
+        return _Judged(arm, f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}")
     if arm.verdict is not None and arm.verdict.band == "FAIL" and certified:
         return _Judged(arm, "verdict FAIL")
     mean, top1 = kld.metric("mean", {}), kld.metric("top-1", {})
-    ends = None if mean is None else mean.interval
-    lowered = arm.verdict is not None and ends and arm.verdict.band not in (None, kl_band(ends[1]).value)
-    if certified and lowered and arm.verdict is not None:
-        return _Judged(arm, f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}")
     if axes := [axis for axis in arm.certificates if axis != _KLD and arm.certificates[axis].state == "exceeded"]:
         return _Judged(arm, f"a loss beyond the margin is shown on {', '.join(axes)}")
     saving = sizes.saving(arm.name)

@@ -151,6 +151,9 @@ class Verdict(Record):
     better band than that of its upper end; else null."""
     preliminary: bool = False
     """The interval that gave the band rests on fewer than six resampling clusters."""
+    by_kld: bool = True
+    """Nothing but the mean KL gave the band: no position failed, and no other axis lowered it. A limit that the user
+    sets may go over such a band alone."""
     sentence: str
     """One plain sentence that says what to do."""
     because: tuple[str, ...] = ()

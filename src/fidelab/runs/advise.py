@@ -587,7 +587,7 @@ def advise(
         raise UsageError(f"--max-loss must be a mean KL above 0 nats, such as 0.01, not {max_loss:g}")
     if geometry.max_positions is not None and context > geometry.max_positions:
         raise UsageError(f"--context {context:,}: {model} takes at most {geometry.max_positions:,} tokens")
-    room = device.memory if memory is None else memory
+    room = device.usable if memory is None else memory
     sizes, shape = _weight_sizes(geometry, runs), _Shape(geometry, device, context, batch, native, tp, overhead)
     base = Pair(NATIVE, native, native)
     options: list[Option] = []

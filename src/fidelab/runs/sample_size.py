@@ -284,6 +284,12 @@ def _claims(report: Report, pilot: _Pilot, limits: Limits) -> Iterator[SizeLine]
         if (one := judged.get(arm.name)) is None:
             yield SizeLine(arm.name, "certificate", "failed", failed[arm.name] or "has no certificate on this axis")
             continue
+        if one.state == "exceeded":
+            [shown, *_] = (claim for claim in one.claims if claim.state == "exceeded")
+            reason = f"{shown.name} at or beyond the margin is shown: no number of items certifies it"
+            said = (shown.estimate, shown.detectable, shown.margin, shown.clusters)
+            yield SizeLine(arm.name, shown.name, "failed", reason, *said)
+            continue
         for claim, loss in zip(one.claims, losses[arm.name], strict=True):
             yield _claim(arm.name, claim, loss, one.level, pilot.n_items)
 

@@ -322,13 +322,13 @@ class _Summary:
         modified = RuntimeRecord.model_validate(dict(arm.result.ran or {})).modified
         common: dict[str, Any] = {"sentence": sentence(facts), "modified": modified}
         if facts.forced and arm.status is Status.NOT_ENGAGED:
-            return Verdict(band="FAIL", because=(facts.reason,), **common)
+            return Verdict(band="FAIL", by_kld=False, because=(facts.reason,), **common)
         if kld is None or arm.status not in (Status.OK, Status.IDENTICAL):
             return Verdict(because=(facts.reason or "no full-vocabulary KLD",), **common)
         ruling = self._ruling(arm)
         because = (*ruling.because, *self._other_kernel(arm))
         bands = {"band": _word(ruling.band), "at_best": _word(ruling.at_best)}
-        return Verdict(**bands, preliminary=ruling.preliminary, because=because, **common)
+        return Verdict(**bands, preliminary=ruling.preliminary, by_kld=ruling.by_kld, because=because, **common)
 
     def _other_kernel(self, arm: Measured) -> Iterator[str]:
         """That KLD includes the difference of two attention kernels, where no control measures that difference."""

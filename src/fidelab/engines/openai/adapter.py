@@ -235,6 +235,10 @@ class OpenAIEngine(Engine):
                 "ids": "returned" if dialect.returns == self._chats.returns == "ids" else "retokenized",
                 "top_logprobs": dialect.top,
                 "tokenizer": self._tokenizer,
+                "remarks": [
+                    f"the server answered as model {name}, not as {server.model}"
+                    for name in sorted(self._client.named - {server.model, self._client.clean(server.model)})
+                ],
                 **({"echo_shifted": True} if shifted else {}),
                 **{key: value for key, value in server.facts.items() if key != "attention_backend"},
             },

@@ -190,6 +190,7 @@ def cleaner(secrets: Sequence[str]) -> Callable[[str], str]:
     return clean
 
 
+_NAMES = 8
 _SPELLING = 24  # characters that one character of a secret may be spelled with
 _SHORT = 8  # characters below which a key may be a part of any word
 
@@ -285,6 +286,8 @@ class Client:
         if key and not (key.isprintable() and key.isascii()):
             raise UsageError("the key holds characters that HTTP cannot carry: look for a line end in it")
         self.key = key
+        self.named: set[str] = set()
+        """Names of models that answers came from, as the server gave them, without the key; at most eight."""
         self._timeout = timeout
         self._local = threading.local()
         self.clean = cleaner([key] if key else [])
@@ -429,6 +432,8 @@ class Client:
         if not isinstance(answer, dict):
             excerpt = self.clean(content.decode("utf-8", "replace")) or "nothing"
             raise Refused(f"{self.root}{path} answers {why} ({excerpt}): is base-url an OpenAI API?")
+        if isinstance(name := answer.get("model"), str) and len(self.named) < _NAMES:
+            self.named.add(self.clean(name))
         return answer
 
     def _refusal(self, response: http.client.HTTPResponse, content: bytes, path: str, attempts: int = 1) -> EngineError:
