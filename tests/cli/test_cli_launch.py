@@ -343,7 +343,7 @@ def test_stop_asks_which_of_several(tmp_path: Path, own: Callable[..., Path]) ->
     [
         ({"env": {"LD_PRELOAD": "x.so"}}, "env.LD_PRELOAD 'x.so' is a variable that would be set"),
         ({"engine": {"name": "vllm", "prefix": "sh wrap.sh"}}, "prefix 'sh wrap.sh' is a command"),
-        ({"serve": {"tool-parser-plugin": "parser.py"}}, "tool-parser-plugin 'parser.py' is code that the engine"),
+        ({"serve": {"tool-parser-plugin": "parser.py"}}, "tool-parser-plugin 'parser.py' is an option that may load"),
     ],
 )
 def test_a_strangers_preset_is_shown_and_asked_for(

@@ -29,11 +29,8 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
     ),
     "what is captured, and what is run although it was refused": ("estimator", "force", "logprobs", "prompts"),
     "parsers of answers, by the engine's own names": ("reasoning-parser", "skip-server-warmup", "tool-call-parser"),
-    "engine fake, which computes nothing": (
-        "bend", "crash", "delay", "family", "hang", "lacks", "mask", "noise", "parts",
-    ),
     "names of drafts and of served models": ("method", "model", "served-model-name"),
-    "files that are only read, in the file's own folder": ("answers", "chat-template", "mmproj", "model-draft"),
+    "files that are only read, in the file's own folder": ("chat-template", "mmproj", "model-draft"),
 }  # fmt: skip
 """Meaning → options whose values, as words without a path, are harmless."""
 

@@ -51,6 +51,7 @@ _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
 _TASKS = "include_path"  # of axis lm-eval: task files name functions of the files beside them
 _TRUSTED: set[str] = set()  # presets that flags named, which are read once more when arms are made
+_WRITTEN = ("output_dir", "captures_dir")
 _NAMES = {
     "text": ("default", "domains", "wikitext-2"),
     "prompts": ("default",),
@@ -255,7 +256,8 @@ def demands(settings: Asking) -> list[Demand]:
         found += _programs(engine)
         found += (Demand(f"env.{name}", value, "is a variable that would be set") for name, value in env.items())
         for key, value in options.items():
-            found += _option(key, value)
+            # Engine fake loads no code, and refuses options that it does not know.
+            found += _option(key, value) if engine.name != "fake" else _file(key, value, Path.is_file)
         if _KEY in options:
             host = options.get(_ADDRESS, "no address")
             found.append(Demand(_KEY, options[_KEY], f"is a variable whose content would be sent to {host!r}", host))
@@ -268,7 +270,7 @@ def demands(settings: Asking) -> list[Demand]:
             found += _file(key, value, Path.is_file)
             if key == _TASKS:
                 found.append(Demand(f"axes.lm-eval.{key}", value, "is a folder whose code would be run"))
-    for key in ("output_dir", "captures_dir"):
+    for key in _WRITTEN:
         place = getattr(settings, key, None)
         if place is not None and not (there := _place(Path(place))).is_relative_to(Path.cwd().resolve()):
             found.append(Demand(key, str(place), "is a folder elsewhere that would be written to", str(there)))
@@ -357,7 +359,9 @@ def _place(path: Path) -> Path:
 
 
 def _hash(written: Mapping[str, Any], asked: Sequence[Demand]) -> str:
-    return digest(repr(dict(written)), *sorted(f"{demand.key} {demand.value} {demand.target}" for demand in asked))
+    """Of a file's content and of what its words lead to; whether a folder is elsewhere depends on where one stands."""
+    led = (f"{one.key} {one.value} {one.target}" for one in asked if one.key not in _WRITTEN)
+    return digest(repr(dict(written)), *sorted(led))
 
 
 def _memory() -> Path:
