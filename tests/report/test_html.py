@@ -192,7 +192,7 @@ def test_a_floor_above_zero_is_a_band_and_one_of_zero_is_said() -> None:
     zero = Page(sample_report()).source
     some = Page(sample_report(floor={"kld": kld_axis(0.00001, 0.000002)})).source
     none = Page(sample_report(floor={})).source
-    assert "The noise floor is exactly 0" in zero
+    assert "The noise floor of the KLD is exactly 0" in zero
     assert "floor (the reference repeated) ≤ 1.20e-5" not in zero
     assert "floor (the reference repeated) ≤ 1.20e-5" in some
     assert "No noise floor was measured" in none

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fidelab.core import Status
+from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.decision_record import Certificate, CertificateClaim, Recommendation
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import counted, format_bytes, format_kld, format_odds, format_span, one_line
@@ -241,7 +242,9 @@ def _beyond(what: str, ends: tuple[float, float] | None, limit: float, unit: str
 def _state(certificate: Certificate) -> str:
     """The claims that do not hold."""
     lacking = [claim for claim in certificate.claims if claim.state != "holds"]
-    return ", ".join(f"{claim.state}: {_claim(claim)}" for claim in lacking)
+    few = MIN_STUDENTIZED_CLUSTERS
+    marks = ["exceeded, preliminary" if c.state == "exceeded" and c.clusters < few else c.state for c in lacking]
+    return ", ".join(f"{mark}: {_claim(claim)}" for mark, claim in zip(marks, lacking, strict=True))
 
 
 def _amount(value: float, unit: str) -> str:
