@@ -14,7 +14,7 @@
 
 RUN := .venv/bin/python -m
 # Files of tests that run side by side; a file's tests stay together and share what they set up.
-WORKERS ?= 2
+WORKERS ?= 3
 
 demo: .venv/.ready
 	.venv/bin/fidelab compare smollm2-135m --engine hf --dtype float32 --reference f32 --control bf16 \

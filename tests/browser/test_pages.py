@@ -82,7 +82,7 @@ def sensitivity_page(folder: Path) -> str:
         for kind in kinds
     ]
     report = SensitivityReport(
-        **common(), schema="fidelab.sensitivity/0", by="module", windows=8, rows=2040, native=OK,
+        **common(), schema="fidelab.sensitivity/0", by="module", windows=8, rows=2040, documents=8, native=OK,
         native_bytes=212_000_000, parameters=106_000_000, cells=tuple(cells),
     )  # fmt: skip
     return write_sensitivity_html(report, folder / "page.html").read_text("utf-8")

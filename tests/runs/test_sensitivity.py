@@ -100,6 +100,15 @@ def test_the_files_are_a_record_and_a_page(done: Done, found: dict[str, Any]) ->
         assert text in page
 
 
+def test_intervals_say_over_how_many_documents_they_are(done: Done) -> None:
+    report = SensitivityReport.model_validate_json((done.folder / "sensitivity.json").read_text())
+    said = f"{report.windows} windows, {report.rows:,} rows of {report.documents} documents"
+    early = report.documents < 6
+    page = (done.folder / "report.html").read_text()
+    assert said in page
+    assert ("intervals over fewer than 6 documents are preliminary" in page) == early
+
+
 @pytest.mark.parametrize(("by", "groups"), [("layer", LAYERS), ("kind", len(KINDS))])
 def test_groups_may_be_layers_or_kinds(by: str, groups: int, room: Path) -> None:
     done = sensitivity(room, "--weights", "int4[group=16]", "--by", by)
@@ -107,6 +116,7 @@ def test_groups_may_be_layers_or_kinds(by: str, groups: int, room: Path) -> None
     record = json.loads((done.folder / "sensitivity.json").read_text())
     assert len(record["cells"]) == groups
     assert "Losses of all" in done.out
+    assert f"rows of {record['documents']} document" in done.out
 
 
 def test_a_plan_of_formats_that_llama_cpp_has_is_exported_for_llama_quantize(room: Path) -> None:

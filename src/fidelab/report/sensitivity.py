@@ -21,6 +21,7 @@ from fidelab.results.sensitivity_record import (
     SensitivityCell,
     SensitivityReport,
     WeightPlan,
+    sample_words,
 )
 
 __all__ = [
@@ -37,9 +38,7 @@ _COLUMNS = ("group", "format", "loss, nats", "95%", "same top-1", "KiB")
 def render_sensitivity(report: SensitivityReport, console: Console, *, folder: Path | None = None) -> None:
     """Print the costliest cells and the plan; ``folder`` is where its files lie."""
     line = partial(print_line, console)
-    line(
-        f"{one_line(report.run_id)}: each {report.by} by itself, {report.windows} windows, {report.rows:,} rows", "bold"
-    )
+    line(f"{one_line(report.run_id)}: each {report.by} by itself, {sample_words(report)}", "bold")
     for text in _sentences(report):
         line(text)
     table = simple_table()
@@ -71,7 +70,7 @@ def write_sensitivity_html(report: SensitivityReport, path: Path) -> Path:
             created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
             version=one_line(report.fidelab_version),
             command=report.command,
-            lines=_sentences(report),
+            lines=[sample_words(report), *_sentences(report)],
             heatmap=_heatmap(report),
             scale_of=scale_of,
             shades_of=shades_of,
@@ -197,7 +196,7 @@ _KV_COLUMNS = ("what", "format", "ΔNLL, nats", "95%", "KLD, nats", "95%", "same
 def render_kv_sensitivity(report: KVSensitivityReport, console: Console, *, folder: Path | None = None) -> None:
     """Print cliffs, ratios and the cells of the whole cache; ``folder`` is where its files lie."""
     line = partial(print_line, console)
-    line(f"{one_line(report.run_id)}: {report.windows} windows, {report.rows:,} rows", "bold")
+    line(f"{one_line(report.run_id)}: {sample_words(report)}", "bold")
     for text in _kv_sentences(report):
         line(text)
     table = simple_table()
@@ -229,7 +228,7 @@ def write_kv_sensitivity_html(report: KVSensitivityReport, path: Path) -> Path:
             created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
             version=one_line(report.fidelab_version),
             command=report.command,
-            lines=_kv_sentences(report),
+            lines=[sample_words(report), *_kv_sentences(report)],
             heatmap=_kv_heatmap(report),
             scale_of=scale_of,
             shades_of=shades_of,

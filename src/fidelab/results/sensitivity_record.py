@@ -9,6 +9,8 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
+from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
+from fidelab.results.numbers import counted
 from fidelab.results.record import ExperimentReport
 from fidelab.results.values import Count, Outcome, Positive, Record
 
@@ -24,6 +26,7 @@ __all__ = [
     "SensitivityCell",
     "SensitivityReport",
     "WeightPlan",
+    "sample_words",
 ]
 
 SCHEMA: Final = "fidelab.sensitivity/0"
@@ -107,6 +110,8 @@ class SensitivityReport(ExperimentReport):
     """Windows that the cells were measured on."""
     rows: Count
     """Scored rows of them."""
+    documents: Count
+    """Documents that the rows are from, over which intervals are resampled."""
     native: Outcome
     """The native model's own answer."""
     native_bytes: Count
@@ -218,6 +223,8 @@ class KVSensitivityReport(ExperimentReport):
     """Windows that the cells were measured on."""
     rows: Count
     """Scored rows of them."""
+    documents: Count
+    """Documents that the rows are from, over which intervals are resampled."""
     native_nll: float | None = None
     """Of the native model, nats per token."""
     cells: tuple[KVCell, ...] = ()
@@ -230,3 +237,10 @@ class KVSensitivityReport(ExperimentReport):
     """Of single layers or heads; empty without cells of these."""
     plan: KVPlan | None = None
     """Null without a budget."""
+
+
+def sample_words(report: SensitivityReport | KVSensitivityReport) -> str:
+    """What figures and intervals rest on: ``8 windows, 4,080 rows of 3 documents; intervals are preliminary``."""
+    few = f"; intervals over fewer than {MIN_STUDENTIZED_CLUSTERS} documents are preliminary"
+    text = f"{counted(report.windows, 'window')}, {report.rows:,} rows of {counted(report.documents, 'document')}"
+    return text + (few if report.documents < MIN_STUDENTIZED_CLUSTERS else "")

@@ -139,6 +139,7 @@ def kv_sensitivity(
         settings=prepared.settings.experiment.model_dump(mode="json"),
         windows=len(chosen.windows),
         rows=len(chosen.windows) * chosen.n_rows,
+        documents=len({unit for units in chosen.units for unit in units}),
         native_nll=next((_mean(rows.rows.nll_ref) for rows in found.values() if isinstance(rows, Rows)), None),
         cells=tuple(_cell(question, found[question.rules]) for question in questions),
         cliffs=tuple(_cliff(side, questions, found, prepared.settings.reference.dtype) for side in _SIDES),

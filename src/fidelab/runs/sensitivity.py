@@ -166,6 +166,7 @@ def sensitivity(
         by=by,
         windows=len(chosen.windows),
         rows=len(chosen.windows) * chosen.n_rows,
+        documents=len({unit for units in chosen.units for unit in units}),
         native=Outcome(status=Status.OK),
         native_bytes=sum(group.nbytes(None) for group in groups),
         parameters=sum(group.parameters for group in groups),
