@@ -83,6 +83,16 @@ def test_limits_choose_the_smallest_arm_that_meets_them(limits: dict[str, float]
     assert set(found.limits) == set(limits)
 
 
+def test_an_emulated_format_is_ranked_by_what_it_would_take_packed() -> None:
+    ran = RuntimeRecord.model_validate(
+        {"cache_bytes_per_token": 1000.0, "emulated": True, "packed_bytes_per_token": 400.0}
+    )
+    int3 = SMALL.model_copy(update={"name": "int3", "ran": ran})
+    assert (found := recommend(report(BIG, int3, SMALL))) is not None
+    assert (found.arm, found.saving) == ("int3", 0.6)
+    assert any("no engine stores it" in risk for risk in found.risks)
+
+
 def test_nothing_is_recommended_where_the_data_cannot_tell_and_it_says_so() -> None:
     found = recommend(report(TINY))
     assert found is not None

@@ -56,7 +56,7 @@ class Sizes:
     def of(cls, reference: ArmRecord, candidates: Sequence[ArmRecord], others: Sequence[ArmRecord] = ()) -> Sizes:
         """Of the arms that ran."""
         arms = [reference, *(arm for arm in candidates if arm.ran is not None and arm.measured)]
-        caches = [arm.ran.cache_bytes_per_token if arm.ran else None for arm in arms]
+        caches = [arm.ran.packed_cache_bytes if arm.ran else None for arm in arms]
         weights = [arm.ran.size if arm.ran else None for arm in arms]
         n_ctx = reach(candidates)
         names = [arm.name for arm in arms[1:]]
@@ -302,6 +302,8 @@ def _risks(arm: ArmRecord) -> Iterator[str]:
             yield f"{one_line(axis)} shows nothing: a loss below {100 * found:.2g} points would not be found"
     if arm.verdict is not None and arm.verdict.band not in (None, "EXCELLENT"):
         yield f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}"
+    if arm.ran is not None and arm.ran.others().get("emulated"):
+        yield "its format is emulated, and no engine stores it: its bytes are those of gapless packing"
     if arm.verdict is not None and arm.verdict.modified:
         yield f"it ran with {', '.join(map(one_line, arm.verdict.modified))}"
 

@@ -100,6 +100,12 @@ class RuntimeRecord(Record):
     remarks: tuple[str, ...] = ()
     """What a reader of the arm's figures must know of how it ran, a sentence each."""
 
+    @property
+    def packed_cache_bytes(self) -> float | None:
+        """Bytes of cache per token by which arms are compared: of an emulated format, those of gapless packing."""
+        packed = self.others().get("packed_bytes_per_token")
+        return float(packed) if isinstance(packed, int | float) else self.cache_bytes_per_token
+
     def others(self) -> dict[str, Any]:
         """The engine's own keys."""
         return dict(self.__pydantic_extra__)
