@@ -355,7 +355,7 @@ def test_the_frontier_is_who_is_not_beaten(sizes: list[tuple[int, int]]) -> None
         p.name
         for p in points
         for q in points
-        if q.bytes <= p.bytes and q.mean <= p.mean and (q.bytes < p.bytes or q.mean < p.mean)
+        if q.size <= p.size and q.mean <= p.mean and (q.size < p.size or q.mean < p.mean)
     }
     assert {point.name for point in pareto(points)} == {point.name for point in points} - beaten
 

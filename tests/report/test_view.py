@@ -599,3 +599,14 @@ def test_other_axes_are_summed_up_by_their_headlines_or_their_first_metric() -> 
 def test_without_other_axes_there_is_no_summary_of_them() -> None:
     alone = arm("q8_0", axes={"kld": kld_axis(0.1, 0.01)})
     assert build_view(sample_report(candidates=(alone,), control=None)).beside == ()
+
+
+def test_arms_that_differ_in_weights_alone_are_plotted_over_the_size_of_their_weights() -> None:
+    reference = arm("bf16", ran=RuntimeRecord(cache_bytes_per_token=100, weight_bytes=300 << 20))
+    smaller = candidate("int4", 0.02, "PASS", 100, "s")
+    assert smaller.ran is not None
+    smaller = smaller.model_copy(update={"ran": smaller.ran.model_copy(update={"weight_bytes": 80 << 20})})
+    view = build_view(sample_report(reference=reference, control=None, controls=(), candidates=(smaller,)))
+    assert [(point.size, point.unit) for point in view.points] == [(80.0, "MiB of weights")]
+    assert view.reference is not None
+    assert (view.reference.size, view.reference.unit) == (300.0, "MiB of weights")

@@ -100,6 +100,15 @@ def test_the_files_are_a_record_and_a_page(done: Done, found: dict[str, Any]) ->
         assert text in page
 
 
+def test_the_plan_says_which_groups_get_which_format(done: Done, found: dict[str, Any]) -> None:
+    page = (done.folder / "report.html").read_text()
+    for name in set(found["plan"]["formats"].values()):
+        groups = [group for group, chosen in found["plan"]["formats"].items() if chosen == name]
+        kinds = {group.rpartition(".")[2] for group in groups}
+        [line] = [line for line in page.splitlines() if f"{name}: " in line and all(kind in line for kind in kinds)]
+        assert "layer" in line
+
+
 def test_intervals_say_over_how_many_documents_they_are(done: Done) -> None:
     report = SensitivityReport.model_validate_json((done.folder / "sensitivity.json").read_text())
     said = f"{report.windows} windows, {report.rows:,} rows of {report.documents} documents"

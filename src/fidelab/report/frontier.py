@@ -1,4 +1,4 @@
-"""The frontier: mean KL against cache bytes per token, an arm per point."""
+"""The frontier: mean KL against size, an arm per point."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def pareto(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
     """Arms that no other beats in size and in KL, smallest first; of equal ones, all."""
 
     def beats(point: FrontierPoint, other: FrontierPoint) -> bool:
-        differ = (point.bytes, point.mean) != (other.bytes, other.mean)
-        return differ and point.bytes <= other.bytes and point.mean <= other.mean
+        differ = (point.size, point.mean) != (other.size, other.mean)
+        return differ and point.size <= other.size and point.mean <= other.mean
 
     def beaten(point: FrontierPoint) -> bool:
         return any(beats(other, point) for other in points)
 
-    return sorted((point for point in points if not beaten(point)), key=lambda point: (point.bytes, -point.mean))
+    return sorted((point for point in points if not beaten(point)), key=lambda point: (point.size, -point.mean))
 
 
 def draw_frontier(
@@ -49,29 +49,29 @@ def draw_frontier(
     shown = [*(max(end, least / 3) for end in ends), *(band.upper for band in bands), *rules]
     y_axis = ChartAxis("mean KL divergence, nats (lower is better)", log=True)
     y = scale_for(shown, y_axis, bottom, top)
-    largest = max([*(point.bytes for point in points), reference.bytes if reference else 0.0])
+    largest = max([*(point.size for point in points), reference.size if reference else 0.0])
     most = 5 if size.width > 600 else 3
     widest = max(largest * 1.04, round_step(largest * 1.02 / most))
-    x_axis = ChartAxis("cache bytes per token (smaller is better)", low=0.0, high=widest)
+    x_axis = ChartAxis(f"{points[0].unit} (smaller is better)", low=0.0, high=widest)
     x = scale_for([], x_axis, left, right)
     best = pareto(points)
     inside = []
     if reference:
-        at = x(reference.bytes)
+        at = x(reference.size)
         inside.append(element("line", class_="upright", x1=at, x2=at, y1=top, y2=bottom))
         inside.append(text(at - 5, top + 10, f"reference {reference.name}", "end"))
     if len(best) > 1:
         inside.append(element("path", class_="step", d=_stairs(best, x, y)))
-    labels = Labels(left, right, top, bottom, [(x(point.bytes), y(point.mean)) for point in points])
-    for point in sorted(points, key=lambda point: (-point.mean, point.bytes)):
-        at, level = x(point.bytes), y(point.mean)
+    labels = Labels(left, right, top, bottom, [(x(point.size), y(point.mean)) for point in points])
+    for point in sorted(points, key=lambda point: (-point.mean, point.size)):
+        at, level = x(point.size), y(point.mean)
         low, high = point.interval or (point.mean, point.mean)
         name = shorten(point.name, 28 if size.width > 600 else 16)
         label_x, label_y, anchor = labels.place(at, level, name)
         title = f"{point.name}: {Estimate(format_kld(point.mean), format_span(point.interval))} nats, "
         ring = element("circle", class_="ring", cx=at, cy=level, r=8) if point in best else ""
         mark = (
-            element("title", f"{title}{format_bytes(point.bytes)} bytes/token"),
+            element("title", f"{title}{format_bytes(point.size)} {point.unit}"),
             element("line", x1=at, x2=at, y1=y(high), y2=y(low)),
             ring,
             element("circle", class_="dot zero" if point.mean == 0 else "dot", cx=at, cy=level, r=4.5),
@@ -84,4 +84,4 @@ def draw_frontier(
 def _stairs(best: Sequence[FrontierPoint], x: Scale, y: Scale) -> str:
     """The least KL that a given size buys: level up to the next size, then down."""
     first, rest = best[0], best[1:]
-    return f"M{x(first.bytes):g} {y(first.mean):g}" + "".join(f"H{x(p.bytes):g}V{y(p.mean):g}" for p in rest)
+    return f"M{x(first.size):g} {y(first.mean):g}" + "".join(f"H{x(p.size):g}V{y(p.mean):g}" for p in rest)

@@ -19,7 +19,7 @@ from fidelab.results.record import Report
 __all__ = ["Part", "gallery_of"]
 
 LEFT_OUT = "the tail of KL and the worst positions are left out"
-REMEDY = f"{LEFT_OUT}; make them with: fidelab rescore RUN_DIR"
+REMEDY = f"{LEFT_OUT}; where the run's folder is kept, fidelab rescore RUN_DIR makes them"
 
 
 @dataclass(frozen=True)

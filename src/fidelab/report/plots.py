@@ -53,7 +53,7 @@ class Drawing:
 
 
 def frontier(report: Report, view: View) -> Drawing | None:
-    """Mean KL against cache bytes per token; ``None`` where no arm has both."""
+    """Mean KL against size; ``None`` where no arm has both."""
     wide, narrow = (
         draw_frontier(view.points, size, bands=_bands(report, size), rules=RULES, reference=view.reference)
         for size in FRONTIER
@@ -62,11 +62,11 @@ def frontier(report: Report, view: View) -> Drawing | None:
         return None
     caption = (
         "Each point is a configuration, with its 95% interval. Lower is closer to the reference, further left is a "
-        "smaller cache. Ringed and joined: no other one is both smaller and closer to the reference."
+        "smaller one. Ringed and joined: no other one is both smaller and closer to the reference."
     )
     if any(point.mean == 0 for point in view.points):
         caption += " Hollow: exactly 0."
-    return Drawing("frontier", "Fidelity against cache size", f"{caption} {noise(report)}".strip(), (wide, narrow), ())
+    return Drawing("frontier", "Fidelity against size", f"{caption} {noise(report)}".strip(), (wide, narrow), ())
 
 
 def tail(arms: Sequence[ReportArm], positions: Mapping[str, ArmPositions]) -> Drawing | None:

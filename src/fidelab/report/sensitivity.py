@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -119,6 +120,31 @@ def _sentences(report: SensitivityReport) -> list[str]:
     return sentences
 
 
+def _placed(formats: Mapping[str, str]) -> Iterator[str]:
+    """Which groups get which format, a sentence each: ``int8: down_proj of layers 0–3, 7; q_proj of layer 2.``"""
+    found: dict[str, dict[str, list[int]]] = {}
+    for group, name in formats.items():
+        parts = group.split(".")
+        layers = [int(part) for part in parts if part.isdecimal()]
+        kind = "" if parts[-1].isdecimal() else parts[-1]
+        found.setdefault(name, {}).setdefault(one_line(kind), []).extend(layers)
+    for name, kinds in found.items():
+        words = (f"{kind}{' of ' if kind and layers else ''}{_layer_words(layers)}" for kind, layers in kinds.items())
+        yield f"{one_line(name)}: {'; '.join(words)}."
+
+
+def _layer_words(layers: Sequence[int]) -> str:
+    """``layers 0–3, 7``; empty for none."""
+    spans: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if spans and spans[-1][1] == layer - 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    said = ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in spans)
+    return f"layer{'s' if len(set(layers)) > 1 else ''} {said}" if spans else ""
+
+
 def _plan_sentences(plan: WeightPlan, by: str) -> list[str]:
     counts: dict[str, int] = {}
     for name in plan.formats.values():
@@ -128,6 +154,7 @@ def _plan_sentences(plan: WeightPlan, by: str) -> list[str]:
     span = "" if found.kld_interval is None else f" ({format_span(found.kld_interval)})"
     sentences = [
         f"Plan of {plan.bytes / 2**20:.1f} MiB ({plan.bits_per_weight:.3f} bits per weight): {kinds}.",
+        *_placed(plan.formats),
         f"It costs {format_kld(found.kld)} nats{span} on windows that it was not chosen on. On the others its "
         f"cells add up to {format_kld(plan.predicted)}, and together they cost {format_kld(plan.measured_there.kld)}.",
     ]

@@ -1,4 +1,4 @@
-"""Cost against size in characters: mean KLD (log axis) over cache bytes per token, for terminals and logs."""
+"""Cost against size in characters: mean KLD (log axis) over size, for terminals and logs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def plot_frontier(points: Sequence[FrontierPoint], width: int = 100) -> list[str
     """
     if not points:
         return []
-    shown = sorted(points, key=lambda point: (point.bytes, point.mean))
+    shown = sorted(points, key=lambda point: (point.size, point.mean))
     positive = [point.mean for point in shown if point.mean > 0]
     lows = [max(point.interval[0], point.mean / 10) if point.interval else point.mean for point in shown]
     low = math.floor(math.log10(min((end for end in lows if end > 0), default=1e-4)))
     tops = [*positive, *(point.interval[1] for point in shown if point.interval and point.interval[1] > 0)]
     high = max(low + 1, math.ceil(math.log10(max(tops, default=10.0 ** (low + 1)))))
     columns = width - _LEFT - 2
-    most = max(point.bytes for point in shown) or 1.0
+    most = max(point.size for point in shown) or 1.0
 
     def row(kl: float) -> int:
         share = (math.log10(kl) - low) / (high - low) if kl > 0 else 0.0
@@ -39,7 +39,7 @@ def plot_frontier(points: Sequence[FrontierPoint], width: int = 100) -> list[str
     grid = [[" "] * columns for _ in range(_HEIGHT)]
     marks = _MARKS + "*" * len(shown)
     for mark, point in zip(marks, shown, strict=False):
-        column = round((columns - 1) * point.bytes / most)
+        column = round((columns - 1) * point.size / most)
         if point.interval is not None:
             for line in range(row(point.interval[1]), row(point.interval[0]) + 1):
                 grid[line][column] = "|" if grid[line][column] == " " else grid[line][column]
@@ -48,7 +48,7 @@ def plot_frontier(points: Sequence[FrontierPoint], width: int = 100) -> list[str
     lines = ["KLD, nats (log)"]
     lines += [f"{ticks.get(n, ''):>{_LEFT - 1}} |{''.join(cells).rstrip()}" for n, cells in enumerate(grid)]
     lines.append(f"{'+':>{_LEFT + 1}}{'-' * columns}")
-    right = f"{format_bytes(most)} cache bytes per token"
+    right = f"{format_bytes(most)} {shown[0].unit}"
     lines.append(f"{'0':>{_LEFT + 1}}{right:>{columns}}")
     lines += _legend([f"{mark} {point.name}" for mark, point in zip(marks, shown, strict=False)], width)
     return [line.replace(MINUS, "-").rstrip() for line in lines]

@@ -52,7 +52,7 @@ from fidelab.report.tables import TextTable, ran_of, timing_of
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import Measurement, label
 from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, one_line
-from fidelab.results.recommend import bytes_in_16_bits
+from fidelab.results.recommend import Sizes, bytes_in_16_bits
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
 __all__ = [
@@ -69,16 +69,20 @@ __all__ = [
 ]
 
 
+CACHE_SIZE = "cache bytes per token"
+
+
 @dataclass(frozen=True)
 class FrontierPoint:
-    """One arm in the frontier: mean KL (nats) against cache bytes per token."""
+    """One arm in the frontier: mean KL (nats) against its size, in ``unit``."""
 
     name: str
-    bytes: float
+    size: float
     mean: float
     interval: tuple[float, float] | None
     key: str
     arm: str = ""
+    unit: str = CACHE_SIZE
 
 
 @dataclass(frozen=True)
@@ -240,7 +244,8 @@ def build_view(report: Report) -> View:
     controls = [*([report.control] if report.control else []), *report.controls]
     arms += [("control", arm) for arm in controls]
     arms += [("candidate", arm) for arm in report.candidates]
-    size = report.reference.ran.cache_bytes_per_token if report.reference.ran else None
+    sized = _sized(report)
+    size, unit = sized(report.reference)
     records = [arm for _, arm in arms]
     performance = performance_of(arms_of(report))
     fidelity = performance is None or any((report.floor, *(arm.axes for _, arm in arms)))
@@ -280,8 +285,8 @@ def build_view(report: Report) -> View:
         ablation=ablation_of(report),
         truth=truth_line(report),
         points=(
-            *(_points("control", report.control) if report.control else ()),
-            *(point for number, arm in enumerate(report.candidates) for point in _points("candidate", arm, number)),
+            *(_points(sized, "control", report.control) if report.control else ()),
+            *(p for number, arm in enumerate(report.candidates) for p in _points(sized, "candidate", arm, number)),
         ),
         run_details=tuple(_run_details(report)),
         settings=json.dumps(report.settings, indent=2, ensure_ascii=False, allow_nan=False),
@@ -296,7 +301,7 @@ def build_view(report: Report) -> View:
         text=_text(report),
         reference=None
         if size is None
-        else FrontierPoint(one_line(report.reference.name), size, 0.0, None, "reference"),
+        else FrontierPoint(one_line(report.reference.name), size, 0.0, None, "reference", unit=unit),
         performance=performance,
         headlines=(*bench_headlines(arms_of(report)), *partings_of(report)),
         sections=tuple(section for section in sections_of(report) if section.found),
@@ -581,12 +586,35 @@ def _ranking(comparisons: Sequence[Comparison]) -> str:
 _SIGNS = {"≈": "shown to be equal within 10%", "?": "tied, cannot be told apart"}
 
 
-def _points(role: str, arm: ArmRecord, number: int = 0) -> list[FrontierPoint]:
+Sized = Callable[[ArmRecord], tuple[float | None, str]]
+
+
+def _sized(report: Report) -> Sized:
+    """The size by which arms of this report are compared, and its unit: of caches, of weights, or of both."""
+    controls = [report.control] if report.control else []
+    sizes = Sizes.of(report.reference, report.candidates, controls)
+
+    def size(arm: ArmRecord) -> tuple[float | None, str]:
+        cache, weights = (arm.ran.packed_cache_bytes, arm.ran.size) if arm.ran else (None, None)
+        match sizes.what:
+            case "weights":
+                return weights and weights / 2**20, "MiB of weights"
+            case "total":
+                both = None if cache is None or weights is None else weights + (sizes.n_ctx or 0) * cache
+                return both and both / 2**20, f"MiB of weights and of cache at {sizes.n_ctx or 0:,} tokens"
+            case _:
+                return cache, CACHE_SIZE
+
+    return size
+
+
+def _points(sized: Sized, role: str, arm: ArmRecord, number: int = 0) -> list[FrontierPoint]:
     mean = arm.axes[KLD].metric("mean", {}) if KLD in arm.axes else None
-    size = arm.ran.cache_bytes_per_token if arm.ran else None
+    size, unit = sized(arm)
     if mean is None or mean.value is None or size is None or mean.bound:
         return []
-    return [FrontierPoint(one_line(arm.name), size, mean.value, mean.interval, _key(role, arm), arm_id(role, number))]
+    name, key, place = one_line(arm.name), _key(role, arm), arm_id(role, number)
+    return [FrontierPoint(name, size, mean.value, mean.interval, key, place, unit)]
 
 
 def _run_details(report: Report) -> list[tuple[str, str]]:
