@@ -28,7 +28,6 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
 from fidelab.checkpoints.recipe import read_recipe
-from fidelab.claims.checks import judge, read_claims
 from fidelab.config.cross import validate_cross
 from fidelab.config.load import load, read_yaml
 from fidelab.config.presets import find_preset, load_preset
@@ -208,11 +207,6 @@ def read_refract_axes(path: Path) -> None:
     _ = read_trajectory(file, 0), read_kld(file, 0), read_rniah(file), read_plad(file, 0)
 
 
-def judge_claims(path: Path) -> None:
-    for claim in read_claims(path):
-        judge(claim)
-
-
 def read_devices(path: Path) -> None:
     for name, row in devices._read(path).items():
         devices._device(name, row, str(path))
@@ -258,11 +252,6 @@ RECIPE = {
     "calibration": {"sources": [{"text": "recipe.yaml", "weight": 0.5}], "samples": 16, "length": 64},
 }
 PACKAGE = Path(load.__code__.co_filename).parents[1]
-CLAIMS = [
-    claim
-    for claim in yaml.safe_load((PACKAGE / "claims" / "shipped.yaml").read_text())["claims"]
-    if claim["kind"] in ("time_rate", "two_rates", "dequantization", "vocabulary", "rate")  # which are judged quickly
-]
 
 CASES = {
     "experiment": Case(text("run.yaml", EXPERIMENT), load, damaged_value),
@@ -270,8 +259,6 @@ CASES = {
         text("cross.yaml", ENGINES), lambda path: validate_cross(read_yaml(path), str(path)), damaged_value
     ),
     "profile": Case(copied(PACKAGE / "config" / "profiles" / "decode.yaml"), read_profile, damaged_value),
-    "claims": Case(copied(PACKAGE / "claims" / "shipped.yaml"), read_claims, damaged_value),
-    "claims, judged": Case(text("claims.yaml", {"claims": CLAIMS}), judge_claims, damaged_value, lambda _: "claim"),
     "preset": Case(
         copied(PACKAGE / "config" / "presets" / "coder-30b.yaml"),
         lambda path: load_preset(find_preset(str(path))),

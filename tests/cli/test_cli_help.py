@@ -37,7 +37,6 @@ COMMANDS = [
     ("import", "throughput"),
     ("import", "kld-dumps"),
     ("diff",),
-    ("claims",),
     ("baseline",),
     ("baseline", "save"),
     ("baseline", "list"),

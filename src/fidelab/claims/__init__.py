@@ -1,1 +1,0 @@
-"""Published claims judged by arithmetic: a file's schema, a table of checks, the claims that come with fidelab."""
