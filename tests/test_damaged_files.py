@@ -33,7 +33,7 @@ from fidelab.config.load import load, read_yaml
 from fidelab.config.presets import find_preset, load_preset
 from fidelab.config.profiles import load_profile, resolve
 from fidelab.errors import FidelabError
-from fidelab.imports import lm_eval, perplexity_log, throughput
+from fidelab.imports import lm_eval
 from fidelab.imports.kld_base import BaseFile
 from fidelab.imports.refract_axes import read_kld, read_plad, read_rniah, read_trajectory
 from fidelab.imports.refract_file import read_refract
@@ -51,10 +51,8 @@ from fidelab.physics import devices
 from fidelab.physics.fits import read_points
 from fidelab.results.record import Report
 from tests.captures import sample
-from tests.imports.recorded import cells, sweeps
 from tests.imports.sample import refract_report
 from tests.imports.test_lm_eval import samples
-from tests.imports.test_perplexity_log import log
 from tests.models.tiny_gguf import write_gguf
 from tests.runs.harness import Done, cli, compare
 from tests.test_hostile_files import MUTATIONS, attack, changed, scrambled
@@ -305,7 +303,6 @@ CASES = {
     ),
     "text": Case(text("words.txt", "Wörter und Sätze. " * 50), lambda path: load_text(path)),
     "GGUF": Case(lambda folder: write_gguf(folder / "m.gguf"), read_header, lambda raw, dice: damaged_head(raw, dice)),
-    "perplexity log": Case(lambda folder: log(folder / "q4.log"), perplexity_log._read),
     "perplexity base": Case(copied(DATA / "llama-perplexity-f32.kld"), read_base),
     "lm-eval": Case(
         lambda folder: next(samples(folder, [1, 0, 1]).rglob("*.jsonl")),
@@ -313,9 +310,6 @@ CASES = {
         damaged_line,
     ),
     "refract": Case(text("refract.json", refract_report()), read_refract_axes, damaged_value),
-    "throughput sweeps": Case(text("sweeps.json", sweeps()), throughput._read, damaged_value),
-    "throughput cells": Case(text("cells.json", cells()), throughput._read, damaged_value),
-    "old report": Case(copied(Path(__file__).parent / "results" / "report-0.json"), Report.from_json, damaged_value),
 }
 
 

@@ -34,7 +34,6 @@ COMMANDS = [
     ("audit",),
     ("import",),
     ("import", "refract"),
-    ("import", "throughput"),
     ("import", "kld-dumps"),
     ("diff",),
     ("baseline",),

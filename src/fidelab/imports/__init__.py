@@ -11,8 +11,5 @@ IMPORTS = Registry(
         "refract": "fidelab.imports.refract:import_refract",
         "kld-dumps": "fidelab.imports.kld_dumps:import_dumps",
         "lm-eval": "fidelab.imports.lm_eval:import_samples",
-        "llama-perplexity": "fidelab.imports.perplexity_log:import_logs",
-        "qfs": "fidelab.imports.qfs:import_receipts",
-        "throughput": "fidelab.imports.throughput:import_throughput",
     },
 )

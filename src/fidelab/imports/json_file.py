@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fidelab.core import read_file, strict_json
 from fidelab.errors import InputError
+from fidelab.results.measurement import Coordinates, Definition, Metric
 
-__all__ = ["JsonFile", "Node", "read_json"]
+__all__ = ["JsonFile", "Node", "metrics_of", "read_json"]
 
 _MOST_BYTES = 128 << 20
 _MOST = 1_000_000  # tokens of one answer, chunks: more than this is no count
@@ -121,3 +122,17 @@ def read_json(path: Path, what: str = "file") -> JsonFile:
 def _text(value: str) -> str:
     """Replace lone surrogates, which UTF-8 cannot encode."""
     return value.encode("utf-8", "replace").decode()
+
+
+def metrics_of(
+    figures: Mapping[str, Any],
+    definitions: Mapping[str, Definition],
+    bound: bool = False,
+    cell: Coordinates | None = None,
+) -> Iterator[Metric]:
+    """The metrics of what is there; ``bound``: those in nats are lower bounds.  The first one is the headline."""
+    for number, (field, definition) in enumerate(definitions.items()):
+        value, ci = figures.get(field), figures.get(f"{field}_ci")
+        if value is not None or ci is not None:
+            lower = bound and definition.unit == "nats"
+            yield definition(value, ci, cell=cell, bound=lower, headline=number == 0 and not cell)

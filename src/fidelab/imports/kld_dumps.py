@@ -25,9 +25,9 @@ from fidelab.captures.manifest import MANIFEST
 from fidelab.core import Estimator, Status, usable_cores
 from fidelab.errors import UsageError
 from fidelab.imports.dump_folder import Dump, open_dump, pair_windows
+from fidelab.imports.json_file import metrics_of
 from fidelab.imports.kld_base import BaseFile
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run, window_blocks
-from fidelab.imports.upgrade import metrics_of
 from fidelab.metrics.composite import cost_alike
 from fidelab.metrics.divergence import (
     RowComparison,

@@ -13,6 +13,3 @@ FACES = Registry(
     },
 )
 """Renderings of a report in Python, implemented in ``report``, which this package does not import."""
-
-READERS = Registry("report schema", {"fidelab.report/0": "fidelab.imports.upgrade:upgrade"})
-"""Older schema → function that converts its reports to the current schema."""

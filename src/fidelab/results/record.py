@@ -16,7 +16,7 @@ from pydantic import AwareDatetime, ConfigDict, Field, ValidationError, field_va
 
 from fidelab.core import KVSpec, Status, read_file, strict_json
 from fidelab.errors import InputError, OutputError
-from fidelab.results import FACES, READERS
+from fidelab.results import FACES
 from fidelab.results.ablation_record import Ablation
 from fidelab.results.decision_record import Certificate, Dominance, Recommendation
 from fidelab.results.measurement import Measurement
@@ -440,8 +440,7 @@ class ExperimentReport(Document):
 
 
 def _in_this_schema(path: Path, text: str) -> str:
-    """The JSON of a report of this schema; of an older one, what it is in this one."""
-
+    """The text, where it is the JSON of a report of this schema."""
     try:
         plain = strict_json(text)
     except json.JSONDecodeError as error:
@@ -451,12 +450,6 @@ def _in_this_schema(path: Path, text: str) -> str:
     schema = plain.get("schema") if isinstance(plain, dict) else None
     if schema is None:
         raise InputError(f"{path}: not a fidelab report (it names no schema)")
-    if schema in READERS.names():
-        try:
-            return json.dumps(READERS.load(schema)(plain), ensure_ascii=False)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            fault = _first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
-            raise InputError(f"{path}: malformed report of schema {schema!r} ({fault})") from error
     if schema != SCHEMA:
         raise InputError(f"{path}: has schema {schema!r}; this fidelab reads {SCHEMA!r}")
     return text

@@ -90,7 +90,7 @@ class ArmResult:
         Raises:
             KeyError, TypeError, ValueError, AttributeError, UsageError: it is not such a record.
         """
-        ran, timing, benches = record["ran"], record["timing"], _benches(record.get("benches", {}))
+        ran, timing, benches = record["ran"], record["timing"], record.get("benches", {})
         if ran is not None:
             RuntimeRecord.model_validate(ran)
             if fault := next(ran_faults(ran), None):
@@ -357,15 +357,6 @@ class Scorer:
                 f"the captures do not hold what this axis asks ({type(error).__name__}: {str(error)[:200]}; "
                 f"{Path(place.filename).name}, line {place.lineno})"
             ) from error
-
-
-def _benches(records: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Bench results as measurements; old run folders hold another record for each bench, which is upgraded."""
-    if all("metrics" in record for record in records.values()):
-        return records
-    from fidelab.imports.upgrade_benches import upgrade_benches
-
-    return upgrade_benches(records)
 
 
 def _is_part(result: ArmResult) -> bool:
