@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -15,12 +14,12 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from fidelab.core import Status
 from fidelab.errors import UnknownNameError, UsageError
-from fidelab.report.exports import choose_arm, hub_files, lm_eval_results, render_badge
+from fidelab.report.exports import choose_arm, hub_files, lm_eval_results
 from fidelab.report.markdown import code_span
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Report
-from tests.report.sample import HOSTILE, arm, hostile_report, sample_report
+from tests.report.sample import hostile_report, sample_report
 from tests.runs.harness import Done, cli
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -82,30 +81,6 @@ def test_no_folder_of_this_machine_is_exported() -> None:
     report = sample_report()
     one = report.candidates[0].model_copy(update={"model": "/home/somebody/models/m"})
     assert "somebody" not in json.dumps(lm_eval_results(report, one))
-
-
-# ------------------------------------------------------------------------------------------------------- badges
-
-
-def test_a_badge_names_arm_verdict_and_the_upper_end_of_its_kl() -> None:
-    one = sample_report().candidates[0]
-    root = ElementTree.fromstring(render_badge(one))
-    assert root.tag == f"{SVG}svg"
-    words = [text.text or "" for text in root.iter(f"{SVG}text")]
-    assert words[0] == "fidelab"
-    assert one.verdict is not None
-    assert words[1].startswith(f"{one.name}: {one.verdict.band}, KL ≤ ")
-
-
-def test_a_badge_of_an_arm_that_failed_says_so() -> None:
-    failed = next(one for one in sample_report().candidates if one.status == "failed")
-    assert f"{failed.name}: {(failed.verdict and failed.verdict.band) or 'failed'}" in render_badge(failed)
-
-
-def test_nothing_in_a_name_becomes_markup_in_a_badge() -> None:
-    one = arm("q8_0", name=HOSTILE)
-    tags = {element.tag.removeprefix(SVG) for element in ElementTree.fromstring(render_badge(one)).iter()}
-    assert tags == {"svg", "title", "rect", "path", "text"}
 
 
 # ---------------------------------------------------------------------------------------------------------- the hub
@@ -202,7 +177,7 @@ def test_the_arm_is_the_one_named_else_the_recommended_else_the_only_one() -> No
 
 
 def test_the_command_prints_or_writes(made: Done, tmp_path: Path) -> None:
-    for form, name in (("lm-eval", "r.json"), ("badge", "b.svg")):
+    for form, name in (("lm-eval", "r.json"),):
         words = ("export", made.folder, "--format", form, "--arm", "tilt[q=0.6]")
         printed = cli(*words, cwd=tmp_path)
         assert printed.code == 0

@@ -421,9 +421,7 @@ def _reports(paths: list[Path]) -> Iterator[Report]:
 class _ExportFormat(StrEnum):
     LM_EVAL = "lm-eval"
     MARKDOWN = "markdown"
-    BADGE = "badge"
     HUB = "hub"
-    LLM_D = "llm-d"
 
 
 def export(
@@ -432,21 +430,19 @@ def export(
         _ExportFormat,
         typer.Option(
             "--format",
-            help="lm-eval (JSON), markdown (for a model card), badge (SVG), hub (a model card with its metadata), "
-            "llm-d (a benchmark report for each load).",
+            help="lm-eval (JSON), markdown (for a model card), hub (a model card with its metadata).",
         ),
     ],
     arm: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of lm-eval, badge and hub: the arm; of llm-d: only this one. "
-            "\\[default: the recommended or the only one; llm-d: all]",
+            help="Of lm-eval and hub: the arm. \\[default: the recommended or the only one]",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="PATH", help="A file; of hub and llm-d a folder. \\[default: printed]"),
+        typer.Option("--out", "-o", metavar="PATH", help="A file; of hub a folder. \\[default: printed]"),
     ] = None,
 ) -> None:
     """Write a run's figures in the form of another tool.
@@ -455,11 +451,10 @@ def export(
 
       fidelab export latest --format lm-eval --arm k16v8 -o results.json
 
-      fidelab export latest --format llm-d -o reports
+      fidelab export latest --format hub -o card
     """
     from fidelab.errors import UsageError
-    from fidelab.report.exports import choose_arm, hub_files, lm_eval_results, render_badge
-    from fidelab.report.llm_d import llm_d_files
+    from fidelab.report.exports import choose_arm, hub_files, lm_eval_results
     from fidelab.results.baselines import read_run
     from fidelab.results.record import write_atomically
 
@@ -469,15 +464,10 @@ def export(
             if arm is not None:
                 raise UsageError("--arm: the section for a model card is of all arms; leave it out")
             text = report.to_markdown()
-        case _ExportFormat.BADGE:
-            text = render_badge(choose_arm(report, arm))
         case _ExportFormat.LM_EVAL:
             text = json.dumps(lm_eval_results(report, choose_arm(report, arm)), indent=2, ensure_ascii=False) + "\n"
         case _ExportFormat.HUB:
             _write_files(hub_files(report, choose_arm(report, arm)), out)
-            return
-        case _ExportFormat.LLM_D:
-            _write_files(llm_d_files(report, arm), out)
             return
     if out is None:
         sys.stdout.write(text)

@@ -1,4 +1,4 @@
-"""One arm of a report in other tools' forms: lm-evaluation-harness's results, the hub's model card, a badge."""
+"""One arm of a report in other tools' forms: lm-evaluation-harness's results, the hub's model card."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from markupsafe import Markup
 
 from fidelab.errors import UnknownNameError, UsageError
-from fidelab.report.charts import element
 from fidelab.report.markdown import code_span
 from fidelab.results.measurement import Measurement, Metric, label
-from fidelab.results.numbers import format_interval, format_kld, heading, one_line, printable, public_name
+from fidelab.results.numbers import format_interval, heading, public_name
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.values import NEEDS_REASON
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
-__all__ = ["choose_arm", "hub_files", "lm_eval_results", "render_badge"]
+__all__ = ["choose_arm", "hub_files", "lm_eval_results"]
 
 _STDERRS = 2 * 1.959964  # in the width of a 95% interval
 _NO_FILTER = "none"
-# White text on them has a contrast of 5 and more: the colours of verdicts on the light page
-_COLOURS = {"EXCELLENT": "#14713f", "PASS": "#3d7413", "DEGRADED": "#8a5800", "FAIL": "#b3261e", None: "#565c64"}
-_LABEL = "#3b4148"
-_HEIGHT, _LETTER, _PAD = 20, 6.6, 8  # pixels, at 11 px of a sans-serif font
-_LONGEST = 80  # characters
 
 
 def choose_arm(report: Report, name: str | None = None) -> ArmRecord:
@@ -197,33 +190,3 @@ def _benchmark_entries(report: Report, arm: ArmRecord) -> Iterator[dict[str, Any
                 "date": report.created.date().isoformat(),
                 "notes": f"KV cache {arm.kv.k}/{arm.kv.v} on {arm.engine}, greedy, {how} (fidelab)",
             }
-
-
-# ----------------------------------------------------------------------------------------------------- badges
-
-
-def render_badge(arm: ArmRecord) -> str:
-    """An SVG of 20 pixels' height: ``fidelab | k16v8: EXCELLENT, KL ≤ 0.0012 nats``."""
-    band = arm.verdict.band if arm.verdict else None
-    words = band or (arm.status.value if not arm.measured else "no verdict")
-    mean = arm.axes["kld"].metric("mean") if "kld" in arm.axes else None
-    if mean is not None and mean.interval is not None and not mean.bound:
-        words += f", KL ≤ {format_kld(mean.interval[1])} nats"
-    text = one_line(f"{arm.name}: {words}")
-    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-    left, right = (round(_LETTER * len(part) + 2 * _PAD) for part in ("fidelab", text))
-    letters: dict[str, str | float] = {
-        "fill": "#fff",
-        "font_family": "Verdana, DejaVu Sans, sans-serif",
-        "font_size": 11,
-    }
-    body = (
-        element("title", f"fidelab: {text}"),
-        element("rect", width=left + right, height=_HEIGHT, rx=3, fill=_COLOURS[band]),
-        element("path", d=f"M3 0H{left}V{_HEIGHT}H3A3 3 0 0 1 0 {_HEIGHT - 3}V3A3 3 0 0 1 3 0Z", fill=_LABEL),
-        element("text", "fidelab", x=_PAD, y=14, textLength=left - 2 * _PAD, **letters),
-        element("text", text, x=left + _PAD, y=14, textLength=right - 2 * _PAD, **letters),
-    )
-    size = {"width": left + right, "height": _HEIGHT}
-    svg: Markup = element("svg", *body, xmlns="http://www.w3.org/2000/svg", role="img", **size)
-    return printable(f"{svg}\n")
