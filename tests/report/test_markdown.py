@@ -6,6 +6,7 @@ import functools
 import re
 from itertools import chain
 
+import markdown  # type: ignore[import-untyped]
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -17,10 +18,14 @@ from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import OUTCOMES, arm, candidate, kld_axis, sample_report, trajectory_axis
 
 COLUMNS = 9
-MARKUP = {"paragraph", "table", "thead", "tbody", "tr", "th", "td", "bullet_list", "list_item", "fence", "inline"} | {
+MARKUP = {"paragraph", "table", "thead", "tbody", "tr", "th", "td", "bullet_list", "list_item", "code_block", "inline"} | {
     "text",
     "code_inline",
 }
+
+
+TEXT_TAGS = {"p", "ul", "ol", "li", "code", "pre", "strong", "em", "h1", "h2", "h3", "hr", "blockquote"}
+TAGS = TEXT_TAGS | {"table", "thead", "tbody", "tr", "th", "td"}
 
 
 @functools.cache
@@ -59,6 +64,12 @@ def rows(report: Report) -> list[list[str]]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_hostile_text_adds_no_markup(text: str) -> None:
     assert kinds(read(text)) <= MARKUP
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"])
+def test_hostile_text_adds_no_tag_in_python_markdown(text: str) -> None:
+    page = markdown.markdown(render_markdown(hostile(text)), extensions=["tables"])
+    assert {*re.findall(r"</?([a-zA-Z][\w-]*)", page)} <= TAGS
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -101,9 +112,9 @@ def test_addresses_stand_only_where_no_reader_makes_links_of_them(text: str) -> 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_command_is_one_block_whatever_it_holds(text: str) -> None:
-    [block] = [token.content for token in read(text) if token.type == "fence"]
+    [block] = [token.content for token in read(text) if token.type == "code_block"]
     shown = "".join(char if char == "\n" or char.isprintable() else "\ufffd" for char in text.replace("\r\n", "\n"))
-    assert block == f"{shown}\n"
+    assert block.rstrip("\n") == shown.rstrip("\n")
 
 
 def test_the_section_has_no_heading_and_no_html() -> None:

@@ -45,7 +45,7 @@ def render_markdown(report: Report) -> str:
     )
     parts = [
         escaped(view.advice[0]) if view.advice else "",
-        _fence(view.advice_command) if view.advice_command else "",
+        _code_block(view.advice_command) if view.advice_command else "",
         _bullets(map(escaped, view.advice[1:])),
         _opening(report, view),
         _bullets(
@@ -58,7 +58,7 @@ def render_markdown(report: Report) -> str:
         *(verdicts if view.fidelity else map(escaped, view.headlines)),
         *(_speed(view, view.performance) if view.performance else ()),
         "To repeat:",
-        _fence(view.command),
+        _code_block(view.command),
         f"Made with fidelab {escaped(view.version)} on {report.created.date().isoformat()}.",
     ]
     return printable("\n\n".join(part for part in parts if part) + "\n")
@@ -185,12 +185,10 @@ def code_span(text: str) -> str:
     return f"{ticks}{pad}{text}{pad}{ticks}"
 
 
-def _fence(text: str) -> str:
-    """A fenced code block whose fence does not occur in the text."""
+def _code_block(text: str) -> str:
+    """An indented code block: renderers without fences take what stands between them for text and HTML."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    shown = "\n".join("".join(char if char.isprintable() else "\ufffd" for char in line) for line in lines)
-    ticks = "`" * max(3, _longest_run(shown) + 1)
-    return f"{ticks}\n{shown}\n{ticks}"
+    return "\n".join("    " + "".join(char if char.isprintable() else "\ufffd" for char in line) for line in lines)
 
 
 def _longest_run(text: str) -> int:
