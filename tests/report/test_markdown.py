@@ -18,7 +18,8 @@ from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import OUTCOMES, arm, candidate, kld_axis, sample_report, trajectory_axis
 
 COLUMNS = 9
-MARKUP = {"paragraph", "table", "thead", "tbody", "tr", "th", "td", "bullet_list", "list_item", "code_block", "inline"} | {
+MARKUP = {"paragraph", "table", "thead", "tbody", "tr", "th", "td", "bullet_list", "list_item", "inline"} | {
+    "code_block",
     "text",
     "code_inline",
 }
