@@ -330,7 +330,8 @@ PythonPath = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
 Threads = Annotated[
-    int | None, typer.Option(help="CPU threads of a worker. \\[default: all usable cores]", show_default=False)
+    int | None,
+    typer.Option(help="CPU threads of a worker. \\[default: all usable cores; 4 on a cluster]", show_default=False),
 ]
 
 # -------------------------------------------------------------------------------------- parts of an experiment
@@ -420,10 +421,18 @@ class ExecutorOptions(Options, panel=ENGINE):
         str | None,
         typer.Option(help="Ray cluster: auto, HOST:PORT, or local for one of this run's own.", show_default=False),
     ] = None
+    gpus_per_arm: Annotated[
+        float | None,
+        typer.Option(
+            help="GPUs of an arm on a cluster: whole, or a share below 1, for arms that fit on a GPU together. "
+            "\\[default: the tensor parallel size]",
+            show_default=False,
+        ),
+    ] = None
 
     def settings(self) -> dict[str, Any]:
-        given = {"name": self.executor, "address": self.address}
-        return {} if given == {"name": "local", "address": None} else {"executor": given}
+        given = {"name": self.executor, "address": self.address, "gpus": self.gpus_per_arm}
+        return {} if given == {"name": "local", "address": None, "gpus": None} else {"executor": given}
 
 
 class TextOptions(Options, panel=MEASURED):
