@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from fidelab.captures.reader import is_complete
 from fidelab.core import Status, usable_cores
+from fidelab.engines.variables import NODE_PROCESS
 from fidelab.errors import EngineError, UsageError
 from fidelab.workers.messages import Captured, Job, Message, ProbeFailed, ProbeTask, decode, encode
 from fidelab.workers.parent import JobOutcome, run_worker
@@ -36,7 +37,6 @@ __all__ = ["Cluster", "Lost", "Needs", "RayCluster", "answer", "run_job"]
 _ATTEMPTS = 4  # of one job, where nodes are lost
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK = 0.2  # seconds between two looks at a job
-_OWNER = "FIDELAB_NODE_PROCESS"  # variable of a worker: the process of the cluster that has its job
 _PROC = Path("/proc")
 _NUMBERS = _PROC / "self" / "ns" / "pid"  # names the processes among which a number is unique
 _GONE_WAIT = 60.0  # seconds for an ended process to disappear: the driver frees its memory first
@@ -262,7 +262,7 @@ def answer(text: str) -> str:
     job = decode(ticket["job"].encode())
     assert isinstance(job, Job)
     _end_orphans()
-    variables = {**ticket["env"], _OWNER: _identity(os.getpid())}
+    variables = {**ticket["env"], NODE_PROCESS: _identity(os.getpid())}
     if ticket.get("asker") and (refused := _refused(job, ticket["asker"], variables)) is not None:
         return json.dumps(asdict(refused))
     with Path(ticket["messages"]).open("ab", buffering=0) as file:
@@ -323,7 +323,7 @@ def _owner(pid: int) -> str:
         variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return ""
-    name = f"{_OWNER}=".encode()
+    name = f"{NODE_PROCESS}=".encode()
     return next((text.removeprefix(name).decode("ascii", "replace") for text in variables if text.startswith(name)), "")
 
 
