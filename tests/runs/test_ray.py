@@ -15,10 +15,7 @@ import pytest
 from fidelab.engines.installed import gpu_files
 from tests.runs.harness import Done, cli, same_report, write_inputs
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(bool(gpu_files()), reason="engine fake is to run on GPUs that only the cluster has"),
-]
+pytestmark = pytest.mark.skipif(bool(gpu_files()), reason="engine fake is to run on GPUs that only the cluster has")
 SIZES = ("--windows", 4, "--n-ctx", 16, "--axes", "kld", "--no-floor", "--reference", "exact")
 FILES = ("--text", "text.txt", "--prompts", "prompts.txt")
 
@@ -70,6 +67,7 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
+@pytest.mark.full
 def test_eight_arms_of_one_gpu_run_side_by_side_on_a_node_of_eight(address: str, tmp_path: Path) -> None:
     flags = ("--executor", "ray", "--address", address, "--device", "cuda", "--engine-arg", "delay=4")
     done = _compare(tmp_path, _tilts(8), *flags)
@@ -79,6 +77,7 @@ def test_eight_arms_of_one_gpu_run_side_by_side_on_a_node_of_eight(address: str,
     assert max(opened) < min(ended)
 
 
+@pytest.mark.full
 def test_device_auto_takes_the_gpus_that_only_the_cluster_has(address: str, tmp_path: Path) -> None:
     """And the report is that of one machine, arms that the engine refuses included."""
     kv = [*_tilts(2), "refused"]
@@ -91,6 +90,7 @@ def test_device_auto_takes_the_gpus_that_only_the_cluster_has(address: str, tmp_
     assert _measured(there) == _measured(here)
 
 
+@pytest.mark.full
 def test_lost_worker_is_one_event_and_one_line_of_ours(address: str, tmp_path: Path) -> None:
     killed: list[psutil.Process] = []
     over = threading.Event()
@@ -119,6 +119,7 @@ def test_lost_worker_is_one_event_and_one_line_of_ours(address: str, tmp_path: P
     assert "raylet" not in done.out + done.err
 
 
+@pytest.mark.long
 def test_hundred_arms_in_one_run(address: str, tmp_path: Path) -> None:
     flags = ("--executor", "ray", "--address", address, "--device", "cuda", "--gpus-per-arm", 0.25)
     done = _compare(tmp_path, _tilts(100), *flags)

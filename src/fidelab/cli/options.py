@@ -330,8 +330,7 @@ PythonPath = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
 Threads = Annotated[
-    int | None,
-    typer.Option(help="CPU threads of a worker. \\[default: all usable cores; 4 on a cluster]", show_default=False),
+    int | None, typer.Option(help="CPU threads of a worker. \\[default: all usable cores]", show_default=False)
 ]
 
 # -------------------------------------------------------------------------------------- parts of an experiment
@@ -416,7 +415,9 @@ class ServableEngineOptions(EngineOptions):
 class ExecutorOptions(Options, panel=ENGINE):
     """Where the arms' processes run."""
 
-    executor: Annotated[str, typer.Option(help="Where arms run: local or ray.")] = "local"
+    executor: Annotated[str, typer.Option(help="Where arms run: local or ray, there with 4 threads unless told.")] = (
+        "local"
+    )
     address: Annotated[
         str | None,
         typer.Option(help="Ray cluster: auto, HOST:PORT, or local for one of this run's own.", show_default=False),
