@@ -119,7 +119,7 @@ def prepare(
         FidelabError: anything a user can mend, in one line.
     """
     settings = resolve_experiment(_absolute(experiment), created or _now())
-    if servers is not None and settings.axes:
+    if servers is not None and settings.axes and experiment.executor.name == "local":
         spawner(settings, settings.reference, servers)
     tokenizer = Tokenizer.load(settings.model)
     inputs = _inputs(settings, tokenizer)
