@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,9 @@ from rich.spinner import Spinner
 
 import fidelab.cli.progress as progress
 from fidelab.config.load import validate
+from fidelab.core import Arm, KVSpec
 from fidelab.environments.install import Stage
+from fidelab.plan.build import PlannedJob
 from fidelab.runs.conduct import execute
 from tests.runs.harness import write_inputs
 
@@ -47,6 +50,13 @@ def test_a_terminal_sees_the_run_its_arms_and_their_failures(screen: io.StringIO
     assert "SIGABRT" in shown
     assert "tok/s" in shown
     assert "scoring" in shown
+
+
+@pytest.mark.parametrize("shown", [progress._Bars, progress._Lines])
+def test_a_job_that_was_lost_on_a_cluster_is_one_line(shown: type[Any], screen: io.StringIO) -> None:
+    arm = Arm("tilt", "fake", "fake", "fake", "0" * 64, KVSpec.parse("tilt"), "float32", "cpu", 1)
+    shown(Console(file=screen, width=100)).lost(PlannedJob("candidate:tilt", arm, ()), "its node died")
+    assert screen.getvalue() == "tilt: lost on the cluster, its node died\n"
 
 
 def test_a_long_name_is_cut_so_that_the_bar_stays_one_line(screen: io.StringIO) -> None:

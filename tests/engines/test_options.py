@@ -18,7 +18,7 @@ from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.llamacpp.library import _field
 from fidelab.engines.options import other_options, parse_options
 from fidelab.engines.sglang.adapter import SGLangEngine
-from fidelab.engines.variables import check_env
+from fidelab.engines.variables import NODE_PROCESS, check_env, variables_of
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.errors import UsageError
 from fidelab.models import resolve
@@ -111,6 +111,12 @@ def test_generation_settings_of_transformers_are_refused_where_they_would_change
 def test_a_variable_that_fidelab_sets_itself_or_that_none_can_be_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"env.{name}"):
         check_env([name])
+
+
+def test_where_a_cluster_ran_an_arm_is_none_of_the_variables_that_numbers_depend_on() -> None:
+    chosen = {"CUDA_VISIBLE_DEVICES": "3", "RAY_JOB_ID": "01", "VLLM_USE_V1": "1"}
+    assert variables_of(VLLMEngine, {**chosen, NODE_PROCESS: "7"}) == {"VLLM_USE_V1": "1"}
+    assert variables_of(VLLMEngine, chosen) == chosen
 
 
 def test_an_option_under_two_names_is_refused_and_an_arms_own_replaces_the_one_of_all_arms() -> None:

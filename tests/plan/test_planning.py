@@ -445,3 +445,52 @@ def test_a_reference_that_cannot_be_converted_is_refused(tmp_path: Path, cache: 
     file = write_gguf(tmp_path / "partial.gguf", changed={"blk.0.ffn_up.weight": None})
     with pytest.raises(InputError, match="cannot be converted for Transformers"):
         prepare(_gguf(tmp_path, file))
+
+
+# ------------------------------------------------------------------------------------------------ cluster
+
+
+@pytest.fixture
+def login(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has no GPU."""
+    monkeypatch.setattr("fidelab.plan.resolve.gpu_files", list)
+
+
+@pytest.mark.usefixtures("login")
+def test_gpus_of_a_cluster_are_not_looked_for_here(tmp_path: Path, tiny: Path) -> None:
+    settings = _hf(tmp_path, tiny, device="cuda", executor={"name": "ray"})
+    assert {arm.device for _, arm in settings.roles()} == {"cuda"}
+
+
+@pytest.mark.usefixtures("login")
+def test_an_arm_of_a_cluster_s_gpus_is_refused_where_it_would_run(tmp_path: Path) -> None:
+    there = _settings(tmp_path, candidates=["refused"], device="cuda", executor={"name": "ray"})
+    assert there.unsupported == {}
+    assert there.deployed["refused"].unasked
+    here = _settings(tmp_path, candidates=["refused"])
+    assert list(here.unsupported) == ["refused"]
+    assert not here.deployed["refused"].unasked
+
+
+@pytest.mark.usefixtures("login")
+def test_options_of_arms_on_a_cluster_are_checked_before_they_go_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no option 'colour'"):
+        _settings(tmp_path, engine_args={"colour": "red"}, device="cuda", executor={"name": "ray"})
+
+
+def test_arms_of_a_cluster_have_four_threads_unless_told(tmp_path: Path) -> None:
+    assert _settings(tmp_path, device="cpu", executor={"name": "ray"}).reference.threads == 4
+    assert _settings(tmp_path, device="cpu", executor={"name": "ray"}, threads=7).reference.threads == 7
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("auto", "say cuda or cpu"),
+        ("cuda:1", "the cluster chooses the GPU; pass --device cuda"),
+        ("mps", "write cpu or cuda"),
+    ],
+)
+def test_device_that_is_none_of_a_cluster_is_refused(device: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        _settings(tmp_path, device=device, executor={"name": "ray"})

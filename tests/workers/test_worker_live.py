@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -46,6 +47,7 @@ def live(tmp_path: Path, plugin_path: str) -> Iterator[Live]:
         deadline: float | None = 60,
         listen: Listen = lambda _m: None,
         device: str = "cpu",
+        alone: bool = True,
     ) -> Worker:
         arm = replace(sample.ARM, engine=engine, options=(("do", do),) if do else (), device=device)
         made.append(
@@ -55,6 +57,7 @@ def live(tmp_path: Path, plugin_path: str) -> Iterator[Live]:
                 env={"PYTHONPATH": plugin_path, "OMP_NUM_THREADS": "1"},
                 deadline=deadline,
                 listen=listen,
+                alone=alone,
             )
         )
         return made[-1]
@@ -235,6 +238,17 @@ def test_device_memory_is_waited_for_when_the_last_worker_that_held_some_has_end
         other.finish()
         assert clock.slept == 1.0
     assert list(used) == []
+
+
+def test_the_memory_of_a_device_that_other_processes_fill_is_not_waited_for(
+    live: Live, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = itertools.count(100, 1000)  # MiB
+    monkeypatch.setattr(parent, "_gpu_memory", lambda devices: dict.fromkeys(devices, next(used)))
+    with live(device="cuda", alone=False) as worker:
+        assert worker.ask()
+        worker.finish()
+    assert clock.slept == 0
 
 
 def test_the_memory_of_another_device_is_not_waited_for(

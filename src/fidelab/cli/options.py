@@ -415,15 +415,25 @@ class ServableEngineOptions(EngineOptions):
 class ExecutorOptions(Options, panel=ENGINE):
     """Where the arms' processes run."""
 
-    executor: Annotated[str, typer.Option(help="Where arms run: local or ray.")] = "local"
+    executor: Annotated[str, typer.Option(help="Where arms run: local or ray, there with 4 threads unless told.")] = (
+        "local"
+    )
     address: Annotated[
         str | None,
         typer.Option(help="Ray cluster: auto, HOST:PORT, or local for one of this run's own.", show_default=False),
     ] = None
+    gpus_per_arm: Annotated[
+        float | None,
+        typer.Option(
+            help="GPUs of an arm on a cluster: whole, or a share below 1, for arms that fit on a GPU together. "
+            "\\[default: the tensor parallel size]",
+            show_default=False,
+        ),
+    ] = None
 
     def settings(self) -> dict[str, Any]:
-        given = {"name": self.executor, "address": self.address}
-        return {} if given == {"name": "local", "address": None} else {"executor": given}
+        given = {"name": self.executor, "address": self.address, "gpus": self.gpus_per_arm}
+        return {} if given == {"name": "local", "address": None, "gpus": None} else {"executor": given}
 
 
 class TextOptions(Options, panel=MEASURED):

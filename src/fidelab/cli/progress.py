@@ -69,6 +69,10 @@ def _ending(job: PlannedJob, result: ArmResult) -> str:
     return f"{_title(job)}: {result.status}{took}" + (f" ({result.reason})" if result.reason else "")
 
 
+def _lost(job: PlannedJob, reason: str) -> str:
+    return f"{_title(job)}: lost on the cluster, {reason}"
+
+
 class _Bars:
     """One bar for the whole run, in the time that its parts were expected to take; the current job is named."""
 
@@ -93,6 +97,9 @@ class _Bars:
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
         self._describe(f"{_title(job)}: {'found' if reused else 'loading'}")
+
+    def lost(self, job: PlannedJob, reason: str) -> None:
+        self._bar.console.print(_lost(job, reason), highlight=False, markup=False)
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
         self._tokens, self._began = 0, time.monotonic()
@@ -151,6 +158,9 @@ class _Lines:
 
     def extended(self, job: PlannedJob, tokens: int) -> None:
         self._tokens += tokens
+
+    def lost(self, job: PlannedJob, reason: str) -> None:
+        self._say(_lost(job, reason))
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
         self._began = self._said = time.monotonic()

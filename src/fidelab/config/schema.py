@@ -254,6 +254,24 @@ class ExecutorConfig(BaseModel):
         pattern=r"^(auto|local|(ray://)?[\w.\-\[\]:]+:\d{1,5})$",
         description="ray: auto, host:port or local",
     )
+    gpus: float | None = Field(
+        default=None,
+        gt=0,
+        description="ray: GPUs of an arm on cuda, whole or a share below 1; its tensor parallel size by default",
+    )
+
+    @field_validator("gpus")
+    @classmethod
+    def _is_share_or_whole(cls, value: float | None) -> float | None:
+        if value is not None and value > 1 and value != int(value):
+            raise ValueError(f"{value:g} GPUs cannot be given: write a whole number, or a share below 1 such as 0.25")
+        return value
+
+    @model_validator(mode="after")
+    def _gpus_of_cluster(self) -> ExecutorConfig:
+        if self.name == "local" and self.gpus is not None:
+            raise ValueError("gpus says what an arm takes of a cluster: leave it out, or write name: ray")
+        return self
 
 
 class Experiment(BaseModel):
@@ -307,7 +325,9 @@ class Experiment(BaseModel):
     bands: Literal["fidelab", "refract"] = Field(default="fidelab", description="band table of the composite")
     dtype: Dtype = Field(default="auto", description="compute type")
     device: str = Field(default="auto", description="cpu, cuda, cuda:0 … or auto")
-    threads: int | None = Field(default=None, ge=1, description="CPU threads of a worker; all usable cores by default")
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of a worker; all usable cores by default, 4 on a cluster"
+    )
     deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
     executor: ExecutorConfig = Field(default_factory=ExecutorConfig, description="where the arms' processes run")
     force: bool = Field(default=False, description="run what the engine is known to run wrongly, too")
@@ -375,6 +395,8 @@ class Experiment(BaseModel):
             raise ValueError("candidates: name at least one")
         if self.benches and self.executor.name != "local":
             raise ValueError("benches time arms against each other on one machine: leave them out, or executor local")
+        if self.device == "cpu" and self.executor.gpus is not None:
+            raise ValueError("executor.gpus is for arms on GPUs: leave it out, or write device: cuda")
         if self.traffic is not None and (self.text, self.prompts) != ("default", "default"):
             raise ValueError("traffic gives the text and the prompts: leave out text and prompts")
         return self

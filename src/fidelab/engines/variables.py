@@ -14,8 +14,13 @@ from fidelab.core import waiting_variables
 from fidelab.engines.base import Engine
 from fidelab.errors import UsageError
 
-__all__ = ["check_env", "thread_variables", "variables_of"]
+__all__ = ["NODE_PROCESS", "check_env", "thread_variables", "variables_of"]
 
+NODE_PROCESS = "FIDELAB_NODE_PROCESS"
+"""Variable of a worker on a cluster's node: the process of the cluster that has its job."""
+
+# What a cluster sets for a worker: who has the job, and which of the node's like devices it got.
+_PLACED = (NODE_PROCESS, "RAY_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # What all engines compute with: thread pools, BLAS, torch, compilers, drivers, and libraries loaded before others.
 _COMMON = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "DNNL_", "ONEDNN_", "LD_PRELOAD", "LD_LIBRARY_PATH"),
@@ -55,15 +60,18 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in a URL
 def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of a process that may change what this engine computes, sorted by name.
 
-    None for a server, which has an environment of its own.  A variable set to the empty string is kept.
+    None for a server, which has an environment of its own.  A variable set to the empty string is kept.  What a
+    cluster sets for its workers is left out: it says where an arm ran, not how.
     """
     if engine.is_server:
         return {}
+    placed = _PLACED if NODE_PROCESS in environment else ()
     prefixes = _COMMON + _OF_ENGINE.get(engine.name, (f"{engine.name.upper()}_",))
     return {
         name: _LOGIN.sub("", value)
         for name, value in sorted(environment.items())
         if name.startswith(prefixes)
+        and not name.startswith(placed)
         and name not in _THREADS
         and not _COSMETIC.fullmatch(name)
         and not _SECRET.fullmatch(name)

@@ -43,6 +43,7 @@ class Deployed:
     ``versions`` says, too, where an engine is not the stock one, what goes before its packages, and which variables of
     the worker's environment may change what it computes: captures of another build, or made under other variables, are
     others.  ``about``: how it is installed in full, for the record.  ``draft``: the model that drafts for it.
+    ``unasked``: whether the engine can run the arm is to be asked where it runs, on a device that is not here.
     """
 
     model: Model
@@ -51,6 +52,7 @@ class Deployed:
     estimator: Estimator
     about: Mapping[str, Any] = field(default_factory=dict)
     draft: Model | None = None
+    unasked: bool = False
 
     @property
     def lacks_weights(self) -> bool:

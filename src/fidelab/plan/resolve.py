@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,6 +56,8 @@ CONTROL = "control"  # the role of the control; "control:ATTENTION": of the cont
 TRUTH = "truth"  # the role of the reference's 32-bit twin
 EXACT = "exact"  # the role of the 32-bit cache under exact attention; "exact:NAME": a candidate's format there
 QUERIES = "queries"  # "queries:NAME": a candidate on a kernel that leaves queries in the model's type
+
+NODE_THREADS = 4  # of an arm on a cluster, unless told: few enough that arms do not keep each other from GPUs
 
 _BITS32 = KVSpec.parse("f32")
 _EXACT_ENGINE = EngineConfig(name="hf")
@@ -233,7 +237,7 @@ class _Resolver:
         elif draft and (unlike := _other_vocabulary(draft, model)):
             verdict = Support(False, unlike)
         else:
-            verdict = answers.verdict(arm)
+            verdict = self._verdict(arm, answers)
             if not verdict.ok and self._experiment.force:
                 arm, verdict = self._forced(arm, answers)
         if not verdict.ok:
@@ -251,8 +255,25 @@ class _Resolver:
             estimator=engine_class(engine).estimator_for(arm),
             about={**self._engines.about(engine), **_weight_bytes(engine_class(engine), model)},
             draft=draft,
+            unasked=self._elsewhere(arm),
         )
         return arm
+
+    def _verdict(self, arm: Arm, answers: EngineAnswers) -> Support:
+        """Whether an arm may run, as far as it can be told here.
+
+        For an arm of a cluster's GPUs an engine is asked on the node; here, where it may find no GPU, only for options
+        that it does not have.
+        """
+        if not self._elsewhere(arm):
+            return answers.verdict(arm)
+        with contextlib.suppress(EngineError):
+            answers.supports(arm)
+        return Support(True)
+
+    def _elsewhere(self, arm: Arm) -> bool:
+        """Whether an arm runs on a device that this machine does not have."""
+        return self._experiment.executor.name != "local" and arm.device.startswith("cuda") and not gpu_files()
 
     def _drafting(self, arm: Arm, engine: EngineConfig) -> tuple[Arm, Model | None, str]:
         """The arm with the place of what drafts, its model where it drafts by itself, and the hash of the weights.
@@ -460,13 +481,14 @@ def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:
 def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]) -> Experiment:
     """The experiment with every default and "auto" resolved, as the resolved file shows it."""
     reference = with_kv(experiment.reference, native_kv(experiment.reference.engine or experiment.engine))
+    here = experiment.executor.name == "local"
     return experiment.model_copy(
         update={
             "reference": reference,
             "candidates": [with_kv(arm, inherited_kv(arm, reference, experiment)) for arm in experiment.candidates],
             "dtype": DTYPES[model.native] if experiment.dtype == "auto" else experiment.dtype,
-            "threads": experiment.threads or usable_cores(),
-            "device": _device(experiment.device, model),
+            "threads": experiment.threads or (usable_cores() if here else NODE_THREADS),
+            "device": _device(experiment.device, model) if here else _device_there(experiment.device),
             "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
             "benches": {name: bench.settings.model_dump(mode="json") for name, bench in benches.items()},
         }
@@ -486,6 +508,17 @@ def _device(asked: str, model: Model) -> str:
         raise UsageError(f"--device {asked!r} is not a device; write cpu, cuda or cuda:0") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {asked}: no usable GPU here; pass --device cpu")
+    return asked
+
+
+def _device_there(asked: str) -> str:
+    """A device of a cluster's nodes, which are not looked at."""
+    if asked == "auto":
+        raise UsageError("--device auto: which devices the cluster has is asked when the run starts; say cuda or cpu")
+    if re.fullmatch(r"cuda:\d+", asked):
+        raise UsageError(f"--device {asked}: the cluster chooses the GPU; pass --device cuda")
+    if asked not in ("cpu", "cuda"):
+        raise UsageError(f"--device {asked!r} is not a device of a cluster; write cpu or cuda")
     return asked
 
 

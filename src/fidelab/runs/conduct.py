@@ -43,7 +43,7 @@ from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.cluster import Cluster, RayCluster
 from fidelab.runs.pairing import ArmResult, drop_compared_rows, drop_rows_there
-from fidelab.runs.runner import Asking, Listener, Silent, spawner
+from fidelab.runs.runner import Asking, Listener, Silent, needs_of, spawner
 from fidelab.runs.scoring import RunFacts, Scored, score_run
 from fidelab.workers.fork_server import ForkServers
 
@@ -119,7 +119,7 @@ def prepare(
         FidelabError: anything a user can mend, in one line.
     """
     settings = resolve_experiment(_absolute(experiment), created or _now())
-    if servers is not None and settings.axes:
+    if servers is not None and settings.axes and experiment.executor.name == "local":
         spawner(settings, settings.reference, servers)
     tokenizer = Tokenizer.load(settings.model)
     inputs = _inputs(settings, tokenizer)
@@ -165,14 +165,16 @@ def execute(
         Interrupted: stopped; the children are ended and the folder can be resumed.
     """
     created = _now()
-    prepared = prepare(experiment, replicate=replicate, created=created, servers=ForkServers())
-    cluster = _cluster(prepared.settings)
-    head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
-    config = dump(prepared.settings.experiment, head)
-    folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
-    remember(prepared.settings.experiment, config, folder.config)
-    facts = RunFacts(folder.run_id, created, command, _environment())
-    return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
+    with _cluster(experiment) as cluster:
+        experiment = _placed(experiment, cluster)
+        prepared = prepare(experiment, replicate=replicate, created=created, servers=ForkServers())
+        _check_placed(prepared.settings)
+        head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
+        config = dump(prepared.settings.experiment, head)
+        folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
+        remember(prepared.settings.experiment, config, folder.config)
+        facts = RunFacts(folder.run_id, created, command, _environment())
+        return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
 
 
 def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
@@ -190,10 +192,11 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
     check_trust(experiment, written, folder.config, trust)
     folder.sweep()
     facts = _stored_facts(folder)
-    prepared = prepare(experiment, replicate=first_replicate(folder), created=facts.created)
-    cluster = _cluster(prepared.settings)
-    folder.event("resumed")
-    return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
+    with _cluster(experiment) as cluster:
+        prepared = prepare(_placed(experiment, cluster), replicate=first_replicate(folder), created=facts.created)
+        _check_placed(prepared.settings)
+        folder.event("resumed")
+        return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
 
 
 def first_replicate(folder: RunFolder) -> int:
@@ -349,27 +352,57 @@ def _conduct(
         raise Interrupted(folder.path) from None
     finally:
         prepared.servers.close()
-        if cluster is not None:
-            cluster.close()
         listener.close()
 
 
-def _cluster(settings: Settings) -> Cluster | None:
+@contextlib.contextmanager
+def _cluster(experiment: Experiment) -> Iterator[Cluster | None]:
     """Where the jobs run, if not here.
 
     Raises:
-        UsageError: the cluster cannot be reached, or cannot run such arms.
+        UsageError: the cluster cannot be reached.
+    """
+    if experiment.executor.name == "local":
+        yield None
+        return
+    cluster = RayCluster(experiment.executor.address or "auto")
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def _placed(experiment: Experiment, cluster: Cluster | None) -> Experiment:
+    """The experiment with the device that a cluster has.
+
+    Raises:
+        UsageError: arms shall have GPUs, and it has none.
+    """
+    if cluster is None or experiment.device != "auto":
+        return experiment
+    device = "cuda" if cluster.has_gpu() else "cpu"
+    if device == "cpu" and experiment.executor.gpus is not None:
+        raise UsageError("executor.gpus: no node of the Ray cluster has a GPU; leave out --gpus-per-arm")
+    return experiment.model_copy(update={"device": device})
+
+
+def _check_placed(settings: Settings) -> None:
+    """Refuse arms that no cluster can run.
+
+    Raises:
+        UsageError: names the arm.
     """
     executor = settings.experiment.executor
     if executor.name == "local":
-        return None
+        return
+    for _, arm in settings.roles():
+        needs_of(arm, executor.gpus)
     for name, deployed in settings.deployed.items():
         if deployed.environment.image or deployed.environment.prefix:
             raise UsageError(
                 f"arm {name} starts behind an image or a prefix, which executor {executor.name} cannot reach: give the "
                 "cluster's nodes the engine itself, or use --executor local"
             )
-    return RayCluster(executor.address or "auto")
 
 
 def _prepare_scoring() -> None:

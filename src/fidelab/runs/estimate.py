@@ -221,7 +221,8 @@ def try_out(prepared: Prepared) -> None:
         cls = engine_class(EngineConfig(name=arm.engine))
         quick = cls.start_seconds <= _TRIAL_START and not cls.is_server and 0 < model.weight_bytes <= _TRIAL_BYTES
         wanted = bool(job.missing()) or bool(settings.benches)
-        if kind in tried or not quick or not wanted or timings.knows(arm) or settings.deployed[arm.name].lacks_weights:
+        deployed = settings.deployed[arm.name]
+        if kind in tried or not quick or not wanted or timings.knows(arm) or deployed.lacks_weights or deployed.unasked:
             continue
         tried.add(kind)
         with suppress(FidelabError, OSError, ValueError):

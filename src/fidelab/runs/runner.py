@@ -14,13 +14,15 @@ from fidelab.captures.check import check_answers
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Request
 from fidelab.captures.writer import store_vocabulary
+from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, Status
 from fidelab.engines.base import one_line
 from fidelab.engines.variables import thread_variables
-from fidelab.errors import CaptureError
+from fidelab.errors import CaptureError, UsageError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model
 from fidelab.plan.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
+from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import Settings
 from fidelab.plan.timings import Rates, Timings, Work, work_of
 from fidelab.results.record import RuntimeRecord
@@ -31,7 +33,9 @@ from fidelab.workers.fork_server import ForkServers
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
 from fidelab.workers.parent import JobOutcome, Spawn, Worker, run_worker
 
-__all__ = ["Asking", "Listener", "Silent", "Told", "absent", "spawner", "unreadable"]
+__all__ = ["Asking", "Listener", "Silent", "Told", "absent", "needs_of", "spawner", "unreadable"]
+
+_SIDE_BY_SIDE = 512  # jobs that are given to a cluster at once, each followed by a thread
 
 
 class Listener(Protocol):
@@ -42,6 +46,9 @@ class Listener(Protocol):
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
         """A job begins with ``tokens`` to process; ``reused``: all its captures exist already."""
+
+    def lost(self, job: PlannedJob, reason: str) -> None:
+        """The node that had a job on a cluster is gone; another one gets it, if that was not the last attempt."""
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
         """The model is loaded, after ``seconds``."""
@@ -73,6 +80,7 @@ class Silent:
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
+    def lost(self, job: PlannedJob, reason: str) -> None: ...
     def opened(self, job: PlannedJob, seconds: float) -> None: ...
     def extended(self, job: PlannedJob, tokens: int) -> None: ...
     def progress(self, job: PlannedJob, tokens: int) -> None: ...
@@ -248,7 +256,7 @@ class Asking:
             yield self.run(job, log(job.role))
         if not jobs[alone:]:
             return
-        with ThreadPoolExecutor(len(jobs) - alone) as pool:
+        with ThreadPoolExecutor(min(len(jobs) - alone, _SIDE_BY_SIDE)) as pool:
             running = [pool.submit(self.run, job, log(job.role)) for job in jobs[alone:]]
             try:
                 for done in as_completed(running):
@@ -298,10 +306,24 @@ class Asking:
                 spawn = spawner(self._settings, job.arm, self._servers)
                 outcome = run_worker(message, **process, spawn=spawn, listen=hear, follow_up=more if leads else None)
             else:
+
+                def lost(reason: str) -> None:
+                    with self._lock:
+                        self._event("lost", role=job.role, reason=reason)
+                        self._listener.lost(job, reason)
+
                 process.pop("end")
-                needs = _needs(job.arm)
-                asked = more if leads else None
-                outcome = run_job(self._cluster, message, needs, **process, listen=hear, follow_up=asked)
+                deployed = self._settings.deployed[job.arm.name]
+                outcome = run_job(
+                    self._cluster,
+                    message,
+                    needs_of(job.arm, self._settings.experiment.executor.gpus),
+                    **process,
+                    listen=hear,
+                    lost=lost,
+                    asker=deployed.environment.command("fidelab.workers.ask") if deployed.unasked else None,
+                    follow_up=more if leads else None,
+                )
         with self._lock:
             return self._ended(job, missing, outcome, clocked)
 
@@ -392,10 +414,18 @@ class Asking:
                 self.pace.capture(clocked.begin(index + 1))
 
 
-def _needs(arm: Arm) -> Needs:
-    """What an arm asks of a cluster's node."""
-    gpus = int(dict(arm.options).get("tp", 1)) if arm.device.startswith("cuda") else 0
-    return Needs(cpus=arm.threads or 1, gpus=gpus)
+def needs_of(arm: Arm, gpus: float | None) -> Needs:
+    """What an arm asks of a cluster's node; ``gpus``: of each arm on a GPU, its tensor parallel size if ``None``.
+
+    Raises:
+        UsageError: the arm's tensor parallel size needs more than ``gpus``.
+    """
+    if not arm.device.startswith("cuda") or engine_class(EngineConfig(name=arm.engine)).is_server:
+        return Needs(cpus=arm.threads or 1, gpus=0)
+    ranks = int(dict(arm.options).get("tp", 1))
+    if gpus is not None and 1 < ranks > gpus:
+        raise UsageError(f"arm {arm.name} has tp={ranks} and may have {gpus:g} GPUs: leave out --gpus-per-arm")
+    return Needs(cpus=arm.threads or 1, gpus=ranks if gpus is None else gpus)
 
 
 def spawner(settings: Settings, arm: Arm, servers: ForkServers | None) -> Spawn | None:

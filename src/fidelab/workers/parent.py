@@ -100,6 +100,7 @@ class Worker:
         command: what starts the child in the engine's environment.
         end: ends what is left of it where our signals do not reach, as in a container.
         spawn: starts the child in another way than with ``command``, with the same variables.
+        alone: no other process has its GPUs; where one has, nothing tells when the worker's own memory is back.
     """
 
     def __init__(
@@ -113,10 +114,11 @@ class Worker:
         command: Sequence[str] = _CHILD,
         end: Callable[[], None] | None = None,
         spawn: Spawn | None = None,
+        alone: bool = True,
     ) -> None:
         self.outcome = JobOutcome()
         self._job, self._log, self._env, self._command, self._spawn = job, log, env, list(command), spawn
-        self._deadline, self._end = deadline, end
+        self._deadline, self._end, self._alone = deadline, end, alone
         self._listen = listen
         self._inbox: queue.Queue[bytes | None] = queue.Queue(_WAITING)
         self._sending: threading.Thread | None = None
@@ -175,7 +177,7 @@ class Worker:
         job = replace(self._job, tasks=[*self._job.tasks, *tasks])
         self._targets += [Path(task.target) for task in self._job.tasks]
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        if (devices := _devices(job)) and (levels := _gpu_memory(devices)):
+        if self._alone and (devices := _devices(job)) and (levels := _gpu_memory(devices)):
             _levels[self] = levels
         with self._log.open("ab") as stderr:
             self._log_start = stderr.tell()
@@ -354,13 +356,14 @@ def run_worker(
     command: Sequence[str] = _CHILD,
     end: Callable[[], None] | None = None,
     spawn: Spawn | None = None,
+    alone: bool = True,
 ) -> JobOutcome:
     """Run one job in a fresh process and report what became of it; arguments as of :class:`Worker`.
 
     ``follow_up``: called once, when all tasks were tried: further ones, for the model that is still loaded.
     """
     with Worker(
-        job, log=log, env=env, deadline=deadline, listen=listen, command=command, end=end, spawn=spawn
+        job, log=log, env=env, deadline=deadline, listen=listen, command=command, end=end, spawn=spawn, alone=alone
     ) as worker:
         if worker.ask() and follow_up is not None:
             worker.ask(follow_up())
