@@ -48,6 +48,7 @@ _MOST_ERROR = {
 }  # relative, by bits; an ordinary one: a third
 _MOST_FACTOR = {8: 0.03, 6: 0.05, 5: 0.05, 4: 0.1, 3: 0.2, 2: 0.4, 1: 0.6}  # by which a layer may be larger or smaller
 _KEPT_ERROR = 0.02  # of layers in 16 bits that were rescaled
+_CLEARLY = 1.5  # times as large an error tells one of two explanations apart
 _STEP = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # the last bit, relative
 _TINY = {"BF16": 2.0**-133, "F16": 2.0**-24, "F32": 2.0**-149, "F64": 0.0}  # the smallest number
 _WHOLE = 4 << 20  # bytes: tensors up to this size are read at once
@@ -280,7 +281,7 @@ def _left_behind(layers: Mapping[str, _Layer]) -> Iterator[tuple[str, float]]:
             for other in others:
                 if other is None or other.norm is None or other.norm not in layer.by_norm or not layer.quantized:
                     continue
-                if layer.norm is None and not layer.fits(*layer.by_norm[other.norm]):
+                if layer.norm is None and layer.by_norm[other.norm][0] > _CLEARLY * layer.error:
                     yield name, layer.by_norm[other.norm][0]
 
 
@@ -326,19 +327,22 @@ def _layer(
         best = min(by_norm, key=lambda name: by_norm[name][0])
         if by_norm[best][0] < error:
             expected = min(candidates[best], key=lambda each: _misfit(values, each)[0])
-    power = (expected**2).sum(1)
-    gains = (values * expected).sum(1) / np.where(power > 0, power, 1)
+    limit = _MOST_ERROR.get(bits, _MOST_ERROR[8]) if module.quantized else _KEPT_ERROR
+    gains = _gains(values, expected)
+    gained = _misfit(values, expected * gains[:, None])[0]
+    if gained > limit:  # other factors of its inputs, which are for the norm to answer for
+        gains = _gains(values, expected, free=True)
     layer = _Layer(
         quantized=module.quantized,
-        limit=_MOST_ERROR.get(bits, _MOST_ERROR[8]) if module.quantized else _KEPT_ERROR,
+        limit=limit,
         factor_limit=_MOST_FACTOR.get(bits, _MOST_FACTOR[8]) if module.quantized else _KEPT_ERROR,
         error=error,
         factor=factor,
         by_norm=by_norm,
         free=_free(values, original),
         rows=rows,
-        gains=gains.astype(np.float32),
-        gained=_misfit(values, expected * gains[:, None])[0],
+        gains=gains,
+        gained=gained,
     )
     _link(subject, module.name, layer, layers, values, original)
     return layer
@@ -390,11 +394,30 @@ def _misfit(values: Floats, original: Floats) -> tuple[float, float]:
 
 def _free(values: Floats, original: Floats) -> tuple[float, float]:
     """The error where every input has the factor that fits it best, and how much these factors vary, relative."""
-    power = (original**2).sum(0)
-    factor = (values * original).sum(0) / np.where(power > 0, power, 1)
-    live = factor[power > 0]
+    factor = _fitted(values, original, 0)
+    live = factor[original.any(0)]
     middle = float(np.abs(live).mean()) if live.size else 0.0
     return _misfit(values, original * factor)[0], float(live.std()) / middle if middle else 0.0
+
+
+def _gains(values: Floats, original: Floats, *, free: bool = False) -> Floats:
+    """By which factor each row is larger than the original's; ``free``: where every input has a factor, too."""
+    gains = np.ones(len(values), np.float32)
+    columns = np.ones(values.shape[1], np.float32)
+    for _ in range(8 if free else 1):
+        expected = original * columns
+        gains = _fitted(values, expected, 1)
+        if free:
+            columns = _fitted(values, original * gains[:, None], 0)
+            columns /= np.median(np.abs(columns[columns != 0])) if columns.any() else 1
+    return gains
+
+
+def _fitted(values: Floats, expected: Floats, axis: int) -> Floats:
+    """The factors by which rows (axis 1) or columns (axis 0) fit best."""
+    power = (expected**2).sum(axis)
+    factors: Floats = ((values * expected).sum(axis) / np.where(power > 0, power, 1)).astype(np.float32)
+    return factors
 
 
 _STACK = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks|blk|block)\.\d+)\.")
