@@ -48,6 +48,7 @@ _MOST_ERROR = {
 }  # relative, by bits; an ordinary one: a third
 _MOST_FACTOR = {8: 0.03, 6: 0.05, 5: 0.05, 4: 0.1, 3: 0.2, 2: 0.4, 1: 0.6}  # by which a layer may be larger or smaller
 _KEPT_ERROR = 0.02  # of layers in 16 bits that were rescaled
+_MOSTLY = 0.7  # of an error: where so much of it is one factor, the factor is not rounding's
 _CLEARLY = 1.5  # times as large an error tells one of two explanations apart
 _STEP = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # the last bit, relative
 _TINY = {"BF16": 2.0**-133, "F16": 2.0**-24, "F32": 2.0**-149, "F64": 0.0}  # the smallest number
@@ -219,7 +220,8 @@ class _Layer:
         return self.by_norm[self.norm] if self.norm is not None else (self.error, self.factor)
 
     def fits(self, error: float, factor: float) -> bool:
-        return error <= self.limit and abs(factor - 1) <= self.factor_limit
+        """Whether rounding explains an error and a factor: few bits shrink weights, and err by far more than that."""
+        return error <= self.limit and abs(factor - 1) <= max(self.factor_limit, _MOSTLY * error)
 
 
 def _comparison(subject: Subject) -> _Comparison:
@@ -549,7 +551,7 @@ def _values(
     try:
         stored = _stored(checkpoint, known[module.name], rows, shape[0])
         return known[module.name].unpack(stored).dequantize()
-    except (InputError, ValueError, IndexError):  # shapes that do not belong together
+    except (InputError, ValueError, IndexError, ZeroDivisionError):  # shapes that do not belong together
         return None
 
 
@@ -643,6 +645,7 @@ _NUMBERS = (
     *("attention_bias", "mlp_bias"),
 )
 _LENGTHS = ("max_position_embeddings", "sliding_window", "vocab_size")  # which decide some questions alone
+_MOST_TEXT = 40  # characters of a value
 _GGUF_LENGTHS = ("context_length", "vocab_size", "attention.sliding_window")
 _GGUF_OTHER = ("general.", "tokenizer.", "split.", "quantize.")
 
@@ -671,7 +674,9 @@ def _base_config(subject: Subject) -> Iterator[Finding]:
     for key in now:
         if key in before and not _alike(now[key], before[key]):
             length = key.endswith(_GGUF_LENGTHS) if gguf else key in _LENGTHS
-            found["suspicious" if length else "broken"].append(f"{key} {now[key]} for {before[key]}")
+            found["suspicious" if length else "broken"].append(
+                f"{key} {str(now[key])[:_MOST_TEXT]} for {str(before[key])[:_MOST_TEXT]}"
+            )
     for severity, texts in found.items():
         where = "the file's metadata" if gguf else "config.json"
         yield Finding(f"{where} has other values than the original's: {', '.join(texts)}", severity=severity)
@@ -695,6 +700,9 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if "rope_theta" in found:
         found["rope_type"] = kind
+    for kind, inner in [*rope.items()]:  # of kinds of layers
+        if isinstance(inner, dict):
+            rope |= {f"{kind} {key}": value for key, value in inner.items()}
     for key, value in rope.items():
         if type(value) in (int, float) and key not in ("rope_theta", "partial_rotary_factor"):
             found[f"rope {key}"] = value

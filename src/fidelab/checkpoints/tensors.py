@@ -1135,7 +1135,12 @@ def _in_the_middle(checkpoint: Checkpoint, zeros: TensorInfo, n: int, bits: int)
     if zeros.dtype != "I32":  # signed integers that were not packed
         return not stored.any()
     rows = zeros.name.endswith("weight_zero_point")
-    fields = unpack_words(stored, bits, axis=0 if rows else 1, count=n)
+    if stored.ndim != 2:  # one group, stored without its dimension
+        stored = stored.reshape((-1, 1) if rows else (1, -1))
+    fields = unpack_words(stored, bits, axis=0 if rows else 1)
+    fields = fields[:n] if rows else fields[:, :n]
+    if not fields.size:
+        return True
     middle = 1 << (bits - 1)
     first = int(fields.flat[0])
     return bool((fields == first).all()) and first in ((middle,) if rows else (middle, middle - 1))
