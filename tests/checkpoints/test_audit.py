@@ -840,6 +840,13 @@ def test_a_tied_head_with_the_embeddings_numbers_is_whole(tmp_path: Path) -> Non
     assert findings(content.write(tmp_path / "m")) == {}
 
 
+def test_layers_that_override_symmetric_may_have_zero_points(tmp_path: Path) -> None:
+    content = quantized("gptq")
+    _set(f"{DOWN}.qzeros", _poked(0x12345678))(content)
+    content.config["quantization_config"]["dynamic"] = {r"+:.*layers\.0\.mlp\.down_proj": {"sym": False}}
+    assert findings(content.write(tmp_path / "m")) == {}
+
+
 def test_norms_that_begin_at_zero_are_whole(tmp_path: Path) -> None:
     content = plain()
     for name, value in content.tensors.items():

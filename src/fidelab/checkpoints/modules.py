@@ -402,7 +402,13 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
         zero_point = raw.get("zero_point")
         symmetric = not zero_point if isinstance(zero_point, bool) else None
     else:
-        symmetric = raw.get("sym") if isinstance(raw.get("sym"), bool) else None
+        said = {
+            settings["sym"]
+            for overrides in (dynamic, extra)
+            for settings in (raw, *(overrides.values() if isinstance(overrides, dict) else ()))
+            if isinstance(settings, dict) and isinstance(settings.get("sym"), bool)
+        }
+        symmetric = said.pop() if len(said) == 1 else None
     return Scheme(
         method=method,
         bits=_number(raw, "bits", "w_bit") if uniform else None,
