@@ -49,6 +49,7 @@ _MOST_ERROR = {
 _MOST_FACTOR = {8: 0.03, 6: 0.05, 5: 0.05, 4: 0.1, 3: 0.2, 2: 0.4, 1: 0.6}  # by which a layer may be larger or smaller
 _KEPT_ERROR = 0.02  # of layers in 16 bits that were rescaled
 _MOSTLY = 0.7  # of an error: where so much of it is one factor, the factor is not rounding's
+_ALIKE = 1.01  # times as large an error tells nothing
 _CLEARLY = 1.5  # times as large an error tells one of two explanations apart
 _STEP = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # the last bit, relative
 _TINY = {"BF16": 2.0**-133, "F16": 2.0**-24, "F32": 2.0**-149, "F64": 0.0}  # the smallest number
@@ -187,8 +188,12 @@ class _Layer:
     """A layer on sampled rows.
 
     Attributes:
-        error, factor: of the original as it is, see :func:`_misfit`.
-        by_norm: the same of the original divided by what changed norms were multiplied by: the norm → both.
+        quantized: whether it is; else it is kept, and not equal.
+        limit, factor_limit: how large an error, and a factor's distance from one, rounding may make.
+        norm: the changed norm that it makes up for.
+        best: error and factor, see :func:`_misfit`, of the original divided by what that norm is multiplied by.
+        errors: the error with every changed norm that it might make up for, and with none (``""``); of a layer that
+            feeds another one where every output has a factor of its own.
         free: the error where every input has a factor of its own, and how much these factors vary.
         rows: which rows were sampled.
         gains: of each of these rows: the factor by which it is larger than the original's.
@@ -199,25 +204,14 @@ class _Layer:
     quantized: bool
     limit: float
     factor_limit: float
-    error: float
-    factor: float
-    by_norm: dict[str, tuple[float, float]]
+    norm: str
+    best: tuple[float, float]
+    errors: dict[str, float]
     free: tuple[float, float]
     rows: NDArray[np.intp]
     gains: Floats
     gained: float
     cancels: bool = False
-
-    @property
-    def norm(self) -> str | None:
-        """The changed norm that it makes up for."""
-        best = min(self.by_norm, key=lambda name: self.by_norm[name][0], default=None)
-        return best if best is not None and self.by_norm[best][0] < self.error else None
-
-    @property
-    def best(self) -> tuple[float, float]:
-        """Error and factor with or without a norm."""
-        return self.by_norm[self.norm] if self.norm is not None else (self.error, self.factor)
 
     def fits(self, error: float, factor: float) -> bool:
         """Whether rounding explains an error and a factor: few bits shrink weights, and err by far more than that."""
@@ -243,7 +237,7 @@ def _compared(subject: Subject, base: Checkpoint) -> _Comparison:
         layer = _layer(subject, base, module, known, norms, layers)
         if layer is not None:
             layers[module.name] = layer
-    made_up = {layer.norm for layer in layers.values() if layer.norm is not None}
+    made_up = {layer.norm for layer in layers.values() if layer.norm}
     weights: dict[str, float] = {}
     for name, layer in layers.items():
         if layer.quantized and not _sound(subject, name, layer):
@@ -254,7 +248,7 @@ def _compared(subject: Subject, base: Checkpoint) -> _Comparison:
     for name, difference in changed.items():
         owner = name.rpartition(".")[0]
         layer_of = layers.get(owner)
-        rescaled = layer_of is not None and (layer_of.norm is not None or layer_of.cancels)
+        rescaled = layer_of is not None and (layer_of.norm or layer_of.cancels)
         if owner in made_up or (rescaled and layer_of is not None and _sound(subject, owner, layer_of)):
             continue
         kept[name] = difference
@@ -281,10 +275,10 @@ def _left_behind(layers: Mapping[str, _Layer]) -> Iterator[tuple[str, float]]:
         for leaves in _SIBLINGS:
             others = [layers.get(f"{parent}.{other}") for other in leaves if leaf in leaves and other != leaf]
             for other in others:
-                if other is None or other.norm is None or other.norm not in layer.by_norm or not layer.quantized:
+                if other is None or not other.norm or layer.norm or not layer.quantized:
                     continue
-                if layer.norm is None and layer.by_norm[other.norm][0] > _CLEARLY * layer.error:
-                    yield name, layer.by_norm[other.norm][0]
+                if layer.errors.get(other.norm, 0.0) > _CLEARLY * layer.errors[""]:
+                    yield name, layer.errors[other.norm]
 
 
 def _samples(module: Module, changed: Mapping[str, float]) -> bool:
@@ -317,18 +311,22 @@ def _layer(
     if not (np.isfinite(values).all() and np.isfinite(original).all()) or not original.any():
         return None
     bits = _bits(subject, module)
-    candidates = {
-        name: [original / factor for factor in factors]
+    candidates = [("", original)]
+    candidates += [
+        (name, original / factor)
         for name, factors in norms.items()
-        if factors and len(factors[0]) == original.shape[1] and _together(name, module.name)
-    }
-    by_norm = {name: min(_misfit(values, each) for each in every) for name, every in candidates.items()}
-    error, factor = _misfit(values, original)
-    expected = original
-    if by_norm:
-        best = min(by_norm, key=lambda name: by_norm[name][0])
-        if by_norm[best][0] < error:
-            expected = min(candidates[best], key=lambda each: _misfit(values, each)[0])
+        for factor in factors
+        if len(factor) == original.shape[1] and _together(name, module.name)
+    ]
+    as_they_are = [_misfit(values, each)[0] for _, each in candidates]
+    fitted = as_they_are
+    if module.name.rpartition(".")[2] in _FEEDS:
+        fitted = [_misfit(values, each * _gains(values, each)[:, None])[0] for _, each in candidates]
+    alike = [n for n, error in enumerate(fitted) if error <= _ALIKE * min(fitted)]
+    norm, expected = candidates[min(alike, key=lambda n: as_they_are[n])]  # gains hide one factor for all inputs
+    errors: dict[str, float] = {}
+    for (name, _), error in zip(candidates, fitted, strict=True):
+        errors[name] = min(error, errors.get(name, math.inf))
     limit = _MOST_ERROR.get(bits, _MOST_ERROR[8]) if module.quantized else _KEPT_ERROR
     gains = _gains(values, expected)
     gained = _misfit(values, expected * gains[:, None])[0]
@@ -338,9 +336,9 @@ def _layer(
         quantized=module.quantized,
         limit=limit,
         factor_limit=_MOST_FACTOR.get(bits, _MOST_FACTOR[8]) if module.quantized else _KEPT_ERROR,
-        error=error,
-        factor=factor,
-        by_norm=by_norm,
+        norm=norm,
+        best=_misfit(values, expected),
+        errors=errors,
         free=_free(values, original),
         rows=rows,
         gains=gains,
