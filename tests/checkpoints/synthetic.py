@@ -95,6 +95,8 @@ def plain(*, moe: bool = False, tied: bool = False, dtype: torch.dtype = torch.b
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
         "tie_word_embeddings": tied,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }

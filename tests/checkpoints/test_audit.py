@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,20 @@ import torch
 import transformers
 
 from fidelab.checkpoints.audit import audit
+from fidelab.checkpoints.files import open_checkpoint
 from fidelab.checkpoints.rules import RULES, Finding
 from fidelab.errors import InputError
 from tests.checkpoints.conversations import CHATML
 from tests.checkpoints.synthetic import (
     EXPERTS,
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
     QUANTIZERS,
     Synthetic,
+    linear_modules,
     plain,
     quantized,
     replaced,
@@ -239,8 +247,42 @@ def _form(form: str, **options: Any) -> Callable[[], Synthetic]:
     return lambda: quantized(form, **options)
 
 
+def _weights(**changes: Any) -> Callable[[Synthetic], None]:
+    """Other settings of compressed-tensors' weights."""
+    return lambda content: content.config["quantization_config"]["config_groups"]["group_0"]["weights"].update(changes)
+
+
+def _cached() -> Synthetic:
+    return _with_cache_scales(quantized("w4a16"))
+
+
+def _older_file(content: Synthetic, change: bool = True) -> None:
+    """A model.safetensors beside the shards, which the index does not name."""
+    content.sharded()
+    older = {name: value.clone() for name, value in content.tensors.items()}
+    if change:
+        older[f"{GATE}.weight"] *= 2
+    content.more["model.safetensors"] = older
+
+
+def _reversed_end(weight: torch.Tensor) -> torch.Tensor:
+    return torch.cat([weight[:128], weight[128:].flip(0)])
+
+
+def _normed() -> Synthetic:
+    """The original, with norms as they are after training."""
+    content = plain()
+    generator = torch.Generator().manual_seed(1)
+    for name, value in content.tensors.items():
+        if "norm" in name:
+            value.copy_(1 + 0.3 * torch.randn(value.shape, generator=generator))
+    return content
+
+
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 GPTQ, AWQ, W4, W4_MOE, FP8 = _form("gptq"), _form("awq"), _form("w4a16"), _form("w4a16", moe=True), _form("fp8")
+W4_ASYM = _form("w4a16-asymmetric")
+NORM, V_SCALE = "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.v_scale"
 EXPERT_SCALES = [f"model.layers.0.mlp.experts.{e}.up_proj.weight_scale" for e in range(1, EXPERTS)]
 INF, NAN = float("inf"), float("nan")
 FAULTS: dict[str, Fault] = {
@@ -516,10 +558,148 @@ FAULTS: dict[str, Fault] = {
         base=plain,
         also=frozenset({"zero-point-offset"}),
     ),
+    "transposed zero points of GPTQ": Fault(
+        "packing-mismatch", GPTQ, _set(f"{DOWN}.qzeros", lambda t: t.t()), [DOWN], "broken"
+    ),
+    "transposed zero points of AWQ": Fault(
+        "packing-mismatch", AWQ, _set(f"{DOWN}.qzeros", lambda t: t.t()), [DOWN], "broken"
+    ),
+    "transposed zero points of compressed-tensors": Fault(
+        "packing-mismatch", W4_ASYM, _set(f"{DOWN}.weight_zero_point", lambda t: t.t()), [DOWN], "broken"
+    ),
+    "scales per output where one is configured": Fault(
+        "packing-mismatch", FP8, _weights(strategy="tensor"), [DOWN, QUERY], "broken"
+    ),
+    "one scale where scales per output are configured": Fault(
+        "packing-mismatch", FP8, _set(f"{DOWN}.weight_scale", lambda t: t[:1].clone()), [DOWN], "broken"
+    ),
+    "scales of other blocks": Fault(
+        "packing-mismatch",
+        _form("fp8-blocks"),
+        _set(f"{DOWN}.weight_scale_inv", lambda t: t[:2].clone()),
+        [DOWN],
+        "broken",
+    ),
+    "one layer without its zero points": Fault(
+        "incomplete-module", W4_ASYM, _drop(f"{DOWN}.weight_zero_point"), [DOWN], "broken"
+    ),
+    "zero points of weights called symmetric": Fault(
+        "zero-point-unannounced", W4_ASYM, _weights(symmetric=True), [f"{DOWN}.weight_zero_point"], "broken"
+    ),
+    "zero points of GPTQ weights called symmetric": Fault(
+        "zero-point-unannounced", GPTQ, _set(f"{DOWN}.qzeros", _poked(0x12345678)), [f"{DOWN}.qzeros"], "broken"
+    ),
+    "zero points of AWQ weights called symmetric": Fault(
+        "zero-point-unannounced", AWQ, _settings(zero_point=False), [f"{DOWN}.qzeros"], "broken"
+    ),
+    "middle zero points of symmetric weights": Fault(
+        "zero-point-unannounced",
+        W4,
+        lambda c: c.tensors.update({f"{DOWN}.weight_zero_point": torch.full((16, 8), -0x77777778, dtype=torch.int32)}),
+        [f"{DOWN}.weight_zero_point"],
+        "suspicious",
+    ),
+    "reordered inputs without their index": Fault(
+        "group-index",
+        GPTQ,
+        _several(lambda c: _drop(*(name for name in c.tensors if "g_idx" in name))(c), _settings(desc_act=True)),
+        [DOWN, QUERY],
+        "broken",
+    ),
+    "reordered inputs of compressed-tensors without their index": Fault(
+        "group-index", W4, _weights(actorder="group"), [DOWN, QUERY], "broken"
+    ),
+    "one v_scale missing": Fault("kv-scales-missing", _cached, _drop(V_SCALE), [V_SCALE], "suspicious"),
+    "a layer without scales of the KV cache": Fault(
+        "kv-scales-missing", _cached, _drop(V_SCALE, V_SCALE.replace("v_", "k_")), [V_SCALE], "suspicious"
+    ),
+    "scales of the KV cache at one": Fault(
+        "kv-scales-default",
+        _cached,
+        lambda c: c.tensors.update(
+            {k: torch.ones_like(v) for k, v in c.tensors.items() if k.endswith(("k_scale", "v_scale"))}
+        ),
+        [V_SCALE],
+        "suspicious",
+    ),
+    "scales of the KV cache without a scheme": Fault(
+        "kv-scales-unannounced", _cached, _settings(kv_cache_scheme=None), [V_SCALE], "suspicious"
+    ),
+    "a layer without its router": Fault(
+        "router-missing", W4_MOE, _drop("model.layers.1.mlp.gate.weight"), ["model.layers.1.mlp.gate"], "broken"
+    ),
+    "a zero norm": Fault("zero-weights", plain, _set(NORM, torch.zeros_like), [NORM], "suspicious"),
+    "a zero final norm": Fault(
+        "zero-weights", plain, _set("model.norm.weight", torch.zeros_like), ["model.norm.weight"], "suspicious"
+    ),
+    "scales of AWQ in 32 bits": Fault(
+        "scale-dtype", AWQ, _set(f"{DOWN}.scales", lambda t: t.float()), [f"{DOWN}.scales"], "suspicious"
+    ),
+    "an older single file beside the shards": Fault("stale-file", plain, _older_file, [f"{GATE}.weight"], "broken"),
+    "the same weights in a single file beside the shards": Fault(
+        "stale-file", plain, lambda c: _older_file(c, change=False), severity="suspicious"
+    ),
+    "a tied head that is another one": Fault(
+        "head-tied", plain, lambda c: c.config.update(tie_word_embeddings=True), ["lm_head.weight"], "suspicious"
+    ),
+    "rows from 128 on reversed": Fault(
+        "base-differs",
+        GPTQ,
+        lambda c: replaced(
+            c, GATE, QUANTIZERS["gptq"][1](_reversed_end(plain(dtype=torch.float16).tensors[f"{GATE}.weight"]))
+        ),
+        [GATE],
+        "broken",
+        base=plain,
+    ),
+    "one layer's scales doubled": Fault(
+        "base-differs", GPTQ, _set(f"{DOWN}.scales", lambda t: t * 2), [DOWN], "broken", base=plain
+    ),
+    "a norm minus one": Fault(
+        "base-kept-differs",
+        GPTQ,
+        lambda c: c.tensors.update({k: v - int(k == NORM) for k, v in _normed().tensors.items() if "norm" in k}),
+        [NORM],
+        "broken",
+        base=_normed,
+    ),
+    "a norm of another revision": Fault(
+        "base-kept-differs", _form("gptq"), _set(NORM, lambda t: t * 1.1), [NORM], "broken", base=plain
+    ),
+    "zeroed embedding rows": Fault(
+        "base-kept-differs",
+        W4,
+        _set("model.embed_tokens.weight", lambda t: torch.cat([t[:40], t[40:] * 0])),
+        ["model.embed_tokens.weight"],
+        "broken",
+        base=plain,
+    ),
+    "a kept layer with one other number": Fault(
+        "base-kept-differs", W4, _set("lm_head.weight", _poked(0.5)), ["lm_head.weight"], "broken", base=plain
+    ),
+    "another base of rotary positions": Fault(
+        "base-config", W4, lambda c: c.config.update(rope_theta=500000.0), severity="broken", base=plain
+    ),
+    "another epsilon of norms": Fault(
+        "base-config", W4, lambda c: c.config.update(rms_norm_eps=0.1), severity="broken", base=plain
+    ),
+    "more and narrower heads": Fault(
+        "base-config",
+        W4,
+        lambda c: c.config.update(num_attention_heads=8, num_key_value_heads=4, head_dim=16),
+        severity="broken",
+        base=plain,
+    ),
+    "a longer context": Fault(
+        "base-config", W4, lambda c: c.config.update(max_position_embeddings=128), severity="suspicious", base=plain
+    ),
     "a layer of another shape": Fault(
         "base-missing", plain, _set(f"{QUERY}.weight", lambda t: t[:, :64].clone()), [QUERY], base=plain
     ),
 }
+
+
+OURS = ("fidelab.checkpoints.tensors", "fidelab.checkpoints.original")
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -531,7 +711,7 @@ def test_a_planted_fault_is_found_by_its_rule_with_its_names(kind: str, tmp_path
     if fault.base is not None:
         options["base"] = fault.base().write(tmp_path / "base")
     found = findings(content.write(tmp_path / "m"), **options)
-    ours = {rule for rule in found if RULES[rule].find.__module__ == "fidelab.checkpoints.tensors"}
+    ours = {rule for rule in found if RULES[rule].find.__module__ in OURS}
     assert fault.rule in ours
     assert ours <= {fault.rule, *fault.also}
     names = [name for finding in found[fault.rule] for name in finding.tensors]
@@ -549,8 +729,144 @@ def test_two_layers_that_are_swapped_are_told_from_the_original_in_every_format(
     assert set(finding.tensors) == {GATE, up}
 
 
+@pytest.mark.parametrize("form", QUANTIZERS)
+def test_rows_anywhere_in_a_layer_are_compared_in_every_format(form: str, tmp_path: Path) -> None:
+    content, whole = quantized(form), plain().tensors[f"{GATE}.weight"]
+    replaced(content, GATE, QUANTIZERS[form][1](_reversed_end(whole)))
+    [finding] = findings(content.write(tmp_path / "m"), base=plain().write(tmp_path / "base"))["base-differs"]
+    assert finding.tensors == [GATE]
+
+
+@pytest.mark.parametrize("form", QUANTIZERS)
+def test_a_layer_of_another_size_than_the_original_is_found_in_every_format(form: str, tmp_path: Path) -> None:
+    content, whole = quantized(form), plain().tensors[f"{GATE}.weight"]
+    replaced(content, GATE, QUANTIZERS[form][1](whole * 1.25))
+    [finding] = findings(content.write(tmp_path / "m"), base=plain().write(tmp_path / "base"))["base-differs"]
+    assert finding.tensors == [GATE]
+
+
+def _smoothed(seed: int = 2, *, moe: bool = False, mild: bool = False) -> Synthetic:
+    """The original as AWQ leaves it before it rounds: factors moved from norms, values and gates to what follows.
+
+    ``mild``: factors that are nearly the same for all inputs, which is what AWQ finds in some models.
+    """
+    content = _normed() if not moe else plain(moe=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: value.float() for name, value in content.tensors.items()}
+
+    def factors(n: int, middle: float = 0.0) -> torch.Tensor:
+        return torch.exp((middle if mild else 0.0) + (0.1 if mild else 0.5) * torch.randn(n, generator=generator))
+
+    for n in range(2):
+        layer = f"model.layers.{n}"
+        for norm, followers in (
+            ("input_layernorm", [f"self_attn.{part}_proj" for part in "qkv"]),
+            (
+                "post_attention_layernorm",
+                [
+                    name.removeprefix(f"{layer}.").removesuffix(".weight")
+                    for name in tensors
+                    if name.startswith(f"{layer}.mlp") and "down_proj" not in name
+                ],
+            ),
+        ):
+            factor = factors(HIDDEN, -0.3)
+            tensors[f"{layer}.{norm}.weight"] /= factor
+            for follower in followers:
+                tensors[f"{layer}.{follower}.weight"] *= factor
+        heads = factors(KV_HEADS * HEAD_DIM)
+        tensors[f"{layer}.self_attn.v_proj.weight"] /= heads[:, None]
+        repeated = heads.view(KV_HEADS, 1, HEAD_DIM).expand(-1, HEADS // KV_HEADS, -1).reshape(-1)
+        tensors[f"{layer}.self_attn.o_proj.weight"] *= repeated
+        for name in [name for name in tensors if name.startswith(f"{layer}.mlp") and name.endswith("up_proj.weight")]:
+            factor = factors(FFN, -0.8)
+            tensors[name] /= factor[:, None]
+            tensors[name.replace("up_proj", "down_proj")] *= factor
+    content.tensors = {name: value.bfloat16() for name, value in tensors.items()}
+    return content
+
+
+def _rounded(content: Synthetic, form: str) -> Synthetic:
+    for module in linear_modules(content):
+        replaced(content, module, QUANTIZERS[form][1](content.tensors[f"{module}.weight"]))
+    content.config["quantization_config"] = deepcopy(QUANTIZERS[form][0])
+    return content
+
+
+@pytest.mark.parametrize(("moe", "mild"), [(False, False), (True, False), (False, True)], ids=["", "experts", "mild"])
+@pytest.mark.parametrize("form", QUANTIZERS)
+def test_factors_that_cancel_between_layers_are_no_difference(form: str, moe: bool, mild: bool, tmp_path: Path) -> None:
+    folder = _rounded(_smoothed(moe=moe, mild=mild), form).write(tmp_path / "m")
+    base = (plain(moe=True) if moe else _normed()).write(tmp_path / "base")
+    found = findings(folder, base=base)
+    assert {rule for rule in found if rule.startswith("base")} == set()
+
+
+def test_smoothed_weights_that_were_not_rounded_are_no_difference(tmp_path: Path) -> None:
+    assert findings(_smoothed().write(tmp_path / "m"), base=_normed().write(tmp_path / "base")) == {}
+
+
+def test_a_norm_that_was_not_divided_by_the_factors_of_the_layers_behind_it_is_told(tmp_path: Path) -> None:
+    content = _rounded(_smoothed(), "w4a16")
+    content.tensors[NORM] = _normed().tensors[NORM]
+    [finding] = findings(content.write(tmp_path / "m"), base=_normed().write(tmp_path / "base"))["base-differs"]
+    assert set(finding.tensors) == {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"}
+
+
+def test_a_layer_that_was_not_multiplied_as_its_siblings_were_is_told(tmp_path: Path) -> None:
+    content = _smoothed()
+    content.tensors[f"{QUERY}.weight"] = _normed().tensors[f"{QUERY}.weight"]
+    folder = _rounded(content, "w4a16").write(tmp_path / "m")
+    [finding] = findings(folder, base=_normed().write(tmp_path / "base"))["base-differs"]
+    assert finding.tensors == [QUERY]
+
+
+def test_a_change_of_type_is_no_difference(tmp_path: Path) -> None:
+    base = plain(dtype=torch.float32).write(tmp_path / "base")
+    for dtype in (torch.bfloat16, torch.float16):
+        content = plain(dtype=torch.float32)
+        content.tensors = {name: value.to(dtype) for name, value in content.tensors.items()}
+        found = findings(content.write(tmp_path / str(dtype)), base=base)
+        assert not {rule for rule in found if rule.startswith("base")}
+
+
+def test_a_configuration_that_says_the_same_in_newer_words_is_no_difference(tmp_path: Path) -> None:
+    content = plain()
+    del content.config["rope_theta"], content.config["head_dim"]
+    content.config["rope_parameters"] = {"rope_theta": 10000, "rope_type": "default"}
+    assert findings(content.write(tmp_path / "m"), base=plain().write(tmp_path / "base")) == {}
+
+
+def test_a_tied_head_with_the_embeddings_numbers_is_whole(tmp_path: Path) -> None:
+    content = plain(tied=True)
+    content.tensors["lm_head.weight"] = content.tensors["model.embed_tokens.weight"].clone()
+    assert findings(content.write(tmp_path / "m")) == {}
+
+
+def test_layers_that_override_symmetric_may_have_zero_points(tmp_path: Path) -> None:
+    content = quantized("gptq")
+    _set(f"{DOWN}.qzeros", _poked(0x12345678))(content)
+    content.config["quantization_config"]["dynamic"] = {r"+:.*layers\.0\.mlp\.down_proj": {"sym": False}}
+    assert findings(content.write(tmp_path / "m")) == {}
+
+
+def test_norms_that_begin_at_zero_are_whole(tmp_path: Path) -> None:
+    content = plain()
+    for name, value in content.tensors.items():
+        if "norm" in name:
+            value.zero_()
+    assert findings(content.write(tmp_path / "m")) == {}
+
+
+def test_modules_are_counted_by_their_matrices(tmp_path: Path) -> None:
+    outcome = audit(quantized("gptq").write(tmp_path / "m"))
+    assert (outcome.quantized, outcome.modules) == (14, 16)  # embedding and LM head besides, and no norm
+    outcome = audit(write_gguf(tmp_path / "m.gguf"))
+    assert outcome.modules == sum(len(info.shape) > 1 for info in open_checkpoint(tmp_path / "m.gguf").tensors.values())
+
+
 def test_every_rule_about_tensors_has_a_planted_fault() -> None:
-    ours = {name for name, rule in RULES.items() if rule.find.__module__ == "fidelab.checkpoints.tensors"}
+    ours = {name for name, rule in RULES.items() if rule.find.__module__ in OURS}
     assert ours == {fault.rule for fault in FAULTS.values()}
 
 

@@ -18,7 +18,7 @@ import pytest
 from fidelab.checkpoints.audit import audit
 from fidelab.errors import FidelabError
 from tests import test_hostile_files as hostile
-from tests.checkpoints.synthetic import quantized
+from tests.checkpoints.synthetic import Synthetic, plain, quantized
 from tests.models.tiny_gguf import write_gguf
 from tests.sizes import first
 from tests.test_hostile_files import MUTATIONS, attack, changed, scrambled
@@ -26,11 +26,11 @@ from tests.test_hostile_files import MUTATIONS, attack, changed, scrambled
 EACH = -(-MUTATIONS // 4)
 
 
-def audited(path: Path) -> None:
+def audited(path: Path, base: Path | None = None) -> None:
     """A verdict whose JSON is whole, or one line."""
     try:
         with hostile.bounds(1 << 30):
-            outcome = audit(path)
+            outcome = audit(path, base)
     except FidelabError as error:
         message = str(error)
     else:
@@ -42,6 +42,7 @@ def audited(path: Path) -> None:
 @pytest.mark.parametrize("form", ["gptq", "w4a16"])
 def test_a_strangers_header_is_audited_or_one_line(form: str, tmp_path: Path) -> None:
     folder = quantized(form, moe=form == "w4a16").write(tmp_path / "m")
+    base = plain(moe=form == "w4a16").write(tmp_path / "base")
     file = folder / "model.safetensors"
     raw = file.read_bytes()
     size = 8 + int.from_bytes(raw[:8], "little")
@@ -54,12 +55,13 @@ def test_a_strangers_header_is_audited_or_one_line(form: str, tmp_path: Path) ->
         file.write_bytes(content)
         return content[:size]
 
-    attack(change, lambda: audited(folder), EACH)
+    attack(change, lambda: audited(folder, base), EACH)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])
 def test_a_strangers_index_and_config_are_read_or_one_line(name: str, tmp_path: Path) -> None:
-    folder = quantized("w4a16").sharded().write(tmp_path / "m")
+    folder = _with_all(quantized("w4a16")).sharded().write(tmp_path / "m")
+    base = plain().write(tmp_path / "base")
     raw = (folder / name).read_bytes()
     good = json.loads(raw)
 
@@ -68,7 +70,32 @@ def test_a_strangers_index_and_config_are_read_or_one_line(name: str, tmp_path: 
         (folder / name).write_bytes(content)
         return content
 
-    attack(change, lambda: audited(folder), EACH)
+    attack(change, lambda: audited(folder, base), EACH)
+
+
+def _with_all(content: Synthetic) -> Synthetic:
+    """With everything that rules read of a configuration."""
+    content.config |= {
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+        "sliding_window": 64,
+        "layer_types": ["full"],
+    }
+    content.config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8}
+    return content
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_an_original_of_a_stranger_is_compared_or_one_line(name: str, tmp_path: Path) -> None:
+    folder, base = quantized("gptq").write(tmp_path / "m"), plain().write(tmp_path / "base")
+    raw = (base / name).read_bytes()
+    size = 8 + int.from_bytes(raw[:8], "little") if name != "config.json" else 0
+
+    def change(dice: random.Random) -> bytes:
+        content = json.dumps(changed(json.loads(raw[8:size] if size else raw), dice)).encode()
+        (base / name).write_bytes(len(content).to_bytes(8, "little") + content + raw[size:] if size else content)
+        return content
+
+    attack(change, lambda: audited(folder, base), EACH)
 
 
 def test_a_strangers_gguf_is_audited_or_one_line(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from fidelab.checkpoints.files import Checkpoint, open_checkpoint, to_floats
 from fidelab.errors import InputError
+from tests.checkpoints.synthetic import plain
 from tests.models.test_hub import COMMITS, REPO, Hub, hub  # noqa: F401
 from tests.models.tiny_gguf import write_gguf
 
@@ -316,3 +317,14 @@ def test_small_tensors_of_a_repository_are_fetched_together(hub: Hub, tmp_path: 
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, json.loads(done.stdout)["tensors"]) == (0, 200), done.stderr
     assert sum("model.safetensors" in asked for asked in hub.asked) <= 3
+
+
+def test_a_single_file_beside_the_shards_of_a_repository_is_told(hub: Hub, tmp_path: Path) -> None:  # noqa: F811
+    folder = plain().sharded().write(tmp_path / "source")
+    older = {name: value * 2 for name, value in plain().tensors.items()}
+    save_file(older, folder / "model.safetensors")
+    hub.files[COMMITS["main"]] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    command = [sys.executable, "-m", "fidelab", "audit", REPO, "--json"]
+    env = hub_environment(hub.endpoint, tmp_path / "home")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert [finding["rule"] for finding in json.loads(done.stdout)["findings"]] == ["stale-file"], done.stderr

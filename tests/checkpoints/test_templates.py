@@ -62,6 +62,13 @@ def test_nothing_is_found_in_whole_texts(kind: str, tmp_path: Path) -> None:
     assert said(found(WHOLE[kind]().write(plain().write(tmp_path / "m")))) == {}
 
 
+def test_an_encoder_needs_no_end_of_sequence(tmp_path: Path) -> None:
+    content = plain()
+    content.config["architectures"] = ["BertModel"]
+    texts = Texts(template=None, special={"unk_token": "<unk>"}, generation=None)
+    assert said(found(texts.write(content.write(tmp_path / "m")))) == {}
+
+
 @dataclass
 class Fault:
     """Texts with something wrong, the rule that must find it, and what it must say."""

@@ -11,6 +11,7 @@ import torch
 from benchmarks.quantize import measured
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from fidelab.checkpoints.audit import audit
 from fidelab.environments.environment import engines_dir, read_marker
 from fidelab.environments.recipes import variants
 from fidelab.models.tiny import make_tiny
@@ -69,3 +70,16 @@ def test_experts_are_counted_and_quantized(tmp_path: Path) -> None:
     tokens = done.experts["tokens"]
     assert len(tokens) == 2
     assert all(len(counts) == 4 and sum(counts) % 2 == 0 for counts in tokens.values())  # two experts a token
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_the_audit_finds_no_difference_between_what_a_recipe_writes_and_its_original(
+    method: str, tmp_path: Path
+) -> None:
+    model = make_tiny(tmp_path / "tiny")
+    text = "\n\n".join(f"Paragraph {n} tells of {3 * n} ships that left the harbour of a town." for n in range(400))
+    (tmp_path / "text.txt").write_text(text)
+    calibration = "calibration: {sources: [{text: text.txt}], samples: 8, length: 64}\n" if method != "rtn" else ""
+    (tmp_path / "recipe.yaml").write_text(f"method: {method}\nscheme: {{group: 32}}\n{calibration}fidelity: null\n")
+    done = quantize(str(model), tmp_path / "recipe.yaml", tmp_path / "out")
+    assert audit(done.output, model).findings == ()

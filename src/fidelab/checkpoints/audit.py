@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fidelab.checkpoints import geometry, templates, tensors  # noqa: F401 (their rules enter the table)
+from fidelab.checkpoints import geometry, original, templates, tensors  # noqa: F401 (their rules enter the table)
 from fidelab.checkpoints.files import Checkpoint, open_checkpoint
 from fidelab.checkpoints.modules import SCALES, modules_of, scheme_of
 from fidelab.checkpoints.rules import RULES, Finding, Subject
@@ -34,7 +34,7 @@ class Audit:
         findings: the most severe first.
         tensors, nbytes: what was read.
         quantized: modules that are quantized.
-        modules: those that have a weight.
+        modules: those that have a weight matrix, quantized or not.
     """
 
     checkpoint: str
@@ -107,7 +107,7 @@ def _audited(subject: Subject) -> Audit:
         tensors=len(checkpoint.tensors),
         nbytes=checkpoint.nbytes,
         quantized=sum(module.quantized for module in subject.modules.values()),
-        modules=sum(module.quantized or "weight" in module.parts for module in subject.modules.values()),
+        modules=sum(module.matrix for module in subject.modules.values()),
     )
 
 

@@ -16,6 +16,7 @@ __all__ = ["page"]
 
 _SECTIONS = {  # module of the rules → heading
     "tensors": "Weights, scales and files",
+    "original": "Against the original",
     "templates": "Chat template and special tokens",
     "geometry": "Sizes",
 }

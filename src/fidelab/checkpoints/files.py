@@ -54,6 +54,7 @@ lacks come as the unsigned integers of their bits.  GGUF's plain types have the 
 
 _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_SINGLE = "model.safetensors"
 _MOST_SPLITS = 1000
 _CHUNK = 16 << 20  # bytes
 _MOST_HEADER = 100_000_000  # bytes of a safetensors header, the published limit
@@ -91,6 +92,7 @@ class Checkpoint:
         index: tensor name → file name, of a sharded safetensors checkpoint.
         missing_files: which the index names and the folder lacks.
         copies: further tensors whose names other files hold already.
+        beside: tensors of a ``model.safetensors`` that the index does not name and some engines load first.
         metadata: of a GGUF file, see :class:`fidelab.models.gguf.Header`.
     """
 
@@ -104,6 +106,7 @@ class Checkpoint:
     index: dict[str, str] | None = None
     missing_files: tuple[str, ...] = ()
     copies: tuple[TensorInfo, ...] = ()
+    beside: tuple[TensorInfo, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     remote: tuple[str, str] | None = None  # repository and commit
     _scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -269,12 +272,11 @@ def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     copies: list[TensorInfo] = []
     for file in files:
-        entries, begin = read_entries(file)
-        for tensor, entry in sorted(entries.items(), key=lambda item: item[1].start):
-            info = TensorInfo(tensor, entry.dtype, entry.shape, file, begin + entry.start, entry.end - entry.start)
-            _check(info)
-            if tensors.setdefault(tensor, info) is not info:
+        for info in _stored_in(file):
+            if tensors.setdefault(info.name, info) is not info:
                 copies.append(info)
+    single = folder / _SINGLE
+    stale = index is not None and single not in files and single.name not in missing and single.is_file()
     config = read_json(folder / "config.json")
     return Checkpoint(
         name=name,
@@ -287,7 +289,17 @@ def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
         index=index,
         missing_files=missing,
         copies=tuple(copies),
+        beside=tuple(_stored_in(single)) if stale else (),
     )
+
+
+def _stored_in(file: Path) -> Iterator[TensorInfo]:
+    """The tensors of a file, in the order of their places."""
+    entries, begin = read_entries(file)
+    for tensor, entry in sorted(entries.items(), key=lambda item: item[1].start):
+        info = TensorInfo(tensor, entry.dtype, entry.shape, file, begin + entry.start, entry.end - entry.start)
+        _check(info)
+        yield info
 
 
 def _check(info: TensorInfo) -> None:
@@ -401,9 +413,9 @@ def _open_remote(repo: str, revision: str | None, name: str, complete: bool) -> 
     shards = [file for file in sizes if file.endswith(".safetensors")]
     ggufs = [file for file in sizes if file.endswith(".gguf")]
     if (copy / INDEX).is_file():
-        shards = [file for file in shards if file in set(read_index(copy / INDEX).values())]
-    elif "model.safetensors" in shards:
-        shards = ["model.safetensors"]
+        shards = [file for file in shards if file in {*read_index(copy / INDEX).values(), _SINGLE}]
+    elif _SINGLE in shards:
+        shards = [_SINGLE]
     for file in shards:
         length = int.from_bytes(hub.read_range(repo, commit, file, 0, min(8, sizes[file])), "little")
         header = hub.read_range(repo, commit, file, 0, min(sizes[file], 8 + min(length, _MOST_HEADER)))

@@ -422,6 +422,12 @@ class Gptq(Layout):
             "g_idx": StoredArray(linear.groups.astype(np.int32), "I32"),
         }
 
+    def some_zeros(self, words: NDArray[Any], rows: NDArray[np.intp], n: int) -> NDArray[np.int32]:
+        """``qzeros`` of these outputs alone, of those of ``n``."""
+        bits = words.shape[1] * 32 // n
+        fields = unpack_words(self._shifted(words, bits, +1), bits, axis=1, count=n)
+        return self._shifted(pack_words(fields[:, rows], bits, axis=1), bits, -1)
+
     def _shifted(self, words: NDArray[Any], bits: int, by: int) -> NDArray[np.int32]:
         """Packed zero points with a one added to, or subtracted from, every field, in words modulo 2^32."""
         raw = np.ascontiguousarray(words).view(np.uint32)
@@ -475,6 +481,11 @@ class Awq(Layout):
             "qzeros": StoredArray(self._words(zeros.T), "I32"),
             "scales": _stored_scales(linear.scales.T, linear.scale_dtype),
         }
+
+    @classmethod
+    def some_columns(cls, words: NDArray[Any], columns: NDArray[np.intp]) -> NDArray[np.int32]:
+        """``qweight`` or ``qzeros`` of these columns alone, a multiple of eight."""
+        return cls._words(cls._columns(words)[:, columns])
 
     @staticmethod
     def _columns(words: NDArray[Any]) -> NDArray[np.uint8]:

@@ -16,7 +16,23 @@ from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo
 from fidelab.checkpoints.layouts import method_of
 from fidelab.errors import InputError
 
-__all__ = ["IGNORING", "METHODS", "SCALES", "Module", "Scheme", "kind_of", "modules_of", "scheme_of"]
+__all__ = [
+    "IGNORING",
+    "METHODS",
+    "SCALES",
+    "Module",
+    "Packing",
+    "Scheme",
+    "bare_name",
+    "generates",
+    "kind_of",
+    "leaf_of",
+    "modules_of",
+    "scheme_of",
+    "tensor_in",
+    "text_config",
+    "weight_in",
+]
 
 METHODS = {
     "gptq": "gptq",
@@ -94,6 +110,25 @@ def kind_of(module: str) -> str:
     return "linear"
 
 
+def leaf_of(name: str) -> str:
+    """A name with a star for every number, the same for all layers."""
+    return re.sub(r"\d+", "*", name)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the text model, of a model that has others besides."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def generates(config: Mapping[str, Any]) -> bool:
+    """Whether an architecture that the configuration names writes text; encoders do not."""
+    named = config.get("architectures")
+    return isinstance(named, list) and any(
+        str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in named
+    )
+
+
 @dataclass(frozen=True)
 class Module:
     """The tensors of one layer with a weight.
@@ -123,6 +158,12 @@ class Module:
     def quantized(self) -> bool:
         """Whether a tensor holds quantized weights."""
         return self.packed is not None
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it has a weight of two dimensions or more, quantized or not; norms have vectors."""
+        weight = self.parts.get("weight") or (self.parts.get("") if ".experts." in f"{self.name}." else None)
+        return self.quantized or (weight is not None and len(weight.shape) > 1)
 
     @property
     def scales(self) -> TensorInfo | None:
@@ -176,7 +217,7 @@ class Module:
         if columns == n:
             k = index.shape[0] if index is not None and len(index.shape) == 1 else None
             bits = None
-            if zeros is not None and len(zeros.shape) == 2:
+            if zeros is not None and len(zeros.shape) == 2 and zeros.shape[0] == groups:
                 bits = zeros.shape[1] * 32 // n
             elif k:
                 bits = rows * 32 // k
@@ -217,6 +258,26 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
     return {name: Module(name, parts, kind_of(name)) for name, parts in grouped.items()}
 
 
+def tensor_in(base: Checkpoint, name: str) -> TensorInfo | None:
+    """The original's tensor of this name, under one of the prefixes that language models have there."""
+    bare = bare_name(name)
+    names = (name, bare, *(f"{prefix}{bare}" for prefix in _PREFIXES))
+    return next((base.tensors[each] for each in names if each in base.tensors), None)
+
+
+def weight_in(base: Checkpoint, module: str) -> TensorInfo | None:
+    """The original's weight of a module, see :func:`tensor_in`."""
+    return tensor_in(base, f"{module}.weight") or tensor_in(base, module)
+
+
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.model.", "model.", "language_model.")
+
+
+def bare_name(name: str) -> str:
+    """A name without the prefixes that writers add to and remove from text models."""
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+
+
 _FUSED = re.compile(r"(?P<module>.*\.experts\.\w+)_(?P<part>blocks|scales|bias)$")  # GPT-OSS
 
 
@@ -241,6 +302,9 @@ class Scheme:
         targets: patterns of those that are, where it lists them; else all linear layers are.
         layout: a key of :data:`fidelab.checkpoints.layouts.LAYOUTS`, where modules are in one of them.
         kv_cache: whether scales of the KV cache are announced.
+        strategy: of compressed-tensors' scales, where it is one for all modules: ``tensor``, ``channel``, ``group`` …
+        block: outputs and inputs that share a scale of FP8, where it is one shape for all modules.
+        reordered: whether a group index of the inputs is announced (``desc_act``, ``actorder: group``).
     """
 
     method: str | None = None
@@ -252,6 +316,9 @@ class Scheme:
     targets: tuple[str, ...] = ()
     layout: str | None = None
     kv_cache: bool = False
+    strategy: str | None = None
+    block: tuple[int, int] | None = None
+    reordered: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     def ignores(self, module: str) -> bool:
@@ -335,7 +402,13 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
         zero_point = raw.get("zero_point")
         symmetric = not zero_point if isinstance(zero_point, bool) else None
     else:
-        symmetric = raw.get("sym") if isinstance(raw.get("sym"), bool) else None
+        said = {
+            settings["sym"]
+            for overrides in (dynamic, extra)
+            for settings in (raw, *(overrides.values() if isinstance(overrides, dict) else ()))
+            if isinstance(settings, dict) and isinstance(settings.get("sym"), bool)
+        }
+        symmetric = said.pop() if len(said) == 1 else None
     return Scheme(
         method=method,
         bits=_number(raw, "bits", "w_bit") if uniform else None,
@@ -344,9 +417,22 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
         ignored=ignored,
         ignored_by=ignored_by,
         targets=_strings(raw.get("modules_in_block_to_quantize")),
+        kv_cache=any(raw.get(key) for key in _ANNOUNCING) or (checkpoint.folder / "hf_quant_config.json").is_file(),
+        block=_block(block) if method == "fp8" else None,
+        reordered=method == "gptq" and raw.get("desc_act") is True,
         layout=None if method in ("modelopt", "mxfp4") else method_of({**raw, "quant_method": method}),
         raw=raw,
     )
+
+
+_ANNOUNCING = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant", "kv_cache_dtype", "kv_cache_config")
+"""Keys under which methods announce scales of the KV cache; ModelOpt does so in a file of its own, too."""
+
+
+def _block(value: Any) -> tuple[int, int] | None:
+    """The shape of blocks, ``(outputs, inputs)``."""
+    whole = isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
+    return (value[0], value[1]) if whole else None
 
 
 def _compressed(raw: Mapping[str, Any]) -> Scheme:
@@ -358,15 +444,20 @@ def _compressed(raw: Mapping[str, Any]) -> Scheme:
     ]
     one = weights[0][1] if len(weights) == 1 else {}
     size = _number(one, "group_size")
+    symmetric = {settings.get("symmetric") for _, settings in weights if isinstance(settings.get("symmetric"), bool)}
+    strategy = one.get("strategy")
     return Scheme(
         method="compressed-tensors",
         bits=_number(one, "num_bits"),
         group=size if size is not None and size > 0 else None,
-        symmetric=one.get("symmetric") if isinstance(one.get("symmetric"), bool) else None,
+        symmetric=symmetric.pop() if len(symmetric) == 1 else None,
         ignored=_strings(raw.get("ignore")),
         targets=tuple(target for targets, _ in weights for target in _strings(targets)),
         layout="compressed-tensors",
         kv_cache=isinstance(raw.get("kv_cache_scheme"), dict),
+        strategy=strategy if isinstance(strategy, str) else None,
+        block=_block(one.get("block_structure")) if strategy == "block" else None,
+        reordered=one.get("actorder") in ("group", True),
         raw=raw,
     )
 

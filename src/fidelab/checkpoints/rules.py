@@ -18,7 +18,7 @@ from fidelab.checkpoints.files import Checkpoint
 from fidelab.checkpoints.modules import Module, Scheme
 from fidelab.checkpoints.scan import Statistics
 
-__all__ = ["RULES", "Finding", "Rule", "Severity", "Subject", "rule"]
+__all__ = ["RULES", "Finding", "Rule", "Severity", "Subject", "and_more", "are", "counted", "rule", "some_are"]
 
 Severity = Literal["broken", "suspicious", "information"]
 
@@ -120,3 +120,28 @@ def rule(
         return find
 
     return enter
+
+
+# What findings say of many names.
+
+
+def and_more(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and 7 more``."""
+    if len(names) <= 2:
+        return " and ".join(names)
+    return f"{names[0]}, {names[1]} and {len(names) - 2} more"
+
+
+def counted(names: Sequence[Any], noun: str) -> str:
+    """``1 tensor``, ``1,000 tensors``."""
+    return f"{len(names):,} {noun}{'' if len(names) == 1 else 's'}"
+
+
+def are(names: Sequence[Any]) -> str:
+    """``is`` for one, else ``are``."""
+    return "is" if len(names) == 1 else "are"
+
+
+def some_are(names: Sequence[str], noun: str, says: str, severity: Severity | None = None) -> Finding:
+    """``3 tensors are …: a, b and 1 more``."""
+    return Finding(f"{counted(names, noun)} {are(names)} {says}: {and_more(names)}", names, severity)

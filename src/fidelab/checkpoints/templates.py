@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.checkpoints.files import Checkpoint
+from fidelab.checkpoints.modules import generates
 from fidelab.checkpoints.rules import Finding, Subject, rule
 from fidelab.core import read_file
 from fidelab.errors import InputError
@@ -368,11 +369,13 @@ def _beyond_embedding(subject: Subject) -> Iterator[Finding]:
     severity="suspicious",
     symptom="answers run on to the limit of tokens, often into a conversation with themselves",
     cause="eos_token_id lost when the configuration was written anew",
-    check="eos in the tokenizer, generation_config.json or config.json",
+    check="eos in the tokenizer, generation_config.json or config.json; encoders need none",
     command="copy generation_config.json and tokenizer_config.json from the original model",
 )
 def _eos_missing(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
+    if subject.checkpoint.config.get("architectures") and not generates(subject.checkpoint.config):
+        return
     listed = any(key in ("eos_token_id", "eot_token_id") for _, key in chat.ids)
     if chat.described and not listed and (subject.checkpoint.format == "gguf" or "eos_token" not in chat.special):
         yield Finding("neither the tokenizer nor a configuration names an end-of-sequence token")

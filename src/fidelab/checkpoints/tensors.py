@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo
-from fidelab.checkpoints.layouts import ACTIVATION_PARTS, QuantizedModule, StoredArray, quantized_modules
-from fidelab.checkpoints.modules import IGNORING, SCALES, Module, modules_of
-from fidelab.checkpoints.rules import Finding, Severity, Subject, rule
+from fidelab.checkpoints.layouts import unpack_words
+from fidelab.checkpoints.modules import (
+    IGNORING,
+    SCALES,
+    Module,
+    Packing,
+    bare_name,
+    generates,
+    leaf_of,
+    text_config,
+    weight_in,
+)
+from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, counted, rule, some_are
 from fidelab.checkpoints.scan import MOST_SLICES, Statistics, fused, scan, slices
-from fidelab.errors import InputError
 
 __all__: list[str] = []
 
@@ -28,32 +34,10 @@ _SMALLEST_WEIGHT = 1e-8
 _OUTLIER = 1000.0  # times the median of the same layer kind
 _MASKS = ("masked_bias", ".attn.bias", ".attention.bias")  # of GPT-2 and its kind: masks, which may be infinite
 _MOST_MISSING = 100_000  # experts that are listed
-_ROWS = 64  # of each layer that are compared with the original's
-_MOST_ERROR = {8: 0.15, 6: 0.15, 5: 0.25, 4: 0.35, 3: 0.7, 2: 1.2}  # relative, by bits; an ordinary one is a third
 _FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
-
-
-def _named(names: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and 7 more``."""
-    if len(names) <= 2:
-        return " and ".join(names)
-    return f"{names[0]}, {names[1]} and {len(names) - 2} more"
-
-
-def _count(names: Sequence[Any], noun: str) -> str:
-    return f"{len(names):,} {noun}{'' if len(names) == 1 else 's'}"
-
-
-def _are(names: Sequence[Any]) -> str:
-    return "is" if len(names) == 1 else "are"
-
-
-def _some(names: Sequence[str], noun: str, says: str, severity: Severity | None = None) -> Finding:
-    """``3 tensors are …: a, b and 1 more``."""
-    return Finding(f"{_count(names, noun)} {_are(names)} {says}: {_named(names)}", names, severity)
 
 
 def _quantized(subject: Subject) -> list[Module]:
@@ -84,9 +68,10 @@ def _scales(subject: Subject, *, experts: bool | None = None) -> Iterator[tuple[
                         yield module, part, name, statistics
 
 
-def _leaf(name: str) -> str:
-    """A name without its numbers, the same for all layers."""
-    return re.sub(r"\d+", "*", name)
+def _layer_of(name: str) -> str | None:
+    """The layer that a module is in, as ``model.layers.3.``."""
+    match = re.match(r"(.*?(?:^|\.)(?:layers|h|blocks|blk|block)\.\d+\.)", name)
+    return match[1] if match else None
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -124,7 +109,9 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
     if found:
         names = [name for name, _ in found]
         nan, inf = (sum(getattr(statistics, what) for _, statistics in found) for what in ("nan", "inf"))
-        yield Finding(f"{nan:,} NaN and {inf:,} infinite values in {_count(names, 'tensor')}: {_named(names)}", names)
+        yield Finding(
+            f"{nan:,} NaN and {inf:,} infinite values in {counted(names, 'tensor')}: {and_more(names)}", names
+        )
 
 
 @rule(
@@ -141,7 +128,7 @@ def _scale_nonfinite(subject: Subject) -> Iterator[Finding]:
     if found:
         names = [name for name, _ in found]
         count = sum(s.nan + s.inf for _, s in found)
-        yield Finding(f"{count:,} scales {_are(range(count))} NaN or infinite, in {_named(names)}", names)
+        yield Finding(f"{count:,} scales {are(range(count))} NaN or infinite, in {and_more(names)}", names)
 
 
 @rule(
@@ -157,7 +144,7 @@ def _scale_zero(subject: Subject) -> Iterator[Finding]:
     packed = [item for item in _scales(subject, experts=False) if item[0].quantized]
     dead = [name for module, part, name, s in packed if s.dead and not _zero_in_base(subject, module)]
     if dead:
-        yield Finding(f"all scales of {_count(dead, 'tensor')} are zero: {_named(dead)}", dead)
+        yield Finding(f"all scales of {counted(dead, 'tensor')} are zero: {and_more(dead)}", dead)
     # of NVFP4, whose scales are 8-bit floats, those of small groups vanish
     some = [
         (name, s)
@@ -167,7 +154,7 @@ def _scale_zero(subject: Subject) -> Iterator[Finding]:
     if some:
         names = [name for name, _ in some]
         zeros, size = (sum(getattr(s, what) for _, s in some) for what in ("zeros", "size"))
-        yield Finding(f"{zeros:,} of {size:,} scales are zero in {_named(names)}", names, "suspicious")
+        yield Finding(f"{zeros:,} of {size:,} scales are zero in {and_more(names)}", names, "suspicious")
 
 
 @rule(
@@ -192,23 +179,23 @@ def _scale_absurd(subject: Subject) -> Iterator[Finding]:
         if info.dtype in RAW and s.same and s.first == 1 and s.size > 4 and module.expert is None and not fused(info):
             ones.append(name)
         if s.finite and s.largest:
-            alike[f"{_leaf(module.name)}.{part}"].append((name, s, s.largest * _code_range(module)))
+            alike[f"{leaf_of(module.name)}.{part}"].append((name, s, s.largest * _code_range(module)))
     extreme = [
         name for items in alike.values() for name, _, weight in items if not _SMALLEST_WEIGHT < weight < _LARGEST_WEIGHT
     ]
     beyond = set(extreme)
     if extreme:
         largest = max(s.largest for items in alike.values() for name, s, _ in items if name in beyond)
-        yield Finding(f"scales up to {largest:.3g} give weights of an absurd size in {_named(extreme)}", extreme)
+        yield Finding(f"scales up to {largest:.3g} give weights of an absurd size in {and_more(extreme)}", extreme)
     odd: list[str] = []
     for items in alike.values():
         middle = median(s.largest for _, s, _ in items)
         if len(items) >= 4:
             odd += [name for name, s, _ in items if s.largest > _OUTLIER * middle and name not in beyond]
     if odd:
-        yield Finding(f"scales over {_OUTLIER:g} times those of the same layers elsewhere in {_named(odd)}", odd)
+        yield Finding(f"scales over {_OUTLIER:g} times those of the same layers elsewhere in {and_more(odd)}", odd)
     if ones:
-        yield Finding(f"all scales are 1, as before any calibration, in {_named(ones)}", ones)
+        yield Finding(f"all scales are 1, as before any calibration, in {and_more(ones)}", ones)
 
 
 def _code_range(module: Module) -> float:
@@ -236,7 +223,7 @@ def _scale_negative(subject: Subject) -> Iterator[Finding]:
         names = [name for name, _ in found]
         negative, size = (sum(getattr(s, what) for _, s in found) for what in ("negative", "size"))
         share = 100 * negative / size
-        yield Finding(f"{negative:,} of {size:,} scales ({share:.1f}%) are negative in {_named(names)}", names)
+        yield Finding(f"{negative:,} of {size:,} scales ({share:.1f}%) are negative in {and_more(names)}", names)
 
 
 @rule(
@@ -263,7 +250,7 @@ def _scale_underflow(subject: Subject) -> Iterator[Finding]:
     for found, says in ((vanishing, "become zero in float16"), (coarse, "are subnormal numbers of float16")):
         if found:
             names = [name for name, _ in found]
-            yield Finding(f"{sum(n for _, n in found):,} scales {says}, in {_named(names)}", names)
+            yield Finding(f"{sum(n for _, n in found):,} scales {says}, in {and_more(names)}", names)
 
 
 @rule(
@@ -288,17 +275,11 @@ def _overflow(subject: Subject) -> Iterator[Finding]:
         names = [name for name, _ in found]
         severity: Severity = "broken" if _dtype(subject.checkpoint) == "float16" else "suspicious"
         largest = max(value for _, value in found)
-        yield Finding(f"values up to {largest:.4g} do not fit float16, in {_named(names)}", names, severity)
-
-
-def _text(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The configuration of the text model."""
-    text = checkpoint.config.get("text_config")
-    return text if isinstance(text, dict) else checkpoint.config
+        yield Finding(f"values up to {largest:.4g} do not fit float16, in {and_more(names)}", names, severity)
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
-    places = (checkpoint.config, _text(checkpoint))
+    places = (checkpoint.config, text_config(checkpoint.config))
     values = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
     return str(next(filter(None, values), "")).removeprefix("torch.")
 
@@ -309,16 +290,20 @@ def _dtype(checkpoint: Checkpoint) -> str:
     severity="suspicious",
     symptom="the layer adds nothing: empty or fluent but empty-headed answers, or noise if it is an early layer",
     cause="tensors that were allocated and never written, or codes clamped away by negative scales",
-    check="no matrix is all zero, no packed matrix holds one code everywhere, or blank words for a tenth of it; with "
-    "--base, broken where the original is not zero",
+    check="no matrix is all zero, no norm where other norms are not, no packed matrix holds one code everywhere, or "
+    "blank words for a tenth of it; with --base, broken where the original is not zero",
     command="fidelab audit CHECKPOINT --base ORIGINAL",
 )
 def _zero_weights(subject: Subject) -> Iterator[Finding]:
     dead: list[str] = []
     lived: list[str] = []
     partly: list[str] = []
+    norms = _zero_norms(subject)
     for module in subject.modules.values():
         info = module.packed or module.parts.get("weight") or module.parts.get("")
+        if module.name in norms:
+            live = subject.base is not None and not _zero_in_base(subject, module)
+            (lived if live else dead if subject.base is None else []).append(f"{module.name}.weight")
         if info is None or len(info.shape) < 2 or not (module.in_layer or module.quantized or module.kind == "head"):
             continue
         if "" in module.parts and not fused(info):  # a parameter of a kind that may well begin, and stay, at zero
@@ -331,36 +316,41 @@ def _zero_weights(subject: Subject) -> Iterator[Finding]:
             elif module.quantized and not blocks and s.blank > s.size // 10 and info.dtype in ("I32", "U32"):
                 partly.append(name)
     if lived:
-        yield _some(lived, "tensor", "zero where the original has weights", "broken")
+        yield some_are(lived, "tensor", "zero where the original has weights", "broken")
     if dead:
-        yield _some(dead, "tensor", "zero, or one code everywhere")
+        yield some_are(dead, "tensor", "zero, or one code everywhere")
     if partly:
-        yield Finding(f"over a tenth of the packed words are blank in {_named(partly)}", partly)
+        yield Finding(f"over a tenth of the packed words are blank in {and_more(partly)}", partly)
+
+
+def _zero_norms(subject: Subject) -> set[str]:
+    """Norms whose weights are all zero.
+
+    Some architectures multiply by one plus the weight and begin at zero: where all norms of a kind, or most norms of
+    the checkpoint, are zero, none is a fault.
+    """
+    kinds: dict[str, dict[str, bool]] = defaultdict(dict)
+    for module in subject.modules.values():
+        weight = module.parts.get("weight")
+        if module.kind == "norm" and weight is not None and weight.name in subject.statistics:
+            kinds[leaf_of(module.name)][module.name] = subject.statistics[weight.name].dead
+    every = [zero for norms in kinds.values() for zero in norms.values()]
+    if sum(every) * 2 > len(every):
+        return set()
+    return {
+        name
+        for norms in kinds.values()
+        for name, zero in norms.items()
+        if zero and (len(norms) == 1 or not all(norms.values()))
+    }
 
 
 def _zero_in_base(subject: Subject, module: Module) -> bool:
     """Whether the original's weight is all zero; without an original, or where it has other names, no."""
     if subject.base is None:
         return False
-    info = _original(subject.base, module.name)
+    info = weight_in(subject.base, module.name)
     return info is not None and scan(subject.base, info).dead
-
-
-def _original(base: Checkpoint, module: str) -> TensorInfo | None:
-    """The original's weight of a module, under one of the prefixes that language models have there."""
-    bare = _bare(module)
-    names = (module, bare, *(f"{prefix}{bare}" for prefix in _PREFIXES))
-    return next(
-        (info for name in names if (info := base.tensors.get(f"{name}.weight") or base.tensors.get(name))), None
-    )
-
-
-_PREFIXES = ("model.language_model.", "language_model.model.", "model.model.", "model.", "language_model.")
-
-
-def _bare(name: str) -> str:
-    """A name without the prefixes that writers add to and remove from text models."""
-    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 
 
 # ------------------------------------------------------------------------------------------------------------- experts
@@ -439,20 +429,48 @@ def _experts_missing(subject: Subject) -> Iterator[Finding]:
             numbers[module.expert[0]].add(module.expert[1])
     most: dict[str, int] = defaultdict(int)
     for layer, present in numbers.items():
-        most[_leaf(layer)] = max(most[_leaf(layer)], *present)
+        most[leaf_of(layer)] = max(most[leaf_of(layer)], *present)
     gaps: list[str] = []
     fewer: list[str] = []
     for layer, present in numbers.items():
         if len(gaps) + len(fewer) > _MOST_MISSING:
             break
         last = max(present)
-        for n in range(min(most[_leaf(layer)] + 1, MOST_SLICES)):
+        for n in range(min(most[leaf_of(layer)] + 1, MOST_SLICES)):
             if n not in present:
                 (gaps if n < last else fewer).append(layer.replace("*", str(n), 1))
     if gaps:
-        yield _some(gaps, "expert", "not there, and such with higher numbers are")
+        yield some_are(gaps, "expert", "not there, and such with higher numbers are")
     if fewer:
-        yield _some(fewer, "expert", "not there, which other layers have", "broken" if gaps else "suspicious")
+        yield some_are(fewer, "expert", "not there, which other layers have", "broken" if gaps else "suspicious")
+
+
+@rule(
+    "router-missing",
+    title="Experts without their router",
+    severity="broken",
+    symptom="the loader leaves the router as it initialized it: tokens go to random experts, and text is noise",
+    cause="a filter for expert names that dropped the router of a layer, or a shard that was written anew without it",
+    check="every layer with experts has a router, where another layer has one",
+    command="take the router from the original: fidelab audit CHECKPOINT --base ORIGINAL names it; convert again",
+)
+def _router_missing(subject: Subject) -> Iterator[Finding]:
+    experts: dict[str, None] = {}
+    routers: dict[str, str] = {}
+    for module in subject.modules.values():
+        layer = _layer_of(module.name)
+        if layer is None:
+            continue
+        if module.kind == "router":
+            routers.setdefault(layer, module.name[len(layer) :].removesuffix("."))
+        elif re.search(r"\.experts(\.|$)|_exps$", module.name):
+            experts[layer] = None
+    stacks: dict[str, str] = {leaf_of(layer): leaf for layer, leaf in routers.items()}
+    missing = [
+        f"{layer}{stacks[leaf_of(layer)]}" for layer in experts if leaf_of(layer) in stacks and layer not in routers
+    ]
+    if missing:
+        yield some_are(missing, "router", "not there, and other layers of experts have theirs")
 
 
 # --------------------------------------------------------------------------------------------------- files and index
@@ -472,9 +490,9 @@ def _index_missing(subject: Subject) -> Iterator[Finding]:
     missing = [name for name in checkpoint.index or () if name not in checkpoint.tensors]
     if missing:
         files = checkpoint.missing_files
-        where = f" (of {_count(files, 'file')} missing: {_named(files)})" if files else ""
+        where = f" (of {counted(files, 'file')} missing: {and_more(files)})" if files else ""
         yield Finding(
-            f"{_count(missing, 'tensor')} of the index {_are(missing)} in no file{where}: {_named(missing)}", missing
+            f"{counted(missing, 'tensor')} of the index {are(missing)} in no file{where}: {and_more(missing)}", missing
         )
 
 
@@ -492,7 +510,7 @@ def _index_unlisted(subject: Subject) -> Iterator[Finding]:
     if index is not None:
         unlisted = [name for name in subject.checkpoint.tensors if name not in index]
         if unlisted:
-            yield _some(unlisted, "tensor", "not in the index")
+            yield some_are(unlisted, "tensor", "not in the index")
 
 
 @rule(
@@ -511,7 +529,7 @@ def _index_elsewhere(subject: Subject) -> Iterator[Finding]:
         homes[info.name].add(info.file.name)
     wrong = [name for name, file in (checkpoint.index or {}).items() if name in homes and file not in homes[name]]
     if wrong:
-        yield _some(wrong, "tensor", "in another file than the index says")
+        yield some_are(wrong, "tensor", "in another file than the index says")
 
 
 @rule(
@@ -532,7 +550,7 @@ def _scale_apart(subject: Subject) -> Iterator[Finding]:
         if info.file != module.packed.file
     ]
     if apart:
-        yield _some(apart, "tensor", "apart from the weights")
+        yield some_are(apart, "tensor", "apart from the weights")
 
 
 @rule(
@@ -551,15 +569,15 @@ def _duplicates(subject: Subject) -> Iterator[Finding]:
     for copy in checkpoint.copies:
         (same if _equal(checkpoint, copy, checkpoint.tensors[copy.name]) else differ).append(copy.name)
     if differ:
-        yield _some(differ, "tensor", "in two files with other content", "broken")
+        yield some_are(differ, "tensor", "in two files with other content", "broken")
     if same:
-        yield _some(same, "tensor", "in two files")
+        yield some_are(same, "tensor", "in two files")
     bare: dict[str, list[str]] = defaultdict(list)
     for name in checkpoint.tensors:
-        bare[_bare(name)].append(name)
+        bare[bare_name(name)].append(name)
     twice = [name for names in bare.values() if len(names) > 1 for name in names]
     if twice:
-        yield _some(twice, "tensor", "the same layers under two prefixes")
+        yield some_are(twice, "tensor", "the same layers under two prefixes")
 
 
 def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
@@ -569,9 +587,40 @@ def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
     return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
 
 
+@rule(
+    "stale-file",
+    title="A single file beside the shards",
+    severity="suspicious",
+    symptom="Transformers loads model.safetensors and never looks at the shards, engines that go by the index load the "
+    "shards: other weights, other answers",
+    cause="an older version of the checkpoint that was left in the folder when shards were written into it",
+    check="where an index lists shards, there is no model.safetensors that it does not name; broken where its tensors "
+    "are other ones",
+    command="remove model.safetensors, or the shards with their index, whichever is the older",
+)
+def _stale_file(subject: Subject) -> Iterator[Finding]:
+    checkpoint = subject.checkpoint
+    if not checkpoint.beside:
+        return
+    file = checkpoint.beside[0].file.name
+    names = {info.name for info in checkpoint.beside}
+    differ = [info.name for info in checkpoint.beside if info.name not in checkpoint.tensors]
+    differ += [name for name in checkpoint.tensors if name not in names]
+    differ = differ or [
+        info.name for info in checkpoint.beside if not _equal(checkpoint, info, checkpoint.tensors[info.name])
+    ]
+    if differ:
+        yield Finding(
+            f"{file} is not in the index and has other content than the shards: {and_more(differ)}", differ, "broken"
+        )
+    else:
+        yield Finding(f"{file} is not in the index and has the content of the shards")
+
+
 # ------------------------------------------------------------------------------------- what is quantized, and what not
 
 
+_WITH_QZEROS = ("awq", "gptq", "gptq_v2")
 _NEEDED = {
     "qweight": ("scales",),
     "weight_packed": ("weight_scale",),
@@ -585,7 +634,8 @@ _NEEDED = {
     severity="broken",
     symptom="a missing key while loading, or a layer that is skipped: NaN or noise",
     cause="a converter that skipped what it did not find (a scale in another file), or names that were not remapped",
-    check="packed weights have scales (and AWQ and GPTQ zero points), and scales have weights",
+    check="packed weights have scales, and zero points where AWQ, GPTQ or symmetric: false of compressed-tensors want "
+    "them, and scales have weights",
     command="convert again with fidelab convert, which refuses to write an incomplete module",
 )
 def _incomplete(subject: Subject) -> Iterator[Finding]:
@@ -595,18 +645,30 @@ def _incomplete(subject: Subject) -> Iterator[Finding]:
         for marker, needed in _NEEDED.items():
             if marker in parts:
                 missing = [part for part in needed if part not in parts]
-                if marker == "qweight" and subject.scheme.method in ("awq", "gptq") and "qzeros" not in parts:
+                if marker == "qweight" and subject.scheme.layout in _WITH_QZEROS and "qzeros" not in parts:
                     missing += ["qzeros"]
                 for part in missing:
                     lacking[part].append(module.name)
         weight = module.parts.get("weight")
+        if _asymmetric(subject, module) and "weight_zero_point" not in parts:
+            lacking["weight_zero_point"].append(module.name)
         if weight is not None and weight.dtype in ("I8", "U8", "F8_E4M3", "F8_E5M2") and module.scales is None:
             lacking["scales of its 8-bit weight"].append(module.name)
         scaled = [part for part in parts if part in SCALES and part not in ("k_scale", "v_scale", "q_scale")]
         if scaled and not module.quantized and not _cache_scales(module):
             lacking["the weight that its scales belong to"].append(module.name)
     for part, names in lacking.items():
-        yield Finding(f"{_count(names, 'module')} lack{'s' if len(names) == 1 else ''} {part}: {_named(names)}", names)
+        yield Finding(
+            f"{counted(names, 'module')} lack{'s' if len(names) == 1 else ''} {part}: {and_more(names)}", names
+        )
+
+
+def _asymmetric(subject: Subject, module: Module) -> bool:
+    """Whether compressed-tensors stores zero points of these integers."""
+    scheme, packed = subject.scheme, module.packed
+    if scheme.layout != "compressed-tensors" or scheme.symmetric is not False or packed is None:
+        return False
+    return packed.dtype in ("I32", "I8") and not scheme.ignores(module.name)
 
 
 def _cache_scales(module: Module) -> bool:
@@ -628,7 +690,8 @@ def _doubly(subject: Subject) -> Iterator[Finding]:
     twice = [module.name for module in subject.modules.values() if sum(form in module.parts for form in forms) > 1]
     if twice:
         yield Finding(
-            f"{_count(twice, 'module')} hold{'s' if len(twice) == 1 else ''} two forms of the weight: {_named(twice)}",
+            f"{counted(twice, 'module')} hold{'s' if len(twice) == 1 else ''} two forms of the weight: "
+            f"{and_more(twice)}",
             twice,
         )
     mixed = {
@@ -659,7 +722,7 @@ def _mismatch(subject: Subject) -> Iterator[Finding]:
         return
     quantized = [module.name for module in _quantized(subject)]
     if quantized and subject.scheme.method is None:
-        yield _some(quantized, "module", "quantized and config.json says nothing of it")
+        yield some_are(quantized, "module", "quantized and config.json says nothing of it")
     scales = subject.scheme.kv_cache and any("k_scale" in module.parts for module in subject.modules.values())
     if not quantized and not scales and subject.scheme.method is not None and subject.checkpoint.tensors:
         yield Finding(f"config.json says {subject.scheme.method} and no module is quantized")
@@ -677,7 +740,7 @@ def _mismatch(subject: Subject) -> Iterator[Finding]:
 def _ignored_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if subject.scheme.ignores(module.name)]
     if names:
-        yield _some(names, "quantized module", f"listed in {subject.scheme.ignored_by}")
+        yield some_are(names, "quantized module", f"listed in {subject.scheme.ignored_by}")
 
 
 _EXEMPT = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token prediction, built plain by engines
@@ -697,7 +760,7 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
     scheme = subject.scheme
     if scheme.method in (None, "mxfp4", "modelopt") or not _quantized(subject):
         return
-    kinds = {_leaf(module.name) for module in _quantized(subject)}
+    kinds = {leaf_of(module.name) for module in _quantized(subject)}
     plain: list[str] = []
     rest: list[str] = []
     for module in subject.modules.values():
@@ -710,7 +773,7 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
             or not scheme.targets_linear(module.name)
         ):
             continue
-        elsewhere = _leaf(module.name) in kinds
+        elsewhere = leaf_of(module.name) in kinds
         if scheme.method == "compressed-tensors":
             special = module.kind in ("head", "router", "shared gate")
             if special or module.in_layer:
@@ -720,9 +783,11 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
         elif module.in_layer and module.kind in ("linear", "recurrent", "vision"):
             rest.append(module.name)
     if plain:
-        yield _some(plain, "module", f"in 16 bits and not in {scheme.ignored_by}")
+        yield some_are(plain, "module", f"in 16 bits and not in {scheme.ignored_by}")
     if rest:
-        yield _some(rest, "module", f"in 16 bits, may be built quantized, and not in {scheme.ignored_by}", "suspicious")
+        yield some_are(
+            rest, "module", f"in 16 bits, may be built quantized, and not in {scheme.ignored_by}", "suspicious"
+        )
 
 
 @rule(
@@ -758,7 +823,7 @@ def _ignore_key(subject: Subject) -> Iterator[Finding]:
 def _router_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if module.kind in ("router", "shared gate")]
     if names:
-        yield _some(names, "router or shared-expert gate", "quantized")
+        yield some_are(names, "router or shared-expert gate", "quantized")
 
 
 @rule(
@@ -773,7 +838,7 @@ def _router_quantized(subject: Subject) -> Iterator[Finding]:
 def _norm_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if module.kind == "norm"]
     if names:
-        yield _some(names, "norm", "quantized")
+        yield some_are(names, "norm", "quantized")
 
 
 @rule(
@@ -793,7 +858,7 @@ def _recurrent_quantized(subject: Subject) -> Iterator[Finding]:
         if module.kind == "recurrent" and bits is not None and bits < 8:
             names.append(module.name)
     if names:
-        yield _some(names, "recurrent layer", "in fewer than 8 bits")
+        yield some_are(names, "recurrent layer", "in fewer than 8 bits")
 
 
 # ------------------------------------------------------------------------------------------------------------- packing
@@ -805,13 +870,17 @@ def _recurrent_quantized(subject: Subject) -> Iterator[Finding]:
     severity="broken",
     symptom="an error about shapes while loading, or codes unpacked at the wrong places: noise",
     cause="a configuration that belongs to another run, or per-layer settings that it does not mention",
-    check="bits, number of groups, packing order and stored shape follow from the configuration",
+    check="bits, number of groups, packing order, stored shape, and the shapes of zero points and scales follow from "
+    "the configuration",
     command="mend bits and group_size in config.json, or quantize again",
 )
 def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
     scheme = subject.scheme
     wrong: dict[str, list[str]] = defaultdict(list)
     for module in _quantized(subject):
+        if text := _strategy_shape(subject, module):
+            wrong[text].append(module.name)
+            continue
         packing = module.packing()
         if packing is None:
             if "qweight" in module.parts and "scales" in module.parts:
@@ -823,6 +892,9 @@ def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
             continue
         if scheme.bits is not None and packing.bits is not None and packing.bits != scheme.bits:
             wrong[f"{packing.bits} bits where the configuration says {scheme.bits}"].append(module.name)
+            continue
+        if text := _zeros_shape(module, packing, packing.bits or scheme.bits):
+            wrong[text].append(module.name)
             continue
         k = packing.inputs(scheme.bits)
         if scheme.group is not None and k is not None and packing.groups != -(-k // scheme.group):
@@ -837,7 +909,41 @@ def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
             if stored[0] != packing.n or not k - per_word < stored[1] <= k:
                 wrong[f"a weight_shape of {stored} where codes are ({packing.n}, {k})"].append(module.name)
     for text, names in wrong.items():
-        yield Finding(f"{_count(names, 'module')} with {text}: {_named(names)}", names)
+        yield Finding(f"{counted(names, 'module')} with {text}: {and_more(names)}", names)
+
+
+def _zeros_shape(module: Module, packing: Packing, bits: int | None) -> str | None:
+    """What is wrong with the shape of the zero points; ``None``: nothing, or there are none."""
+    zeros = module.parts.get("qzeros") or module.parts.get("weight_zero_point")
+    if zeros is None or not bits:
+        return None
+    words = -(-packing.n * bits // 32)
+    if zeros.name.endswith("qzeros"):
+        expected: tuple[int, ...] = (packing.groups, words)
+    else:
+        expected = (words if zeros.dtype == "I32" else packing.n, packing.groups)
+    if zeros.shape == expected or (packing.groups == 1 and math.prod(zeros.shape) in (1, math.prod(expected))):
+        return None
+    return f"zero points of shape {zeros.shape} where {expected} belong to the scales"
+
+
+def _strategy_shape(subject: Subject, module: Module) -> str | None:
+    """What is wrong with the shape of the scales, by the strategy of the configuration; ``None``: nothing is."""
+    scheme, packed, scales = subject.scheme, module.packed, module.scales
+    if packed is None or scales is None or len(packed.shape) != 2 or scheme.ignores(module.name):
+        return None
+    n, k = packed.shape
+    count = math.prod(scales.shape)
+    if scheme.strategy == "tensor" and count != 1:
+        return f"scales of shape {scales.shape} where strategy tensor has one"
+    if scheme.strategy == "channel" and count != n:
+        return f"scales of shape {scales.shape} where strategy channel has one for each of {n} outputs"
+    if scheme.block is not None and packed.dtype.startswith("F8"):
+        expected = (-(-n // scheme.block[0]), -(-k // scheme.block[1]))
+        if scales.shape != expected:
+            rows, columns = scheme.block
+            return f"scales of shape {scales.shape} where blocks of {rows} × {columns} have {expected}"
+    return None
 
 
 @rule(
@@ -861,7 +967,7 @@ def _group_not_dividing(subject: Subject) -> Iterator[Finding]:
             found[k, group].append(module.name)
     for (k, group), names in found.items():
         yield Finding(
-            f"{k} inputs are {k / group:g} groups of {group} in {_count(names, 'module')}: {_named(names)}", names
+            f"{k} inputs are {k / group:g} groups of {group} in {counted(names, 'module')}: {and_more(names)}", names
         )
 
 
@@ -895,12 +1001,12 @@ def _tp_split(subject: Subject) -> Iterator[Finding]:
             if packing.n % parts or (packing.n // parts) % 8:
                 found[f"{packing.n} / {parts} outputs are no multiple of 8"].append(module.name)
     for text, names in found.items():
-        yield Finding(f"{text} in {_count(names, 'module')}: {_named(names)}", names)
+        yield Finding(f"{text} in {counted(names, 'module')}: {and_more(names)}", names)
 
 
 def _parts(checkpoint: Checkpoint, module: Module, tp: int) -> int:
     """Into how many parts the outputs of a layer go; heads of keys and values are repeated where they are too few."""
-    heads = _text(checkpoint).get("num_key_value_heads")
+    heads = text_config(checkpoint.config).get("num_key_value_heads")
     few = module.name.endswith(("k_proj", "v_proj")) and type(heads) is int and 0 < heads < tp
     return int(heads) if few else tp  # type: ignore[arg-type]
 
@@ -911,14 +1017,17 @@ def _parts(checkpoint: Checkpoint, module: Module, tp: int) -> int:
     severity="broken",
     symptom="wrong scales for most inputs: noise, or a crash where a kernel reads beyond its scales",
     cause="an index that was dropped, zeroed or written for another order of inputs (desc_act, actorder)",
-    check="g_idx is within the groups, is not one group for all, and is in order where the configuration says so",
+    check="g_idx is within the groups, is not one group for all, is in order where the configuration says so, and is "
+    "there where desc_act or actorder says that it is not",
     command="convert from the original files with fidelab convert, which reorders or refuses",
 )
 def _group_index(subject: Subject) -> Iterator[Finding]:
-    outside, single, ignored = [], [], []
+    outside, single, ignored, absent = [], [], [], []
     for module in _quantized(subject):
         index = module.parts.get("g_idx") or module.parts.get("weight_g_idx")
         packing = module.packing()
+        if index is None and packing is not None and packing.groups > 1 and subject.scheme.reordered:
+            absent.append(module.name)
         if index is None or packing is None or index.dtype not in ("I32", "I64"):
             continue
         s = subject.statistics[index.name]
@@ -930,13 +1039,20 @@ def _group_index(subject: Subject) -> Iterator[Finding]:
             content = subject.checkpoint.read(index)
             if (np.diff(content) < 0).any():
                 ignored.append(index.name)
+    if absent:
+        key = "actorder group" if subject.scheme.method == "compressed-tensors" else "desc_act true"
+        yield Finding(
+            f"the configuration says {key}, and {counted(absent, 'module')} lack{'s' if len(absent) == 1 else ''} the "
+            f"index of groups: {and_more(absent)}",
+            absent,
+        )
     if outside:
-        yield Finding(f"groups that are not there are named in {_named(outside)}", outside)
+        yield Finding(f"groups that are not there are named in {and_more(outside)}", outside)
     if single:
-        yield Finding(f"all inputs are in one of several groups in {_named(single)}", single)
+        yield Finding(f"all inputs are in one of several groups in {and_more(single)}", single)
     if ignored:
         yield Finding(
-            f"inputs are out of order in {_named(ignored)}, and the configuration says desc_act false", ignored
+            f"inputs are out of order in {and_more(ignored)}, and the configuration says desc_act false", ignored
         )
 
 
@@ -967,10 +1083,67 @@ def _zero_point_offset(subject: Subject) -> Iterator[Finding]:
             wrong[other].append(zeros.name)
     for found, names in wrong.items():
         yield Finding(
-            f"zero points are those of GPTQ version {found} in {_count(names, 'tensor')} and the configuration says "
-            f"version {version}: {_named(names)}",
+            f"zero points are those of GPTQ version {found} in {counted(names, 'tensor')} and the configuration says "
+            f"version {version}: {and_more(names)}",
             names,
         )
+
+
+@rule(
+    "zero-point-unannounced",
+    title="Zero points of weights that are configured as symmetric",
+    severity="broken",
+    symptom="a key without a place while loading, or kernels for symmetric weights that leave the zero points out: "
+    "every weight is shifted, and text is noise",
+    cause="a configuration of another run, or a symmetric flag that was set by hand to get a faster kernel",
+    check="where the configuration says symmetric (sym true, zero_point false), zero points are the middle code or not "
+    "there; suspicious where compressed-tensors stores them and all are the middle",
+    command="set symmetric (sym, zero_point) in config.json to what the tensors are",
+)
+def _zero_point_unannounced(subject: Subject) -> Iterator[Finding]:
+    if not subject.scheme.symmetric:
+        return
+    shifted, idle = [], []
+    for module in _quantized(subject):
+        zeros = module.parts.get("qzeros") or module.parts.get("weight_zero_point")
+        packing = module.packing()
+        bits = (packing.bits if packing else None) or subject.scheme.bits
+        if zeros is None or packing is None or not bits or not 1 <= bits <= 8 or _zeros_shape(module, packing, bits):
+            continue
+        if not _in_the_middle(subject.checkpoint, zeros, packing.n, bits):
+            shifted.append(zeros.name)
+        elif zeros.name.endswith("weight_zero_point"):
+            idle.append(zeros.name)
+    if shifted:
+        yield Finding(
+            f"the configuration says symmetric, and the zero points of {counted(shifted, 'tensor')} are not the middle "
+            f"code: {and_more(shifted)}",
+            shifted,
+        )
+    if idle:
+        yield Finding(
+            f"the configuration says symmetric, and {counted(idle, 'tensor')} of zero points {are(idle)} stored: "
+            f"{and_more(idle)}",
+            idle,
+            "suspicious",
+        )
+
+
+def _in_the_middle(checkpoint: Checkpoint, zeros: TensorInfo, n: int, bits: int) -> bool:
+    """Whether zero points are all the middle code, in either version of GPTQ (which another rule tells apart)."""
+    stored = checkpoint.read(zeros)
+    if zeros.dtype != "I32":  # signed integers that were not packed
+        return not stored.any()
+    rows = zeros.name.endswith("weight_zero_point")
+    if stored.ndim != 2:  # one group, stored without its dimension
+        stored = stored.reshape((-1, 1) if rows else (1, -1))
+    fields = unpack_words(stored, bits, axis=0 if rows else 1)
+    fields = fields[:n] if rows else fields[:, :n]
+    if not fields.size:
+        return True
+    middle = 1 << (bits - 1)
+    first = int(fields.flat[0])
+    return bool((fields == first).all()) and first in ((middle,) if rows else (middle, middle - 1))
 
 
 @rule(
@@ -979,24 +1152,36 @@ def _zero_point_offset(subject: Subject) -> Iterator[Finding]:
     severity="information",
     symptom="kernels that want scales in the activations' type are passed over for slow ones, two to five times slower",
     cause="scales written in float16 beside a bfloat16 model, or layers written by different tools",
-    check="16-bit scales of GPTQ and AWQ are of one type, the one that the configuration names",
+    check="scales of GPTQ and AWQ have 16 bits; 16-bit scales are of one type, the one that the configuration names",
     command="serve with --dtype of the scales and look at which kernel the engine says it uses",
 )
 def _scale_dtype(subject: Subject) -> Iterator[Finding]:
     by_type: dict[str, list[str]] = defaultdict(list)
+    wide: list[str] = []
     for module in _quantized(subject):
         scales = module.scales
-        if scales is not None and scales.dtype in ("F16", "BF16") and module.packed is not None:
+        if scales is None or module.packed is None:
+            continue
+        if scales.dtype in ("F16", "BF16"):
             by_type[scales.dtype].append(scales.name)
+        elif scales.dtype in _FLOATS and "qweight" in module.parts:
+            wide.append(scales.name)
+    if wide:
+        yield Finding(
+            f"scales of {counted(wide, 'module')} are in 32 bits or more, and kernels of GPTQ and AWQ read 16: "
+            f"{and_more(wide)}",
+            wide,
+            "suspicious",
+        )
     model = {"float16": "F16", "bfloat16": "BF16"}.get(_dtype(subject.checkpoint))
     if len(by_type) > 1:
         few = min(by_type.values(), key=len)
         yield Finding(
-            f"scales are {' and '.join(by_type)}; of the rarer type {_are(few)} {_named(few)}", few, "suspicious"
+            f"scales are {' and '.join(by_type)}; of the rarer type {are(few)} {and_more(few)}", few, "suspicious"
         )
     elif model is not None and by_type and model not in by_type:
         [(dtype, names)] = by_type.items()
-        yield Finding(f"scales are {dtype} and the model is {model}, in {_named(names)}", names)
+        yield Finding(f"scales are {dtype} and the model is {model}, in {and_more(names)}", names)
 
 
 @rule(
@@ -1009,8 +1194,82 @@ def _scale_dtype(subject: Subject) -> Iterator[Finding]:
     command="fidelab compare MODEL --kv fp8 measures the loss; or calibrate the KV cache again",
 )
 def _kv_scales(subject: Subject) -> Iterator[Finding]:
-    if subject.scheme.kv_cache and not any("k_scale" in module.parts for module in subject.modules.values()):
-        yield Finding("config.json has a kv_cache_scheme and no layer has a k_scale")
+    scales = _cache_scale_names(subject)
+    if not scales:
+        if subject.scheme.kv_cache:
+            yield Finding("config.json has a kv_cache_scheme and no layer has a k_scale")
+        return
+    shared = text_config(subject.checkpoint.config).get("num_kv_shared_layers")  # the last layers cache nothing
+    attention: dict[str, None] = {}
+    for name in subject.modules:
+        layer = _layer_of(name)
+        if layer is not None and re.search(r"attn\.k_proj$", name):
+            attention[layer] = None
+    if type(shared) is int and shared > 0:
+        attention = dict.fromkeys([*attention][:-shared])
+    stacks = {leaf_of(layer) for layer, _ in scales}
+    missing = [
+        f"{layer}{_place(scales, part)}"
+        for layer in attention
+        if leaf_of(layer) in stacks
+        for part in ("k_scale", "v_scale")
+        if (layer, part) not in scales
+    ]
+    if missing:
+        yield some_are(missing, "scale", "not there, and other layers have theirs")
+
+
+def _cache_scale_names(subject: Subject) -> dict[tuple[str, str], TensorInfo]:
+    """Scales of the KV cache by layer and part (``k_scale``, ``v_scale``)."""
+    return {
+        (layer, part): module.parts[part]
+        for name, module in subject.modules.items()
+        if re.search(r"(^|\.)(self_)?att(n|ention)(\.|$)", name) and (layer := _layer_of(name)) is not None
+        for part in ("k_scale", "v_scale")
+        if part in module.parts
+    }
+
+
+def _place(scales: Mapping[tuple[str, str], TensorInfo], part: str) -> str:
+    """Where in a layer a scale is, as other layers have it."""
+    places = {kind: info.name[len(layer) :] for (layer, kind), info in scales.items()}
+    return places.get(part, f"self_attn.{part}")
+
+
+@rule(
+    "kv-scales-default",
+    title="Scales of the KV cache left at 1",
+    severity="suspicious",
+    symptom="an FP8 KV cache that clips keys beyond 448, or wastes most of its codes on small values: a loss that "
+    "grows with the context",
+    cause="calibration of the KV cache that did not run, or wrote its initial value",
+    check="no k_scale and no v_scale is exactly 1; information for ModelOpt, some of whose versions raise scales to 1",
+    command="fidelab calibrate ORIGINAL measures them; fidelab compare MODEL --kv fp8 measures the loss",
+)
+def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
+    ones = [
+        info.name
+        for info in _cache_scale_names(subject).values()
+        if (s := subject.statistics[info.name]).size and s.same and s.first == 1
+    ]
+    if ones:
+        severity: Severity = "information" if subject.scheme.method == "modelopt" else "suspicious"
+        yield some_are(ones, "scale of the KV cache" if len(ones) == 1 else "KV-cache scale", "exactly 1", severity)
+
+
+@rule(
+    "kv-scales-unannounced",
+    title="Scales of the KV cache that the configuration does not announce",
+    severity="suspicious",
+    symptom="engines leave the scales out, or find no place for them and stop; an FP8 KV cache then has scales of 1",
+    cause="a configuration that was copied from another run, or lost its kv_cache_scheme in a conversion",
+    check="k_scale and v_scale go with a kv_cache_scheme (or what else the method calls it)",
+    command="add the kv_cache_scheme to quantization_config, as fidelab calibrate writes it",
+)
+def _kv_scales_unannounced(subject: Subject) -> Iterator[Finding]:
+    names = [info.name for info in _cache_scale_names(subject).values() if math.prod(info.shape) == 1]
+    if names and not subject.scheme.kv_cache:
+        yield some_are(names, "scale of the KV cache" if len(names) == 1 else "KV-cache scale", "not announced")
 
 
 # ------------------------------------------------------------------------------------------------------ missing layers
@@ -1061,12 +1320,8 @@ def _head_missing(subject: Subject) -> Iterator[Finding]:
             yield Finding("there is no token_embd.weight")
         return
     config = checkpoint.config
-    text = _text(checkpoint)
-    named = config.get("architectures")
-    generates = isinstance(named, list) and any(
-        str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in named
-    )
-    if not generates:
+    text = text_config(checkpoint.config)
+    if not generates(config):
         return
     tied = next((value for place in (config, text) if type(value := place.get("tie_word_embeddings")) is bool), None)
     if not _has(modules, "embedding"):
@@ -1078,154 +1333,39 @@ def _head_missing(subject: Subject) -> Iterator[Finding]:
 
 
 @rule(
-    "base-missing",
-    title="Layers that the original has",
-    severity="broken",
-    symptom="the engine leaves them as initialized, or refuses: noise in text, or a blind or deaf model",
-    cause="experts, biases or towers that a conversion did not know by name",
-    check="with --base: every tensor of the original is there, as it is or quantized, and of the same shape",
-    command="convert or quantize again; fidelab convert ends with a certificate over all tensors",
+    "head-tied",
+    title="An LM head that is not the embedding it is tied to",
+    severity="suspicious",
+    symptom="engines that tie the two leave the stored head out, others load it: other answers, or noise where the "
+    "head was trained",
+    cause="tie_word_embeddings of the original beside a head that was trained or untied, or a head that was left over",
+    check="where tie_word_embeddings is true, a stored lm_head is the embedding table, number by number",
+    command="set tie_word_embeddings to false in config.json, or remove lm_head.weight",
 )
-def _base_missing(subject: Subject) -> Iterator[Finding]:
-    if subject.base is None or subject.checkpoint.missing_files:
-        return
-    present = {_bare(module.name): module for module in subject.modules.values()}
-    stacked = any(".experts." in name and module.expert is None for name, module in subject.modules.items())
-    numbered = any(module.expert is not None for module in subject.modules.values())
-    tied = not _has(subject.modules.values(), "head")
-    missing, shapes = [], []
-    for original in modules_of(subject.base).values():
-        module = present.get(_bare(original.name))
-        if module is None:
-            regrouped = ".experts" in original.name and (numbered if original.expert is None else stacked)
-            if not regrouped and not (tied and original.kind == "head") and "rotary" not in original.name:
-                missing += [info.name for info in original.parts.values()]
-            continue
-        missing += [
-            original.parts[part].name for part in ("bias",) if part in original.parts and part not in module.parts
-        ]
-        weight, packing = original.parts.get("weight"), module.packing()
-        k = packing.inputs(subject.scheme.bits) if packing else None
-        if weight is None or len(weight.shape) != 2:
-            continue
-        plain = module.parts.get("weight")
-        repacked = packing is not None and k is not None and not _close(weight.shape, (packing.n, k), packing.layout)
-        reshaped = plain is not None and not module.quantized and plain.shape[1:] != weight.shape[1:]
-        if repacked or reshaped:
-            shapes.append(module.name)
-    if missing:
-        yield Finding(
-            f"{_count(missing, 'tensor')} of the original {_are(missing)} not there: {_named(missing)}", missing
-        )
-    if shapes:
-        yield _some(shapes, "module", "of another shape than the original")
-
-
-def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
-    """Whether a packed shape, which may be filled up to whole words, is that of the original."""
-    slack = 32 if layout in ("words", "gptq") else 1
-    return stored[0] == shape[0] and shape[1] <= stored[1] < shape[1] + slack
-
-
-@rule(
-    "base-differs",
-    title="Weights that are not the original's",
-    severity="broken",
-    symptom="noise, or another model's answers, though every tensor loads",
-    cause="codes in another order than the kernel unpacks, zero points off by one, layers swapped, or another original",
-    check=f"with --base: the first {_ROWS} rows of every quantized layer, dequantized, against the original's; a "
-    "factor per input, as AWQ moves into the layer before, is taken out",
-    command="convert again with fidelab convert, or name the checkpoint that it was really made from",
-)
-def _base_differs(subject: Subject) -> Iterator[Finding]:
-    base = subject.base
-    if base is None:
-        return
-    found: dict[str, float] = {}
-    for name, values in _dequantized(subject):
-        info = _original(base, name)
-        if info is None or len(info.shape) != 2 or info.nbytes % info.shape[0]:
-            continue
-        error = _error(values, base.floats(_head(info, len(values))))
-        if error is not None and error > _MOST_ERROR.get(_bits(subject, name), _MOST_ERROR[8]):
-            found[name] = error
-    if found:
-        worst = max(found.values())
-        names = list(found)
-        yield Finding(
-            f"{_count(names, 'module')} differ{'s' if len(names) == 1 else ''} from the original by up to "
-            f"{100 * worst:.0f}% of its size: {_named(names)}",
-            names,
-        )
-
-
-def _bits(subject: Subject, name: str) -> int:
-    """Bits per weight of a quantized module."""
-    module = subject.modules[name]
-    packed, packing = module.packed, module.packing()
-    if packed is not None and packed.dtype not in RAW:
-        return packed.nbytes * 8 // max(1, math.prod(packed.shape))
-    return (packing.bits if packing else None) or subject.scheme.bits or 4
-
-
-def _dequantized(subject: Subject) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """The first rows of every quantized layer, as far as they can be had; other rules speak of the rest."""
+def _head_tied(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
-    if checkpoint.format == "gguf":
-        for module in _quantized(subject):
-            if module.packed is not None and len(module.packed.shape) == 2:
-                yield module.name, checkpoint.floats(_head(module.packed, _ROWS))
+    places = (checkpoint.config, text_config(checkpoint.config))
+    tied = [value for place in places if type(value := place.get("tie_word_embeddings")) is bool]
+    if checkpoint.format == "gguf" or not tied or not all(tied) or checkpoint.config.get("is_encoder_decoder"):
         return
-    if subject.scheme.layout is None:
+    tables = [
+        module.parts["weight"]
+        for name, module in subject.modules.items()
+        if module.kind == "embedding" and name.endswith(("embed_tokens", "wte", "embed_in", "word_embeddings"))
+        if "weight" in module.parts and not module.in_layer
+    ]
+    heads = [module for name, module in subject.modules.items() if name.rpartition(".")[2] == "lm_head"]
+    if len(tables) != 1 or len(heads) != 1 or heads[0].quantized or "weight" not in heads[0].parts:
         return
-    try:
-        known = quantized_modules(checkpoint.tensors, checkpoint.quantization)
-    except InputError:  # a module is incomplete
-        return
-    for name, layer in known.items():
-        try:
-            yield name, layer.unpack(_first_rows(checkpoint, layer, _ROWS)).dequantize()
-        except InputError:
-            continue
+    head, [table] = heads[0].parts["weight"], tables
+    if head.shape != table.shape or not _same_numbers(checkpoint, head, table):
+        yield Finding(f"tie_word_embeddings is true and {head.name} is not {table.name}", [head.name])
 
 
-def _head(info: TensorInfo, rows: int) -> TensorInfo:
-    """The first rows of a matrix."""
-    count = min(rows, info.shape[0])
-    return replace(info, shape=(count, *info.shape[1:]), nbytes=info.nbytes // info.shape[0] * count)
-
-
-def _first_rows(checkpoint: Checkpoint, module: QuantizedModule, rows: int) -> dict[str, StoredArray]:
-    """What a module stores of its first outputs, so that a large layer need not be held in memory."""
-    infos = {part: checkpoint.tensors[name] for part, name in module.parts.items() if part not in ACTIVATION_PARTS}
-    along_columns = "qweight" in infos  # GPTQ and AWQ keep outputs in columns
-    codes = next(infos[part] for part in ("scales", "weight_packed", "weight") if part in infos)
-    n = codes.shape[1 if along_columns else 0]
-    rows = min(rows, n)
-    stored = {}
-    for part, info in infos.items():
-        if along_columns and len(info.shape) == 2:
-            count = max(1, rows * info.shape[1] // n)
-            values = np.concatenate([chunk.reshape(-1, info.shape[1])[:, :count] for chunk in checkpoint.chunks(info)])
-        elif part == "weight_shape":
-            values = np.array([rows, checkpoint.read(info)[1]])
-        elif info.shape and info.shape[0] > 1 and part not in ("g_idx", "weight_g_idx"):
-            values = checkpoint.read(_head(info, max(1, -(-rows * info.shape[0] // n))))
-        else:
-            values = checkpoint.read(info)
-        stored[part] = StoredArray(values, info.dtype)
-    return stored
-
-
-def _error(values: NDArray[np.float32], original: NDArray[np.float32]) -> float | None:
-    """Root mean square of the difference, relative to that of the original; a factor per input is taken out.
-
-    ``None``: their shapes differ, or something is not finite.
-    """
-    if values.shape != original.shape or not (np.isfinite(values).all() and np.isfinite(original).all()):
-        return None
-    power = (original**2).sum(0)
-    factor = (values * original).sum(0) / np.where(power > 0, power, 1)
-    expected = original * factor
-    size = float(np.sqrt((expected**2).mean()))
-    return float(np.sqrt(((values - expected) ** 2).mean())) / size if size else None
+def _same_numbers(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors hold the same numbers, in whatever types."""
+    if one.dtype == other.dtype:
+        return _equal(checkpoint, one, other)
+    if one.dtype not in _FLOATS or other.dtype not in _FLOATS:
+        return False
+    return np.array_equal(checkpoint.floats(one), checkpoint.floats(other), equal_nan=True)
