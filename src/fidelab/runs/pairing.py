@@ -48,7 +48,8 @@ FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _LOGGER = logging.getLogger(__name__)
 _BYTES_TOLERANCE = 1e-3
 _MUCH = 0.01  # share of changed numbers from which on equal rows are no accident
-_KEPT = ("sinks", "tail", "group")  # options of a format that leave tokens as they are, or wait until a block is full
+_FIRST = 2  # the first token reads its own value alone, whatever its key
+_BLOCK = "32"  # tokens of a block of formats with axis=channel, unless group= is given
 _REFUTED = "refuted: "
 _PLACED = re.compile(r"-[0-9a-f]{12}-r\d+$")  # ends a name that captures.manifest.capture_folder gave
 
@@ -405,22 +406,31 @@ def _loses_much(result: ArmResult) -> bool:
 def _exact_tokens(result: ArmResult) -> int:
     """An upper bound of the first tokens of a sequence behind which the format has changed nothing that a row reads.
 
-    Tokens that options keep as they are, and two more: the first token reads its own value alone, whatever the keys.
+    Tokens that options keep as they are, and those that read nothing but themselves.
     """
     sides = (dict(spec.options) for spec in (result.arm.kv.k, result.arm.kv.v))
-    kept = [sum(int(side[name]) for name in _KEPT if side.get(name, "").isdecimal()) for side in sides]
-    return 2 + max(kept)
+    return _FIRST + max(sum(_kept(side, name) for name in ("sinks", "tail", "group")) for side in sides)
+
+
+def _kept(side: Mapping[str, str], option: str) -> int:
+    """Tokens that an option of a format leaves as they are; ``group`` those that wait until a block of them is full."""
+    if option == "group" and side.get("axis") != "channel":
+        return 0
+    text = side.get(option, _BLOCK if option == "group" else "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _unmoved_part(score: AxisScore, first: int) -> str | None:
     """Where this score's rows are all equal to the reference's, of those from position ``first`` on."""
     if score.bound:
         return None
-    columns = [score.positions.get(name) for name in ("kl", "window", "position", "n_ctx")]
-    if any(column is None for column in columns):
+    if {"kl", "window", "position", "n_ctx"} <= score.positions.keys():
+        columns = (score.positions[name] for name in ("kl", "window", "position", "n_ctx"))
+        return Unmoved(*columns, first).first()
+    if first > _FIRST:  # how long the prompts are is not known here
         return None
-    kl, window, position, n_ctx = map(np.asarray, columns)
-    return Unmoved(kl, window, position, n_ctx, first).first()
+    nothing = np.zeros(len(score.num), dtype=np.int64)
+    return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.cluster or "item").first()
 
 
 def engaged(result: ArmResult) -> tuple[Status, str | None]:
