@@ -352,9 +352,7 @@ class Proof:
             encoded = self._formats[side].encode(written, scale) if fresh else ()
             if encoded and not (
                 len(encoded) == len(parts)
-                and all(
-                    equal_bits(new, part[:, :, -new.shape[2] :]) for new, part in zip(encoded, parts, strict=True)
-                )
+                and all(equal_bits(new, part[:, :, -new.shape[2] :]) for new, part in zip(encoded, parts, strict=True))
             ):
                 self.refute("stored", f"layer {layer} does not store what {asked} makes of its {_WORDS[side]}")
         evidence.changed[side] += int((out[:, :, out.shape[2] - fresh :] != written).sum())
