@@ -12,10 +12,12 @@ from fidelab.core import Status
 from fidelab.report.html import render_html, render_notebook
 from fidelab.report.markdown import render_markdown
 from fidelab.report.sections import Section, sections_of
+from fidelab.report.tables import ran_of
 from fidelab.report.text import render_text
 from fidelab.report.view import ArmRow, build_view
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.numbers import (
+    ABSENT,
     format_bytes,
     format_figure,
     format_interval,
@@ -599,3 +601,14 @@ def test_other_axes_are_summed_up_by_their_headlines_or_their_first_metric() -> 
 def test_without_other_axes_there_is_no_summary_of_them() -> None:
     alone = arm("q8_0", axes={"kld": kld_axis(0.1, 0.01)})
     assert build_view(sample_report(candidates=(alone,), control=None)).beside == ()
+
+
+def test_what_ran_says_in_how_many_layers_and_forwards_the_format_was_seen() -> None:
+    def seen(observed: dict[str, tuple[int, int]] | None) -> str:
+        table = ran_of([arm("int8", ran=RuntimeRecord(observed=observed))])
+        return table.rows[0][table.columns.index("format seen in")]
+
+    every = {"layers": (30, 30), "prefills": (6, 41), "steps": (11, 1200)}
+    assert seen(every) == "30 of 30 layers, 6 of 41 prefills, 11 of 1,200 decode steps"
+    assert seen({"layers": (1, 16), "steps": (0, 0)}) == "1 of 16 layers"
+    assert seen(None) == seen({}) == ABSENT
