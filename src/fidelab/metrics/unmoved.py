@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 
 class Unmoved:
-    """Rows of two arms of which at least one has a lossy format.
+    """Rows of two arms of which at least one has a lossy format.  See docs/metrics.md#proof-of-engagement.
 
     Args:
         kl: ``[n]`` nats; NaN where the row failed, exactly 0 where the two rows are equal.

@@ -425,8 +425,8 @@ def _unmoved_part(score: AxisScore, first: int) -> str | None:
     if score.bound:
         return None
     if {"kl", "window", "position", "n_ctx"} <= score.positions.keys():
-        columns = (score.positions[name] for name in ("kl", "window", "position", "n_ctx"))
-        return Unmoved(*columns, first).first()
+        kl, window, position, n_ctx = (score.positions[name] for name in ("kl", "window", "position", "n_ctx"))
+        return Unmoved(kl, window, position, n_ctx, first).first()
     if first > _FIRST:  # how long the prompts are is not known here
         return None
     nothing = np.zeros(len(score.num), dtype=np.int64)

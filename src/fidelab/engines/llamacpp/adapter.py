@@ -265,7 +265,7 @@ class LlamaCppEngine(Engine):
             more={
                 **({"state_dtypes": sorted({kind for kind, _ in self._states})} if self._states else {}),
                 "proof": self._proof,
-                "observed": Observed((self._read_layers, context_info.layers if context_info else 0)).record(),
+                "observed": Observed((self._read_layers, (context_info and context_info.layers) or 0)).record(),
                 "threads": self._arm.threads,
                 "system": about["system"],
                 "k_rotated": context_info.rotated_k if context_info else None,
