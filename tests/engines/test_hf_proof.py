@@ -105,12 +105,6 @@ def test_what_our_kernels_read_is_told_from_their_output(query: Request, dequant
         assert f"{ran.k_format}/{ran.v_format}" == kv
 
 
-def test_the_first_the_middle_and_the_last_layer_with_the_format_are_looked_at(checkpoint: Checkpoint) -> None:
-    assert asked(checkpoint("llama"), "int8").more["sentinel_layers"] == [0, 1, 2]
-    assert asked(checkpoint("llama"), "int8[skip-layers=0]").more["sentinel_layers"] == [1, 2]
-    assert asked(checkpoint("qwen3_next"), "int8").more["sentinel_layers"] == [1]
-
-
 # --------------------------------------------------------------------------- what does not reach attention
 
 

@@ -102,6 +102,7 @@ def test_the_record_says_what_ran(said: Said) -> None:
     assert ran["cache_tokens"] == ran["cache_blocks"] * ran["block_size"]
     assert (ran["prefix_caching"], ran["enforce_eager"], ran["tp"], ran["threads"]) == (False, True, 1, 1)
     assert (ran["unfilled_parameters"], ran["read_back"]["matches"]) == (0, 1.0)
+    assert ran["observed"] == {"layers": [2, 2]}
 
 
 @NEEDS_FP8

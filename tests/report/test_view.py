@@ -12,10 +12,12 @@ from fidelab.core import Status
 from fidelab.report.html import render_html, render_notebook
 from fidelab.report.markdown import render_markdown
 from fidelab.report.sections import Section, sections_of
+from fidelab.report.tables import ran_of
 from fidelab.report.text import render_text
 from fidelab.report.view import ArmRow, build_view
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.numbers import (
+    ABSENT,
     format_bytes,
     format_figure,
     format_interval,
@@ -610,3 +612,14 @@ def test_arms_that_differ_in_weights_alone_are_plotted_over_the_size_of_their_we
     assert [(point.size, point.unit) for point in view.points] == [(80.0, "MiB of weights")]
     assert view.reference is not None
     assert (view.reference.size, view.reference.unit) == (300.0, "MiB of weights")
+
+
+def test_what_ran_says_in_how_many_layers_and_forwards_the_format_was_seen() -> None:
+    def seen(observed: dict[str, tuple[int, int]] | None) -> str:
+        table = ran_of([arm("int8", ran=RuntimeRecord(observed=observed))])
+        return table.rows[0][table.columns.index("format seen in")]
+
+    every = {"layers": (30, 30), "prefills": (6, 41), "steps": (11, 1200)}
+    assert seen(every) == "30 of 30 layers, 6 of 41 prefills, 11 of 1,200 decode steps"
+    assert seen({"layers": (1, 16), "steps": (0, 0)}) == "1 of 16 layers"
+    assert seen(None) == seen({}) == ABSENT

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from fidelab.config.load import validate
-from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.core import Arm, FormatSpec, KVSpec, Status
 from fidelab.engines.base import Engine
 from fidelab.inputs.needles import draw_needles
 from fidelab.results.store import RunFolder
-from fidelab.runs.pairing import ArmResult, Scorer, most_telling
+from fidelab.runs.pairing import ArmResult, Scorer, _exact_tokens, _loses_much, most_telling
 from tests.runs.harness import Done, axis_of, cli, compare, write_inputs
 
 
@@ -208,3 +208,31 @@ def test_numbers_that_were_changed_in_any_capture_count_as_changed(
     found = most_telling(arm, rans)
     assert found is not None
     assert found["k_changed"] == told
+
+
+@pytest.mark.parametrize(
+    ("kv", "tokens"),
+    [
+        ("int4", 2),
+        ("int4[group=64]", 2),
+        ("bf16/int4[sinks=4]", 6),
+        ("int4[sinks=4,tail=64]", 70),
+        ("uint4[axis=channel]", 34),
+        ("uint4[axis=channel,group=64,tail=32]", 98),
+    ],
+)
+def test_rows_count_from_the_token_on_behind_which_a_format_leaves_none_as_it_is(kv: str, tokens: int) -> None:
+    arm = Arm("x", "hf", "m", "/m", "0" * 8, KVSpec.parse(kv), "bfloat16", "cpu", 1)
+    assert _exact_tokens(ArmResult("candidate:x", arm, Status.OK)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("kv", "changed", "much"),
+    [("int4", 0.9, True), ("int4", None, True), ("int4", 0.001, False), ("bf16", 0.0, False), ("f16", 0.9, False)],
+)
+def test_equal_rows_are_evidence_where_a_format_that_loses_changes_a_hundredth_of_the_numbers(
+    kv: str, changed: float | None, much: bool
+) -> None:
+    arm = Arm("x", "hf", "m", "/m", "0" * 8, KVSpec.parse(kv), "bfloat16", "cpu", 1)
+    ran = {} if changed is None else {"k_changed": changed, "v_changed": changed}
+    assert _loses_much(ArmResult("candidate:x", arm, Status.OK, ran=ran)) is much

@@ -29,6 +29,7 @@ __all__ = [
     "key_digest",
     "load_manifest",
     "ran_faults",
+    "seed_of",
 ]
 
 SCHEMA = "fidelab.capture/0"
@@ -60,6 +61,11 @@ def capture_folder(store: Path, arm: Arm, request: Request, key: Mapping[str, An
     """Where the capture of this key lies: ``<store>/<arm>/<request>``, readable and unique."""
     arm_folder = f"{slug(arm.model)}-{slug(arm.engine)}-{slug(arm.kv.label)}-{arm.fingerprint()[:10]}"
     return store / arm_folder / f"{request.axis}-{key_digest(key)[:12]}-r{key['replicate']}"
+
+
+def seed_of(key: Mapping[str, Any]) -> int:
+    """What the proof of engagement draws from while a capture is made: the same for the same capture, in 0 … 2^32-1."""
+    return int(key_digest(key)[:8], 16)
 
 
 def key_digest(key: Mapping[str, Any]) -> str:
@@ -156,10 +162,23 @@ def ran_faults(ran: Mapping[str, Any]) -> Iterator[str]:
     for field in (*sizes, "k_changed", "v_changed"):
         if ran.get(field) is not None and not (_is_number(ran[field]) and ran[field] >= 0):
             yield field
+    observed = ran.get("observed") or {}
+    if not (isinstance(observed, dict) and all(map(_is_pair, observed.values()))):
+        yield "observed"
     for field in ("versions", "proof"):
         texts = ran.get(field) or {}
         if not (isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values())):
             yield field
+
+
+def _is_pair(counts: Any) -> bool:
+    """Whether this is some of all."""
+    return (
+        isinstance(counts, list | tuple)
+        and len(counts) == 2
+        and all(type(count) is int for count in counts)
+        and 0 <= counts[0] <= counts[1]
+    )
 
 
 def _is_item(item: Any, n_parts: int) -> bool:

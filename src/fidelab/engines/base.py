@@ -27,6 +27,7 @@ __all__ = [
     "IMAGE_KINDS",
     "Answer",
     "Engine",
+    "Observed",
     "RuntimeInfo",
     "Sink",
     "Support",
@@ -52,6 +53,24 @@ class Support:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Observed:
+    """How much of a process the proof of engagement looked at: pairs (observed, all); ``None`` where not counted.
+
+    Attributes:
+        layers: with the asked format, whose content was compared with what was written.
+        prefills, steps: forwards that read several tokens of a sequence, and decode steps.
+    """
+
+    layers: tuple[int, int]
+    prefills: tuple[int, int] | None = None
+    steps: tuple[int, int] | None = None
+
+    def record(self) -> dict[str, list[int]]:
+        """Plain data: what was counted."""
+        return {name: [*pair] for name, pair in self.__dict__.items() if pair is not None}
+
+
 @dataclass
 class RuntimeInfo:
     """Runtime info: what really runs, from the engine's own objects.  ``None`` where the engine cannot tell.
@@ -65,7 +84,7 @@ class RuntimeInfo:
         more: keys of single engines and, for all of them, ``proof``: the answers to ``stored`` (does the cache hold the
             encoding of the keys and values that were written?), ``received`` (did attention read what the cache
             decodes to?) and ``named`` (was the format identified from the stored content, not from the arm?).  Each
-            is ``shown``, ``open: why`` or ``refuted: why``.
+            is ``shown``, ``open: why`` or ``refuted: why``.  ``observed``: the record of :class:`Observed`.
     """
 
     versions: dict[str, str]
@@ -224,6 +243,7 @@ class Engine(ABC):
     ``phases``: seconds that opening took, by phase and in order: ``import``, ``weights``, ``warm-up``; see
     docs/metrics.md#start-up-time.  Time that an engine cannot attribute counts for the later phase.
     ``foreseen``: kinds of the requests that are known before opening; some want the engine launched otherwise.
+    ``seed``: of the request that is answered next, from which is drawn what the proof of engagement looks at.
     """
 
     name: ClassVar[str]
@@ -258,6 +278,7 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
         self.foreseen: frozenset[str] = frozenset()
+        self.seed = 0
         self._marked = time.monotonic()
 
     def mark(self, phase: str, **of_others: float) -> None:

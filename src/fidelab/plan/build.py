@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
-from fidelab.captures.manifest import capture_folder, capture_key, key_digest
+from fidelab.captures.manifest import capture_folder, capture_key, key_digest, seed_of
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Generate, Request, Served, request_record
 from fidelab.config.schema import EngineConfig
@@ -61,7 +61,7 @@ class PlannedCapture:
 
     def task(self) -> ProbeTask:
         """The form in which a worker gets it."""
-        return ProbeTask(request=request_record(self.request), target=str(self.folder), key=self.key)
+        return ProbeTask(request_record(self.request), str(self.folder), self.key, seed_of(self.key))
 
     @property
     def tokens(self) -> int:

@@ -224,13 +224,27 @@ def _coordinate(value: int | float | str) -> str:
 
 # ------------------------------------------------------------------------------------------------------- what ran
 
-_RAN_COLUMNS = ("engine", "K asked", "K ran", "V asked", "V ran", "attention", "bytes/token", "weight bytes", "more")
+_RAN_COLUMNS = (
+    *("engine", "K asked", "K ran", "V asked", "V ran", "attention", "bytes/token", "weight bytes"),
+    *("format seen in", "more"),
+)
+_OBSERVED = {"layers": "layers", "prefills": "prefills", "steps": "decode steps"}
 
 
 def ran_of(arms: Iterable[ArmRecord]) -> TextTable:
     """Requested and actual formats, arm by arm."""
     rows = tuple((one_line(arm.name), *_ran_cells(arm)) for arm in arms)
     return TextTable("ran", "What was asked and what ran", ("arm", *_RAN_COLUMNS), rows)
+
+
+def observed_of(arm: ArmRecord) -> str:
+    """Where the proof of engagement looked: ``30 of 30 layers, 6 of 32 prefills``; empty where it counted nothing."""
+    counts = (arm.ran.observed or {}) if arm.ran else {}
+    return ", ".join(
+        f"{counts[name][0]:,} of {counts[name][1]:,} {word}"
+        for name, word in _OBSERVED.items()
+        if name in counts and counts[name][1]
+    )
 
 
 def timing_of(arms: Iterable[ArmRecord]) -> TextTable | None:
@@ -259,5 +273,6 @@ def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
         one_line((ran.attention if ran else None) or ABSENT),
         format_bytes(ran.cache_bytes_per_token if ran else None),
         f"{format_bytes(ran.size)}{' simulated' if ran.simulated_weight_bytes else ''}" if ran else ABSENT,
+        observed_of(arm) or ABSENT,
         one_line(", ".join(versions + others)) or ABSENT,
     )

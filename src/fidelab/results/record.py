@@ -97,6 +97,9 @@ class RuntimeRecord(Record):
     """Bytes that the weights would take in the formats to which they were rounded; null where none was."""
     versions: dict[str, str] = Field(default_factory=dict)
     """Package → version, in the engine's environment."""
+    observed: dict[str, tuple[int, int]] | None = None
+    """How much the proof of engagement looked at, pairs (observed, all): ``layers`` with the asked format, ``prefills``
+    and ``steps`` (decode); what is not there was not counted."""
     remarks: tuple[str, ...] = ()
     """What a reader of the arm's figures must know of how it ran, a sentence each."""
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
 from fidelab.captures.manifest import ran_faults
 from fidelab.captures.pair import Pair, comparability_key
@@ -22,6 +24,7 @@ from fidelab.core import Arm, Estimator, Status
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
 from fidelab.errors import CaptureError, FidelabError, MismatchError
+from fidelab.metrics.unmoved import Unmoved
 from fidelab.plan.build import FLOOR, TWIN, base_of
 from fidelab.plan.resolve import load_axis
 from fidelab.results.measurement import Measurement
@@ -44,6 +47,9 @@ FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 _LOGGER = logging.getLogger(__name__)
 _BYTES_TOLERANCE = 1e-3
+_MUCH = 0.01  # share of changed numbers from which on equal rows are no accident
+_FIRST = 2  # the first token reads its own value alone, whatever its key
+_BLOCK = "32"  # tokens of a block of formats with axis=channel, unless group= is given
 _REFUTED = "refuted: "
 _PLACED = re.compile(r"-[0-9a-f]{12}-r\d+$")  # ends a name that captures.manifest.capture_folder gave
 
@@ -293,14 +299,17 @@ class Scorer:
         """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
         rows = [score for name, score in scores.items() if self.axes[name].distributions]
         reference = self.by_role[self._role]
-        if not rows or not all(score.identical for score in rows):
+        if not rows or result.arm.kv.content() == reference.arm.kv.content():
             return None
-        if result.arm.kv.content() == reference.arm.kv.content() or all(map(_lossless, (result, reference))):
+        two = (result, reference)
+        where = "everywhere" if all(score.identical for score in rows) and not all(map(_lossless, two)) else None
+        if where is None and any(map(_loses_much, two)):
+            first = max(map(_exact_tokens, two))
+            where = next(filter(None, (_unmoved_part(score, first) for score in rows)), None)
+        if where is None:
             return None
         pair = f"{result.arm.kv.label} and {reference.arm.kv.label}"
-        return (
-            f"{pair} keep different numbers, but their KL is exactly 0 everywhere: one of them did not reach attention"
-        )
+        return f"{pair} keep different numbers, but their KL is exactly 0 {where}: one of them did not reach attention"
 
     def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
         """Unusable output, such as no token at all, where the reference has usable output."""
@@ -374,6 +383,45 @@ def _lossless(result: ArmResult) -> bool:
     arm, ran = result.arm, result.ran or {}
     lossless = ENGINES.load(arm.engine).lossless(arm) if arm.engine in ENGINES.names() else None
     return ran.get("k_changed") == 0 == ran.get("v_changed") if lossless is None else bool(lossless)
+
+
+def _loses_much(result: ArmResult) -> bool:
+    """Whether this arm's formats change so many numbers that every row has to differ."""
+    arm, ran = result.arm, result.ran or {}
+    if arm.engine not in ENGINES.names() or ENGINES.load(arm.engine).lossless(arm) is not False:
+        return False
+    shares = [share for side in "kv" if (share := ran.get(f"{side}_changed")) is not None]
+    return not shares or max(shares) >= _MUCH
+
+
+def _exact_tokens(result: ArmResult) -> int:
+    """An upper bound of the first tokens of a sequence behind which the format has changed nothing that a row reads.
+
+    Tokens that options keep as they are, and those that read nothing but themselves.
+    """
+    sides = (dict(spec.options) for spec in (result.arm.kv.k, result.arm.kv.v))
+    return _FIRST + max(sum(_kept(side, name) for name in ("sinks", "tail", "group")) for side in sides)
+
+
+def _kept(side: Mapping[str, str], option: str) -> int:
+    """Tokens that an option of a format leaves as they are; ``group`` those that wait until a block of them is full."""
+    if option == "group" and side.get("axis") != "channel":
+        return 0
+    text = side.get(option, _BLOCK if option == "group" else "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _unmoved_part(score: AxisScore, first: int) -> str | None:
+    """Where this score's rows are all equal to the reference's, of those from position ``first`` on."""
+    if score.bound:
+        return None
+    if {"kl", "window", "position", "n_ctx"} <= score.positions.keys():
+        kl, window, position, n_ctx = (score.positions[name] for name in ("kl", "window", "position", "n_ctx"))
+        return Unmoved(kl, window, position, n_ctx, first).first()
+    if first > _FIRST:  # how long the prompts are is not known here
+        return None
+    nothing = np.zeros(len(score.num), dtype=np.int64)
+    return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.cluster or "item").first()
 
 
 def engaged(result: ArmResult) -> tuple[Status, str | None]:

@@ -153,6 +153,7 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     variables = variables_of(cls, os.environ)  # before the engine sets some of its own
     engine = cls()
     engine.foreseen = frozenset(str(task.request["kind"]) for task in job.tasks)
+    engine.seed = job.tasks[0].seed if job.tasks else 0
     adapter = time.monotonic() - started
     engine.open(arm)
     engine.mark("warm-up")  # what it did not tell apart
@@ -205,7 +206,7 @@ class _Answering:
         return {**self._engine.ran().record(), **self._job.about, **memory}
 
     def _answer(self, task: ProbeTask) -> Path:
-        request = request_from_record(task.request)
+        request, self._engine.seed = request_from_record(task.request), task.seed
         if request.kind not in self._engine.kinds and not isinstance(request, Served):
             raise NotSupportedError(f"engine {self._engine.name} answers no {request.kind} probes")
         vocabulary = Vocabulary(**self._job.vocabulary)

@@ -37,18 +37,22 @@ __all__ = [
     "fits",
 ]
 
-PROTOCOL = 8
+PROTOCOL = 9
 _DEEPEST = 32  # objects and lists within one another
 _LARGEST = 2**63  # of numbers
 
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """One request to answer: its record, where the capture goes, and the capture's key."""
+    """One request to answer: its record, where the capture goes, and the capture's key.
+
+    ``seed``: what the engine's proof of engagement draws from.
+    """
 
     request: Mapping[str, Any]
     target: str
     key: Mapping[str, Any]
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,7 @@ def check_ran(ran: Mapping[str, Any]) -> None:
 
 _RAN: Mapping[str, Any] = {
     "ids": str | None,
+    "observed": Mapping[str, list[int]] | None,
     "proof": Mapping[str, str] | None,
     "provenance": Mapping[str, str],
     "pythonpath": list[Mapping[str, Any]],

@@ -249,7 +249,7 @@ class HFEngine(Engine):
         from fidelab.engines.hf.model import HFModel
 
         self._arm = arm
-        self._model = HFModel(arm, self.mark, _loading(arm))
+        self._model = HFModel(arm, self.mark, _loading(arm), self.seed)
         self._jittered: int | None = None
         self._reweighing: Reweighing | None = None
         if seed := dict(arm.options).get("jitter"):
@@ -264,9 +264,8 @@ class HFEngine(Engine):
         began = time.monotonic()
         if self._model.head is not None:
             self._model.head.sentinels.clear()
-        self._model.proof.due = not isinstance(
-            request, Timed | Reweighted | Recached
-        )  # a look takes time, and wants all layers
+        # A look takes time, and wants all layers.
+        self._model.proof.begin(self.seed, observing=not isinstance(request, Timed | Reweighted | Recached))
         match request:
             case ImageGenerate() | ImageForced():
                 from fidelab.engines.hf.images import answer_images

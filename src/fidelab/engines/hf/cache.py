@@ -48,7 +48,7 @@ class EncodedStore:
         self.band: Band | None = None  # of the last write
         self.heads = 0
         self.dim = 0
-        self._padding_mask = padding_mask
+        self.padding_mask = padding_mask
 
     def write(self, x: Tensor) -> Tensor:
         """Append content ``[B, H, T, D]`` and return everything stored so far, decoded, in ``x``'s type.
@@ -59,7 +59,7 @@ class EncodedStore:
             return self._write_between(x)
         if self.parts is None:
             self.heads, self.dim = x.shape[1], x.shape[-1]
-            self.scale = self.format.fit(x, self._padding_mask)
+            self.scale = self.format.fit(x, self.padding_mask)
             self.parts = tuple(_owned(part) for part in self.format.encode(x, self.scale))
         else:
             new = self.format.encode(x, self.scale)
@@ -70,7 +70,7 @@ class EncodedStore:
         fmt = self.format
         if self.parts is None or self.first is None or self.last is None:
             self.heads, self.dim = x.shape[1], x.shape[-1]
-            self.scale = fmt.fit(x, self._padding_mask)
+            self.scale = fmt.fit(x, self.padding_mask)
             self.first = self.last = x[:, :, :0]
             self.parts = tuple(_owned(part) for part in fmt.encode(x[:, :, :0], self.scale))
         more = min(x.shape[2], fmt.sinks - self.first.shape[2])

@@ -99,7 +99,8 @@ def skeleton(path: str, *, trusted: bool = False) -> Any:
 class HFModel:
     """An arm's model, loaded and tried out.  ``mark`` is called at the end of each phase of opening.
 
-    ``loading``: further arguments of ``from_pretrained``.
+    ``loading``: further arguments of ``from_pretrained``.  ``seed``: what the proof draws layers from until a request
+    brings its own.
 
     Attributes:
         module: Transformers' model; ``config``: the configuration of its text part.
@@ -116,8 +117,11 @@ class HFModel:
         NotSupportedError: it keeps no keys and values that could be encoded.
     """
 
-    def __init__(self, arm: Arm, mark: Callable[[str], None], loading: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, arm: Arm, mark: Callable[[str], None], loading: Mapping[str, Any] | None = None, seed: int = 0
+    ) -> None:
         self._arm = arm
+        self._seed = seed
         self._loading = loading or {}
         self._mark = mark
         self._options = dict(arm.options)
@@ -126,7 +130,7 @@ class HFModel:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self._k, self._v = create(arm.kv.k), create(arm.kv.v)
-        self.proof = Proof(arm.kv, self._k, self._v)
+        self.proof = Proof(arm.kv, self._k, self._v, seed)
         self._states: list[Tensor] = []  # what entered the LM head in one forward
         self._keep = 1
         self._sequences: int | None = None
@@ -242,9 +246,13 @@ class HFModel:
     def _try_out(self) -> None:
         """Run two small forwards, so that an unusable spec or model is refused before any request is answered."""
         kind = self.config.model_type
-        self.proof = Proof(self._arm.kv, self._k, self._v)  # of this attention, whatever was tried before
+        # Of this attention, whatever was tried before.
+        self.proof = Proof(self._arm.kv, self._k, self._v, self._seed)
+        self.proof.begin(self._seed, observing=False)  # but for the forward below
         try:
-            logits, states = self.forward(self.tensor([[0, 1]]), self.new_cache(), keep=2)
+            cache = self.new_cache()
+            with self.proof.watch(cache):
+                logits, states = self.forward(self.tensor([[0, 1]]), cache, keep=2)
             if self.hidden:
                 self.head = ReplayedHead(self._lm_head, self.config, self._arm.dtype, states[0], logits[0])
             plain = self.new_cache() if self.paged else None  # k16v8's attention needs a cache
@@ -324,7 +332,7 @@ class HFModel:
         if cache is not None and "position_ids" in self._takes and not counts_itself:
             # Always, as generate() does: some hybrids that are left to themselves count from 0 in every forward.
             extra["position_ids"] = self._positions(ids, cache, mask)
-        watched = self.proof.watch(cache) if cache is not None and self.proof.due else nullcontext()
+        watched = nullcontext() if cache is None else self.proof.forward(cache, ids.shape[1])
         with k16v8.translated_errors() if self.paged else nullcontext(), watched:
             out = self.module(input_ids=ids, use_cache=cache is not None, **{self._cache_parameter: cache}, **extra)
         if isinstance(cache, EncodedCache):

@@ -1,7 +1,9 @@
-"""Check on sentinel layers of a Transformers model, while it answers, that a format reached attention.
+"""Check on layers of a Transformers model, while it answers, that a format reached attention.
 
-The sentinels are the first, the middle and the last layer with the format, observed in one forward of each request.
-Three questions:
+The first prefill and the first decode step of a process are observed in every layer that has the format.  Later ones
+are observed in sentinel layers: three, drawn anew for each.  Of the forwards of a request, prefills and decode steps
+apart, the first is observed, then one of the next two, one of the next four, and so on.  The draws come from the seed
+of the request, which the parent process derives from the key of the capture.  Three questions:
 
 - ``stored``: does the cache hold the format's encoding of the keys and values that were written?
 - ``received``: did attention get what the cache decodes to, bit by bit?  The arguments of the attention function are
@@ -14,6 +16,7 @@ Each answer is ``shown``, ``open: why`` or ``refuted: why``; a refutation is fin
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +29,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from fidelab.core import FormatSpec, KVSpec
+from fidelab.engines.base import Observed
 from fidelab.engines.hf import exceptions
 from fidelab.formats import create
 from fidelab.formats.base import Format, Parts
@@ -36,7 +40,8 @@ __all__ = ["Proof"]
 _QUESTIONS = ("received", "stored", "named")
 _WORDS = ("keys", "values")
 _About = Mapping[str, Any]
-_POSITIONS = 4096  # the last ones, of a sentinel layer, that are compared
+_SENTINELS = 3  # layers that are observed where not all are
+_POSITIONS = 256  # of a layer, that are compared: where there are more, drawn ones and the last
 _QUERIES = 256  # the first ones, that attention is computed again for
 _ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # of attention's output, relative
 _UNSEEN = "attention makes keys and values of its own from what the cache hands over"
@@ -86,14 +91,56 @@ class _Called:
         return torch.einsum("hqt,thd->qhd", weights, values)
 
 
-class Proof:
-    """Evidence for the formats of an arm.  ``due``: the next forward is observed."""
+@dataclass
+class _Forwards:
+    """Prefills or decode steps: how many were observed, and which one of the request is next.
 
-    def __init__(self, kv: KVSpec, k: Format, v: Format) -> None:
-        self.due = True
+    Attributes:
+        seen, total: of the process.
+        index: forwards of the request so far.
+        start: the first forward of the span from which one is drawn; ``drawn``: that one.
+    """
+
+    seen: int = 0
+    total: int = 0
+    index: int = 0
+    start: int = 0
+    drawn: int = 0
+
+    def begin(self) -> None:
+        self.index = self.start = self.drawn = 0
+
+    def is_next_observed(self, draw: random.Random) -> bool:
+        """Count one forward, and whether it is the drawn one of its span: of 1, 2, 4, … forwards."""
+        at, self.index = self.index, self.index + 1
+        self.total += 1
+        while at > 2 * self.start:
+            self.start = 2 * self.start + 1
+            self.drawn = self.start + draw.randrange(self.start + 1)
+        self.seen += at == self.drawn
+        return at == self.drawn
+
+
+class Proof:
+    """Evidence for the formats of an arm.
+
+    Args:
+        kv: the formats that were asked for.
+        k, v: what encodes keys and values.
+        seed: from which layers and positions are drawn until :meth:`begin` gives another one.
+    """
+
+    def __init__(self, kv: KVSpec, k: Format, v: Format, seed: int = 0) -> None:
         self._asked: tuple[FormatSpec, FormatSpec] = (kv.k, kv.v)
         self._formats = (k, v)
-        self._seen = _Evidence()
+        self._draw = random.Random(seed)
+        self._observing = True
+        self._forwards = {"prefills": _Forwards(), "steps": _Forwards()}
+        self._seen = _Evidence()  # the forward that left the fewest questions open
+        self._names: tuple[dict[str | None, None], dict[str | None, None]] = ({}, {})  # of all forwards
+        self._changed, self._numbers = [0, 0], [0, 0]
+        self._layers: set[int] = set()
+        self._of_layers = 0
         self._refuted: dict[str, str] = {}
         for name in {kv.k.name, kv.v.name} & KNOWN:
             encoded_as = encodes_like(create(FormatSpec(name)).encode)
@@ -104,7 +151,7 @@ class Proof:
 
     def found(self, side: int) -> str | None:
         """The format of keys (0) or values (1) that was observed; ``None`` where none is proven."""
-        names = self._seen.formats[side]
+        names = self._names[side]
         if not names or None in names or {"stored", "received"} & self._refuted.keys():
             return None
         other = [name for name in names if name != str(self._asked[side])]
@@ -112,11 +159,11 @@ class Proof:
 
     def record(self) -> dict[str, Any]:
         """``proof`` and its evidence; ``k_changed``: share of the keys that differ between write and read."""
-        evidence = self._seen
-        shares = [n / of if of else None for n, of in zip(evidence.changed, evidence.numbers, strict=True)]
+        shares = [n / of if of else None for n, of in zip(self._changed, self._numbers, strict=True)]
+        counts = {kind: (forwards.seen, forwards.total) for kind, forwards in self._forwards.items()}
         return {
             "proof": {question: self._answer(question) for question in _QUESTIONS},
-            "sentinel_layers": evidence.layers,
+            "observed": Observed((len(self._layers), self._of_layers), **counts).record(),
             "k_changed": shares[0],
             "v_changed": shares[1],
         }
@@ -133,7 +180,7 @@ class Proof:
         """(layer, side) of the sentinels whose attention got no tensors that can be compared with the cache's."""
         if self._seen.opened.get("received") != _UNSEEN:
             return []
-        return [(layer, side) for layer in self._seen.layers for side in (0, 1)]
+        return [(layer, side) for layer in self._drawn(self._seen.layers) for side in (0, 1)]
 
     def refute(self, question: str, why: str) -> None:
         """Record a contradiction; the first for a question is kept."""
@@ -141,10 +188,36 @@ class Proof:
 
     # ---------------------------------------------------------------------------------------- observation
 
+    def begin(self, seed: int, *, observing: bool = True) -> None:
+        """A request begins.  ``observing``: its forwards are counted, and drawn ones are observed."""
+        self._draw, self._observing = random.Random(seed), observing
+        for forwards in self._forwards.values():
+            forwards.begin()
+
     @contextmanager
-    def watch(self, cache: Any) -> Iterator[None]:
-        """Observe the sentinel layers during one forward through this cache."""
-        sentinels = _sentinels(cache)
+    def forward(self, cache: Any, tokens: int) -> Iterator[None]:
+        """One forward of ``tokens`` new positions of each sequence through this cache, observed where it is drawn."""
+        if not self._observing:
+            yield
+            return
+        forwards = self._forwards["steps" if tokens == 1 and cache.get_seq_length() else "prefills"]
+        is_first = not forwards.seen
+        if forwards.is_next_observed(self._draw):
+            with self.watch(cache, every_layer=is_first):
+                yield
+        else:
+            yield
+
+    def _drawn(self, layers: list[int]) -> list[int]:
+        """Sentinels among these layers."""
+        return sorted(self._draw.sample(layers, min(_SENTINELS, len(layers))))
+
+    @contextmanager
+    def watch(self, cache: Any, *, every_layer: bool = True) -> Iterator[None]:
+        """Observe all layers with the format, or sentinels, during one forward through this cache."""
+        encoded = _encoded(cache)
+        self._of_layers = len(encoded)
+        sentinels = {number: cache.layers[number] for number in (encoded if every_layer else self._drawn(encoded))}
         evidence = _Evidence()
         inputs: dict[int, tuple[Tensor, Tensor]] = {}
         outputs: dict[int, tuple[Tensor, Tensor]] = {}
@@ -176,11 +249,15 @@ class Proof:
 
         with _tapped(cache, updated, attended):
             yield
-        self.due = False
         if set(evidence.layers) - evidence.received:
             evidence.opened.setdefault("received", _UNSEEN)
         if evidence.layers and (not self._seen.layers or len(evidence.opened) <= len(self._seen.opened)):
             self._seen = evidence
+        self._layers.update(evidence.layers)
+        for side in (0, 1):
+            self._names[side].update(dict.fromkeys(evidence.formats[side]))
+            self._changed[side] += evidence.changed[side]
+            self._numbers[side] += evidence.numbers[side]
 
     @contextmanager
     def poisoned(self, cache: Any, layer: int, side: int) -> Iterator[None]:
@@ -202,17 +279,22 @@ class Proof:
         for side, (written, out) in enumerate(zip(inputs, outputs, strict=True)):
             store = (storage.k, storage.v)[side]
             parts, scale = store.parts, store.scale
+            if scale is not None and written.shape[2] == out.shape[2]:
+                fitted = self._formats[side].fit(written, store.padding_mask)
+                if fitted is None or not equal_bits(fitted, scale):
+                    finding = f"layer {layer} has a scale other than {self._asked[side]} fits to its {_WORDS[side]}"
+                    self.refute("stored", finding)
             if store.format.has_exceptions:
                 fresh, (begin, end) = out.shape[2] - written.shape[2], store.span
                 if begin == end:
                     return  # nothing is encoded yet
                 written, out = written[:, :, max(0, begin - fresh) : max(0, end - fresh)], out[:, :, begin:end]
                 if store.format.token_block == 1:
-                    parts, out, written = _last(parts, out, written)
+                    parts, out, written = self._some(parts, out, written)
                 else:
                     written = written[:, :, written.shape[2] % store.format.token_block :]
             else:
-                parts, out, written = _last(parts, out, written)
+                parts, out, written = self._some(parts, out, written)
             names = names_of(parts, written.shape[-1], out, scale, asked=self._asked[side])
             decodes = bool(names)
             if self._asked[side].name not in KNOWN:
@@ -231,6 +313,19 @@ class Proof:
                 )
             self._note(evidence, side, layer, (parts, written, scale), names, out)
         evidence.layers.append(layer)
+
+    def _some(self, parts: Parts, out: Tensor, written: Tensor) -> tuple[Parts, Tensor, Tensor]:
+        """The positions that are compared, in order: all that the parts hold, or drawn ones and the last."""
+        tokens = min(out.shape[2], *(part.shape[2] for part in parts))
+        parts, out = tuple(part[:, :, -tokens:] for part in parts), out[:, :, -tokens:]
+        written = written[:, :, -tokens:]
+        if tokens <= _POSITIONS:
+            return parts, out, written
+        drawn = [*sorted(self._draw.sample(range(tokens - 1), _POSITIONS - 1)), tokens - 1]
+        at = torch.tensor(drawn, device=out.device)
+        before = tokens - written.shape[2]
+        parts = tuple(part.index_select(2, at) for part in parts)
+        return parts, out.index_select(2, at), written.index_select(2, at[at >= before] - before)
 
     def _note(
         self,
@@ -254,12 +349,13 @@ class Proof:
             if not same:
                 finding = f"{_WORDS[side]} of layer {layer} are {names[0] if names else 'in no known format'}"
                 self.refute("named", f"{finding}, not {asked}")
-            encoded = self._formats[side].encode(written, scale)
-            if len(encoded) != len(parts) or not all(
-                equal_bits(new, part[:, :, -fresh:]) for new, part in zip(encoded, parts, strict=True)
+            encoded = self._formats[side].encode(written, scale) if fresh else ()
+            if encoded and not (
+                len(encoded) == len(parts)
+                and all(equal_bits(new, part[:, :, -new.shape[2] :]) for new, part in zip(encoded, parts, strict=True))
             ):
                 self.refute("stored", f"layer {layer} does not store what {asked} makes of its {_WORDS[side]}")
-        evidence.changed[side] += int((out[:, :, -fresh:] != written).sum())
+        evidence.changed[side] += int((out[:, :, out.shape[2] - fresh :] != written).sum())
         evidence.numbers[side] += written.numel()
 
     def _compare(self, evidence: _Evidence, layer: int, inputs: Any, outputs: Any, received: Any) -> None:
@@ -328,18 +424,10 @@ class Proof:
 # ------------------------------------------------------------------------------------------------- layers
 
 
-def _last(parts: Parts, out: Tensor, written: Tensor) -> tuple[Parts, Tensor, Tensor]:
-    """The last positions of all, as many as are compared."""
-    tokens = min(_POSITIONS, out.shape[2], *(part.shape[2] for part in parts))
-    return tuple(part[:, :, -tokens:] for part in parts), out[:, :, -tokens:], written[:, :, -tokens:]
-
-
-def _sentinels(cache: Any) -> dict[int, Any]:
-    """The first, the middle and the last layer that have the format, by number."""
+def _encoded(cache: Any) -> list[int]:
+    """The numbers of the layers that have the format."""
     encoded = [x for x in (*getattr(cache, "encoded", ()), *getattr(cache, "paged", ())) if not _skipped(x)]
-    numbers = [number for number, layer in enumerate(cache.layers) if any(layer is x for x in encoded)]
-    chosen = sorted({numbers[at] for at in (0, len(numbers) // 2, -1)}) if numbers else []
-    return {number: cache.layers[number] for number in chosen}
+    return [number for number, layer in enumerate(cache.layers) if any(layer is x for x in encoded)]
 
 
 def _handed(x: object) -> bool:

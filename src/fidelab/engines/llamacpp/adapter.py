@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from fidelab.captures.container import Array
 from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, Served, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
-from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
+from fidelab.engines.base import Answer, Engine, Observed, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.llamacpp import serve
 from fidelab.engines.llamacpp.drafting import Drafter, DraftModel, Lookup, speculation_of, verified
 from fidelab.engines.llamacpp.head import LlamaHead
@@ -202,6 +202,7 @@ class LlamaCppEngine(Engine):
             raise EngineError(f"{_PACKAGE} does not load ({text}): {remedy}") from error
         self.mark("import")
         self._reads = GraphReads()
+        self._read_layers = 0  # whose content was compared
         self._proof = proof((arm.kv.k.name, arm.kv.v.name), None, None, (False, False), self._reads.kinds)
         if self._gpu and not offload:
             raise NotSupportedError(
@@ -264,6 +265,7 @@ class LlamaCppEngine(Engine):
             more={
                 **({"state_dtypes": sorted({kind for kind, _ in self._states})} if self._states else {}),
                 "proof": self._proof,
+                "observed": Observed((self._read_layers, (context_info and context_info.layers) or 0)).record(),
                 "threads": self._arm.threads,
                 "system": about["system"],
                 "k_rotated": context_info.rotated_k if context_info else None,
@@ -337,6 +339,7 @@ class LlamaCppEngine(Engine):
         except EngineError:  # this build lacks one of them: no proof by bytes, but by name
             return
         first, original = (read_state(x, _TRIED, self._seen.layers) for x in (state, exact))
+        self._read_layers = int(None not in (first, original))
         self._proof = proof(
             formats, first, original, (bool(self._seen.rotated_k), bool(self._seen.rotated_v)), self._reads.kinds
         )

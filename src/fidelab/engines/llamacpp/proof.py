@@ -12,14 +12,15 @@ and sequences (8 bytes), then 0 (uint32), how many layers (uint32), and for each
 ``received`` rests on the graph: its attention must read views of the cache in the asked type.
 
 The first layer's keys and values do not depend on the cache, so that those of an f32 cache are the input of any other;
-where llama.cpp rotates them, multiplied by a Hadamard matrix whose size is a power of two.
+where llama.cpp rotates them, multiplied by a Hadamard matrix whose size is a power of two.  Of the other layers the
+types are compared, not the content.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,10 +46,14 @@ _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 
 @dataclass(frozen=True)
 class CacheSide:
-    """Keys or values of the first layer: ``kind`` is ggml's number for their type, ``rows`` [tokens, bytes]."""
+    """Keys or values of the first layer: ``kind`` is ggml's number for their type, ``rows`` [tokens, bytes].
+
+    ``others``: the types of all layers that the state has.
+    """
 
     kind: int
     rows: Bytes
+    others: frozenset[int] = frozenset()
 
 
 def read_state(state: bytes, tokens: int, layers: int) -> tuple[CacheSide, CacheSide] | None:
@@ -87,8 +92,9 @@ def _recurrent(state: bytes, at: int) -> list[tuple[str, int]]:
 
 def _sides(state: bytes, at: int, tokens: int, layers: int, transposed: int) -> tuple[CacheSide, CacheSide] | None:
     firsts: list[CacheSide] = []
+    kinds: tuple[set[int], set[int]] = (set(), set())
     try:
-        for columns in (0, transposed):
+        for of_side, columns in zip(kinds, (0, transposed), strict=True):
             for layer in range(layers):
                 if columns:
                     kind, size, width = struct.unpack_from("<iII", state, at)
@@ -106,10 +112,14 @@ def _sides(state: bytes, at: int, tokens: int, layers: int, transposed: int) -> 
                     if columns:
                         raw = raw.reshape(width, tokens, size).swapaxes(0, 1).reshape(tokens, width * size)
                     firsts.append(CacheSide(kind, raw))
+                of_side.add(kind)
                 at += size_all
     except struct.error:
         return None
-    return (firsts[0], firsts[1]) if at == len(state) else None
+    if at != len(state):
+        return None
+    keys, values = (replace(side, others=frozenset(of_side)) for side, of_side in zip(firsts, kinds, strict=True))
+    return keys, values
 
 
 def proof(
@@ -144,6 +154,8 @@ def proof(
         nearest = min(best, key=lambda other: best[other], default=None)
         if kind != name or nearest != name:
             return result | {"named": f"refuted: {word} of the first layer are {nearest or kind}, not {name}"}
+        if others := sorted(_TYPES[other] for other in side.others - {kind}):
+            return result | {"named": f"refuted: {word} of some layers are {others[0]}, not {name}"}
         if best[name] > 1:
             return result | {
                 "stored": f"refuted: {word} of the first layer are not those that came, as {name} has them"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fidelab.core import Arm
-from fidelab.engines.base import RuntimeInfo, device_name, read_back_proof
+from fidelab.engines.base import Observed, RuntimeInfo, device_name, read_back_proof
 from fidelab.engines.k16v8 import K16V8, content_bytes, holds_pair, is_pair, scales_of
 
 __all__ = ["ran"]
@@ -55,6 +55,7 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
             "cache_bytes": cache["bytes"] * ranks,
             "cache_pool": cache["pool"],
             "cache_read_back": matches,
+            "observed": Observed((_observed_layers(cache, matches), cache["kv_layers"])).record(),
             "proof": read_back_proof(matches, 1.0, "SGLang's kernels read the cache themselves"),
             "prefix_caching": not running.disable_radix_cache,
             "chunked_prefill": max(int(running.chunked_prefill_size or -1), 0) or None,
@@ -64,6 +65,11 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
             **(scales_of(arm.kv) if paired else _scales(about)),
         },
     )
+
+
+def _observed_layers(cache: Mapping[str, Any], matches: float | None) -> int:
+    """Layers whose content was compared: all of a k16v8 pool, which compares itself, else the first one."""
+    return int(cache["read_back"].get("layers", matches is not None))
 
 
 def _found(asked: str, about: Mapping[str, Any]) -> str | None:

@@ -207,8 +207,6 @@ class _Hook:
     def watch(self) -> None:
         attention, draft = _attention(self._runner), self.wrapped.draft_layers()
         layers = {name: layer for name, layer in attention.items() if _writes(layer) and name not in draft}
-        if not any(hasattr(layer.impl, "read_back") for layer in layers.values()):  # layers of vLLM's own are alike
-            layers = dict(list(layers.items())[:1])
         self._given.clear()
         self.read_back = {}
         self._handles = [self._noting(name, layer) for name, layer in layers.items()]
@@ -312,11 +310,12 @@ class _Hook:
 
         Layouts differ by backend, so the numbers are compared as sorted lists: the blocks must hold what was written,
         rounded to the format, and nothing else (a fresh cache holds zeros).  k16v8's backend knows its pages and
-        compares itself, in every layer.
+        compares itself.  Every layer is compared, and the worst one kept.
         """
         for handle in self._handles:
             handle.remove()
         runner, found = self._runner, dict[int, dict[str, Any]]()
+        compared: list[dict[str, Any]] = []
         given, self._given = self._given, {}
         for name, (key, value) in given.items():
             layer = runner.compilation_config.static_forward_context[name]
@@ -336,10 +335,9 @@ class _Hook:
 
                 axis = list(layer.kv_cache.shape).index(config.num_blocks * (of_manager // of_kernel))
                 held = layer.kv_cache.movedim(axis, 0)[blocks]
-                self.read_back = _compared(
-                    held, key.reshape(-1), value.reshape(-1), layer, current_platform.fp8_dtype()
-                )
-            self.read_back["layer"] = next(iter(given))
+                numbers = key.reshape(-1), value.reshape(-1)
+                compared.append(_compared(held, *numbers, layer, current_platform.fp8_dtype()) | {"layer": name})
+                self.read_back = min(compared, key=_matches) | {"layers": len(compared)}
 
 
 class _WatchedWrite:
@@ -359,6 +357,12 @@ class _WatchedWrite:
 
     def remove(self) -> None:
         del self._implementation.do_kv_cache_update
+
+
+def _matches(compared: Mapping[str, Any]) -> float:
+    """How well a layer holds what was written; one that cannot be read back comes before those that do."""
+    matches = compared["matches"]
+    return 1.0 - 1e-6 if matches is None else float(matches)
 
 
 def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any, e4m3: torch.dtype) -> dict[str, Any]:

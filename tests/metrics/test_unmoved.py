@@ -1,0 +1,63 @@
+"""Parts of a capture that a lossy format left exactly as they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fidelab.metrics.unmoved import Unmoved
+
+WINDOWS, ROWS = 4, 32  # rows 32 … 63 of windows of 64 tokens
+ITEM = np.repeat(np.arange(WINDOWS), ROWS)
+POSITION = np.tile(np.arange(ROWS, 2 * ROWS), WINDOWS)
+N_CTX = np.full(WINDOWS * ROWS, 2 * ROWS)
+
+
+def found(equal: np.ndarray, first: int = 0, failed: np.ndarray | None = None) -> str | None:
+    """What is said where these rows are equal to the reference's, and others are not."""
+    kl = np.where(equal, 0.0, 1e-6)
+    if failed is not None:
+        kl[failed] = np.nan
+    return Unmoved(kl, ITEM, POSITION, N_CTX, first).first()
+
+
+def test_rows_that_all_differ_are_no_evidence() -> None:
+    assert found(ITEM < 0) is None
+
+
+def test_a_window_of_equal_rows_is_named() -> None:
+    assert found(ITEM == 2) == "at all 32 rows of window 2 of 64 tokens"
+
+
+def test_one_row_that_differs_clears_its_window() -> None:
+    assert found((ITEM == 2) & (POSITION > ROWS)) is None
+
+
+def test_further_windows_of_equal_rows_are_counted() -> None:
+    assert found(ITEM > 0) == "at all 32 rows of window 1 of 64 tokens, and in 2 of 7 other parts"
+
+
+def test_a_quarter_of_the_positions_with_equal_rows_is_named() -> None:
+    assert found(POSITION < 40) == "at all 32 rows of positions 32 to 39 of windows of 64 tokens"
+
+
+def test_rows_that_a_format_is_asked_to_leave_exact_do_not_count() -> None:
+    assert found(POSITION < 40, first=40) is None
+    said = "at all 24 rows of positions 40 to 45 of windows of 64 tokens, and in 1 of 7 other parts"
+    assert found(POSITION < 56, first=40) == said
+
+
+def test_failed_rows_do_not_count() -> None:
+    assert found(ITEM == 2, failed=(ITEM == 2) & (POSITION < 47)) == "at all 17 rows of window 2 of 64 tokens"
+    assert found(ITEM == 2, failed=(ITEM == 2) & (POSITION < 49)) is None  # too few are left
+
+
+@pytest.mark.parametrize(("every", "said"), [(5, True), (3, False)])
+def test_equal_rows_are_no_evidence_where_many_are_equal_elsewhere(every: int, said: bool) -> None:
+    assert (found((ITEM == 2) | (np.arange(len(ITEM)) % every == 0)) is not None) is said
+
+
+def test_prompts_have_no_ranges_of_positions() -> None:
+    nothing = np.zeros_like(ITEM)
+    unmoved = Unmoved(np.where(ITEM == 1, 0.0, 1.0), ITEM, nothing, nothing, word="prompt")
+    assert unmoved.first() == "at all 32 rows of prompt 1"
