@@ -13,8 +13,10 @@
 .PHONY: demo test test-full test-long test-engines test-browser test-newest test-quantize golden lock docs check setup clean
 
 RUN := .venv/bin/python -m
-# Files of tests that run side by side; a file's tests stay together and share what they set up.
+# Files of tests that run side by side; a file's tests stay together and share what they set up.  Fast tests often wait
+# for a process or a server, so that there may be more of them than cores; engines use all the cores that they get.
 WORKERS ?= 3
+ENGINE_WORKERS ?= 2
 
 demo: .venv/.ready
 	.venv/bin/fidelab compare smollm2-135m --engine hf --dtype float32 --reference f32 --control bf16 \
@@ -29,11 +31,11 @@ test-full: .venv/.ready
 
 test-long: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
-	WORKERS=$(WORKERS) scripts/test-long
+	WORKERS=$(ENGINE_WORKERS) scripts/test-long
 
 test-engines: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
-	WORKERS=$(WORKERS) scripts/test-engines
+	WORKERS=$(ENGINE_WORKERS) scripts/test-engines
 
 test-browser: .venv/.ready
 	scripts/test-browser
