@@ -384,6 +384,66 @@ def test_a_strangers_experiment_is_planned_or_one_line(run: Done, tmp_path: Path
     attack(change, lambda: answered(cli("run", path, "--dry-run", cwd=tmp_path)))
 
 
+LOADS = ("compilation-config", "load-format", "tool-parser-plugin", "worker-cls", "hf-overrides", "speculative-config")
+CODE = ("evil.module", "./evil.py", "owner/name", "http://evil.example", "evil:Class")
+
+
+def test_a_strangers_options_and_clusters_are_asked_about_whatever_their_values(tmp_path: Path) -> None:
+    path = tmp_path / "experiment.yaml"
+
+    def change(dice: random.Random) -> dict[str, Any]:
+        value: Any = dice.choice(CODE)
+        for _ in range(dice.randrange(4)):  # as deep as options of engines go
+            value = {dice.choice(("cls", "config", "a", "backend")): value, "n": 1} if dice.random() < 0.7 else [value]
+        experiment: dict[str, Any] = {"model": "fake", "engine": "vllm", "candidates": ["fp8_e4m3"]}
+        match dice.randrange(3):
+            case 0:
+                experiment["engine_args"] = {dice.choice(LOADS): value}
+            case 1:
+                experiment["candidates"] = [{"kv": "fp8_e4m3", "engine_args": {dice.choice(LOADS): value}}]
+            case _:
+                experiment["executor"] = {"name": "ray", "address": f"evil.example:{dice.randrange(1, 65536)}"}
+        path.write_text(json.dumps(experiment))
+        return experiment
+
+    def ask() -> None:
+        done = cli("run", path, "--dry-run", cwd=tmp_path)
+        answered(done)
+        assert "asks for what a file may not do unasked" in done.err
+
+    attack(change, ask)
+
+
+def test_a_strangers_profile_folder_runs_nothing_whatever_it_holds(tmp_path: Path) -> None:
+    profile = {
+        "kind": "profile",
+        "purpose": "a question",
+        "source": {"title": "a paper", "setup": "a machine"},
+        "parameters": {"size": 1},
+        "stages": [{"name": "formats", "command": ["formats"]}],
+        "expected": [],
+    }
+    (tmp_path / "own.yaml").write_text(json.dumps(profile))
+    assert cli("profiles", "run", "own.yaml", "--trust", "own.yaml", cwd=tmp_path).code == 0
+    [folder] = (tmp_path / "runs" / "profiles").iterdir()
+    resolved = folder / "profile.resolved.json"
+    good = json.loads(resolved.read_text())
+
+    def change(dice: random.Random) -> Any:
+        found = changed(good, dice)
+        resolved.write_text(json.dumps(found))
+        return found
+
+    def ask() -> None:
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        done = cli("profiles", "run", "--resume", folder, cwd=tmp_path)
+        answered(done)
+        assert done.code == 2
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+    attack(change, ask)
+
+
 def test_a_strangers_model_config_is_read_or_one_line(tmp_path: Path, make_folder: MakeFolder) -> None:
     folder = make_folder(tmp_path / "model", text_config={"hidden_size": 8}, time_step_limit=[0.0, 1.0])
     good = json.loads((folder / "config.json").read_text())
