@@ -342,6 +342,7 @@ def test_a_shim_that_applies_a_format_in_part_gets_no_verdict(
     assert reason in without_verdict(shimmed(shim_of(exact), axes))
 
 
+@pytest.mark.full
 def test_windows_whose_kl_is_exactly_0_get_no_verdict_where_the_cache_shows_nothing(shimmed: Shimmed) -> None:
     reason = without_verdict(shimmed(FOREIGN, "kld"))
     assert reason.startswith("int8 and f32 keep different numbers, but their KL is exactly 0 at all ")

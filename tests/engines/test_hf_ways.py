@@ -96,7 +96,7 @@ import torch
 from fidelab.engines.hf.cache import EncodedStore
 from fidelab.engines.hf.model import HFModel
 
-keep_first, write, positions = EncodedStore.keep_first, EncodedStore.write, HFModel._positions
+keep_first, positions = EncodedStore.keep_first, HFModel._positions
 
 def kept(self, tokens):
     keep_first(self, tokens)
@@ -106,19 +106,13 @@ def kept(self, tokens):
         codes, scales = self.parts
         self.parts = codes, 2 * scales
 
-def written(self, x):
-    out = write(self, x)
-    if self.format.name == "fp8_e5m2" and x.shape[2] == 1:  # a decode step takes the bytes for e4m3
-        other = tuple(part.view(torch.float8_e4m3fn) for part in self.parts)
-        return other[0].float().to(x.dtype)
-    return out
-
 def placed(self, ids, cache, mask):
     at = positions(self, ids, cache, mask)
     within = mask is None and ids.shape[1] > 1 and cache.get_seq_length() % 16
-    return at + 1 if within and self._arm.kv.k.name == "q8_0" else at
+    step = mask is None and ids.shape[1] == 1  # of a decode
+    return at + 1 if {"q8_0": within, "fp8_e5m2": step}.get(self._arm.kv.k.name) else at
 
-EncodedStore.keep_first, EncodedStore.write, HFModel._positions = kept, written, placed
+EncodedStore.keep_first, HFModel._positions = kept, placed
 """
 SOUND = ("int4", "bf16", "fp8_e4m3")
 FAULTS = {
@@ -152,17 +146,20 @@ def parted(done: Done, arm: str) -> dict[str, float]:
     return {str(metric.cell["way"]): metric.value for metric in metrics if metric.value is not None}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv", FAULTS)
 def test_a_planted_fault_is_named_by_its_ways_and_first_position(kv: str, shimmed: Done) -> None:
     assert parted(shimmed, kv) == FAULTS[kv]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv", SOUND)
 def test_sound_arms_beside_faulty_ones_raise_no_alarm(kv: str, shimmed: Done) -> None:
     assert parted(shimmed, kv) == {}
     assert shimmed.axis(kv, "paths").summary == "8 ways agree with a cold prefill"
 
 
+@pytest.mark.full
 def test_the_sentences_name_the_way_the_position_and_the_arms(shimmed: Done) -> None:
     assert "decoding parts from prefill at position 16, fp8_e5m2 only" in shimmed.out
     assert "prefill after a hit within a block parts from a cold one at position 137, " in shimmed.out
