@@ -54,6 +54,7 @@ def test_doctor_tells_that_it_is_missing_and_what_to_do(tmp_path: Path) -> None:
     assert not any("k16v8" in reason for reason in record["reasons"])
 
 
+@pytest.mark.full
 def test_a_comparison_on_transformers_runs(model: Path, tmp_path: Path) -> None:
     sizes = ("--axes", "kld", "--windows", "2", "--n-ctx", "32", "--no-floor", "--threads", "1", "--device", "cpu")
     formats = ("--dtype", "float32", "--reference", "f32", "--kv", "fp8_e4m3")

@@ -413,6 +413,7 @@ def test_a_gpu_is_named_with_its_memory_and_one_that_torch_cannot_use_is_a_warni
 # --------------------------------------------------------------------------------- engines, formats, axes of others
 
 
+@pytest.mark.full
 def test_an_engine_of_another_package_that_fails_is_named_and_changes_nothing_else(room: Path, well: Told) -> None:
     hook = room / "hook"
     info = hook / "alien_pack-1.0.dist-info"
@@ -529,6 +530,7 @@ def test_the_last_line_says_why_not_on_one_line(n: int) -> None:
     assert ("more (above)" in text[-1]) == (n > 1)
 
 
+@pytest.mark.full
 def test_without_rich_the_text_is_plain_and_the_exit_code_1(room: Path) -> None:
     done = doctor(room, gone=["rich"])
     assert (done.returncode, done.stderr) == (1, "")

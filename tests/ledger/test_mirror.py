@@ -135,6 +135,7 @@ def test_no_folder_of_this_machine_is_mirrored() -> None:
 # ------------------------------------------------------------------------------------------------------- the trackers
 
 
+@pytest.mark.full
 @wandb_here
 def test_an_offline_run_of_wandb_holds_figures_verdicts_provenance_tables_and_page(
     made: Done, tmp_path: Path, calls: tuple[str, list[bytes]]

@@ -245,6 +245,7 @@ def test_killed_download_leaves_nothing_half_made(hub: Hub, tmp_path: Path) -> N
     assert list(tmp_path.glob("hub/**/*.safetensors"))
 
 
+@pytest.mark.full
 def test_cut_download_is_not_taken_for_a_model(hub: Hub, tmp_path: Path) -> None:
     hub.cut_on = "model.safetensors"
     assert _ask(hub.endpoint, REPO, tmp_path)["error"].startswith(f"cannot fetch {REPO}")

@@ -389,6 +389,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_real_run_is_found_joined_and_compared_by_its_documents(tiny: Path) -> None:
     done = cli("advise", "./model", "--device", "H100", "--context", "4k", "--batch", "2", "--json", cwd=tiny)
     assert done.code == 0, done.err

@@ -172,7 +172,7 @@ def test_a_stage_is_a_folder_of_its_name(name: str, tmp_path: Path) -> None:
 
 def test_a_stopped_profile_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
     write_inputs(tmp_path)
-    slow = {**FAKE, "engine_args": {"delay": "0.1"}, "axes": {"kld": {"windows": 40, "n_ctx": 16}}}
+    slow = {**FAKE, "engine_args": {"delay": "0.1"}, "axes": {"kld": {"windows": 20, "n_ctx": 16}}}
     data = {**PROFILE, "stages": [{"name": "quality", "experiment": slow}], "expected": []}
     (tmp_path / "own.yaml").write_text(json.dumps(data))
     process = subprocess.Popen(

@@ -54,6 +54,7 @@ def arms(done: Done) -> dict[str, dict[str, Any]]:
     return {arm["name"]: arm for arm in done.report["candidates"]}
 
 
+@pytest.mark.full
 def test_arms_of_rounded_weights_and_of_other_checkpoints_stand_beside_each_other(folder: Path) -> None:
     done = run(
         folder,

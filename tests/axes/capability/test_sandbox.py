@@ -115,7 +115,7 @@ def test_a_sleeping_program_is_ended_with_its_group(monkeypatch: pytest.MonkeyPa
             started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Noted)
-    assert run("import time\ntime.sleep(600)", Limits(wall_s=6)).ended == "timed out"
+    assert run("import time\ntime.sleep(600)", Limits(wall_s=3)).ended == "timed out"
     [process] = started
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
