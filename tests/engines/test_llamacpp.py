@@ -479,7 +479,7 @@ def test_rows_of_another_type_are_named_although_they_are_called_as_asked(name: 
 
 
 def test_another_type_in_a_later_layer_is_named() -> None:
-    held = replace(side("q8_0"), others=frozenset({GGML_TYPES["q8_0"][0], GGML_TYPES["f16"][0]}))
+    held = replace(side("q8_0"), kinds=frozenset({GGML_TYPES["q8_0"][0], GGML_TYPES["f16"][0]}))
     _, named = answers_of(held, side("q8_0"), "q8_0")
     assert named == "refuted: keys of some layers are f16, not q8_0"
 

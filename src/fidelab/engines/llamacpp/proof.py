@@ -48,12 +48,12 @@ _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 class CacheSide:
     """Keys or values of the first layer: ``kind`` is ggml's number for their type, ``rows`` [tokens, bytes].
 
-    ``others``: the types of all layers that the state has.
+    ``kinds``: the types of all layers.
     """
 
     kind: int
     rows: Bytes
-    others: frozenset[int] = frozenset()
+    kinds: frozenset[int] = frozenset()
 
 
 def read_state(state: bytes, tokens: int, layers: int) -> tuple[CacheSide, CacheSide] | None:
@@ -118,7 +118,7 @@ def _sides(state: bytes, at: int, tokens: int, layers: int, transposed: int) -> 
         return None
     if at != len(state):
         return None
-    keys, values = (replace(side, others=frozenset(of_side)) for side, of_side in zip(firsts, kinds, strict=True))
+    keys, values = (replace(side, kinds=frozenset(of_side)) for side, of_side in zip(firsts, kinds, strict=True))
     return keys, values
 
 
@@ -154,7 +154,7 @@ def proof(
         nearest = min(best, key=lambda other: best[other], default=None)
         if kind != name or nearest != name:
             return result | {"named": f"refuted: {word} of the first layer are {nearest or kind}, not {name}"}
-        if others := sorted(_TYPES[other] for other in side.others - {kind}):
+        if others := sorted(_TYPES[other] for other in side.kinds - {side.kind}):
             return result | {"named": f"refuted: {word} of some layers are {others[0]}, not {name}"}
         if best[name] > 1:
             return result | {
