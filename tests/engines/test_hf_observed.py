@@ -329,6 +329,11 @@ def without_verdict(done: Done) -> str:
             for exact, reason in (
                 (in_the_first_two_forwards, "is handed untouched keys, not those that are stored"),
                 (behind_the_first_24_positions, "is handed other keys, not those that are stored"),
+            )
+        ),
+        *(
+            pytest.param(exact, "kld", reason, marks=pytest.mark.long)
+            for exact, reason in (
                 (in_keys, "layer 0 is handed untouched values, not those that are stored"),
                 (in_values, "layer 0 is handed untouched keys, not those that are stored"),
                 (scaled_in_layer_6, "layer 6 is handed other keys, not those that are stored"),

@@ -69,7 +69,7 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_ray_gives_the_report_of_one_machine_with_a_worker_killed(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="extra ray is not installed")
     here = _compare(tmp_path / "here", *THREADS, delay=0.2)
@@ -87,7 +87,7 @@ def test_ray_gives_the_report_of_one_machine_with_a_worker_killed(tmp_path: Path
     assert _same(here, there)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("estimator", ["hidden", "logprobs"])
 def test_nodes_compare_rows_and_drop_them(estimator: str, tmp_path: Path) -> None:
     """And the report is the one that is made of rows here."""
