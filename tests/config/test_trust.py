@@ -174,6 +174,9 @@ UNKNOWN = {
     "base-url": "http://other.example/v1",
     "speculative-config": '{"method": "custom_class", "model": "evil/module", "num_speculative_tokens": 2}',
     "any-new-one": "word",
+    "trust_remote_code": "1",
+    "hf-overrides": '{"trust_remote_code": 1}',
+    "allow-code": "2",
 }
 
 
@@ -181,7 +184,7 @@ UNKNOWN = {
 def test_an_option_that_is_not_known_to_be_harmless_is_asked_for(key: str, tmp_path: Path) -> None:
     (tmp_path / "parser.py").write_text("")  # beside the file, as whoever sent it would have it
     asked = demands(settings_with({key: UNKNOWN[key]}))
-    assert [(demand.key, demand.value) for demand in asked] == [(key, UNKNOWN[key])]
+    assert [(demand.key, demand.value) for demand in asked] == [(key.replace("_", "-"), UNKNOWN[key])]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ __all__ = ["FILES", "HARMLESS", "is_harmless", "table"]
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?[KMGT]?")
 _WORD = re.compile(r"[\w.,:+\[\]=-]{1,200}")  # no path, no address, no code
+_GRANTS = re.compile(r"trust|allow|remote|insecure")  # switches that give rights, which 1 turns on, too
 _FALSE = ("", "no", "false", "off", "none", "null")
 
 HARMLESS: Mapping[str, tuple[str, ...]] = {
@@ -41,10 +42,10 @@ _KEYS = frozenset(key for keys in HARMLESS.values() for key in keys)
 def is_harmless(key: str, value: str) -> bool:
     """Whether an option may be set unasked; ``value``: as text, JSON is looked into.
 
-    Numbers and what switches something off are harmless under every name, words under those of :data:`HARMLESS`, and an
-    address of a server on this machine.
+    What switches something off is harmless under every name; numbers are, unless the name is of a switch that gives
+    rights; words are under the names of :data:`HARMLESS`; so is the address of a server on this machine.
     """
-    if value.lower() in _FALSE or _NUMBER.fullmatch(value):
+    if value.lower() in _FALSE or (_NUMBER.fullmatch(value) and not _GRANTS.search(key)):
         return True
     if key == "base-url":
         return _is_here(value)
