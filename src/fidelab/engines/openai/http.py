@@ -206,7 +206,6 @@ def _encoded(secret: str) -> Iterator[str]:
     """Patterns for the secret backwards, in hexadecimal, and in base64 at each of its three alignments."""
     raw = secret.encode("utf-8", "replace")
     yield "".join(map(_spellings, reversed(secret)))
-    yield rf"(?i:{raw.hex()})"
     yield r"(?i:" + r"[\s:]?".join(f"{byte:02x}" for byte in raw) + ")"
     for shift in range(3):
         text = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
