@@ -478,6 +478,12 @@ def test_rows_of_another_type_are_named_although_they_are_called_as_asked(name: 
     assert named == f"refuted: keys of the first layer are {other}, not {name}"
 
 
+def test_layers_of_one_type_are_shown() -> None:
+    for name in ("f16", "bf16", "q8_0", "f32"):
+        held = replace(side(name), kinds=frozenset({GGML_TYPES[name][0]}))
+        assert answers_of(held, held, name) == ("shown", "shown")
+
+
 def test_another_type_in_a_later_layer_is_named() -> None:
     held = replace(side("q8_0"), kinds=frozenset({GGML_TYPES["q8_0"][0], GGML_TYPES["f16"][0]}))
     _, named = answers_of(held, side("q8_0"), "q8_0")
