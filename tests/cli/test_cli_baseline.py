@@ -133,15 +133,15 @@ def test_a_regression_fails_and_is_said_on_standard_error(was: str, now: str, ro
     cli("baseline", "save", "main", "runs/before", cwd=room)
     done = cli("diff", was, now, cwd=room)
     assert done.code == 1
-    assert re.fullmatch(r"fidelab: \d+ metrics regressed\n", done.err)
+    assert re.match(r"fidelab: \d+ metrics regressed\n", done.err)
     assert done.out.index("regressed") < done.out.index("cannot tell")
     assert cli("diff", was, now, "--max-kld-increase", 1, "--max-score-drop", 50, cwd=room).code == 0
 
 
-def test_a_lost_arm_fails_unless_that_is_allowed(room: Path) -> None:
+def test_a_lost_arm_is_undecided_unless_that_is_allowed(room: Path) -> None:
     sample_report(run_id="fewer", candidates=()).write(room / "runs/fewer/report.json")
     done = cli("diff", "runs/before", "runs/fewer", cwd=room)
-    assert done.code == 1
+    assert done.code == 3
     assert "of the baseline lost (--allow-missing lets that pass)" in done.err
     assert "lost: fp8_e4m3, all 25 metrics" in done.out
     assert cli("diff", "runs/before", "runs/fewer", "--allow-missing", cwd=room).code == 0
@@ -157,13 +157,13 @@ def test_arms_that_lost_the_same_metrics_share_a_line(room: Path) -> None:
     assert "lost: a, b, trajectory: score; exact match; positional agreement; median first divergence;" in shown
 
 
-def test_settings_that_differ_fail_and_are_named(room: Path) -> None:
+def test_settings_that_differ_leave_it_undecided_and_are_named(room: Path) -> None:
     other = {"kld": {"settings": {"n_ctx": 4096}}}
     sample_report(run_id="other", comparability_key=other, candidates=(WAS,)).write(room / "runs/other/report.json")
     base = {"kld": {"settings": {"n_ctx": 512}}}
     sample_report(run_id="base", comparability_key=base, candidates=(WAS,)).write(room / "runs/base/report.json")
     done = cli("diff", "runs/base", "runs/other", cwd=room)
-    assert done.code == 1
+    assert done.code == 3
     assert "kld: n_ctx was 512 in the baseline and is 4096 now" in " ".join(done.out.split())
     assert "not comparable: kld, composite" in done.err
     assert cli("diff", "runs/base", "runs/other", "--allow-missing", cwd=room).code == 0

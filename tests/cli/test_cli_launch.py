@@ -282,7 +282,7 @@ def test_presets_check_claims_nothing_where_a_server_does_not_tell(tmp_path: Pat
     own()
     url = url_of(launched(tmp_path, "--json"))
     done = cli("presets", "check", "mine", "--base-url", url, cwd=tmp_path)
-    assert done.code == 1
+    assert done.code == 3
     assert "KV type: the server does not tell it; --log names what it printed" in done.err
 
 

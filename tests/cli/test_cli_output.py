@@ -61,10 +61,10 @@ def test_every_candidate_without_a_good_score_fails_the_gate(tmp_path: Path) -> 
     said = [line for line in done.err.splitlines() if line.startswith("fidelab: ")]
     assert said == [
         "fidelab: silent failed: asked for K = silent, the engine stored exact",
-        "fidelab: tilt[q=0.95] misses --fail-under 60: the lower bound of its KLD score is 43.59",
-        "fidelab: masked misses --fail-under 60: it has no KLD score with an interval",
-        "fidelab: refused misses --fail-under 60: it has no KLD score with an interval",
-        "fidelab: silent misses --fail-under 60: it has no KLD score with an interval",
+        "fidelab: tilt[q=0.95] misses --fail-under 60: its KLD score is at most 43.59",
+        "fidelab: masked is undecided by --fail-under 60: it has no KLD score with an interval",
+        "fidelab: refused is undecided by --fail-under 60: it has no KLD score with an interval",
+        "fidelab: silent is undecided by --fail-under 60: it has no KLD score with an interval",
     ]
 
 

@@ -180,11 +180,11 @@ def test_without_evidence_there_is_no_ratio(
     tmp_path: Path, name: str, server: Mapping[str, Any] | None, why: str
 ) -> None:
     words = four(tmp_path, **{name: [standard(name, server=server)]})
-    (found,) = records(tmp_path, *words, code=1)
+    (found,) = records(tmp_path, *words, code=3)
     assert (found["rho"], found["ci"], found["kind"]) == (None, None, "cannot tell")
     assert found["flags"] == [{"kind": "not-engaged", "text": f"{name}: {why}"}]
     done = run(tmp_path, *words)
-    assert done.code == 1
+    assert done.code == 3
     assert "fidelab: 1 of 1 cells have no ratio" in done.err
     assert "0.900" not in done.out
     assert f"{name}: {why} (not-engaged)" in " ".join(done.out.split())
@@ -198,7 +198,7 @@ def test_counters_that_stand_still_show_that_an_arm_did_not_speculate(tmp_path: 
 def test_a_cell_without_a_ratio_leaves_the_others_theirs(tmp_path: Path) -> None:
     cells = {name: [standard(name), standard(name, concurrency=4)] for name in ARMS}
     cells["both"][1] = standard("both", concurrency=4, server=None)
-    one, two = records(tmp_path, *four(tmp_path, **cells), code=1)
+    one, two = records(tmp_path, *four(tmp_path, **cells), code=3)
     assert one["rho"] is not None
     assert two["rho"] is None
 
@@ -206,14 +206,14 @@ def test_a_cell_without_a_ratio_leaves_the_others_theirs(tmp_path: Path) -> None
 def test_an_invalid_cell_gives_no_ratio_and_says_why(tmp_path: Path) -> None:
     flag = Flag(kind="depth", text="the server counted other lengths")
     words = four(tmp_path, quantized=[standard("quantized", valid=False, flags=(flag,))])
-    (found,) = records(tmp_path, *words, code=1)
+    (found,) = records(tmp_path, *words, code=3)
     assert found["rho"] is None
     assert found["flags"] == [{"kind": "depth", "text": "quantized: the server counted other lengths"}]
 
 
 def test_a_failed_cell_says_its_reason(tmp_path: Path) -> None:
     failed = standard("both", status=Status.FAILED, reason="all requests timed out", rates=())
-    (found,) = records(tmp_path, *four(tmp_path, both=[failed]), code=1)
+    (found,) = records(tmp_path, *four(tmp_path, both=[failed]), code=3)
     assert "both" not in found["rates"]
     assert found["flags"] == [{"kind": "errors", "text": "both: all requests timed out"}]
 
@@ -230,7 +230,7 @@ def test_decode_benches_have_rates_and_no_evidence(tmp_path: Path) -> None:
         at: Coordinates = {"depth": 512, "batch": 4}
         speed = CellResult(Cell(status=Status.OK, at=at, facts={"n": 32}), (ISOLATED.repeated((rate, rate), cell=at),))
         words += [f"--{name}", write(tmp_path / name, armed({"decode": joined([speed], Decode.title)}))]
-    (found,) = records(tmp_path, *words, code=1)
+    (found,) = records(tmp_path, *words, code=3)
     assert found["rates"] == pytest.approx(RATES)
     assert (found["context"], found["output"], found["concurrency"], found["arrival"]) == (512, 32, 4, None)
     assert {flag["kind"] for flag in found["flags"]} == {"not-engaged"}

@@ -32,8 +32,8 @@ def test_a_mismatch_names_the_field_and_both_values_and_the_others_go_on() -> No
     assert set(found.groups) == {"kld", "composite"}  # which rests on it
     assert found.n_metrics == len([key for key in tabulate(run()).metrics if key.group in found.groups])
     assert {change.group for change in diff.changes} == {"trajectory", "cache"}
-    assert "kld" in diff.faults()[0]
-    assert diff.faults(allow_missing=True) == []
+    assert "kld" in diff.undecided()[0]
+    assert diff.undecided(allow_missing=True) == []
 
 
 def test_a_key_of_a_bench_concerns_this_bench_alone() -> None:

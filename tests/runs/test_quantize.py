@@ -143,7 +143,12 @@ def test_the_comparison_tells_the_results_own_bytes_and_is_not_repeated(
         assert arm.ran is not None
         assert arm.ran.weight_bytes == checkpoint.nbytes
     assert arm.model == str(output)
-    assert (output / "fidelab-report.html").is_file()
+    # int4 codes, and a 16-bit scale for each 32 of them
+    sentence = "quantized by rtn to W4A16 in groups of 32: 14 modules at 4.50 bits per weight, scales included"
+    assert [said for said in arm.ran.remarks if said.startswith("quantized")] == [
+        f"{sentence}; kept in 16 bits: head (1)"
+    ]
+    assert sentence in (output / "fidelab-report.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

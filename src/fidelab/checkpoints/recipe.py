@@ -5,6 +5,7 @@ Everything that can be known from names and shapes is checked here, before anyth
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -223,11 +224,13 @@ class Plan:
         quantized: names of modules.
         kept: those that stay in 16 bits → why.
         layers: numbers of the layers that stay whole.
+        weights: how many weights the quantized modules have.
     """
 
     quantized: tuple[str, ...]
     kept: Mapping[str, str]
     layers: tuple[int, ...]
+    weights: int
 
 
 def plan(recipe: Recipe, checkpoint: Checkpoint) -> Plan:
@@ -269,7 +272,8 @@ def plan(recipe: Recipe, checkpoint: Checkpoint) -> Plan:
     if not quantized:
         raise InputError(f"the recipe quantizes no module of {checkpoint.name}: all {len(linear)} are kept")
     _check_groups(recipe, [linear[name] for name in quantized])
-    return Plan(quantized, kept, layers)
+    shapes = [part.shape for name in quantized for part in linear[name].parts.values()]
+    return Plan(quantized, kept, layers, sum(math.prod(shape) for shape in shapes if len(shape) > 1))
 
 
 def _rank(module: Module) -> int:

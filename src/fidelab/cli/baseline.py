@@ -109,10 +109,11 @@ def diff(
     as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False,
 ) -> None:
-    """Compare a run with a baseline, metric by metric; exit with 1 where one regressed or is missing.
+    """Compare a run with a baseline, metric by metric; exit with 1 where one regressed, with 3 where that is open.
 
     A change counts when it is certainly larger than allowed: by repeats, or by the intervals of axes. Only what was
-    measured alike is compared; everything else is named.
+    measured alike is compared; everything else is named. What is missing, must not be compared, or has intervals too
+    wide to tell is open.
 
     [bold]Examples[/bold]
 
@@ -150,7 +151,7 @@ def diff(
         from fidelab.report.diff import render_diff
 
         render_diff(changes, open_console(), full=full)
-    exit_on(changes.faults(allow_missing=allow_missing))
+    exit_on(changes.faults(), changes.undecided(allow_missing=allow_missing))
 
 
 def _percentage(flag: str, text: str) -> float:

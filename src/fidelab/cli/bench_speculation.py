@@ -30,7 +30,7 @@ def speculation(
 
     The ratio is S_both / (S_quantized · S_speculative), S the output rate over the plain arm's: below 0.9 the two are
     worth less together than each by itself, above 1.1 more.  Whether an arm speculated is read from what its server
-    counted; where that is not known there is no ratio, and the exit code is 1.
+    counted; where that is not known there is no ratio, and the exit code is 3.
 
     [bold]Example[/bold]
 
@@ -45,7 +45,7 @@ def speculation(
     else:
         _show(records)
     if missing := sum(record.rho is None for record in records):
-        exit_on([f"{missing} of {len(records)} cells have no ratio: an arm was not what it should have been"])
+        exit_on([], [f"{missing} of {len(records)} cells have no ratio: an arm was not what it should have been"])
 
 
 def _show(records: Sequence[Composition]) -> None:

@@ -16,7 +16,7 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.baseline import diff
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import exit_on, note, open_console
+from fidelab.cli.output import UNDECIDED, exit_on, note, open_console
 
 if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
@@ -314,7 +314,7 @@ def verify(
         print(json.dumps({"receipts": entries}, indent=2, ensure_ascii=False))
     exit_on([f"{one.receipt.path}: {fault}" for one in found for fault in one.faults])
     if any(one.verdict != "verified" for one in found):
-        raise typer.Exit(3)
+        raise typer.Exit(UNDECIDED)
 
 
 # ----------------------------------------------------------------------------------------- leaderboards and exports

@@ -307,7 +307,7 @@ Trusted = Annotated[
 FailUnder = Annotated[
     float | None,
     typer.Option(
-        help="Exit with 1 unless the lower bound of every KLD score reaches this.",
+        help="Exit with 1 where a KLD score lies below this, with 3 where its interval reaches across.",
         show_default=False,
         rich_help_panel=SCORING,
     ),

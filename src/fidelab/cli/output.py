@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 
     from fidelab.results.record import ArmRecord, Report
 
-__all__ = ["command_line", "exit_on", "gate", "guard_streams", "note", "open_console", "show_report", "waiting"]
+__all__ = [
+    "UNDECIDED",
+    "command_line",
+    "exit_on",
+    "gate",
+    "guard_streams",
+    "note",
+    "open_console",
+    "show_report",
+    "waiting",
+]
 
 _PIPE = 400  # a table of loads with everything in it
 _BAR = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # how tqdm begins what it writes
@@ -134,12 +144,16 @@ def _console_class() -> type[Console]:
     return Guarded
 
 
-def exit_on(faults: Collection[str]) -> None:
-    """Print each fault on standard error, and exit with 1 where there is any."""
-    for fault in faults:
-        note(f"fidelab: {fault}")
-    if faults:
-        raise typer.Exit(1)
+UNDECIDED = 3
+"""Exit code where nothing is shown to be bad and something is not shown to be good."""
+
+
+def exit_on(faults: Collection[str], undecided: Collection[str] = ()) -> None:
+    """Print each line on standard error; exit with 1 for a fault, with 3 for nothing but the undecided."""
+    for line in (*faults, *undecided):
+        note(f"fidelab: {line}")
+    if faults or undecided:
+        raise typer.Exit(1 if faults else UNDECIDED)
 
 
 def show_report(report: Report, *, as_json: bool, folder: Path | None = None, plot: bool = False) -> None:
@@ -153,7 +167,7 @@ def show_report(report: Report, *, as_json: bool, folder: Path | None = None, pl
 
 
 def gate(report: Report, fail_under: float | None) -> None:
-    """Exit with 1 where an arm or a bench failed, or a candidate misses the gate; say why on standard error."""
+    """Exit where an arm or a bench failed, or a candidate is not shown to pass the gate; say why on standard error."""
     from fidelab.report.cells import shared
 
     lost = [arm for arm in _arms(report) if arm.status in ("failed", "not_engaged")]
@@ -161,19 +175,25 @@ def gate(report: Report, fail_under: float | None) -> None:
     for arm in _arms(report):
         failed = ((name, bench.reason) for name, bench in arm.benches.items() if bench.status == "failed")
         faults += [f"{arm.name}: {name} failed: {why}" for name, why in failed if why != arm.reason]
-    if fail_under is not None:
-        faults += [fault for arm in report.candidates if (fault := _misses(arm, fail_under))]
-    exit_on(faults)
+    missed, undecided = _gated(report.candidates, fail_under) if fail_under is not None else ([], [])
+    exit_on([*faults, *missed], undecided)
 
 
 def _arms(report: Report) -> list[ArmRecord]:
     return [report.reference, *([report.control] if report.control else []), *report.candidates]
 
 
-def _misses(arm: ArmRecord, fail_under: float) -> str | None:
-    interval = arm.axes["kld"].ci("score") if "kld" in arm.axes else None
-    if interval is None:
-        return f"{arm.name} misses --fail-under {fail_under:g}: it has no KLD score with an interval"
-    if interval[0] < fail_under:
-        return f"{arm.name} misses --fail-under {fail_under:g}: the lower bound of its KLD score is {interval[0]:.2f}"
-    return None
+def _gated(arms: Sequence[ArmRecord], fail_under: float) -> tuple[list[str], list[str]]:
+    """Candidates that are shown to miss the gate, and those that are not shown to pass it, a line each."""
+    missed, undecided = [], []
+    for arm in arms:
+        interval = arm.axes["kld"].ci("score") if "kld" in arm.axes else None
+        gate = f"--fail-under {fail_under:g}"
+        if interval is None:
+            undecided.append(f"{arm.name} is undecided by {gate}: it has no KLD score with an interval")
+        elif interval[1] < fail_under:
+            missed.append(f"{arm.name} misses {gate}: its KLD score is at most {interval[1]:.2f}")
+        elif interval[0] < fail_under:
+            span = f"between {interval[0]:.2f} and {interval[1]:.2f}"
+            undecided.append(f"{arm.name} is undecided by {gate}: its KLD score lies {span}; more text decides")
+    return missed, undecided

@@ -12,13 +12,15 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
 from fidelab.cli.launch import Name, PresetOptions, faults_of, show_findings
-from fidelab.cli.output import note, open_console
+from fidelab.cli.output import exit_on, note, open_console
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Preset
     from fidelab.environments.servers import Served
 
 __all__ = ["app"]
+
+_LOG = "; --log names what it printed"
 
 app = Commands(help="List, show and check presets: arms by name, for compare, bench and launch.")
 
@@ -100,7 +102,7 @@ def check_preset(
 ) -> None:
     r"""Compare a running server's settings with a preset; without a server, ask the engine whether it can run it.
 
-    The exit code is 1 where a setting differs, and where a server does not tell the type of its cache.
+    The exit code is 1 where a setting differs, and 3 where a server does not tell the type of its cache.
 
     [bold]Examples[/bold]
 
@@ -127,16 +129,12 @@ def check_preset(
     printed = written_log(str(log or (server.log if server else "")))
     found = check_server(arm, url, printed)
     faults = faults_of(found)
-    if found[0].effective is None:
-        faults.append(f"{KV}: the server does not tell it{'' if printed else '; --log names what it printed'}")
+    untold = [] if found[0].effective is not None else [f"{KV}: the server does not tell it{'' if printed else _LOG}"]
     if as_json:
         print(json.dumps({"preset": arm.name, "url": url, "findings": [asdict(x) for x in found]}, indent=2))
     else:
         show_findings(found)
-    for fault in faults:
-        note(f"fidelab: {fault}")
-    if faults:
-        raise typer.Exit(1)
+    exit_on(faults, untold)
 
 
 def _is_of(server: Served, preset: Preset) -> bool:

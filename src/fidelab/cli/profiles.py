@@ -149,7 +149,8 @@ def run_one(
     else:
         _show(report, folder)
     faults = [f"stage {stage.name} failed: {stage.reason}" for stage in report.failed]
-    exit_on(faults or ([] if any(stage.status == "ok" for stage in report.stages) else ["no stage could be run here"]))
+    ran = any(stage.status == "ok" for stage in report.stages)
+    exit_on(faults, [] if faults or ran else ["no stage could be run here"])
 
 
 def _watch(text: str) -> None:

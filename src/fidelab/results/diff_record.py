@@ -140,16 +140,25 @@ class Diff(Document):
         """Metrics by outcome, those alone that the gate looks at."""
         return Counter(change.outcome for change in self.changes if change.counts)
 
-    def faults(self, *, allow_missing: bool = False) -> list[str]:
-        """Why the gate fails, one line each: regressions, and what the baseline had and the run lacks."""
-        counts = self.counted()
-        faults = [f"{_n(counts['regressed'], 'metric')} regressed"] if counts["regressed"] else []
+    def faults(self) -> list[str]:
+        """Why the gate fails, a line each: what is certainly worse than allowed."""
+        regressed = self.counted()["regressed"]
+        return [f"{_n(regressed, 'metric')} regressed"] if regressed else []
+
+    def undecided(self, *, allow_missing: bool = False) -> list[str]:
+        """Why the gate cannot pass either, a line each: what the run lacks, what must not be compared, what could be
+        worse than allowed by an interval that was measured (a single value without one leaves the gate alone)."""
+        counts, lines = self.counted(), []
         if counts["lost"] and not allow_missing:
-            faults.append(f"{_n(counts['lost'], 'metric')} of the baseline lost (--allow-missing lets that pass)")
+            lines.append(f"{_n(counts['lost'], 'metric')} of the baseline lost (--allow-missing lets that pass)")
         if self.refused and not allow_missing:
             groups = ", ".join(dict.fromkeys(group for refusal in self.refused for group in refusal.groups))
-            faults.append(f"not comparable: {groups} (--allow-missing lets that pass)")
-        return faults
+            lines.append(f"not comparable: {groups} (--allow-missing lets that pass)")
+        measured = ("intervals", "repeats")
+        open_ = [one for one in self.changes if one.counts and one.outcome == "cannot tell" and one.basis in measured]
+        if open_:
+            lines.append(f"{_n(len(open_), 'metric')} may be worse than allowed: the intervals are too wide to tell")
+        return lines
 
 
 def _n(count: int, noun: str) -> str:

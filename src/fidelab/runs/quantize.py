@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from fidelab.checkpoints.audit import audit
 from fidelab.checkpoints.convert import convert
 from fidelab.checkpoints.files import open_checkpoint
 from fidelab.checkpoints.layouts import quantized_modules
+from fidelab.checkpoints.modules import modules_of
 from fidelab.checkpoints.quantizer import tail
 from fidelab.checkpoints.recipe import Fidelity, Plan, Recipe, plan, read_recipe
 from fidelab.config.load import validate
@@ -97,7 +99,10 @@ def quantize(
     say("auditing")
     audited = audit(made, tp=recipe.tp)
     _write(made / "fidelab-audit.json", audited.as_json())
+    bits = _bits(planned, made)
     report = _compared(model, recipe.fidelity, made, output, work, say, listener) if recipe.fidelity else None
+    if report is not None:
+        report = _described(report, in_words(recipe, planned, bits))
     record = {
         "schema": SCHEMA,
         "model": model,
@@ -105,6 +110,7 @@ def quantize(
         "quantized": list(planned.quantized),
         "kept": dict(planned.kept),
         "kept_layers": list(planned.layers),
+        "bits_per_weight": bits,
         "tool": about,
         "verdict": audited.verdict,
         "fidelity": None if report is None else "fidelab-report.json",
@@ -259,6 +265,37 @@ def _check_plan(planned: Plan, made: Path) -> None:
         )
     if extra := sorted(found - wanted):
         raise EngineError(f"{_TOOL} quantized {extra[0]}, and {len(extra) - 1} more that the recipe keeps")
+
+
+def _bits(planned: Plan, made: Path) -> float:
+    """Stored bits per quantized weight, scales and zero points included."""
+    wanted = {tail(name) for name in planned.quantized}
+    with open_checkpoint(made) as checkpoint:
+        modules = [module.parts for name, module in modules_of(checkpoint).items() if tail(name) in wanted]
+        sizes = (part.nbytes for parts in modules for name, part in parts.items() if name != "weight_shape")
+        return 8 * sum(sizes) / planned.weights
+
+
+def in_words(recipe: Recipe, planned: Plan, bits: float) -> str:
+    """The recipe in a sentence: method, scheme, bits per quantized weight, and what keeps its 16 bits."""
+    scheme, kept = recipe.scheme, Counter(planned.kept.values())
+    groups = "" if scheme.group is None else f" in groups of {scheme.group}"
+    left = ", ".join(f"{why} ({count})" for why, count in kept.items()) or "no module"
+    return (
+        f"quantized by {recipe.method} to {scheme.format}{groups}: {len(planned.quantized)} modules at {bits:.2f} bits "
+        f"per weight, scales included; kept in 16 bits: {left}"
+    )
+
+
+def _described(report: Report, remark: str) -> Report:
+    """The report, with the remark at its candidate: people read it without the files beside it."""
+    arms = (
+        arm.model_copy(update={"ran": arm.ran.model_copy(update={"remarks": (*arm.ran.remarks, remark)})})
+        if arm.ran
+        else arm
+        for arm in report.candidates
+    )
+    return report.model_copy(update={"candidates": tuple(arms)})
 
 
 def _compared(
