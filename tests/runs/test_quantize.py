@@ -143,8 +143,8 @@ def test_the_comparison_tells_the_results_own_bytes_and_is_not_repeated(
         assert arm.ran is not None
         assert arm.ran.weight_bytes == checkpoint.nbytes
     assert arm.model == str(output)
-    # int4 codes, and a 16-bit scale for each 32 of them
-    sentence = "quantized by rtn to W4A16 in groups of 32: 14 modules at 4.50 bits per weight, scales included"
+    # 4 bits of code, and for each 32 of them a scale of 16 bits and a zero point of 4
+    sentence = "quantized by rtn to W4A16 in groups of 32: 14 modules at 4.62 bits per weight, scales included"
     assert [said for said in arm.ran.remarks if said.startswith("quantized")] == [
         f"{sentence}; kept in 16 bits: head (1)"
     ]
