@@ -37,7 +37,8 @@ class Grid:
     """One loaded model and the cells that were measured, by set of windows and cell ``(weights, k, v)``."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from fidelab.inputs.corpus import load_text, make_windows
+        from fidelab.inputs.corpus import make_windows
+        from fidelab.inputs.texts import load_text
         from fidelab.inputs.tokens import Tokenizer
         from fidelab.models.resolve import pull
 
@@ -126,7 +127,7 @@ LIMIT, GOAL = 0.1, 0.05  # share of the cells that the plan measures; regret
 
 def sizes(grid: Grid) -> dict[str, float]:
     """Bytes of all weights in each format; what a format leaves alone has 16 bits."""
-    from fidelab.engines.hf.model import skeleton
+    from fidelab.engines.hf.structure import skeleton
     from fidelab.engines.hf.weights import weights_of
     from fidelab.formats.weights import weight_format
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import fidelab
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.inputs.corpus import load_text
+from fidelab.inputs.texts import load_text
 from fidelab.metrics.intervals import wilson_interval
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.results.record import Report

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fidelab import compare
 from fidelab.checkpoints.convert import convert
-from fidelab.inputs.corpus import load_text
+from fidelab.inputs.texts import load_text
 from fidelab.results.record import Comparison, Report
 from fidelab.runs.quantize import quantize
 

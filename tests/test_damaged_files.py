@@ -38,9 +38,9 @@ from fidelab.imports.kld_base import BaseFile
 from fidelab.imports.refract_axes import read_kld, read_plad, read_rniah, read_trajectory
 from fidelab.imports.refract_file import read_refract
 from fidelab.inputs.conversations import load_traffic
-from fidelab.inputs.corpus import load_text
 from fidelab.inputs.gsm8k import load_problems
 from fidelab.inputs.prompts import load_prompts
+from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import read_conversations, read_trace
 from fidelab.ledger.index import INDEX, list_runs

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from fidelab.captures.container import to_float32
 from fidelab.captures.requests import Layerwise
 from fidelab.engines.hf.adapter import HFEngine
-from fidelab.inputs.corpus import load_text, make_windows
+from fidelab.inputs.corpus import make_windows
+from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.layers import LayerCurve, Parting, part, relative_errors
 from fidelab.models import Model

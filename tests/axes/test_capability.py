@@ -24,7 +24,7 @@ from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
 from fidelab.errors import CaptureError, InputError
-from fidelab.inputs.corpus import Text
+from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model, resolve

@@ -22,8 +22,8 @@ from fidelab.captures.requests import Forced, Generate, Request
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
 from fidelab.errors import CaptureError, InputError
-from fidelab.inputs.corpus import Text
 from fidelab.inputs.prompts import Prompt
+from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement

@@ -23,7 +23,7 @@ from fidelab.captures.requests import Generate, Tokens
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
 from fidelab.errors import InputError
-from fidelab.inputs.corpus import Text
+from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import wilson_interval
 from fidelab.models import Model, resolve

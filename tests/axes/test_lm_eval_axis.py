@@ -21,7 +21,7 @@ from fidelab.config.schema import Experiment
 from fidelab.config.trust import demands
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError, InputError, UsageError
-from fidelab.inputs.corpus import Text
+from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from fidelab.models.tiny import make_tiny

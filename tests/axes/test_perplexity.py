@@ -25,7 +25,7 @@ from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.errors import InputError
-from fidelab.inputs.corpus import Text, load_text
+from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement

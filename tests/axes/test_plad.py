@@ -22,9 +22,9 @@ from fidelab.captures.requests import Generate, Tokens
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
 from fidelab.errors import InputError, UnknownNameError
-from fidelab.inputs.corpus import Text
 from fidelab.inputs.perturb import perturb
 from fidelab.inputs.prompts import Prompt
+from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement

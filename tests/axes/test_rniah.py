@@ -19,8 +19,8 @@ from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, KVSpec
 from fidelab.errors import InputError, UsageError
-from fidelab.inputs.corpus import Text
 from fidelab.inputs.needles import draw_needles
+from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.plots import Heatmap, TablePlot, Texts

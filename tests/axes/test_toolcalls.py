@@ -21,7 +21,7 @@ from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
 from fidelab.errors import UnavailableError
 from fidelab.inputs.conversations import load_traffic
-from fidelab.inputs.corpus import Text
+from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import resolve

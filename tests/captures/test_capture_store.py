@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fidelab.captures.manifest import PARTIAL
 from fidelab.captures.reader import find_captures
 from fidelab.captures.store import collect_garbage, entries
-from fidelab.captures.writer import PARTIAL
 from fidelab.errors import InputError
 from tests.captures import sample
 

@@ -17,9 +17,10 @@ import pytest
 
 import fidelab.captures.writer as writer_module
 from fidelab.captures.container import TensorFile
+from fidelab.captures.manifest import PARTIAL
 from fidelab.captures.reader import Capture, find_captures, is_complete
 from fidelab.captures.requests import Prefill
-from fidelab.captures.writer import PARTIAL, abandoned, store_head, store_vocabulary
+from fidelab.captures.writer import abandoned, store_head, store_vocabulary
 from fidelab.errors import CaptureError
 from tests.captures import sample
 

@@ -13,7 +13,8 @@ from fidelab.captures.requests import Layerwise
 from fidelab.cli.kernels_audit import captured_tensors
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.hf.adapter import HFEngine
-from fidelab.inputs.corpus import load_text, make_windows
+from fidelab.inputs.corpus import make_windows
+from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from fidelab.models.tiny import make_tiny

@@ -16,7 +16,7 @@ from torch import Tensor
 from fidelab.captures.container import BFloat16, to_float32
 from fidelab.captures.requests import Layerwise, Prefill
 from fidelab.engines.hf.adapter import HFEngine
-from fidelab.engines.hf.layers import decoder_layers
+from fidelab.engines.hf.structure import decoder_layers
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.metrics.layers import LayerCurve, Parting, part, relative_errors
 from k16v8.kernels.reference import Attention, attend

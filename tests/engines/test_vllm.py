@@ -21,7 +21,8 @@ from fidelab.engines.vllm import capture as vllm_capture
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, register
 from fidelab.engines.vllm.launch import Backend, least_cache_bytes
-from fidelab.engines.vllm.model import VLLMModel, is_refusal, size_in_bytes
+from fidelab.engines.vllm.model import VLLMModel, is_refusal
+from fidelab.engines.vllm.options import size_in_bytes
 from fidelab.engines.vllm.read_back import stored_as
 from fidelab.errors import EngineError, UsageError
 

@@ -157,7 +157,7 @@ def _answers(table: str) -> list[tuple[str, str]]:
         case "problems":
             return [(f"Problem {i:02}:", f" It is {17 * i}.\n#### {17 * i}") for i in range(24)]
         case "prose":
-            from fidelab.inputs.corpus import load_text
+            from fidelab.inputs.texts import load_text
 
             prose = load_text("default").content.encode("ascii", "ignore").decode()
             return [(f"prompt {i}", prose[3000 * i : 3000 * i + 180]) for i in range(8)]

@@ -11,14 +11,14 @@ import pytest
 from fidelab.errors import InputError
 from fidelab.inputs.conversations import (
     domain_of,
-    domains_text,
     load_traffic,
     recorded,
     traffic_prompts,
     traffic_remarks,
     traffic_text,
 )
-from fidelab.inputs.corpus import load_text, make_windows
+from fidelab.inputs.corpus import make_windows
+from fidelab.inputs.texts import domains_text, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 

@@ -11,7 +11,8 @@ from typing import get_args
 import pytest
 
 from fidelab.errors import InputError, UsageError
-from fidelab.inputs.corpus import Place, Protocol, Text, WindowSet, load_text, make_windows
+from fidelab.inputs.corpus import Place, Protocol, WindowSet, make_windows
+from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fidelab.api import compare
-from fidelab.inputs.corpus import load_text
+from fidelab.inputs.texts import load_text
 from fidelab.models import Model
 from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown

@@ -39,8 +39,8 @@ from fidelab.results.plots import Plot, TextPair, Texts
 
 if TYPE_CHECKING:
     from fidelab.inputs.conversations import Traffic
-    from fidelab.inputs.corpus import Text
     from fidelab.inputs.prompts import Prompt
+    from fidelab.inputs.texts import Text
     from fidelab.inputs.tokens import Template, Tokenizer
 
 __all__ = [

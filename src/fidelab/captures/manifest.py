@@ -21,6 +21,7 @@ from fidelab.errors import CaptureError, OtherSchemaError, UsageError
 __all__ = [
     "FIGURES",
     "MANIFEST",
+    "PARTIAL",
     "PROBE",
     "SCHEMA",
     "capture_folder",
@@ -34,6 +35,8 @@ __all__ = [
 
 SCHEMA = "fidelab.capture/0"
 MANIFEST = "manifest.json"
+PARTIAL = ".partial-"
+"""What the names of folders begin with that are being written."""
 PROBE = "probe.json.gz"
 FIGURES = "figures."
 """What the names of arrays begin with that stand in the place of rows: figures against one other capture."""

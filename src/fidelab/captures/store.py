@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import Array
-from fidelab.captures.manifest import FIGURES, key_digest
+from fidelab.captures.manifest import FIGURES, PARTIAL, key_digest
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.captures.writer import PARTIAL, CaptureWriter, abandoned
+from fidelab.captures.writer import CaptureWriter, abandoned
 from fidelab.errors import CaptureError, InputError, OtherSchemaError
 
 __all__ = ["Entry", "collect_garbage", "drop_rows", "entries"]

@@ -23,14 +23,14 @@ import numpy as np
 
 from fidelab.captures.compact import COMPACT, LEAST_VOCABULARY, encode_rows, seed_of
 from fidelab.captures.container import Array, BFloat16, array_bytes, write_tensors
-from fidelab.captures.manifest import MANIFEST, PROBE, SCHEMA, dump_manifest, load_manifest
+from fidelab.captures.manifest import MANIFEST, PARTIAL, PROBE, SCHEMA, dump_manifest, load_manifest
+from fidelab.captures.reader import is_complete
 from fidelab.captures.requests import Prefill, Request, request_record, token_hashes
 from fidelab.core import Vocabulary, canonical_json, finite
 from fidelab.errors import CaptureError
 
-__all__ = ["PARTIAL", "CaptureWriter", "abandoned", "store_head", "store_vocabulary", "sweep_partial"]
+__all__ = ["CaptureWriter", "abandoned", "store_head", "store_vocabulary", "sweep_partial"]
 
-PARTIAL = ".partial-"
 _PART_BYTES = 32 << 20
 _STALE_SECONDS = 86_400  # what nobody touched for a day has no writer, whatever process has its number now
 
@@ -160,8 +160,6 @@ class CaptureWriter:
         What lies there is damaged, or has rows where this has none or the reverse, and is replaced; or it is a racing
         writer's and stays: its key promises equal content, and somebody may be reading it.
         """
-        from fidelab.captures.reader import is_complete
-
         old = self._folder.with_name(f"{self._folder.name}-old")
         for last in (False, False, True):
             try:

@@ -139,7 +139,7 @@ def run_one(
         raise UsageError("name a profile: fidelab profiles run NAME (fidelab profiles list shows them)")
     else:
         resolved = resolve(name, load_profile(name, trusted or []), variant, parse_parameters(parameters or []))
-        _check(resolved)
+        _check(resolved, context.find_root().command)
         if dry_run or estimate:
             _show_plan(resolved, output_dir, stages or [], estimate, as_json)
             return
@@ -157,15 +157,12 @@ def _watch(text: str) -> None:
     note(f"fidelab: stage {text}")
 
 
-def _check(resolved: Resolved) -> None:
-    """Refuse experiments and commands that cannot be read, before anything runs.
+def _check(resolved: Resolved, root: Any) -> None:
+    """Refuse experiments and commands of ``root`` that cannot be read, before anything runs.
 
     Raises:
         ConfigError: an experiment's key or value is wrong, or the words of a command are.
     """
-    import typer.main
-
-    import fidelab.cli
     from fidelab.config.cross import validate_cross
     from fidelab.config.load import validate
     from fidelab.errors import ConfigError
@@ -176,7 +173,7 @@ def _check(resolved: Resolved) -> None:
             (validate if "kind" not in stage.experiment else validate_cross)(stage.experiment, where)
             continue
         words = [str(word) for word in stage.command or ()]
-        command: Any = typer.main.get_command(fidelab.cli.app)
+        command = root
         try:
             context = command.make_context("fidelab", words)
             while hasattr(command, "resolve_command"):  # a group

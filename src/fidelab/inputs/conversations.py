@@ -5,7 +5,6 @@ See docs/traffic.md.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import unicodedata
@@ -18,16 +17,15 @@ from typing import Any
 
 from fidelab.core import strict_json
 from fidelab.errors import InputError
-from fidelab.inputs.corpus import Text, load_text
-from fidelab.inputs.files import DATA, json_lines, numbered_lines, read_utf8
+from fidelab.inputs.files import numbered_lines, read_utf8
 from fidelab.inputs.prompts import Prompt
+from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
 
 __all__ = [
     "Conversation",
     "Response",
     "Traffic",
-    "domains_text",
     "load_traffic",
     "recorded",
     "traffic_prompts",
@@ -48,7 +46,6 @@ _SHAREGPT = {  # what the parties are called there
     "observation": "tool",
     "function_response": "tool",
 }
-_OWN = ((None, "prose", 6), ("long.md", "long document", 3))  # of the default text: file, domain, documents
 _SHOWN = 3  # bad places that a message lists
 _LONGEST = 40  # characters of a domain's name
 
@@ -105,7 +102,7 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     ``.jsonl``: one object per line with ``messages`` and perhaps ``tools`` (OpenAI's chat requests and fine-tuning
     files), or with these in its ``body`` (batch files), or with plain ``text``; ``id`` or ``custom_id``, and ``domain``
     are kept.  ``.json``: a list of such objects, or of ShareGPT's with ``conversations``.  ``.txt`` and ``.md``: plain
-    text (:func:`~fidelab.inputs.corpus.load_text`).  Images and other parts that are no text are left out and counted.
+    text (:func:`~fidelab.inputs.texts.load_text`).  Images and other parts that are no text are left out and counted.
 
     Raises:
         InputError: unreadable, no conversation in it, or bad records without ``skip_bad`` (how many, and the first
@@ -373,38 +370,6 @@ def traffic_text(traffic: Traffic) -> Text:
         hashlib.sha256(content.encode()).hexdigest(),
         domains=tuple(conversation.domain for conversation in traffic.conversations) if several else (),
     )
-
-
-def domains_text(tokenizer: Tokenizer | None) -> Text:
-    """The package's own documents of eight kinds; without a tokenizer, conversations are written without a template.
-
-    A template that takes no tools, or not these roles, gets the conversations as plain text.
-    """
-    documents: list[tuple[str, str]] = []
-    for name, domain, count in _OWN:
-        own = load_text("default" if name is None else DATA / name)
-        ends = [*own.doc_starts[1:], len(own.content)]
-        spans = list(zip(own.doc_starts, ends, strict=True))[:count]
-        documents += [(domain, own.content[start:end].rstrip("\n")) for start, end in spans]
-    for _, _, record in json_lines(DATA / "domains.jsonl", "text"):
-        messages = record.get("messages")
-        documents.append((record["domain"], record["text"] if messages is None else _written(tokenizer, messages)))
-    parts = [f"{content}\n" for _, content in documents]
-    content = "".join(parts)
-    return Text(
-        "domains",
-        content,
-        tuple([0, *accumulate(map(len, parts))][:-1]),
-        hashlib.sha256(content.encode()).hexdigest(),
-        domains=tuple(domain for domain, _ in documents),
-    )
-
-
-def _written(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any]]) -> str:
-    if tokenizer is not None and tokenizer.template == "chat":
-        with contextlib.suppress(InputError):
-            return tokenizer.render(messages)
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def traffic_prompts(traffic: Traffic) -> tuple[Prompt, ...]:

@@ -19,8 +19,8 @@ from itertools import chain
 
 from fidelab.captures.requests import Tokens
 from fidelab.errors import InputError
-from fidelab.inputs.corpus import load_text
 from fidelab.inputs.files import DATA
+from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
 
 __all__ = ["LEAST_SHIFT", "Haystack", "Stretch", "generate_paragraphs", "load_haystack", "sentences", "space_before"]

@@ -10,6 +10,7 @@ FACES = Registry(
     {
         "html": "fidelab.report.html:render_notebook",
         "markdown": "fidelab.report.markdown:render_markdown",
+        "pandas": "fidelab.results.table:build_frame",
     },
 )
-"""Renderings of a report in Python, implemented in ``report``, which this package does not import."""
+"""Renderings of a report in Python, by those who read it."""

@@ -368,9 +368,8 @@ class Report(Document):
         Raises:
             UsageError: pandas is not installed.
         """
-        from fidelab.results.table import build_frame
-
-        return build_frame(self)
+        frame: pd.DataFrame = FACES.load("pandas")(self)
+        return frame
 
     def to_markdown(self) -> str:
         """A section for a model card, in GitHub-flavoured Markdown, without headings."""

@@ -29,9 +29,9 @@ from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
 from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
-from fidelab.inputs.corpus import TEXTS, load_text
 from fidelab.inputs.images import placeholder
 from fidelab.inputs.prompts import load_prompts
+from fidelab.inputs.texts import TEXTS, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
 from fidelab.plan.build import Plan, build_plan

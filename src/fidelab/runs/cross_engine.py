@@ -32,8 +32,9 @@ from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.config.trust import remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import FidelabError, InputError
-from fidelab.inputs.corpus import TEXTS, load_text, make_windows
+from fidelab.inputs.corpus import make_windows
 from fidelab.inputs.prompts import load_prompts
+from fidelab.inputs.texts import TEXTS, load_text
 from fidelab.metrics.latency import decode_rate_by_subtraction, decode_rate_isolated, prefill_rate
 from fidelab.models import Model, resolve
 from fidelab.models.cache import build_once, cache_dir

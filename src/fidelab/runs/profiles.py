@@ -248,8 +248,8 @@ def _lacks_engine(name: str) -> str:
 
 def _lacks_data(name: str) -> str:
     """Why a set of data cannot be had now; it is fetched where it lies on the hub."""
-    from fidelab.inputs.corpus import load_text
     from fidelab.inputs.gsm8k import load_problems
+    from fidelab.inputs.texts import load_text
 
     try:
         if name == "gsm8k" or name.endswith(".jsonl"):

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fidelab.axes.base import AxisInputs
-from fidelab.captures.check import check_answers
-from fidelab.captures.reader import Capture
+from fidelab.captures.reader import Capture, check_answers
 from fidelab.captures.requests import Request
 from fidelab.captures.writer import store_vocabulary
 from fidelab.config.schema import EngineConfig

@@ -32,8 +32,9 @@ from fidelab.config.load import load, validate_as
 from fidelab.config.schema import Experiment, Limits
 from fidelab.core import Status
 from fidelab.errors import FidelabError, InputError, UnknownNameError, UsageError
-from fidelab.inputs.corpus import load_text, make_windows
+from fidelab.inputs.corpus import make_windows
 from fidelab.inputs.prompts import load_prompts
+from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.equivalence import POWER, Claim, Loss, certify
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS

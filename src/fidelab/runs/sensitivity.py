@@ -207,7 +207,7 @@ def _groups(path: str, by: By) -> list[_Group]:
     Raises:
         NotSupportedError: there are none.
     """
-    from fidelab.engines.hf.model import skeleton
+    from fidelab.engines.hf.structure import skeleton
 
     module = skeleton(path)
     weights = [w for w in weights_of(module, module.config.get_text_config(decoder=True)) if w.usual]

@@ -253,7 +253,8 @@ class HFEngine(Engine):
         self._jittered: int | None = None
         self._reweighing: Reweighing | None = None
         if seed := dict(arm.options).get("jitter"):
-            from fidelab.engines.hf.layers import decoder_layers, jitter
+            from fidelab.engines.hf.layers import jitter
+            from fidelab.engines.hf.structure import decoder_layers
 
             self._jittered = jitter(decoder_layers(self._model.module, self._model.config)[0], int(seed))
 

@@ -18,9 +18,10 @@ from fidelab.captures.requests import Layerwise
 from fidelab.engines.base import Sink
 from fidelab.engines.hf.head import to_array
 from fidelab.engines.hf.model import HFModel
+from fidelab.engines.hf.structure import decoder_layers
 from fidelab.errors import EngineError, NotSupportedError
 
-__all__ = ["answer_layerwise", "decoder_layers", "jitter"]
+__all__ = ["answer_layerwise", "jitter"]
 
 _JITTERED = 1 / 1024  # share of a layer's weights whose last bit is flipped
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -54,19 +55,6 @@ def answer_layerwise(model: HFModel, request: Layerwise, sink: Sink) -> dict[str
                 sink.add(index, _checked(parts, request.layers, len(window)))
         sink.progress(len(window))
     return {"tokens": sum(map(len, request.windows)), "layers": len(layers)}
-
-
-def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
-    """The model's list of decoder layers: the outermost list in its decoder that is as long as ``config`` says.
-
-    Raises:
-        NotSupportedError: there is none.
-    """
-    count = config.num_hidden_layers
-    for candidate in module.get_decoder().modules():
-        if isinstance(candidate, torch.nn.ModuleList) and len(candidate) == count:
-            return list(candidate)
-    raise NotSupportedError(f"{config.model_type} has no list of its {count} decoder layers")
 
 
 def jitter(layer: Any, seed: int) -> int:

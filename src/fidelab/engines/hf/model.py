@@ -27,6 +27,7 @@ from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
 from fidelab.engines.hf.proof import Proof
+from fidelab.engines.hf.structure import auto_class
 from fidelab.engines.hf.weights import WEIGHTS, round_weights
 from fidelab.engines.options import trusts_code
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
@@ -35,7 +36,10 @@ from fidelab.formats import create
 if TYPE_CHECKING:
     from fidelab.engines.hf.paged import ArmCache
 
-__all__ = ["HFModel", "keep_freed_memory", "skeleton"]
+__all__ = [
+    "HFModel",
+    "keep_freed_memory",
+]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -73,27 +77,6 @@ def keep_freed_memory() -> None:
     mallopt = ctypes.CDLL(None).mallopt
     if mallopt(_M_MMAP_THRESHOLD, 1 << 30):  # refused by versions before 2.35; the second call alone would harm there
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def _auto(config: Any) -> tuple[Any, Any]:
-    """The class of Transformers that loads a decoder-only model of this config, and its table of models."""
-    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-
-def skeleton(path: str, *, trusted: bool = False) -> Any:
-    """Transformers' model of a checkpoint without its weights: what its parameters are called and how large they are.
-
-    Raises:
-        EngineError: Transformers has no such model.
-    """
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
-        with torch.device("meta"):
-            return _auto(config)[0].from_config(config, trust_remote_code=trusted)
-    except Exception as error:
-        raise EngineError(f"Transformers has no model for {path}: {one_line(error)}") from error
 
 
 class HFModel:
@@ -167,7 +150,7 @@ class HFModel:
                     f"{config.model_type} is an encoder-decoder model; engine hf runs decoder-only models"
                 )
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
-            auto, mapped = _auto(config)
+            auto, mapped = auto_class(config)
             mapped.get(type(config), None)  # imports the model's code, so that this is not timed as loading weights
             self._mark("import")
             opened: dict[str, Any] = {"attn_implementation": attn} if attn else {}

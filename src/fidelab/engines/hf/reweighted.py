@@ -23,8 +23,8 @@ from fidelab.core import KVSpec
 from fidelab.engines.base import Sink
 from fidelab.engines.hf import exceptions
 from fidelab.engines.hf.cache import EncodedStore
-from fidelab.engines.hf.layers import decoder_layers
 from fidelab.engines.hf.model import HFModel
+from fidelab.engines.hf.structure import decoder_layers
 from fidelab.engines.hf.weights import NATIVE, ModelWeight, assigned, parse_rules, weights_of
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import create

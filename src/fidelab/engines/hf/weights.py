@@ -119,7 +119,7 @@ def check_weights(text: str, path: str, *, trusted: bool = False) -> None:
     rules = parse_rules(text)
     _formats(text, rules)
     if any(rule.only or rule.skip for rule in rules) and (Path(path) / "config.json").is_file():
-        from fidelab.engines.hf.model import skeleton
+        from fidelab.engines.hf.structure import skeleton
 
         module = skeleton(path, trusted=trusted)
         assigned(weights_of(module, module.config.get_text_config(decoder=True)), rules, text)
@@ -149,7 +149,7 @@ def weights_of(module: Any, config: Any) -> list[ModelWeight]:
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    from fidelab.engines.hf.layers import decoder_layers
+    from fidelab.engines.hf.structure import decoder_layers
 
     place = {id(each): n for n, layer in enumerate(decoder_layers(module, config)) for each in layer.modules()}
     weights: list[ModelWeight] = []

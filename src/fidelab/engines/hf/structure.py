@@ -1,0 +1,46 @@
+"""Which class of Transformers a checkpoint needs, its parameters without their weights, and its decoder layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from fidelab.engines.base import one_line
+from fidelab.errors import EngineError, NotSupportedError
+
+
+def auto_class(config: Any) -> tuple[Any, Any]:
+    """The class of Transformers that loads a decoder-only model of this config, and its table of models."""
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def skeleton(path: str, *, trusted: bool = False) -> Any:
+    """Transformers' model of a checkpoint without its weights: what its parameters are called and how large they are.
+
+    Raises:
+        EngineError: Transformers has no such model.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+        with torch.device("meta"):
+            return auto_class(config)[0].from_config(config, trust_remote_code=trusted)
+    except Exception as error:
+        raise EngineError(f"Transformers has no model for {path}: {one_line(error)}") from error
+
+
+def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
+    """The model's list of decoder layers: the outermost list in its decoder that is as long as ``config`` says.
+
+    Raises:
+        NotSupportedError: there is none.
+    """
+    count = config.num_hidden_layers
+    for candidate in module.get_decoder().modules():
+        if isinstance(candidate, torch.nn.ModuleList) and len(candidate) == count:
+            return list(candidate)
+    raise NotSupportedError(f"{config.model_type} has no list of its {count} decoder layers")

@@ -1,0 +1,127 @@
+"""Texts by their names, with where their documents begin."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from fidelab.errors import InputError
+from fidelab.inputs.files import DATA, json_lines, read_utf8
+from fidelab.inputs.tokens import Tokenizer
+
+TEXTS = ("default", "domains", "wikitext-2")
+"""Names of texts that are no files."""
+_OWN = ("prose.md", "long.md")  # documents of about 470 tokens, and of 2,200 and more
+_WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
+_WIKI_TITLE = re.compile(r"^ = (?!= )[^\r\n]+(?<! =) = \r?$", re.MULTILINE)
+_MARKDOWN_TITLE = re.compile(r"^# [^\r\n]+\r?$", re.MULTILINE)
+_DOMAINS = ((None, "prose", 6), ("long.md", "long document", 3))  # of the default text: file, domain, documents
+
+
+@dataclass(frozen=True)
+class Text:
+    """A corpus.  ``doc_starts``: character offsets of its documents, empty where it has fewer than two.
+
+    ``content`` is the file's text with its line ends as they are: other tools see the same bytes.  ``domains``: what
+    each document is (``code``), where that is known.
+    """
+
+    name: str
+    content: str
+    doc_starts: tuple[int, ...]
+    sha256: str
+    domains: tuple[str, ...] = ()
+
+    def domain_of(self, document: int) -> str:
+        """The domain of a document by its number from 1, as windows have it; ``""``: not known."""
+        return self.domains[document - 1] if 1 <= document <= len(self.domains) else ""
+
+
+def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> Text:
+    """The corpus of a name: ``default`` and ``domains`` (the package's own), ``wikitext-2`` (the hub's), or a file's.
+
+    ``domains`` holds eight kinds of text; ``tokenizer``: whose chat template writes its conversations.
+
+    The package's own text is its short documents, then its long ones.
+
+    Documents begin at WikiText titles (`` = Title = ``) or, in a text that begins with one, at ``# Title``
+    lines.
+
+    Raises:
+        InputError: no such file, not UTF-8 (with line and byte), empty, or the hub cannot be reached.
+    """
+    name = str(name_or_path)
+    if name == "domains":
+        return domains_text(tokenizer)
+    if name == "wikitext-2":
+        content = _wikitext()
+    elif name == "default":
+        content = "\n".join(read_utf8(DATA / name, "text") for name in _OWN)
+    else:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise InputError(f"no text {name!r}: write default, domains, wikitext-2 or the path of a UTF-8 file")
+        content = read_utf8(path, "text")
+    if not content.strip():
+        raise InputError(f"text {name} is empty")
+    return Text(name, content, _documents(content), hashlib.sha256(content.encode()).hexdigest())
+
+
+def _documents(content: str) -> tuple[int, ...]:
+    starts = tuple(match.start() for match in _WIKI_TITLE.finditer(content))
+    if not starts and content.startswith("# "):
+        starts = tuple(match.start() for match in _MARKDOWN_TITLE.finditer(content))
+    return starts if len(starts) > 1 else ()
+
+
+def _wikitext() -> str:
+    """WikiText-2's raw test text: the hub keeps its lines as rows, blank ones without their blank."""
+    from pyarrow import parquet
+
+    from fidelab.models.hub import dataset_file
+
+    try:
+        file = dataset_file(*_WIKITEXT)
+    except InputError as error:
+        raise InputError(f"{error}: the raw test text, wiki.test.raw, does as well") from error
+    read: Any = parquet.read_table  # pyarrow has no types
+    lines = read(file, columns=["text"]).column("text").to_pylist()
+    return "".join(line or " \n" for line in lines)
+
+
+def domains_text(tokenizer: Tokenizer | None) -> Text:
+    """The package's own documents of eight kinds; without a tokenizer, conversations are written without a template.
+
+    A template that takes no tools, or not these roles, gets the conversations as plain text.
+    """
+    documents: list[tuple[str, str]] = []
+    for name, domain, count in _DOMAINS:
+        own = load_text("default" if name is None else DATA / name)
+        ends = [*own.doc_starts[1:], len(own.content)]
+        spans = list(zip(own.doc_starts, ends, strict=True))[:count]
+        documents += [(domain, own.content[start:end].rstrip("\n")) for start, end in spans]
+    for _, _, record in json_lines(DATA / "domains.jsonl", "text"):
+        messages = record.get("messages")
+        documents.append((record["domain"], record["text"] if messages is None else _written(tokenizer, messages)))
+    parts = [f"{content}\n" for _, content in documents]
+    content = "".join(parts)
+    return Text(
+        "domains",
+        content,
+        tuple([0, *accumulate(map(len, parts))][:-1]),
+        hashlib.sha256(content.encode()).hexdigest(),
+        domains=tuple(domain for domain, _ in documents),
+    )
+
+
+def _written(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any]]) -> str:
+    if tokenizer is not None and tokenizer.template == "chat":
+        with contextlib.suppress(InputError):
+            return tokenizer.render(messages)
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
