@@ -20,7 +20,7 @@ def doctor(
         bool,
         typer.Option(
             "--system",
-            help="Instead: driver, GPUs, the ways between them, kernel options, and versions known to be bad.",
+            help="Instead: driver, GPUs, whether these reach each other, and versions known to be bad.",
         ),
     ] = False,
     image: Annotated[

@@ -86,7 +86,7 @@ def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: No
 
 
 def examine_machine() -> Diagnosis:
-    """Driver, GPUs, the ways between them, and versions known to be bad; ready where nothing is known to be bad.
+    """Driver, GPUs, whether these reach each other, and versions known to be bad; ready where nothing is known to be bad.
 
     Raises for nothing that it finds, and writes nothing.  Copies between GPUs, where there are several, take seconds.
     """
