@@ -86,9 +86,9 @@ def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: No
 
 
 def examine_machine() -> Diagnosis:
-    """Driver, GPUs, whether these reach each other, and versions known to be bad; ready where nothing is known to be bad.
+    """Driver, GPUs, whether these reach each other, and versions known to be bad; ready where none of these is here.
 
-    Raises for nothing that it finds, and writes nothing.  Copies between GPUs, where there are several, take seconds.
+    Raises for nothing that it finds, and writes nothing.
     """
     from fidelab.doctor.system import examine_system
 

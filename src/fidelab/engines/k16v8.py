@@ -18,7 +18,6 @@ from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 
 __all__ = [
-    "FORMER_NAME",
     "K16V8",
     "NATIVE",
     "PLUGIN",
@@ -42,7 +41,6 @@ __all__ = [
 ]
 
 K16V8 = "k16v8"  # the format, the package, its attention in Transformers, its backends in vLLM and SGLang
-FORMER_NAME = "fidelab"  # of the attention
 PLUGIN = K16V8  # entry point in vLLM and SGLang
 SWITCH = "K16V8"  # environment variable that switches its plug-ins on
 NATIVE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16", "float16": "float16"}  # keys → compute type

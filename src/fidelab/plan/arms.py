@@ -64,8 +64,6 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     options = {key: value for key, value in shared.items() if key not in without} | own
     env = {**experiment.env, **config.env}
     check_env(env)
-    if engine.name == _HF and options.get(ATTENTION) == k16v8.FORMER_NAME:
-        options[ATTENTION] = k16v8.K16V8
     if engine.name == _HF and options.get(WEIGHTS) == NATIVE:
         del options[WEIGHTS]
     return Arm(
