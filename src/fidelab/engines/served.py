@@ -1,15 +1,20 @@
-"""What the ways of serving have in common: the prompts that go before, counts, and what they prove."""
+"""What the ways of serving have in common: what goes before a window, counts, and what they prove."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import dropwhile
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fidelab.captures.requests import Served, Tokens
 
-__all__ = ["Counted", "other_prompt", "proof"]
+__all__ = ["Counted", "Ways", "other_prompt", "proof"]
+
+Asked = TypeVar("Asked")
+"""An engine's request."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,69 @@ class Counted:
     steps: Sequence[tuple[int, int, int]]
     cached: int
     lost: int = 0
+
+
+class Ways(ABC, Generic[Asked]):
+    """Answers the windows of one request in its way, by the requests of one engine.
+
+    Attributes:
+        request: what was asked.
+        windows: up to their last row; none is wanted of what follows.
+        counted: what happened to each.
+        tokens: processed.
+    """
+
+    def __init__(self, request: Served) -> None:
+        self.request = request
+        self.windows = [window[: request.last + 1] for window in request.windows]
+        self.counted: list[Counted] = []
+        self.tokens = 0
+
+    def answer(self) -> None:
+        """Answer the windows one by one; those that are written token by token are so together, which takes long."""
+        way, size = self.request.way, self.request.size
+        if way == "decode":
+            self.rows(range(len(self.windows)))
+            return
+        if way == "prefix-generated":
+            halves = [(window[: size // 2], window[size // 2 : size]) for window in self.windows]
+            self.run([self.written(index, *half) for index, half in enumerate(halves)])
+        with self.chunks(size) if way == "chunked" else nullcontext():
+            for index, window in enumerate(self.windows):
+                if way in ("prefix", "prefix-partial"):
+                    self.run([self.read(index, window[:size])])
+                elif way == "prefix-other":
+                    self.run([self.read(index, other_prompt(self.request, window))])
+                lost = self.evict(index) if way == "evicted" else 0
+                self.rows([index], self.request.others if way == "batch" else (), lost)
+
+    @abstractmethod
+    def read(self, index: int, prompt: Tokens) -> Asked:
+        """A request that reads a prompt, which the window of this index may hit."""
+
+    @abstractmethod
+    def written(self, index: int, prompt: Tokens, continuation: Tokens) -> Asked:
+        """A request that reads a prompt and writes a continuation token by token, the last of them, too.
+
+        A token is written when it is fed to decode the one behind it, so that one more is decoded, which nobody asks
+        for.
+        """
+
+    @abstractmethod
+    def run(self, asked: Sequence[Asked]) -> Any:
+        """Have the engine answer some requests at once."""
+
+    @abstractmethod
+    def rows(self, indices: Sequence[int], crowd: Sequence[Tokens] = (), lost: int = 0) -> None:
+        """The rows of some windows, which are computed together, in the middle of a crowd."""
+
+    @abstractmethod
+    def evict(self, index: int) -> int:
+        """Read a window, and have others take its places in the cache; returns how many tokens lost theirs."""
+
+    def chunks(self, size: int) -> AbstractContextManager[None]:
+        """Within it, prompts are read in pieces of this size."""
+        return nullcontext()
 
 
 def other_prompt(request: Served, window: Tokens) -> Tokens:
