@@ -15,6 +15,9 @@ Layouts as their projects write them:
 * compressed-tensors: ``pack-quantized`` (codes packed along K, zero points along N, both as unsigned offsets of
   signed integers), ``int-quantized``, ``float-quantized``, ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``.
 * FP8 as DeepSeek writes it: float8 codes with one ``weight_scale_inv`` per block.
+
+Nothing here needs torch.  Package ``compressed-tensors`` packs its own schemes, on torch's tensors; tests compare with
+what it writes.
 """
 
 from __future__ import annotations
