@@ -86,7 +86,7 @@ def study_page(_: Path) -> str:
         windows=8,
         n_rows=2040,
         documents=8,
-        columns=("group", "format", KLD.name, TOP1.name),
+        columns=("group", "format", "kld", "top1"),
         rows=tuple(rows),
         sentences=(LONG, HOSTILE),
         heatmap=heatmap("mean KL", "kind", "layer", dict.fromkeys(places, 0.5)),

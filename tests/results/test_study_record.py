@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from fidelab.core import Status
-from fidelab.results.measurement import Metric
+from fidelab.results.measurement import Definition
 from fidelab.results.study import SCHEMA, Study, StudyRow
 
 SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.study-0.schema.json"
@@ -18,7 +18,7 @@ SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.study-0.schema.jso
 
 def study(documents: int | None = 8) -> Study:
     rows = (
-        StudyRow(status=Status.OK, at={"group": "a", "format": "x"}, metrics=(Metric(name="KLD", value=0.5),)),
+        StudyRow(status=Status.OK, at={"group": "a", "format": "x"}, metrics=(Definition("kld")(0.5),)),
         StudyRow(status=Status.FAILED, reason="it crashed", at={"group": "b", "format": "x"}),
     )
     return Study(
@@ -32,7 +32,7 @@ def study(documents: int | None = 8) -> Study:
         windows=8,
         n_rows=2040,
         documents=documents,
-        columns=("group", "KLD"),
+        columns=("group", "kld"),
         rows=rows,
     )
 

@@ -48,7 +48,7 @@ def read(done: Done) -> Study:
 def losses(study: Study, place: str) -> dict[tuple[str, str], float]:
     """(side, format) → mean KL."""
     rows = [row for row in study.rows if row.at["place"] == place]
-    return {(str(row.at["side"]), str(row.at["format"])): row.value("KLD") or 0.0 for row in rows}
+    return {(str(row.at["side"]), str(row.at["format"])): row.value("kld") or 0.0 for row in rows}
 
 
 def test_keys_values_and_both_are_measured_at_every_width_and_in_every_layer(found: Study) -> None:
@@ -97,7 +97,7 @@ def test_the_plan_keeps_its_budget_and_is_measured_beside_pairs_that_fit(found: 
         predicted += 0.0 if name == "native" else losses(found, layer)[side, name]
     assert plan.predicted == pytest.approx(predicted)
     assert (plan.uniform_size or 9) <= 6.0
-    ours, theirs = (one.value("KLD") or 0.0 for one in (plan.measured, plan.uniform_measured))
+    ours, theirs = (one.value("kld") or 0.0 for one in (plan.measured, plan.uniform_measured))
     assert plan.difference.value == pytest.approx(ours - theirs)
 
 
@@ -114,8 +114,8 @@ def test_heads_are_measured_one_by_one(room: Path) -> None:
     assert {place.split(".")[0] for place in heads} == {str(layer) for layer in range(LAYERS)}
     per_layer = len(heads) // LAYERS
     assert {place.split(".")[1] for place in heads} == {str(head) for head in range(per_layer)}
-    assert all((row.value("KLD") or 0) > 0 for row in study.rows)
-    known = [one.cell for one in study.findings if one.name == "rank correlation"]
+    assert all((row.value("kld") or 0) > 0 for row in study.rows)
+    known = [one.cell for one in study.findings if one.name == "rank_correlation"]
     assert {at["predictor"] for at in known} == {"amax of K", "channel kurtosis of K", "amax of V"}
     assert all(at["places"] == LAYERS * per_layer for at in known)
 

@@ -59,18 +59,18 @@ def test_a_format_in_one_layer_alone_is_found_there(done: Done) -> None:
     found = Study.model_validate_json(done.out)
     assert found.facts == {"first": FAULTY, "begins": FAULTY}
     assert [row.at["layer"] for row in found.rows if row.flags] == [FAULTY]
-    assert column(found, "error rms")[: FAULTY + 1] == [0.0] * (FAULTY + 1)  # the input among them
+    assert column(found, "error_rms")[: FAULTY + 1] == [0.0] * (FAULTY + 1)  # the input among them
     row = found.row(layer=FAULTY)
     assert row is not None
     assert row.value("error") == row.value("added") != 0  # nothing came in
-    assert row.value("error p90") == row.value("added p90")
+    assert row.value("error_p90") == row.value("added_p90")
     assert (found.windows, found.n_rows) == (2, 2 * 30)
 
 
 def test_the_floor_is_a_second_capture_of_the_reference(done: Done) -> None:
     found = Study.model_validate_json(done.out)
     assert found.arms["floor"].status == "ok"
-    assert set(column(found, "floor error rms")) == {0.0}
+    assert set(column(found, "floor_error_rms")) == {0.0}
     folders = sorted(path.name[-3:] for path in (done.cwd / "runs" / "captures").glob("*f32*/bisect-*"))
     assert folders == ["-r0", "-r1"]
 
@@ -78,7 +78,7 @@ def test_the_floor_is_a_second_capture_of_the_reference(done: Done) -> None:
 def test_the_twin_is_the_candidate_with_other_last_bits(done: Done) -> None:
     found = Study.model_validate_json(done.out)
     assert found.arms["twin"].status == "ok"
-    assert all(0 < (value or 0) < 1e-2 for value in column(found, "twin error rms")[1:])
+    assert all(0 < (value or 0) < 1e-2 for value in column(found, "twin_error_rms")[1:])
 
 
 def test_a_layer_that_adds_less_than_last_bits_do_begins_nothing() -> None:
@@ -90,12 +90,12 @@ def test_a_layer_that_adds_less_than_last_bits_do_begins_nothing() -> None:
 def test_a_layers_row_is_of_the_states_behind_it() -> None:
     curve, floor = (LayerCurve(x, 2 * x, 3 * x) for x in (np.array([0.1, 0.2, 0.4]), np.array([0.0, 0.01, 0.02])))
     rows = findings(curve, floor)["rows"]
-    assert [(row.at["layer"], row.value("error"), row.value("error rms")) for row in rows] == [
+    assert [(row.at["layer"], row.value("error"), row.value("error_rms")) for row in rows] == [
         ("input", 0.1, pytest.approx(0.3)),
         (0, 0.2, pytest.approx(0.6)),
         (1, 0.4, pytest.approx(1.2)),
     ]
-    assert [row.value("floor error p90") for row in rows] == [0.0, 0.02, 0.04]
+    assert [row.value("floor_error_p90") for row in rows] == [0.0, 0.02, 0.04]
 
 
 def test_json_is_the_record_in_the_run_folder(done: Done) -> None:

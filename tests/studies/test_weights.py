@@ -42,7 +42,7 @@ def found(done: Done) -> Study:
 
 def losses(study: Study) -> dict[tuple[str, str], float]:
     """(group, format) → mean KL."""
-    return {(str(row.at["group"]), str(row.at["format"])): row.value("KLD") or 0.0 for row in study.rows}
+    return {(str(row.at["group"]), str(row.at["format"])): row.value("kld") or 0.0 for row in study.rows}
 
 
 def test_every_weight_is_measured_by_itself_in_every_format_and_the_costliest_is_first(found: Study) -> None:
@@ -63,7 +63,7 @@ def test_a_row_is_what_a_comparison_says_of_an_arm_with_these_weights(found: Stu
     arm = cli("compare", "./tiny", *words, "--candidate", candidate, "--json", cwd=room)
     [record] = json.loads(arm.out)["candidates"]
     whole = next(m["value"] for m in record["axes"]["kld"]["metrics"] if m["name"] == "mean")
-    assert row.value("KLD") == pytest.approx(whole, rel=0.5)  # every second of the same windows
+    assert row.value("kld") == pytest.approx(whole, rel=0.5)  # every second of the same windows
 
 
 def test_the_plan_keeps_its_budget_and_is_measured_beside_the_best_single_format(found: Study) -> None:
@@ -75,11 +75,11 @@ def test_the_plan_keeps_its_budget_and_is_measured_beside_the_best_single_format
     assert set(plan.formats) == {row.at["group"] for row in found.rows}
     assert plan.uniform == "int5[group=16]"  # 6 bits per weight
     assert plan.uniform_size == plan.budget
-    ours, theirs = (one.value("KLD") or 0.0 for one in (plan.measured, plan.uniform_measured))
+    ours, theirs = (one.value("kld") or 0.0 for one in (plan.measured, plan.uniform_measured))
     assert plan.difference.value == pytest.approx(ours - theirs)
     predicted = sum(losses(found).get(pair, 0.0) for pair in plan.formats.items())
     assert plan.predicted == pytest.approx(predicted)
-    assert plan.measured_there.value("KLD") == pytest.approx(predicted, rel=0.5)
+    assert plan.measured_there.value("kld") == pytest.approx(predicted, rel=0.5)
 
 
 def test_the_plan_runs_as_an_arm(found: Study, room: Path) -> None:

@@ -30,9 +30,6 @@ from fidelab.results.study import Study, StudyRow
 from fidelab.runs.conduct import prepare
 from fidelab.runs.runner import Listener
 from fidelab.studies.roundings import (
-    KLD,
-    NLL_CHANGE,
-    TOP1,
     Cell,
     Choices,
     Found,
@@ -53,7 +50,7 @@ Side = Literal["keys", "values", "both"]
 
 CLIFF = Definition("cliff", "count", None, "widest bits at which one bit less costs 0.1 nats per token or more")
 ASYMMETRY = Definition("asymmetry", "ratio", None, "ΔPPL with rounded keys over ΔPPL with rounded values")
-CORRELATION = Definition("rank correlation", "", None, "Spearman's, of a known number with the losses of single places")
+CORRELATION = Definition("rank_correlation", "", None, "Spearman's, of a known number with the losses of single places")
 
 _WIDTHS = range(2, 9)
 _SIDES: tuple[Side, ...] = ("keys", "values", "both")
@@ -92,7 +89,7 @@ class _Cache(Question):
 
     kind = "kv-sensitivity"
     request = Recached
-    columns = ("side", "place", "format", NLL_CHANGE.name, KLD.name, TOP1.name)
+    columns = ("side", "place", "format", "delta_nll", "kld", "top1")
     statistics: _Statistics
     widths: Sequence[int]
     group: int
@@ -210,18 +207,18 @@ class _Cache(Question):
         return known
 
     def sentences(self, _rows: Sequence[StudyRow], findings: Sequence[Metric]) -> Iterator[str]:
-        cliffs = [f"{one.cell['side']} {_bits(one)}" for one in findings if one.name == CLIFF.name]
+        cliffs = [f"{one.cell['side']} {_bits(one)}" for one in findings if one.name == "cliff"]
         yield f"Cliff, where one more bit costs 0.1 nats per token or more: {'; '.join(cliffs)}."
         parts = []
         for one in findings:
-            if one.name == ASYMMETRY.name:
+            if one.name == "asymmetry":
                 span = "" if one.interval is None else f" ({one.interval[0]:.3g}–{one.interval[1]:.3g})"
                 said = "the values' loss is within noise" if one.value is None else f"{one.value:.3g}{span}"
                 parts.append(f"{one.cell['bits']} bits: {said}")
         if parts:
             yield f"ΔPPL of keys over that of values at {'; '.join(parts)}."
         for one in findings:
-            if one.name == CORRELATION.name and one.value is not None:
+            if one.name == "rank_correlation" and one.value is not None:
                 span = "" if one.interval is None else f" ({one.interval[0]:.2f} to {one.interval[1]:.2f})"
                 at = one.cell
                 yield (
@@ -235,8 +232,7 @@ class _Cache(Question):
         single = [row for row in wide if row.at["place"] != "all"]
         title = "mean KL, nats: " + ("each layer or head by itself" if single else "all layers")
         values = {
-            (str(row.at["side"]), str(row.at["place"]), str(row.at["bits"])): row.value(KLD.name)
-            for row in single or wide
+            (str(row.at["side"]), str(row.at["place"]), str(row.at["bits"])): row.value("kld") for row in single or wide
         }
         return heatmap(title, "bits", "layer" if single else "layers", values)
 

@@ -37,13 +37,13 @@ from fidelab.studies.study import OpenStudy, run_jobs, why_none, with_requests
 __all__ = ["bisect", "capture_qkv", "findings"]
 
 _STATES, _QKV = "bisect", "qkv"
-_CURVE = {"error": "median", "error p90": "tail", "error rms": "rms"}  # metric → field of a curve
-_ABOUT = {"error": "median over rows", "error p90": "90th percentile of rows", "error rms": "root mean square of rows"}
+_CURVE = {"error": "median", "error_p90": "tail", "error_rms": "rms"}  # metric → field of a curve
+_ABOUT = {"error": "median over rows", "error_p90": "90th percentile of rows", "error_rms": "root mean square of rows"}
 ADDED, ADDED_TAIL = (
     Definition(name, "", "lower", f"what the layer adds to the {of}: root of the difference of squares")
-    for name, of in (("added", "median"), ("added p90", "90th percentile"))
+    for name, of in (("added", "median"), ("added_p90", "90th percentile"))
 )
-RATIO = Definition("×others", "", "lower", "added error over the root mean square of the other layers'")
+RATIO = Definition("times_others", "", "lower", "added error over the root mean square of the other layers'")
 
 
 def bisect(experiment: Experiment, *, command: str, listener: Listener | None = None) -> tuple[Study, RunFolder]:
@@ -91,7 +91,7 @@ def bisect(experiment: Experiment, *, command: str, listener: Listener | None = 
         arms=arms,
         note=f"error, error p90: median and 90th percentile of {n_rows:,} rows of "
         f"{counted(len(request.windows), 'window')}, relative to the norm of the reference's state; added: root of the "
-        "difference of squares; ×others: what median or p90 adds, whichever is more, over the root mean square of the "
+        "difference of squares; times others: what median or p90 adds, whichever is more, over the root mean square of the "
         "other layers",
         **fields,
     ), study.folder
@@ -157,7 +157,7 @@ def findings(curve: LayerCurve, floor: LayerCurve | None, twin: LayerCurve | Non
         metrics = _errors(curve, place)
         if place:
             metrics += [ADDED(added[layer]), ADDED_TAIL(tail[layer]), RATIO(parting.ratios[layer])]
-        metrics += [one for name, noise in others.items() if noise for one in _errors(noise, place, f"{name} ")]
+        metrics += [one for name, noise in others.items() if noise for one in _errors(noise, place, f"{name}_")]
         said = [("stands out", place > 0 and layer in parting.stand_out)]
         said += [("not finite", not np.isfinite(curve.rms[place]))]
         rows.append(
@@ -173,7 +173,7 @@ def findings(curve: LayerCurve, floor: LayerCurve | None, twin: LayerCurve | Non
     named = {"error": curve.median[1:], "added": added, **({} if floor is None else {"floor": floor.median[1:]})}
     return {
         "facts": {"begins": parting.begins, "first": first},
-        "columns": ("layer", "error", "error p90", "added", "×others", *(["floor error"] if floor else [])),
+        "columns": ("layer", "error", "error_p90", "added", "times_others", *(["floor_error"] if floor else [])),
         "bar": "added",
         "rows": tuple(rows),
         "sentences": tuple(_sentences(curve, rows, parting.begins, first)),
@@ -219,7 +219,7 @@ def _sentences(curve: LayerCurve, rows: Sequence[StudyRow], begins: int | None, 
         return
     if first is not None:
         row = rows[first + 1]
-        added, tail, ratio = (row.value(one.name) for one in (ADDED, ADDED_TAIL, RATIO))
+        added, tail, ratio = (row.value(one) for one in ("added", "added_p90", "times_others"))
         if added is None or tail is None:
             yield f"Layer {first} stands out: states behind it are not finite."
         else:

@@ -33,11 +33,11 @@ from fidelab.studies.study import OpenStudy, why_none, with_requests
 
 __all__ = ["Answers", "Cell", "Choices", "Found", "Question", "Rows", "Say", "ask", "heatmap", "measure", "windows_of"]
 
-KLD = Definition("KLD", "nats", "lower", "mean KL(native‖rounded)")
-TOP1 = Definition("same top token", "share", "higher", "share of rows whose most likely token is the same")
-NLL_CHANGE = Definition("ΔNLL", "nats", None, "mean change of the negative log-likelihood of the text, per token")
-NLL = Definition("NLL", "nats", "lower", "negative log-likelihood of the text, per token")
-DIFFERENCE = Definition("plan minus uniform", "nats", "lower", "difference of mean KLs")
+KLD = Definition("kld", "nats", "lower", "mean KL(native‖rounded)")
+TOP1 = Definition("top1", "share", "higher", "share of rows whose most likely token is the same")
+NLL_CHANGE = Definition("delta_nll", "nats", None, "mean change of the negative log-likelihood of the text, per token")
+NLL = Definition("nll", "nats", "lower", "negative log-likelihood of the text, per token")
+DIFFERENCE = Definition("plan_minus_uniform", "nats", "lower", "difference of mean KLs")
 
 Say = Callable[[str], None]
 _OPEN = 256  # captures that are open at a time
@@ -363,7 +363,7 @@ def _plan_sentences(plan: StudyPlan, by: str) -> Iterator[str]:
     size = f" in {plan.size / 2**20:.1f} MiB" if plan.unit == "bytes" else ""
     yield f"Plan of {plan.bits:.3f} bits per value{size}: {counts}."
     yield from _placed(plan.formats)
-    there = format_kld(plan.measured_there.value(KLD.name))
+    there = format_kld(plan.measured_there.value("kld"))
     yield (
         f"It costs {_cost(plan.measured)} on windows that it was not chosen on. On the others its rows add up to "
         f"{format_kld(plan.predicted)}, and together they cost {there}."
@@ -397,8 +397,8 @@ def _beyond(more: float, unit: str) -> str:
 
 
 def _cost(found: Measurement) -> str:
-    interval = found.ci(KLD.name)
-    return f"{format_kld(found.value(KLD.name))} nats{'' if interval is None else f' ({format_span(interval)})'}"
+    interval = found.ci("kld")
+    return f"{format_kld(found.value('kld'))} nats{'' if interval is None else f' ({format_span(interval)})'}"
 
 
 def _placed(formats: Mapping[str, str]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyPlan, StudyRow
 from fidelab.runs.conduct import prepare
 from fidelab.runs.runner import Listener
-from fidelab.studies.roundings import KLD, TOP1, Cell, Choices, Found, Question, Say, heatmap, measure, windows_of
+from fidelab.studies.roundings import KLD, Cell, Choices, Found, Question, Say, heatmap, measure, windows_of
 from fidelab.studies.study import OpenStudy
 
 __all__ = ["By", "Export", "recipe_of", "sensitivity"]
@@ -72,7 +72,7 @@ class _Weights(Question):
 
     kind = "sensitivity"
     request = Reweighted
-    columns = ("group", "format", KLD.name, TOP1.name, BYTES.name)
+    columns = ("group", "format", "kld", "top1", "bytes")
     groups: Sequence[_Group]
     specs: Mapping[FormatSpec, WeightFormat]
 
@@ -118,16 +118,14 @@ class _Weights(Question):
     def heatmap(self, rows: Sequence[StudyRow]) -> Heatmap:
         """Layer × kind, a grid per format; of whole layers or kinds one column or row."""
         values = {
-            (str(row.at["format"]), str(row.at.get("layer", "all")), str(row.at.get("kind", "all"))): row.value(
-                KLD.name
-            )
+            (str(row.at["format"]), str(row.at.get("layer", "all")), str(row.at.get("kind", "all"))): row.value("kld")
             for row in rows
         }
         return heatmap("mean KL of each group by itself, nats", "kind of weight", "layer", values)
 
     def arranged(self, rows: Sequence[StudyRow]) -> tuple[Sequence[StudyRow], int]:
         """Costliest first; those that failed before all."""
-        losses = [(row.value(KLD.name), row) for row in rows]
+        losses = [(row.value("kld"), row) for row in rows]
         ordered = sorted(losses, key=lambda each: float("-inf") if each[0] is None else -each[0])
         return [row for _, row in ordered], _SHOWN
 
