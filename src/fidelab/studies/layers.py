@@ -91,7 +91,7 @@ def bisect(experiment: Experiment, *, command: str, listener: Listener | None = 
         arms=arms,
         note=f"error, error p90: median and 90th percentile of {n_rows:,} rows of "
         f"{counted(len(request.windows), 'window')}, relative to the norm of the reference's state; added: root of the "
-        "difference of squares; times others: what median or p90 adds, whichever is more, over the root mean square of the "
+        "difference of squares; times others: the larger added error over the root mean square of the "
         "other layers",
         **fields,
     ), study.folder
