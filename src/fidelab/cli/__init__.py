@@ -33,7 +33,6 @@ from fidelab.cli import (
     presets,
     profiles,
     quantize,
-    repeat,
     runs,
     sample_size,
     studies,
@@ -87,7 +86,7 @@ app = Commands(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _panel, _commands in {
-    _COMPARE: (compare.compare, compare.run, studies.bisect, repeat.repeat, sample_size.plan_size),
+    _COMPARE: (compare.compare, compare.run, studies.bisect, sample_size.plan_size),
     _RESULTS: (
         runs.report,
         runs.charts,

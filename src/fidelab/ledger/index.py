@@ -37,7 +37,7 @@ INDEX = ".ledger.sqlite"
 RUN = "run"
 _NO_RUNS = frozenset({"captures", "logs", "timed"})  # folders below runs that hold none
 _FAULTS = (Status.FAILED, Status.NOT_ENGAGED)  # that an engine does not support an arm is a finding
-_DEEPEST = 4  # runs/repeats/<id>/<run>, runs/<experiment>/<engine>/<run>
+_DEEPEST = 4  # runs/<run>/<run>, runs/<experiment>/<engine>/<run>
 _MOST_BYTES = 64 << 20
 _HEAD = re.compile(r"# created: (\S+)")
 
