@@ -56,6 +56,7 @@ _WIDTHS = range(2, 9)
 _SIDES: tuple[Side, ...] = ("keys", "values", "both")
 _ONE_SIDE = _SIDES[:2]
 _STATISTICS = {"amax of K": "k_amax", "channel kurtosis of K": "k_kurtosis", "amax of V": "v_amax"}
+_STATISTICS = {"amax of K": "k_amax", "channel kurtosis of K": "k_kurtosis", "amax of V": "v_amax"}
 _CALIBRATED = (1, 4, 16)  # windows
 _FP8, _TOP = "fp8_e4m3", 448.0
 _PREDICTED = 4  # bits, where that is among the widths
@@ -193,11 +194,7 @@ class _Cache(Question):
         if self.by == "cache":
             return known
         for number, layer in enumerate(self.statistics.layers):
-            for name, key in (
-                ("amax of K", "k_amax"),
-                ("channel kurtosis of K", "k_kurtosis"),
-                ("amax of V", "v_amax"),
-            ):
+            for name, key in _STATISTICS.items():
                 values = self.statistics.windows[0][key][number]
                 heads = {f"{layer}.{head}": value for head, value in enumerate(values)}
                 known.setdefault(name, {}).update({str(layer): max(values)} if self.by == "layer" else heads)
@@ -262,10 +259,13 @@ class _Cache(Question):
         least = sizes.min(axis=1).sum() / values
         if budget < least:
             raise InputError(f"--budget {budget:g}: bits per value; the smallest of these widths takes {least:.3g}")
-        side_sizes = {
-            (name, n): float(sizes[n::2, column].sum()) / values for column, name in enumerate(names) for n in range(2)
+        totals = {side: dict(zip(names, sizes[n::2].sum(axis=0), strict=True)) for n, side in enumerate(_ONE_SIDE)}
+        pairs = {
+            f"{k}/{v}": float(totals["keys"][k] + totals["values"][v]) / values
+            for k in names
+            for v in names
+            if {k, v} != {NATIVE}
         }
-        pairs = {f"{k}/{v}": side_sizes[k, 0] + side_sizes[v, 1] for k in names for v in names if {k, v} != {NATIVE}}
         fitting = sorted((pair for pair in pairs if pairs[pair] <= budget), key=lambda pair: -pairs[pair])[:_RIVALS]
         return Choices(
             unit="bits per value",
