@@ -147,6 +147,18 @@ def test_the_terminal_says_range_and_deviation(shaky: Repeated) -> None:
     assert "over 4 runs, standard deviation" in " ".join(shaky.done.out.split())
 
 
+def test_rescoring_scores_every_run_and_merges_them_again(room: Path) -> None:
+    found = repeat(room, "tilt", axes={"kld": {"windows": WINDOWS, "n_ctx": 16}})
+    before = found.report
+    for path in (found.folder / "report.json", *(run / "report.json" for run in found.runs)):
+        path.unlink()
+    done = cli("rescore", found.folder, cwd=room)
+    assert done.code == 0, done.err
+    assert (found.report.candidates, found.report.run_id) == (before.candidates, before.run_id)
+    shutil.rmtree(found.runs[1])
+    assert "go on with: fidelab compare --resume" in refused("rescore", found.folder, cwd=room)
+
+
 @pytest.mark.parametrize("fixture", ["steady", "shaky"])
 def test_no_two_runs_share_a_capture(fixture: str, request: pytest.FixtureRequest) -> None:
     found: Repeated = request.getfixturevalue(fixture)

@@ -161,8 +161,8 @@ def gate(report: Report, fail_under: float | None) -> None:
     for arm in _arms(report):
         failed = ((name, bench.reason) for name, bench in arm.benches.items() if bench.status == "failed")
         faults += [f"{arm.name}: {name} failed: {why}" for name, why in failed if why != arm.reason]
-        flags = ((name, flag) for name, axis in arm.axes.items() for flag in axis.flags)
-        faults += [f"{arm.name}: {name} {flag.text}" for name, flag in flags if flag.kind == "lost" and arm.measured]
+        flags = (flag for axis in arm.axes.values() for flag in axis.flags)
+        faults += [f"{arm.name}: {flag.text}" for flag in flags if flag.kind == "lost" and arm.measured]
     if fail_under is not None:
         faults += [fault for arm in report.candidates if (fault := _misses(arm, fail_under))]
     exit_on(faults)

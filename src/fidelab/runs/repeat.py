@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fidelab.config.load import dump, load, read_yaml
 from fidelab.config.schema import Experiment
@@ -23,10 +24,10 @@ from fidelab.results.measurement import Flag, Measurement, Metric
 from fidelab.results.numbers import format_figure
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
-from fidelab.runs.conduct import Interrupted, execute, first_replicate, prepare, resume
+from fidelab.runs.conduct import Interrupted, execute, first_replicate, prepare, rescore, resume
 from fidelab.runs.runner import Listener
 
-__all__ = ["execute_all", "merge", "resume_all"]
+__all__ = ["execute_all", "merge", "rescore_all", "resume_all"]
 
 STRIDE = 100  # between the replicate numbers of two runs; a run itself uses a handful
 _LOST = "lost"  # kind of the flag of an axis that has no result in some run
@@ -93,10 +94,31 @@ def _run_all(
             reports.append(report)
     except KeyboardInterrupt:
         raise Interrupted(folder.path) from None
+    return _write(folder, experiment, reports)
+
+
+def rescore_all(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Report, RunFolder]:
+    """Compute all scores again from the captures of a run, or of all runs in it, as :func:`rescore`.
+
+    Raises:
+        InputError: the folder is no run, or an unfinished one.
+        CaptureError: a capture is gone, damaged, or not its arm's; names it.
+    """
+    folder = RunFolder.open(run_dir.absolute())
+    experiment = load(folder.config)
+    if experiment.runs == 1:
+        return rescore(run_dir, limits)
+    runs = [_begun(folder.path, STRIDE * number) for number in range(1, experiment.runs + 1)]
+    if None in runs:
+        raise InputError(f"{folder.path} is unfinished; go on with: fidelab compare --resume {folder.path}")
+    return _write(folder, experiment, [rescore(run.path, limits)[0] for run in runs if run is not None]), folder
+
+
+def _write(folder: RunFolder, experiment: Experiment, reports: Sequence[Report]) -> Report:
     settings = {"run_id": folder.run_id, "settings": experiment.model_dump(mode="json")}
     merged = merge(reports).model_copy(update=settings)
     write_html(merged, folder.html)
-    merged.write(folder.report)
+    merged.write(folder.report)  # last: a run folder with a report is complete
     return merged
 
 
@@ -129,7 +151,7 @@ def merge(reports: Sequence[Report]) -> Report:
 def _merged(arms: Sequence[ArmRecord]) -> ArmRecord:
     """The first record with the spread of its axes."""
     axes: Mapping[str, Measurement] = {
-        name: _with_spread([arm.axes.get(name) for arm in arms], arms) for arm in arms for name in arm.axes
+        name: _with_spread(name, [arm.axes.get(name) for arm in arms], arms) for arm in arms for name in arm.axes
     }
     return arms[0].model_copy(update={"axes": axes})
 
@@ -146,16 +168,18 @@ def _repeated(found: Sequence[Measurement | None]) -> Measurement:
     return first.model_copy(update={"metrics": tuple(map(repeated, first.metrics))})
 
 
-def _with_spread(found: Sequence[Measurement | None], arms: Sequence[ArmRecord]) -> Measurement:
+def _with_spread(axis: str, found: Sequence[Measurement | None], arms: Sequence[ArmRecord]) -> Measurement:
     merged = _repeated(found)
-    return merged.model_copy(update={"flags": (*merged.flags, *_flags(merged, found, arms))})
+    return merged.model_copy(update={"flags": (*merged.flags, *_flags(axis, merged, found, arms))})
 
 
-def _flags(merged: Measurement, found: Sequence[Measurement | None], arms: Sequence[ArmRecord]) -> Iterator[Flag]:
+def _flags(
+    axis: str, merged: Measurement, found: Sequence[Measurement | None], arms: Sequence[ArmRecord]
+) -> Iterator[Flag]:
     """How far the headline figures of an axis lie apart, and in which runs it has no result."""
     for metric in merged.headlines:
         if len(metric.repeats) > 1:
-            yield Flag(kind="spread", text=_spread(metric))
+            yield Flag(kind="spread", text=f"{axis} {_spread(metric)}")
     lost: dict[str, list[str]] = {}
     for number, (one, arm) in enumerate(zip(found, arms, strict=True), 1):
         end = arm if one is None else one
@@ -163,7 +187,7 @@ def _flags(merged: Measurement, found: Sequence[Measurement | None], arms: Seque
             lost.setdefault(end.reason or "it has no result", []).append(str(number))
     for reason, runs in lost.items():
         which = f"run{'s' * (len(runs) > 1)} {', '.join(runs)}"
-        yield Flag(kind=_LOST, text=f"failed in {which} of {len(arms)}: {reason}")
+        yield Flag(kind=_LOST, text=f"{axis} failed in {which} of {len(arms)}: {reason}")
 
 
 def _spread(metric: Metric) -> str:
