@@ -21,13 +21,12 @@ from fidelab.captures.requests import Prefill, Recached
 from fidelab.checkpoints.fragile import make_fragile
 from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec
-from fidelab.engines.hf.weights import NATIVE
 from fidelab.formats import create
 from fidelab.metrics.intervals import paired_difference
 from fidelab.models import path as locate
-from fidelab.results.store import RunFolder
 from fidelab.runs.conduct import prepare
-from fidelab.runs.sensitivity import Rows, ask
+from fidelab.studies.roundings import Rows, ask
+from fidelab.studies.study import OpenStudy
 
 K16V8 = "bf16/fp8_e4m3"
 ROTATED = "rotate=hadamard"
@@ -121,9 +120,9 @@ def measure(model: str, arguments: argparse.Namespace, folder: Path) -> dict[str
     [job] = prepared.plan.jobs
     [asked] = [capture.request for capture in job.captures]
     assert isinstance(asked, Prefill)
-    run = RunFolder.create(prepared.settings.output_dir, "kv-zoo", "")
+    study = OpenStudy.begin("kv-zoo", prepared, "", None)
     rules = [f"*:{pair}" for pair in PAIRS]
-    answers = ask(prepared, asked, "kv-zoo", [NATIVE, *rules], None, run, "zoo", Recached)
+    answers = ask(study, asked, "kv-zoo", rules, "zoo", Recached)
     found = answers.rows(rules)
     return {pair: found[rule] for pair, rule in zip(PAIRS, rules, strict=True)}
 
@@ -135,11 +134,12 @@ def show(title: str, found: dict[str, Rows | str], dim: int, tokens: int) -> Non
     ordered = sorted(good, key=lambda pair: (bits(pair, dim, tokens), good[pair].mean))
     least = float("inf")
     for pair in ordered:
-        loss = good[pair].loss()
-        span = "" if loss.kld_interval is None else f"{loss.kld_interval[0]:.3g} to {loss.kld_interval[1]:.3g}"
-        mark = "*" if loss.kld < least else " "
-        least = min(least, loss.kld)
-        print(f"{mark} {bits(pair, dim, tokens):6.2f} bits  {loss.kld:10.3g}  {span:22}  {pair}")
+        loss = good[pair].metrics()[0]
+        kld = loss.value or 0.0
+        span = "" if loss.interval is None else f"{loss.interval[0]:.3g} to {loss.interval[1]:.3g}"
+        mark = "*" if kld < least else " "
+        least = min(least, kld)
+        print(f"{mark} {bits(pair, dim, tokens):6.2f} bits  {kld:10.3g}  {span:22}  {pair}")
     for pair, rows in found.items():
         if isinstance(rows, str):
             print(f"  {pair}: {rows}")

@@ -45,16 +45,19 @@ def main() -> None:
         start = time.perf_counter()
         record = planned(options, by)
         plan = record["plan"]
-        line = {"by": by, "cells": len(record["cells"]), "rows": record["rows"], "s": time.perf_counter() - start}
-        lines.append(line | {name: plan[name] for name in plan if name not in ("formats", "weights", "tensor_types")})
-        low, high = plan["difference_interval"] or (float("nan"),) * 2
+        line = {"by": by, "cells": len(record["rows"]), "rows": record["n_rows"], "s": time.perf_counter() - start}
+        lines.append(line | {name: plan[name] for name in plan if name not in ("formats", "option", "tensor_types")})
+        low, high = plan["difference"].get("ci") or (float("nan"),) * 2
+        there, own, other = (
+            plan[name]["metrics"][0]["value"] for name in ("measured_there", "measured", "uniform_measured")
+        )
         print(
             f"{by}: {line['cells']} cells of {line['rows']} rows in {line['s']:.0f} s\n"
-            f"  plan {plan['bytes']:,} bytes; cells add up to {plan['predicted']:.5f} nats, "
-            f"together they cost {plan['measured_there']['kld']:.5f}\n"
-            f"  on the other windows: plan {plan['measured']['kld']:.5f}, {plan['uniform']} "
-            f"({plan['uniform_bytes']:,} bytes) {plan['uniform_loss']['kld']:.5f}, "
-            f"difference {plan['difference']:+.5f}, 95% {low:+.5f} … {high:+.5f}",
+            f"  plan {plan['size']:,.0f} bytes; cells add up to {plan['predicted']:.5f} nats, "
+            f"together they cost {there:.5f}\n"
+            f"  on the other windows: plan {own:.5f}, {plan['uniform']} "
+            f"({plan['uniform_size']:,.0f} bytes) {other:.5f}, "
+            f"difference {plan['difference']['value']:+.5f}, 95% {low:+.5f} … {high:+.5f}",
             flush=True,
         )
     print(json.dumps({"model": options.model, "plans": lines}))

@@ -41,7 +41,7 @@ def compare(
     Raises:
         FidelabError: anything that can be mended, in one line.
     """
-    from fidelab.runs.conduct import execute
+    from fidelab.runs.repeat import execute_all
 
     candidates = [candidates] if isinstance(candidates, str | Mapping) else list(candidates)
     axes = [axes] if isinstance(axes, str) else axes
@@ -55,7 +55,9 @@ def compare(
     }
     call = ", ".join([repr(model), *(f"{name}={value!r}" for name, value in fields.items())])
     experiment = validate({"model": model, **fields}, "compare")
-    return execute(experiment, command=f"fidelab.compare({call})", listener=_listener(progress))[0]
+    return execute_all(
+        experiment, command=f"fidelab.compare({call})", watch=lambda _number, _runs: _listener(progress)
+    )[0]
 
 
 def _listener(progress: bool | Callable[[str, float], None]) -> Listener:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,14 +15,14 @@ from fidelab.physics.explainer import explainer, measured_points
 from fidelab.physics.fits import read_points
 from fidelab.report.explainer import render_explainer
 from fidelab.report.html import render_html, render_notebook
-from fidelab.report.layer_diff import bisect_html
 from fidelab.report.leaderboard import render_leaderboard_html
-from fidelab.report.sensitivity import write_sensitivity_html
-from fidelab.results.layer_diff_record import BisectArm, BisectReport, Errors, LayerRow
+from fidelab.report.study import study_html
 from fidelab.results.leaderboard import rank
-from fidelab.results.record import KVFormats, Report
-from fidelab.results.sensitivity_record import Loss, SensitivityCell, SensitivityReport
-from fidelab.results.values import Outcome
+from fidelab.results.measurement import Flag
+from fidelab.results.plots import Curve
+from fidelab.results.record import Report
+from fidelab.results.study import SCHEMA, Study, StudyRow
+from fidelab.studies.roundings import KLD, TOP1, heatmap
 from tests.browser.conftest import Open, Visit
 from tests.report.sample import (
     HOSTILE,
@@ -41,7 +40,6 @@ from tests.report.test_ablation import cell, matrix
 
 pytestmark = pytest.mark.browser
 
-OK = Outcome(status=Status.OK)
 LONG = "word" * 100
 FORMATS = ("bf16", "k16v8", "int4")
 
@@ -63,65 +61,41 @@ def wide_report() -> Report:
     return rich_report().model_copy(update=changes)
 
 
-def sensitivity_page(folder: Path) -> str:
-    """All kinds of weights of 30 layers in two formats."""
+def study_page(_: Path) -> str:
+    """All kinds of weights of 30 layers in two formats, curves, a row that is marked, and names that do not break."""
     kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    cells = [
-        SensitivityCell(
+    places = [(name, str(n), kind) for name in ("int4[group=64]", HOSTILE) for n in range(30) for kind in kinds]
+    rows = [
+        StudyRow(
             status=Status.OK,
-            group=f"model.layers.{layer}.{kind}",
-            layer=layer,
-            kind=kind,
-            format=name,
-            parameters=589_824,
-            bytes=300_000,
-            loss=Loss(kld=0.001 * (layer + 1), kld_interval=(0.0005, 0.002), top1=0.98),
+            at={"group": f"model.layers.{layer}.{kind}", "format": name},
+            metrics=(KLD(0.001 * (int(layer) + 1), (0.0005, 0.002)), TOP1(0.98)),
+            flags=(Flag(kind="stands out", text=HOSTILE),) if layer == "12" else (),
         )
-        for name in ("int4[group=64]", "q4_k")
-        for layer in range(30)
-        for kind in kinds
+        for name, layer, kind in places
     ]
-    report = SensitivityReport(
-        **common(), schema="fidelab.sensitivity/0", by="module", windows=8, rows=2040, documents=8, native=OK,
-        native_bytes=212_000_000, parameters=106_000_000, cells=tuple(cells),
-    )  # fmt: skip
-    return write_sensitivity_html(report, folder / "page.html").read_text("utf-8")
-
-
-def bisect_page(_: Path) -> str:
-    """Thirty layers of which one stands out, and an arm whose name does not break."""
-    arms = [
-        BisectArm(status=Status.OK, name=name, engine="hf", model=LONG, dtype="float32", kv=KVFormats(k=k, v=k))
-        for name, k in (("f32", "f32"), (HOSTILE, "int4"))
-    ]
-    layers = [
-        LayerRow(
-            layer=n,
-            error=Errors(median=0.01 * (n + 1), tail=0.02 * (n + 1), rms=0.03),
-            added=0.01,
-            added_tail=0.02,
-            ratio=30.0 if n == 12 else 1.0,
-            stands_out=n == 12,
-        )
-        for n in range(30)
-    ]
-    return bisect_html(
-        BisectReport(
-            **common(), schema="fidelab.bisect/0", reference=arms[0], candidate=arms[1], windows=4, rows=256,
-            layers=tuple(layers), first=12,
-        )
-    )  # fmt: skip
-
-
-def common() -> dict[str, Any]:
-    """What records of experiments that are no run share."""
-    return {
-        "run_id": LONG,
-        "created": datetime(2026, 5, 4, tzinfo=UTC),
-        "fidelab_version": fidelab.__version__,
-        "command": f"fidelab {LONG}",
-        "settings": {"model": LONG},
-    }
+    x, y = tuple(map(float, range(30))), tuple(0.001 * (n + 1) for n in range(30))
+    study = Study(
+        schema=SCHEMA,
+        run_id=LONG,
+        created=datetime(2026, 5, 4, tzinfo=UTC),
+        fidelab_version=fidelab.__version__,
+        command=f"fidelab {LONG}",
+        kind="sensitivity",
+        title=LONG,
+        windows=8,
+        n_rows=2040,
+        documents=8,
+        columns=("group", "format", "kld", "top1"),
+        rows=tuple(rows),
+        sentences=(LONG, HOSTILE),
+        heatmap=heatmap("mean KL", "kind", "layer", dict.fromkeys(places, 0.5)),
+        curves=tuple(
+            Curve(key="x", title="x", x_label="layer", y_label="error", x=x, y=y, log_y=True, series=name)
+            for name in ("error", "floor")
+        ),
+    )
+    return study_html(study)
 
 
 def notebook_page(_: Path) -> str:
@@ -149,8 +123,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "hostile benches": report_page(hostile_benches()),
     "wide": report_page(wide_report()),
     "ablation": report_page(matrix({"kv": ("x", HOSTILE)}, (cell(0.0, kv="x"), cell(0.5, kv=HOSTILE)))),
-    "sensitivity": sensitivity_page,
-    "bisect": bisect_page,
+    "study": study_page,
     "notebook": notebook_page,
     "leaderboard": lambda _: render_leaderboard_html(rank([sample_report(), hostile_report(), wide_report()])),
     "explain": lambda _: render_explainer(explainer(FORMATS), fidelab.__version__),

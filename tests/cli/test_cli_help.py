@@ -27,7 +27,6 @@ COMMANDS = [
     ("score",),
     ("rescore",),
     ("report",),
-    ("repeat",),
     ("formats",),
     ("doctor",),
     ("plan-size",),

@@ -131,7 +131,6 @@ OTHERS = {
     "--repeats": {"bench offline": "answers of a bench, not passes over loads"},
     "--resume": {
         "quantize": "a flag: the output names what is resumed",
-        "repeat": "a repeat's folder",
         "profiles run": "a profile's folder",
     },
     "--seed": {
@@ -142,7 +141,6 @@ OTHERS = {
     },
     "--set": {
         "run": "any setting: there are no flags for them",
-        "repeat": "any setting: there are no flags for them",
         "profiles run": "a parameter of the profile",
         **dict.fromkeys(_PRESET, "of an arm, not of an experiment"),
     },

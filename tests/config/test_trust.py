@@ -287,7 +287,7 @@ def test_a_folder_of_somebody_else_starts_nothing(strange: Path, room: Path) -> 
     said = ("prefix 'sh wrap.sh'", f"--trust {strange / 'config.resolved.yaml'}", "text ")
     refused(cli("compare", "--resume", strange, cwd=room), *said)
     refused(cli("run", strange / "config.resolved.yaml", "--dry-run", cwd=room), *said)
-    refused(cli("repeat", strange, cwd=room), *said)
+    refused(cli("run", strange / "config.resolved.yaml", "--set", "runs=2", cwd=room), *said)
     assert sorted(strange.rglob("*")) == before
     assert not (room / "mark").exists()
 
@@ -310,15 +310,15 @@ def test_trust_alone_is_no_flag_of_a_new_run(room: Path) -> None:
 
 def test_a_repeat_of_somebody_else_starts_nothing_and_ones_own_goes_on(room: Path, memory: Path) -> None:
     file = write(room, engine=fake(**PREFIX))
-    done = cli("repeat", file, "--runs", 2, "--trust", file, cwd=room)
+    done = cli("run", file, "--set", "runs=2", "--trust", file, cwd=room)
     assert done.code == 0, done.err
-    [folder] = (room / "runs" / "repeats").iterdir()
-    assert cli("repeat", "--resume", folder, cwd=room).code == 0
+    folder = done.folder
+    assert cli("compare", "--resume", folder, cwd=room).code == 0
     for left in (memory, room / "mark", *folder.glob("*/report.json")):
         left.unlink()
-    refused(cli("repeat", "--resume", folder, cwd=room), "prefix 'sh wrap.sh'", f"--trust {folder / 'repeat.json'}")
+    refused(cli("compare", "--resume", folder, cwd=room), "prefix 'sh wrap.sh'", f"--trust {folder}")
     assert not (room / "mark").exists()
-    done = cli("repeat", "--resume", folder, "--trust", folder, cwd=room)  # the runs in it have files of their own
+    done = cli("compare", "--resume", folder, "--trust", folder, cwd=room)  # the runs in it have files of their own
     assert (done.code, "config.resolved.yaml asks for" in done.err) == (2, True)
     assert not (room / "mark").exists()
 

@@ -650,7 +650,8 @@ def sensitivity_json(settings: Mapping[str, Any], room: Path) -> dict[str, Any]:
     The answers are drawn from seeds by the text of the rounding; fewer bits move them further.
     """
     from fidelab.models.tiny import make_tiny
-    from fidelab.runs import sensitivity
+    from fidelab.studies import roundings
+    from fidelab.studies.weights import sensitivity
 
     make_tiny(room / "tiny", layers=2)
     (room / "text.txt").write_text("".join(f"# Title {i}\nline {i} of a text\n" for i in range(40)))
@@ -670,7 +671,7 @@ def sensitivity_json(settings: Mapping[str, Any], room: Path) -> dict[str, Any]:
 
         def rows(self, texts: Sequence[str], say: Any = None) -> dict[str, Any]:
             clusters = np.concatenate([np.asarray(units, dtype=np.int64) for units in self.request.units])
-            return {text: sensitivity.Rows(self._compared(text, len(clusters)), clusters) for text in texts}
+            return {text: roundings.Rows(self._compared(text, len(clusters)), clusters) for text in texts}
 
         def _compared(self, text: str, n: int) -> Any:
             from fidelab.metrics.divergence import compare_rows
@@ -684,14 +685,14 @@ def sensitivity_json(settings: Mapping[str, Any], room: Path) -> dict[str, Any]:
     def ask(_prepared: Any, request: Any, *_rest: Any, **_more: Any) -> Drawn:
         return Drawn(request)
 
-    with contextlib.chdir(room), mock.patch.object(sensitivity, "ask", ask):
-        report, _ = sensitivity.sensitivity(
+    with contextlib.chdir(room), mock.patch.object(roundings, "ask", ask):
+        study, _ = sensitivity(
             Experiment.model_validate({**data, **axes}),
             settings["formats"],
             by=settings["by"],
             budget=settings["budget"],
         )
-    return dict(json.loads(report.to_json()))
+    return dict(json.loads(study.to_json()))
 
 
 # ------------------------------------------------------------------------------------------ planted breaks
@@ -790,7 +791,7 @@ def study_plants() -> Mapping[str, tuple[str, str, Any]]:
     from fidelab.checkpoints.rules import RULES
     from fidelab.metrics.allocation import allocate
     from fidelab.physics import traffic
-    from fidelab.runs import sensitivity
+    from fidelab.studies import roundings
 
     token_bytes = traffic.Model.token_bytes
     first = audit_faults()[1]
@@ -804,7 +805,7 @@ def study_plants() -> Mapping[str, tuple[str, str, Any]]:
         "a tenth of the budget unused": (
             "sensitivity",
             "kinds",
-            lambda m: m.setattr(sensitivity, "allocate", lambda c, s, limit: allocate(c, s, int(0.9 * limit))),
+            lambda m: m.setattr(roundings, "allocate", lambda c, s, limit: allocate(c, s, 0.9 * limit)),
         ),
     }
 

@@ -39,7 +39,8 @@ AUDITS = adapter.audit_faults()
 """Names of planted faults, one for each rule about tensors."""
 
 _PROSE = {"at_run_time", "text", "name", "schema", "checkpoint", "run_id", "created", "fidelab_version", "command"}
-_LEFT_OUT = _PROSE | {"settings", "weights", "tensor_types"}
+_PROSE |= {"about", "sentences", "title", "note"}
+_LEFT_OUT = _PROSE | {"settings", "weights", "option", "tensor_types"}
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -153,7 +153,7 @@ def test_experiments_that_are_no_run_are_listed_by_their_kind_and_runs_inside_th
     run, outer = run_of(runs), runs / "runs" / "20300101-000000-bisect"
     outer.mkdir()
     (outer / "config.resolved.yaml").write_text("# created: 2030-01-01T00:00:00Z\nmodel: m\nkind: bisect\n")
-    (outer / "bisect.json").write_text('{"created": "2030-01-01T00:00:00Z"}')
+    (outer / "study.json").write_text('{"created": "2030-01-01T00:00:00Z"}')
     shutil.copytree(run, outer / "inner")
     rows = {row.path: row for row in list_runs(runs / "runs")}
     assert (rows[outer.name].kind, rows[outer.name].status, rows[outer.name].model) == ("bisect", "ok", "m")

@@ -28,6 +28,7 @@ from fidelab.environments.environment import Environment, locate
 from fidelab.errors import EngineError
 from fidelab.models.tiny import make_tiny
 from fidelab.results.record import RuntimeRecord
+from fidelab.results.study import Study
 from tests.engines import tiny
 from tests.runs.harness import cli
 
@@ -279,9 +280,9 @@ def faulty_layer(engine: str, folder: Path) -> int | None:
     sizes = ("--windows", 1, "--n-ctx", 64, "--threads", 1, "--no-floor", "--json")
     done = cli("bisect", "./tiny", "--engine", engine, *paths, *words, *sizes, cwd=folder)
     assert done.code == 0, done.err
-    found = json.loads(done.out)
-    assert max(row["error"]["median"] for row in found["layers"][:2]) < 1e-4  # until then both compute the same
-    first: int | None = found["first"]
+    study = Study.model_validate_json(done.out)
+    assert max(row.value("error") or 0 for row in study.rows[1:3]) < 1e-4  # until then both compute the same
+    first: int | None = study.facts["first"]
     return first
 
 

@@ -27,7 +27,6 @@ from fidelab.cli import (
     formats,
     imports,
     launch,
-    layer_diff,
     ledger,
     models,
     phases,
@@ -35,10 +34,9 @@ from fidelab.cli import (
     presets,
     profiles,
     quantize,
-    repeat,
     runs,
     sample_size,
-    sensitivity,
+    studies,
 )
 from fidelab.cli.commands import Commands, Group
 
@@ -89,7 +87,7 @@ app = Commands(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _panel, _commands in {
-    _COMPARE: (compare.compare, compare.run, layer_diff.bisect, repeat.repeat, sample_size.plan_size),
+    _COMPARE: (compare.compare, compare.run, studies.bisect, sample_size.plan_size),
     _RESULTS: (
         runs.report,
         runs.charts,
@@ -103,7 +101,7 @@ for _panel, _commands in {
         ledger.verify,
     ),
     _SPEED: (advise.advise, launch.launch, launch.stop, physics.explain),
-    _CHECKPOINTS: (audit.audit, convert.convert, quantize.quantize, sensitivity.calibrate, sensitivity.sensitivity),
+    _CHECKPOINTS: (audit.audit, convert.convert, quantize.quantize, studies.calibrate, studies.sensitivity),
     _MACHINE: (doctor.doctor, formats.formats),
 }.items():
     for _command in _commands:

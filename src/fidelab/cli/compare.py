@@ -110,6 +110,9 @@ def compare(
             help="Keep every arm's rows over the vocabulary; or, once compared, only what scoring reads of them.",
         ),
     ] = True,
+    n_runs: Annotated[
+        int, typer.Option("--runs", help="Whole runs with fresh captures; the report says how far they spread.")
+    ] = 1,
     fail_under: options.FailUnder = None,
     as_json: options.Json = False,
     plot: options.Plot = False,
@@ -194,6 +197,7 @@ def compare(
         **runs.settings(),
         **executor.settings(),
         "fail_under": fail_under,
+        "runs": n_runs,
         **({} if floor else {"floor": 0.0, "twins": 0.0}),
         **({} if keep_rows else {"keep_rows": False}),
     }
@@ -312,20 +316,21 @@ def launch(
 
     ``secrets``: what stands in the flags and is kept out of the record.
     """
-    from fidelab.cli.progress import watcher
-    from fidelab.runs.conduct import execute
+    from fidelab.runs.repeat import execute_all
 
     if dry_run:
         from fidelab.cli.dry_run import show_plan
 
         show_plan(experiment, as_json)
+        if experiment.runs > 1:
+            note(f"fidelab: {experiment.runs} runs of this plan")
         for words, reason in (experiment.serve.ignored if experiment.serve else {}).items():
             note(f"fidelab: of the pasted command, in no arm: {words} ({reason})")
         return
     command = command_line()
     for secret in secrets:
         command = command.replace(secret, "…")
-    report, folder = execute(experiment, command=command, listener=watcher())
+    report, folder = execute_all(experiment, command=command, watch=_watch_run)
     show_report(report, as_json=as_json, folder=folder.path, plot=plot)
     gate(report, experiment.fail_under)
 
@@ -345,13 +350,20 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
 
 
 def _go_on(run_dir: Path, trust: Trust, fail_under: float | None, as_json: bool, plot: bool) -> None:
-    from fidelab.cli.progress import watcher
     from fidelab.config.load import load
-    from fidelab.runs.conduct import resume
+    from fidelab.runs.repeat import resume_all
 
-    report, folder = resume(run_dir, listener=watcher(), trust=trust)
+    report, folder = resume_all(run_dir, watch=_watch_run, trust=trust)
     show_report(report, as_json=as_json, folder=folder.path, plot=plot)
     gate(report, fail_under if fail_under is not None else load(folder.config).fail_under)
+
+
+def _watch_run(number: int, runs: int) -> Listener:
+    from fidelab.cli.progress import watcher
+
+    if runs > 1:
+        note(f"fidelab: run {number} of {runs}")
+    return watcher()
 
 
 # ----------------------------------------------------------------------------------------------- across engines

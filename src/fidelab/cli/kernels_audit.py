@@ -97,7 +97,7 @@ def captured_tensors(
     from fidelab.cli.compare import experiment_from
     from fidelab.cli.progress import watcher
     from fidelab.models import resolve
-    from fidelab.runs.layer_diff import capture_qkv
+    from fidelab.studies.layers import capture_qkv
 
     resolved = resolve(model)
     if not layers:

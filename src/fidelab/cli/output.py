@@ -175,6 +175,8 @@ def gate(report: Report, fail_under: float | None) -> None:
     for arm in _arms(report):
         failed = ((name, bench.reason) for name, bench in arm.benches.items() if bench.status == "failed")
         faults += [f"{arm.name}: {name} failed: {why}" for name, why in failed if why != arm.reason]
+        flags = (flag for axis in arm.axes.values() for flag in axis.flags)
+        faults += [f"{arm.name}: {flag.text}" for flag in flags if flag.kind == "lost" and arm.measured]
     missed, undecided = _gated(report.candidates, fail_under) if fail_under is not None else ([], [])
     exit_on([*faults, *missed], undecided)
 

@@ -137,6 +137,7 @@ def _file_pages() -> dict[str, str]:
     from fidelab.config.schema import Experiment, Preset
     from fidelab.ledger.receipt import json_schema
     from fidelab.results.record import Report
+    from fidelab.results.study import Study
 
     def of(model: Any) -> Schema:
         schema: Schema = model.model_json_schema(by_alias=True)
@@ -163,6 +164,13 @@ def _file_pages() -> dict[str, str]:
             "fields are only added within a version.",
             {"Report": Report.json_schema()},
             written=True,
+        ),
+        "study.md": _schema_page(
+            "study.json",
+            "What `fidelab sensitivity` and `fidelab bisect` leave. The JSON Schema is "
+            "`schema/fidelab.study-0.schema.json`; fields that have their default are left out.",
+            {"Study": Study.json_schema()},
+            elsewhere=Report.json_schema()["$defs"],
         ),
         "receipt.md": _schema_page(
             "Receipts",

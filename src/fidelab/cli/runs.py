@@ -36,7 +36,7 @@ def rescore(
 
       fidelab rescore latest --margin 0.5%
     """
-    from fidelab.runs.conduct import rescore as run_rescore
+    from fidelab.runs.repeat import rescore_all as run_rescore
 
     result, folder = run_rescore(run_dir, limits.settings().get("limits"))
     show_report(result, as_json=as_json, folder=folder.path, plot=plot)

@@ -311,6 +311,9 @@ class Experiment(BaseModel):
         "scoring reads",
     )
     keep_text: bool = Field(default=False, description="show texts of the log of requests in reports")
+    runs: int = Field(
+        default=1, ge=1, le=99, description="whole runs with fresh captures; metrics have the values of all as repeats"
+    )
     floor: float = Field(
         default=0.25, ge=0, le=1, description="share of the items captured again for the floor; 0: none"
     )

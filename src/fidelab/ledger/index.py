@@ -28,6 +28,7 @@ from fidelab.core import Status, digest, read_file, strict_json
 from fidelab.errors import FidelabError, InputError
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import CONFIG, OUTCOMES, REPORT, RunFolder
+from fidelab.results.study import Study
 from fidelab.results.table import arms
 from fidelab.results.values import NEEDS_REASON
 
@@ -37,7 +38,7 @@ INDEX = ".ledger.sqlite"
 RUN = "run"
 _NO_RUNS = frozenset({"captures", "logs", "timed"})  # folders below runs that hold none
 _FAULTS = (Status.FAILED, Status.NOT_ENGAGED)  # that an engine does not support an arm is a finding
-_DEEPEST = 4  # runs/repeats/<id>/<run>, runs/<experiment>/<engine>/<run>
+_DEEPEST = 4  # runs/<run>/<run>, runs/<experiment>/<engine>/<run>
 _MOST_BYTES = 64 << 20
 _HEAD = re.compile(r"# created: (\S+)")
 
@@ -261,8 +262,9 @@ def _read(folder: Path, path: str) -> LedgerRow:
         row["captures"] = _captures(place)
         if (place / REPORT).is_file():
             row |= _of_report(Report.from_json(place / REPORT))
-        elif (record := place / f"{row['kind']}.json").is_file():
-            row |= _of_experiment(strict_json(read_file(record, _MOST_BYTES)))
+        for record in (place / Study.file_name, place / f"{row['kind']}.json"):
+            if record.is_file():
+                row |= _of_experiment(strict_json(read_file(record, _MOST_BYTES)))
     except (FidelabError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         row |= {"status": "damaged", "problem": " ".join(str(error).split())[:300]}
     return LedgerRow(**row)

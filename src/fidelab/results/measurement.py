@@ -73,7 +73,10 @@ class Metric(Record):
     ci: OpenInterval | None = None
     """95% interval over items; its upper end is null where nothing bounds it."""
     repeats: tuple[float, ...] = ()
-    """Every repeat, where the measurement was repeated; ``value`` is their median unless ``aggregate`` differs."""
+    """Every repeat, where the measurement was repeated; ``value`` is their median unless ``aggregate`` differs.
+
+    Of whole runs (``compare --runs``), ``value`` is the first run's.
+    """
     aggregate: Aggregate = "mean"
     """How several values (repeats, runs, models) become one."""
     limit: Limit | None = None

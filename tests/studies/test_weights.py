@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fidelab.checkpoints.recipe import read_recipe
 from fidelab.models.tiny import make_tiny
-from fidelab.results.sensitivity_record import SensitivityReport
+from fidelab.results.study import Study
 from tests.runs.harness import Done, cli
 
 LAYERS = 3
@@ -36,96 +35,94 @@ def done(room: Path) -> Done:
 
 
 @pytest.fixture(scope="module")
-def found(done: Done) -> dict[str, Any]:
+def found(done: Done) -> Study:
     assert done.code == 0, done.err
-    return dict(json.loads(done.out))
+    return Study.model_validate_json(done.out)
 
 
-def test_every_weight_is_measured_by_itself_in_every_format(found: dict[str, Any]) -> None:
-    assert len(found["cells"]) == 2 * LAYERS * len(KINDS)
-    assert {cell["kind"] for cell in found["cells"]} == KINDS
-    assert {cell["layer"] for cell in found["cells"]} == set(range(LAYERS))
-    assert all(cell["status"] == "ok" and cell["loss"]["kld"] > 0 for cell in found["cells"])
-    sums = {
-        name: sum(c["loss"]["kld"] for c in found["cells"] if c["format"].startswith(name)) for name in ("int4", "int8")
-    }
-    assert sums["int8"] < sums["int4"] / 10
+def losses(study: Study) -> dict[tuple[str, str], float]:
+    """(group, format) → mean KL."""
+    return {(str(row.at["group"]), str(row.at["format"])): row.value("kld") or 0.0 for row in study.rows}
 
 
-def test_a_cell_is_what_a_comparison_says_of_an_arm_with_these_weights(found: dict[str, Any], room: Path) -> None:
-    cell = next(c for c in found["cells"] if c["format"].startswith("int4"))
-    candidate = f"weights=int4[group=16,only={cell['group']}]"
+def test_every_weight_is_measured_by_itself_in_every_format_and_the_costliest_is_first(found: Study) -> None:
+    assert len(found.rows) == 2 * LAYERS * len(KINDS)
+    assert {row.at["kind"] for row in found.rows} == KINDS
+    assert {row.at["layer"] for row in found.rows} == set(range(LAYERS))
+    values = [*losses(found).values()]
+    assert min(values) > 0
+    assert values == sorted(values, reverse=True)
+    sums = {str(one.cell["format"]): one.value or 0.0 for one in found.findings}
+    assert sums["int8[group=16]"] < sums["int4[group=16]"] / 10
+
+
+def test_a_row_is_what_a_comparison_says_of_an_arm_with_these_weights(found: Study, room: Path) -> None:
+    row = next(row for row in found.rows if row.at["format"] == "int4[group=16]")
+    candidate = f"weights=int4[group=16,only={row.at['group']}]"
     words = (*SIZES[:2], *SIZES[4:], "--axes", "kld", "--windows", 8, "--control", "none", "--no-floor")
     arm = cli("compare", "./tiny", *words, "--candidate", candidate, "--json", cwd=room)
-    [candidate_record] = json.loads(arm.out)["candidates"]
-    whole = next(m["value"] for m in candidate_record["axes"]["kld"]["metrics"] if m["name"] == "mean")
-    assert cell["loss"]["kld"] == pytest.approx(whole, rel=0.5)  # every second of the same windows
+    [record] = json.loads(arm.out)["candidates"]
+    whole = next(m["value"] for m in record["axes"]["kld"]["metrics"] if m["name"] == "mean")
+    assert row.value("kld") == pytest.approx(whole, rel=0.5)  # every second of the same windows
 
 
-def test_the_plan_keeps_its_budget_and_is_measured_beside_the_best_single_format(found: dict[str, Any]) -> None:
-    plan = found["plan"]
-    assert plan["bytes"] <= plan["budget"] == int(6 * found["parameters"] / 8)
-    assert set(plan["formats"]) == {cell["group"] for cell in found["cells"]}
-    assert plan["uniform"] == "int5[group=16]"  # 6 bits per weight
-    assert plan["uniform_bytes"] == plan["budget"]
-    assert plan["difference"] == pytest.approx(plan["measured"]["kld"] - plan["uniform_loss"]["kld"])
-    losses = {(cell["group"], cell["format"]): cell["loss"]["kld"] for cell in found["cells"]}
-    predicted = sum(losses.get(pair, 0.0) for pair in plan["formats"].items())
-    assert plan["predicted"] == pytest.approx(predicted)
-    assert plan["measured_there"]["kld"] == pytest.approx(predicted, rel=0.5)
+def test_the_plan_keeps_its_budget_and_is_measured_beside_the_best_single_format(found: Study) -> None:
+    plan = found.plan
+    assert plan is not None
+    assert plan.uniform_measured is not None
+    assert plan.difference is not None
+    assert plan.size <= plan.budget == int(6 * found.facts["parameters"] / 8)
+    assert set(plan.formats) == {row.at["group"] for row in found.rows}
+    assert plan.uniform == "int5[group=16]"  # 6 bits per weight
+    assert plan.uniform_size == plan.budget
+    ours, theirs = (one.value("kld") or 0.0 for one in (plan.measured, plan.uniform_measured))
+    assert plan.difference.value == pytest.approx(ours - theirs)
+    predicted = sum(losses(found).get(pair, 0.0) for pair in plan.formats.items())
+    assert plan.predicted == pytest.approx(predicted)
+    assert plan.measured_there.value("kld") == pytest.approx(predicted, rel=0.5)
 
 
-def test_the_plan_runs_as_an_arm(found: dict[str, Any], room: Path) -> None:
+def test_the_plan_runs_as_an_arm(found: Study, room: Path) -> None:
     words = (*SIZES[:2], *SIZES[4:], "--axes", "kld", "--windows", 1, "--control", "none", "--no-floor")
-    arm = cli("compare", "./tiny", *words, "--candidate", f"weights={found['plan']['weights']}", "--json", cwd=room)
+    assert found.plan is not None
+    arm = cli("compare", "./tiny", *words, "--candidate", f"weights={found.plan.option}", "--json", cwd=room)
     assert arm.code == 0, arm.err
 
 
-def test_the_same_command_again_computes_nothing(done: Done, found: dict[str, Any], room: Path) -> None:
+def test_the_same_command_again_computes_nothing(found: Study, room: Path) -> None:
     captures = {path: path.stat().st_mtime_ns for path in room.glob("runs/captures/*/*/manifest.json")}
     again = sensitivity(room, *FORMATS, "--budget", "6bpw", "--json")
     assert {path: path.stat().st_mtime_ns for path in room.glob("runs/captures/*/sens*/manifest.json")}.items() <= (
         captures.items()
     )
-    same = json.loads(again.out)
-    assert same["cells"] == found["cells"]
-    assert same["plan"] == found["plan"]
+    same = Study.model_validate_json(again.out)
+    assert (same.rows, same.plan) == (found.rows, found.plan)
 
 
-def test_the_files_are_a_record_and_a_page(done: Done, found: dict[str, Any]) -> None:
-    report = SensitivityReport.model_validate_json((done.folder / "sensitivity.json").read_text())
-    assert report.plan is not None
-    page = (done.folder / "report.html").read_text()
-    for text in ("down_proj", "mean KL of each group", "The plan as an arm"):
+def test_the_files_are_the_record_and_a_page(done: Done, found: Study) -> None:
+    folder = done.cwd / "runs" / found.run_id
+    assert (folder / "study.json").read_text() == done.out
+    page = (folder / "report.html").read_text()
+    for text in ("down_proj", "mean KL of each group", "The plan in one option", found.sample):
         assert text in page
 
 
-def test_the_plan_says_which_groups_get_which_format(done: Done, found: dict[str, Any]) -> None:
-    page = (done.folder / "report.html").read_text()
-    for name in set(found["plan"]["formats"].values()):
-        groups = [group for group, chosen in found["plan"]["formats"].items() if chosen == name]
-        kinds = {group.rpartition(".")[2] for group in groups}
-        [line] = [line for line in page.splitlines() if f"{name}: " in line and all(kind in line for kind in kinds)]
-        assert "layer" in line
-
-
-def test_intervals_say_over_how_many_documents_they_are(done: Done) -> None:
-    report = SensitivityReport.model_validate_json((done.folder / "sensitivity.json").read_text())
-    said = f"{report.windows} windows, {report.rows:,} rows of {report.documents} documents"
-    early = report.documents < 6
-    page = (done.folder / "report.html").read_text()
-    assert said in page
-    assert ("intervals over fewer than 6 documents are preliminary" in page) == early
+def test_the_plan_says_which_groups_get_which_format(found: Study) -> None:
+    assert found.plan is not None
+    for name in set(found.plan.formats.values()):
+        kinds = {group.rpartition(".")[2] for group, chosen in found.plan.formats.items() if chosen == name}
+        [line] = [line for line in found.sentences if line.startswith(f"{name}: ")]
+        assert all(kind in line for kind in (*kinds, "layer"))
 
 
 @pytest.mark.parametrize(("by", "groups"), [("layer", LAYERS), ("kind", len(KINDS))])
 def test_groups_may_be_layers_or_kinds(by: str, groups: int, room: Path) -> None:
     done = sensitivity(room, "--weights", "int4[group=16]", "--by", by)
     assert done.code == 0, done.err
-    record = json.loads((done.folder / "sensitivity.json").read_text())
-    assert len(record["cells"]) == groups
+    study = Study.model_validate_json((done.folder / "study.json").read_text())
+    assert len(study.rows) == groups
     assert "Losses of all" in done.out
-    assert f"rows of {record['documents']} document" in done.out
+    assert f"rows of {study.documents} document" in done.out
 
 
 def test_a_plan_of_formats_that_llama_cpp_has_is_exported_for_llama_quantize(room: Path) -> None:
@@ -136,9 +133,10 @@ def test_a_plan_of_formats_that_llama_cpp_has_is_exported_for_llama_quantize(roo
     assert len(lines) == LAYERS * len(KINDS)
     assert all(line.startswith(r"--tensor-type blk\.") for line in lines)
     assert any(line.endswith("attn_q=q8_0") for line in lines)
-    plan = json.loads((done.folder / "sensitivity.json").read_text())["plan"]
-    assert plan["uniform"] == "q5_1"  # the largest that fits
-    more = f"{(plan['uniform_bytes'] - plan['bytes']) / 1024:,.0f} KiB more than the plan"
+    plan = Study.model_validate_json((done.folder / "study.json").read_text()).plan
+    assert plan is not None
+    assert plan.uniform == "q5_1"  # the largest that fits
+    more = f"{((plan.uniform_size or 0) - plan.size) / 1024:,.0f} KiB more than the plan"
     assert more in " ".join(done.out.split())
 
 
@@ -147,7 +145,7 @@ def test_a_plan_of_one_format_is_exported_as_a_recipe(room: Path) -> None:
     assert done.code == 0, done.err
     recipe = read_recipe(room / "recipe.yaml")
     assert (recipe.method, recipe.scheme.format, recipe.scheme.group) == ("rtn", "W4A16", 16)
-    found = json.loads((done.folder / "sensitivity.json").read_text())["plan"]["formats"]
+    found = json.loads((done.folder / "study.json").read_text())["plan"]["formats"]
     assert (
         {rule.pattern for rule in recipe.keep} == {group for group, name in found.items() if name == "native"} != set()
     )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fidelab.checkpoints.fragile import make_fragile
 from fidelab.models.tiny import make_tiny
-from fidelab.results.sensitivity_record import KVSensitivityReport
+from fidelab.results.study import Study
 from tests.runs.harness import Done, cli
 from tests.sizes import first
 
@@ -37,90 +36,100 @@ def done(room: Path) -> Done:
 
 
 @pytest.fixture(scope="module")
-def found(done: Done) -> dict[str, Any]:
+def found(done: Done) -> Study:
+    return read(done)
+
+
+def read(done: Done) -> Study:
     assert done.code == 0, done.err
-    return dict(json.loads(done.out))
+    return Study.model_validate_json(done.out)
 
 
-def _cells(report: dict[str, Any], place: str) -> dict[tuple[str, str], float]:
-    return {(c["side"], c["format"]): c["loss"]["kld"] for c in report["cells"] if c["place"] == place}
+def losses(study: Study, place: str) -> dict[tuple[str, str], float]:
+    """(side, format) → mean KL."""
+    rows = [row for row in study.rows if row.at["place"] == place]
+    return {(str(row.at["side"]), str(row.at["format"])): row.value("kld") or 0.0 for row in rows}
 
 
-def test_keys_values_and_both_are_measured_at_every_width_and_in_every_layer(found: dict[str, Any]) -> None:
-    whole = _cells(found, "all")
-    for side in ("k", "v", "both"):
-        losses = [whole[side, f"int{bits}[group=16]"] for bits in (8, 4, 2)]
-        assert losses == sorted(losses)
-        assert losses[0] > 0
+def test_keys_values_and_both_are_measured_at_every_width_and_in_every_layer(found: Study) -> None:
+    whole = losses(found, "all")
+    for side in ("keys", "values", "both"):
+        widths = [whole[side, f"int{bits}[group=16]"] for bits in (8, 4, 2)]
+        assert widths == sorted(widths)
+        assert widths[0] > 0
     for layer in range(LAYERS):
-        assert set(_cells(found, str(layer))) == {(s, f"int{b}[group=16]") for s in ("k", "v") for b in (8, 4, 2)}
+        assert set(losses(found, str(layer))) == {
+            (s, f"int{b}[group=16]") for s in ("keys", "values") for b in (8, 4, 2)
+        }
 
 
 @pytest.mark.parametrize(
     ("side", "fmt", "kv"),
     first(
         [
-            ("k", "int4[group=16]", "int4[group=16]/f32"),
+            ("keys", "int4[group=16]", "int4[group=16]/f32"),
             ("both", "int2[group=16]", "int2[group=16]"),
-            ("v", "fp8_e4m3[scale=per-token-head]", "f32/fp8_e4m3[scale=per-token-head]"),
+            ("values", "fp8_e4m3[scale=per-token-head]", "f32/fp8_e4m3[scale=per-token-head]"),
         ]
     ),
 )
 def test_a_cell_is_what_a_comparison_says_of_an_arm_with_that_cache(
-    side: str, fmt: str, kv: str, room: Path, found: dict[str, Any]
+    side: str, fmt: str, kv: str, room: Path, found: Study
 ) -> None:
     words = ("--windows", 6, "--n-ctx", 64, "--threads", 1, "--dtype", "float32", "--reference", "f32")
     arm = cli("compare", "./tiny", *words, "--kv", kv, "--axes", "kld", "--control", "none", "--json", cwd=room)
     [record] = json.loads(arm.out)["candidates"]
     whole = next(m["value"] for m in record["axes"]["kld"]["metrics"] if m["name"] == "mean")
     grid = sensitivity(room, "tiny", *GRID, "--json")
-    assert _cells(json.loads(grid.out), "all")[side, fmt] == pytest.approx(whole, rel=1e-4)
+    assert losses(read(grid), "all")[side, fmt] == pytest.approx(whole, rel=1e-4)
 
 
-def test_the_plan_keeps_its_budget_and_is_measured_beside_pairs_that_fit(found: dict[str, Any]) -> None:
-    plan = found["plan"]
-    assert plan["bits_per_value"] <= plan["budget"] == 6.0
-    assert len(plan["rules"].split(";")) == LAYERS
-    losses = {layer: _cells(found, str(layer)) for layer in range(LAYERS)}
+def test_the_plan_keeps_its_budget_and_is_measured_beside_pairs_that_fit(found: Study) -> None:
+    plan = found.plan
+    assert plan is not None
+    assert plan.uniform_measured is not None
+    assert plan.difference is not None
+    assert plan.size <= plan.budget == 6.0
+    assert len(plan.option.split(";")) == LAYERS
     predicted = 0.0
-    for rule in plan["rules"].split(";"):
-        layer, _, pair = rule.partition(":")
-        for side, fmt in zip(("k", "v"), pair.split("/"), strict=True):
-            predicted += 0.0 if fmt == "native" else losses[int(layer)][side, fmt]
-    assert plan["predicted"] == pytest.approx(predicted)
-    assert plan["uniform_bits"] <= 6.0
-    assert plan["difference"] == pytest.approx(plan["measured"]["kld"] - plan["uniform_loss"]["kld"])
+    for group, name in plan.formats.items():
+        layer, _, side = group.partition(".")
+        predicted += 0.0 if name == "native" else losses(found, layer)[side, name]
+    assert plan.predicted == pytest.approx(predicted)
+    assert (plan.uniform_size or 9) <= 6.0
+    ours, theirs = (one.value("kld") or 0.0 for one in (plan.measured, plan.uniform_measured))
+    assert plan.difference.value == pytest.approx(ours - theirs)
 
 
-def test_repeating_the_command_asks_nothing_again(room: Path, found: dict[str, Any]) -> None:
+def test_repeating_the_command_asks_nothing_again(room: Path, found: Study) -> None:
     again = sensitivity(room, "tiny", *GRID, "--by", "layer", "--budget", "6bpv", "--json")
-    assert json.loads(again.out)["cells"] == found["cells"]
+    assert read(again).rows == found.rows
     assert "found in an earlier run" in again.err
     assert "model loaded" not in again.err
 
 
 def test_heads_are_measured_one_by_one(room: Path) -> None:
-    done = sensitivity(room, "tiny", "--bits", "4", "--group", 16, "--by", "head", "--json")
-    report = json.loads(done.out)
-    heads = {c["place"] for c in report["cells"]} - {"all"}
+    study = read(sensitivity(room, "tiny", "--bits", "4", "--group", 16, "--by", "head", "--json"))
+    heads = {str(row.at["place"]) for row in study.rows} - {"all"}
     assert {place.split(".")[0] for place in heads} == {str(layer) for layer in range(LAYERS)}
     per_layer = len(heads) // LAYERS
     assert {place.split(".")[1] for place in heads} == {str(head) for head in range(per_layer)}
-    assert all(c["loss"]["kld"] > 0 for c in report["cells"])
-    assert {p["name"] for p in report["predictors"]} == {"amax of K", "channel kurtosis of K", "amax of V"}
-    assert all(p["places"] == LAYERS * per_layer for p in report["predictors"])
+    assert all((row.value("kld") or 0) > 0 for row in study.rows)
+    known = [one.cell for one in study.findings if one.name == "rank_correlation"]
+    assert {at["predictor"] for at in known} == {"amax of K", "channel kurtosis of K", "amax of V"}
+    assert all(at["places"] == LAYERS * per_layer for at in known)
 
 
 def test_fragile_keys_break_in_fp8_and_in_four_bits_and_values_do_not(room: Path) -> None:
     done = sensitivity(room, "fragile", "--bits", "8,4", "--group", 16, "--json")
-    cells = _cells(json.loads(done.out), "all")
-    plain = _cells(json.loads(sensitivity(room, "tiny", "--bits", "8,4", "--group", 16, "--json").out), "all")
-    assert cells["k", "fp8_e4m3"] > 30 * plain["k", "fp8_e4m3"]
-    assert cells["v", "fp8_e4m3"] == pytest.approx(plain["v", "fp8_e4m3"], rel=1e-3)
-    assert cells["k", "int4[group=16]"] > 5 * plain["k", "int4[group=16]"]
-    assert cells["v", "int4[group=16]"] == pytest.approx(plain["v", "int4[group=16]"], rel=1e-3)
+    cells = losses(read(done), "all")
+    plain = losses(read(sensitivity(room, "tiny", "--bits", "8,4", "--group", 16, "--json")), "all")
+    assert cells["keys", "fp8_e4m3"] > 30 * plain["keys", "fp8_e4m3"]
+    assert cells["values", "fp8_e4m3"] == pytest.approx(plain["values", "fp8_e4m3"], rel=1e-3)
+    assert cells["keys", "int4[group=16]"] > 5 * plain["keys", "int4[group=16]"]
+    assert cells["values", "int4[group=16]"] == pytest.approx(plain["values", "int4[group=16]"], rel=1e-3)
     recovered = "fp8_e4m3[scale=per-token-head]"
-    assert cells["k", recovered] < cells["k", "fp8_e4m3"] / 10
+    assert cells["keys", recovered] < cells["keys", "fp8_e4m3"] / 10
 
 
 def test_terminal_and_page_say_cliffs_and_the_plan(room: Path, done: Done) -> None:
@@ -128,9 +137,10 @@ def test_terminal_and_page_say_cliffs_and_the_plan(room: Path, done: Done) -> No
     text = " ".join(told.out.split())
     assert "Cliff, where one more bit costs 0.1 nats per token or more: keys " in text
     assert "Plan of " in text
+    assert "all are in the files" in text  # of single layers
     page = (told.folder / "report.html").read_text("utf-8")
     assert "Sensitivity of keys and values" in page
-    assert KVSensitivityReport.model_validate(json.loads((told.folder / "kv-sensitivity.json").read_text()))
+    assert Study.model_validate_json((told.folder / "study.json").read_text()).kind == "kv-sensitivity"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from rich.console import Console
 
 from fidelab.metrics.layers import LayerCurve
 from fidelab.models.tiny import make_tiny
-from fidelab.report.layer_diff import render_bisect, sentence
-from fidelab.results.layer_diff_record import BisectReport
-from fidelab.runs.layer_diff import _layers
+from fidelab.report.study import render_study
+from fidelab.results.study import Study
+from fidelab.studies.layers import findings
 from tests.runs.harness import Done, cli
 
 LAYERS, FAULTY = 4, 2
@@ -28,8 +27,13 @@ def bisect(room: Path, *words: object) -> Done:
     return cli("bisect", "./tiny", *SIZES, *words, cwd=room)
 
 
-def record(done: Done) -> dict[str, Any]:
-    return dict(json.loads((done.folder / "bisect.json").read_text()))
+def record(done: Done) -> Study:
+    return Study.model_validate_json((done.folder / "study.json").read_text())
+
+
+def column(study: Study, name: str) -> list[float | None]:
+    """A metric, layer by layer, after what enters the first."""
+    return [row.value(name) for row in study.rows]
 
 
 @pytest.fixture(scope="module")
@@ -52,51 +56,50 @@ def done(room: Path) -> Done:
 
 def test_a_format_in_one_layer_alone_is_found_there(done: Done) -> None:
     assert done.code == 0, done.err
-    found = record(done)
-    assert (found["first"], found["begins"]) == (FAULTY, FAULTY)
-    assert [row["stands_out"] for row in found["layers"]] == [layer == FAULTY for layer in range(LAYERS)]
-    assert [row["error"]["rms"] for row in found["layers"][:FAULTY]] == [0.0] * FAULTY
-    row = found["layers"][FAULTY]
-    assert row["error"]["median"] == row["added"] > 0  # nothing came in
-    assert row["error"]["tail"] == row["added_tail"] >= row["added"]
-    assert found["entering"] == {"median": 0.0, "tail": 0.0, "rms": 0.0}
-    assert (found["windows"], found["rows"]) == (2, 2 * 30)
+    found = Study.model_validate_json(done.out)
+    assert found.facts == {"first": FAULTY, "begins": FAULTY}
+    assert [row.at["layer"] for row in found.rows if row.flags] == [FAULTY]
+    assert column(found, "error_rms")[: FAULTY + 1] == [0.0] * (FAULTY + 1)  # the input among them
+    row = found.row(layer=FAULTY)
+    assert row is not None
+    assert row.value("error") == row.value("added") != 0  # nothing came in
+    assert row.value("error_p90") == row.value("added_p90")
+    assert (found.windows, found.n_rows) == (2, 2 * 30)
 
 
 def test_the_floor_is_a_second_capture_of_the_reference(done: Done) -> None:
-    found = record(done)
-    assert found["floor"] == {"status": "ok", "reason": None}
-    assert all(row["floor"]["rms"] == 0.0 for row in found["layers"])
+    found = Study.model_validate_json(done.out)
+    assert found.arms["floor"].status == "ok"
+    assert set(column(found, "floor_error_rms")) == {0.0}
     folders = sorted(path.name[-3:] for path in (done.cwd / "runs" / "captures").glob("*f32*/bisect-*"))
     assert folders == ["-r0", "-r1"]
 
 
 def test_the_twin_is_the_candidate_with_other_last_bits(done: Done) -> None:
-    found = record(done)
-    assert found["twin"] == {"status": "ok", "reason": None}
-    assert all(0 < row["twin"]["rms"] < 1e-2 for row in found["layers"])
+    found = Study.model_validate_json(done.out)
+    assert found.arms["twin"].status == "ok"
+    assert all(0 < (value or 0) < 1e-2 for value in column(found, "twin_error_rms")[1:])
 
 
 def test_a_layer_that_adds_less_than_last_bits_do_begins_nothing() -> None:
     curve, small, large = (LayerCurve(x, x, x) for x in (np.array([0.0, 0.2, 0.2]), np.full(3, 0.1), np.full(3, 0.3)))
-    assert [_layers(curve, None, twin)["begins"] for twin in (None, small, large)] == [0, 0, None]
-    assert _layers(curve, small)["begins"] is None  # three times the floor
+    assert [findings(curve, None, twin)["facts"]["begins"] for twin in (None, small, large)] == [0, 0, None]
+    assert findings(curve, small)["facts"]["begins"] is None  # three times the floor
 
 
 def test_a_layers_row_is_of_the_states_behind_it() -> None:
     curve, floor = (LayerCurve(x, 2 * x, 3 * x) for x in (np.array([0.1, 0.2, 0.4]), np.array([0.0, 0.01, 0.02])))
-    found = _layers(curve, floor)
-    assert found["entering"].median == 0.1
-    assert [(row.layer, row.error.median, row.error.rms) for row in found["layers"]] == [
+    rows = findings(curve, floor)["rows"]
+    assert [(row.at["layer"], row.value("error"), row.value("error_rms")) for row in rows] == [
+        ("input", 0.1, pytest.approx(0.3)),
         (0, 0.2, pytest.approx(0.6)),
         (1, 0.4, pytest.approx(1.2)),
     ]
-    assert [row.floor.tail for row in found["layers"]] == [0.02, 0.04]
+    assert [row.value("floor_error_p90") for row in rows] == [0.0, 0.02, 0.04]
 
 
 def test_json_is_the_record_in_the_run_folder(done: Done) -> None:
-    assert json.loads(done.out) == record(done)
-    assert BisectReport.model_validate_json(done.out).first == FAULTY
+    assert record(done) == Study.model_validate_json(done.out)
     settings = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
     assert (settings["kind"], settings["reference"]["kv"]) == ("bisect", "f32")
     assert not list(done.folder.glob(".*"))
@@ -121,7 +124,7 @@ def test_arms_that_differ_in_nothing_measurable_are_identical(room: Path) -> Non
     """A 32-bit cache with an option that skips every layer but one computes what the reference does."""
     done = bisect(room, "--kv", "f32[skip-layers=0]", "--no-floor")
     found = record(done)
-    assert (done.code, found["candidate"]["status"], found["first"], found["begins"]) == (0, "identical", None, None)
+    assert (done.code, found.arms["candidate"].status, found.facts) == (0, "identical", {"first": None, "begins": None})
     assert "No layer differs" in done.out
 
 
@@ -138,7 +141,7 @@ def test_an_arm_that_fails_ends_with_1_and_its_reason(room: Path) -> None:
     assert done.code == 1
     assert "skip-layers leaves no layer to encode" in done.err
     found = record(done)
-    assert (found["candidate"]["status"], found["floor"], found["layers"]) == ("not_supported", None, [])
+    assert (found.arms["candidate"].status, "floor" in found.arms, found.rows) == ("not_supported", False, ())
 
 
 # ----------------------------------------------------------------------------------------------- bad input
@@ -175,38 +178,33 @@ def test_bad_input_is_one_line_before_anything_runs(words: tuple[object, ...], s
 # ------------------------------------------------------------------------------------------------- report
 
 
-def _rendered(report: BisectReport, **console: Any) -> str:
+def _rendered(study: Study) -> str:
     out = io.StringIO()
-    render_bisect(report, Console(file=out, width=100, **console))
+    render_study(study, Console(file=out, width=100))
     return out.getvalue()
 
 
 def test_the_report_has_a_line_per_layer(done: Done) -> None:
-    text = _rendered(BisectReport.model_validate_json(done.out))
-    assert [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdigit()][1:] == ["0", "1", "2", "3"]
+    lines = [line.split() for line in _rendered(Study.model_validate_json(done.out)).splitlines() if line.strip()]
+    assert [words[0] for words in lines if words[0] in "0123"] == ["0", "1", "2", "3"]
 
 
 def test_a_bisect_has_a_page_with_the_sentence_a_chart_and_a_row_per_layer(done: Done) -> None:
-    folder = done.cwd / "runs" / json.loads(done.out)["run_id"]
-    page = (folder / "report.html").read_text("utf-8")
+    page = (done.cwd / "runs" / json.loads(done.out)["run_id"] / "report.html").read_text("utf-8")
     assert "stands out" in page
     assert page.count('class="chart') == 2  # for wide and for narrow screens
-    assert page.count('<th scope="row">') == LAYERS
+    assert page.count('<th scope="row">') == LAYERS + 1  # and what enters the first
     assert "<script" not in page
 
 
 def test_states_that_are_not_finite_are_said_so(done: Done) -> None:
-    fields = json.loads(done.out)
-    row = fields["layers"][FAULTY]
-    row |= {"error": dict.fromkeys(row["error"]), "added": None, "added_tail": None, "ratio": None}
-    report = BisectReport.model_validate(fields)
-    assert sentence(report).startswith("Layer 2 stands out: states behind it are not finite.")
-    assert "not finite" in _rendered(report)
+    x = np.array([0.0, 0.0, 0.0, np.inf, np.inf])
+    study = Study.model_validate(json.loads(done.out) | findings(LayerCurve(x, x, x), None))
+    assert study.sentences[0] == "Layer 2 stands out: states behind it are not finite."
+    assert "stands out, not finite" in _rendered(study)
 
 
 def test_names_from_outside_are_no_markup(done: Done) -> None:
-    fields = json.loads(done.out)
-    fields["candidate"]["name"] = "[bold]int4[/bold]\x1b[31m"
-    text = _rendered(BisectReport.model_validate(fields))
+    text = _rendered(Study.model_validate_json(done.out).model_copy(update={"title": "[bold]int4[/bold]\x1b[31m"}))
     assert "[bold]int4[/bold]" in text
     assert "\x1b" not in text

@@ -1,0 +1,312 @@
+"""Studies: ``fidelab sensitivity``, ``calibrate`` and ``bisect``."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from fidelab.cli import options
+from fidelab.cli.compare import experiment_from
+from fidelab.cli.output import command_line, exit_on, note, open_console
+
+if TYPE_CHECKING:
+    from fidelab.config.schema import Experiment
+    from fidelab.results.store import RunFolder
+    from fidelab.results.study import Study, StudyPlan
+    from fidelab.studies.cache import Place
+    from fidelab.studies.weights import By, Export
+
+__all__ = ["bisect", "calibrate", "sensitivity"]
+
+_YAML = (".yaml", ".yml")
+_PER_VALUE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:bpv|bits?)?", re.IGNORECASE)
+_Model = Annotated[
+    str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.", show_default=False)
+]
+_NCtx = Annotated[int, typer.Option(min=8, help="Tokens of a window.")]
+
+
+def _experiment(command: str, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> Experiment:
+    """An experiment of one axis, without a control, floor or twins unless ``more`` has them."""
+    data: dict[str, Any] = {"model": model, "control": "none", "axes": {"kld": kld}, "floor": 0.0, "twins": 0.0}
+    for settings in more:
+        data |= settings
+    return experiment_from(data, command)
+
+
+def _show(study: Study, folder: RunFolder, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(study.to_json())
+        return
+    from fidelab.report.study import render_study
+
+    render_study(study, open_console(), folder=folder.path)
+
+
+@options.expand_options
+def sensitivity(
+    *,
+    model: _Model,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.", show_default=False),
+    ] = None,
+    bits: Annotated[
+        str | None,
+        typer.Option(help="Widths of keys and values instead: 8,7,6,5,4,3,2.", show_default=False),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="What is rounded at a time: module (default), layer or kind of weights; of the cache all layers "
+            "(default: cache), and also each layer or head.",
+            show_default=False,
+        ),
+    ] = None,
+    group: Annotated[int, typer.Option(help="With --bits: values that share a scale.")] = 32,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Make a plan: bytes of the layers' weights, as 80MB, 4.5bpw, or a format for its size; with --bits "
+            "bits per value of the cache: 5bpv."
+        ),
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the plan's --tensor-type arguments for llama-quantize to this file.")
+    ] = None,
+    text: options.TextOptions,
+    windows: Annotated[int, typer.Option(help="Windows of text; with a budget, every second is kept to test it.")] = 8,
+    n_ctx: _NCtx = 512,
+    engine: options.EngineOptions,
+    runs: options.CapturedRunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    r"""Round one group of weights, or keys and values, and say what it costs; with a budget, choose formats.
+
+    The model is loaded once. Repeating the command goes on where it was stopped. The plan is chosen on one half of the
+    windows and measured on the other, beside the best single format that fits the same budget.
+
+    [bold]Examples[/bold]
+
+      fidelab sensitivity smollm2-135m --weights 'int4\[group=64]' --by layer
+
+      fidelab sensitivity ./model --bits 8,7,6,5,4,3,2 --by layer
+
+      fidelab sensitivity ./model --weights q4_k --weights q6_k --weights q8_0 --budget 5bpw --export types.txt
+    """
+    from fidelab.cli.progress import watcher
+    from fidelab.errors import UsageError
+
+    if (weights is None) == (bits is None):
+        raise UsageError("name formats of weights, --weights int4, or widths of keys and values, --bits 8,7,6,5,4,3,2")
+    kinds = ("module", "layer", "kind") if bits is None else ("cache", "layer", "head")
+    by = kinds[0] if by is None else by
+    if by not in kinds:
+        raise UsageError(f"--by {by}: write {kinds[0]}, {kinds[1]} or {kinds[2]}")
+    if bits is not None and export is not None:
+        raise UsageError("--export writes plans of weights; a plan of keys and values stands in the report")
+    if by != "module" and export is not None and export.suffix in _YAML:
+        raise UsageError("--export: a recipe names single matrices: leave out --by")
+    if export is not None and budget is None:
+        raise UsageError("--export writes a plan: give it a --budget")
+    experiment = _experiment(
+        "sensitivity",
+        model,
+        {"windows": windows, "n_ctx": n_ctx},
+        # asked about in time, not run
+        {"candidates": [f"weights={weights[0]}" if weights else f"int8[group={group}]"]},
+        engine.settings(),
+        text.settings(),
+        runs.settings(),
+    )
+    watched: dict[str, Any] = {
+        "command": command_line(),
+        "listener": watcher(),
+        "say": lambda line: note(f"fidelab: {line}"),
+    }
+    if bits is not None:
+        from fidelab.studies.cache import kv_sensitivity
+
+        study, folder = kv_sensitivity(
+            experiment, _widths(bits), by=cast("Place", by), group=group, budget=_per_value(budget), **watched
+        )
+    else:
+        from fidelab.studies.weights import sensitivity as measure
+
+        exports: Export | None = None if export is None else "recipe" if export.suffix in _YAML else "llama-quantize"
+        study, folder = measure(experiment, weights or [], by=cast("By", by), budget=budget, exports=exports, **watched)
+    _show(study, folder, as_json)
+    if export is not None and study.plan is not None:
+        _export(study.plan, export)
+    exit_on(study.faults)
+
+
+def _widths(bits: str) -> list[int]:
+    from fidelab.errors import UsageError
+
+    words = [word.strip() for word in bits.split(",")]
+    if wrong := next((word for word in words if not (word.isdecimal() and len(word) < 4)), None):
+        raise UsageError(f"--bits: {wrong!r} is no width; write 8,7,6,5,4,3,2")
+    return [int(word) for word in words]
+
+
+def _per_value(budget: str | None) -> float | None:
+    from fidelab.errors import UsageError
+
+    if budget is None:
+        return None
+    if match := _PER_VALUE.fullmatch(budget.strip()):
+        return float(match[1])
+    raise UsageError(f"--budget {budget}: with --bits write bits per value of the cache, such as 5bpv")
+
+
+def _export(plan: StudyPlan, file: Path) -> None:
+    import yaml
+
+    from fidelab.errors import OutputError, UsageError
+    from fidelab.studies.weights import recipe_of
+
+    if file.suffix in _YAML:
+        recipe = recipe_of(plan)
+        text = None if recipe is None else yaml.safe_dump(recipe, sort_keys=False)
+        how = f"fidelab quantize MODEL --recipe {file}; method: gptq with calibration: costs less"
+    else:
+        text = "\n".join(plan.tensor_types) + "\n" if plan.tensor_types else None
+        how = f"llama-quantize $(cat {file}) MODEL.gguf OUT.gguf COPY"
+    if text is None:
+        raise UsageError("nothing is exported: the plan keeps everything native, or has weights of unknown names")
+    try:
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
+    note(f"fidelab: {how}")
+
+
+@options.expand_options
+def calibrate(
+    *,
+    model: _Model,
+    out: options.NewFolder,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of the prompts.")] = 16,
+    n_ctx: _NCtx = 512,
+    prompts: options.Prompts = "default",
+    runs: options.CapturedRunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    """Write a copy of a model with static scales for an FP8 KV cache, which vLLM reads with the weights.
+
+    The model runs once over windows of prompts; a layer's scale of keys, and of values, is their largest magnitude
+    there over 448. What the scales cost is measured like any format: compare the copy with --kv fp8_e4m3.
+
+    [bold]Examples[/bold]
+
+      fidelab calibrate smollm2-135m -o ./smollm2-kv8
+
+      fidelab compare ./smollm2-kv8 --engine vllm --kv fp8_e4m3
+    """
+    from fidelab.cli.progress import watcher
+    from fidelab.studies.cache import calibrate as write
+
+    experiment = _experiment(
+        "calibrate",
+        model,
+        {"windows": 1, "n_ctx": n_ctx},
+        {"candidates": ["fp8_e4m3"], "prompts": prompts},  # asked about in time, not run
+        runs.settings(),
+    )
+    rows = write(experiment, out, windows=windows, n_ctx=n_ctx, listener=watcher())
+    if as_json:
+        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+        return
+    from fidelab.report.text import simple_table
+
+    console, table = open_console(), simple_table()
+    for heading in ("layer", "largest K", "largest V", "scale of K", "scale of V"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(str(int(row["layer"])), *(f"{row[k]:.4g}" for k in ("k_amax", "v_amax", "k_scale", "v_scale")))
+    console.print(table)
+    note(f"fidelab: {out} written; scales lie in model-kv-scales.safetensors")
+
+
+class _EngineOptions(options.EngineOptions):
+    engine: Annotated[
+        str, typer.Option(help="Engine that runs both arms; hf, vllm and sglang tell what passes their layers.")
+    ] = options.EngineOptions.engine
+
+
+@options.expand_options
+def bisect(
+    *,
+    model: Annotated[str, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder.")],
+    reference: options.Reference = None,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The candidate's KV format: NAME, K/V, or NAME\\[key=value,…].",
+            show_default=False,
+            autocompletion=options.complete_kv,
+        ),
+    ] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option.",
+            show_default=False,
+        ),
+    ] = None,
+    text: options.TextOptions,
+    windows: Annotated[int, typer.Option(help="Windows of text that both arms read.")] = 2,
+    n_ctx: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
+    floor: Annotated[
+        bool, typer.Option(help="Capture the reference again, and the candidate with other last bits.")
+    ] = True,
+    engine: _EngineOptions,
+    runs: options.CapturedRunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    r"""Find the layer at which a candidate parts from its reference, by the states behind every layer.
+
+    Errors are relative to the norm of each row's state. A layer stands out where it adds more than three times what
+    the others add, at least as much as reaches it, and more than three times the floor. In 16-bit types what is smaller
+    than rounding cannot be seen: --dtype float32 --reference f32 shows the format alone.
+
+    [bold]Examples[/bold]
+
+      fidelab bisect smollm2-135m --dtype float32 --reference f32 --kv int8
+
+      fidelab bisect ./model --reference attention=eager --candidate attention=sdpa
+
+      fidelab bisect ./bf16 --candidate model=./other
+
+      fidelab bisect ./model --engine vllm --reference engine=hf --kv fp8_e4m3
+    """
+    from fidelab.cli.progress import watcher
+    from fidelab.errors import UsageError
+    from fidelab.studies.layers import bisect as run_bisect
+
+    candidates = [*(kv or []), *(candidate or [])]
+    if len(candidates) != 1:
+        raise UsageError(
+            f"a bisect is between two arms: name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), "
+            f"not {len(candidates)}"
+        )
+    noise = 1.0 if floor else 0.0
+    experiment = _experiment(
+        "bisect",
+        model,
+        {"windows": windows, "n_ctx": n_ctx, "protocol": "full"},
+        {"candidates": candidates, "floor": noise, "twins": noise},
+        {} if reference is None else {"reference": reference},
+        engine.settings(),
+        text.settings(),
+        runs.settings(),
+    )
+    study, folder = run_bisect(experiment, command=command_line(), listener=watcher())
+    _show(study, folder, as_json)
+    exit_on(study.faults)  # a layer that stands out is a finding, that there is nothing to compare is a fault

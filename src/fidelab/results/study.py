@@ -1,0 +1,155 @@
+"""The record of a study, ``study.json``: a question with many answers about one model, a row each.
+
+Three commands write it: the sensitivity of weights, that of keys and values, and the comparison layer by layer.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Final, Literal
+
+from pydantic import Field
+
+from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
+from fidelab.results.measurement import Coordinates, Measurement, Metric
+from fidelab.results.numbers import counted
+from fidelab.results.plots import Curve, Heatmap
+from fidelab.results.record import ExperimentReport, KVFormats, RuntimeRecord
+from fidelab.results.values import Count, FreeDict, Outcome, Positive, Record
+
+__all__ = ["SCHEMA", "Study", "StudyArm", "StudyKind", "StudyPlan", "StudyRow"]
+
+SCHEMA: Final = "fidelab.study/0"
+StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect"]
+
+
+class StudyRow(Measurement):
+    """One row of the table: what was measured, and what it came to."""
+
+    at: Coordinates
+    """What was measured: a group of weights and its format, a side of the cache and its width, a layer."""
+
+
+class StudyArm(Outcome):
+    """An arm of the study, and what became of it."""
+
+    name: str
+    """How it is called."""
+    engine: str
+    """Engine that runs it."""
+    model: str
+    """The model as the user knows it."""
+    dtype: str
+    """Compute type."""
+    kv: KVFormats
+    """What was asked for the cache."""
+    ran: RuntimeRecord | None = None
+    """What ran; null where nothing was opened."""
+
+
+class StudyPlan(Record):
+    """A format for every group within a budget, and what it really costs."""
+
+    unit: Literal["bytes", "bits per value"]
+    """Unit of the sizes: bytes of all weights of decoder layers, or bits per stored value of the cache."""
+    budget: Positive
+    """The most that the plan may take."""
+    size: Positive
+    """What the plan takes, scales included."""
+    bits: Positive
+    """The same in bits per weight or value."""
+    formats: dict[str, str]
+    """Group → format; ``native`` is the model's own."""
+    option: str
+    """The plan in one text: the option ``weights`` of an arm, or rules of layers for keys and values."""
+    predicted: Positive
+    """Sum of the mean KLs of its rows, nats."""
+    measured_there: Measurement
+    """What it costs on the windows of the rows: as much as predicted where losses add up."""
+    measured: Measurement
+    """What it costs on windows that were not used to choose it."""
+    uniform: str | None = None
+    """The best on these windows of the single formats that fit the budget; null: none does."""
+    uniform_size: Positive | None = None
+    """What that takes."""
+    uniform_measured: Measurement | None = None
+    """What it costs on the same windows."""
+    difference: Metric | None = None
+    """Plan minus uniform, paired by clusters; below 0 the plan is better."""
+    tensor_types: tuple[str, ...] = ()
+    """``--tensor-type`` arguments of llama-quantize, where it has all formats."""
+
+
+class Study(ExperimentReport):
+    """Everything that was found."""
+
+    file_name: ClassVar[str] = "study.json"
+
+    schema_name: Literal["fidelab.study/0"] = Field(alias="schema")
+    """Name and version of this schema."""
+    kind: StudyKind
+    """The question."""
+    title: str
+    """The question in words."""
+    windows: Count
+    """Windows of text that the rows rest on."""
+    n_rows: Count
+    """Positions of these windows that were compared."""
+    documents: Count | None = None
+    """Documents that these are from, over which intervals are resampled; null where there are no intervals."""
+    arms: dict[str, StudyArm] = Field(default_factory=dict)
+    """Role → arm."""
+    facts: FreeDict = Field(default_factory=dict)
+    """What must be known of the model and the settings."""
+    columns: tuple[str, ...]
+    """Coordinates and metrics that a table shows."""
+    shown: Count | None = None
+    """First rows that a terminal shows; null: all."""
+    bar: str = ""
+    """Metric that a terminal shows as bars; empty: none."""
+    rows: tuple[StudyRow, ...] = ()
+    """The answers."""
+    findings: tuple[Metric, ...] = ()
+    """Figures over several rows, by name and ``cell``."""
+    sentences: tuple[str, ...] = ()
+    """What was found, in words."""
+    note: str = ""
+    """How to read the table."""
+    plan: StudyPlan | None = None
+    """Null without a budget."""
+    heatmap: Heatmap | None = None
+    """The rows as a heat map."""
+    curves: tuple[Curve, ...] = ()
+    """The rows as lines of one chart."""
+
+    @property
+    def sample(self) -> str:
+        """What figures rest on: ``8 windows, 4,080 rows of 3 documents``, and whether intervals are preliminary."""
+        text = f"{counted(self.windows, 'window')}, {self.n_rows:,} rows"
+        if self.documents is None:
+            return text
+        few = f"; intervals over fewer than {MIN_STUDENTIZED_CLUSTERS} documents are preliminary"
+        text += f" of {counted(self.documents, 'document')}"
+        return text + (few if self.documents < MIN_STUDENTIZED_CLUSTERS else "")
+
+    @property
+    def faults(self) -> list[str]:
+        """A line for each row and each compared arm that failed."""
+        arms = [(arm.name, arm) for role, arm in self.arms.items() if role in ("reference", "candidate")]
+        rows = [(" ".join(str(value) for value in row.at.values()), row) for row in self.rows]
+        return [f"{name} failed: {one.reason}" for name, one in (*arms, *rows) if not one.measured]
+
+    def row(self, **at: int | float | str) -> StudyRow | None:
+        """The first row with these coordinates, and perhaps others."""
+        return next((row for row in self.rows if at.items() <= row.at.items()), None)
+
+    def to_json(self) -> str:
+        """Strict JSON, indented; fields that have their default are left out, as there are thousands of metrics."""
+        plain = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        return json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON Schema of what :meth:`to_json` writes."""
+        head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA}
+        return {**head, **cls.model_json_schema(by_alias=True), "title": SCHEMA}

@@ -1,0 +1,423 @@
+"""What keys and values cost at each width: apart and together, in all layers, in one layer, in one head.
+
+See docs/metrics.md#sensitivity-of-keys-and-values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import fidelab
+from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill, Recached, Tokens
+from fidelab.checkpoints.kv_scales import refuse_unscalable, write_kv_scales
+from fidelab.config.schema import Experiment
+from fidelab.core import FormatSpec
+from fidelab.engines.hf.weights import NATIVE
+from fidelab.errors import EngineError, InputError, NotSupportedError, UsageError
+from fidelab.formats import create
+from fidelab.metrics.cliff import asymmetry, cliff, rank_correlation
+from fidelab.results.measurement import Coordinates, Definition, Metric
+from fidelab.results.numbers import counted
+from fidelab.results.plots import Heatmap
+from fidelab.results.store import RunFolder
+from fidelab.results.study import Study, StudyRow
+from fidelab.runs.conduct import prepare
+from fidelab.runs.runner import Listener
+from fidelab.studies.roundings import (
+    Cell,
+    Choices,
+    Found,
+    Question,
+    Rows,
+    Say,
+    ask,
+    heatmap,
+    measure,
+    windows_of,
+)
+from fidelab.studies.study import OpenStudy
+
+__all__ = ["Place", "calibrate", "kv_sensitivity"]
+
+Place = Literal["cache", "layer", "head"]
+Side = Literal["keys", "values", "both"]
+
+CLIFF = Definition("cliff", "count", None, "widest bits at which one bit less costs 0.1 nats per token or more")
+ASYMMETRY = Definition("asymmetry", "ratio", None, "ΔPPL with rounded keys over ΔPPL with rounded values")
+CORRELATION = Definition("rank_correlation", "", None, "Spearman's, of a known number with the losses of single places")
+
+_WIDTHS = range(2, 9)
+_SIDES: tuple[Side, ...] = ("keys", "values", "both")
+_ONE_SIDE = _SIDES[:2]
+_STATISTICS = {"amax of K": "k_amax", "channel kurtosis of K": "k_kurtosis", "amax of V": "v_amax"}
+_STATISTICS = {"amax of K": "k_amax", "channel kurtosis of K": "k_kurtosis", "amax of V": "v_amax"}
+_CALIBRATED = (1, 4, 16)  # windows
+_FP8, _TOP = "fp8_e4m3", 448.0
+_PREDICTED = 4  # bits, where that is among the widths
+_RIVALS = 6  # pairs of formats that a plan has to beat: those that take the most of the budget
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    """What one window says of keys and values: arrays by layer."""
+
+    windows: list[dict[str, Any]]
+    k_bias: list[float | None]
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers with keys and values in the cache."""
+        return [int(layer) for layer in self.windows[0]["layers"]]
+
+    def heads(self, place: int) -> int:
+        """KV heads of the layer at this place of :attr:`layers`."""
+        return len(self.windows[0]["k_amax"][place])
+
+    def amax(self, side: Side, place: int, windows: int) -> float:
+        """The largest magnitude over the first windows."""
+        return float(max(max(window[f"{side[0]}_amax"][place]) for window in self.windows[:windows]))
+
+
+@dataclass(frozen=True)
+class _Cache(Question):
+    """The question: keys, values and both at every width, and in FP8; by ``by`` single layers or heads."""
+
+    kind = "kv-sensitivity"
+    request = Recached
+    columns = ("side", "place", "format", "delta_nll", "kld", "top1")
+    statistics: _Statistics
+    widths: Sequence[int]
+    group: int
+    dtype: str
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All layers at each width, then in FP8; then one layer, or one head, at a time."""
+        return [*self._grid(), *self._fp8(), *self._single()]
+
+    def _cell(self, place: str, side: Side, width: int) -> Cell:
+        name = _int(width, self.group)
+        rule = f"{'*' if place == 'all' else place}:{_pair(side, name)}"
+        return Cell(rule, {"side": side, "place": place, "format": name, "bits": width})
+
+    def _grid(self) -> list[Cell]:
+        return [self._cell("all", side, width) for width in self.widths for side in _SIDES]
+
+    def _fp8(self) -> list[Cell]:
+        """Without scales, with one per token and head, with calibrated ones per tensor."""
+        cells, known = [], self.statistics
+        for side in _ONE_SIDE:
+            for fmt in (_FP8, f"{_FP8}[scale=per-token-head]"):
+                cells.append(Cell(f"*:{_pair(side, fmt)}", {"side": side, "place": "all", "format": fmt}))
+            for windows in sorted({min(windows, len(known.windows)) for windows in _CALIBRATED}):
+                rules = []
+                for place, layer in enumerate(known.layers):
+                    scale = known.amax(side, place, windows) / _TOP
+                    rules.append(f"{layer}:{_pair(side, f'{_FP8}[scale={scale:.9g}]' if scale > 0 else _FP8)}")
+                name = f"{_FP8}, calibrated on {counted(windows, 'window')}"
+                cells.append(Cell(";".join(rules), {"side": side, "place": "all", "format": name}))
+        return cells
+
+    def _single(self) -> list[Cell]:
+        if self.by == "cache":
+            return []
+        places = [
+            place
+            for number, layer in enumerate(self.statistics.layers)
+            for place in (
+                [f"{layer}"] if self.by == "layer" else [f"{layer}.{n}" for n in range(self.statistics.heads(number))]
+            )
+        ]
+        return [self._cell(place, side, width) for width in self.widths for side in _ONE_SIDE for place in places]
+
+    def arranged(self, rows: Sequence[StudyRow]) -> tuple[Sequence[StudyRow], int]:
+        """As asked; single layers and heads are left to the files."""
+        return rows, sum(row.at["place"] == "all" for row in rows)
+
+    def facts(self, found: Found) -> dict[str, Any]:
+        native = next((rows.rows.nll_ref for rows in found.values() if isinstance(rows, Rows)), np.empty(0))
+        known = native[np.isfinite(native)]
+        return {"native_nll": float(known.mean()) if len(known) else None}
+
+    def findings(self, found: Found) -> tuple[Metric, ...]:
+        """Cliffs, asymmetries, and how well known numbers order the losses of single layers or heads."""
+        return (
+            *(self._cliff(side, found) for side in _SIDES),
+            *(metric for width in self.widths if (metric := self._asymmetry(width, found)) is not None),
+            *self._predictors(found),
+        )
+
+    def _whole(self, side: Side, found: Found) -> dict[int, Rows]:
+        """Width → rows, of the whole cache."""
+        cells = {width: self._cell("all", side, width) for width in self.widths}
+        return {width: rows for width, cell in cells.items() if isinstance(rows := found[cell.text], Rows)}
+
+    def _cliff(self, side: Side, found: Found) -> Metric:
+        whole = self._whole(side, found)
+        if not whole:
+            return CLIFF(None, cell={"side": side})
+        losses = np.stack([rows.rows.nll_test - rows.rows.nll_ref for rows in whole.values()])
+        clusters = next(iter(whole.values())).clusters
+        result = cliff([*whole], losses, clusters, native=32 if self.dtype == "float32" else 16)
+        return CLIFF(result.bits, result.interval, cell={"side": side})
+
+    def _asymmetry(self, width: int, found: Found) -> Metric | None:
+        k, v = (self._whole(side, found).get(width) for side in _ONE_SIDE)
+        if k is None or v is None:
+            return None
+        ratio = asymmetry(k.rows.nll_ref, k.rows.nll_test, v.rows.nll_test, k.clusters)
+        return ASYMMETRY(ratio and ratio[0], ratio and ratio[1], cell={"bits": width})
+
+    def _predictors(self, found: Found) -> Iterator[Metric]:
+        """Rank correlations of one window's statistics, and of biases, with the KL of single layers or heads."""
+        width = _PREDICTED if _PREDICTED in self.widths else self.widths[len(self.widths) // 2]
+        for name, values in self._known().items():
+            side: Side = "values" if name.endswith("V") else "keys"
+            pairs = [
+                (value, rows.mean)
+                for place, value in values.items()
+                if isinstance(rows := found[self._cell(place, side, width).text], Rows)
+            ]
+            result = rank_correlation([x for x, _ in pairs], [y for _, y in pairs])
+            at: Coordinates = {"predictor": name, "side": side, "bits": width, "places": len(pairs)}
+            yield CORRELATION(result and result[0], result and result[1], cell=at)
+
+    def _known(self) -> dict[str, dict[str, float]]:
+        """Predictor → place → its value."""
+        known = dict[str, dict[str, float]]()
+        if self.by == "cache":
+            return known
+        for number, layer in enumerate(self.statistics.layers):
+            for name, key in _STATISTICS.items():
+                values = self.statistics.windows[0][key][number]
+                heads = {f"{layer}.{head}": value for head, value in enumerate(values)}
+                known.setdefault(name, {}).update({str(layer): max(values)} if self.by == "layer" else heads)
+            bias = self.statistics.k_bias[layer] if layer < len(self.statistics.k_bias) else None
+            if bias is not None and self.by == "layer":
+                known.setdefault("largest bias of K", {})[str(layer)] = bias
+        return known
+
+    def sentences(self, _rows: Sequence[StudyRow], findings: Sequence[Metric]) -> Iterator[str]:
+        cliffs = [f"{one.cell['side']} {_bits(one)}" for one in findings if one.name == CLIFF.name]
+        yield f"Cliff, where one more bit costs 0.1 nats per token or more: {'; '.join(cliffs)}."
+        parts = []
+        for one in findings:
+            if one.name == ASYMMETRY.name:
+                span = "" if one.interval is None else f" ({one.interval[0]:.3g}–{one.interval[1]:.3g})"
+                said = "the values' loss is within noise" if one.value is None else f"{one.value:.3g}{span}"
+                parts.append(f"{one.cell['bits']} bits: {said}")
+        if parts:
+            yield f"ΔPPL of keys over that of values at {'; '.join(parts)}."
+        for one in findings:
+            if one.name == CORRELATION.name and one.value is not None:
+                span = "" if one.interval is None else f" ({one.interval[0]:.2f} to {one.interval[1]:.2f})"
+                at = one.cell
+                yield (
+                    f"{at['predictor']} in one window orders the losses of {at['side']} at {at['bits']} bits by a rank "
+                    f"correlation of {one.value:.2f}{span} over {counted(int(at['places']), 'place')}."
+                )
+
+    def heatmap(self, rows: Sequence[StudyRow]) -> Heatmap:
+        """Layer or head × width, a grid for keys and one for values; without these side × width of the whole cache."""
+        wide = [row for row in rows if "bits" in row.at]
+        single = [row for row in wide if row.at["place"] != "all"]
+        title = "mean KL, nats: " + ("each layer or head by itself" if single else "all layers")
+        values = {
+            (str(row.at["side"]), str(row.at["place"]), str(row.at["bits"])): row.value("kld") for row in single or wide
+        }
+        return heatmap(title, "bits", "layer" if single else "layers", values)
+
+    def choices(self, budget: float) -> Choices:
+        """Widths for keys and values of each layer within a budget of bits per value.
+
+        Raises:
+            InputError: nothing fits the budget.
+        """
+        known, names = self.statistics, [NATIVE, *(_int(width, self.group) for width in self.widths)]
+        dims = known.windows[0]["head_dim"]
+        groups = {
+            f"{layer}.{side}": (known.heads(number), dims[number][side == "values"])
+            for number, layer in enumerate(known.layers)
+            for side in _ONE_SIDE
+        }
+        native = 32 if self.dtype == "float32" else 16
+
+        def size(name: str, heads: int, dim: int) -> float:
+            """Bits of one token of a layer's side."""
+            if name == NATIVE:
+                return float(heads * dim * native)
+            return 8.0 * heads * create(FormatSpec.parse(name)).packed_token_bytes(dim)
+
+        sizes = np.array([[size(name, *shape) for name in names] for shape in groups.values()])
+        values = sum(heads * dim for heads, dim in groups.values())
+        least = sizes.min(axis=1).sum() / values
+        if budget < least:
+            raise InputError(f"--budget {budget:g}: bits per value; the smallest of these widths takes {least:.3g}")
+        totals = {side: dict(zip(names, sizes[n::2].sum(axis=0), strict=True)) for n, side in enumerate(_ONE_SIDE)}
+        pairs = {
+            f"{k}/{v}": float(totals["keys"][k] + totals["values"][v]) / values
+            for k in names
+            for v in names
+            if {k, v} != {NATIVE}
+        }
+        fitting = sorted((pair for pair in pairs if pairs[pair] <= budget), key=lambda pair: -pairs[pair])[:_RIVALS]
+        return Choices(
+            unit="bits per value",
+            budget=budget,
+            groups=[*groups],
+            formats=names,
+            texts={
+                (f"{layer}.{side}", _int(width, self.group)): self._cell(str(layer), side, width).text
+                for layer in known.layers
+                for side in _ONE_SIDE
+                for width in self.widths
+            },
+            sizes=sizes,
+            per=values,
+            values=values,
+            option=lambda chosen: ";".join(
+                f"{layer}:{chosen[f'{layer}.keys']}/{chosen[f'{layer}.values']}" for layer in known.layers
+            ),
+            rivals={pair: (f"*:{pair}", pairs[pair]) for pair in fitting},
+        )
+
+
+def _bits(found: Metric) -> str:
+    """A cliff in words, with its interval."""
+    said = [f"{value:.0f} bits" if value else "none" for value in (found.value, *(found.interval or ()))]
+    return f"{said[0]} (95%: {said[1]} to {said[2]})" if found.interval else said[0]
+
+
+def _pair(side: Side, fmt: str) -> str:
+    return {"keys": f"{fmt}/{NATIVE}", "values": f"{NATIVE}/{fmt}", "both": f"{fmt}/{fmt}"}[side]
+
+
+def _int(width: int, group: int) -> str:
+    return f"int{width}" if group == 32 else f"int{width}[group={group}]"
+
+
+def kv_sensitivity(
+    experiment: Experiment,
+    bits: Sequence[int],
+    *,
+    by: Place = "cache",
+    group: int = 32,
+    budget: float | None = None,
+    command: str = "",
+    listener: Listener | None = None,
+    say: Say = lambda text: None,
+) -> tuple[Study, RunFolder]:
+    """Measure the grid, and with a budget the plan; the new run folder gets ``study.json``.
+
+    Args:
+        experiment: the model on engine hf; of the axes ``kld``, whose windows and scored rows are taken.
+        bits: widths of symmetric integers, 2 to 8.
+        by: besides the whole cache, single layers, or single heads.
+        group: values that share a scale.
+        budget: bits per stored value, scales included: a plan layer by layer is made and measured on every second
+            window, which the rows do not use.
+
+    Raises:
+        FidelabError: before anything ran.  EngineError: the model came to no answer.
+        KeyboardInterrupt: stopped; finished captures are kept and found again.
+    """
+    if experiment.engine.name != "hf":
+        raise NotSupportedError(f"engine {experiment.engine.name} cannot round single layers; leave out --engine")
+    widths = _checked(bits)
+    if budget is not None and by != "layer":
+        raise UsageError("--budget with --bits is a plan of layers: add --by layer")
+    create(FormatSpec.parse(_int(widths[0], group)))  # refuses a group that no format has
+    prepared = prepare(experiment, only="reference")
+    chosen, held_out = windows_of(prepared, halves=budget is not None)
+    study = OpenStudy.begin("kv-sensitivity", prepared, command, listener)
+    statistics = _statistics(study, len(chosen.windows[0]))
+    title = f"Sensitivity of keys and values of {experiment.model}"
+    question = _Cache(title, by, statistics, widths, group, prepared.settings.reference.dtype)
+    choices = None if budget is None else question.choices(budget)
+    return measure(study, question, chosen, held_out, choices, say), study.folder
+
+
+def calibrate(
+    experiment: Experiment, target: Path, *, windows: int = 16, n_ctx: int = 512, listener: Listener | None = None
+) -> list[dict[str, float]]:
+    """Write a copy of a model with static scales of an FP8 KV cache: ``amax / 448`` over windows of the prompts.
+
+    Returns:
+        A row per layer: ``layer``, ``k_amax``, ``v_amax``, ``k_scale``, ``v_scale``.
+
+    Raises:
+        FidelabError: before anything ran.  EngineError: the model came to no answer.
+        InputError: the prompts are too short, a layer's keys or values are all 0 or not finite.
+    """
+    prepared = prepare(experiment, only="reference")
+    path = str(prepared.settings.reference.path)
+    refuse_unscalable(path)
+    if target.exists():
+        raise UsageError(f"{target} exists; name a folder that does not, nothing is overwritten")
+    found = _statistics(OpenStudy.begin("calibrate", prepared, "", listener), n_ctx, windows)
+    if len(found.windows) < windows:
+        raise InputError(
+            f"the prompts make {len(found.windows)} windows of {n_ctx} tokens: ask for fewer --windows, or give more "
+            "--prompts"
+        )
+    rows = []
+    for place, layer in enumerate(found.layers):
+        k, v = (found.amax(side, place, windows) for side in _ONE_SIDE)
+        for side, amax in (("keys", k), ("values", v)):
+            if not 0 < amax < float("inf"):
+                raise InputError(f"layer {layer}: the largest of its {side} is {amax:g}, which gives no scale")
+        rows.append({"layer": layer, "k_amax": k, "v_amax": v, "k_scale": k / _TOP, "v_scale": v / _TOP})
+    notes = {
+        "method": "static, per tensor: amax / 448",
+        "windows": windows,
+        "n_ctx": n_ctx,
+        "prompts": prepared.settings.experiment.prompts,
+        "weights": prepared.settings.reference.weights,
+        "fidelab": fidelab.__version__,
+        "layers": rows,
+    }
+    write_kv_scales(path, target, {int(row["layer"]): (row["k_scale"], row["v_scale"]) for row in rows}, notes)
+    return rows
+
+
+def _checked(bits: Sequence[int]) -> list[int]:
+    """The widths, widest first.
+
+    Raises:
+        UsageError: none, one twice, or one that there is no format for.
+    """
+    for width in bits:
+        if width not in _WIDTHS:
+            raise UsageError(f"--bits: {width} is not one of {', '.join(map(str, reversed(_WIDTHS)))}")
+    if not bits or len({*bits}) != len(bits):
+        raise UsageError("--bits: name each width once: 8,7,6,5,4,3,2")
+    return sorted(bits, reverse=True)
+
+
+def _statistics(study: OpenStudy, n_ctx: int, most: int = max(_CALIBRATED)) -> _Statistics:
+    """Magnitudes of keys and values over windows of the prompts, which are another text than the one that is scored.
+
+    Raises:
+        EngineError: the model came to no answer, or keeps no keys and values.
+    """
+    inputs, ids = study.prepared.inputs, list[int]()
+    for prompt in inputs.prompts:
+        ids += inputs.tokenizer.chat(prompt.messages, "chat", prompt.tools)
+        if len(ids) >= n_ctx * most:
+            break
+    starts = range(0, max(len(ids) - n_ctx, 0) + 1, n_ctx)
+    windows: tuple[Tokens, ...] = tuple(tuple(ids[at : at + n_ctx]) for at in starts)[:most]
+    last = len(windows[0]) - 1
+    request = Prefill("kv-statistics", windows, last, last, tuple((i,) for i in range(len(windows))))
+    [path] = ask(study, request, request.axis, [], "statistics", Recached).result.captures.values()
+    facts = Capture(path).manifest["facts"]
+    found = facts.get("statistics")
+    if not found or not found[0]["layers"]:
+        raise EngineError("the model wrote no keys and values into its cache")
+    return _Statistics(found, facts["k_bias"])

@@ -1,0 +1,426 @@
+"""Studies of roundings: one loaded model answers the same windows under many roundings, and a plan within a budget.
+
+Only one group is rounded at a time, all others are native.  With a budget every second window is kept for the plan: it
+is chosen on the others, and measured there, next to the best single format of that size.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from fidelab.axes.rows import compare_many
+from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill, Recached, Reweighted
+from fidelab.core import Status, digest
+from fidelab.engines.hf.weights import NATIVE
+from fidelab.errors import EngineError, InputError, UsageError
+from fidelab.metrics.allocation import allocate
+from fidelab.metrics.divergence import RowComparison
+from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
+from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
+from fidelab.results.numbers import format_figure, format_kld, format_span, one_line
+from fidelab.results.plots import Grid, Heatmap
+from fidelab.results.study import Study, StudyKind, StudyPlan, StudyRow
+from fidelab.runs.conduct import Prepared
+from fidelab.runs.pairing import ArmResult
+from fidelab.studies.study import OpenStudy, why_none, with_requests
+
+__all__ = ["Answers", "Cell", "Choices", "Found", "Question", "Rows", "Say", "ask", "heatmap", "measure", "windows_of"]
+
+KLD = Definition("kld", "nats", "lower", "mean KL(native‖rounded)")
+TOP1 = Definition("top1", "share", "higher", "share of rows whose most likely token is the same")
+NLL_CHANGE = Definition("delta_nll", "nats", None, "mean change of the negative log-likelihood of the text, per token")
+NLL = Definition("nll", "nats", "lower", "negative log-likelihood of the text, per token")
+DIFFERENCE = Definition("plan_minus_uniform", "nats", "lower", "difference of mean KLs")
+
+Say = Callable[[str], None]
+_OPEN = 256  # captures that are open at a time
+_SAID_EVERY = 30.0  # seconds
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row that is asked for: the text of its rounding, its coordinates, and what is known of it beforehand."""
+
+    text: str
+    at: Coordinates
+    known: tuple[Metric, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """KL and agreement of all rows of an answer, with the clusters that they belong to."""
+
+    rows: RowComparison
+    clusters: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def items(self) -> RatioItems:
+        return RatioItems.of(self.rows.kl, np.ones(len(self.rows)), self.clusters)
+
+    @property
+    def mean(self) -> float:
+        return float(self.rows.kl.mean())
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Mean KL, agreement, and what happens to the likelihood of the text."""
+        change = self.rows.nll_test - self.rows.nll_ref
+        known = np.isfinite(change)
+        interval = ratio_interval(self.items, bounds=(0.0, float("inf")))
+        moved = None
+        if known.any():
+            moved = ratio_interval(RatioItems.of(change[known], np.ones(int(known.sum())), self.clusters[known]))
+        return (
+            KLD(max(0.0, self.mean), interval and (float(interval[0]), float(interval[1]))),
+            TOP1(float(self.rows.top1.mean())),
+            NLL_CHANGE(_mean(change), moved),
+            NLL(_mean(self.rows.nll_test)),
+        )
+
+    def measurement(self) -> Measurement:
+        """The same as the record has it."""
+        return Measurement(status=Status.OK, metrics=self.metrics())
+
+
+Found = Mapping[str, Rows | str]
+"""Text of a rounding → its rows, or why there are none."""
+
+
+def _mean(values: np.ndarray[Any, np.dtype[np.float64]]) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else None
+
+
+# ------------------------------------------------------------------------------------------------ answers
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The captures of one set of windows, by the text of their roundings."""
+
+    request: Prefill
+    result: ArmResult
+    axis: str
+
+    def rows(self, texts: Sequence[str], say: Say = lambda text: None) -> dict[str, Rows | str]:
+        """All rows of each answer against the native one, or why there are none."""
+        names = {text: _name(self.axis, text) for text in texts}
+        paths = self.result.captures
+        found = [text for text, name in names.items() if name in paths]
+        answers: dict[str, Rows | str] = {
+            text: self.result.failures.get(name) or self.result.reason or "not asked"
+            for text, name in names.items()
+            if name not in paths
+        }
+        native, said = Capture(paths[_name(self.axis, NATIVE)]), time.monotonic()
+        clusters = np.concatenate([np.asarray(units, dtype=np.int64) for units in self.request.units])
+        low, high = self.request.first + 1, self.request.last + 2
+        for start in range(0, len(found), _OPEN):
+            some = found[start : start + _OPEN]
+            captures = [Capture(paths[names[text]]) for text in some]
+            parts: list[list[RowComparison]] = []
+            for index, window in enumerate(self.request.windows):
+                if time.monotonic() - said >= _SAID_EVERY:
+                    share = (start + len(some) * index / len(self.request.windows)) / len(found)
+                    say(f"scoring {len(found)} answers: {share:.0%}")
+                    said = time.monotonic()
+                after = list(window[low:high])
+                targets = np.array(after + [-1] * (self.request.n_rows - len(after)), dtype=np.int64)
+                parts.append(compare_many(native, captures, index, targets))
+            for text, each in zip(some, zip(*parts, strict=True), strict=True):
+                rows = RowComparison.concat(each)
+                failed = int(rows.failed.sum())
+                why = f"{failed} of {len(rows)} rows are no distributions"
+                answers[text] = why if failed else Rows(rows, clusters)
+        return answers
+
+
+def _name(axis: str, text: str) -> str:
+    return f"{axis}.{digest(text)[:10]}"
+
+
+def ask(
+    study: OpenStudy,
+    request: Prefill,
+    axis: str,
+    texts: Sequence[str],
+    log: str,
+    kind: type[Reweighted] | type[Recached],
+) -> Answers:
+    """Ask one process for the native answer and all roundings, of weights or of keys and values.
+
+    Raises:
+        EngineError: not even the native answer came.
+    """
+    [job] = study.prepared.plan.jobs
+    places = request.windows, request.first, request.last, request.units
+    every = dict.fromkeys((NATIVE, *texts))
+    requests = [kind(_name(axis, text), *places, text, request.settings) for text in every]
+    [result] = study.run([with_requests(study.prepared, job, requests)], log)
+    if _name(axis, NATIVE) not in result.captures:
+        raise EngineError(f"the native model came to no answer: {why_none(result)}")
+    return Answers(request, result, axis)
+
+
+def windows_of(prepared: Prepared, *, halves: bool) -> tuple[Prefill, Prefill | None]:
+    """The windows of the rows, and with ``halves`` those on which a plan is measured.
+
+    Raises:
+        UsageError: there are too few for two halves.
+    """
+    [job] = prepared.plan.jobs
+    [asked] = [capture.request for capture in job.captures]
+    assert isinstance(asked, Prefill)
+    n = len(asked.windows)
+    if not halves:
+        return asked, None
+    if n < 2:
+        raise UsageError("a plan is chosen on one half of the windows and measured on the other: --windows 2 or more")
+    return asked.select(range(0, n, 2)), asked.select(range(1, n, 2))
+
+
+# ---------------------------------------------------------------------------------------------- the study
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a plan chooses from: a format for every group.
+
+    ``texts``: (group, format) → the cell that measured it; a native group costs nothing.  ``sizes``: [groups, formats];
+    ``per``: what they are divided by to be shown in ``unit``.  ``option``: formats by group → the plan as one text.
+    ``rivals``: single formats that fit → their text and their size.
+    """
+
+    unit: Literal["bytes", "bits per value"]
+    budget: float
+    groups: Sequence[str]
+    formats: Sequence[str]
+    texts: Mapping[tuple[str, str], str]
+    sizes: np.ndarray[Any, np.dtype[np.float64]]
+    per: float
+    values: int
+    option: Callable[[Mapping[str, str]], str]
+    rivals: Mapping[str, tuple[str, float]]
+    tensor_types: Callable[[Mapping[str, str]], tuple[str, ...]] = field(default=lambda formats: ())
+
+
+@dataclass(frozen=True)
+class Question(ABC):
+    """What is particular to one study of roundings; ``by``: what is rounded at a time."""
+
+    kind: ClassVar[StudyKind]
+    request: ClassVar[type[Reweighted] | type[Recached]]
+    columns: ClassVar[tuple[str, ...]]
+    title: str
+    by: str
+
+    @property
+    @abstractmethod
+    def cells(self) -> Sequence[Cell]:
+        """All that is asked for."""
+
+    @abstractmethod
+    def facts(self, found: Found) -> dict[str, Any]:
+        """What must be known of the model."""
+
+    @abstractmethod
+    def findings(self, found: Found) -> tuple[Metric, ...]:
+        """Figures over several rows."""
+
+    @abstractmethod
+    def sentences(self, rows: Sequence[StudyRow], findings: Sequence[Metric]) -> Iterator[str]:
+        """What was found, in words."""
+
+    @abstractmethod
+    def heatmap(self, rows: Sequence[StudyRow]) -> Heatmap:
+        """What there is to see."""
+
+    @abstractmethod
+    def arranged(self, rows: Sequence[StudyRow]) -> tuple[Sequence[StudyRow], int]:
+        """The rows in the order of the table, and how many of them a terminal shows."""
+
+
+def measure(
+    study: OpenStudy,
+    question: Question,
+    chosen: Prefill,
+    held_out: Prefill | None,
+    choices: Choices | None,
+    say: Say,
+) -> Study:
+    """Ask for all cells and write the record; with ``choices`` also choose a plan, measure it and write it.
+
+    Raises:
+        EngineError: the model came to no answer.  InputError: cells that failed leave no plan within the budget.
+    """
+    texts = [cell.text for cell in question.cells]
+    found = ask(study, chosen, question.kind, texts, "cells", question.request).rows(texts, say)
+    cells = [_row(cell, found[cell.text]) for cell in question.cells]
+    findings = question.findings(found)
+    rows, shown = question.arranged(cells)
+    failed = [f"{n} of {len(rows)} rows failed."] if (n := sum(not row.measured for row in rows)) else []
+    fields: dict[str, Any] = {
+        "kind": question.kind,
+        "title": question.title,
+        "windows": len(chosen.windows),
+        "n_rows": len(chosen.windows) * chosen.n_rows,
+        "documents": len({unit for units in chosen.units for unit in units}),
+        "facts": {"by": question.by, **question.facts(found)},
+        "columns": question.columns,
+        "rows": tuple(rows),
+        "shown": shown,
+        "findings": findings,
+        "sentences": (*question.sentences(cells, findings), *failed),
+        "heatmap": question.heatmap(cells),
+    }
+    record = study.write(**fields)
+    if choices is not None and held_out is not None:
+        plan = _plan(study, question, found, choices, chosen, held_out)
+        fields["sentences"] += tuple(_plan_sentences(plan, question.by))
+        record = study.write(**fields, plan=plan)
+    return record
+
+
+def _row(cell: Cell, rows: Rows | str) -> StudyRow:
+    if isinstance(rows, str):
+        return StudyRow(status=Status.FAILED, reason=rows, at=cell.at, metrics=cell.known)
+    return StudyRow(status=Status.OK, at=cell.at, metrics=(*rows.metrics(), *cell.known))
+
+
+def heatmap(title: str, x_label: str, y_label: str, values: Mapping[tuple[str, str, str], float | None]) -> Heatmap:
+    """A heat map of (grid, y, x) → value; labels come in the order of their first appearance."""
+    names, ys, xs = (list(dict.fromkeys(place[n] for place in values)) for n in range(3))
+    return Heatmap(
+        title=title,
+        x_label=x_label,
+        y_label=y_label,
+        x=tuple(xs),
+        y=tuple(ys),
+        low=0.0,
+        high=max((value for value in values.values() if value is not None), default=0.0) or 1.0,
+        grids=tuple(
+            Grid(name=name, values=tuple(tuple(values.get((name, y, x)) for x in xs) for y in ys)) for name in names
+        ),
+    )
+
+
+# --------------------------------------------------------------------------------------------------- plan
+
+
+def _plan(
+    study: OpenStudy, question: Question, found: Found, choices: Choices, chosen: Prefill, held_out: Prefill
+) -> StudyPlan:
+    costs = np.full(choices.sizes.shape, np.inf)
+    for place, group in enumerate(choices.groups):
+        for column, name in enumerate(choices.formats):
+            rows = None if name == NATIVE else found[choices.texts[group, name]]
+            if not isinstance(rows, str):
+                costs[place, column] = 0.0 if rows is None else rows.mean
+    try:
+        columns = allocate(costs, choices.sizes, choices.budget * choices.per)
+    except ValueError as error:
+        raise InputError(f"no plan: {error}") from None
+    places = np.arange(len(choices.groups)), columns
+    size = float(choices.sizes[places].sum()) / choices.per
+    formats = {group: choices.formats[column] for group, column in zip(choices.groups, columns, strict=True)}
+    text, rivals = choices.option(formats), choices.rivals
+    there = ask(study, chosen, question.kind, [text], "plan", question.request).rows([text])[text]
+    texts = [*dict.fromkeys([text, *(each for each, _ in rivals.values())])]
+    answers = ask(study, held_out, f"{question.kind}-check", texts, "check", question.request).rows(texts)
+    rows = answers[text]
+    if isinstance(rows, str) or isinstance(there, str):
+        raise EngineError(f"the plan came to no answer: {rows if isinstance(rows, str) else there}")
+    measured = {name: one for name, (each, _) in rivals.items() if isinstance(one := answers[each], Rows)}
+    best = min(measured, key=lambda name: measured[name].mean, default=None)
+    difference = None if best is None else paired_difference(rows.items, measured[best].items)
+    return StudyPlan(
+        unit=choices.unit,
+        budget=choices.budget,
+        size=size,
+        bits=8 * size / choices.values if choices.unit == "bytes" else size,
+        formats=formats,
+        option=text,
+        predicted=float(costs[places].sum()),
+        measured_there=there.measurement(),
+        measured=rows.measurement(),
+        uniform=best,
+        uniform_size=None if best is None else rivals[best][1],
+        uniform_measured=None if best is None else measured[best].measurement(),
+        difference=None if difference is None else DIFFERENCE(difference.estimate, difference.interval),
+        tensor_types=choices.tensor_types(formats),
+    )
+
+
+def _plan_sentences(plan: StudyPlan, by: str) -> Iterator[str]:
+    chosen = [*plan.formats.values()]
+    counts = ", ".join(f"{chosen.count(name)} × {name}" for name in dict.fromkeys(chosen))
+    size = f" in {plan.size / 2**20:.1f} MiB" if plan.unit == "bytes" else ""
+    yield f"Plan of {plan.bits:.3f} bits per value{size}: {counts}."
+    yield from _placed(plan.formats)
+    there = format_kld(plan.measured_there.value("kld"))
+    yield (
+        f"It costs {_cost(plan.measured)} on windows that it was not chosen on. On the others its rows add up to "
+        f"{format_kld(plan.predicted)}, and together they cost {there}."
+    )
+    if plan.uniform is None or plan.uniform_measured is None or plan.difference is None or plan.uniform_size is None:
+        yield "No single format fits this budget everywhere, so that there is nothing to compare it with."
+        return
+    if set(chosen) == {plan.uniform}:
+        smaller = "" if by == "module" else " Smaller groups (--by module) differ more."
+        yield f"That is {plan.uniform} everywhere: no mixture of these formats promises less in this budget.{smaller}"
+        return
+    interval = plan.difference.interval
+    said = "" if interval is None else f", 95% {format_span(interval)}"
+    if interval is None or interval[0] <= 0 <= interval[1]:
+        verdict = "the data do not tell them apart"
+    else:
+        verdict = "the plan is better" if interval[1] < 0 else "the plan is worse"
+    yield (
+        f"{plan.uniform} everywhere takes {_beyond(plan.uniform_size - plan.size, plan.unit)} and costs "
+        f"{_cost(plan.uniform_measured)}, the least of the single formats that fit: {verdict} "
+        f"({format_kld(plan.difference.value, signed=True)} nats{said})."
+    )
+
+
+def _beyond(more: float, unit: str) -> str:
+    """What a rival takes, seen from the plan."""
+    if not more:
+        return "the same bytes" if unit == "bytes" else "the same bits"
+    amount = f"{abs(more) / 1024:,.0f} KiB" if unit == "bytes" else f"{format_figure(abs(more), '')} bits"
+    return f"{amount} {'more' if more > 0 else 'less'} than the plan"
+
+
+def _cost(found: Measurement) -> str:
+    interval = found.ci("kld")
+    return f"{format_kld(found.value('kld'))} nats{'' if interval is None else f' ({format_span(interval)})'}"
+
+
+def _placed(formats: Mapping[str, str]) -> Iterator[str]:
+    """Which groups get which format, a sentence each: ``int8: down_proj of layers 0–3, 7; q_proj of layer 2.``"""
+    found: dict[str, dict[str, list[int]]] = {}
+    for group, name in formats.items():
+        parts = group.split(".")
+        layers = [int(part) for part in parts if part.isdecimal()]
+        kind = "" if parts[-1].isdecimal() else parts[-1]
+        found.setdefault(name, {}).setdefault(one_line(kind), []).extend(layers)
+    for name, kinds in found.items():
+        words = (f"{kind}{' of ' if kind and layers else ''}{_layer_words(layers)}" for kind, layers in kinds.items())
+        yield f"{one_line(name)}: {'; '.join(words)}."
+
+
+def _layer_words(layers: Sequence[int]) -> str:
+    """``layers 0–3, 7``; empty for none."""
+    spans: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if spans and spans[-1][1] == layer - 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    said = ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in spans)
+    return f"layer{'s' if len(set(layers)) > 1 else ''} {said}" if spans else ""

@@ -1,0 +1,108 @@
+"""How a study runs: its folder, its jobs, its record and its page.
+
+A study is an ordinary plan whose questions are exchanged.  Its answers are captures among all others, so the same
+command again asks for nothing that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import fidelab
+from fidelab.captures.manifest import capture_folder, capture_key
+from fidelab.captures.requests import Request
+from fidelab.config.load import dump
+from fidelab.core import Status, slug
+from fidelab.plan.build import TWIN, PlannedCapture, PlannedJob
+from fidelab.report.study import write_study_html
+from fidelab.results.store import RunFolder
+from fidelab.results.study import SCHEMA, Study
+from fidelab.runs.conduct import Prepared
+from fidelab.runs.pairing import ArmResult
+from fidelab.runs.runner import Listener, Silent
+
+__all__ = ["OpenStudy", "run_jobs", "why_none", "with_requests"]
+
+
+@dataclass(frozen=True)
+class OpenStudy:
+    """A study under way."""
+
+    kind: str
+    prepared: Prepared
+    folder: RunFolder
+    created: datetime
+    command: str
+    listener: Listener
+
+    @classmethod
+    def begin(cls, kind: str, prepared: Prepared, command: str, listener: Listener | None) -> Self:
+        """Make the run folder.
+
+        Raises:
+            OutputError: it cannot be made.
+        """
+        created, settings = datetime.now(UTC).replace(microsecond=0), prepared.settings
+        config = dump(settings.experiment, {"command": command, "created": created.isoformat()})
+        name = slug(f"{kind}-{Path(settings.experiment.model).name}")
+        folder = RunFolder.create(settings.output_dir, name, f"{config}kind: {kind}\n")
+        return cls(kind, prepared, folder, created, command, listener or Silent())
+
+    def run(self, jobs: Sequence[PlannedJob], log: str = "") -> list[ArmResult]:
+        """Run the jobs in turn, as :func:`run_jobs`; ``log`` names a log for all of them."""
+        return run_jobs(self.prepared, jobs, self.listener, lambda role: self.folder.log(log or role), self.folder)
+
+    def write(self, **fields: Any) -> Study:
+        """Write the record and its page; ``fields`` are those of :class:`~fidelab.results.study.Study`."""
+        study = Study(
+            schema=SCHEMA,
+            run_id=self.folder.run_id,
+            created=self.created,
+            fidelab_version=fidelab.__version__,
+            command=self.command,
+            settings=self.prepared.settings.experiment.model_dump(mode="json"),
+            **fields,
+        )
+        study.write(self.folder.path)
+        write_study_html(study, self.folder.html)
+        return study
+
+
+def with_requests(prepared: Prepared, job: PlannedJob, requests: Sequence[Request]) -> PlannedJob:
+    """The job with these questions alone."""
+    settings, captures = prepared.settings, []
+    for request in requests:
+        key = capture_key(job.arm, request, settings.deployed[job.arm.name].versions, job.replicate)
+        folder = capture_folder(settings.captures_dir, job.arm, request, key)
+        captures.append(PlannedCapture(request.axis, request, key, folder))
+    return replace(job, captures=tuple(captures))
+
+
+def run_jobs(
+    prepared: Prepared,
+    jobs: Sequence[PlannedJob],
+    listener: Listener,
+    log: Callable[[str], Path],
+    folder: RunFolder | None = None,
+) -> list[ArmResult]:
+    """Run one job after another, until an arm comes to no answer; a twin may fail."""
+    results: list[ArmResult] = []
+    listener.start(replace(prepared.plan, jobs=tuple(jobs)), folder)
+    try:
+        asking = prepared.asking(listener, folder.event if folder else lambda *_a, **_k: None)
+        for job in jobs:
+            results.append(asking.run(job, log(job.role)))
+            if results[-1].status is not Status.OK and not job.role.startswith(f"{TWIN}:"):
+                break
+    finally:
+        listener.close()
+    return results
+
+
+def why_none(result: ArmResult) -> str:
+    """Why an arm left no capture."""
+    return result.reason or "; ".join(dict.fromkeys(result.failures.values())) or "the engine left no capture"

@@ -1,0 +1,330 @@
+"""What each group of weights costs in each format, and the plan that costs least within a budget of bytes.
+
+See docs/metrics.md#weight-sensitivity.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from fidelab.captures.requests import Reweighted
+from fidelab.config.schema import Experiment
+from fidelab.core import FormatSpec, parse_bytes
+from fidelab.engines.hf.weights import NATIVE, ModelWeight, parse_rules, weights_of
+from fidelab.errors import NotSupportedError, UsageError
+from fidelab.formats import K_QUANTS
+from fidelab.formats.weights import WeightFormat, weight_format
+from fidelab.results.measurement import Definition, Metric
+from fidelab.results.numbers import format_kld
+from fidelab.results.plots import Heatmap
+from fidelab.results.store import RunFolder
+from fidelab.results.study import Study, StudyPlan, StudyRow
+from fidelab.runs.conduct import prepare
+from fidelab.runs.runner import Listener
+from fidelab.studies.roundings import KLD, Cell, Choices, Found, Question, Say, heatmap, measure, windows_of
+from fidelab.studies.study import OpenStudy
+
+__all__ = ["By", "Export", "recipe_of", "sensitivity"]
+
+By = Literal["module", "layer", "kind"]
+Export = Literal["llama-quantize", "recipe"]
+
+BYTES = Definition("bytes", "bytes", "lower", "what the group takes in the format", exact=True)
+PARAMETERS = Definition("parameters", "count", None, "weights that are rounded", exact=True)
+_SHOWN = 15  # rows in the terminal
+_GROUPS = (16, 32, 64, 128, 256)  # of integer formats that a plan of any size is compared with
+_BITS = re.compile(r"(?P<bits>[0-9]*\.?[0-9]+)\s*(bpw|bits?)", re.IGNORECASE)
+_LLAMA_CPP = {  # what llama.cpp calls the weights of a layer
+    **{f"{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "o_proj": "attn_output",
+}
+_BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")
+_GGML = re.compile(r"q[2-8]_([01k])|iq4_nl")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Weights that are rounded together; ``pattern`` names them."""
+
+    pattern: str
+    weights: tuple[ModelWeight, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(weight.tensor.numel() for weight in self.weights)
+
+    def nbytes(self, fmt: WeightFormat | None) -> int:
+        """Bytes in a format, or as they are."""
+        if fmt is None:
+            return sum(weight.tensor.nbytes for weight in self.weights)
+        return sum(fmt.nbytes(tuple(weight.tensor.shape)) for weight in self.weights)
+
+
+@dataclass(frozen=True)
+class _Weights(Question):
+    """The question: every group in every format."""
+
+    kind = "sensitivity"
+    request = Reweighted
+    columns = ("group", "format", "kld", "top1", "bytes")
+    groups: Sequence[_Group]
+    specs: Mapping[FormatSpec, WeightFormat]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Format by format, in the order of the model."""
+        return [
+            Cell(
+                _text(spec, (group.pattern,)),
+                {
+                    "group": group.pattern,
+                    **({} if self.by == "kind" else {"layer": group.weights[0].layer or 0}),
+                    **({} if self.by == "layer" else {"kind": group.weights[0].kind}),
+                    "format": str(spec),
+                },
+                (BYTES(group.nbytes(fmt)), PARAMETERS(group.parameters)),
+            )
+            for spec, fmt in self.specs.items()
+            for group in self.groups
+        ]
+
+    @property
+    def parameters(self) -> int:
+        return sum(group.parameters for group in self.groups)
+
+    def facts(self, _found: Found) -> dict[str, Any]:
+        return {"native_bytes": sum(group.nbytes(None) for group in self.groups), "parameters": self.parameters}
+
+    def findings(self, found: Found) -> tuple[Metric, ...]:
+        """The losses of all groups added up, by format."""
+        sums: dict[str, float] = {}
+        for cell in self.cells:
+            if not isinstance(rows := found[cell.text], str):
+                name = str(cell.at["format"])
+                sums[name] = sums.get(name, 0.0) + max(0.0, rows.mean)
+        return tuple(KLD(total, cell={"format": name}) for name, total in sums.items())
+
+    def sentences(self, _rows: Sequence[StudyRow], findings: Sequence[Metric]) -> Iterator[str]:
+        if findings:
+            sums = ", ".join(f"{found.cell['format']} {format_kld(found.value)}" for found in findings)
+            yield f"Losses of all {self.by}s added up, in nats: {sums}."
+
+    def heatmap(self, rows: Sequence[StudyRow]) -> Heatmap:
+        """Layer × kind, a grid per format; of whole layers or kinds one column or row."""
+        values = {
+            (str(row.at["format"]), str(row.at.get("layer", "all")), str(row.at.get("kind", "all"))): row.value("kld")
+            for row in rows
+        }
+        return heatmap("mean KL of each group by itself, nats", "kind of weight", "layer", values)
+
+    def arranged(self, rows: Sequence[StudyRow]) -> tuple[Sequence[StudyRow], int]:
+        """Costliest first; those that failed before all."""
+        losses = [(row.value("kld"), row) for row in rows]
+        ordered = sorted(losses, key=lambda each: float("-inf") if each[0] is None else -each[0])
+        return [row for _, row in ordered], _SHOWN
+
+    def choices(self, limit: int, named: FormatSpec | None) -> Choices:
+        """A format for each group within a budget of bytes."""
+        formats = [NATIVE, *map(str, self.specs)]
+        return Choices(
+            unit="bytes",
+            budget=limit,
+            groups=[group.pattern for group in self.groups],
+            formats=formats,
+            texts={(g.pattern, str(spec)): _text(spec, (g.pattern,)) for spec in self.specs for g in self.groups},
+            sizes=np.array([[g.nbytes(fmt) for fmt in (None, *self.specs.values())] for g in self.groups], dtype=float),
+            per=1,
+            values=self.parameters,
+            option=lambda chosen: _plan_text(chosen, [*self.specs]),
+            rivals={
+                str(spec): (_text(spec, [group.pattern for group in self.groups]), float(size))
+                for spec, size in _rivals([*self.specs], named, self.groups, limit).items()
+            },
+            tensor_types=lambda chosen: _tensor_types(self.groups, chosen),
+        )
+
+
+def sensitivity(
+    experiment: Experiment,
+    formats: Sequence[str],
+    *,
+    by: By = "module",
+    budget: str | None = None,
+    exports: Export | None = None,
+    command: str = "",
+    listener: Listener | None = None,
+    say: Say = lambda text: None,
+) -> tuple[Study, RunFolder]:
+    """Measure every group in every format, and with a budget the plan; the new run folder gets ``study.json``.
+
+    Args:
+        experiment: the model on engine hf; of the axes ``kld``, whose windows and scored rows are taken.
+        formats: of weights: ``int4[group=64]``, ``q4_k``.
+        by: a group is one weight matrix, all of a layer, or all of one kind.
+        exports: refuse formats that this cannot have, before anything runs.
+        budget: bytes of the decoder layers' weights: ``80MB``, ``4.5bpw``, or a format, for what that takes everywhere.
+        say: gets a line now and then while answers are scored.
+
+    Raises:
+        FidelabError: before anything ran.  EngineError: the model came to no answer.
+        KeyboardInterrupt: stopped; finished captures are kept and found again.
+    """
+    if experiment.engine.name != "hf":
+        raise NotSupportedError(f"engine {experiment.engine.name} cannot round single weights; leave out --engine")
+    specs = _specs(formats)
+    if exports == "llama-quantize" and (lacking := [str(spec) for spec in specs if not _GGML.fullmatch(str(spec))]):
+        raise UsageError(f"--export: llama-quantize has no {', '.join(lacking)}; it has q4_k, q6_k, q8_0 and others")
+    if exports == "recipe" and (len(specs) != 1 or not _scheme(next(iter(specs)))):
+        raise UsageError("--export: a recipe has one format beside 16 bits: pass a single --weights of int4 or int8")
+    prepared = prepare(experiment, only="reference")
+    groups = _groups(str(prepared.settings.reference.path), by)
+    question = _Weights(f"Weight sensitivity of {experiment.model}", by, groups, specs)
+    choices = None if budget is None else question.choices(*_budget(budget, groups, specs))
+    chosen, held_out = windows_of(prepared, halves=budget is not None)
+    study = OpenStudy.begin("sensitivity", prepared, command, listener)
+    return measure(study, question, chosen, held_out, choices, say), study.folder
+
+
+def _specs(formats: Sequence[str]) -> dict[FormatSpec, WeightFormat]:
+    """The formats by their specs.
+
+    Raises:
+        UsageError: none, one twice, or one that is native or has patterns; and as ``weight_format``.
+    """
+    specs: dict[FormatSpec, WeightFormat] = {}
+    for text in formats:
+        rules = parse_rules(text)
+        if len(rules) != 1 or rules[0].only or rules[0].skip or text == NATIVE:
+            raise UsageError(f"--weights {text}: name one format, such as int4[group=64]; its weights are chosen here")
+        spec = rules[0].format
+        if spec in specs:
+            raise UsageError(f"--weights {text} is there twice")
+        specs[spec] = weight_format(spec)
+    if not specs:
+        raise UsageError("name the formats of weights: --weights int4[group=64] --weights int8")
+    return specs
+
+
+def _groups(path: str, by: By) -> list[_Group]:
+    """The linear weights of decoder layers, grouped; their tensors have shapes and no content.
+
+    Raises:
+        NotSupportedError: there are none.
+    """
+    from fidelab.engines.hf.structure import skeleton
+
+    module = skeleton(path)
+    weights = [w for w in weights_of(module, module.config.get_text_config(decoder=True)) if w.usual]
+    if not weights:
+        raise NotSupportedError(f"{path} has no floating-point linear weights in decoder layers")
+    members: dict[str, list[ModelWeight]] = {}
+    for weight in weights:
+        pattern = {"module": weight.name, "layer": str(weight.layer), "kind": weight.kind}[by]
+        members.setdefault(pattern, []).append(weight)
+    return [_Group(pattern, tuple(each)) for pattern, each in members.items()]
+
+
+def _text(spec: FormatSpec, patterns: Sequence[str]) -> str:
+    """The option ``weights`` that rounds these groups alone."""
+    return str(FormatSpec(spec.name, tuple(sorted((*spec.options, ("only", ",".join(patterns)))))))
+
+
+def _budget(
+    text: str, groups: Sequence[_Group], specs: Mapping[FormatSpec, WeightFormat]
+) -> tuple[int, FormatSpec | None]:
+    """Bytes that the weights of all groups may take, and the format that says so.
+
+    Raises:
+        UsageError: it is no size and no format, or below the smallest possible.
+    """
+    spec = None
+    if match := _BITS.fullmatch(text.strip()):
+        limit = float(match["bits"]) * sum(group.parameters for group in groups) / 8
+    elif text.strip()[:1].isdigit():
+        limit = parse_bytes(text)
+    else:
+        spec = FormatSpec.parse(text)
+        limit = float(_everywhere(spec, groups))
+    least = sum(min(group.nbytes(fmt) for fmt in (None, *specs.values())) for group in groups)
+    if limit < least:
+        raise UsageError(f"--budget {text}: {limit:,.0f} bytes; the smallest of these formats takes {least:,}")
+    return int(limit), spec
+
+
+def _everywhere(spec: FormatSpec, groups: Sequence[_Group]) -> int:
+    """Bytes of all groups in one format."""
+    fmt = weight_format(spec)
+    return sum(group.nbytes(fmt) for group in groups)
+
+
+def _rivals(
+    specs: Sequence[FormatSpec], named: FormatSpec | None, groups: Sequence[_Group], limit: int
+) -> dict[FormatSpec, int]:
+    """The single formats that a plan has to beat, with their bytes: none takes more than the budget.
+
+    Those that the plan is made of, the one that named the budget, and of a plan of integers or of llama.cpp's formats
+    the one of its kind that takes the most of the budget.
+    """
+    names = {str(spec) for spec in specs}
+    if all(name.startswith("int") for name in names):
+        kind = [f"int{bits}[group={size}]" for bits in range(2, 9) for size in _GROUPS]
+    else:
+        of_ggml = ("q8_0", *K_QUANTS) if any(name.endswith("_k") for name in names) else _BLOCKS
+        kind = list(of_ggml) if all(_GGML.fullmatch(name) for name in names) else []
+    sizes = {spec: _everywhere(spec, groups) for spec in map(FormatSpec.parse, kind)}
+    closest = max((spec for spec in sizes if sizes[spec] <= limit), key=lambda spec: sizes[spec], default=None)
+    sizes = {spec: _everywhere(spec, groups) for spec in (*specs, named, closest) if spec is not None}
+    return {spec: nbytes for spec, nbytes in sizes.items() if nbytes <= limit}
+
+
+def _plan_text(formats: Mapping[str, str], names: Sequence[FormatSpec]) -> str:
+    """A plan as the option ``weights``: a rule per format, with the groups that have it."""
+    parts = []
+    for spec in names:
+        if patterns := [pattern for pattern, found in formats.items() if found == str(spec)]:
+            parts.append(_text(spec, patterns))
+    return "+".join(parts) or NATIVE
+
+
+def _scheme(spec: FormatSpec) -> dict[str, Any] | None:
+    """The scheme of a recipe with this format; ``None``: there is none."""
+    options = dict(spec.options)
+    if spec.name not in ("int4", "int8") or set(options) - {"group"}:
+        return None
+    bits = spec.name.removeprefix("int")
+    return {"format": f"W{bits}A16", "group": int(options.get("group", 128))}
+
+
+def recipe_of(plan: StudyPlan) -> dict[str, Any] | None:
+    """The plan as a recipe of ``fidelab quantize``: what is native in it is kept; ``None`` with other formats.
+
+    Only plans of single matrices, whose names a recipe can have.
+    """
+    formats = {name for name in plan.formats.values() if name != NATIVE}
+    schemes = [_scheme(FormatSpec.parse(name)) for name in formats]
+    if len(schemes) != 1 or schemes[0] is None or any("." not in group for group in plan.formats):
+        return None
+    kept = [{"pattern": group, "matches": 1} for group, found in plan.formats.items() if found == NATIVE]
+    return {"method": "rtn", "scheme": schemes[0], "keep": kept}
+
+
+def _tensor_types(groups: Sequence[_Group], formats: Mapping[str, str]) -> tuple[str, ...]:
+    """Arguments of llama-quantize; none where it lacks a format, or a weight's place in its files is not known."""
+    arguments = []
+    for group in groups:
+        found = formats[group.pattern]
+        if found == NATIVE:
+            found = "f16"
+        elif not _GGML.fullmatch(found):
+            return ()
+        for weight in group.weights:
+            if weight.kind not in _LLAMA_CPP or weight.tensor.ndim != 2:
+                return ()
+            arguments.append(rf"--tensor-type blk\.{weight.layer}\.{_LLAMA_CPP[weight.kind]}={found}")
+    return tuple(arguments)
