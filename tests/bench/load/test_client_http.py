@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import ssl
 import subprocess
 from pathlib import Path
 
-import orjson
 import pytest
 
 from fidelab.bench.load.drive import Load, ServerRefusedError, Target, drive
@@ -139,7 +139,8 @@ def test_a_fresh_connection_that_is_closed_without_answer_is_not_tried_again() -
         (b"HTTP/1.1 503 No\r\nConnection: close\r\n\r\ntoo much", True, "http-503", "too much"),
         (b"HTTP/1.1 204 No\r\n\r\n", False, "http-204", "no message"),
         (CHUNKED + chunked(event("a"), b"data: {oops\n\n"), False, "invalid-json", "event 2"),
-        (CHUNKED + chunked(event("a"), end=False), True, "aborted", "closed the connection"),
+        (CHUNKED + chunked(event("a"), end=False), True, "aborted", "broke off"),
+        (CHUNKED + chunked(event("a"), end=False) + b"zz\r\n", False, "invalid-http", "chunk size"),
         (CHUNKED + chunked(event("a")), False, "aborted", "ended before"),
         (sized(b'{"choices":[]}'), False, "no-stream", "one JSON object"),
         (CHUNKED + chunked(event("a"), b'data: {"error":"boom"}\n\n', DONE), False, "server", "boom"),
@@ -166,13 +167,17 @@ def test_what_is_no_http_has_its_kind() -> None:
     assert [one.error for one in ask(script, count=3)] == [None, "invalid-http", None]
 
 
-@pytest.mark.parametrize("behind", [sized(b"no", b"500 Oh"), b"garbage\r\n"], ids=["an answer", "garbage"])
-def test_bytes_behind_an_answer_change_neither_it_nor_the_next(behind: bytes) -> None:
+@pytest.mark.parametrize(
+    ("behind", "kind"),
+    [(sized(b"no", b"500 Oh"), None), (b"garbage\r\n", "invalid-http")],
+    ids=["an answer", "garbage"],
+)
+def test_bytes_behind_an_answer_do_not_change_the_next(behind: bytes, kind: str | None) -> None:
     async def script(talk: Talk) -> None:
-        talk.send((proper() if talk.number != 1 else sized(b"oh", b"500 Oh")) + (behind if talk.number < 2 else b""))
+        talk.send(proper() + (behind if talk.number == 0 else b""))
 
-    found = ask(script, count=4)
-    assert [(one.error, one.detail) for one in found] == [(None, ""), ("http-500", "oh"), (None, ""), (None, "")]
+    found = ask(script, count=3)
+    assert [one.error for one in found] == [kind, None, None]
 
 
 def test_a_stream_that_never_ends_runs_into_the_time_out_and_keeps_its_events() -> None:
@@ -249,9 +254,9 @@ def test_the_key_is_replaced_before_a_message_is_cut(said: str) -> None:
     texts = (" " * 930 + said, "x" * 220 + said, said)
     answers = [
         sized(texts[0].encode(), b"500 Oh"),
-        sized(orjson.dumps({"error": texts[1]}), b"500 Oh"),
+        sized(json.dumps({"error": texts[1]}).encode(), b"500 Oh"),
         CHUNKED + chunked(b"data: " + texts[0].encode() + b"\n\n"),
-        CHUNKED + chunked(b"data: " + orjson.dumps({"error": texts[1]}) + b"\n\n", DONE),
+        CHUNKED + chunked(b"data: " + json.dumps({"error": texts[1]}).encode() + b"\n\n", DONE),
         CHUNKED + chunked(event("a", said), DONE),
     ]
 
@@ -272,8 +277,8 @@ def test_the_key_and_further_headers_are_sent() -> None:
         drive(Target(served.url, api_key="sk-1", headers={"X-Team": "blue"}), Load(requests(1), workers=1))
     (head,) = served.heads
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
-    assert b"\r\nAuthorization: Bearer sk-1\r\n" in head
-    assert b"\r\nX-Team: blue\r\n" in head
+    assert b"\r\nauthorization: bearer sk-1\r\n" in head.lower()
+    assert b"\r\nx-team: blue\r\n" in head.lower()
 
 
 def test_bodies_arrive_as_they_were_rendered() -> None:

@@ -34,7 +34,6 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 import httptools
-import orjson
 
 from fidelab.errors import UsageError
 
@@ -174,7 +173,7 @@ class _Frames:
         text = " word" * output
         content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         usage = {} if self.settings.no_usage else {"usage": _usage(prompt, output)}
-        return orjson.dumps(self._object([{"index": 0, **content, "finish_reason": finish}]) | usage)
+        return _json(self._object([{"index": 0, **content, "finish_reason": finish}]) | usage)
 
     def _event(self, tokens: int, finish: str | None) -> bytes:
         text = " word" * tokens
@@ -185,7 +184,7 @@ class _Frames:
         chunk = self._object(choices, ".chunk")
         if usage is not None or self.settings.style == "sglang":
             chunk["usage"] = usage
-        data = b"data: " + orjson.dumps(chunk) + b"\n\n"
+        data = b"data: " + _json(chunk) + b"\n\n"
         return b"%x\r\n%b\r\n" % (len(data), data)
 
     def _object(self, choices: list[Any], suffix: str = "") -> dict[str, Any]:
@@ -231,10 +230,10 @@ class Mock:
             return 200, self._metrics().encode()
         if path == "/emitted":
             log, self.log = self.log, {}
-            return 200, orjson.dumps(log)
+            return 200, _json(log)
         if path == "/v1/models":
             about = {"id": settings.model, "object": "model", "created": 0, "max_model_len": settings.max_model_len}
-            return 200, orjson.dumps({"object": "list", "data": [about]})
+            return 200, _json({"object": "list", "data": [about]})
         return (200, b"") if path == "/health" else _fault(404, "Not Found")
 
     def _metrics(self) -> str:
@@ -330,7 +329,7 @@ class Connection(asyncio.Protocol):
     def _ask(self, received: float) -> None:
         settings, mock, chat = self.settings, self.mock, self.path == "/v1/chat/completions"
         try:
-            asked = orjson.loads(self.body)
+            asked = json.loads(self.body)
             prompt = _prompt_tokens(asked["messages" if chat else "prompt"], chat)
             limit = next((int(asked[key]) for key in ("max_completion_tokens", "max_tokens") if asked.get(key)), 16)
             if limit < 1:
@@ -449,12 +448,16 @@ class Connection(asyncio.Protocol):
         self.transport.write(_head(status, len(body)) + body)
 
 
+def _json(found: Any) -> bytes:
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
 def _head(status: int, length: int) -> bytes:
     return f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-length: {length}\r\n\r\n".encode()
 
 
 def _fault(status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> tuple[int, bytes]:
-    return status, orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    return status, _json({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
 def _usage(prompt: int, output: int) -> dict[str, int]:
