@@ -46,12 +46,10 @@ THIRD_PARTY: dict[str, set[str]] = {
     "bench": {
         "aiohttp",
         "huggingface_hub",
-        "httptools",
         "numpy",
         "prometheus_client",
         "pydantic",
         "torch",
-        "uvloop",
         "yaml",
     },
     "metrics": {"numpy", "rapidfuzz", "scipy", "torch"},

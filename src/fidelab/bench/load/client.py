@@ -6,8 +6,8 @@ A chunk's time is read when aiohttp hands the chunk over: one turn of the event 
 longer the more streams have data at once: 0.1 ms in the median and 1 ms in the 99th percentile for 32 streams of one
 event each 20 ms.  ``fidelab bench calibrate`` measures it on any machine, and ``lag`` reports a loop that is late.
 
-The loop is asyncio's, which writes at once.  uvloop costs 15 to 40% less processor time, but writes at the end of a turn:
-of requests that go out together the last leaves milliseconds behind its ``sent``.
+The loop is asyncio's, which writes at once.  uvloop costs 15 to 40% less processor time, but writes at the end of a
+turn: of requests that go out together the last leaves milliseconds behind its ``sent``.
 """
 
 from __future__ import annotations
@@ -162,13 +162,10 @@ def _headers(target: Target) -> dict[str, str]:
 def _no_collection() -> Iterator[None]:
     """No pauses by the garbage collector; what is made here has no cycles that matter."""
     enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
         if enabled:
             gc.enable()
 
