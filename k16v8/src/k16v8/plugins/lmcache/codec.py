@@ -92,7 +92,7 @@ def _encoded(both: Tensor, spec: ChunkSpec, room: Callable[[int], Bytes]) -> Ite
             part = both[side, layers, tokens].to("cpu")
             frame = room(part.shape[:3].numel() * width)
             write(part, spec, frame)
-            crc = zlib.crc32(frame, crc)
+            crc = zlib.crc32(frame.data, crc)
             yield frame
             yield placed(CRC.pack(crc))
 
