@@ -83,11 +83,6 @@ def test_events_are_split_as_the_standard_says(body: bytes) -> None:
     assert split_events(body) == byte_by_byte(body)
 
 
-@pytest.mark.parametrize("body", RECORDED)
-def test_recorded_streams_are_split_as_the_standard_says(body: bytes) -> None:
-    assert split_events(body) == byte_by_byte(body)
-
-
 @given(st.sampled_from(RECORDED), st.data())
 def test_an_event_arrived_with_the_piece_that_completed_it(body: bytes, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(1, len(body) - 1), unique=True, max_size=40)))

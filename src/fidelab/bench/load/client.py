@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -33,7 +32,7 @@ from numpy.typing import NDArray
 
 from fidelab.bench.load.answer import read_stream
 from fidelab.bench.load.exchange import Exchange, LoadRequest, ServerRefusedError, Target
-from fidelab.engines.openai.http import cleaner, said
+from fidelab.engines.openai.http import cleaner, said, split_url
 from fidelab.errors import InputError, UsageError
 
 __all__ = ["ClientPart", "ClientShare", "run_here"]
@@ -131,20 +130,6 @@ async def _now() -> float:
     return monotonic()
 
 
-def _address(target: Target) -> str:
-    """The URL of the requests.  Raises UsageError for what is no URL."""
-    try:
-        parts = urlsplit(target.base_url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        good = False
-    if not good:
-        raise UsageError("base-url is not a URL: write http://HOST:PORT/v1")
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        raise UsageError("base-url may carry no user name, password, query or fragment: give the key by --api-key")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}{target.path}"
-
-
 def _headers(target: Target) -> dict[str, str]:
     """The headers of each request.  Raises UsageError for what is no header."""
     headers = {
@@ -193,7 +178,7 @@ class _Client:
 
     def __init__(self, target: Target, share: ClientShare, on_progress: Callable[[int], None] | None) -> None:
         self._target, self._share, self._on_progress = target, share, on_progress
-        self._url, self._headers = _address(target), _headers(target)
+        self._url, self._headers = "".join(split_url(target.base_url)) + target.path, _headers(target)
         self._clean = cleaner([secret for secret in (target.api_key, *target.headers.values()) if secret])
         self._landed: list[_Flight] = []
         self._exchanges: list[Exchange] = []
