@@ -45,6 +45,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "formats": {"torch"},
     "bench": {
         "aiohttp",
+        "httpx",
         "huggingface_hub",
         "numpy",
         "prometheus_client",

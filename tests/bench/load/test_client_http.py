@@ -301,9 +301,10 @@ def test_a_server_that_is_not_there_stops_the_load_at_once() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_host_that_nobody_knows_stops_the_load() -> None:
+@pytest.mark.parametrize("host", ["nowhere.invalid", "a..invalid"])
+def test_a_host_that_nobody_knows_stops_the_load(host: str) -> None:
     with pytest.raises(InputError, match="no server answers"):
-        drive(Target("http://nowhere.invalid/v1"), Load(requests(10), workers=1))
+        drive(Target(f"http://{host}/v1"), Load(requests(10), workers=1))
 
 
 @pytest.mark.parametrize(

@@ -332,13 +332,15 @@ class _Client:
                         response.close()
                         return
                 flight.whole = True
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:
             flight.error, flight.detail = self._failure(error)
 
     def _failure(self, error: Exception) -> tuple[str, str]:
         """Kind and detail of what aiohttp raises."""
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return "connect", f"no connection within {self._target.connect_timeout:g} s"
+        if isinstance(error, aiohttp.InvalidURL | UnicodeError):  # of a host that DNS cannot spell
+            return "connect", "this is no URL"
         if isinstance(error, aiohttp.ClientConnectorError):
             return "connect", error.os_error.strerror or str(error.os_error)
         if isinstance(error, TimeoutError):

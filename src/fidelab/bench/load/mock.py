@@ -29,7 +29,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
@@ -456,10 +455,9 @@ class MockServer:
 
     def get(self, path: str) -> bytes:
         """The answer to ``GET path``; the path begins at the server's root, as in ``/metrics``."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.url.removesuffix("/v1") + path, timeout=30) as answer:
-            body: bytes = answer.read()
-        return body
+        import httpx
+
+        return httpx.get(self.url.removesuffix("/v1") + path, timeout=30, trust_env=False).raise_for_status().content
 
     def emitted(self) -> dict[str, dict[str, Any]]:
         """The log since the last call: ``user`` → ``received`` and ``events``, seconds."""
