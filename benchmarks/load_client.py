@@ -210,7 +210,7 @@ def _drive(task: dict[str, Any]) -> None:
 def _about(options: argparse.Namespace, clients: list[str]) -> dict[str, Any]:
     from importlib.metadata import version
 
-    versions = {name: version(name) for name in ("fidelab", "uvloop", "httptools", "orjson")}
+    versions = {name: version(name) for name in ("fidelab", "aiohttp")}
     versions["python"] = sys.version.split()[0]
     if "vllm" in clients:
         ask = "from importlib.metadata import distributions as d; print(*{x.version for x in d(name='%s')})"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tomllib
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -56,7 +58,9 @@ def test_the_lock_file_holds_names_and_versions_alone_and_every_required_package
     lines = LOCK.read_text().splitlines()
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][\w.]*", line) for line in lines)
     locked = {line.partition("==")[0] for line in lines}
-    required = {re.split(r"[^\w.-]", text)[0].lower() for text in metadata.requires("fidelab") or []}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    asked = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    required = {re.split(r"[^\w.-]", text)[0].lower() for text in asked}
     assert {re.sub("[-_.]+", "-", name) for name in required if name != "k16v8"} - locked <= {
         "llama-cpp-python",
         "datasets",

@@ -21,7 +21,7 @@ BESIDES = {
     "plugins/transformers": {"transformers"},
     "plugins/vllm": {"vllm"},
     "plugins/sglang": {"sglang"},
-    "plugins/lmcache": {"lmcache", "numpy", "google_crc32c"},
+    "plugins/lmcache": {"lmcache", "numpy"},
     "bench": {"transformers"},
 }
 # Folder → folders that it may import.

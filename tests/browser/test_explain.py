@@ -141,7 +141,7 @@ def test_without_points_the_published_curve_is_drawn_and_no_point(page: Path, op
     assert "not public" in text
     (x, y), published = places(visit, "s0").T, PUBLISHED_HILL
     batch = 2 ** (7 * (x - x[0]) / (x[-1] - x[0]))
-    hill = HillFit({name: (published[name],) * 3 for name in ("smax", "b_half", "gamma")}, 0, 0, 0, ())
+    hill = HillFit({name: (published[name],) * 3 for name in ("smax", "b_half", "gamma")}, 0, 0)
     scale = np.polyfit(hill.predict(batch), y, 1)
     assert np.abs(np.polyval(scale, hill.predict(batch)) - y).max() < 0.3  # pixels
 

@@ -104,6 +104,17 @@ def test_bytes_that_drip_do_not_prolong_a_request() -> None:
     assert [line for line in found if line] == []
 
 
+def test_a_caller_may_run_an_event_loop_of_its_own() -> None:
+    async def answer(talk: Talk) -> None:
+        talk.send(sized(b'{"data":[]}'))
+
+    async def notebook(url: str) -> object:
+        return client(url, timeout=SOON).get("/models")
+
+    with serve(answer) as served:
+        assert asyncio.run(notebook(served.url)) == {"data": []}
+
+
 def test_attempts_together_end_at_the_deadline() -> None:
     async def busy(talk: Talk) -> None:
         talk.send(b"HTTP/1.1 503 Busy\r\nRetry-After: 20\r\nContent-Length: 0\r\n\r\n")

@@ -143,16 +143,13 @@ class Fit:
         parameters: name → (estimate, lower, upper); bounds are NaN where the points do not tell.
         n: points.
         r2: ``1 - SS_res/SS_tot`` in the units of the fitted column.
-        aicc: Akaike's criterion for small samples, of normal errors; smaller is better, for the same column only.
-        residuals: measured minus fitted, [n], in the order of the points.
-        clusters: groups of points that were resampled whole for the intervals; 0: intervals from the Jacobian.
+        clusters: groups of points that were resampled whole for the intervals; 0: intervals from the covariance of the
+            linearised model, as scipy's ``curve_fit`` gives it.
     """
 
     parameters: Mapping[str, tuple[float, float, float]]
     n: int
     r2: float
-    aicc: float
-    residuals: tuple[float, ...]
     clusters: int = 0
 
     def value(self, name: str) -> float:
@@ -193,39 +190,37 @@ def fit_hill(x: Floats, y: Floats, clusters: Sequence[str] | None = None) -> Hil
     """
     _check({"x": x, "y": y}, 3, distinct=x)
 
-    def solve(rows: NDArray[np.intp]) -> Floats | None:
-        import warnings
+    def solve(rows: NDArray[np.intp]) -> _Solved | None:
+        starts = [(1.2 * float(y[rows].max()), float(np.median(x[rows])), gamma) for gamma in (1.0, 2.0)]
+        bounds = ((1e-12,) * 3, (np.inf, np.inf, 50.0))
+        found = (_curve_fit(_hill, x[rows], y[rows], start, bounds=bounds, max_nfev=2000) for start in starts)
+        return min(
+            filter(None, found), key=lambda one: float(np.square(y[rows] - _hill(x[rows], *one[0])).sum()), default=None
+        )
 
-        from scipy.optimize import OptimizeWarning, curve_fit
-
-        best: tuple[float, Floats] | None = None
-        for gamma in (1.0, 2.0):
-            start = (1.2 * float(y[rows].max()), float(np.median(x[rows])), gamma)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", OptimizeWarning)
-                try:
-                    found, _ = curve_fit(
-                        _hill, x[rows], y[rows], start, bounds=((1e-12,) * 3, (np.inf, np.inf, 50)), max_nfev=2000
-                    )
-                except RuntimeError:  # no convergence from here
-                    continue
-            loss = float(np.square(y[rows] - _hill(x[rows], *found)).sum())
-            if best is None or loss < best[0]:
-                best = loss, found
-        return None if best is None else best[1]
-
-    found = solve(np.arange(len(x)))
-    if found is None:
+    if (found := solve(np.arange(len(x)))) is None:
         raise InputError("the Hill curve does not converge on these points; they may not saturate at all")
-    step = 1e-6
-    jacobian = np.stack(
-        [
-            (_hill(x, *(found * (1 + step * unit))) - _hill(x, *(found * (1 - step * unit)))) / (2 * step * value)
-            for unit, value in zip(np.eye(3), found, strict=True)
-        ],
-        axis=1,
-    )
-    return HillFit(*_judged(("smax", "b_half", "gamma"), found, y, _hill(x, *found), jacobian, solve, clusters))
+    return HillFit(*_judged(("smax", "b_half", "gamma"), found, y, _hill(x, *found[0]), solve, clusters))
+
+
+_Solved = tuple[Floats, Floats]  # estimates [k] and their covariance [k, k]
+
+
+def _curve_fit(
+    model: Callable[..., Floats], x: Floats, y: Floats, start: Sequence[float], **options: Any
+) -> _Solved | None:
+    """Least squares; ``None`` where it does not converge."""
+    import warnings
+
+    from scipy.optimize import OptimizeWarning, curve_fit
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OptimizeWarning)  # a covariance that cannot be told is infinite
+        try:
+            estimates, covariance = curve_fit(model, x, y, start, **options)
+        except RuntimeError:
+            return None
+    return estimates, covariance
 
 
 def fit_affine(
@@ -243,14 +238,17 @@ def fit_affine(
         lacks = "batches" if len(set(batch.tolist())) < 2 else "contexts"
         raise InputError(f"an affine time needs points at two or more {lacks}; these have one")
 
-    def solve(rows: NDArray[np.intp]) -> Floats | None:
+    def solve(rows: NDArray[np.intp]) -> _Solved | None:
         if np.linalg.matrix_rank(design[rows] / scale) < len(names):
             return None
-        return np.asarray(np.linalg.lstsq(design[rows] / scale, time[rows], rcond=None)[0] / scale)
+        scaled = _curve_fit(
+            lambda x, *terms: x @ np.array(terms), design[rows] / scale, time[rows], (1.0,) * len(names)
+        )
+        return None if scaled is None else (scaled[0] / scale, scaled[1] / np.outer(scale, scale))
 
     found = solve(np.arange(len(batch)))
     assert found is not None
-    return AffineFit(*_judged(names, found, time, design @ found, design, solve, clusters))
+    return AffineFit(*_judged(names, found, time, design @ found[0], solve, clusters))
 
 
 def _check(columns: Mapping[str, Floats], parameters: int, distinct: Floats | None = None) -> None:
@@ -274,46 +272,34 @@ def _check(columns: Mapping[str, Floats], parameters: int, distinct: Floats | No
 
 def _judged(
     names: Sequence[str],
-    found: Floats,
+    found: _Solved,
     y: Floats,
     fitted: Floats,
-    jacobian: Floats,
-    solve: Callable[[NDArray[np.intp]], Floats | None],
+    solve: Callable[[NDArray[np.intp]], _Solved | None],
     clusters: Sequence[str] | None,
-) -> tuple[dict[str, tuple[float, float, float]], int, float, float, tuple[float, ...], int]:
+) -> tuple[dict[str, tuple[float, float, float]], int, float, int]:
     """The fields of a fit."""
-    n, k = len(y), len(found)
-    residuals = y - fitted
-    loss, spread = float(np.square(residuals).sum()), float(np.square(y - y.mean()).sum())
-    r2 = 1 - loss / spread if spread > 0 else math.nan
-    kept = k + 1  # the variance is estimated, too
-    aicc = n * math.log(max(loss, 1e-300) / n) + 2 * kept + 2 * kept * (kept + 1) / max(1, n - kept - 1)
-    groups = sorted(set(clusters or ()))
-    if len(groups) >= 3:
-        assert clusters is not None
-        low, high = _resampled(solve, np.array(clusters), groups, k)
-    else:
-        low, high = _from_jacobian(found, jacobian, loss / (n - k), n - k)
-    parameters = {name: tuple(map(float, row)) for name, *row in zip(names, found, low, high, strict=True)}
-    used = len(groups) if len(groups) >= 3 else 0
-    return parameters, n, r2, aicc, tuple(residuals.tolist()), used  # type: ignore[return-value]
-
-
-def _from_jacobian(found: Floats, jacobian: Floats, variance: float, freedom: int) -> tuple[Floats, Floats]:
-    """Estimates ± t · standard error, of the linearised model."""
     from scipy.stats import t
 
-    scale = np.abs(jacobian).max(axis=0)
-    scaled = jacobian / np.where(scale > 0, scale, 1)
-    if np.linalg.matrix_rank(scaled) < len(found):
-        return np.full(len(found), np.nan), np.full(len(found), np.nan)
-    errors = np.sqrt(variance * np.diag(np.linalg.inv(scaled.T @ scaled))) / scale
-    half = t.ppf(0.975, freedom) * errors
-    return found - half, found + half
+    estimates, covariance = found
+    loss, spread = float(np.square(y - fitted).sum()), float(np.square(y - y.mean()).sum())
+    r2 = 1 - loss / spread if spread > 0 else math.nan
+    groups = sorted(set(clusters or ()))
+    if len(groups) >= 3:
+        low, high = _resampled(solve, np.array(clusters), groups, len(names))
+    else:
+        half = t.ppf(0.975, len(y) - len(names)) * np.sqrt(np.diag(covariance))
+        half[~np.isfinite(half)] = np.nan
+        low, high = estimates - half, estimates + half
+    parameters = {
+        name: (float(value), float(lower), float(upper))
+        for name, value, lower, upper in zip(names, estimates, low, high, strict=True)
+    }
+    return parameters, len(y), r2, len(groups) if len(groups) >= 3 else 0
 
 
 def _resampled(
-    solve: Callable[[NDArray[np.intp]], Floats | None], clusters: NDArray[Any], groups: Sequence[str], k: int
+    solve: Callable[[NDArray[np.intp]], _Solved | None], clusters: NDArray[Any], groups: Sequence[str], k: int
 ) -> tuple[Floats, Floats]:
     """2.5% and 97.5% of estimates from resampled clusters (percentile bootstrap)."""
     rows = {group: np.flatnonzero(clusters == group) for group in groups}
@@ -322,7 +308,7 @@ def _resampled(
     for _ in range(_BOOTSTRAPS):
         chosen = [groups[i] for i in random.integers(0, len(groups), len(groups))]
         if (found := solve(np.concatenate([rows[group] for group in chosen]))) is not None:
-            drawn.append(found)
+            drawn.append(found[0])
     if len(drawn) < _BOOTSTRAPS // 2:
         return np.full(k, np.nan), np.full(k, np.nan)
     low, high = np.percentile(np.array(drawn), (2.5, 97.5), axis=0)
@@ -394,16 +380,12 @@ def compare_fits(
             "clusters": fit.clusters,
         }
 
-    def hill() -> tuple[Fit, Floats]:
-        fit = fit_hill(batch, rate, groups)
-        return fit, fit.predict(batch)
-
     def affine() -> tuple[Fit, Floats]:
         milliseconds = value if is_time else 1000 * batch / value
         fit = fit_affine(batch, milliseconds, tokens, groups)
         return fit, 1000 * batch / fit.predict(batch, tokens)
 
-    keep_fit("Hill", "Smax·x^γ / (x½^γ + x^γ)", hill)
+    keep_fit("Hill", "Smax·x^γ / (x½^γ + x^γ)", lambda: _hill_of(batch, rate, groups))
     if not is_speedup:
         keep_fit("affine", "t = a + b·x + c·x·T, ms" if tokens is not None else "t = a + b·x, ms", affine)
     if len(errors) == len(fits):
@@ -411,7 +393,7 @@ def compare_fits(
     if min_x is None and float(batch.min()) < 4:
         keep = batch >= 4
         few = None if groups is None else tuple(np.array(groups)[keep].tolist())
-        keep_fit(f"Hill, {x} of 4 and more", "the same", lambda: _again(batch[keep], rate[keep], few))
+        keep_fit(f"Hill, {x} of 4 and more", "the same", lambda: _hill_of(batch[keep], rate[keep], few))
         fitted.pop(f"Hill, {x} of 4 and more", None)
     sentences = [*_which(rate, fitted), *_artefacts(fits, is_speedup, value, ceiling, kv_bytes, device)]
     return {
@@ -424,7 +406,7 @@ def compare_fits(
     }
 
 
-def _again(batch: Floats, rate: Floats, groups: Sequence[str] | None) -> tuple[Fit, Floats]:
+def _hill_of(batch: Floats, rate: Floats, groups: Sequence[str] | None) -> tuple[Fit, Floats]:
     fit = fit_hill(batch, rate, groups)
     return fit, fit.predict(batch)
 

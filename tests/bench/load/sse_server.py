@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-
-import orjson
 
 from fidelab.bench.load.exchange import LoadRequest
 
@@ -124,7 +123,7 @@ def sized(body: bytes, status: bytes = b"200 OK", kind: bytes = b"application/js
 def event(text: str | None, finish: str | None = None, **more: object) -> bytes:
     """One event of a completions stream; text ``None``: without choices."""
     choices = [] if text is None else [{"index": 0, "text": text, "finish_reason": finish}]
-    return b"data: " + orjson.dumps({"choices": choices, **more}) + b"\n\n"
+    return b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n"
 
 
 def stream(tokens: int, prompt: int = 5) -> bytes:
@@ -144,7 +143,7 @@ async def well(talk: Talk) -> None:
 
 
 def requests(count: int, **more: object) -> list[LoadRequest]:
-    return [LoadRequest(at, orjson.dumps({"n": at, **more}), None, 3) for at in range(count)]
+    return [LoadRequest(at, json.dumps({"n": at, **more}).encode(), None, 3) for at in range(count)]
 
 
 def unused_port() -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -14,13 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import orjson
 import pytest
 
-from fidelab.bench.load.client import ClientPart
 from fidelab.bench.load.drive import BEHIND, Load, ServerRefusedError, Target, drive, workers_for
 from fidelab.bench.load.exchange import Exchange, LoadRequest
-from fidelab.bench.load.workers import error_from, error_record, job_from, job_record, part_from, part_record
 from fidelab.errors import FidelabError, InputError, UsageError
 from tests.bench.load.sse_server import (
     HEAD,
@@ -137,7 +136,7 @@ def test_an_open_loop_sends_nothing_early_and_everything_in_order() -> None:
     assert [one.due - result.started for one in result.exchanges if one.due is not None] == pytest.approx(
         [at * 0.007 for at in range(30)]
     )
-    assert [orjson.loads(body)["n"] for body in served.bodies] == list(range(30))
+    assert [json.loads(body)["n"] for body in served.bodies] == list(range(30))
 
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:
@@ -151,7 +150,7 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
 def test_requests_of_an_open_loop_may_come_in_any_order() -> None:
     with serve(well) as served:
         result = drive(Target(served.url), Load(due(10, 0.01)[::-1], open_loop=True, workers=1))
-    assert [orjson.loads(body)["n"] for body in served.bodies] == list(range(10))
+    assert [json.loads(body)["n"] for body in served.bodies] == list(range(10))
     assert [one.index for one in result.exchanges] == list(range(10))
 
 
@@ -201,10 +200,10 @@ def test_progress_tells_how_many_ended() -> None:
 
 
 def test_the_collector_and_the_limit_of_files_are_as_before() -> None:
-    before = gc.isenabled(), gc.get_freeze_count(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = gc.isenabled(), resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.raises(InputError):
         drive(Target(f"http://127.0.0.1:{unused_port()}/v1"), Load(requests(10), concurrency=1, workers=1))
-    assert (gc.isenabled(), gc.get_freeze_count(), resource.getrlimit(resource.RLIMIT_NOFILE)) == before
+    assert (gc.isenabled(), resource.getrlimit(resource.RLIMIT_NOFILE)) == before
 
 
 def test_an_error_in_a_callback_ends_the_load() -> None:
@@ -234,7 +233,7 @@ def test_several_processes_send_every_request_once_within_the_concurrency() -> N
     with serve(together(5)) as served:
         load = Load(requests(41), concurrency=5, warmup=6, workers=2)
         result = drive(Target(served.url, api_key="sk-1"), load)
-    assert sorted(orjson.loads(body)["n"] for body in served.bodies) == list(range(41))
+    assert sorted(json.loads(body)["n"] for body in served.bodies) == list(range(41))
     assert [one.index for one in result.exchanges] == list(range(41))
     assert [one.error for one in result.exchanges] == [None] * 41
     assert [one.warmup for one in result.exchanges] == [True] * 6 + [False] * 35
@@ -313,31 +312,9 @@ def test_an_interrupt_ends_everything(workers: int, tmp_path: Path) -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("open_loop", [False, True])
-def test_a_job_survives_the_way_to_a_process_exactly(open_loop: bool) -> None:
-    from fidelab.bench.load.drive import _share
-
-    load = Load(due(7, 0.1), concurrency=3, warmup=2, open_loop=open_loop, duration=9.0, ramp=1.5)
-    target = Target("http://h/v1", api_key="k", headers={"a": "b"}, timeout=3.0)
-    share = _share(load, 1, 2)
-    found_target, found = job_from(orjson.loads(orjson.dumps(job_record(target, share))))
-    assert found_target == target
-    assert found == share
-
-
-def test_what_became_of_a_load_survives_the_way_back_exactly() -> None:
-    random = np.random.default_rng(0)
-    one = Exchange(3, 1 / 3, 2 / 7, random.random(5), 0.1 + 0.2, 5, 3, "length", "timeout", "late", True, True)
-    part = ClientPart([one, Exchange(4, None, 1.0, np.empty(0), 2.0)], 1 / 7, random.random(9), 0.3)
-    found = part_from(orjson.loads(orjson.dumps(part_record(part), option=orjson.OPT_SERIALIZE_NUMPY)))
-    for before, after in zip(part.exchanges, found.exchanges, strict=True):
-        assert {**vars(before), "events": before.events.tolist()} == {**vars(after), "events": after.events.tolist()}
-    assert (found.started, found.lag.tolist(), found.cpu_seconds) == (part.started, part.lag.tolist(), 0.3)
-
-
 @pytest.mark.parametrize("error", [ServerRefusedError("m", 404, "s"), InputError("m"), UsageError("m")])
 def test_an_error_survives_the_way_back(error: FidelabError) -> None:
-    found = error_from(orjson.loads(orjson.dumps(error_record(error))))
+    found = pickle.loads(pickle.dumps(error))
     assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
 
 
@@ -346,9 +323,9 @@ def test_an_error_survives_the_way_back(error: FidelabError) -> None:
     [
         (100, 0.1, 8, None, 16, 1),
         (3500, 0.001 / 3.5, 1, None, 16, 4),  # 3,500 requests a second
-        (1000, 0.01, 400, None, 16, 3),  # 100 requests, 40,000 tokens a second
+        (1000, 0.01, 400, None, 16, 5),  # 100 requests, 40,000 tokens a second
         (3500, 0.001 / 3.5, 1, None, 2, 1),  # a core is left to the server
-        (10, 0.0, 8, 1500, 16, 3),
+        (10, 0.0, 8, 700, 16, 3),
         (10, 0.0, 8, 64, 1, 1),
     ],
 )

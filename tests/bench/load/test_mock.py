@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fidelab.bench.load.mock import Connection, Mock, MockServer, MockSettings
+from fidelab.bench.load.mock import Mock, MockServer, MockSettings
 from fidelab.errors import UsageError
 
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
@@ -215,8 +215,8 @@ def test_jitter_makes_gaps_unequal(distribution: str) -> None:
 def test_delays_come_from_the_seed_and_are_never_negative(distribution: str) -> None:
     async def draw(seed: int) -> list[float]:
         settings = MockSettings(itl=0.5, jitter=1.0, distribution=distribution, seed=seed)
-        connection = Connection(Mock(settings))
-        return [connection._delay(index) for index in range(1, 4001)]
+        mock = Mock(settings)
+        return [mock.delay(index) for index in range(1, 4001)]
 
     delays = asyncio.run(draw(1))
     assert min(delays) == 0
@@ -224,13 +224,6 @@ def test_delays_come_from_the_seed_and_are_never_negative(distribution: str) -> 
     expected = 0.5625 if distribution == "uniform" else 0.6978
     assert sum(delays) / len(delays) == pytest.approx(expected, abs=0.03)
     assert delays == asyncio.run(draw(1)) != asyncio.run(draw(2))
-
-
-def test_a_slow_reader_receives_later() -> None:
-    with MockServer(MockSettings(read_delay=0.1, log_events=True)) as mock:
-        sent = time.monotonic()
-        ask(mock, user="a")
-        assert mock.emitted()["a"]["received"] - sent >= 0.097
 
 
 def test_no_more_requests_are_answered_at_a_time_than_set() -> None:
@@ -301,7 +294,7 @@ def test_flags_say_what_settings_say() -> None:
 
 def test_its_help_gives_the_unit_of_every_time() -> None:
     told = {each.name: each.metadata["help"] for each in fields(MockSettings)}
-    assert all("seconds" in told[name] for name in ("ttft", "itl", "jitter", "read_delay"))
+    assert all("seconds" in told[name] for name in ("ttft", "itl", "jitter"))
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,17 @@ All of this runs when a stream has ended: while it runs, the client only keeps p
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import orjson
-from numpy.typing import NDArray
 
 from fidelab.bench.load.exchange import Exchange
+from fidelab.engines.openai.http import message_of, parse_json
 
-__all__ = ["read_stream", "said", "split_events"]
+__all__ = ["read_stream", "split_events"]
 
-_LINE_END = re.compile(rb"\r\n|\n|\r")
-_BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")  # atomic: the halves of one \r\n are not two line ends
 _DONE = b"[DONE]"
 
 
@@ -30,43 +26,20 @@ def split_events(body: bytes, whole: bool = True) -> tuple[list[bytes], list[int
     without a blank line behind it counts at the end of a ``whole`` body (some servers leave that out), and where it
     says that the stream is done.
     """
-    plain = body.startswith(b"data:") and body.endswith(b"\n\n") and b"\r" not in body
-    if plain and body.count(b"\n") == 2 * body.count(b"\n\ndata:") + 2:  # one line of data per event, nothing else
-        data = body[5:-2].split(b"\n\ndata:")
-        return data, list(accumulate(len(one) + 7 for one in data))
-    blocks, ends = _blocks(body)
-    data = []
-    offsets: list[int] = []
-    last = len(blocks) - 1
-    for at, (block, end) in enumerate(zip(blocks, ends, strict=True)):
-        event = block[5:] if block.startswith(b"data:") and b"\n" not in block and b"\r" not in block else _data(block)
-        if event is not None and (at < last or whole or event.strip() == _DONE):
-            data.append(event)
-            offsets.append(end)
-    return data, offsets
-
-
-def _blocks(body: bytes) -> tuple[list[bytes], list[int]]:
-    """What lies between blank lines, and where each of these ends.  The last block has none behind it."""
-    if b"\r" not in body:
-        blocks = body.split(b"\n\n")
-        ends = list(accumulate(len(block) + 2 for block in blocks))
-    else:
-        blocks, ends = [], []
-        begin = 0
-        for blank in _BLANK_LINE.finditer(body):
-            blocks.append(body[begin : blank.start()])
-            begin = blank.end()
-            ends.append(begin)
-        blocks.append(body[begin:])
-        ends.append(0)
-    ends[-1] = len(body)
-    return blocks, ends
-
-
-def _data(block: bytes) -> bytes | None:
-    lines = [line[5:] for line in _LINE_END.split(block) if line.startswith(b"data:")]
-    return b"\n".join(lines) if lines else None
+    data, ends, at = list[bytes](), list[int](), 0
+    lines: list[bytes] = []
+    for line in body.splitlines(keepends=True):
+        at += len(line)
+        if line.startswith(b"data:"):
+            lines.append(line[5:].rstrip(b"\r\n"))
+        elif line[0] in b"\r\n" and lines:
+            data.append(b"\n".join(lines))
+            ends.append(at)
+            lines = []
+    if lines and (whole or b"\n".join(lines).strip() == _DONE):
+        data.append(b"\n".join(lines))
+        ends.append(at)
+    return data, ends
 
 
 def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[float], whole: bool) -> None:
@@ -91,50 +64,39 @@ def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[floa
         if not data:
             exchange.error, exchange.detail = "no-stream", "the server says that the stream is done before any event"
             return
-    events, bad = _objects(data)
-    exchange.events = arrived[: len(events)][_carrying(exchange, events)]
-    if bad is not None:
-        exchange.error, exchange.detail = "invalid-json", f"event {len(events) + 1} is no JSON object: {bad}"
-    elif exchange.error is None and done is None and exchange.finish_reason is None:
+    carries = _read_events(exchange, data)
+    exchange.events = arrived[: len(carries)][carries]
+    if exchange.error is None and done is None and exchange.finish_reason is None:
         exchange.error, exchange.detail = "aborted", "the stream ended before its answer did"
 
 
-def _objects(data: list[bytes]) -> tuple[list[dict[str, Any]], str | None]:
-    """The events up to the first that is no JSON object, and that one's text."""
-    try:
-        events_at_once = orjson.loads(b"[" + b",".join(data) + b"]")  # one call instead of one per event
-        if len(events_at_once) == len(data) and all(type(event) is dict for event in events_at_once):
-            return events_at_once, None
-    except orjson.JSONDecodeError:
-        pass
-    events: list[dict[str, Any]] = []
-    for text in data:
-        try:
-            event = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            event = None
-        if not isinstance(event, dict):
-            return events, text.decode("utf-8", "replace").strip()
-        events.append(event)
-    return events, None
+def _read_events(exchange: Exchange, data: list[bytes]) -> list[bool]:
+    """Whether each event carries text or a token; usage, reason and error are noted on the way.
 
-
-def _carrying(exchange: Exchange, events: list[dict[str, Any]]) -> NDArray[np.bool_]:
-    """``[n]`` whether each event carries text or a token; usage, reason and error are noted on the way."""
-    carries = np.zeros(len(events), bool)
+    Ends at the first event that is no JSON object.
+    """
+    carries: list[bool] = []
     begun = False
-    for at, event in enumerate(events):
+    for text in data:
+        event = parse_json(text)
+        if not isinstance(event, dict):
+            shown = text.decode("utf-8", "replace").strip()
+            exchange.error = "invalid-json"
+            exchange.detail = f"event {len(carries) + 1} is no JSON object: {shown}"
+            break
+        carried = False
         if choices := event.get("choices"):
             choice = choices[0] if isinstance(choices, list) and isinstance(choices[0], dict) else {}
             if reason := choice.get("finish_reason"):
                 exchange.finish_reason = reason if isinstance(reason, str) else "unknown"
-            if choice.get("text") or _carries(choice, begun):
-                carries[at] = begun = True
+            carried = bool(choice.get("text")) or _carries(choice, begun)
         if isinstance(usage := event.get("usage"), dict):
             exchange.prompt_tokens = _count(usage.get("prompt_tokens"))
             exchange.output_tokens = _count(usage.get("completion_tokens"))
         elif not choices and (event.get("error") or event.get("object") == "error"):
-            exchange.error, exchange.detail = "server", _message(event)
+            exchange.error, exchange.detail = "server", message_of(event)
+        carries.append(carried)
+        begun = begun or carried
     return carries
 
 
@@ -159,33 +121,8 @@ def _count(found: object) -> int | None:
 
 def _no_stream(body: bytes) -> tuple[str, str]:
     """Kind and detail of a 200 without any event."""
-    try:
-        body_json = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        body_json = None
-    if isinstance(body_json, dict) and body_json.get("error"):  # some servers say 200 all the same
-        return "server", _message(body_json)
-    what = "one JSON object" if isinstance(body_json, dict) else "nothing" if not body.strip() else "something else"
+    found = parse_json(body)
+    if isinstance(found, dict) and found.get("error"):  # some servers say 200 all the same
+        return "server", message_of(found)
+    what = "one JSON object" if isinstance(found, dict) else "nothing" if not body.strip() else "something else"
     return "no-stream", f"the server answers with {what} instead of a stream of events"
-
-
-def said(body: bytes) -> str:
-    """What the body of an error says, in whichever of the usual forms."""
-    try:
-        return _message(orjson.loads(body))
-    except orjson.JSONDecodeError:
-        return body.decode("utf-8", "replace").strip() or "no message"
-
-
-def _message(found: Any) -> str:
-    for key in ("error", "message", "detail", "msg"):
-        while isinstance(found, dict) and key in found:
-            found = found[key]
-        if isinstance(found, list) and found:
-            found = found[0]
-    if isinstance(found, str):
-        return found
-    try:
-        return orjson.dumps(found).decode()
-    except orjson.JSONEncodeError:
-        return "JSON that nests too deeply"

@@ -21,9 +21,9 @@ __all__ = ["BEHIND", "Load", "ServerRefusedError", "Target", "drive", "workers_f
 
 BEHIND = 0.050  # seconds: p99 of sent − due above which an open loop did not keep its rate
 
-_REQUESTS_PER_WORKER = 1000.0  # per second; a core manages several times as many, but a busy client is a late one
-_TOKENS_PER_WORKER = 15_000.0  # per second, likewise
-_CONCURRENCY_PER_WORKER = 512
+_REQUESTS_PER_WORKER = 1000.0  # per second; a core manages 3,000, but a busy client is a late one
+_TOKENS_PER_WORKER = 10_000.0  # per second; a core manages 16,000 to 33,000 (benchmarks/load_client.py --itl 10)
+_CONCURRENCY_PER_WORKER = 256
 
 
 def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | None = None) -> DriveResult:

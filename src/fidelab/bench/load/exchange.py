@@ -21,6 +21,9 @@ class ServerRefusedError(InputError):
         self.status = status
         self.said = said
 
+    def __reduce__(self) -> tuple[type[ServerRefusedError], tuple[str, int, str]]:
+        return type(self), (str(self), self.status, self.said)  # it comes from a process of its own
+
 
 @dataclass(frozen=True)
 class Target:

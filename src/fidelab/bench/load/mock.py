@@ -19,22 +19,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
-from typing import Any, Self, cast
-
-import httptools
-import orjson
+from typing import Any, Self
 
 from fidelab.errors import UsageError
 
@@ -89,13 +87,12 @@ class MockSettings:
     invalid_json_rate: float = _of(0.0, "one event, or the answer, is no JSON")
     endless: bool = _of(False, "streams never end")
     no_usage: bool = _of(False, "no usage, even when it is asked for")
-    read_delay: float = _of(0.0, "seconds by which it reads each piece of a request later")
     coalesce: bool = _of(False, "with ttft, itl and jitter 0: a whole stream in one write")
     log_events: bool = _of(False, "keep the times of all events for /emitted")
     attached: bool = _of(False, "end when standard input does")
 
     def __post_init__(self) -> None:
-        for name in ("ttft", "itl", "jitter", "read_delay", "draft_tokens", "port"):
+        for name in ("ttft", "itl", "jitter", "draft_tokens", "port"):
             self._check(name, 0, math.inf)
         for name in ("error_rate", "drop_rate", "invalid_json_rate"):
             self._check(name, 0, 1)
@@ -174,7 +171,7 @@ class _Frames:
         text = " word" * output
         content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         usage = {} if self.settings.no_usage else {"usage": _usage(prompt, output)}
-        return orjson.dumps(self._object([{"index": 0, **content, "finish_reason": finish}]) | usage)
+        return _json(self._object([{"index": 0, **content, "finish_reason": finish}]) | usage)
 
     def _event(self, tokens: int, finish: str | None) -> bytes:
         text = " word" * tokens
@@ -185,7 +182,7 @@ class _Frames:
         chunk = self._object(choices, ".chunk")
         if usage is not None or self.settings.style == "sglang":
             chunk["usage"] = usage
-        data = b"data: " + orjson.dumps(chunk) + b"\n\n"
+        data = b"data: " + _json(chunk) + b"\n\n"
         return b"%x\r\n%b\r\n" % (len(data), data)
 
     def _object(self, choices: list[Any], suffix: str = "") -> dict[str, Any]:
@@ -201,28 +198,33 @@ class Mock:
         self.settings = settings
         self.random = random.Random(settings.seed)
         self.frames = {chat: _Frames(settings, chat) for chat in (False, True)}
-        self.waiting: deque[Connection] = deque()
-        self.running = self.events = self.prompt_tokens = self.output_tokens = 0
+        self.running = self.waiting = self.events = self.prompt_tokens = self.output_tokens = 0
         self.log: dict[str, dict[str, Any]] = {}
+        self._room = asyncio.Semaphore(settings.concurrency or sys.maxsize)
         self._read = (0, time.monotonic())
 
-    def enter(self, connection: Connection) -> None:
-        """Begin an answer, or queue it."""
-        if self.settings.concurrency is None or self.running < self.settings.concurrency:
-            self.running += 1
-            connection.begin()
-        else:
-            self.waiting.append(connection)
-
-    def leave(self, connection: Connection) -> None:
-        """Finish or abandon an answer, and begin the next one in the queue."""
-        if connection in self.waiting:
-            self.waiting.remove(connection)
-        elif self.waiting:
-            following = self.waiting.popleft()
-            following.timer = following.loop.call_soon(following.begin)
-        else:
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """One of the requests that are answered at a time."""
+        self.waiting += 1
+        try:
+            await self._room.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        try:
+            yield
+        finally:
             self.running -= 1
+            self._room.release()
+
+    def delay(self, index: int) -> float:
+        """Seconds before event ``index``."""
+        settings, delay = self.settings, self.settings.itl if index else self.settings.ttft
+        if settings.jitter:
+            draw = self.random.uniform(-1, 1) if settings.distribution == "uniform" else self.random.gauss()
+            delay = max(0.0, delay + draw * settings.jitter)
+        return delay
 
     def page(self, path: str) -> tuple[int, bytes]:
         """Status and body of a GET."""
@@ -231,10 +233,10 @@ class Mock:
             return 200, self._metrics().encode()
         if path == "/emitted":
             log, self.log = self.log, {}
-            return 200, orjson.dumps(log)
+            return 200, _json(log)
         if path == "/v1/models":
             about = {"id": settings.model, "object": "model", "created": 0, "max_model_len": settings.max_model_len}
-            return 200, orjson.dumps({"object": "list", "data": [about]})
+            return 200, _json({"object": "list", "data": [about]})
         return (200, b"") if path == "/health" else _fault(404, "Not Found")
 
     def _metrics(self) -> str:
@@ -242,7 +244,7 @@ class Mock:
         (tokens, then), self._read = self._read, (self.output_tokens, now)
         rate = (self.output_tokens - tokens) / max(now - then, 1e-9)
         usage = self.running / settings.concurrency if settings.concurrency else 0.0
-        figures = (self.running, len(self.waiting), usage, self.prompt_tokens, self.output_tokens, rate)
+        figures = (self.running, self.waiting, usage, self.prompt_tokens, self.output_tokens, rate)
         named: dict[str, float] = dict(zip(_METRICS[settings.style], figures, strict=True))
         accepted = self.events * (settings.tokens_per_event - 1)
         if settings.draft_tokens and settings.style == "vllm":
@@ -257,196 +259,138 @@ class Mock:
         kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in named if name}
         return "".join(f"# TYPE {name} {kind}\n{name}{label} {float(named[name])}\n" for name, kind in kinds.items())
 
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection's requests, one after another."""
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):  # the client is gone
+            while not writer.is_closing():
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+                found = re.match(r"(get|post) (/[^ ?]*)(?:\?[^ ]*)? http/1\.[01]\r\n", head)
+                if found is None:
+                    _reply(writer, *_fault(400, "no HTTP request"))
+                    break
+                length = re.search(r"\r\ncontent-length: *(\d+)", head)
+                body = await reader.readexactly(int(length[1]) if length else 0)
+                if found[1] == "get":
+                    _reply(writer, *self.page(found[2]))
+                elif found[2] in ("/v1/completions", "/v1/chat/completions"):
+                    await self._answer(writer, body, chat="chat" in found[2])
+                else:
+                    _reply(writer, *_fault(404, "Not Found"))
+                await writer.drain()
+                if "\r\nconnection: close" in head:
+                    break
+        writer.close()
 
-class Connection(asyncio.Protocol):
-    """One client's connection, and the answer in progress on it."""
-
-    transport: asyncio.Transport
-
-    def __init__(self, mock: Mock) -> None:
-        self.mock, self.settings, self.loop = mock, mock.settings, asyncio.get_running_loop()
-        self.parser = httptools.HttpRequestParser(self)
-        self.path, self.body = "", b""
-        self.busy = self.paused = self.stalled = False
-        self.timer: asyncio.Handle | None = None
-
-    # Callbacks of the transport.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self.busy:
-            self._over()
-
-    def pause_writing(self) -> None:
-        self.paused = True
-
-    def resume_writing(self) -> None:
-        self.paused = False
-        if self.stalled:
-            self.stalled = False
-            self._step()
-
-    def data_received(self, data: bytes) -> None:
-        if self.settings.read_delay:
-            self.transport.pause_reading()
-            self.loop.call_later(self.settings.read_delay, self._feed_late, data)
-        else:
-            self._feed(data)
-
-    def _feed_late(self, data: bytes) -> None:
-        if not self.transport.is_closing():
-            self._feed(data)
-            self.transport.resume_reading()
-
-    def _feed(self, data: bytes) -> None:
+    async def _answer(self, writer: asyncio.StreamWriter, body: bytes, chat: bool) -> None:
+        settings, received = self.settings, time.monotonic()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._reply(*_fault(400, f"no HTTP request: {error}"))
-            self.transport.close()
-
-    # Callbacks of the parser.
-
-    def on_url(self, url: bytes) -> None:
-        self.path, self.body = url.decode("latin-1").partition("?")[0], b""
-
-    def on_body(self, body: bytes) -> None:
-        self.body += body
-
-    def on_message_complete(self) -> None:
-        if self.busy:  # pipelining is not supported
-            self.transport.abort()
-        elif self.parser.get_method() == b"GET":
-            self._reply(*self.mock.page(self.path))
-        elif self.path in ("/v1/completions", "/v1/chat/completions"):
-            self._ask(time.monotonic())
-        else:
-            self._reply(*_fault(404, "Not Found"))
-
-    # Answers.
-
-    def _ask(self, received: float) -> None:
-        settings, mock, chat = self.settings, self.mock, self.path == "/v1/chat/completions"
-        try:
-            asked = orjson.loads(self.body)
+            asked = json.loads(body)
             prompt = _prompt_tokens(asked["messages" if chat else "prompt"], chat)
             limit = next((int(asked[key]) for key in ("max_completion_tokens", "max_tokens") if asked.get(key)), 16)
             if limit < 1:
                 raise ValueError(f"max_tokens {limit}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return self._reply(*_fault(400, f"this request cannot be answered: {error!r}"))
+            return _reply(writer, *_fault(400, f"this request cannot be answered: {error!r}"))
         model = asked.get("model", settings.model)
         if model != settings.model:
-            return self._reply(*_fault(404, f"The model `{model}` does not exist.", "NotFoundError", "model"))
+            return _reply(writer, *_fault(404, f"The model `{model}` does not exist.", "NotFoundError", "model"))
         if prompt + limit > settings.max_model_len:
-            return self._reply(*_fault(400, _TOO_LONG.format(settings.max_model_len, prompt, limit)))
-        if mock.random.random() < settings.error_rate:
-            return self._reply(*_fault(500, "a fault that was asked for", "InternalServerError"))
-        self.busy, self.frames, self.prompt, self.index = True, mock.frames[chat], prompt, 0
-        self.tokens = min(limit, settings.tokens or limit)
-        self.finish = "length" if self.tokens == limit else "stop"
-        self.count = -(-self.tokens // settings.tokens_per_event)
-        self.drop_at, self.break_at = self._half(settings.drop_rate), self._half(settings.invalid_json_rate)
-        self.times: list[float] = []
+            return _reply(writer, *_fault(400, _TOO_LONG.format(settings.max_model_len, prompt, limit)))
+        if self.random.random() < settings.error_rate:
+            return _reply(writer, *_fault(500, "a fault that was asked for", "InternalServerError"))
+        tokens = min(limit, settings.tokens or limit)
+        count = -(-tokens // settings.tokens_per_event)
+        drop_at, break_at = self._half(settings.drop_rate, count), self._half(settings.invalid_json_rate, count)
+        answer = _Answer(
+            self.frames[chat], prompt, tokens, "length" if tokens == limit else "stop", count, drop_at, break_at
+        )
         if settings.log_events:
-            mock.log[str(asked.get("user", len(mock.log)))] = {"received": received, "events": self.times}
-        mock.prompt_tokens += prompt
-        self.stream = bool(asked.get("stream"))
-        if self.stream:
-            wanted = (asked.get("stream_options") or {}).get("include_usage") and not settings.no_usage
-            rest = self.tokens - (self.count - 1) * settings.tokens_per_event
-            usage = self.frames.usage(prompt, self.tokens) if wanted else b""
-            self.tail = self.frames.ending(rest, self.finish) + usage + self.frames.DONE
-            self.transport.write(self.frames.start)
-        return mock.enter(self)
+            self.log[str(asked.get("user", len(self.log)))] = {"received": received, "events": answer.times}
+        self.prompt_tokens += prompt
+        if not asked.get("stream"):
+            async with self.turn():
+                return await self._send_whole(writer, answer)
+        usage = (asked.get("stream_options") or {}).get("include_usage") and not settings.no_usage
+        writer.write(answer.frames.start)
+        async with self.turn():
+            return await self._send_stream(writer, answer, answer.tail(usage=bool(usage)))
 
-    def _half(self, rate: float) -> int:
-        """The index of the event at which a fault of this rate strikes the request; -1: it does not."""
-        return self.count // 2 if rate and self.mock.random.random() < rate else -1
+    def _half(self, rate: float, count: int) -> int:
+        """The index of the event at which a fault of this rate strikes a request; -1: it does not."""
+        return count // 2 if rate and self.random.random() < rate else -1
 
-    def begin(self) -> None:
-        """Start answering: the request has left the queue."""
-        settings = self.settings
-        if not self.stream:
-            self.timer = self.loop.call_later(sum(map(self._delay, range(self.count))), self._answer)
-        elif settings.paced:
-            self.due = time.monotonic()
-            self._next()
-        elif settings.coalesce and self.drop_at < 0 and self.break_at < 0 and not settings.endless:
-            self._burst()
-        else:
-            self._step()
-
-    def _delay(self, index: int) -> float:
-        """Seconds before event ``index``."""
-        settings, delay = self.settings, self.settings.itl if index else self.settings.ttft
-        if settings.jitter:
-            draw = self.mock.random.uniform(-1, 1) if settings.distribution == "uniform" else self.mock.random.gauss()
-            delay = max(0.0, delay + draw * settings.jitter)
-        return delay
-
-    def _next(self) -> None:
-        if self.settings.paced:
-            self.due += self._delay(self.index)
-            self.timer = self.loop.call_later(max(0.0, self.due - time.monotonic()), self._step)
-        else:
-            self.timer = self.loop.call_soon(self._step)
-
-    def _step(self) -> None:
-        """Send one event and schedule the next one."""
-        if self.paused:
-            self.stalled = True
-        elif self.index == self.drop_at:
-            self.transport.close()
-        else:
-            self.index += 1
-            last = self.index == self.count and not self.settings.endless
-            bytes_ = self.frames.broken if self.index - 1 == self.break_at else self.frames.token
-            self.times.append(time.monotonic())
-            self.transport.write(self.tail if last else bytes_)
-            self.mock.events += 1
-            before = (self.index - 1) * self.settings.tokens_per_event
-            self.mock.output_tokens += self.tokens - before if last else self.settings.tokens_per_event
-            if last:
-                self._complete()
-            else:
-                self._next()
-
-    def _burst(self) -> None:
-        """Send all events in one write."""
-        self.times += [time.monotonic()] * self.count
-        self.transport.write(self.frames.token * (self.count - 1) + self.tail)
-        self.mock.events += self.count
-        self.mock.output_tokens += self.tokens
-        self._complete()
-
-    def _answer(self) -> None:
-        """Send an answer that is not streamed."""
-        body = self.frames.whole(self.prompt, self.tokens, self.finish)
-        self.times.append(time.monotonic())
-        if self.drop_at >= 0:
-            self.transport.write(_head(200, len(body)) + body[: len(body) // 2])
-            self.transport.close()
+    async def _send_stream(self, writer: asyncio.StreamWriter, answer: _Answer, tail: bytes) -> None:
+        settings, frames, count = self.settings, answer.frames, answer.count
+        if settings.coalesce and not settings.paced and answer.sound and not settings.endless:
+            answer.times += [time.monotonic()] * count
+            writer.write(frames.token * (count - 1) + tail)
+            self.events += count
+            self.output_tokens += answer.tokens
             return
-        self._reply(200, body[:-2] if self.break_at >= 0 else body)
-        self.mock.output_tokens += self.tokens
-        self._complete()
+        due, index, last = time.monotonic(), 0, False
+        while not last:
+            if settings.paced:
+                due += self.delay(index)
+            await asyncio.sleep(max(0.0, due - time.monotonic()) if settings.paced else 0)
+            await writer.drain()  # raises where the client has gone
+            if index == answer.drop_at:
+                writer.close()
+                return
+            last = index + 1 == count and not settings.endless
+            event = frames.broken if index == answer.break_at else frames.token
+            answer.times.append(time.monotonic())
+            writer.write(tail if last else event)
+            self.events += 1
+            self.output_tokens += answer.rest if last else settings.tokens_per_event
+            index += 1
 
-    def _complete(self) -> None:
-        if not self.parser.should_keep_alive():
-            self.transport.close()
-        self._over()
+    async def _send_whole(self, writer: asyncio.StreamWriter, answer: _Answer) -> None:
+        await asyncio.sleep(sum(map(self.delay, range(answer.count))))
+        body = answer.frames.whole(answer.prompt, answer.tokens, answer.finish)
+        answer.times.append(time.monotonic())
+        if answer.drop_at >= 0:
+            writer.write(_head(200, len(body)) + body[: len(body) // 2])
+            return writer.close()
+        self.output_tokens += answer.tokens
+        return _reply(writer, 200, body[:-2] if answer.break_at >= 0 else body)
 
-    def _over(self) -> None:
-        self.busy = False
-        if self.timer is not None:
-            self.timer.cancel()
-        self.mock.leave(self)
 
-    def _reply(self, status: int, body: bytes) -> None:
-        self.transport.write(_head(status, len(body)) + body)
+@dataclass
+class _Answer:
+    """What one request is answered with."""
+
+    frames: _Frames
+    prompt: int
+    tokens: int
+    finish: str
+    count: int
+    """Events."""
+    drop_at: int
+    break_at: int
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        """No fault was drawn for it."""
+        return self.drop_at < 0 and self.break_at < 0
+
+    @property
+    def rest(self) -> int:
+        """Tokens of the last event."""
+        return self.tokens - (self.count - 1) * self.frames.settings.tokens_per_event
+
+    def tail(self, usage: bool) -> bytes:
+        """The last event with tokens, and what follows it."""
+        said = self.frames.usage(self.prompt, self.tokens) if usage else b""
+        return self.frames.ending(self.rest, self.finish) + said + self.frames.DONE
+
+
+def _json(found: Any) -> bytes:
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
+def _reply(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
+    writer.write(_head(status, len(body)) + body)
 
 
 def _head(status: int, length: int) -> bytes:
@@ -454,7 +398,7 @@ def _head(status: int, length: int) -> bytes:
 
 
 def _fault(status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> tuple[int, bytes]:
-    return status, orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    return status, _json({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
 def _usage(prompt: int, output: int) -> dict[str, int]:
@@ -511,10 +455,9 @@ class MockServer:
 
     def get(self, path: str) -> bytes:
         """The answer to ``GET path``; the path begins at the server's root, as in ``/metrics``."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.url.removesuffix("/v1") + path, timeout=30) as answer:
-            body: bytes = answer.read()
-        return body
+        import httpx
+
+        return httpx.get(self.url.removesuffix("/v1") + path, timeout=30, trust_env=False).raise_for_status().content
 
     def emitted(self) -> dict[str, dict[str, Any]]:
         """The log since the last call: ``user`` → ``received`` and ``events``, seconds."""
@@ -525,7 +468,7 @@ class MockServer:
 async def _serve(settings: MockSettings) -> None:
     loop, mock = asyncio.get_running_loop(), Mock(settings)
     try:
-        server = await loop.create_server(lambda: Connection(mock), "127.0.0.1", settings.port, backlog=4096)
+        server = await asyncio.start_server(mock.serve, "127.0.0.1", settings.port, backlog=4096)
     except OSError as error:
         raise UsageError(f"port {settings.port}: {error.strerror or error}") from None
     stop = asyncio.Event()
@@ -543,12 +486,10 @@ def main() -> None:
     """Serve until told to end."""
     import resource
 
-    import uvloop
-
     try:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection is a file
-        uvloop.run(_serve(MockSettings.parse(sys.argv[1:])))
+        asyncio.run(_serve(MockSettings.parse(sys.argv[1:])))
     except UsageError as error:
         sys.exit(f"fidelab: {error}")
 

@@ -1,15 +1,14 @@
 """What a server says of itself while it is under load: its ``/metrics``, read once a second.
 
 The names are those of vLLM 0.32, SGLang 0.5 and llama.cpp's ``llama-server``, older and newer ones beside them.
-Readings are kept as text (only the lines of interest) and understood when the load is over.  A page is read line by
-line, and no further than a page of metrics goes: one of any size costs as little memory and time as a usual one.
+Readings are kept as text (only the lines of interest) and understood when the load is over.  A page is read no further
+than a page of metrics goes, so that one of any size costs little memory and time.
 """
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from fidelab.engines.openai.http import Allowance, TooLargeError, connect, send
+from fidelab.engines.openai.http import Session, TooLargeError
 
 __all__ = ["Scraper", "ServerReading", "SpeculationReading", "understand"]
 
 _TIMEOUT = 5.0  # seconds for one reading; a server under load answers late
-_LARGEST = 1 << 24  # bytes that are read of one answer
+_LARGEST = 4 << 20  # bytes that are read of one answer
 _LINE = 1 << 12  # bytes of a line; longer ones are none of interest
 _KEPT = 1 << 18  # bytes that are kept of one answer: vLLM has 1 KB for each of its engines
 _MOST = 2.0**63  # of a number that counts anything
@@ -131,6 +130,7 @@ _KINDS: Mapping[str, _Names] = {
     ),
 }
 _WANTED = tuple(name.encode() for names in _KINDS.values() for name in names.all())
+_INTEREST = re.compile(rb"^(?:%b).{0,%d}(?:\n|\Z)" % (b"|".join(map(re.escape, _WANTED)), _LINE), re.MULTILINE)
 _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")  # ranks of one engine count the same requests
 
 
@@ -146,9 +146,11 @@ class Scraper:
     """
 
     def __init__(self, base_url: str, interval: float = 1.0, headers: Mapping[str, str] | None = None) -> None:
-        self._url = urlsplit(base_url)
+        parts = urlsplit(base_url)
+        self._url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1').rstrip('/')}/metrics"
+        self._session = Session(base_url)
         self._interval = interval
-        self._headers = {"Accept": "text/plain", **(headers or {})}
+        self._headers = {"accept": "text/plain", **(headers or {})}
         self._texts: list[tuple[float, bytes]] = []
         self._lock = Lock()  # one request at a time
         self._over = Event()
@@ -190,7 +192,7 @@ class Scraper:
             begun = time.monotonic()
             try:
                 status, text = self._get()
-            except (OSError, ValueError, http.client.HTTPException, TooLargeError):
+            except OSError:
                 return
             if status == 200:
                 self._texts.append(((begun + time.monotonic()) / 2, text))
@@ -198,27 +200,21 @@ class Scraper:
 
     def _get(self) -> tuple[int, bytes]:
         """The status, and the lines that are looked at later: some hundred bytes of some hundred thousand."""
-        if not self._url.hostname:
-            raise ValueError("no host")
-        connection = connect(f"{self._url.scheme}://{self._url.netloc}")
         try:
-            path = self._url.path.rstrip("/").removesuffix("/v1").rstrip("/")
-            answer = send(connection, Allowance(_TIMEOUT, _LARGEST), "GET", f"{path}/metrics", headers=self._headers)
-            return answer.status, b"".join(_of_interest(answer)) if answer.status == 200 else b""
-        finally:
-            connection.close()
+            answer = self._session.ask("GET", self._url, seconds=_TIMEOUT, largest=_LARGEST, headers=self._headers)
+        except TooLargeError as error:
+            answer = error.answer
+        return answer.status, b"".join(_of_interest(answer.content))
 
 
-def _of_interest(answer: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Lines with names that are known, up to the end of the answer or of what is read and kept of one."""
+def _of_interest(page: bytes) -> Iterator[bytes]:
+    """Lines with names that are known, up to what is kept of one answer."""
     kept = 0
-    begins = True
-    with contextlib.suppress(TooLargeError):
-        while kept < _KEPT and (line := answer.readline(_LINE)):
-            if begins and len(line) < _LINE and line.startswith(_WANTED):
-                kept += len(line)
-                yield line
-            begins = line.endswith(b"\n")
+    for match in _INTEREST.finditer(page):
+        kept += len(match[0])
+        if kept > _KEPT:
+            return
+        yield match[0]
 
 
 # ------------------------------------------------------------------------------------------ understanding

@@ -1,31 +1,27 @@
 """Several client processes (``python -m fidelab.bench.load.workers``), started together and always ended.
 
-Messages are lines of JSON.  To a worker: its job, then one line per phase with the instant to begin.  From it:
+Messages are pickles, since both ends are ours.  To a worker: its job, then per phase the instant to begin.  From it:
 ``ready`` per phase, ``ended`` periodically (also a sign of life), and ``part`` or ``error`` at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import os
+import pickle
 import queue
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
-import numpy as np
-import orjson
-
 from fidelab.bench.load.client import ClientPart, ClientShare, run_here
-from fidelab.bench.load.exchange import Exchange, LoadRequest, ServerRefusedError, Target
-from fidelab.errors import FidelabError, InputError, UsageError
+from fidelab.bench.load.exchange import Target
+from fidelab.errors import FidelabError
 
 __all__ = ["run_workers"]
 
@@ -33,7 +29,7 @@ _LEAD = 0.1  # seconds between the message to begin and the beginning: all must 
 _SILENCE = 120.0  # seconds without any sign of life after which a worker counts as hung
 _ORPHANED = 3  # exit code of a worker whose parent has gone
 
-Inbox = queue.SimpleQueue[tuple[int, dict[str, Any] | None]]
+Inbox = queue.SimpleQueue[tuple[int, str, Any]]
 
 
 def run_workers(
@@ -71,20 +67,22 @@ def _spawn(at: int, target: Target, share: ClientShare, inbox: Inbox) -> subproc
 
     def pump() -> None:
         assert process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):  # closed while we read: the call is over
-            for line in process.stdout:
-                inbox.put((at, orjson.loads(line)))
-        inbox.put((at, None))
+        with contextlib.suppress(
+            OSError, ValueError, EOFError, pickle.UnpicklingError
+        ):  # it ended, or the call is over
+            while True:
+                inbox.put((at, *pickle.load(process.stdout)))
+        inbox.put((at, "gone", None))
 
     threading.Thread(target=pump, daemon=True).start()
-    _tell(process, job_record(target, share))
+    _tell(process, (target, share))
     return process
 
 
-def _tell(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
+def _tell(process: subprocess.Popen[bytes], message: Any) -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended, which its silence will tell
-        process.stdin.write(orjson.dumps(message) + b"\n")
+        pickle.dump(message, process.stdin)
         process.stdin.flush()
 
 
@@ -97,25 +95,24 @@ def _converse(
     ready: set[int] = set()
     while len(parts) < len(processes):
         with contextlib.suppress(queue.Empty):
-            at, message = inbox.get(timeout=1.0)
+            at, kind, found = inbox.get(timeout=1.0)
             heard[at] = monotonic()
-            if message is None:
-                if at not in parts:
-                    raise FidelabError(_lost(processes[at].wait()))
-            elif "part" in message:
-                parts[at] = part_from(message["part"])
-            elif "error" in message:
-                raise error_from(message["error"])
-            elif "ready" in message:
+            if kind == "gone" and at not in parts:
+                raise FidelabError(_lost(processes[at].wait()))
+            if kind == "part":
+                parts[at] = found
+            elif kind == "error":
+                raise found
+            elif kind == "ready":
                 ready.add(at)
-            elif "ended" in message:
-                ended[at] = message["ended"]
+            elif kind == "ended":
+                ended[at] = found
                 if on_progress is not None:
                     on_progress(sum(ended))
         if len(ready) == len(processes):
             begin = monotonic() + _LEAD
             for process in processes:
-                _tell(process, {"begin": begin})
+                _tell(process, begin)
             ready.clear()
         now = monotonic()
         if any(now - last > _SILENCE for at, last in enumerate(heard) if at not in parts):
@@ -128,63 +125,11 @@ def _lost(status: int) -> str:
     return f"a client process ended before its load did ({how}): give fewer --workers, or look at the lines above"
 
 
-# ------------------------------------------------------------------------------------------------------- messages
-
-
-def job_record(target: Target, share: ClientShare) -> dict[str, Any]:
-    """A worker's first line."""
-    lists = {
-        key: [{**vars(request), "body": base64.b64encode(request.body).decode()} for request in getattr(share, key)]
-        for key in ("warmup", "measured")
-    }
-    settings = {key: value for key, value in vars(share).items() if key not in lists}
-    return {"target": {**asdict(target), "headers": dict(target.headers)}, "share": {**settings, **lists}}
-
-
-def job_from(record: dict[str, Any]) -> tuple[Target, ClientShare]:
-    """The inverse of :func:`job_record`."""
-    lists = {
-        key: [LoadRequest(**{**request, "body": base64.b64decode(request["body"])}) for request in record["share"][key]]
-        for key in ("warmup", "measured")
-    }
-    return Target(**record["target"]), ClientShare(**{**record["share"], **lists})
-
-
-def part_record(part: ClientPart) -> dict[str, Any]:
-    """A worker's last line; numbers survive it exactly."""
-    return {
-        "exchanges": [vars(exchange) for exchange in part.exchanges],
-        "started": part.started,
-        "lag": part.lag,
-        "cpu_seconds": part.cpu_seconds,
-    }
-
-
-def part_from(record: dict[str, Any]) -> ClientPart:
-    """The inverse of :func:`part_record`, read back from JSON."""
-    exchanges = [Exchange(**{**each, "events": np.array(each["events"], float)}) for each in record["exchanges"]]
-    return ClientPart(exchanges, record["started"], np.array(record["lag"], float), record["cpu_seconds"])
-
-
-def error_record(error: FidelabError) -> dict[str, Any]:
-    """An error of the tree, as far as a drive raises it."""
-    refused = {"status": error.status, "said": error.said} if isinstance(error, ServerRefusedError) else {}
-    return {"kind": type(error).__name__, "message": str(error), **refused}
-
-
-def error_from(record: dict[str, Any]) -> FidelabError:
-    """The inverse of :func:`error_record`."""
-    if record["kind"] == "ServerRefusedError":
-        return ServerRefusedError(record["message"], record["status"], record["said"])
-    kinds = {"InputError": InputError, "UsageError": UsageError}
-    return kinds.get(record["kind"], FidelabError)(record["message"])
-
-
 # ---------------------------------------------------------------------------------------------- the worker process
 
 
 class _Parent:
-    """Reads the parent's lines in a thread; ends this process when the parent has gone."""
+    """Reads the parent's messages in a thread; ends this process when the parent has gone."""
 
     def __init__(self) -> None:
         self._begin: asyncio.Future[float] | None = None
@@ -195,32 +140,32 @@ class _Parent:
         """Announce that the next phase can begin, and wait for the instant at which it does."""
         self._loop = asyncio.get_running_loop()
         self._begin = self._loop.create_future()
-        _send({"ready": True})
+        _send("ready")
         return await self._begin
 
     def _listen(self) -> None:
-        for line in sys.stdin.buffer:
-            assert self._loop is not None
-            assert self._begin is not None
-            self._loop.call_soon_threadsafe(self._begin.set_result, orjson.loads(line)["begin"])
+        with contextlib.suppress(EOFError):
+            while True:
+                begin = pickle.load(sys.stdin.buffer)
+                assert self._loop is not None
+                assert self._begin is not None
+                self._loop.call_soon_threadsafe(self._begin.set_result, begin)
         os._exit(_ORPHANED)
 
 
-def _send(message: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+def _send(kind: str, found: Any = None) -> None:
+    pickle.dump((kind, found), sys.stdout.buffer)
     sys.stdout.buffer.flush()
 
 
 def main() -> None:
     """Run as a worker: read a job from standard input, send its requests, write the result to standard output."""
-    target, share = job_from(orjson.loads(sys.stdin.buffer.readline()))
+    target, share = pickle.load(sys.stdin.buffer)
     parent = _Parent()
     try:
-        part = run_here(target, share, lambda ended: _send({"ended": ended}), parent.go)
+        _send("part", run_here(target, share, lambda ended: _send("ended", ended), parent.go))
     except FidelabError as error:
-        _send({"error": error_record(error)})
-    else:
-        _send({"part": part_record(part)})
+        _send("error", error)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ calibrate the number of tokens per word.  A server whose streams carry no usage 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -17,8 +18,6 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
-
-import orjson
 
 from fidelab.bench.load.exchange import LoadRequest, Target
 from fidelab.bench.serving.settings import ServingSettings
@@ -100,7 +99,7 @@ class Contact:
 
     def explain(self, request: LoadRequest) -> str | None:
         """What the server says to a request that is not streamed, where it refuses it."""
-        body = {name: value for name, value in orjson.loads(request.body).items() if name != "stream_options"}
+        body = {name: value for name, value in json.loads(request.body).items() if name != "stream_options"}
         try:
             self.client().post(PATHS[self.settings.endpoint], {**body, "stream": False})
         except Refused as error:
@@ -143,7 +142,7 @@ class Contact:
         return [
             LoadRequest(
                 index=index,
-                body=orjson.dumps(self.body(prompt, output)),
+                body=json.dumps(self.body(prompt, output)).encode(),
                 prompt_tokens=length if self.counts else None,
                 max_tokens=output,
                 due=None if due is None else due[index],

@@ -1,45 +1,56 @@
-"""HTTP to an OpenAI-compatible server: JSON in and out, one keep-alive connection per thread, bounded retries.
+"""HTTP to an OpenAI-compatible server through httpx: JSON in and out, connections kept open, bounded retries.
 
 Two kinds of failure: :class:`Refused` concerns one request, and the next may succeed; after any other ``EngineError``
 no request can.  Neither message ever contains the key.
 
-A server may be anybody's.  A request has one deadline for everything from connecting to the last byte, checked before
-every read, so that bytes which drip in do not prolong it; an answer has a largest size, counted while it is read; and
-JSON that nests too deeply, or text that no encoding can hold, is a refusal like any other.
+A server may be anybody's.  A request has one deadline for everything from connecting to the last byte, so that bytes
+which drip in do not prolong it; an answer has a largest size, counted while it is read; and JSON that nests too deeply,
+or text that no encoding can hold, is a refusal like any other.
+
+httpx's own time-outs are per read.  Its asynchronous client runs on an event loop in a thread of ours instead, where
+one ``asyncio.timeout`` is the deadline.  httpx is imported by the first request: adapters must be cheap to import.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import http.client
-import io
+import functools
+import http.cookiejar
 import ipaddress
 import json
 import os
 import re
-import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from fidelab.errors import EngineError, UsageError
 
+if TYPE_CHECKING:
+    import httpx
+
 __all__ = [
     "PAGE",
-    "Allowance",
+    "Answer",
     "Client",
     "Refused",
+    "Session",
     "TooLargeError",
     "cleaner",
-    "connect",
-    "read",
+    "message_of",
+    "parse_json",
     "read_key",
-    "send",
+    "said",
     "split_url",
 ]
+
+T = TypeVar("T")
 
 _KEY = "OPENAI_API_KEY"
 _BUSY = (429, 502, 503, 504)  # answers after which waiting helps
@@ -48,7 +59,6 @@ _FIRST_WAIT = 0.5  # seconds, doubled from attempt to attempt
 _LONGEST_WAIT = 20.0  # whatever Retry-After says
 _MESSAGE = 240  # characters of a server's message
 PAGE = 8 << 20  # bytes of an answer that is not about tokens: a list of models, an error
-_PIECE = 1 << 16  # bytes asked for at a time; never as many as a header promises
 
 
 class Refused(EngineError):
@@ -59,115 +69,150 @@ class Refused(EngineError):
         self.status = status
 
 
+@dataclass
+class Answer:
+    """One answer.  ``arrived``: of a stream, each line with the seconds since the request was sent."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes = b""
+    arrived: list[tuple[float, bytes]] = field(default_factory=list)
+
+
 class TooLargeError(Exception):
-    """An answer has more bytes than its :class:`Allowance`."""
+    """An answer has more bytes than it may have.  ``answer``: what was read of it."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
 
 
-class Allowance:
-    """What one request may cost: seconds until its answer has ended, and bytes of that answer, its headers included."""
+class Session:
+    """Connections to servers, kept open.  Threads may share it."""
 
-    def __init__(self, seconds: float, size: int) -> None:
-        self._deadline = time.monotonic() + seconds
-        self._left = self.size = size
+    def __init__(self, root: str) -> None:
+        import httpx
 
-    def seconds(self) -> float:
-        """Seconds that are left.
+        nothing = http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
+        self._http = httpx.AsyncClient(
+            verify=ssl.create_default_context() if root.startswith("https") else False,
+            timeout=None,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            cookies=nothing,
+            headers={"accept-encoding": "identity"},
+        )
+        weakref.finalize(self, _forget, self._http)
+
+    def ask(
+        self,
+        method: str,
+        url: str,
+        *,
+        seconds: float,
+        largest: int,
+        headers: Mapping[str, str],
+        data: bytes | None = None,
+        stream: bool = False,
+    ) -> Answer:
+        """One answer, complete within so many seconds.  A stream ends with the line ``data: [DONE]``.
 
         Raises:
-            TimeoutError: none are.
+            TimeoutError: it was not; TooLargeError: it has more than ``largest`` bytes.
+            OSError: there is no connection, or it speaks no HTTP; its first cause says more.
         """
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        return left
+        import httpx
 
-    def take(self, count: int) -> None:
-        """Count bytes that have arrived.
+        try:
+            request = self._http.build_request(method, url, content=data, headers=headers)
+            return _wait(self._ask(request, seconds, largest, stream))
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise OSError(str(error) or type(error).__name__) from error
 
-        Raises:
-            TooLargeError: they are too many.
-        """
-        self._left -= count
-        if self._left < 0:
-            raise TooLargeError
-
-
-class _Reader(io.RawIOBase):
-    """The bytes of a socket, within an allowance; in place of the socket that ``HTTPResponse`` reads from."""
-
-    def __init__(self, sock: socket.socket, allowance: Allowance) -> None:
-        self._sock = sock
-        self._allowance = allowance
-        self._raw = sock.makefile("rb", buffering=0)
-
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        self._sock.settimeout(self._allowance.seconds())
-        count: int | None = self._raw.readinto(buffer)
-        self._allowance.take(count or 0)
-        return count
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
+    async def _ask(self, request: httpx.Request, seconds: float, largest: int, stream: bool) -> Answer:
+        async with asyncio.timeout(max(0.0, seconds)):
+            began = time.perf_counter()
+            response = await self._http.send(request, stream=True)
+            answer = Answer(response.status_code, response.headers)
+            try:
+                if stream and answer.status == 200:
+                    await _read_lines(response, answer, largest, began)
+                else:
+                    await _read_body(response, answer, largest)
+            finally:
+                await response.aclose()
+            return answer
 
 
-def connect(root: str) -> http.client.HTTPConnection:
-    """A connection to ``scheme://host:port``, opened by its first :func:`send`."""
-    parts = urlsplit(root)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(parts.netloc)
+async def _read_body(response: httpx.Response, answer: Answer, largest: int) -> None:
+    content = bytearray()
+    async for piece in response.aiter_raw():
+        content += piece
+        if len(content) > largest:
+            answer.content = bytes(content)
+            raise TooLargeError(answer)
+    answer.content = bytes(content)
 
 
-def send(
-    connection: http.client.HTTPConnection,
-    allowance: Allowance,
-    method: str,
-    path: str,
-    data: bytes | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> http.client.HTTPResponse:
-    """Send a request and read the head of its answer, whose body :func:`read` reads within the same allowance.
-
-    Raises:
-        TimeoutError, TooLargeError: the allowance is spent.
-        OSError, HTTPException: there is no connection, or it speaks no HTTP.
-    """
-    if connection.sock is None:
-        connection.timeout = allowance.seconds()
-        connection.connect()
-    connection.sock.settimeout(allowance.seconds())
-    connection.response_class = lambda sock, **more: http.client.HTTPResponse(  # type: ignore[assignment]
-        _Reader(sock, allowance),  # type: ignore[arg-type]
-        **more,
-    )
-    connection.request(method, path, data, dict(headers or {}))
-    return connection.getresponse()
+async def _read_lines(response: httpx.Response, answer: Answer, largest: int, began: float) -> None:
+    size, rest = 0, b""
+    async for piece in response.aiter_raw():
+        seconds = time.perf_counter() - began
+        size += len(piece)
+        if size > largest:
+            raise TooLargeError(answer)
+        *lines, rest = (rest + piece).split(b"\n")
+        answer.arrived += [(seconds, line) for line in lines]
+        if any(line.startswith(b"data:") and line[5:].strip() == b"[DONE]" for line in lines):
+            return
+    answer.arrived.append((time.perf_counter() - began, rest))
 
 
-def read(response: http.client.HTTPResponse, allowance: Allowance) -> bytes:
-    """The body of an answer.
+@functools.cache
+def _loop(_process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of all sessions of a process; a caller may have a running one of its own, as notebooks do."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
+    return loop
 
-    Raises:
-        TimeoutError, TooLargeError: the allowance is spent, or will be by the length that the head promises.
-        OSError, HTTPException: the connection broke, or the body is not as HTTP prescribes.
-    """
-    if response.length is not None and response.length > allowance.size:
-        raise TooLargeError
-    pieces = []
+
+def _wait(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid())).result()
+
+
+def _forget(client: httpx.AsyncClient) -> None:
+    asyncio.run_coroutine_threadsafe(client.aclose(), _loop(os.getpid()))
+
+
+def parse_json(text: bytes) -> Any:
+    """What JSON says; ``None`` for what is none, or nests too deeply."""
     try:
-        while piece := response.read(_PIECE):
-            pieces.append(piece)
-    except (OverflowError, ValueError) as error:  # a length that is none
-        raise http.client.HTTPException(str(error)) from None
-    if response.length:  # it ended before
-        raise http.client.IncompleteRead(b"", response.length)
-    return b"".join(pieces)
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def said(body: bytes) -> str:
+    """What the body of an error says, in whichever of the usual forms."""
+    found = parse_json(body)
+    return (body.decode("utf-8", "replace").strip() or "no message") if found is None else message_of(found)
+
+
+def message_of(found: Any) -> str:
+    """The message in the JSON of an error."""
+    for key in ("error", "message", "detail", "msg"):
+        while isinstance(found, dict) and key in found:
+            found = found[key]
+        if isinstance(found, list) and found:
+            found = found[0]
+    return _text(found)
+
+
+def _text(found: Any) -> str:
+    try:
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+    except RecursionError:
+        return "JSON that nests too deeply"
 
 
 def cleaner(secrets: Sequence[str]) -> Callable[[str], str]:
@@ -182,7 +227,7 @@ def cleaner(secrets: Sequence[str]) -> Callable[[str], str]:
     reach = _MESSAGE * _SPELLING * len(plain[0]) if plain else 0  # as many secrets as a message has characters
 
     def clean(text: str) -> str:
-        line = " ".join(text.split())
+        line = " ".join(text.encode("utf-8", "replace").decode().split())  # escapes of JSON spell lone surrogates
         if pattern is not None:
             line = pattern.sub("[key]", line[:reach])
         return line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 1]}…"
@@ -288,7 +333,7 @@ class Client:
         self.named: set[str] = set()
         """Names of models that answers came from, as the server gave them, without the key; at most eight."""
         self._timeout = timeout
-        self._local = threading.local()
+        self._session: Session | None = None
         self.clean = cleaner([key] if key else [])
         """A server's text on one line, without the key, cut to a maximum length."""
 
@@ -307,7 +352,7 @@ class Client:
         """
         answer = self._object(self._read("POST", path, body, api, largest), path)
         if isinstance(error := answer.get("error"), dict | str):  # some servers say 200 all the same
-            raise Refused(f"{self.root} answers: {self._message(error)}")
+            raise Refused(f"{self.root} answers: {self.clean(message_of(error))}")
         return answer
 
     def get(self, path: str, *, api: bool = True) -> dict[str, Any]:
@@ -320,29 +365,16 @@ class Client:
 
     def stream(
         self, path: str, body: Mapping[str, Any], *, api: bool = True, largest: int = PAGE
-    ) -> Iterator[tuple[float, dict[str, Any]]]:
+    ) -> list[tuple[float, dict[str, Any]]]:
         """Server-sent events as JSON objects, each with the seconds since the request was sent; raises as post."""
-        connection, allowance = connect(self.root), Allowance(self._timeout, largest)
-        began = time.perf_counter()
         try:
-            response = self._send(connection, allowance, "POST", path, body, api)
-            if response.status != 200:
-                raise self._refusal(response, read(response, allowance), path)
-            for line in response:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
-                yield time.perf_counter() - began, self._object(data, path)
-        except TimeoutError:
-            raise Refused(self._late()) from None
-        except TooLargeError:
-            raise Refused(self._large(allowance)) from None
-        except (OSError, http.client.HTTPException, OverflowError, ValueError) as error:  # a length that is none
+            answer = self._send("POST", path, body, api, largest, self._timeout, stream=True)
+        except OSError as error:
             raise EngineError(self._gone(error)) from None
-        finally:
-            connection.close()
+        if answer.status != 200:
+            raise self._refusal(answer, path)
+        data = [(at, line[5:].strip()) for at, line in answer.arrived if line.startswith(b"data:")]
+        return [(at, self._object(one, path)) for at, one in data if one != b"[DONE]"]
 
     def holds_key(self, text: str) -> bool:
         """Whether a text gives the key away; one that is short may be in any text."""
@@ -355,65 +387,55 @@ class Client:
         wait = _FIRST_WAIT
         over = time.monotonic() + self._timeout
         for left in reversed(range(_ATTEMPTS)):
-            connection, fresh = self._connection()
-            allowance = Allowance(over - time.monotonic(), largest)
+            pause = wait
             try:
-                response = self._send(connection, allowance, method, path, body, api)
-                content = read(response, allowance)
-            except TimeoutError:
-                self._drop()
-                raise Refused(self._late()) from None
-            except TooLargeError:
-                self._drop()
-                raise Refused(self._large(allowance)) from None
-            except (OSError, http.client.HTTPException) as error:
-                self._drop()
-                if not left or (fresh and isinstance(error, ConnectionRefusedError | ssl.SSLError)):
+                answer = self._send(method, path, body, api, largest, over - time.monotonic())
+            except OSError as error:
+                hopeless = isinstance(_root(error), ConnectionRefusedError | ssl.SSLError)
+                if not left or hopeless or pause > over - time.monotonic():
                     raise EngineError(self._gone(error)) from None
-                if fresh:  # an idle connection may have been closed meanwhile: no reason to wait
-                    if wait > over - time.monotonic():
-                        raise EngineError(self._gone(error)) from None
-                    time.sleep(wait)
-                    wait *= 2
-                continue
-            if response.status == 200:
-                return content
-            pause = _retry_after(response, wait)
-            if response.status not in _BUSY or not left or pause > over - time.monotonic():
-                raise self._refusal(response, content, path, _ATTEMPTS - left)
+            else:
+                if answer.status == 200:
+                    return answer.content
+                pause = _retry_after(answer, wait)
+                if answer.status not in _BUSY or not left or pause > over - time.monotonic():
+                    raise self._refusal(answer, path, _ATTEMPTS - left)
             time.sleep(pause)
             wait *= 2
         raise AssertionError("unreachable")
 
     def _send(
         self,
-        connection: http.client.HTTPConnection,
-        allowance: Allowance,
         method: str,
         path: str,
         body: Mapping[str, Any] | None,
         api: bool,
-    ) -> http.client.HTTPResponse:
-        headers = {"Accept": "application/json, text/event-stream, text/plain"}
+        largest: int,
+        seconds: float,
+        stream: bool = False,
+    ) -> Answer:
+        headers = {"accept": "application/json, text/event-stream, text/plain"}
         if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        data = None
+            headers["authorization"] = f"Bearer {self.key}"
         if body is not None:
-            headers["Content-Type"] = "application/json"
-            data = json.dumps(body).encode()
-        return send(connection, allowance, method, (self._api if api else "") + path, data, headers)
-
-    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
-        """This thread's connection, and whether it is new."""
-        kept: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        if kept is not None and kept.sock is not None:
-            return kept, False
-        self._local.connection = connect(self.root)
-        return self._local.connection, True
-
-    def _drop(self) -> None:
-        self._local.connection.close()
-        self._local.connection = None
+            headers["content-type"] = "application/json"
+        data = None if body is None else json.dumps(body).encode()
+        url = self.root + (self._api if api else "") + path
+        self._session = self._session or Session(self.root)
+        try:
+            return self._session.ask(
+                method, url, seconds=seconds, largest=largest, headers=headers, data=data, stream=stream
+            )
+        except TimeoutError:
+            raise Refused(
+                f"{self.root} did not answer within {self._timeout:g} s: "
+                "look whether it hangs, or give --engine-arg timeout=SECONDS"
+            ) from None
+        except TooLargeError:
+            raise Refused(
+                f"{self.root} answers with more than {largest / 2**20:.0f} MiB, "
+                "which no answer to this request has: look what it sends"
+            ) from None
 
     # -------------------------------------------------------------------------------------------- messages
 
@@ -435,8 +457,8 @@ class Client:
             self.named.add(self.clean(name))
         return answer
 
-    def _refusal(self, response: http.client.HTTPResponse, content: bytes, path: str, attempts: int = 1) -> EngineError:
-        status, text = response.status, self._said(content.decode("utf-8", "replace"))
+    def _refusal(self, answer: Answer, path: str, attempts: int = 1) -> EngineError:
+        status, text = answer.status, self.clean(said(answer.content))
         if status in (401, 403):
             unsent = "" if self.key else f" (none was sent: {_KEY} goes to this machine alone)"
             return EngineError(
@@ -446,7 +468,7 @@ class Client:
         if status == 404 and not text.startswith("{"):
             return Refused(f"{self.root} has no {path} for this ({status}: {text}): correct base-url or model", status)
         if 300 <= status < 400:
-            target = self.clean(response.getheader("Location") or "elsewhere")
+            target = self.clean(answer.headers.get("location") or "elsewhere")
             return EngineError(f"{self.root} redirects to {target}: give that address as base-url")
         if status in _BUSY:
             return Refused(
@@ -454,52 +476,30 @@ class Client:
             )
         return Refused(f"{self.root} answers {status}: {text}", status)
 
-    def _said(self, text: str) -> str:
-        """The message of an error answer, in any of the usual forms."""
-        try:
-            return self._message(json.loads(text))
-        except (ValueError, RecursionError):
-            return self.clean(text) or "no message"
-
-    def _message(self, found: Any) -> str:
-        for key in ("error", "message", "detail", "msg"):
-            while isinstance(found, dict) and key in found:
-                found = found[key]
-            if isinstance(found, list) and found:
-                found = found[0]
-        return self.shown(found)
-
     def shown(self, found: Any) -> str:
         """A part of a server's answer, cleaned as :attr:`clean` does."""
-        try:
-            return self.clean(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
-        except RecursionError:
-            return "JSON that nests too deeply"
-
-    def _late(self) -> str:
-        return (
-            f"{self.root} did not answer within {self._timeout:g} s: "
-            "look whether it hangs, or give --engine-arg timeout=SECONDS"
-        )
-
-    def _large(self, allowance: Allowance) -> str:
-        return (
-            f"{self.root} answers with more than {allowance.size / 2**20:.0f} MiB, "
-            "which no answer to this request has: look what it sends"
-        )
+        return self.clean(_text(found))
 
     def _gone(self, error: Exception) -> str:
-        if isinstance(error, ConnectionRefusedError):
+        root = _root(error)
+        if isinstance(root, ConnectionRefusedError):
             return f"{self.root} refuses connections: start the server, or correct base-url"
-        if isinstance(error, ssl.SSLError):
-            return f"{self.root} does not speak TLS as expected ({self.clean(str(error))}): correct base-url"
+        if isinstance(root, ssl.SSLError):
+            return f"{self.root} does not speak TLS as expected ({self.clean(str(root))}): correct base-url"
         what = self.clean(str(error)) or type(error).__name__
         return f"{self.root} cannot be reached or broke off ({what}): look at its log, start it again, then --resume"
 
 
-def _retry_after(response: http.client.HTTPResponse, otherwise: float) -> float:
+def _root(error: BaseException) -> BaseException:
+    """What httpx's error began with."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return error
+
+
+def _retry_after(answer: Answer, otherwise: float) -> float:
     """Seconds of the header ``Retry-After``, at most ``_LONGEST_WAIT``; dates are ignored."""
-    header = response.getheader("Retry-After") or ""
+    header = answer.headers.get("retry-after") or ""
     return min(_LONGEST_WAIT, float(header) if header.isascii() and header.isdigit() else otherwise)
 
 

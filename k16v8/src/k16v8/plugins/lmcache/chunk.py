@@ -13,11 +13,11 @@ offset  bytes  header
 16      16     layers, tokens, KV heads, head dimension
 32      32     BLAKE2b-128 of the model's name, BLAKE2b-128 of the chunk's key
 64      8      0
-72      4      CRC-32C of the 72 bytes before
+72      4      CRC-32 (zlib's) of the 72 bytes before
 ======  =====  =====================================================================================
 
 A frame holds up to 4 MiB of one side's 16-bit content, in the order layer, token, head, dimension: keys as they are,
-values as FP8 e4m3 (OCP, saturating), all codes, then all scales.  Behind each frame stands the CRC-32C of
+values as FP8 e4m3 (OCP, saturating), all codes, then all scales.  Behind each frame stands the CRC-32 of
 header and frames up to there, so that a frame of another chunk, or at another place, does not fit.  The frames of the
 keys come first.
 
@@ -36,6 +36,7 @@ Errors::
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -44,7 +45,6 @@ import torch
 from torch import Tensor
 
 from k16v8.errors import K16V8Error, UnknownNameError, UsageError
-from k16v8.plugins.lmcache.crc32c import crc32c
 
 __all__ = [
     "CRC",
@@ -71,7 +71,7 @@ __all__ = [
 LAYOUTS = ("2LTHD", "L2THD", "LT2HD", "2LHTD")  # order of sides (2), layers, tokens, heads, head dimension
 SCALES = ("none", "per-token-head")
 
-MAGIC, _VERSION = b"FDLK16V8", 1
+MAGIC, _VERSION = b"FDLK16V8", 2
 _FIELDS = struct.Struct("<8sHBBBBHIIII16s16sQ")
 CRC = struct.Struct("<I")
 HEADER = _FIELDS.size + CRC.size  # bytes
@@ -211,7 +211,7 @@ class ChunkSpec:
             *self.sizes,
             *(_fingerprint(self.model.encode()), _fingerprint(self.key), 0),
         )
-        return fields + CRC.pack(crc32c(fields))
+        return fields + CRC.pack(zlib.crc32(fields))
 
     def check(self, header: bytes) -> None:
         """Compare a header that begins with the magic.
@@ -222,7 +222,7 @@ class ChunkSpec:
         _, version, sides, dtype, layout, scale, zero, *sizes, model, key, unused = _FIELDS.unpack_from(header)
         if version != _VERSION:
             raise VersionError(f"the chunk is of format version {version}; this k16v8 reads version {_VERSION}")
-        if header[_FIELDS.size :] != CRC.pack(crc32c(header[: _FIELDS.size])):
+        if header[_FIELDS.size :] != CRC.pack(zlib.crc32(header[: _FIELDS.size])):
             raise CorruptError("the chunk is damaged in its header: its checksum differs; drop it and compute it again")
         known = dtype < len(_DTYPES) and layout < len(LAYOUTS) and scale < len(SCALES)
         if sides != _BOTH_SIDES or zero or unused or not known:

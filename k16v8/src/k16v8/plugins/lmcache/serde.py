@@ -23,7 +23,6 @@ leaves the destination as it was: LMCache then computes the chunk again.  Nothin
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +35,6 @@ from torch import Tensor
 from k16v8.errors import EngineError, NotSupportedError, UnknownNameError, UsageError
 from k16v8.plugins.lmcache.chunk import SCALES, ChunkSpec
 from k16v8.plugins.lmcache.codec import decode, encode_into, verify
-from k16v8.plugins.lmcache.crc32c import HARDWARE
 
 __all__ = ["NAME", "K16V8Deserializer", "K16V8Serializer", "create", "register"]
 
@@ -169,11 +167,6 @@ def register() -> None:
             f"no LMCache with serdes for L2 adapters here ({error}): pip install 'lmcache>=0.5.6'"
         ) from None
 
-    if not HARDWARE:
-        logging.getLogger(__name__).warning(
-            "serde %s: google-crc32c is not installed, so checksums are slower: pip install 'k16v8[lmcache]'",
-            NAME,
-        )
     Serializer.register(K16V8Serializer)
     Deserializer.register(K16V8Deserializer)
     if NAME not in get_registered_serde_types():
