@@ -48,7 +48,6 @@ def report(*arms: ArmRecord) -> Report:
             "candidates": arms,
             "comparisons": (),
             "attribution": (),
-            "ablation": None,
         }
     )
 

@@ -230,7 +230,6 @@ def report(*arms: ArmRecord, model: str = "m") -> Report:
         "controls": (),
         "comparisons": (),
         "attribution": (),
-        "ablation": None,
         "recommendation": None,
         "settings": {"dtype": "auto", "reference": {"kv": "bf16"}},
     }

@@ -131,8 +131,6 @@ class AxisScore:
     ``right``: 1 where the reference and where the arm gives the right answer, else 0, NaN where that is not known; [n]
     each.  Axes that have it get a certificate.
 
-    ``onsets`` [n] (axis degeneration): tokens before an item's text degenerates; the token budget if it does not.
-
     ``cluster``: the word for one resampling cluster (``document``).  ``summary``, ``reference_summary``: what happened
     to the arm, and what the reference itself does, in a few words with counts (``lost 9 of 36``, ``finds 36 of 45``).
 
@@ -158,7 +156,6 @@ class AxisScore:
     n_failed: int | None = None
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     right: tuple[Floats, Floats] | None = None
-    onsets: Floats | None = None
     cluster: str = ""
     summary: str = ""
     reference_summary: str = ""

@@ -137,7 +137,6 @@ class Degeneration(Axis):
             dtype=bool,
         )
         good = [item for item, ok in zip(items, usable, strict=True) if ok]
-        budget = pair.ref.manifest["settings"]["n_predict"]
         score = AxisScore(
             num=np.array([item.harmed for item in items], dtype=np.float64),
             den=np.ones(len(items)),
@@ -147,7 +146,6 @@ class Degeneration(Axis):
             bounds=(0.0, 1.0),
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,
-            onsets=np.array([item.test.onset.at if item.test.onset else budget for item in items], dtype=np.float64),
             downgrades=_lowers(good),
             fails=_fails(good),
         )

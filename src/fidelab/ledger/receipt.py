@@ -27,7 +27,6 @@ from fidelab.core import canonical_json, read_file, strict_json
 from fidelab.errors import CaptureError, FidelabError, InputError, OutputError, UsageError
 from fidelab.metrics.composite import Band, kl_band
 from fidelab.metrics.divergence import kld_score
-from fidelab.results.ablation_record import Ablation
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import Measurement, walk
 from fidelab.results.record import ArmRecord, Attribution, Comparison, Report, write_atomically
@@ -111,8 +110,6 @@ class HeadLine(_Line):
     comparisons: tuple[Comparison, ...]
     """As in the report."""
     attribution: tuple[Attribution, ...]
-    """As in the report."""
-    ablation: Ablation | None
     """As in the report."""
     floor: dict[str, Measurement]
     """As in the report, without plots."""

@@ -54,7 +54,6 @@ def render_markdown(report: Report) -> str:
                 *map(escaped, (*view.modified, *view.engine_remarks)),
             ]
         ),
-        *(part for matrix in view.ablation for part in (escaped(matrix.said), *_titled(matrix.table))),
         *(verdicts if view.fidelity else map(escaped, view.headlines)),
         *(_speed(view, view.performance) if view.performance else ()),
         "To repeat:",

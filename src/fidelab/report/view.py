@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.ablation import Matrix, ablation_of
 from fidelab.report.cells import (
     STATUS,
     Estimate,
@@ -188,7 +187,6 @@ class View:
     beside: tuple[TextTable, ...]
     remarks: tuple[str, ...]
     engine_remarks: tuple[str, ...]
-    ablation: tuple[Matrix, ...]
     truth: str
     points: tuple[FrontierPoint, ...]
     run_details: tuple[tuple[str, str], ...]
@@ -282,7 +280,6 @@ def build_view(report: Report) -> View:
         ),
         remarks=remarks_of(report),
         engine_remarks=engine_remarks_of(report),
-        ablation=ablation_of(report),
         truth=truth_line(report),
         points=(
             *(_points(sized, "control", report.control) if report.control else ()),

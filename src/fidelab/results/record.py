@@ -17,7 +17,6 @@ from pydantic import AwareDatetime, ConfigDict, Field, ValidationError, field_va
 from fidelab.core import KVSpec, Status, read_file, strict_json
 from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES
-from fidelab.results.ablation_record import Ablation
 from fidelab.results.decision_record import Certificate, Dominance, Recommendation
 from fidelab.results.measurement import Measurement
 from fidelab.results.values import Count, Document, Free, FreeDict, Interval, Outcome, Positive, Record, Score
@@ -345,8 +344,6 @@ class Report(Document):
     """Candidates in the order of their mean KL, each with the next one."""
     attribution: tuple[Attribution, ...] = ()
     """Format loss told from kernel loss, one per candidate; empty unless that was asked (control: full)."""
-    ablation: Ablation | None = None
-    """Which factor of a grid moves KLD and the onset of degeneration; null unless a grid was asked for (vary)."""
     truth: ArmRecord | None = None
     """The reference's 32-bit twin on the same engine, over the reference."""
     floor: dict[str, Measurement] = Field(default_factory=dict)

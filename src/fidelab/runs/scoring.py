@@ -45,7 +45,6 @@ from fidelab.results.record import (
     Verdict,
 )
 from fidelab.results.sentence import ArmFacts, DomainLoss, is_native, sentence
-from fidelab.runs.ablation import score_ablation
 from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
 from fidelab.runs.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
 from fidelab.runs.speculation import with_forecast
@@ -125,7 +124,6 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         candidates=records,
         comparisons=tuple(summary.comparisons(candidates)),
         attribution=attribute(experiment, reference, measured, diagnostics, floors),
-        ablation=score_ablation(experiment, measured),
         truth=_truth(experiment, reference, diagnostics),
         floor=summary.axes(measured["floor"]) if "floor" in measured else {},
     )
