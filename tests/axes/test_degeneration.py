@@ -227,7 +227,7 @@ def test_around_the_onset_there_is_text(run: Done) -> None:
 
 def test_shorter_answers_are_no_harm(run: Done) -> None:
     found = run.axis("short[at=90]", "degeneration")
-    named = ("degenerate", "median length", "median length, reference")
+    named = ("degenerate", "median_length", "median_length_reference")
     assert [found.value(name) for name in named] == [0, 90, 300]
     assert run.arm("short[at=90]")["verdict"]["band"] == "EXCELLENT"
 
@@ -270,6 +270,6 @@ def test_two_bit_keys_and_values_degenerate_earlier_and_bf16_does_not(smollm2: M
         floor=0.0,
         output_dir=str(tmp_path),
     )
-    earlier = {arm.name: arm.axes["degeneration"].value("degenerate earlier") for arm in report.candidates}
+    earlier = {arm.name: arm.axes["degeneration"].value("degenerate_earlier") for arm in report.candidates}
     assert earlier["bf16"] == 0
     assert (earlier["int2"] or 0) >= 1 / len(PROMPTS)

@@ -65,11 +65,11 @@ def scored(tmp_path: Path, changed: Mapping[int, tuple[int, float]], arm: Arm = 
 
 def test_acceptance_stands_beside_its_forecast_from_the_references_text(tmp_path: Path) -> None:
     score = scored(tmp_path, {})
-    assert score.value("acceptance length") == pytest.approx(1 + 5 / 2)
+    assert score.value("acceptance_length") == pytest.approx(1 + 5 / 2)
     assert score.value("accepted") == pytest.approx(5 / 6)
     # behind 1 2 3 4 1 2 come 3 4 1, then 2 is the model's; behind 1 2 3 4 1 2 3 4 1 2 come 3 4, and the text ends
-    assert score.value("acceptance length, forecast") == pytest.approx(1 + 5 / 2)
-    assert score.value("accepted, forecast") == 1.0
+    assert score.value("acceptance_length_forecast") == pytest.approx(1 + 5 / 2)
+    assert score.value("accepted_forecast") == 1.0
     assert score.flags[0].text == (
         "speculation (ngram): 3.50 tokens per verification (forecast 3.50), "
         "83% of the drafted tokens accepted (forecast 100%)"
@@ -105,7 +105,7 @@ def test_an_arm_without_speculation_has_no_word_about_it(tmp_path: Path) -> None
     )
     score = Trajectory(Trajectory.Settings()).score(Pair.match(ref, test), 0)
     assert score.flags == ()
-    assert score.metric("accepted, forecast") is None
+    assert score.metric("accepted_forecast") is None
 
 
 def test_a_draft_models_rows_along_the_text_forecast_what_it_would_get_accepted(tmp_path: Path) -> None:

@@ -227,13 +227,13 @@ def _axis(run: Done, arm: str) -> Measurement:
 def test_a_tilt_costs_what_its_closed_form_says(run: Done) -> None:
     expected = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
     axis = _axis(run, "tilt[q=0.8]")
-    assert axis.value("mean KL") == pytest.approx(expected, rel=1e-6)
+    assert axis.value("mean_kl") == pytest.approx(expected, rel=1e-6)
     assert axis.value("score") == pytest.approx(100 * math.exp(-expected), rel=1e-6)
     assert (axis.n_items, axis.n_failed) == (8 * 12, 0)
 
 
 def test_another_text_costs_nothing_where_the_distributions_are_equal(run: Done) -> None:
-    assert _axis(run, "fork[at=3]").value("mean KL") == 0.0
+    assert _axis(run, "fork[at=3]").value("mean_kl") == 0.0
 
 
 def test_the_reference_as_candidate_is_identical(run: Done) -> None:
@@ -274,7 +274,7 @@ def test_coarser_caches_cost_more_on_the_references_own_text(smollm2: Model, tmp
         floor=0.0,
         output_dir=str(tmp_path),
     )
-    means = [arm.axes["forced"].value("mean KL") or 0.0 for arm in report.candidates]
+    means = [arm.axes["forced"].value("mean_kl") or 0.0 for arm in report.candidates]
     assert 0.0 < means[0] < 0.02
     assert means[1] > 5 * means[0]
 
@@ -327,4 +327,4 @@ def test_turn_words_are_counted_among_tokens_of_high_kl_and_among_all(tmp_path: 
         writer.add(0, {"logprobs": rows})
         captures.append(Capture(writer.finish("logprobs", {}, {})))
     score = AXIS.score(Pair.match(*captures), 0)
-    assert (score.value("turn words where KL is high"), score.value("turn words")) == (1.0, 5 / 40)
+    assert (score.value("turn_words_where_kl_is_high"), score.value("turn_words")) == (1.0, 5 / 40)

@@ -141,7 +141,7 @@ def test_the_way_its_first_position_and_what_the_arm_adds_are_reported(tmp_path:
     assert score.reference_summary == "4 ways agree with a cold prefill"
     assert score.downgrades == ("decoding parts from prefill at position 40",)
     at: Coordinates = {"way": "decode"}
-    own, twin, added = (score.value(name, at) for name in ("KL from cold", "reference's", "added"))
+    own, twin, added = (score.value(name, at) for name in ("kl_from_cold", "reference", "added"))
     assert own is not None
     assert twin is not None
     assert added == pytest.approx(own - twin)
@@ -180,7 +180,7 @@ def test_without_a_twin_the_arms_other_ways_say_what_last_bits_cost(tmp_path: Pa
     test = _arm(tmp_path, "int8", _ways(BASE, 0.3, batch_7=(30, _rows(7, 1.5))))
     score = _score(ref, test)
     assert _ends(score) == {"batch-7": 30}
-    assert score.metric("reference's") is None
+    assert score.metric("reference") is None
 
 
 def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path) -> None:
@@ -248,9 +248,9 @@ def test_a_run_says_in_one_sentence_which_way_parts_where_and_in_which_arm(tmp_p
     assert "paths, way evicted: not engaged: the fake engine counts no evicted, as it was asked to" in done.out
     axis = done.axis("tilt", "paths")
     distance = 0.2 * math.log(1.5)  # of (0.6, 0.4) from (0.4, 0.6)
-    assert axis.value("KL from cold", {"way": "decode"}) == pytest.approx(distance * (255 - 97) / (255 - 16), rel=1e-4)
-    assert axis.value("ways that part") == 1
-    assert done.axis("tilt[q=0.7]", "paths").value("ways that part") == 0
+    assert axis.value("kl_from_cold", {"way": "decode"}) == pytest.approx(distance * (255 - 97) / (255 - 16), rel=1e-4)
+    assert axis.value("ways_that_part") == 1
+    assert done.axis("tilt[q=0.7]", "paths").value("ways_that_part") == 0
 
 
 def test_all_faces_have_the_table_of_ways_by_arms(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ FakeEngine.answer = broken
     cells = {cell.at["way"]: cell for cell in axis.cells}
     assert (str(cells["decode"].status), str(cells["prefix"].status)) == ("ok", "failed")
     assert reason in str(cells["prefix"].reason)
-    assert axis.value("parts at", {"way": "decode"}) == 97
+    assert axis.value("parts_at", {"way": "decode"}) == 97
     assert f"paths, way prefix: failed: {cells['prefix'].reason}" in done.out
 
 

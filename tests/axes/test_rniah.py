@@ -212,7 +212,7 @@ def test_only_informative_cells_count_and_the_others_are_named(tmp_path: Path) -
     assert score.value("score") == pytest.approx(50.0)
     assert (values["informative cells"], values["cells"], values["accuracy difference"]) == (2, 3, 0.0)
     assert score.facts["uninformative"] == [{"length": 600, "position": 0.5}]
-    assert score.value("score (REFRACT)") == pytest.approx(100 * 2 / 3)
+    assert score.value("score_refract") == pytest.approx(100 * 2 / 3)
     assert _score(tmp_path / "compat", _axis(compat="refract"), ref, test).value("score") == pytest.approx(200 / 3)
 
 

@@ -91,7 +91,7 @@ def test_rows_are_scored_against_the_token_that_follows_them(tmp_path: Path) -> 
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
     targets = np.array(request.windows[0][2:5])
     dp = np.exp(_log_softmax(test))[np.arange(3), targets] - np.exp(_log_softmax(ref))[np.arange(3), targets]
-    assert score.value("RMS Δp") == pytest.approx(np.sqrt((dp**2).mean()), abs=1e-6)
+    assert score.value("rms_dp") == pytest.approx(np.sqrt((dp**2).mean()), abs=1e-6)
 
 
 def test_a_nan_row_is_counted_and_left_out(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def _score(tmp_path: Path, ref: list[list[int]], test: list[list[int]], margin: 
 
 def test_a_candidate_that_stops_early_does_not_score_full_marks(tmp_path: Path) -> None:
     score = _score(tmp_path, [[*range(1, 8), 1, 2, 3]], [[1, 2, 3, 4, 5, 7, 7, 7]])
-    assert (score.value("score"), score.value("score (REFRACT)")) == (50.0, 62.5)
+    assert (score.value("score"), score.value("score_refract")) == (50.0, 62.5)
 
 
 def test_in_compat_mode_the_score_is_the_sources(tmp_path: Path) -> None:
@@ -343,13 +343,13 @@ def test_in_compat_mode_the_score_is_the_sources(tmp_path: Path) -> None:
 def test_the_score_weighs_prompts_by_their_longest_answer(tmp_path: Path) -> None:
     score = _score(tmp_path, [[1, 2, 3], [1, 2, 3, 4]], [[1, 2, 3], [1, 2, 5, 4]])
     assert score.value("score") == pytest.approx(100 * 5 / 7)
-    assert (score.value("exact match"), score.value("median first divergence")) == (0.5, 2.0)
-    assert score.value("positional agreement") == pytest.approx(6 / 7)
+    assert (score.value("exact_match"), score.value("median_first_divergence")) == (0.5, 2.0)
+    assert score.value("positional_agreement") == pytest.approx(6 / 7)
 
 
 @pytest.mark.parametrize(("margin", "share"), [(0.05, 1.0), (0.2, 0.0)])
 def test_a_fork_is_a_near_tie_by_the_references_own_margin(tmp_path: Path, margin: float, share: float) -> None:
-    assert _score(tmp_path, [[1, 2, 3]], [[1, 3, 3]], margin).value("near ties") == share
+    assert _score(tmp_path, [[1, 2, 3]], [[1, 3, 3]], margin).value("near_ties") == share
 
 
 def test_two_empty_answers_are_a_failed_item(tmp_path: Path) -> None:

@@ -86,18 +86,18 @@ def test_kld_over_all_tokens_is_the_kl(tmp_path: Path) -> None:
     score = _kld(tmp_path, V)
     assert score.value("mean") == pytest.approx(_true(REF, TEST), abs=1e-5)
     p, q = np.concatenate(REF), np.concatenate(TEST)
-    assert score.value("top-1") == (p.argmax(-1) == q.argmax(-1)).mean()
+    assert score.value("top1") == (p.argmax(-1) == q.argmax(-1)).mean()
     actual = np.concatenate(ACTUAL)[:, None]
     change = np.exp(np.take_along_axis(q, actual, 1)) - np.exp(np.take_along_axis(p, actual, 1))
-    assert score.value("RMS Δp") == pytest.approx(np.sqrt((change**2).mean()), rel=1e-5)
+    assert score.value("rms_dp") == pytest.approx(np.sqrt((change**2).mean()), rel=1e-5)
 
 
 def test_flips_of_reported_tokens_are_those_of_the_whole_rows(tmp_path: Path) -> None:
     score = _kld(tmp_path, V)
     p, q = np.concatenate(REF), np.concatenate(TEST)
     margin = p.max(-1) - p[np.arange(len(p)), q.argmax(-1)]
-    assert score.value("real flips") == (margin >= 0.1).mean() > 0
-    assert score.value("tokens to flip") == pytest.approx(1 / (p.argmax(-1) != q.argmax(-1)).mean())
+    assert score.value("real_flips") == (margin >= 0.1).mean() > 0
+    assert score.value("tokens_to_flip") == pytest.approx(1 / (p.argmax(-1) != q.argmax(-1)).mean())
 
 
 def test_a_bound_has_no_score_and_no_excess(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def test_a_file_of_llama_perplexity_gives_its_own_figures(tmp_path: Path) -> Non
     found = score(tmp_path, F32, Q4)
     # what llama-perplexity --kl-divergence printed for the second arm against the first file
     assert found.value("mean") == pytest.approx(0.02244, abs=1e-5)
-    assert found.value("top-1") == pytest.approx(0.92857, abs=1e-5)
-    assert found.value("RMS Δp") == pytest.approx(0.00088, abs=1e-5)
+    assert found.value("top1") == pytest.approx(0.92857, abs=1e-5)
+    assert found.value("rms_dp") == pytest.approx(0.00088, abs=1e-5)
     assert (found.n_items, found.n_failed, found.facts["n_ctx"]) == (6 * 7, 0, 16)
 
 

@@ -50,9 +50,9 @@ def test_schema_name_comes_first() -> None:
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
-        (Metric, {"name": "mean", "value": ...}),
-        (Metric, {"name": "mean", "ci": (0, ...)}),
-        (Metric, {"name": "rate", "cell": {"rate": ...}}),
+        (Metric, {"key": "mean", "name": "mean", "value": ...}),
+        (Metric, {"key": "mean", "name": "mean", "ci": (0, ...)}),
+        (Metric, {"key": "rate", "name": "rate", "cell": {"rate": ...}}),
         (Curve, {"key": "k", "title": "t", "x_label": "", "y_label": "", "x": [1], "y": [...]}),
         (Measurement, {"status": "ok", "facts": {"a": [...]}}),
         (RuntimeRecord, {"scale": ...}),
@@ -114,7 +114,7 @@ def test_broken_json_is_named_by_line_and_column(tmp_path: Path) -> None:
         ({"reference": {"name": "x"}}, "reference.status"),
         ({"floor": {"kld": {"status": "ok", "mean": 0.1}}}, "floor.kld.mean"),
         (
-            {"floor": {"kld": {"status": "ok", "metrics": [{"name": "mean", "value": "0.1"}]}}},
+            {"floor": {"kld": {"status": "ok", "metrics": [{"key": "mean", "name": "mean", "value": "0.1"}]}}},
             "floor.kld.metrics.0.value",
         ),
     ],
@@ -155,7 +155,7 @@ def test_composites_lie_between_0_and_100(score: float, said: str) -> None:
 
 def test_an_interval_upside_down_is_refused() -> None:
     with pytest.raises(ValidationError, match="lies above"):
-        Metric(name="mean", ci=(0.2, 0.1))
+        Metric(key="mean", name="mean", ci=(0.2, 0.1))
 
 
 def test_two_metrics_of_one_name_and_shape_are_refused() -> None:
@@ -164,7 +164,7 @@ def test_two_metrics_of_one_name_and_shape_are_refused() -> None:
         len(Measurement(status=Status.OK, metrics=(rate(1, cell={"batch": 1}), rate(1, cell={"batch": 2}))).metrics)
         == 2
     )
-    with pytest.raises(ValidationError, match="two metrics are named 'rate' at batch 1"):
+    with pytest.raises(ValidationError, match="two metrics have the key 'rate' at batch 1"):
         Measurement(status=Status.OK, metrics=(rate(1, cell={"batch": 1}), rate(2, cell={"batch": 1})))
 
 

@@ -98,8 +98,8 @@ def test_equal_answers_at_both_contexts_are_identical(run: Done) -> None:
 
 def test_the_excess_is_paired_at_the_arms_own_worst_context(run: Done) -> None:
     assert kld(run, "control").facts["n_ctx"] == SHORT
-    assert kld(run, "tilt[q=0.6]").value("over control") == pytest.approx(tilt(0.8) - tilt(CONTROL), abs=1e-6)
-    assert kld(run, "tilt[q=0.65]").value("over control") == pytest.approx(MEAN - tilt(0.53), abs=1e-6)
+    assert kld(run, "tilt[q=0.6]").value("over_control") == pytest.approx(tilt(0.8) - tilt(CONTROL), abs=1e-6)
+    assert kld(run, "tilt[q=0.65]").value("over_control") == pytest.approx(MEAN - tilt(0.53), abs=1e-6)
 
 
 def test_candidates_are_compared_where_the_worse_one_is_worst(run: Done) -> None:

@@ -27,7 +27,7 @@ from fidelab.extend import (
 __all__ = ["Length"]
 
 SAME = Definition(
-    "same length", "share", "higher", "Share of prompts whose answer has as many tokens as the reference's."
+    "same_length", "share", "higher", "Share of prompts whose answer has as many tokens as the reference's."
 )
 TOKENS = Definition("tokens", "tokens", None, "Mean tokens of an answer.")
 

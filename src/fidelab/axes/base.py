@@ -95,7 +95,7 @@ class AxisInputs:
 
 
 SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference.")
-OVER_CONTROL = Definition("over control", about="This arm minus the control, paired over the items that both answered.")
+OVER_CONTROL = Definition("over_control", about="This arm minus the control, paired over the items that both answered.")
 _NO_INTERVAL = "no interval"
 
 
@@ -216,18 +216,18 @@ class AxisScore:
 
     # ------------------------------------------------------------------------------------------- metrics
 
-    def metric(self, name: str, cell: Coordinates | None = None) -> Metric | None:
-        """The metric of a name: of a cell, or the first one."""
-        return next((m for m in self.metrics if m.name == name and (cell is None or m.cell == cell)), None)
+    def metric(self, key: str, cell: Coordinates | None = None) -> Metric | None:
+        """The metric of a key: of a cell, or the first one."""
+        return next((m for m in self.metrics if m.key == key and (cell is None or m.cell == cell)), None)
 
-    def value(self, name: str, cell: Coordinates | None = None) -> float | None:
+    def value(self, key: str, cell: Coordinates | None = None) -> float | None:
         """The value of a metric; ``None`` where it is not there."""
-        metric = self.metric(name, cell)
+        metric = self.metric(key, cell)
         return None if metric is None else metric.value
 
-    def interval(self, name: str, cell: Coordinates | None = None) -> tuple[float, float] | None:
+    def interval(self, key: str, cell: Coordinates | None = None) -> tuple[float, float] | None:
         """The 95% interval of a metric, where both ends are known."""
-        metric = self.metric(name, cell)
+        metric = self.metric(key, cell)
         return None if metric is None else metric.interval
 
     def measurement(self, title: str = "", *more: Metric) -> Measurement:

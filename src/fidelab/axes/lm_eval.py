@@ -61,17 +61,19 @@ _SHOWN = 100  # documents with another result that the report lists
 _ROLLING = {"byte_perplexity": "byte", "bits_per_byte": "byte", "word_perplexity": "word"}
 _HARM = -5.0  # points; see docs/metrics.md#verdicts
 
-_VALUE = Definition("task metric", "", None, "Mean of the harness' metric over the documents.")
-_REFERENCE = Definition("reference task metric", "", None, "The same of the reference.")
+_VALUE = Definition("task_metric", "", None, "Mean of the harness' metric over the documents.")
+_REFERENCE = Definition("reference_task_metric", "", None, "The same of the reference.")
 _ACCURACY = Definition("accuracy", "share", "higher", "Share of the documents, of all tasks, that the arm gets right.")
-_REFERENCE_ACCURACY = Definition("reference accuracy", "share", None, "The same of the reference.")
+_REFERENCE_ACCURACY = Definition("reference_accuracy", "share", None, "The same of the reference.")
 _DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired by document.")
 _CHANGE = Definition("change", "", None, "The task's metric minus the reference's, paired by document.")
-_NLL = Definition("NLL change", "nats", "lower", "Negative log-likelihood per unit of text minus the reference's.")
-_P = Definition("McNemar p", "p", None, "McNemar's exact test of documents lost against gained.")
+_NLL = Definition(
+    "nll_change", "nats", "lower", "Negative log-likelihood per unit of text minus the reference's.", name="NLL change"
+)
+_P = Definition("mcnemar_p", "p", None, "McNemar's exact test of documents lost against gained.", name="McNemar p")
 _LOST = Definition("lost", "count", None, "Documents that the reference alone gets right.")
 _GAINED = Definition("gained", "count", None, "Documents that the arm alone gets right.")
-_CUT = Definition("shortened prompts", "count", None, "Requests longer than the model's limit, cut at their start.")
+_CUT = Definition("shortened_prompts", "count", None, "Requests longer than the model's limit, cut at their start.")
 
 Floats = NDArray[np.float64]
 Document = tuple[str, int]  # task, number of the document

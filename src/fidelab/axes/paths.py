@@ -58,12 +58,18 @@ _WORDS = {
     "evicted": "prefill after eviction parts from a cold one",
 }
 
-_MEAN = Definition("mean KL", "nats", "lower", "Mean KL from the arm's own cold prefill, over all ways and positions.")
-_KL = Definition("KL from cold", "nats", "lower", "Mean KL per position from the arm's own cold prefill.")
-_TWIN = Definition("reference's", "nats", None, "The same of the reference, from its own cold prefill.")
+_MEAN = Definition(
+    "mean_kl", "nats", "lower", "Mean KL from the arm's own cold prefill, over all ways and positions.", name="mean KL"
+)
+_KL = Definition(
+    "kl_from_cold", "nats", "lower", "Mean KL per position from the arm's own cold prefill.", name="KL from cold"
+)
+_TWIN = Definition(
+    "reference", "nats", None, "The same of the reference, from its own cold prefill.", name="reference's"
+)
 _ADDED = Definition("added", "nats", "lower", "What this arm has more than the reference, paired by position.")
-_AT = Definition("parts at", "tokens", None, "First position from which on the way has other distributions.")
-_PARTED = Definition("ways that part", "count", "lower", "Ways that part and do not so in the reference.", exact=True)
+_AT = Definition("parts_at", "tokens", None, "First position from which on the way has other distributions.")
+_PARTED = Definition("ways_that_part", "count", "lower", "Ways that part and do not so in the reference.", exact=True)
 
 Floats = NDArray[np.float64]
 

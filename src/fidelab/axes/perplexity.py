@@ -36,11 +36,11 @@ _DEFAULT_CONTEXTS = (512, 2048)
 _UNREPORTED = "the server does not report the actual token at {} of {} positions; those where it does are likely ones"
 _SCORED = 8192  # rows per context by default, as KLD's 32 windows of 512 have
 
-_RATIO = Definition("ln ratio", "nats", "lower", "ln(PPL of the arm / PPL of the reference) on the same tokens.")
-_STDERR = Definition("std. error", "nats", None, "Standard error of the ln ratio.")
-_CHANGE = Definition("PPL change", "share", "lower", "PPL of the arm / PPL of the reference - 1.")
-_PPL = Definition("PPL", about="Perplexity of the arm.")
-_REFERENCE_PPL = Definition("reference PPL", about="Perplexity of the reference.")
+_RATIO = Definition("ln_ratio", "nats", "lower", "ln(PPL of the arm / PPL of the reference) on the same tokens.")
+_STDERR = Definition("stderr", "nats", None, "Standard error of the ln ratio.", name="std. error")
+_CHANGE = Definition("ppl_change", "share", "lower", "PPL of the arm / PPL of the reference - 1.", name="PPL change")
+_PPL = Definition("ppl", about="Perplexity of the arm.", name="PPL")
+_REFERENCE_PPL = Definition("reference_ppl", about="Perplexity of the reference.", name="reference PPL")
 
 Floats = NDArray[np.float64]
 

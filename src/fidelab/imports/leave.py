@@ -68,7 +68,7 @@ def kld_verdict(
         kld_ci=interval,
         clusters="" if kld.n_clusters is None else counted(kld.n_clusters, kld.cluster),
         preliminary=ruling.preliminary,
-        top1=kld.value("top-1"),
+        top1=kld.value("top1"),
         estimator=kld.facts.get("estimator"),
         n_positions=n_positions or None,
         n_failed=n_failed,

@@ -52,7 +52,7 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
     counts: dict[str, dict[str, int]] = {}
     for name, measurement in {**arm.axes, **arm.benches}.items():
         for task, metric in _tasks(name, measurement):
-            tasks.setdefault(task, {})[_slug(metric.name)] = metric
+            tasks.setdefault(task, {})[metric.key] = metric
             if measurement.n_items is not None:
                 usable = measurement.n_items - (measurement.n_failed or 0)
                 counts[task] = {"original": measurement.n_items, "effective": usable}
@@ -159,7 +159,7 @@ def _eval_results(report: Report, arm: ArmRecord) -> Iterator[EvalResult]:
                 dataset_type=f"fidelab-{_slug(name)}",
                 dataset_name=f"fidelab {name}",
                 dataset_args={**given, **({"text": public_name(text)} if isinstance(text, str) else {})},
-                metric_type=_slug(f"{name}_{metric.name}"),
+                metric_type=_slug(f"{name}_{metric.key}"),
                 metric_name=f"{arm.name}: {heading(metric.name, metric.unit)}{place}{interval}",
                 metric_value=metric.value,
                 metric_args={

@@ -72,7 +72,7 @@ def contexts_of(report: Report) -> TextTable | None:
     """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
     arms = _compared(report)
     klds = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
-    means = [metric for axis in klds.values() for metric in axis.metrics if metric.name == "mean"]
+    means = [metric for axis in klds.values() for metric in axis.metrics if metric.key == "mean"]
     sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
     if len(sizes) < 2:
         return None
@@ -94,7 +94,7 @@ def groups_of(report: Report, coordinate: str) -> TextTable | None:
     """
     klds = {one_line(arm.name): arm.axes[KLD] for arm in _compared(report) if KLD in arm.axes}
     cells = {
-        name: {str(m.cell[coordinate]): m for m in axis.metrics if coordinate in m.cell and m.name == "mean"}
+        name: {str(m.cell[coordinate]): m for m in axis.metrics if coordinate in m.cell and m.key == "mean"}
         for name, axis in klds.items()
     }
     kinds = list(dict.fromkeys(kind for found in cells.values() for kind in found))
@@ -121,7 +121,7 @@ _GROUPS = {
 def _in_group(axis: Measurement, coordinate: str, kind: str) -> str:
     """``0.0064 (0.0041–0.0093), 1 in 24``."""
     at: Coordinates = {coordinate: kind}
-    same = axis.metric("top-1", at)
+    same = axis.metric("top1", at)
     changed = f", {format_odds(1 - same.value)}" if same is not None and same.value is not None else ""
     return f"{kld_of(axis, at)}{changed}"
 
@@ -154,7 +154,7 @@ def partings_of(report: Report) -> tuple[str, ...]:
     )
 
 
-_TWIN = "reference's"
+_TWIN = "reference"
 
 
 def _compared(report: Report) -> list[ArmRecord]:
@@ -170,9 +170,9 @@ def _at_way(axis: Measurement, at: Coordinates) -> str:
     cell = axis.cell(at)
     if cell is None or not cell.measured:
         return ABSENT if cell is None else STATUS[cell.status]
-    start = axis.metric("parts at", at)
+    start = axis.metric("parts_at", at)
     from_ = "" if start is None or start.value is None else f" from {start.value:,.0f}"
-    return f"{estimate_of(axis.metric('KL from cold', at)).value}{from_}"
+    return f"{estimate_of(axis.metric('kl_from_cold', at)).value}{from_}"
 
 
 def _text_at(kld: Measurement, n_ctx: int) -> str:
@@ -232,9 +232,9 @@ def speculation_of(report: Report) -> TextTable | None:
     """
     rows: list[tuple[str, ...]] = []
     for arm in (*([report.control] if report.control else []), *report.candidates):
-        found = next((axis for axis in arm.axes.values() if axis.metric(ACCEPTANCE_LENGTH.name)), None)
+        found = next((axis for axis in arm.axes.values() if axis.metric(ACCEPTANCE_LENGTH.key)), None)
         if found is not None:
-            pairs = [[found.metric(one.name) for one in pair] for pair in _FIGURES_OF_DRAFTS.values()]
+            pairs = [[found.metric(one.key) for one in pair] for pair in _FIGURES_OF_DRAFTS.values()]
             figures = [str(estimate_of(metric)) for n in (0, 1) for metric in (pair[n] for pair in pairs)]
             rows.append((one_line(arm.name), *figures))
     heads = [f"{what}, {which}" for what in ("tokens per verification", "accepted") for which in _FIGURES_OF_DRAFTS]
@@ -304,7 +304,7 @@ def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tu
         alike = [at for at in shapes if tuple(at) == tuple(metric.cell)]
         varied = {key: value for key, value in metric.cell.items() if any(at[key] != value for at in alike)}
         cells = [
-            measurement.metric(metric.name, metric.cell) if measurement is not None else None
+            measurement.metric(metric.key, metric.cell) if measurement is not None else None
             for measurement in measurements
         ]
         shown = [
@@ -327,7 +327,7 @@ def _in_mib(metric: Metric) -> bool:
 
 def titled(name: str, metric: Metric) -> str:
     """A score has the name of its axis."""
-    return one_line(name if metric.name == "score" else f"{name}: {metric.name}")
+    return one_line(name if metric.key == "score" else f"{name}: {metric.name}")
 
 
 def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance | None:

@@ -492,14 +492,14 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------- floor and control
 
-_SAME = {"max": 0.0, "exact match": 1.0}
+_SAME = {"max": 0.0, "exact_match": 1.0}
 """Metrics whose value alone proves that nothing differed."""
 
 
 def _repeats(measurement: Measurement) -> bool:
     """The reference repeated itself exactly."""
     return measurement.status is Status.IDENTICAL or any(
-        measurement.value(name, {}) == value for name, value in _SAME.items()
+        measurement.value(key, {}) == value for key, value in _SAME.items()
     )
 
 
@@ -543,7 +543,7 @@ def _apart(name: str, measurement: Measurement) -> str:
     heads = [
         f"{titled(name, metric)} {estimate_of(metric)}" for metric in measurement.headlines if metric.value is not None
     ]
-    exact, n = measurement.value("exact match", {}), measurement.n_items
+    exact, n = measurement.value("exact_match", {}), measurement.n_items
     if exact is not None and n is not None:
         heads.insert(0, f"{name}: {round(exact * (n - (measurement.n_failed or 0))):,} of {n:,} items repeat")
     return ", ".join(heads) or f"{name}: measured"

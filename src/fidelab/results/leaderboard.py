@@ -209,7 +209,7 @@ def _entries(report: Report, names: set[str], by: str) -> Iterator[_Entry]:
 
 def _headlines(group: str, measurement: Measurement) -> Iterator[tuple[str, str, str]]:
     for metric in measurement.headlines:
-        yield group, _place(metric), metric.name
+        yield group, _place(metric), metric.key
 
 
 def _place(metric: Metric) -> str:
@@ -314,8 +314,8 @@ def _figure(metric: Metric) -> LeaderboardFigure:
 
 def _column(column: tuple[str, str, str], entries: Sequence[_Entry]) -> LeaderboardColumn:
     metric = next(entry.figures[column] for entry in entries if column in entry.figures)
-    group, cell, name = column
-    return LeaderboardColumn(group=group, cell=cell, metric=name, unit=metric.unit, better=metric.better)
+    group, cell, _ = column
+    return LeaderboardColumn(group=group, cell=cell, metric=metric.name, unit=metric.unit, better=metric.better)
 
 
 def _row(

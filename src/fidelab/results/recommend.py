@@ -201,7 +201,7 @@ def _judge(
         return _Judged(arm, f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}")
     if arm.verdict is not None and arm.verdict.band == "FAIL" and certified:
         return _Judged(arm, "verdict FAIL")
-    mean, top1 = kld.metric("mean", {}), kld.metric("top-1", {})
+    mean, top1 = kld.metric("mean", {}), kld.metric("top1", {})
     if axes := [axis for axis in arm.certificates if axis != _KLD and arm.certificates[axis].state == "exceeded"]:
         return _Judged(arm, f"a loss beyond the margin is shown on {', '.join(axes)}")
     saving = sizes.saving(arm.name)
@@ -285,7 +285,7 @@ def _mean(arm: ArmRecord) -> float:
 
 def _risks(arm: ArmRecord) -> Iterator[str]:
     kld = arm.axes[_KLD]
-    top1, real = kld.value("top-1", {}), kld.value("real flips", {})
+    top1, real = kld.value("top1", {}), kld.value("real_flips", {})
     if top1 is not None:
         beyond = "" if real is None else f", {format_odds(real)} beyond a near tie"
         yield f"{format_odds(1 - top1)} top tokens change{beyond}"

@@ -427,7 +427,7 @@ def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> Agree
         other=name,
         kld=score.value("mean"),
         ci=score.interval("mean"),
-        top1=score.value("top-1"),
+        top1=score.value("top1"),
         n_positions=len(score.usable),
         n_failed=int((~score.usable).sum()),
     )

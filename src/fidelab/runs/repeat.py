@@ -345,7 +345,7 @@ def _spread(name: str, axis: str, arms: Sequence[ArmRecord]) -> AxisSpread | Non
         return None
     score = RunSpread.of(scores)
     costs = [metric for outcome in outcomes if outcome for metric in outcome.metrics if metric.unit == "nats"]
-    cost = next((metric.name for metric in sorted(costs, key=lambda metric: not metric.headline)), None)
+    cost = next((metric.key for metric in sorted(costs, key=lambda metric: not metric.headline)), None)
     nats = None if cost is None else RunSpread.of([None if one is None else one.value(cost) for one in outcomes])
     return AxisSpread(
         candidate=name,

@@ -376,8 +376,8 @@ class _Summary:
             clusters=counted(measured.n_clusters, measured.cluster) if measured and measured.cluster else "",
             preliminary=ruling is not None and ruling.preliminary,
             floor=floor.mean if floor is not None else None,
-            top1=_value(kld, "top-1"),
-            real_flips=_value(kld, "real flips"),
+            top1=_value(kld, "top1"),
+            real_flips=_value(kld, "real_flips"),
             n_ctx=self._reach(kld),
             kv_share=self._kv_share(self._reach(kld)),
             estimator=str(measured.facts["estimator"]) if measured else None,
@@ -390,7 +390,7 @@ class _Summary:
             native_keys_kld=_value(other_kld, "mean"),
             native_keys_format=_native_keys(kv) if _has_separate_kv(arm.result.arm.engine) else "",
             lowered_by="; ".join((*arm.broken, *_harms(arm.scores))),
-            cut=_value(kld, "cut off"),
+            cut=_value(kld, "cut"),
             domains=_domains(kld),
             rounded=bool(rounding_of(arm.result.arm)),
             forced=dict(arm.result.arm.options).get("force") == "yes",
@@ -600,6 +600,6 @@ def _domains(kld: AxisScore | None) -> tuple[DomainLoss, ...]:
     losses = [
         DomainLoss(str(metric.cell[DOMAIN]), metric.value, metric.interval)
         for metric in kld.metrics
-        if DOMAIN in metric.cell and metric.name == "mean" and metric.value is not None
+        if DOMAIN in metric.cell and metric.key == "mean" and metric.value is not None
     ]
     return tuple(sorted(losses, key=lambda loss: loss.mean, reverse=True))
