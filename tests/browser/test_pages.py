@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fidelab
-from fidelab.core import Status
+from fidelab.core import KVSpec, Status
 from fidelab.physics.explainer import explainer, measured_points
 from fidelab.physics.fits import read_points
 from fidelab.report.explainer import render_explainer
@@ -21,7 +21,7 @@ from fidelab.report.leaderboard import render_leaderboard_html
 from fidelab.report.sensitivity import write_sensitivity_html
 from fidelab.results.layer_diff_record import BisectArm, BisectReport, Errors, LayerRow
 from fidelab.results.leaderboard import rank
-from fidelab.results.record import KVFormats, Report
+from fidelab.results.record import Report
 from fidelab.results.sensitivity_record import Loss, SensitivityCell, SensitivityReport
 from fidelab.results.values import Outcome
 from tests.browser.conftest import Open, Visit
@@ -90,7 +90,7 @@ def sensitivity_page(folder: Path) -> str:
 def bisect_page(_: Path) -> str:
     """Thirty layers of which one stands out, and an arm whose name does not break."""
     arms = [
-        BisectArm(status=Status.OK, name=name, engine="hf", model=LONG, dtype="float32", kv=KVFormats(k=k, v=k))
+        BisectArm(status=Status.OK, name=name, engine="hf", model=LONG, dtype="float32", kv=KVSpec.parse(k))
         for name, k in (("f32", "f32"), (HOSTILE, "int4"))
     ]
     layers = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fidelab.core import Status
+from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError
 from fidelab.imports.leave import Imported
 from fidelab.imports.refract import import_refract
@@ -275,10 +275,9 @@ def test_the_report_says_what_it_was_imported_from(tmp_path: Path) -> None:
     assert (facts["reference"], facts["candidate"]) == ("ctk=f16,ctv=f16", "ctk=q8_0,ctv=q4_0")
     assert len(facts["sha256"]) == 64
     arm = result.report.candidates[0]
-    assert (arm.name, arm.kv.k, arm.kv.v, arm.engine, arm.model) == (
+    assert (arm.name, arm.kv, arm.engine, arm.model) == (
         "q8_0/q4_0",
-        "q8_0",
-        "q4_0",
+        KVSpec.parse("q8_0/q4_0"),
         "llamacpp",
         "tiny.gguf",
     )

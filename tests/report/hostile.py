@@ -40,6 +40,8 @@ def hostile_report(text: str) -> Report:
                 name if name in ("kld", "trajectory") else text + name: put(value, name, name)
                 for name, value in tree.items()
             }
+        if key == "kv":
+            return tree  # formats are parsed
         if isinstance(tree, dict):
             named = {name: put(value, name, axis) for name, value in tree.items()}
             if axis and "unit" in tree:

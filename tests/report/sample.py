@@ -13,7 +13,7 @@ import numpy as np
 from fidelab.core import KVSpec, Status
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.plots import Curve, TextPair, Texts
-from fidelab.results.record import ArmRecord, Composite, KVFormats, Report, RuntimeRecord, Verdict
+from fidelab.results.record import ArmRecord, Composite, Report, RuntimeRecord, Verdict
 from fidelab.results.store import RunFolder
 from tests.report.sample_axes import DIVERGENCES, hostile_axis, plad_axis, rniah_axis
 from tests.report.sample_axes import HOSTILE as HOSTILE
@@ -262,7 +262,7 @@ def arm(kv: str, **changes: Any) -> ArmRecord:
         "name": kv,
         "engine": "hf",
         "model": MODEL,
-        "kv": KVFormats.from_spec(spec),
+        "kv": spec,
         "status": Status.OK,
         "ran": RuntimeRecord.model_validate(
             {

@@ -14,7 +14,7 @@ from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError, OutputError
 from fidelab.results.measurement import Definition, Measurement, Metric
 from fidelab.results.plots import Curve
-from fidelab.results.record import ArmRecord, Composite, KVFormats, Report, RuntimeRecord, write_atomically
+from fidelab.results.record import ArmRecord, Composite, Report, RuntimeRecord, write_atomically
 from tests.report.sample import HOSTILE, arm, candidate, sample_report
 
 SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.report-1.schema.json"
@@ -57,7 +57,6 @@ def test_schema_name_comes_first() -> None:
         (Measurement, {"status": "ok", "facts": {"a": [...]}}),
         (RuntimeRecord, {"scale": ...}),
         (RuntimeRecord, {"scale": {"layers": [...]}}),
-        (KVFormats, {"k": "a", "v": "b", "options": {"group": ...}}),
     ],
 )
 def test_numbers_that_json_lacks_are_refused(model: type[BaseModel], fields: dict[str, Any], value: float) -> None:
@@ -183,9 +182,15 @@ def test_free_fields_hold_what_json_gives_back() -> None:
     assert RuntimeRecord.model_validate({"shape": (1, 2)}).others() == {"shape": [1, 2]}
 
 
-def test_a_kv_spec_keeps_its_options() -> None:
-    formats = KVFormats.from_spec(KVSpec.parse("int4[group=32,skip-layers=0,29]/f16"))
-    assert formats == KVFormats(k="int4", v="f16", options={"k": {"group": "32"}, "skip_layers": [0, 29]})
+def test_a_kv_spec_is_read_as_it_was_written() -> None:
+    written = arm("int4[group=32,skip-layers=0,29]/f16")
+    assert ArmRecord.model_validate_json(written.model_dump_json(), strict=True) == written
+
+
+@pytest.mark.parametrize("kv", ["int4", {"k": "int4"}, {"label": "x", "k": "<b>", "v": "x", "skip_layers": []}])
+def test_what_is_no_kv_spec_is_refused(kv: Any) -> None:
+    with pytest.raises(ValidationError, match="no KV spec"):
+        ArmRecord.model_validate({**arm("a").model_dump(), "kv": kv})
 
 
 def test_the_stored_schema_is_current() -> None:
@@ -235,5 +240,5 @@ def test_a_place_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> No
 
 
 def test_a_candidate_that_ran_nothing_is_complete() -> None:
-    failed = ArmRecord(name="a", engine="fake", model="m", kv=KVFormats(k="a", v="a"), status=Status.FAILED, reason="x")
+    failed = ArmRecord(name="a", engine="fake", model="m", kv=KVSpec.parse("a"), status=Status.FAILED, reason="x")
     assert failed.ran is None

@@ -252,6 +252,8 @@ class AxisScore:
             flags=self.flags,
             summary=self.summary,
             reference_summary=self.reference_summary,
+            downgrades=self.downgrades,
+            fails=self.fails,
             facts=dict(self.facts),
         )
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
-from fidelab.axes.groups import DOMAIN, STRUCTURE, by_group, domains, structure_labels
+from fidelab.axes.groups import STRUCTURE, by_group, domains, structure_labels
 from fidelab.axes.rows import compare_item, estimator_of, figures_of, floored_item, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
@@ -35,7 +35,7 @@ from fidelab.metrics.divergence import (
     summarise_kl,
 )
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
-from fidelab.results.measurement import Coordinates, Definition, Metric
+from fidelab.results.measurement import DOMAIN, Coordinates, Definition, Metric
 from fidelab.results.plots import Curve
 
 __all__ = ["KLD", "KLD_METRICS", "kl_curve"]

@@ -27,7 +27,7 @@ from fidelab.metrics.equivalence import MARGIN, Loss, certify, flip_counts
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.decision_record import Certificate, CertificateClaim, FlipRecord
 from fidelab.results.measurement import Definition, Measurement
-from fidelab.results.record import ArmRecord, KVFormats, Verdict
+from fidelab.results.record import ArmRecord, Verdict
 
 __all__ = ["import_samples"]
 
@@ -93,7 +93,7 @@ def import_samples(
         },
         seed=seed,
     )
-    bare: dict[str, Any] = {"engine": "lm-eval", "model": "unstated model", "kv": KVFormats(k="unstated", v="unstated")}
+    bare: dict[str, Any] = {"engine": "lm-eval", "model": "unstated model"}
     records = []
     for label, pair in zip(labels, pairs, strict=True):
         axes = {_axis_name(key): _axis(key, *sides, seed) for key, sides in pair.items()}

@@ -108,22 +108,12 @@ def ratio_of(own: Metric | None, base: Metric | None) -> str:
 
 def kv_of(arm: ArmRecord) -> str:
     """The requested cache format, with its options."""
-    k, v = kv_sides(arm)
-    rest = {name: value for name, value in arm.kv.options.items() if name not in ("k", "v")}
-    return f"{k if k == v else f'K {k}, V {v}'} {_options(rest)}".strip()
+    return one_line(arm.kv_text)
 
 
 def kv_sides(arm: ArmRecord) -> tuple[str, str]:
     """The requested formats of keys and of values, each with its options."""
-    options = arm.kv.options
-    return one_line(arm.kv.k) + _options(options.get("k")), one_line(arm.kv.v) + _options(options.get("v"))
-
-
-def _options(options: Any) -> str:
-    """``[name=value, …]``; empty where there are none."""
-    if not isinstance(options, Mapping) or not options:
-        return ""
-    return f"[{', '.join(one_line(f'{name}={plain(value)}') for name, value in options.items())}]"
+    return (one_line(str(arm.kv.k)), one_line(str(arm.kv.v))) if arm.kv else (arm.kv_text, arm.kv_text)
 
 
 # ------------------------------------------------------------------- the main table: metrics of the KLD by name

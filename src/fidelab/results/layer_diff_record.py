@@ -10,7 +10,7 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
-from fidelab.results.record import ExperimentReport, KVFormats, RuntimeRecord
+from fidelab.results.record import KV, ExperimentReport, RuntimeRecord
 from fidelab.results.values import Count, Outcome, Positive, Record
 
 __all__ = ["SCHEMA", "BisectArm", "BisectReport", "Errors", "LayerRow"]
@@ -61,7 +61,7 @@ class BisectArm(Outcome):
     """The model as the user knows it."""
     dtype: str
     """Compute type."""
-    kv: KVFormats
+    kv: KV
     """What was asked for the cache."""
     ran: RuntimeRecord | None = None
     """What ran; null where nothing was opened."""

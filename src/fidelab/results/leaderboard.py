@@ -330,10 +330,10 @@ def _row(
         created=entry.report.created,
         arm=arm.name,
         model=public_name(arm.model),
-        reference=f"{public_name(entry.report.reference.model)}, {_kv(entry.report.reference)}",
+        reference=f"{public_name(entry.report.reference.model)}, {entry.report.reference.kv_text}",
         engine=arm.engine,
         version=_version(versions, arm.engine),
-        kv=_kv(arm),
+        kv=arm.kv_text,
         weights_sha256=arm.weights_sha256,
         weight_bytes=None if ran is None else ran.size,
         cache_bytes_per_token=None if ran is None else ran.cache_bytes_per_token,
@@ -351,14 +351,3 @@ def _version(versions: Mapping[str, str], engine: str) -> str:
     if name is None:
         return ""
     return versions[name] if name.startswith(engine) else f"{name} {versions[name]}"
-
-
-def _kv(arm: ArmRecord) -> str:
-    """``fp8_e4m3``, or ``bf16/int4[group=32]``."""
-    options = arm.kv.options
-    k, v = (
-        f"{name}[{','.join(f'{key}={value}' for key, value in options[side].items())}]" if options.get(side) else name
-        for side, name in (("k", arm.kv.k), ("v", arm.kv.v))
-    )
-    layers = f", not in layers {', '.join(map(str, skipped))}" if (skipped := options.get("skip_layers")) else ""
-    return (k if k == v else f"{k}/{v}") + layers

@@ -21,6 +21,7 @@ from fidelab.results.plots import Plot
 from fidelab.results.values import Count, FreeDict, OpenInterval, Outcome, Record
 
 __all__ = [
+    "DOMAIN",
     "Better",
     "Cell",
     "Coordinates",
@@ -47,6 +48,9 @@ _LIMITS: Mapping[str, Limit] = {
 }
 
 MetricKey = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]*$")]
+
+DOMAIN = "domain"
+"""Coordinate of metrics over one kind of text."""
 
 Coordinates = dict[str, int | float | str]
 """The shape of work that a metric holds for, by name: ``{"tokens": 512, "batch": 1}``; empty where there is one."""
@@ -222,6 +226,10 @@ class Measurement(Outcome):
     """What happened to the arm in a few words, with counts: ``lost 9 of 36``."""
     reference_summary: str = ""
     """The same of the reference: ``finds 36 of 45``."""
+    downgrades: tuple[str, ...] = ()
+    """Reasons to lower the verdict by one band, a sentence each."""
+    fails: tuple[str, ...] = ()
+    """Reasons why the output is unusable."""
     facts: FreeDict = Field(default_factory=dict)
     """Words and settings that say how the metrics came about: estimator, context, chat template."""
 

@@ -6,7 +6,6 @@ side and its allowance.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -159,7 +158,7 @@ class Column:
     about: str
 
 
-_ASKED = ("run_id", "role", "name", "engine", "model", "k", "v", "kv_options")
+_ASKED = ("run_id", "role", "name", "engine", "model", "kv", "k", "v")
 
 Row = dict[str, Any]
 
@@ -220,7 +219,6 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
     kv, ran, verdict, composite, timing = arm.kv, arm.ran, arm.verdict, arm.composite, arm.timing
     low, high = (composite and composite.ci) or (None, None)
     modified = ran.modified if ran else ()
-    options = json.dumps(kv.options, ensure_ascii=False) if kv.options else None
     return [
         (Column(name, dtype, about), value)
         for name, dtype, about, value in (
@@ -229,9 +227,9 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
             ("name", _TEXT, "Short name of the arm; the floor has the reference's.", arm.name),
             ("engine", _TEXT, "Engine that runs it.", arm.engine),
             ("model", _TEXT, "The model as the user knows it.", arm.model),
-            ("k", _TEXT, "Format of the keys that was asked for.", kv.k),
-            ("v", _TEXT, "Format of the values that was asked for.", kv.v),
-            ("kv_options", _TEXT, "Options of the formats, as JSON.", options),
+            ("kv", _TEXT, "Formats that were asked for the cache.", kv and kv.text),
+            ("k", _TEXT, "Format of the keys that was asked for.", kv and str(kv.k)),
+            ("v", _TEXT, "Format of the values that was asked for.", kv and str(kv.v)),
             ("k_dtype", _TEXT, "Type of the stored keys.", ran and ran.k_dtype),
             ("v_dtype", _TEXT, "Type of the stored values.", ran and ran.v_dtype),
             ("cache_bytes_per_token", _FLOAT, "Bytes of KV cache per token.", ran and ran.cache_bytes_per_token),

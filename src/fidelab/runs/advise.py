@@ -308,7 +308,7 @@ def _joined_reports(reports: Mapping[Path, Report], native: str, notes: list[str
 
 def _pair(arm: ArmRecord, reference: ArmRecord, native: str) -> Pair | None:
     """What an arm ran; ``None`` of arms that change something else as well, or whose formats nobody here knows."""
-    if arm.engine != reference.engine or not arm.measured:
+    if arm.kv is None or arm.engine != reference.engine or not arm.measured:
         return None
     others = arm.ran.others() if arm.ran else {}
     weights = NATIVE if arm.model == reference.model else arm.model
@@ -316,12 +316,8 @@ def _pair(arm: ArmRecord, reference: ArmRecord, native: str) -> Pair | None:
         rounded = others.get("simulated_weights")
         names = [name for name in rounded if name != NATIVE] if isinstance(rounded, dict) else []
         weights = str(others.get("weights_option") or "+".join(names))
-    options = arm.kv.options
-    skip = options.get("skip_layers") or ()
-    sides = [
-        _side(getattr(arm.kv, side), options.get(side), others.get(f"{side}_format"), native) for side in ("k", "v")
-    ]
-    return Pair(weights, sides[0], sides[1], tuple(skip))
+    k, v = (_side(side, others.get(f"{name}_format"), native) for name, side in (("k", arm.kv.k), ("v", arm.kv.v)))
+    return Pair(weights, k, v, arm.kv.skip_layers)
 
 
 def _weight_bytes(arm: ArmRecord) -> float | None:
@@ -335,15 +331,14 @@ def _weight_bytes(arm: ArmRecord) -> float | None:
     return float(arm.ran.size - max(0, alone["bytes"] - 2 * alone["parameters"]))
 
 
-def _side(name: str, options: Mapping[str, str] | None, seen: Any, native: str) -> str:
+def _side(spec: FormatSpec, seen: Any, native: str) -> str:
     """One side's format under this package's name; the engine's own where it has none here."""
-    lower = name.lower()
+    lower = spec.name.lower()
     for wide, words in {"f32": ("f32", "float32", "fp32"), "f16": ("f16", "float16", "fp16", "half")}.items():
         if lower in words:
             return wide
     if lower in ("auto", NATIVE, "bf16", "bfloat16"):
         return str(seen) if lower == "auto" and seen in _WIDE else native if lower in ("auto", NATIVE) else "bf16"
-    spec = FormatSpec(name, tuple(sorted((options or {}).items())))
     if _known(spec) or not isinstance(seen, str) or not _known(FormatSpec(seen)):
         return str(spec)
     return seen

@@ -30,7 +30,7 @@ from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.report.layer_diff import write_bisect_html
 from fidelab.results.layer_diff_record import BisectArm, BisectReport, Errors, LayerRow
-from fidelab.results.record import KVFormats, RuntimeRecord
+from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.results.values import Outcome
 from fidelab.runs.conduct import Prepared, prepare
@@ -264,7 +264,7 @@ def _arm(result: ArmResult) -> BisectArm:
         engine=arm.engine,
         model=arm.model,
         dtype=arm.dtype,
-        kv=KVFormats.from_spec(arm.kv),
+        kv=arm.kv,
         ran=None if ran is None else RuntimeRecord.model_validate(dict(ran)),
     )
 

@@ -210,14 +210,14 @@ def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimato
 
 @dataclass(frozen=True)
 class Measured:
-    """One arm's axis scores, or why an axis has none.  ``broken``: axes on which this arm alone gave no usable item."""
+    """One arm's axis scores, or why an axis has none.  ``broken``: axis → that this arm alone gave no usable item."""
 
     result: ArmResult
     status: Status
     reason: str | None
     scores: Mapping[str, AxisScore]
     failures: Mapping[str, tuple[Status, str]]
-    broken: tuple[str, ...] = ()
+    broken: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Scorer:
@@ -311,9 +311,9 @@ class Scorer:
         pair = f"{result.arm.kv.label} and {reference.arm.kv.label}"
         return f"{pair} keep different numbers, but their KL is exactly 0 {where}: one of them did not reach attention"
 
-    def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
-        """Unusable output, such as no token at all, where the reference has usable output."""
-        breakages = [reason for score in scores.values() for reason in score.fails]
+    def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> dict[str, tuple[str, ...]]:
+        """No usable item, such as no token at all, where the reference has usable output."""
+        broken: dict[str, tuple[str, ...]] = {}
         for name, score in scores.items():
             if name == "kld" or score.usable.any() or score.not_measurable:
                 continue
@@ -321,8 +321,8 @@ class Scorer:
             captures = [Capture(path) for path in parts_of(name, result.captures).values()]
             reasons = [str(item["failed"]) for capture in captures for item in capture.items if item["failed"]]
             if reasons and any(item["failed"] is None for item in reference):
-                breakages.append(f"{name}: no item was usable, first {reasons[0]}")
-        return tuple(breakages)
+                broken[name] = (f"{name}: no item was usable, first {reasons[0]}",)
+        return broken
 
     def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
         reference = self._reference[name]

@@ -15,36 +15,30 @@ import numpy as np
 import fidelab
 from fidelab.axes import AXES
 from fidelab.axes.base import Axis, AxisScore
-from fidelab.axes.groups import DOMAIN
 from fidelab.bench import BENCHES
 from fidelab.config.schema import Experiment, Limits
-from fidelab.core import KVSpec, Status
+from fidelab.core import Arm, Status
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import one_line
-from fidelab.engines.hf.weights import rounding_of
-from fidelab.metrics.composite import Band, composite, cost_alike, verdict
-from fidelab.metrics.composite import Ruling as Ruling
+from fidelab.metrics.composite import composite, cost_alike
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Judgement, Loss, certify, flip_counts
 from fidelab.metrics.intervals import RatioItems
 from fidelab.plan.arms import serve_command
 from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.results.decision_record import Certificate, CertificateClaim, Dominance, FlipRecord
 from fidelab.results.measurement import Measurement, Metric
-from fidelab.results.numbers import counted
 from fidelab.results.plots import Texts
 from fidelab.results.recommend import Sizes, recommended
 from fidelab.results.record import (
     ArmRecord,
     Comparison,
     Composite,
-    KVFormats,
     NoiseFloor,
     Report,
     RuntimeRecord,
     Timing,
-    Verdict,
 )
-from fidelab.results.sentence import ArmFacts, DomainLoss, is_native, sentence
+from fidelab.results.verdict import judged
 from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
 from fidelab.runs.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
 from fidelab.runs.speculation import with_forecast
@@ -52,7 +46,6 @@ from fidelab.runs.speculation import with_forecast
 __all__ = ["RunFacts", "Scored", "score_run"]
 
 _SHA256 = re.compile("[0-9a-f]{64}")  # what could not be found has a name there
-_CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,9 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         truth=_truth(experiment, reference, diagnostics),
         floor=summary.axes(measured["floor"]) if "floor" in measured else {},
     )
-    report = recommended(report, max_loss=limits.max_loss, max_flips=limits.max_flips, min_saving=limits.min_saving)
+    report = recommended(
+        judged(report), max_loss=limits.max_loss, max_flips=limits.max_flips, min_saving=limits.min_saving
+    )
     tables = [
         (result.arm.name, score.positions)
         for result in [*([control] if control else []), *controls, *candidates]
@@ -179,7 +174,6 @@ class _Summary:
                 "floor": floor,
                 "control": control.result.arm.name if (control := control_of(arm, self.measured)) else None,
                 "composite": self._composite(arm),
-                "verdict": self._verdict(arm),
             }
         )
 
@@ -194,6 +188,7 @@ class _Summary:
             elif name in arm.scores:
                 try:
                     found = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
+                    found = found.model_copy(update={"fails": (*found.fails, *arm.broken.get(name, ()))})
                     axes[name] = _without_texts(found) if self._private else found
                 except FOREIGN as error:
                     reason = f"{_UNRECORDED} ({one_line(error)})"
@@ -314,115 +309,6 @@ class _Summary:
             too_close_to_call=whole.too_close_to_call,
         )
 
-    def _verdict(self, arm: Measured) -> Verdict:
-        kld = arm.scores.get("kld")
-        facts = self._facts(arm)
-        modified = RuntimeRecord.model_validate(dict(arm.result.ran or {})).modified
-        common: dict[str, Any] = {"sentence": sentence(facts), "modified": modified}
-        if facts.forced and arm.status is Status.NOT_ENGAGED:
-            return Verdict(band="FAIL", by_kld=False, because=(facts.reason,), **common)
-        if kld is None or arm.status not in (Status.OK, Status.IDENTICAL):
-            return Verdict(because=(facts.reason or "no full-vocabulary KLD",), **common)
-        ruling = self._ruling(arm)
-        because = (*ruling.because, *self._other_kernel(arm))
-        bands = {"band": _word(ruling.band), "at_best": _word(ruling.at_best)}
-        return Verdict(**bands, preliminary=ruling.preliminary, by_kld=ruling.by_kld, because=because, **common)
-
-    def _other_kernel(self, arm: Measured) -> Iterator[str]:
-        """That KLD includes the difference of two attention kernels, where no control measures that difference."""
-        control = control_of(arm, self.measured)
-        kernel, other = _kernel(arm.result), _kernel(self.reference)
-        if kernel and other and kernel != other and (control is None or _kernel(control.result) != kernel):
-            where = f"attention is {kernel} here and {other} in the reference"
-            yield f"{where}: the KLD holds the difference of these kernels"
-
-    def _ruling(self, arm: Measured) -> Ruling:
-        kld = arm.scores["kld"]
-        interval = None if kld.bound else kld.interval("mean")
-        failed = int((~kld.usable).sum())
-        low, upper = (None, None) if interval is None else interval
-        return verdict(
-            upper,
-            failed,
-            len(kld.usable),
-            _harms(arm.scores),
-            arm.broken,
-            kld_least=kld.value("mean"),
-            kld_lower=low,
-            n_clusters=kld.n_clusters,
-        )
-
-    def _facts(self, arm: Measured) -> ArmFacts:
-        kv = arm.result.arm.kv
-        kld = arm.scores.get("kld")
-        ruling = self._ruling(arm) if kld is not None else None
-        control = control_of(arm, self.measured)
-        control_kld = control.scores.get("kld") if control else None
-        if control_kld is not None and kld is not None:
-            control_kld = control_kld.at(kld.part)
-        floor = self.floors.get(arm.result.arm.name)
-        other = self._native_keys_arm(arm)
-        other_kld = other.scores.get("kld") if other else None
-        measured = kld if kld is not None and len(kld.num) else None
-        return ArmFacts(
-            k=kv.k.name,
-            v=kv.v.name,
-            status=arm.status,
-            reason=arm.reason or "",
-            band=_word(ruling.band) if ruling is not None else None,
-            at_best=_word(ruling.at_best) if ruling is not None else None,
-            kld=_value(kld, "mean"),
-            kld_ci=kld.interval("mean") if kld is not None else None,
-            clusters=counted(measured.n_clusters, measured.cluster) if measured and measured.cluster else "",
-            preliminary=ruling is not None and ruling.preliminary,
-            floor=floor.mean if floor is not None else None,
-            top1=_value(kld, "top1"),
-            real_flips=_value(kld, "real_flips"),
-            n_ctx=self._reach(kld),
-            kv_share=self._kv_share(self._reach(kld)),
-            estimator=str(measured.facts["estimator"]) if measured else None,
-            n_positions=len(measured.num) if measured else None,
-            n_failed=int((~kld.usable).sum()) if kld is not None else 0,
-            control=control.result.arm.name if control_kld is not None and control else None,
-            control_kld=_value(control_kld, "mean"),
-            native_keys_arm=other.result.arm.name if other else None,
-            native_keys_band=self._band(other),
-            native_keys_kld=_value(other_kld, "mean"),
-            native_keys_format=_native_keys(kv) if _has_separate_kv(arm.result.arm.engine) else "",
-            lowered_by="; ".join((*arm.broken, *_harms(arm.scores))),
-            cut=_value(kld, "cut"),
-            domains=_domains(kld),
-            rounded=bool(rounding_of(arm.result.arm)),
-            forced=dict(arm.result.arm.options).get("force") == "yes",
-        )
-
-    def _reach(self, kld: AxisScore | None) -> int | None:
-        """The longest measured context in tokens: by the facts of the axis' parts, else by the settings."""
-        parts = [] if kld is None else [kld, *kld.parts.values()]
-        reaches = [n_ctx for part in parts if isinstance(n_ctx := part.facts.get("n_ctx"), int)]
-        asked = self.experiment.axes.get("kld", {}).get("n_ctx")
-        return max(reaches or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None)
-
-    def _kv_share(self, n_ctx: int | None) -> float | None:
-        """Share of keys and values in what a sequence of so many tokens keeps in the reference."""
-        ran = self.reference.ran or {}
-        state, per_token = ran.get("state_bytes_per_sequence"), ran.get("cache_bytes_per_token")
-        return n_ctx * per_token / (n_ctx * per_token + state) if n_ctx and state and per_token else None
-
-    def _band(self, arm: Measured | None) -> str | None:
-        return None if arm is None or "kld" not in arm.scores else _word(self._ruling(arm).band)
-
-    def _native_keys_arm(self, arm: Measured) -> Measured | None:
-        """An arm of this run with the same values and native keys."""
-        kv = arm.result.arm.kv
-        if is_native(kv.k.name):
-            return None
-        for other in self.measured.values():
-            theirs = other.result.arm.kv
-            if other.result.role.startswith("candidate:") and is_native(theirs.k.name) and theirs.v == kv.v:
-                return other
-        return None
-
 
 def _parts(score: AxisScore) -> list[AxisScore]:
     """The scores of all contexts."""
@@ -511,15 +397,6 @@ def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -
     }
 
 
-def _value(score: AxisScore | None, name: str) -> float | None:
-    return None if score is None else score.value(name)
-
-
-def _word(band: Band | None) -> Any:
-    """The band as the record names it."""
-    return None if band is None else band.value
-
-
 def _composed(experiment: Experiment) -> list[str]:
     """The axes that the composite averages, measured or not; third-party axes only where they were requested."""
     names = dict.fromkeys([*AXES.built_in, *experiment.axes])
@@ -542,34 +419,11 @@ def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[A
     return _bare_record(experiment, truth).model_copy(update={"status": arm.status, "reason": arm.reason, "axes": axes})
 
 
-def _kernel(result: ArmResult) -> str | None:
-    """The attention kernel of engine hf, without its variants.  Other engines choose by format and report it."""
-    attention = (result.ran or {}).get("attention")
-    return str(attention).split()[0] if result.arm.engine == "hf" and attention else None
-
-
-def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
-    """Reasons for a downgrade of the verdict: those of the axes, and perplexity that contradicts the KLD.
-
-    See docs/metrics.md#verdicts.
-    """
-    harms = [harm for score in scores.values() for harm in score.downgrades]
-    kld, perplexity = scores.get("kld"), scores.get("perplexity")
-    if kld is not None and perplexity is not None:
-        cost, ratio = kld.mean(), perplexity.mean()
-        if cost is not None and ratio is not None and cost > _CONTRADICTED and ratio < 0:
-            change = f"{100 * math.expm1(ratio):.1f}%".replace("-", "\u2212")
-            harms.append(f"perplexity seems to improve ({change}) while the mean KLD is {cost:.3g} nats")
-    return tuple(harms)
-
-
-def _has_separate_kv(engine: str) -> bool:
-    """Whether keys and values may have different formats there; ``False`` for an engine that is unknown here."""
-    return engine in ENGINES.names() and bool(ENGINES.load(engine).separate_kv)
-
-
-def _native_keys(kv: KVSpec) -> str:
-    return "k16v8" if kv.v.name.startswith("fp8") else f"bf16/{kv.v}"
+def _wider_keys(arm: Arm) -> str | None:
+    """Native keys and values of about this width, in the words of an engine that has formats for each."""
+    if arm.engine not in ENGINES.names() or not ENGINES.load(arm.engine).separate_kv:
+        return None
+    return "k16v8" if arm.kv.v.name.startswith("fp8") else f"bf16/{arm.kv.v}"
 
 
 def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
@@ -580,7 +434,9 @@ def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
         engine=result.arm.engine,
         model=result.arm.model,
         weights_sha256=result.arm.weights if _SHA256.fullmatch(result.arm.weights) else None,
-        kv=KVFormats.from_spec(result.arm.kv),
+        kv=result.arm.kv,
+        forced=dict(result.arm.options).get("force") == "yes",
+        wider_keys=_wider_keys(result.arm),
         serve_command=None if result.status is Status.NOT_SUPPORTED else serve_command(experiment, result.arm),
         ran=None if result.ran is None else RuntimeRecord.model_validate(dict(result.ran)),
         benches={name: Measurement.model_validate(found) for name, found in result.benches.items()},
@@ -591,15 +447,3 @@ def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
 def _without_texts(found: Measurement) -> Measurement:
     """Without plots that show words of the user's log."""
     return found.model_copy(update={"plots": tuple(plot for plot in found.plots if not isinstance(plot, Texts))})
-
-
-def _domains(kld: AxisScore | None) -> tuple[DomainLoss, ...]:
-    """The mean KL of each kind of text, the largest first."""
-    if kld is None:
-        return ()
-    losses = [
-        DomainLoss(str(metric.cell[DOMAIN]), metric.value, metric.interval)
-        for metric in kld.metrics
-        if DOMAIN in metric.cell and metric.key == "mean" and metric.value is not None
-    ]
-    return tuple(sorted(losses, key=lambda loss: loss.mean, reverse=True))
