@@ -149,7 +149,7 @@ def _counts(tmp_path: Path, both: int, lost: int, gained: int, neither: int) -> 
 
 
 def _metric(score: AxisScore, name: str) -> Any:
-    return score.metric(name)
+    return score.found.metric(name)
 
 
 def test_accuracies_have_wilson_intervals(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_accuracies_have_wilson_intervals(tmp_path: Path) -> None:
     own, reference = _metric(score, "accuracy"), _metric(score, "reference_accuracy")
     assert (own.value, reference.value) == (22 / 40, 26 / 40)
     assert (own.ci, reference.ci) == (wilson_interval(22, 40), wilson_interval(26, 40))
-    assert score.value("score") == pytest.approx(55.0)
-    assert score.interval("score") == pytest.approx([100 * end for end in wilson_interval(22, 40)])
+    assert score.found.value("score") == pytest.approx(55.0)
+    assert score.found.ci("score") == pytest.approx([100 * end for end in wilson_interval(22, 40)])
 
 
 def test_the_difference_is_paired_and_in_points(tmp_path: Path) -> None:
@@ -183,20 +183,20 @@ def test_mcnemar_looks_only_at_what_was_lost_and_gained(tmp_path: Path) -> None:
 
 def test_a_clear_loss_costs_the_verdict_a_band(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=30, lost=10, gained=0, neither=10)
-    [sentence] = score.downgrades
+    [sentence] = score.found.downgrades
     assert sentence.startswith("GSM8K accuracy falls by 20.0 points (95%: ")
     assert _metric(score, "difference").ci[1] < -5
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (2, 0), (10, 8), (0, 10)])
 def test_what_may_be_chance_costs_nothing(lost: int, gained: int, tmp_path: Path) -> None:
-    assert _counts(tmp_path, both=30, lost=lost, gained=gained, neither=20 - lost - gained).downgrades == ()
+    assert _counts(tmp_path, both=30, lost=lost, gained=gained, neither=20 - lost - gained).found.downgrades == ()
 
 
 def test_a_reference_below_five_percent_is_not_measurable(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=0, lost=1, gained=3, neither=20)
     assert score.not_measurable == "the reference solves 1 of 24 problems; below 5% a loss cannot be seen"
-    assert (score.value("score"), score.interval("score"), score.downgrades) == (None, None, ())
+    assert (score.found.value("score"), score.found.ci("score"), score.found.downgrades) == (None, None, ())
 
 
 def test_a_reference_of_five_percent_is_measurable(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_number_in_the_reasoning_alone_is_wrong_and_counted(tmp_path: Path) ->
     score = _score(tmp_path, ["7", "7"], ref, ["<think>it is 7</think>I do not know.", "<think>It is 7, or"])
     assert (_metric(score, "reference_accuracy").value, _metric(score, "accuracy").value) == (1.0, 0.0)
     assert (_metric(score, "no_number").value, _metric(score, "numbers_in_the_reasoning_alone").value) == (2, 2)
-    [texts] = [plot for plot in score.plots if isinstance(plot, Texts)]
+    [texts] = [plot for plot in score.found.plots if isinstance(plot, Texts)]
     assert texts.pairs[1].candidate == "<think>It is 7, or"
 
 
@@ -248,7 +248,7 @@ def test_failed_items_are_counted_and_in_no_figure(tmp_path: Path) -> None:
     score = _score(tmp_path, ["1"] * 3, ["#### 1", "#### 1", None], ["#### 1", None, "#### 1"])
     assert (score.measurement().n_items, score.measurement().n_failed) == (3, 2)
     assert (_metric(score, "accuracy").value, _metric(score, "lost").value) == (1.0, 0)
-    [table] = [plot for plot in score.plots if isinstance(plot, TablePlot)]
+    [table] = [plot for plot in score.found.plots if isinstance(plot, TablePlot)]
     assert [row[-1] for row in table.rows] == ["both right", "failed", "failed"]
     assert not score.identical
 
@@ -281,7 +281,7 @@ def test_the_excess_is_paired_with_the_control_in_points(tmp_path: Path) -> None
 def test_the_table_has_a_row_per_problem_and_the_texts_those_lost(tmp_path: Path) -> None:
     ref = [f"{i} it is.\n#### {i}" for i in range(12)]
     test = [f"{i} it is.\n#### {i if i < 2 else 99}" for i in range(12)]
-    table, texts = _score(tmp_path, [str(i) for i in range(12)], ref, test).plots
+    table, texts = _score(tmp_path, [str(i) for i in range(12)], ref, test).found.plots
     assert isinstance(table, TablePlot)
     assert table.rows[1] == ("p1", "1", "1", "1", "both right")
     assert table.rows[2] == ("p2", "2", "2", "99", "lost")
@@ -298,7 +298,7 @@ def test_length_counts_own_words_where_both_give_the_same_number(tmp_path: Path)
     ref = ["aa #### 1", "b #### 2", "cc #### 3\n\nQuestion: more #### 5", "x" * 394 + "#### 4", "#### 5"]
     test = ["aaaa bbbb #### 1", "b #### 9", "ccc #### 3", "#### 4", "none"]
     cut = [*ref[:3], list(ref[3].encode()), ref[4]]
-    found = _score(tmp_path, ["1", "2", "3", "4", "5"], cut, test).metric("length_at_equal_answer")
+    found = _score(tmp_path, ["1", "2", "3", "4", "5"], cut, test).found.metric("length_at_equal_answer")
     assert found is not None
     own = len(ref[0]) + 1 + len("cc #### 3\n\n")  # and the stop, where it came
     assert found.value == pytest.approx((len(test[0]) + 1 + len(test[2]) + 1) / own, abs=0.06)
@@ -408,7 +408,7 @@ def test_the_embedded_model_answers_what_it_only_has_to_copy(smollm2: Model, tmp
         writer.add(item, arrays)
     capture = Capture(writer.finish(str(answer.estimator), {}, {}))
     score = axis.score(Pair.match(capture, capture), 0)
-    [table] = [plot for plot in score.plots if isinstance(plot, TablePlot)]
+    [table] = [plot for plot in score.found.plots if isinstance(plot, TablePlot)]
     assert [Decimal(str(row[1])) for row in table.rows] == list(numbers)
     assert [row[4] for row in table.rows] == ["both right"] * 4
     assert score.identical

@@ -85,7 +85,7 @@ def _ways(base: Rows, noise: float, **parted: tuple[int, Rows]) -> dict[str, Row
 
 
 def _ends(score: AxisScore) -> dict[str, float]:
-    return {str(m.cell["way"]): m.value for m in score.metrics if m.name == "parts at" and m.value is not None}
+    return {str(m.cell["way"]): m.value for m in score.found.metrics if m.name == "parts at" and m.value is not None}
 
 
 # ------------------------------------------------------------------------------------------------ where a way parts
@@ -137,11 +137,11 @@ def test_the_way_its_first_position_and_what_the_arm_adds_are_reported(tmp_path:
     ref, test = _arm(tmp_path, "bf16", _ways(BASE, 0.01)), _arm(tmp_path, "int8", _ways(BASE, 0.01, decode=(40, other)))
     score = _score(ref, test)
     assert _ends(score) == {"decode": 40}
-    assert score.summary == "decoding parts from prefill at position 40"
-    assert score.reference_summary == "4 ways agree with a cold prefill"
-    assert score.downgrades == ("decoding parts from prefill at position 40",)
+    assert score.found.summary == "decoding parts from prefill at position 40"
+    assert score.found.reference_summary == "4 ways agree with a cold prefill"
+    assert score.found.downgrades == ("decoding parts from prefill at position 40",)
     at: Coordinates = {"way": "decode"}
-    own, twin, added = (score.value(name, at) for name in ("kl_from_cold", "reference", "added"))
+    own, twin, added = (score.found.value(name, at) for name in ("kl_from_cold", "reference", "added"))
     assert own is not None
     assert twin is not None
     assert added == pytest.approx(own - twin)
@@ -155,13 +155,13 @@ def test_a_way_that_parts_in_the_reference_too_is_not_the_formats_fault(tmp_path
     ref = _arm(tmp_path, "bf16", _ways(BASE, 0.01, prefix=(40, other)))
     test = _arm(tmp_path, "int8", _ways(BASE, 0.01, prefix=(40, other)))
     score = _score(ref, test)
-    assert score.downgrades == ()
-    [flag] = [flag for cell in score.cells for flag in cell.flags]
+    assert score.found.downgrades == ()
+    [flag] = [flag for cell in score.found.cells for flag in cell.flags]
     assert (flag.kind, flag.text) == (
         "reference",
         "in the reference itself, prefill after a prefix hit parts from a cold one at position 40",
     )
-    assert score.reference_summary == "prefill after a prefix hit parts from a cold one at position 40"
+    assert score.found.reference_summary == "prefill after a prefix hit parts from a cold one at position 40"
 
 
 def test_what_stays_below_the_formats_own_cost_or_its_twins_noise_is_no_fault(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_without_a_twin_the_arms_other_ways_say_what_last_bits_cost(tmp_path: Pa
     test = _arm(tmp_path, "int8", _ways(BASE, 0.3, batch_7=(30, _rows(7, 1.5))))
     score = _score(ref, test)
     assert _ends(score) == {"batch-7": 30}
-    assert score.metric("reference") is None
+    assert score.found.metric("reference") is None
 
 
 def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path) -> None:
@@ -195,13 +195,13 @@ def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path)
         batch_7={},
     )
     score = _score(ref, test)
-    assert {cell.at["way"]: (str(cell.status), cell.reason) for cell in score.cells} == {
+    assert {cell.at["way"]: (str(cell.status), cell.reason) for cell in score.found.cells} == {
         "chunked": ("ok", None),
         "decode": ("not_engaged", "the cache held 0 tokens"),
         "prefix": ("not_supported", "engine hf has no way 'prefix'"),
         "batch-7": ("not_engaged", "the engine gave no counts that prove it"),
     }
-    assert score.summary == "1 way agrees with a cold prefill"
+    assert score.found.summary == "1 way agrees with a cold prefill"
     assert len(score.num) == len(WINDOWS) * (N - 1)
     assert is_complete(test["prefix"].folder)
 

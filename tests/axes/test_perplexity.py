@@ -193,7 +193,7 @@ def _nll(rows: Sequence[Rows], n_ctx: int) -> Rows:
 
 
 def _value(score: AxisScore, name: str, n_ctx: int) -> float | None:
-    return score.value(name, {"context": n_ctx})
+    return score.found.value(name, {"context": n_ctx})
 
 
 def test_perplexities_and_their_log_ratio_by_brute_force(tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def test_perplexities_and_their_log_ratio_by_brute_force(tmp_path: Path) -> None
 def test_the_axis_mean_is_the_log_ratio_of_the_longest_context(tmp_path: Path) -> None:
     score = _score(tmp_path, {n: (_rows(n, n), _rows(n + 1, n)) for n in (16, 32, 128)})
     assert score.mean() == _value(score, "ln_ratio", 128)
-    assert score.metrics[0] == score.metric("ln_ratio", {"context": 128})
-    assert score.value("score") is None
+    assert score.found.metrics[0] == score.found.metric("ln_ratio", {"context": 128})
+    assert score.found.value("score") is None
 
 
 def test_a_uniform_distribution_has_the_vocabulary_for_its_perplexity(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_the_curve_shows_the_cost_by_position(tmp_path: Path) -> None:
     test = [np.zeros((7, V)) for _ in range(6)]
     for window, rows in zip(_probe(16).windows, test, strict=True):
         rows[6, window[15]] -= 2.0  # position 14 alone becomes worse
-    [curve] = _score(tmp_path, {16: (ref, test)}).plots
+    [curve] = _score(tmp_path, {16: (ref, test)}).found.plots
     worse = math.log(V - 1 + math.exp(-2)) + 2 - math.log(V)
     assert curve.key == "perplexity.16"
     assert (min(curve.x) > 8, max(curve.x) < 15) == (True, True)

@@ -119,7 +119,7 @@ def test_an_exported_capture_is_scored_like_the_capture(tmp_path: Path) -> None:
     ref, test = (captured(tmp_path / "captures", name, scores(n)) for n, name in enumerate(("bf16", "int8")))
     export_base(ref, tmp_path / "ref.kld")
     direct, exported = score(tmp_path / "a", ref, test), score(tmp_path / "b", tmp_path / "ref.kld", test)
-    for name in ("mean", "top-1", "RMS Δp"):
+    for name in ("mean", "top1", "rms_dp"):
         assert exported.value(name) == pytest.approx(direct.value(name), abs=1e-3)
 
 

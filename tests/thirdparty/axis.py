@@ -76,8 +76,7 @@ class Length(Axis):
             proportion=True,
             scale=100.0,
         )
-        return replace(
-            score,
+        return score.with_found(
             metrics=(
                 score.score(seed),
                 SAME(score.mean(), score.mean_interval(seed)),

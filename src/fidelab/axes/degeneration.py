@@ -164,11 +164,8 @@ class Degeneration(Axis):
             bounds=(0.0, 1.0),
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,
-            downgrades=_lowers(good),
-            fails=_fails(good),
-        )
-        return replace(
-            score,
+        ).with_found(downgrades=_lowers(good), fails=_fails(good))
+        return score.with_found(
             metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
             cluster="prompt",
             summary=f"{sum(item.harmed for item in good)} of {len(good)} earlier" if good else "",

@@ -162,14 +162,12 @@ class GSM8K(Axis):
             )
         if weak and cut:
             reason += f"; {cut} of its answers have numbers in their reasoning alone: raise axes.gsm8k.n_predict"
-        return replace(
-            score,
+        return replace(score, not_measurable=reason).with_found(
             metrics=_metrics(usable, difference, weak=weak, seed=seed),
             plots=_plots(items),
             cluster="problem",
             summary=lost_and_gained([(item.ref.right, item.test.right) for item in usable]),
             reference_summary=f"solves {sum(item.ref.right for item in usable)} of {len(usable)}" if usable else "",
-            not_measurable=reason,
             downgrades=() if weak else _harm(difference),
         )
 

@@ -235,12 +235,13 @@ class KLD(Axis):
         by_context = [metric for score in parts.values() for metric in _by_context(score)] if len(parts) > 1 else []
         return replace(
             worst,
-            metrics=(*worst.metrics, *by_context),
-            facts={**worst.facts, "contexts": [_size(score) for score in parts.values()]},
             identical=all(score.identical for score in parts.values()),
             positions={name: np.concatenate(values) for name, values in columns.items()},
             part=part,
             parts=parts,
+        ).with_found(
+            metrics=(*worst.found.metrics, *by_context),
+            facts={**worst.found.facts, "contexts": [_size(score) for score in parts.values()]},
         )
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
@@ -263,9 +264,7 @@ class KLD(Axis):
         by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
         return replace(
             score,
-            cluster="document" if documents else "block",
             right=(rows.right_ref, rows.right_test),
-            metrics=(*_metrics(score, rows, seed), *compat, *grouped),
             positions={
                 "window": windows,
                 "position": positions,
@@ -275,6 +274,9 @@ class KLD(Axis):
                 "reference_confidence": rows.confidence,
                 "margin": rows.margin.astype(np.float32),
             },
+        ).with_found(
+            cluster="document" if documents else "block",
+            metrics=(*_metrics(score, rows, seed), *compat, *grouped),
             plots=(
                 kl_curve("position", by_position.edges, by_position.means),
                 kl_curve("confidence", by_confidence.edges, by_confidence.means),
@@ -323,7 +325,7 @@ class KLD(Axis):
 
 def _badness(score: AxisScore) -> tuple[int, float]:
     """Sort key: the band of this context alone, then the upper end of the mean KL (without an interval, the mean)."""
-    mean, interval = score.value("mean"), score.interval("mean")
+    mean, interval = score.found.value("mean"), score.found.ci("mean")
     upper = interval[1] if interval is not None else math.inf if mean is None else mean
     band = verdict(upper, int((~score.usable).sum()), len(score.usable)).band
     assert band is not None
@@ -332,20 +334,20 @@ def _badness(score: AxisScore) -> tuple[int, float]:
 
 def _context(score: AxisScore) -> int:
     """Tokens per window."""
-    n_ctx = score.facts["n_ctx"]
+    n_ctx = score.found.facts["n_ctx"]
     assert isinstance(n_ctx, int)
     return n_ctx
 
 
 def _size(score: AxisScore) -> dict[str, object]:
     """The context, windows, documents and positions that a score was computed from."""
-    over = {name: score.facts[name] for name in ("n_ctx", "n_clusters", "n_documents", "windows")}
+    over = {name: score.found.facts[name] for name in ("n_ctx", "n_clusters", "n_documents", "windows")}
     return {**over, "n_positions": len(score.num)}
 
 
 def _by_context(score: AxisScore) -> list[Metric]:
     cell: Coordinates = {"context": _context(score)}
-    metrics = (score.metric(key) for key in ("mean", "top1"))
+    metrics = (score.found.metric(key) for key in ("mean", "top1"))
     return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in metrics if metric is not None]
 
 

@@ -177,10 +177,8 @@ class LMEval(Axis):
         score = _score(tasks, ref, test, sorted(asked), seed)
         cut = sum(_Note.read(note).cut for pair in pairs.values() for note in pair.ref.request.notes)
         identical = answers[0].values == answers[1].values and whole == asked
-        return replace(
-            score,
-            metrics=(*score.metrics, _CUT(cut)),
-            identical=identical,
+        return replace(score, identical=identical).with_found(
+            metrics=(*score.found.metrics, _CUT(cut)),
             facts={
                 "harness": _version(),
                 "tasks": {
@@ -683,14 +681,11 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
             transform=None,
             bounds=(0.0, math.inf),
             identical=False,
-            metrics=tuple(metrics),
-            plots=(table,),
-            cluster="document",
             num=np.zeros(len(asked)),
             den=np.ones(len(asked)),
             clusters=np.arange(len(asked)),
             usable=np.array([document in done for document in asked], dtype=bool),
-        )
+        ).with_found(metrics=tuple(metrics), plots=(table,), cluster="document")
     own, theirs = values[usable, 1], values[usable, 0]
     clusters = np.arange(len(judged))
     score = AxisScore(
@@ -704,14 +699,12 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
         proportion=True,
         scale=100.0,
         right=(values[:, 0], values[:, 1]),
-        cluster="document",
-    )
+    ).with_found(cluster="document")
     items = RatioItems.of(theirs, 1.0, clusters[usable])
     difference = paired_difference(score.items(), items, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
     flips = flip_counts(theirs, own, clusters[usable])
     outcomes = list(zip(theirs, own, strict=True))
-    return replace(
-        score,
+    return score.with_found(
         metrics=(
             score.score(seed),
             _DIFFERENCE(difference.estimate, difference.interval),

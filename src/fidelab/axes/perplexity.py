@@ -100,6 +100,15 @@ class Perplexity(Axis):
         total = sum(len(rows.ref) for rows in parts.values())
         at_longest = comparisons[max(comparisons)]
         return AxisScore(
+            num=longest.test - longest.ref,
+            den=np.ones(len(longest.ref)),
+            clusters=longest.clusters,
+            usable=np.isfinite(longest.test - longest.ref) & (lost == 0),
+            transform=None,
+            bounds=(-math.inf, math.inf),
+            identical=all(rows.identical for rows in parts.values()),
+            not_measurable=_UNREPORTED.format(lost, total) if lost else "",
+        ).with_found(
             cluster="text unit",
             summary=_summary(at_longest.ppl_test, at_longest.log_ratio),
             reference_summary=_summary(at_longest.ppl_ref),
@@ -114,14 +123,6 @@ class Perplexity(Axis):
             },
             n_items=sum(pair.n_rows for pair in comparisons.values()),
             n_failed=sum(pair.n_failed for pair in comparisons.values()),
-            num=longest.test - longest.ref,
-            den=np.ones(len(longest.ref)),
-            clusters=longest.clusters,
-            usable=np.isfinite(longest.test - longest.ref) & (lost == 0),
-            transform=None,
-            bounds=(-math.inf, math.inf),
-            identical=all(rows.identical for rows in parts.values()),
-            not_measurable=_UNREPORTED.format(lost, total) if lost else "",
         )
 
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:

@@ -169,13 +169,11 @@ class PLAD(Axis):
             identical=all(usable) and all(cell.ref == cell.test for cell in cells),
             proportion=True,
             scale=100.0,
-            fails=constant,
-        )
+        ).with_found(fails=constant)
         asked = pair.ref.manifest["settings"]
         summary = _Summary.of(counted, seed)
         skipped = _skipped(pair.ref)
-        return replace(
-            score,
+        return score.with_found(
             metrics=(
                 score.score(seed),
                 _EXCESS(summary.excess, summary.interval),

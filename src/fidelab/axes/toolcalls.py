@@ -132,15 +132,13 @@ class ToolCalls(Axis):
         answered = [item for item in items if item.answered]
         able = sum(item.ref.valid for item in answered)
         never = f"the reference writes no valid tool call at any of {len(answered)} turns: there is nothing to compare"
-        return replace(
-            score,
+        return replace(score, not_measurable="" if able or not answered else never).with_found(
             metrics=_metrics(score, answered, seed) if able else (),
             plots=texts("Turns whose calls were lost", map(_shown, _lost(answered)[:_SHOWN])),
             cluster="conversation",
             summary=lost_and_gained([(float(item.ref.valid), float(item.test.valid)) for item in answered]),
             reference_summary=f"calls tools at {able} of {len(answered)} turns" if answered else "",
             facts={"turns": len(items), "turns_left_out_as_too_long": dict(pair.ref.request.settings)["too_long"]},
-            not_measurable="" if able or not answered else never,
         )
 
 

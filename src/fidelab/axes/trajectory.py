@@ -143,8 +143,7 @@ class Trajectory(Axis):
         ]
         speculation, flags = speculated(pair, [(fork.item, fork.at, fork.margin) for fork in forks])
         asked, define = pair.ref.manifest["settings"], TRAJECTORY_METRICS
-        return replace(
-            score,
+        return score.with_found(
             metrics=(
                 score.score(seed),
                 define["exact_match_rate"](exact_match_rate(good)),

@@ -218,8 +218,8 @@ class Vision(Axis):
         others = {part: kl_score(*found[part], bound=bound) for part in (_WRONG, _NONE)}
         dependence = {part: _Dependence.of(forced, part) for part in (_WRONG, _NONE)}
         return replace(
-            score,
-            identical=bool(answers.same.all()) and all(one.identical for one in (score, *others.values())),
+            score, identical=bool(answers.same.all()) and all(one.identical for one in (score, *others.values()))
+        ).with_found(
             metrics=(
                 *(() if bound else (score.score(seed),)),
                 _MEAN(summary.mean, score.mean_interval(seed), bound=bound, headline=bound),
@@ -473,8 +473,7 @@ def _answers_alone(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], se
         bound=True,
     )
     why = nothing.not_measurable if nothing is not None else ""
-    return replace(
-        score,
+    return score.with_found(
         metrics=answers.metrics(seed),
         cluster="image",
         summary=_summary("", answers),

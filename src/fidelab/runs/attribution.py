@@ -86,9 +86,9 @@ def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Noi
     except FidelabError as error:  # a capture that is gone or damaged
         return NoiseFloor(of=name, reason=str(error))
     score = _score(arm)
-    if score is None or score.value("mean") is None:
+    if score is None or score.found.value("mean") is None:
         return NoiseFloor(of=name, reason=arm.reason or "no full-vocabulary KLD")
-    return NoiseFloor(of=name, mean=score.value("mean"), ci=score.interval("mean"), n_positions=len(score.num))
+    return NoiseFloor(of=name, mean=score.found.value("mean"), ci=score.found.ci("mean"), n_positions=len(score.num))
 
 
 def _no_twin(arm: Arm) -> str:
@@ -161,4 +161,4 @@ def _part(arm: Measured | None, score: AxisScore | None) -> AttributionPart | No
         return None
     if score is None:
         return AttributionPart(arm=arm.result.arm.name, reason=arm.reason or "no full-vocabulary KLD")
-    return AttributionPart(arm=arm.result.arm.name, mean=score.value("mean"), ci=score.interval("mean"))
+    return AttributionPart(arm=arm.result.arm.name, mean=score.found.value("mean"), ci=score.found.ci("mean"))

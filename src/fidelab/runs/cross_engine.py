@@ -322,7 +322,7 @@ def _perplexity(cross: CrossEngine, reference: ArmResult) -> dict[str, float | N
     axis = Perplexity(Perplexity.Settings.model_validate((cross.axes or {})["perplexity"]))
     captures = {part: Capture(path) for part, path in parts.items()}
     score = axis.score_parts({part: Pair.match(own, own) for part, own in captures.items()}, cross.seed)
-    perplexities = (metric for metric in score.metrics if metric.name == "reference PPL")
+    perplexities = (metric for metric in score.found.metrics if metric.name == "reference PPL")
     return {str(metric.cell["context"]): metric.value for metric in perplexities}
 
 
@@ -425,9 +425,9 @@ def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> Agree
         reason=measured.reason,
         reference=reference,
         other=name,
-        kld=score.value("mean"),
-        ci=score.interval("mean"),
-        top1=score.value("top1"),
+        kld=score.found.value("mean"),
+        ci=score.found.ci("mean"),
+        top1=score.found.value("top1"),
         n_positions=len(score.usable),
         n_failed=int((~score.usable).sum()),
     )

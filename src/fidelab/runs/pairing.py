@@ -8,7 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -347,7 +347,7 @@ class Scorer:
         }
         try:
             score = axis.score_parts(pairs, self.experiment.seed)
-            return replace(score, cells=(*score.cells, *lost.values())) if lost else score
+            return score.with_found(cells=(*score.found.cells, *lost.values())) if lost else score
         except FidelabError:
             raise
         except (
@@ -421,7 +421,7 @@ def _unmoved_part(score: AxisScore, first: int) -> str | None:
     if first > _FIRST:  # how long the prompts are is not known here
         return None
     nothing = np.zeros(len(score.num), dtype=np.int64)
-    return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.cluster or "item").first()
+    return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.found.cluster or "item").first()
 
 
 def engaged(result: ArmResult) -> tuple[Status, str | None]:

@@ -198,7 +198,7 @@ class _Summary:
     def comparisons(self, candidates: Sequence[ArmResult]) -> list[Comparison]:
         """Candidates in the order of their mean KL, each against the next, by paired difference."""
         scored = [arm for c in candidates if "kld" in (arm := self.measured[c.role]).scores]
-        means = [(mean, arm) for arm in scored if (mean := arm.scores["kld"].value("mean")) is not None]
+        means = [(mean, arm) for arm in scored if (mean := arm.scores["kld"].found.value("mean")) is not None]
         comparisons = []
         for (_, better), (mean, worse) in pairwise(sorted(means, key=lambda entry: entry[0])):
             difference = worse.scores["kld"].excess_over(better.scores["kld"], self.seed)
@@ -263,7 +263,7 @@ class _Summary:
                 continue
             if size == own and not difference.excludes_zero:
                 continue
-            mean = theirs.value("mean")
+            mean = theirs.found.value("mean")
             rivals.append((math.inf if mean is None else mean, rival.name, difference, size < own))
         if not rivals:
             return None
@@ -292,10 +292,10 @@ class _Summary:
         }
         faults = [name for name, (kind, _) in arm.failures.items() if kind is not Status.NOT_MEASURABLE]
         lost = [name for name in faults if name in wanted]
-        scores = {name: score.value("score") for name, score in counted.items()}
+        scores = {name: score.found.value("score") for name, score in counted.items()}
         if not counted or lost or None in scores.values():
             return None  # the mean of what happened to be usable would flatter
-        intervals = {name: score.interval("score") for name, score in counted.items()}
+        intervals = {name: score.found.ci("score") for name, score in counted.items()}
         whole = composite(
             {name: scores.get(name) for name in wanted},
             {name: ends for name, ends in intervals.items() if ends is not None},
@@ -323,7 +323,7 @@ def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
         ref, test = score.right
         known = score.usable & ~np.isnan(ref) & ~np.isnan(test)
         pools.append((ref[known], test[known], score.clusters[known]))
-    if len(pools) > 1 and all(score.cluster == "document" for score in parts):
+    if len(pools) > 1 and all(score.found.cluster == "document" for score in parts):
         ref, test, clusters = (np.concatenate(column) for column in zip(*pools, strict=True))
         return [(ref, test, clusters)]
     return pools
@@ -353,7 +353,7 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
 def _certificate(judged: Judgement, whole: AxisScore) -> Certificate:
     """The record of a judgement; contexts stand with claims and flips that are those of one alone."""
     parts = _parts(whole)
-    contexts = [n if isinstance(n := part.facts.get("n_ctx"), int) else None for part in parts]
+    contexts = [n if isinstance(n := part.found.facts.get("n_ctx"), int) else None for part in parts]
     seen: dict[str, int] = {}
     claims = []
     for claim in judged.claims:

@@ -264,8 +264,7 @@ def _with_metrics(
     measured = bool(n) and not not_measurable
     change = _change(good, seed) if measured else PairedDifference(math.nan, None, 0)
     whole = score.score(seed) if measured else SCORE(None, headline=True)
-    return replace(
-        score,
+    return replace(score, not_measurable=not_measurable).with_found(
         metrics=(
             whole,
             _LOST(lost),
@@ -284,7 +283,6 @@ def _with_metrics(
         cluster="check",
         summary=lost_and_gained([(bool(result.ref.passed), bool(result.test.passed)) for result in good]),
         reference_summary=f"passes {had} of {n}" if n else "",
-        not_measurable=not_measurable,
         downgrades=_lowers(good, seed) if measured else (),
     )
 
