@@ -171,7 +171,7 @@ def _arms(report: Report) -> list[ArmRecord]:
 
 
 def _misses(arm: ArmRecord, fail_under: float) -> str | None:
-    interval = arm.axes["kld"].ci("score") if "kld" in arm.axes else None
+    interval = arm.deciding.ci("score") if arm.deciding else None
     if interval is None:
         return f"{arm.name} misses --fail-under {fail_under:g}: it has no KLD score with an interval"
     if interval[0] < fail_under:

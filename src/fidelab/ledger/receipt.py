@@ -461,7 +461,7 @@ def _faults_of(arm: ArmRecord) -> Iterator[str]:
     for group, _, metric in walk({**arm.axes, **arm.benches}):
         if metric.repeats and metric.aggregate == "median" and not _close(metric.value, median(metric.repeats)):
             yield f"{group}, {metric.name}: {metric.value} is not the median of its repeats"
-    kld = arm.axes.get("kld")
+    kld = arm.deciding
     mean = kld.metric("mean", {}) if kld is not None else None
     if kld is not None and mean is not None and mean.value is not None and not mean.bound:
         score = kld.value("score", {})

@@ -16,7 +16,7 @@ from fidelab.results.composition_record import (
     SAMPLED_LENGTH,
     SAMPLED_RATE,
 )
-from fidelab.results.measurement import Coordinates, Measurement, Metric, label
+from fidelab.results.measurement import DECIDING, Coordinates, Measurement, Metric, label
 from fidelab.results.numbers import (
     ABSENT,
     MIB,
@@ -31,7 +31,6 @@ from fidelab.results.numbers import (
 from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Contrast, Report
 
 __all__ = [
-    "KLD",
     "Performance",
     "attribution_of",
     "bench_headlines",
@@ -50,7 +49,6 @@ __all__ = [
     "ways_of",
 ]
 
-KLD = "kld"
 """The axis of the main table, the frontier and the verdict."""
 
 
@@ -71,7 +69,7 @@ class Performance:
 def contexts_of(report: Report) -> TextTable | None:
     """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
     arms = _compared(report)
-    klds = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
+    klds = {arm.name: arm.axes[DECIDING] for arm in arms if DECIDING in arm.axes}
     means = [metric for axis in klds.values() for metric in axis.metrics if metric.key == "mean"]
     sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
     if len(sizes) < 2:
@@ -92,7 +90,7 @@ def groups_of(report: Report, coordinate: str) -> TextTable | None:
 
     ``None`` where the text has no kinds.  The last row says where an arm loses most.
     """
-    klds = {one_line(arm.name): arm.axes[KLD] for arm in _compared(report) if KLD in arm.axes}
+    klds = {one_line(arm.name): arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
     cells = {
         name: {str(m.cell[coordinate]): m for m in axis.metrics if coordinate in m.cell and m.key == "mean"}
         for name, axis in klds.items()
@@ -191,7 +189,7 @@ def others_of(report: Report) -> TextTable | None:
     """
     arms = _compared(report)
     columns: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
+    for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != DECIDING):
         axes = [arm.axes.get(name) for arm in arms]
         known = [axis for axis in axes if axis is not None and axis.measured]
         base = next((axis.reference_summary for axis in known if axis.reference_summary), "")
@@ -213,7 +211,7 @@ def others_of(report: Report) -> TextTable | None:
     rows = list(zip(names, *columns.values(), strict=True))
     if all(cell == ABSENT for cell in rows[0][1:]):
         rows = rows[1:]
-    said = any(axis.summary for arm in arms for name, axis in arm.axes.items() if name != KLD)
+    said = any(axis.summary for arm in arms for name, axis in arm.axes.items() if name != DECIDING)
     title = "Other axes (in parentheses: the score, or the figure named above it, and its 95% interval)"
     return TextTable("others", title if said else "Other axes", ("arm", *columns), tuple(rows))
 
@@ -263,7 +261,7 @@ def others_in_words(arm: ArmRecord) -> tuple[str, ...]:
     """``rniah: lost 9 of 36 (reference: finds 36 of 45)`` of each axis besides KLD that was measured."""
     lines = []
     for name, axis in arm.axes.items():
-        if name != KLD and axis.measured:
+        if name != DECIDING and axis.measured:
             base = f" (reference: {one_line(axis.reference_summary)})" if axis.reference_summary else ""
             headline = next((metric for metric in axis.headlines if _shown(axis, metric)), None)
             said = f"{one_line(axis.summary)}{base}" if axis.summary else _brief(axis, headline, first=True)
@@ -446,7 +444,7 @@ def truth_line(report: Report) -> str:
     truth = report.truth
     if truth is None:
         return ""
-    cost = kld_of(truth.axes.get("kld"))
+    cost = kld_of(truth.deciding)
     twin = f"32-bit twin of the reference ({kv_of(truth)})"
     if cost.absent:
         return f"{twin}: not measured ({one_line(truth.reason or 'no KLD')})"

@@ -17,14 +17,13 @@ from pydantic import AwareDatetime, Field
 from fidelab.core import canonical_json
 from fidelab.errors import InputError
 from fidelab.results.comparability import fields
-from fidelab.results.measurement import Better, Measurement, Metric, Unit, label
+from fidelab.results.measurement import DECIDING, Better, Measurement, Metric, Unit, label
 from fidelab.results.numbers import public_name
 from fidelab.results.record import ArmRecord, BandName, Report
 from fidelab.results.table import BENCH, CACHE, tabulate
 from fidelab.results.values import NEEDS_REASON, Count, Document, FreeDict, OpenInterval, Positive, Record
 
 __all__ = [
-    "KLD",
     "SCHEMA",
     "Leaderboard",
     "LeaderboardColumn",
@@ -36,7 +35,6 @@ __all__ = [
 ]
 
 SCHEMA: Final = "fidelab.leaderboard/0"
-KLD = "kld"
 
 
 class LeaderboardFigure(Record):
@@ -148,7 +146,7 @@ class _Entry:
     conditions: dict[tuple[str, str, str], dict[str, Any]]
 
 
-def rank(reports: Sequence[Report], by: str = KLD, superseded: Sequence[tuple[Report, str]] = ()) -> Leaderboard:
+def rank(reports: Sequence[Report], by: str = DECIDING, superseded: Sequence[tuple[Report, str]] = ()) -> Leaderboard:
     """Rank the candidates of all reports by the first headline of an axis or bench; of a bench the references, too.
 
     Ranks follow from intervals: an arm is better than another if its interval lies wholly on the better side of the

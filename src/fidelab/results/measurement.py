@@ -21,6 +21,7 @@ from fidelab.results.plots import Plot
 from fidelab.results.values import Count, FreeDict, OpenInterval, Outcome, Record
 
 __all__ = [
+    "DECIDING",
     "DOMAIN",
     "Better",
     "Cell",
@@ -48,6 +49,9 @@ _LIMITS: Mapping[str, Limit] = {
 }
 
 MetricKey = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]*$")]
+
+DECIDING = "kld"
+"""The axis by whose mean, in nats, arms are judged and ordered."""
 
 DOMAIN = "domain"
 """Coordinate of metrics over one kind of text."""

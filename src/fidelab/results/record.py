@@ -28,7 +28,7 @@ from fidelab.core import KVSpec, Status, read_file, strict_json
 from fidelab.errors import InputError, OutputError, UsageError
 from fidelab.results import FACES
 from fidelab.results.decision_record import Certificate, Dominance, Recommendation
-from fidelab.results.measurement import Measurement
+from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.values import Count, Document, Free, FreeDict, Interval, Outcome, Positive, Record, Score
 
 if TYPE_CHECKING:
@@ -258,6 +258,11 @@ class ArmRecord(Outcome):
     """A candidate that is no larger and no worse than this one; null where there is none."""
     elsewhere: str | None = None
     """Command line of another engine's server that stores the cache so; where the arm's own engine has no server."""
+
+    @property
+    def deciding(self) -> Measurement | None:
+        """The measurement by which the arm is judged."""
+        return self.axes.get(DECIDING)
 
     @property
     def kv_text(self) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fidelab.core import Estimator, Status
 from fidelab.metrics.composite import Ruling, verdict
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
-from fidelab.results.measurement import DOMAIN, Measurement, Metric
+from fidelab.results.measurement import DECIDING, DOMAIN, Measurement, Metric
 from fidelab.results.numbers import counted, format_kld, format_odds, format_span, one_line
 from fidelab.results.record import ArmRecord, Report, Verdict
 
@@ -26,7 +26,6 @@ _MUCH_CUT = 1e-3  # probability
 _MUCH = 0.5  # share of keys and values from which on nothing is said
 _CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
 _NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
-_KLD = "kld"
 
 
 def is_native(name: str) -> bool:
@@ -81,7 +80,7 @@ def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> 
 
 def _rule(arm: ArmRecord) -> Ruling | None:
     """The band by the record; ``None`` where no KLD was asked for."""
-    kld = arm.axes.get(_KLD)
+    kld = arm.deciding
     if kld is None:
         return None
     mean = kld.metric("mean", {})
@@ -111,7 +110,7 @@ def _harms(arm: ArmRecord) -> tuple[str, ...]:
     return tuple(harms)
 
 
-_OPPOSED = (_KLD, "mean"), ("perplexity", "ln_ratio")
+_OPPOSED = (DECIDING, "mean"), ("perplexity", "ln_ratio")
 
 
 def _other_kernel(case: _Case) -> Iterator[str]:
@@ -150,7 +149,7 @@ class _Case:
 
     @classmethod
     def of(cls, arm: ArmRecord, report: Report | None, reason: str) -> _Case:
-        kld = arm.axes.get(_KLD, Measurement(status=Status.OK))
+        kld = arm.deciding or Measurement(status=Status.OK)
         case = cls(arm, kld, _rule(arm), reason or arm.reason or "")
         if report is None:
             return case
@@ -174,7 +173,7 @@ class _Case:
     @property
     def control_mean(self) -> float | None:
         """The control's mean KL (nats) at the context of the arm's own."""
-        kld = self.control.axes.get(_KLD) if self.control else None
+        kld = self.control.deciding if self.control else None
         if kld is None:
             return None
         n_ctx = self.kld.facts.get("n_ctx")
@@ -211,7 +210,7 @@ def _longest(kld: Measurement, report: Report) -> int | None:
     contexts = kld.facts.get("contexts") or [kld.facts]
     reaches = [n for each in contexts if isinstance(n := each.get("n_ctx"), int)]
     axes = report.settings.get("axes") or {}
-    asked = (axes.get(_KLD) or {}).get("n_ctx")
+    asked = (axes.get(DECIDING) or {}).get("n_ctx")
     return max(reaches or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None)
 
 
@@ -370,7 +369,7 @@ def _remedies(case: _Case) -> list[str]:
     if k_native:
         return [] if v_native else ["try wider values"]
     if case.native_keys is not None and case.mended is not None:
-        name, nats = one_line(case.native_keys.name), format_kld(case.native_keys.axes[_KLD].value("mean", {}))
+        name, nats = one_line(case.native_keys.name), format_kld(case.native_keys.axes[DECIDING].value("mean", {}))
         if case.mended in ("EXCELLENT", "PASS"):
             return [f"try {name} ({nats} nats)"]
         return [f"native keys alone do not mend it ({name}: {nats} nats): try wider values too"]

@@ -32,6 +32,7 @@ from fidelab.metrics.intervals import RatioItems, critical_value, paired_differe
 from fidelab.physics.devices import Device
 from fidelab.physics.geometry import Geometry
 from fidelab.physics.traffic import Model
+from fidelab.results.measurement import DECIDING
 from fidelab.results.recommend import serve_command
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RUNS, RunFolder, find_run
@@ -356,7 +357,7 @@ def _loss_of(arm: ArmRecord, report: Report, path: Path) -> tuple[tuple[Any, ...
     """How much an arm's figure is worth, and the figure; the reference loses nothing against itself."""
     if arm is report.reference:
         return (math.inf,), Measured(0.0, (0.0, 0.0), arm.name, path)
-    kld = arm.axes.get("kld")
+    kld = arm.deciding
     metric = kld.metric("mean", {}) if kld is not None and kld.measured else None
     if kld is None or metric is None or metric.value is None:
         return None
@@ -668,7 +669,7 @@ def advise(
 
 def _contexts(report: Report) -> Iterator[int]:
     for arm in report.candidates:
-        n_ctx = arm.axes["kld"].facts.get("n_ctx") if "kld" in arm.axes else None
+        n_ctx = arm.deciding.facts.get("n_ctx") if arm.deciding else None
         if isinstance(n_ctx, int):
             yield n_ctx
 
@@ -831,7 +832,7 @@ def _paired(a: Loss, b: Loss, runs: Runs) -> tuple[float, tuple[float, float] | 
         RatioItems.of(both["a"].to_numpy(), 1.0, windows), RatioItems.of(both["b"].to_numpy(), 1.0, windows)
     )
     report = runs.reports.get(first.run)
-    kld = next((arm.axes["kld"] for arm in report.candidates if arm.name == first.arm), None) if report else None
+    kld = next((arm.deciding for arm in report.candidates if arm.name == first.arm), None) if report else None
     by_document = kld is not None and kld.cluster == "document" and kld.n_clusters == found.n_clusters
     return found.estimate, found.interval, f"paired by {'documents' if by_document else 'windows'} of one run"
 
@@ -864,7 +865,7 @@ def _measuring(model: str, pairs: Sequence[Pair], runs: Runs) -> str | None:
     """The command line that measures pairs as the newest of the runs measured its own."""
     if not pairs:
         return None
-    words = ["fidelab", "compare", model, "--axes", "kld"]
+    words = ["fidelab", "compare", model, "--axes", DECIDING]
     newest = max(runs.reports.values(), key=lambda report: report.created, default=None)
     if newest is not None:
         words += ["--engine", newest.reference.engine]

@@ -27,7 +27,7 @@ from fidelab.errors import CaptureError, FidelabError, MismatchError
 from fidelab.metrics.unmoved import Unmoved
 from fidelab.plan.build import FLOOR, TWIN, base_of
 from fidelab.plan.resolve import load_axis
-from fidelab.results.measurement import Measurement
+from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.record import NO_REFERENCE, RuntimeRecord, Timing
 from fidelab.runs.cluster import Cluster, Lost, Needs
 
@@ -219,6 +219,11 @@ class Measured:
     failures: Mapping[str, tuple[Status, str]]
     broken: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @property
+    def deciding(self) -> AxisScore | None:
+        """The score by which the arm is judged."""
+        return self.scores.get(DECIDING)
+
 
 class Scorer:
     """Pairs every arm's captures with the reference's and scores the pairs.
@@ -315,7 +320,7 @@ class Scorer:
         """No usable item, such as no token at all, where the reference has usable output."""
         broken: dict[str, tuple[str, ...]] = {}
         for name, score in scores.items():
-            if name == "kld" or score.usable.any() or score.not_measurable:
+            if name == DECIDING or score.usable.any() or score.not_measurable:
                 continue
             reference = [item for capture in self._reference[name].values() for item in capture.items]
             captures = [Capture(path) for path in parts_of(name, result.captures).values()]

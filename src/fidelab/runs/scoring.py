@@ -26,7 +26,7 @@ from fidelab.metrics.intervals import RatioItems
 from fidelab.plan.arms import serve_command
 from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.results.decision_record import Certificate, CertificateClaim, Dominance, FlipRecord
-from fidelab.results.measurement import Measurement, Metric
+from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.plots import Texts
 from fidelab.results.recommend import Sizes, recommended
 from fidelab.results.record import (
@@ -126,7 +126,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     tables = [
         (result.arm.name, score.positions)
         for result in [*([control] if control else []), *controls, *candidates]
-        if (score := measured[result.role].scores.get("kld")) is not None and score.positions
+        if (score := measured[result.role].deciding) is not None and score.positions
     ]
     return Scored(report, tables)
 
@@ -160,8 +160,8 @@ class _Summary:
         broken = [why for why in reasons if why.startswith(_UNRECORDED)]
         if broken and status in (Status.OK, Status.IDENTICAL):
             status, reason = Status.FAILED, "; ".join(dict.fromkeys(broken))
-        if floor is not None and "kld" in axes:
-            axes["kld"] = _with_noise(axes["kld"], floor.mean or 0.0)
+        if floor is not None and DECIDING in axes:
+            axes[DECIDING] = _with_noise(axes[DECIDING], floor.mean or 0.0)
         if "trajectory" in axes:
             others = [measured.result for measured in self.measured.values()]
             axes["trajectory"] = with_forecast(axes["trajectory"], result, self.reference, others)
@@ -197,15 +197,15 @@ class _Summary:
 
     def comparisons(self, candidates: Sequence[ArmResult]) -> list[Comparison]:
         """Candidates in the order of their mean KL, each against the next, by paired difference."""
-        scored = [arm for c in candidates if "kld" in (arm := self.measured[c.role]).scores]
-        means = [(mean, arm) for arm in scored if (mean := arm.scores["kld"].found.value("mean")) is not None]
+        scored = [arm for c in candidates if DECIDING in (arm := self.measured[c.role]).scores]
+        means = [(mean, arm) for arm in scored if (mean := arm.scores[DECIDING].found.value("mean")) is not None]
         comparisons = []
         for (_, better), (mean, worse) in pairwise(sorted(means, key=lambda entry: entry[0])):
-            difference = worse.scores["kld"].excess_over(better.scores["kld"], self.seed)
+            difference = worse.scores[DECIDING].excess_over(better.scores[DECIDING], self.seed)
             if difference is not None:
                 comparisons.append(
                     Comparison(
-                        axis="kld",
+                        axis=DECIDING,
                         better=better.result.arm.name,
                         worse=worse.result.arm.name,
                         difference=difference.estimate,
@@ -250,12 +250,12 @@ class _Summary:
 
         Of two of one size, the one that is shown to be worse is beaten.
         """
-        kld, own = self.measured[role].scores.get("kld"), sizes.get(record.name)
+        kld, own = self.measured[role].deciding, sizes.get(record.name)
         if kld is None or own is None:
             return None
         rivals = []
         for other, rival in records.items():
-            theirs, size = self.measured[other].scores.get("kld"), sizes.get(rival.name)
+            theirs, size = self.measured[other].deciding, sizes.get(rival.name)
             if other == role or theirs is None or size is None or size > own:
                 continue
             difference = kld.excess_over(theirs, self.seed)
@@ -337,7 +337,7 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
     losses, parts = list[Loss](), _parts(whole)
     if any(score.right is None or score.bound or score.not_measurable for score in parts):
         return []
-    for score in parts if name == "kld" else ():
+    for score in parts if name == DECIDING else ():
         losses.append(Loss.of_kl(score.items(), limits.max_loss or KL_MARGIN))
         same = score.positions.get("top1_agrees")
         if limits.max_flips is not None and same is not None:
