@@ -37,7 +37,7 @@ def cell(
     **changes: Any,
 ) -> CellResult:
     at = load_at("closed", context, output, concurrency)
-    repeats = {OUTPUT_RATE.name: rates} if len(rates) > 1 else {}
+    repeats = {OUTPUT_RATE.key: rates} if len(rates) > 1 else {}
     found = Cell(**{"status": Status.OK, "at": at, "facts": {"server": server}, **changes})
     return CellResult(found, load_metrics(at, {OUTPUT_RATE: rates[0] if rates else None}, repeats=repeats))
 

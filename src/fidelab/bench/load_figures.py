@@ -143,7 +143,7 @@ def load_metrics(
     more: Values | None = None,
     repeats: Mapping[str, Sequence[float]] | None = None,
 ) -> tuple[Metric, ...]:
-    """The metrics of one load that are known, in this order; ``repeats``: name → each repeat."""
+    """The metrics of one load that are known, in this order; ``repeats``: key → each repeat."""
     every, caveats = dict(rates), dict[str, str]()
     for times in latencies:
         every |= times.values()

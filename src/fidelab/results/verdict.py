@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fidelab.core import Estimator, Status
 from fidelab.metrics.composite import Ruling, verdict
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
-from fidelab.results.measurement import DECIDING, DOMAIN, Measurement, Metric
+from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
 from fidelab.results.numbers import counted, format_kld, format_odds, format_span, one_line
 from fidelab.results.record import ArmRecord, Report, Verdict
 
@@ -320,15 +320,15 @@ def _changes(kld: Measurement) -> list[str]:
 def _worst(kld: Measurement) -> list[str]:
     """The kinds of text that the figures rest on, and the one that loses most."""
     kinds = [metric for metric in kld.metrics if DOMAIN in metric.cell and metric.key == "mean"]
-    means = sorted((metric.value, n) for n, metric in enumerate(kinds) if metric.value is not None)
-    if not means:
+    kinds = [metric for metric in kinds if metric.value is not None]
+    if not kinds:
         return []
-    worst: Metric = kinds[means[-1][1]]
+    worst = max(kinds, key=lambda metric: metric.value or 0.0)
     name = one_line(str(worst.cell[DOMAIN]))
-    if len(means) == 1:
+    if len(kinds) == 1:
         return [f"measured on {name} alone"]
     span = f" ({format_span(worst.interval)})" if worst.interval is not None else ""
-    return [f"over {len(means)} kinds of text, worst on {name}: {format_kld(worst.value)} nats{span}"]
+    return [f"over {len(kinds)} kinds of text, worst on {name}: {format_kld(worst.value)} nats{span}"]
 
 
 def _gain(case: _Case) -> list[str]:
