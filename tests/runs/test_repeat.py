@@ -295,7 +295,9 @@ def test_a_gate_decides_the_exit_code(
         path = folder / name / "report.json"
         data = json.loads(path.read_text())
         data["candidates"] = data["candidates"][:1]
-        data["candidates"][0]["axes"]["trajectory"]["metrics"] = [{"name": "score", "unit": "points", "value": score}]
+        data["candidates"][0]["axes"]["trajectory"]["metrics"] = [
+            {"key": "score", "name": "score", "unit": "points", "value": score}
+        ]
         path.write_text(json.dumps(data))
     done = cli("repeat", "--resume", folder, *flags, cwd=tmp_path)
     assert done.code == code, done.err

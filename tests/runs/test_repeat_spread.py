@@ -27,7 +27,7 @@ def told(plain: Done) -> Callable[..., list[Report]]:
             data["settings"] = {**data["settings"], "axes": {axis: {}}}
             status, reason = value if isinstance(value, tuple) else ("ok", None)
             score = None if isinstance(value, tuple) else value
-            metrics = [{"name": "score", "value": score, "unit": "points"}]
+            metrics = [{"key": "score", "name": "score", "value": score, "unit": "points"}]
             metrics += [{"name": name, "value": cost, "unit": "nats"} for name, cost in more.items()]
             data["candidates"][0]["axes"][axis] = {"status": status, "reason": reason, "metrics": metrics}
             reports.append(Report.model_validate_json(json.dumps(data)))
@@ -83,7 +83,7 @@ def test_the_worst_spread_is_the_verdict_and_is_named(told: Callable[..., list[R
     calm, wild = (json.loads(report.to_json()) for report in told([50.0, 54.0]))
     for data, score in ((calm, 70.0), (wild, 72.0)):
         twin = json.loads(json.dumps(data["candidates"][0]))
-        twin["axes"]["trajectory"]["metrics"] = [{"name": "score", "value": score}]
+        twin["axes"]["trajectory"]["metrics"] = [{"key": "score", "name": "score", "value": score}]
         data["candidates"].append({**twin, "name": "calmer"})
     record = together([Report.model_validate_json(json.dumps(data)) for data in (calm, wild)])
     assert [spread.verdict for spread in record.spreads] == ["NOISY", "NOISY"]
