@@ -28,7 +28,7 @@ def told(plain: Done) -> Callable[..., list[Report]]:
             status, reason = value if isinstance(value, tuple) else ("ok", None)
             score = None if isinstance(value, tuple) else value
             metrics = [{"key": "score", "name": "score", "value": score, "unit": "points"}]
-            metrics += [{"name": name, "value": cost, "unit": "nats"} for name, cost in more.items()]
+            metrics += [{"key": name, "name": name, "value": cost, "unit": "nats"} for name, cost in more.items()]
             data["candidates"][0]["axes"][axis] = {"status": status, "reason": reason, "metrics": metrics}
             reports.append(Report.model_validate_json(json.dumps(data)))
         return reports
