@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 import fidelab
-from fidelab.core import Status
+from fidelab.core import KVSpec, Status
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.plots import Curve
-from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord, Verdict
+from fidelab.results.record import ArmRecord, Report, RuntimeRecord, Verdict
 from fidelab.results.store import RunFolder
 
 GOAL_SECONDS, GOAL_COMMAND, GOAL_BYTES = 2.0, 3.0, 3e6
@@ -111,7 +111,7 @@ def _arm(name: str, size: float, axes: dict[str, Measurement]) -> ArmRecord:
         name=name,
         engine="hf",
         model="synthetic",
-        kv=KVFormats(k=name, v=name),
+        kv=KVSpec.parse(name),
         ran=RuntimeRecord(cache_bytes_per_token=size),
         axes=axes,
         verdict=Verdict(band="PASS", sentence="safe"),

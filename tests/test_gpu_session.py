@@ -55,7 +55,7 @@ RIGHT = {
 }
 OURS = {"role": "ours", "formats": "16/8", "status": "measured", "reason": ""}
 CELLS = {"cells": [{"key": "decode B32", "results": [OURS]}], "goals": [{"verdict": "missed"}], "left_out": 0}
-METRIC = {"name": "mean", "value": 0.0004, "ci": [0.0002, 0.0006], "unit": "nats", "about": "…"}
+METRIC = {"key": "mean", "name": "mean", "value": 0.0004, "ci": [0.0002, 0.0006], "unit": "nats", "about": "…"}
 ARM = {
     "name": "k16v8",
     "status": "ok",

@@ -85,13 +85,13 @@ def test_mean_kl_is_of_the_size_seen_elsewhere(run: Run, name: str, seen: float)
 
 
 def test_the_reference_reads_the_package_own_text_as_plain_prose(run: Run) -> None:
-    value = run.arm("f32").axes["perplexity"].value("reference PPL")
+    value = run.arm("f32").axes["perplexity"].value("reference_ppl")
     assert value is not None
     assert 15 < value < 120  # news to it, yet prose: random words have tens of thousands, repetition about 1
 
 
 def test_int4_reads_worse_than_k16v8(run: Run) -> None:
-    worse, better = (run.arm(name).axes["perplexity"].ci("ln ratio") for name in ("int4", "k16v8"))
+    worse, better = (run.arm(name).axes["perplexity"].ci("ln_ratio") for name in ("int4", "k16v8"))
     assert worse is not None
     assert better is not None
     assert better[1] < worse[0]

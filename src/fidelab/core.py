@@ -334,12 +334,18 @@ class KVSpec:
         """K and V are of one format."""
         return self.k == self.v
 
+    @property
+    def text(self) -> str:
+        """The formats in words: ``bf16/int4[group=32], not in layers 0, 29``."""
+        skipped = f", not in layers {', '.join(map(str, self.skip_layers))}" if self.skip_layers else ""
+        return (str(self.k) if self.same else f"{self.k}/{self.v}") + skipped
+
     def content(self) -> dict[str, Any]:
         """What the spec means, without the label: the part that fingerprints see."""
         return {"k": str(self.k), "v": str(self.v), "skip_layers": list(self.skip_layers)}
 
     def record(self) -> dict[str, Any]:
-        """The form that job files carry."""
+        """The form that job files and reports carry."""
         return {"label": self.label, **self.content()}
 
     @classmethod

@@ -217,7 +217,7 @@ def test_a_batch_must_write_the_same_tokens_as_single_requests(tmp_path: Path) -
 
 def test_a_candidate_may_write_other_texts_in_its_batch_as_long_as_alone(tmp_path: Path) -> None:
     score = _score(tmp_path, RIGHT, _changed(parallel_1="another text"), **WORDS)
-    assert score.value("score") == 100.0
+    assert score.found.value("score") == 100.0
     assert not score.identical
 
 
@@ -239,7 +239,7 @@ def test_items_without_an_answer_are_counted_and_in_no_figure(tmp_path: Path) ->
 def test_a_reference_that_passes_nothing_is_not_measurable(tmp_path: Path) -> None:
     score = _score(tmp_path, dict.fromkeys(RIGHT, "What?"), RIGHT, kinds=["arithmetic"])
     assert score.not_measurable == "the reference passes none of the 8 applicable checks"
-    assert (_axis(score).value("score"), score.downgrades) == (None, ())
+    assert (_axis(score).value("score"), score.found.downgrades) == (None, ())
 
 
 def test_silence_alone_and_in_a_batch_is_no_agreement(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_silence_alone_and_in_a_batch_is_no_agreement(tmp_path: Path) -> None:
 def test_a_clear_loss_of_right_answers_costs_a_band(tmp_path: Path) -> None:
     lost = {f"arithmetic_{n}": "0" for n in range(1, 8)}
     score = _score(tmp_path, RIGHT, _changed(**lost), **WORDS)
-    [harm] = score.downgrades
+    [harm] = score.found.downgrades
     assert harm.startswith("capability checks: 7 of the 15 that the reference answers right are lost (")
 
 
@@ -258,7 +258,7 @@ def test_a_small_loss_and_a_batch_that_forks_cost_no_band(tmp_path: Path) -> Non
     forks = {f"parallel-{n} in batch": "otherwise" for n in range(1, 9)}
     score = _score(tmp_path, RIGHT, {**_changed(arithmetic_1="0"), **forks}, **WORDS)
     assert _values(_axis(score))["lost"] == 9
-    assert score.downgrades == ()
+    assert score.found.downgrades == ()
 
 
 def test_the_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _score(
 
 
 def _values(score: AxisScore) -> dict[str, Any]:
-    return {metric.name: metric.value for metric in score.metrics}
+    return {metric.name: metric.value for metric in score.found.metrics}
 
 
 CLEAN = [_text(i) for i in range(8)]
@@ -88,23 +88,23 @@ def test_clean_texts_that_differ_are_no_harm(tmp_path: Path) -> None:
     score = _score(tmp_path, CLEAN, [_text(10 + i) for i in range(8)])
     found = _values(score)
     assert (found["degenerate earlier"], found["degenerate"], found["median onset"]) == (0.0, 0, None)
-    assert (score.downgrades, score.fails, score.identical) == ((), (), False)
+    assert (score.found.downgrades, score.found.fails, score.identical) == ((), (), False)
 
 
 def test_noise_where_the_reference_has_none_lowers_the_verdict_and_says_from_where(tmp_path: Path) -> None:
     score = _score(tmp_path, CLEAN, [*CLEAN[:7], _noise(7, 200)])
-    [sentence] = score.downgrades
+    [sentence] = score.found.downgrades
     at, k, n = map(int, re.findall(r"\d+", sentence))
     assert sentence == f"garbage from token ~{at} in {k} of {n} prompts (reference: none)"
     assert (abs(at - 200) <= 16, k, n) == (True, 1, 8)
-    assert score.fails == ()
+    assert score.found.fails == ()
 
 
 @pytest.mark.parametrize(("looping", "lowered"), [(5, False), (6, True), (8, True)])
 def test_loops_lower_the_verdict_when_they_are_more_than_chance(tmp_path: Path, looping: int, lowered: bool) -> None:
     assert (mcnemar_exact(looping, 0) <= 0.05) is lowered
     score = _score(tmp_path, CLEAN, [_loop(i, 150) if i < looping else CLEAN[i] for i in range(8)])
-    assert bool(score.downgrades) is lowered
+    assert bool(score.found.downgrades) is lowered
     assert _values(score)["degenerate earlier"] == looping / 8
 
 
@@ -118,33 +118,33 @@ def test_loops_as_often_later_as_earlier_are_chance(tmp_path: Path) -> None:
         0.5,
         1,
     )
-    assert score.downgrades == ()
+    assert score.found.downgrades == ()
 
 
 @pytest.mark.parametrize(("at", "share"), [(217, 1.0), (218, 0.0)])
 def test_harm_begins_more_than_32_tokens_before_the_references_onset(tmp_path: Path, at: int, share: float) -> None:
     score = _score(tmp_path, [_loop(i, 250) for i in range(8)], [_loop(i, at) for i in range(8)])
     assert _values(score)["degenerate earlier"] == share
-    told = ["reference: in 8 of these, from token ~250" in sentence for sentence in score.downgrades]
+    told = ["reference: in 8 of these, from token ~250" in sentence for sentence in score.found.downgrades]
     assert told == ([True] if share else [])
 
 
 @pytest.mark.parametrize(("broken", "fails"), [(4, False), (5, True)])
 def test_garbage_at_once_on_most_prompts_fails(tmp_path: Path, broken: int, fails: bool) -> None:
     score = _score(tmp_path, CLEAN, [_loop(i, 10) if i < broken else CLEAN[i] for i in range(8)])
-    assert bool(score.fails) is fails
+    assert bool(score.found.fails) is fails
 
 
 def test_most_means_most_of_what_the_reference_begins_well(tmp_path: Path) -> None:
     ref = [_loop(i, 10) if i < 3 else CLEAN[i] for i in range(8)]
     score = _score(tmp_path, ref, [_loop(i, 10) if i < 6 else CLEAN[i] for i in range(8)])
-    assert score.fails == ("garbage within the first 32 tokens in 3 of 5 prompts that the reference begins well",)
+    assert score.found.fails == ("garbage within the first 32 tokens in 3 of 5 prompts that the reference begins well",)
 
 
 def test_garbage_that_the_reference_writes_too_is_no_failure(tmp_path: Path) -> None:
     texts = [_noise(i, 0) for i in range(8)]
     score = _score(tmp_path, texts, [_noise(50 + i, 0) for i in range(8)])
-    assert (score.fails, score.downgrades, _values(score)["degenerate"]) == ((), (), 8)
+    assert (score.found.fails, score.found.downgrades, _values(score)["degenerate"]) == ((), (), 8)
 
 
 # ---------------------------------------------------------------------------------------- what is judged
@@ -176,7 +176,7 @@ def test_equal_ids_are_identical(tmp_path: Path) -> None:
 
 
 def test_the_curve_falls_at_the_onsets_and_the_table_names_them(tmp_path: Path) -> None:
-    curve, table = _score(tmp_path, CLEAN, [_loop(0, 100), _loop(1, 200), *CLEAN[2:]]).plots[:2]
+    curve, table = _score(tmp_path, CLEAN, [_loop(0, 100), _loop(1, 200), *CLEAN[2:]]).found.plots[:2]
     assert isinstance(curve, Curve)
     assert isinstance(table, TablePlot)
     clean = dict(zip(curve.x, curve.y, strict=True))
@@ -227,7 +227,7 @@ def test_around_the_onset_there_is_text(run: Done) -> None:
 
 def test_shorter_answers_are_no_harm(run: Done) -> None:
     found = run.axis("short[at=90]", "degeneration")
-    named = ("degenerate", "median length", "median length, reference")
+    named = ("degenerate", "median_length", "median_length_reference")
     assert [found.value(name) for name in named] == [0, 90, 300]
     assert run.arm("short[at=90]")["verdict"]["band"] == "EXCELLENT"
 
@@ -270,6 +270,6 @@ def test_two_bit_keys_and_values_degenerate_earlier_and_bf16_does_not(smollm2: M
         floor=0.0,
         output_dir=str(tmp_path),
     )
-    earlier = {arm.name: arm.axes["degeneration"].value("degenerate earlier") for arm in report.candidates}
+    earlier = {arm.name: arm.axes["degeneration"].value("degenerate_earlier") for arm in report.candidates}
     assert earlier["bf16"] == 0
     assert (earlier["int2"] or 0) >= 1 / len(PROMPTS)

@@ -65,38 +65,41 @@ def scored(tmp_path: Path, changed: Mapping[int, tuple[int, float]], arm: Arm = 
 
 def test_acceptance_stands_beside_its_forecast_from_the_references_text(tmp_path: Path) -> None:
     score = scored(tmp_path, {})
-    assert score.value("acceptance length") == pytest.approx(1 + 5 / 2)
-    assert score.value("accepted") == pytest.approx(5 / 6)
+    assert score.found.value("acceptance_length") == pytest.approx(1 + 5 / 2)
+    assert score.found.value("accepted") == pytest.approx(5 / 6)
     # behind 1 2 3 4 1 2 come 3 4 1, then 2 is the model's; behind 1 2 3 4 1 2 3 4 1 2 come 3 4, and the text ends
-    assert score.value("acceptance length, forecast") == pytest.approx(1 + 5 / 2)
-    assert score.value("accepted, forecast") == 1.0
-    assert score.flags[0].text == (
+    assert score.found.value("acceptance_length_forecast") == pytest.approx(1 + 5 / 2)
+    assert score.found.value("accepted_forecast") == 1.0
+    assert score.found.flags[0].text == (
         "speculation (ngram): 3.50 tokens per verification (forecast 3.50), "
         "83% of the drafted tokens accepted (forecast 100%)"
     )
-    assert score.flags[1].text == "the text is the reference's, token for token, on all 2 prompts"
+    assert score.found.flags[1].text == "the text is the reference's, token for token, on all 2 prompts"
 
 
 def test_a_near_tie_is_no_change_of_the_text(tmp_path: Path) -> None:
-    text = scored(tmp_path, {5: (11, 0.02)}).flags[1].text
+    text = scored(tmp_path, {5: (11, 0.02)}).found.flags[1].text
     assert text.startswith("1 of 2 texts part at near ties (the reference's margin is 0.02 nats at most)")
 
 
 def test_a_text_that_speculation_changed_is_named_with_its_place_and_margin(tmp_path: Path) -> None:
-    text = scored(tmp_path, {5: (11, 2.5)}).flags[1].text
+    text = scored(tmp_path, {5: (11, 2.5)}).found.flags[1].text
     assert (
         text == "speculation changed the text at prompt 1, token 5, where the reference preferred its token by 2.5 nats"
     )
 
 
 def test_an_arm_that_differs_in_more_than_speculation_is_not_blamed_on_it(tmp_path: Path) -> None:
-    text = scored(tmp_path, {5: (11, 2.5)}, replace(DRAFTING, kv=KVSpec.parse("fp8_e4m3"))).flags[1].text
+    text = scored(tmp_path, {5: (11, 2.5)}, replace(DRAFTING, kv=KVSpec.parse("fp8_e4m3"))).found.flags[1].text
     assert text.startswith("the text changes at prompt 1, token 5")
     assert "differs in more than speculation" in text
 
 
 def test_speculation_that_never_drafted_is_said(tmp_path: Path) -> None:
-    assert scored(tmp_path, {}, drafts=0, drafted=0, accepted=0).flags[0].text == "speculation (ngram) drafted no token"
+    assert (
+        scored(tmp_path, {}, drafts=0, drafted=0, accepted=0).found.flags[0].text
+        == "speculation (ngram) drafted no token"
+    )
 
 
 def test_an_arm_without_speculation_has_no_word_about_it(tmp_path: Path) -> None:
@@ -104,8 +107,8 @@ def test_an_arm_without_speculation_has_no_word_about_it(tmp_path: Path) -> None
         captured(tmp_path, replace(ARM, name=name), generate(), [rows(TEXT, {})] * 2, {}) for name in ("a", "b")
     )
     score = Trajectory(Trajectory.Settings()).score(Pair.match(ref, test), 0)
-    assert score.flags == ()
-    assert score.metric("accepted, forecast") is None
+    assert score.found.flags == ()
+    assert score.found.metric("accepted_forecast") is None
 
 
 def test_a_draft_models_rows_along_the_text_forecast_what_it_would_get_accepted(tmp_path: Path) -> None:

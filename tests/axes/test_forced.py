@@ -75,7 +75,7 @@ def _score(store: Path, request: Forced, ref: Sequence[Rows], test: Sequence[Row
 
 
 def _values(score: AxisScore) -> dict[str, Any]:
-    return {metric.name: metric for metric in score.metrics}
+    return {metric.name: metric for metric in score.found.metrics}
 
 
 # --------------------------------------------------------------------------------------------- by hand
@@ -89,7 +89,7 @@ def test_mean_kl_is_over_all_generated_positions(tmp_path: Path) -> None:
     assert found["mean KL"].value == pytest.approx(expected.mean(), abs=1e-6)
     assert found["median KL"].value == pytest.approx(np.median(expected), abs=1e-6)
     assert found["largest KL"].value == pytest.approx(expected.max(), abs=1e-6)
-    assert score.value("score") == pytest.approx(100 * math.exp(-expected.mean()), abs=1e-4)
+    assert score.found.value("score") == pytest.approx(100 * math.exp(-expected.mean()), abs=1e-4)
     agree = np.concatenate(ref).argmax(-1) == np.concatenate(test).argmax(-1)
     assert found["same top token"].value == pytest.approx(agree.mean())
 
@@ -98,12 +98,12 @@ def test_the_prompt_is_what_the_interval_resamples(tmp_path: Path) -> None:
     ref, test = [_rows(i, 4) for i in range(3)], [_rows(9 + i, 4) for i in range(3)]
     score = _score(tmp_path, _forced(4, 4, 4), ref, test)
     assert score.clusters.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    assert _score(tmp_path / "one", _forced(4), ref[:1], test[:1]).interval("score") is None
+    assert _score(tmp_path / "one", _forced(4), ref[:1], test[:1]).found.ci("score") is None
 
 
 def test_the_curve_shows_the_kl_of_each_generated_token(tmp_path: Path) -> None:
     ref, test = [_rows(0, 4), _rows(1, 4)], [_rows(2, 4), _rows(3, 4)]
-    [curve] = _score(tmp_path, _forced(4, 4), ref, test).plots
+    [curve] = _score(tmp_path, _forced(4, 4), ref, test).found.plots
     assert isinstance(curve, Curve)
     assert curve.x == (0.0, 1.0, 2.0, 3.0)
     assert curve.y == pytest.approx(np.mean([_kl(ref[i], test[i]) for i in range(2)], axis=0), abs=1e-6)
@@ -113,7 +113,7 @@ def test_equal_rows_are_identical_and_cost_nothing(tmp_path: Path) -> None:
     rows = [_rows(0, 4), _rows(1, 4)]
     score = _score(tmp_path, _forced(4, 4), rows, rows)
     assert score.identical
-    assert (score.value("score"), score.interval("score")) == (100.0, (100.0, 100.0))
+    assert (score.found.value("score"), score.found.ci("score")) == (100.0, (100.0, 100.0))
 
 
 def test_a_prompt_without_rows_is_counted_and_left_out(tmp_path: Path) -> None:
@@ -227,13 +227,13 @@ def _axis(run: Done, arm: str) -> Measurement:
 def test_a_tilt_costs_what_its_closed_form_says(run: Done) -> None:
     expected = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
     axis = _axis(run, "tilt[q=0.8]")
-    assert axis.value("mean KL") == pytest.approx(expected, rel=1e-6)
+    assert axis.value("mean_kl") == pytest.approx(expected, rel=1e-6)
     assert axis.value("score") == pytest.approx(100 * math.exp(-expected), rel=1e-6)
     assert (axis.n_items, axis.n_failed) == (8 * 12, 0)
 
 
 def test_another_text_costs_nothing_where_the_distributions_are_equal(run: Done) -> None:
-    assert _axis(run, "fork[at=3]").value("mean KL") == 0.0
+    assert _axis(run, "fork[at=3]").value("mean_kl") == 0.0
 
 
 def test_the_reference_as_candidate_is_identical(run: Done) -> None:
@@ -274,7 +274,7 @@ def test_coarser_caches_cost_more_on_the_references_own_text(smollm2: Model, tmp
         floor=0.0,
         output_dir=str(tmp_path),
     )
-    means = [arm.axes["forced"].value("mean KL") or 0.0 for arm in report.candidates]
+    means = [arm.axes["forced"].value("mean_kl") or 0.0 for arm in report.candidates]
     assert 0.0 < means[0] < 0.02
     assert means[1] > 5 * means[0]
 
@@ -327,4 +327,4 @@ def test_turn_words_are_counted_among_tokens_of_high_kl_and_among_all(tmp_path: 
         writer.add(0, {"logprobs": rows})
         captures.append(Capture(writer.finish("logprobs", {}, {})))
     score = AXIS.score(Pair.match(*captures), 0)
-    assert (score.value("turn words where KL is high"), score.value("turn words")) == (1.0, 5 / 40)
+    assert (score.found.value("turn_words_where_kl_is_high"), score.found.value("turn_words")) == (1.0, 5 / 40)

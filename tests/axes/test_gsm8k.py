@@ -149,16 +149,16 @@ def _counts(tmp_path: Path, both: int, lost: int, gained: int, neither: int) -> 
 
 
 def _metric(score: AxisScore, name: str) -> Any:
-    return score.metric(name)
+    return score.found.metric(name)
 
 
 def test_accuracies_have_wilson_intervals(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
-    own, reference = _metric(score, "accuracy"), _metric(score, "reference accuracy")
+    own, reference = _metric(score, "accuracy"), _metric(score, "reference_accuracy")
     assert (own.value, reference.value) == (22 / 40, 26 / 40)
     assert (own.ci, reference.ci) == (wilson_interval(22, 40), wilson_interval(26, 40))
-    assert score.value("score") == pytest.approx(55.0)
-    assert score.interval("score") == pytest.approx([100 * end for end in wilson_interval(22, 40)])
+    assert score.found.value("score") == pytest.approx(55.0)
+    assert score.found.ci("score") == pytest.approx([100 * end for end in wilson_interval(22, 40)])
 
 
 def test_the_difference_is_paired_and_in_points(tmp_path: Path) -> None:
@@ -171,32 +171,32 @@ def test_the_difference_is_paired_and_in_points(tmp_path: Path) -> None:
         share = rng.dirichlet(counts, 200_000)
         ends.append(100 * np.quantile(share[:, 1] - share[:, 0], q))
     assert metric.ci == pytest.approx(ends, abs=0.2)
-    assert _metric(score, "margin of error").value == pytest.approx((metric.ci[1] - metric.ci[0]) / 2)
+    assert _metric(score, "margin_of_error").value == pytest.approx((metric.ci[1] - metric.ci[0]) / 2)
 
 
 def test_mcnemar_looks_only_at_what_was_lost_and_gained(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
     assert (_metric(score, "lost").value, _metric(score, "gained").value) == (6, 2)
-    assert _metric(score, "right in the reference").value == 26
-    assert _metric(score, "McNemar p").value == pytest.approx(stats.binomtest(2, 8).pvalue)
+    assert _metric(score, "right_in_the_reference").value == 26
+    assert _metric(score, "mcnemar_p").value == pytest.approx(stats.binomtest(2, 8).pvalue)
 
 
 def test_a_clear_loss_costs_the_verdict_a_band(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=30, lost=10, gained=0, neither=10)
-    [sentence] = score.downgrades
+    [sentence] = score.found.downgrades
     assert sentence.startswith("GSM8K accuracy falls by 20.0 points (95%: ")
     assert _metric(score, "difference").ci[1] < -5
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (2, 0), (10, 8), (0, 10)])
 def test_what_may_be_chance_costs_nothing(lost: int, gained: int, tmp_path: Path) -> None:
-    assert _counts(tmp_path, both=30, lost=lost, gained=gained, neither=20 - lost - gained).downgrades == ()
+    assert _counts(tmp_path, both=30, lost=lost, gained=gained, neither=20 - lost - gained).found.downgrades == ()
 
 
 def test_a_reference_below_five_percent_is_not_measurable(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=0, lost=1, gained=3, neither=20)
     assert score.not_measurable == "the reference solves 1 of 24 problems; below 5% a loss cannot be seen"
-    assert (score.value("score"), score.interval("score"), score.downgrades) == (None, None, ())
+    assert (score.found.value("score"), score.found.ci("score"), score.found.downgrades) == (None, None, ())
 
 
 def test_a_reference_of_five_percent_is_measurable(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_reference_of_five_percent_is_measurable(tmp_path: Path) -> None:
 
 def test_answers_are_compared_as_numbers(tmp_path: Path) -> None:
     score = _score(tmp_path, ["1200", "5"], ["#### 1,200", "so $5.00."], ["1200.0 km", "#### 6"])
-    assert _metric(score, "reference accuracy").value == 1.0
+    assert _metric(score, "reference_accuracy").value == 1.0
     assert _metric(score, "accuracy").value == 0.5
 
 
@@ -213,22 +213,22 @@ def test_what_follows_a_question_of_its_own_is_no_answer(tmp_path: Path) -> None
     score = _score(
         tmp_path, ["4"], [" 4\n\nQuestion: more?\nAnswer: 9"], ["I see.\nQuestion: what is 2 + 2?\nAnswer: 4"]
     )
-    assert (_metric(score, "reference accuracy").value, _metric(score, "accuracy").value) == (1.0, 0.0)
-    assert _metric(score, "no number").value == 1
+    assert (_metric(score, "reference_accuracy").value, _metric(score, "accuracy").value) == (1.0, 0.0)
+    assert _metric(score, "no_number").value == 1
 
 
 def test_the_stop_token_is_no_part_of_the_text(tmp_path: Path) -> None:
     answer = [*b"#### 4", ord("7")]  # a stop that reads as a digit
     pair = _pair(tmp_path, ["4"], [answer], ["#### 4"], stop=ord("7"))
-    assert _metric(GSM8K(GSM8K.Settings()).score(pair, 0), "reference accuracy").value == 1.0
+    assert _metric(GSM8K(GSM8K.Settings()).score(pair, 0), "reference_accuracy").value == 1.0
 
 
 def test_a_number_in_the_reasoning_alone_is_wrong_and_counted(tmp_path: Path) -> None:
     ref = ["<think>5, no</think>#### 7"] * 2
     score = _score(tmp_path, ["7", "7"], ref, ["<think>it is 7</think>I do not know.", "<think>It is 7, or"])
-    assert (_metric(score, "reference accuracy").value, _metric(score, "accuracy").value) == (1.0, 0.0)
-    assert (_metric(score, "no number").value, _metric(score, "numbers in the reasoning alone").value) == (2, 2)
-    [texts] = [plot for plot in score.plots if isinstance(plot, Texts)]
+    assert (_metric(score, "reference_accuracy").value, _metric(score, "accuracy").value) == (1.0, 0.0)
+    assert (_metric(score, "no_number").value, _metric(score, "numbers_in_the_reasoning_alone").value) == (2, 2)
+    [texts] = [plot for plot in score.found.plots if isinstance(plot, Texts)]
     assert texts.pairs[1].candidate == "<think>It is 7, or"
 
 
@@ -241,14 +241,14 @@ def test_a_reference_that_never_ends_its_reasoning_is_told_to_write_longer(tmp_p
 
 def test_reasoning_that_the_prompt_begins_is_no_answer(tmp_path: Path) -> None:
     pair = _pair(tmp_path, ["7"], ["So 7"], ["So 7"], opened="<think>\n")
-    assert _metric(GSM8K(GSM8K.Settings()).score(pair, 0), "reference accuracy").value == 0.0
+    assert _metric(GSM8K(GSM8K.Settings()).score(pair, 0), "reference_accuracy").value == 0.0
 
 
 def test_failed_items_are_counted_and_in_no_figure(tmp_path: Path) -> None:
     score = _score(tmp_path, ["1"] * 3, ["#### 1", "#### 1", None], ["#### 1", None, "#### 1"])
     assert (score.measurement().n_items, score.measurement().n_failed) == (3, 2)
     assert (_metric(score, "accuracy").value, _metric(score, "lost").value) == (1.0, 0)
-    [table] = [plot for plot in score.plots if isinstance(plot, TablePlot)]
+    [table] = [plot for plot in score.found.plots if isinstance(plot, TablePlot)]
     assert [row[-1] for row in table.rows] == ["both right", "failed", "failed"]
     assert not score.identical
 
@@ -281,7 +281,7 @@ def test_the_excess_is_paired_with_the_control_in_points(tmp_path: Path) -> None
 def test_the_table_has_a_row_per_problem_and_the_texts_those_lost(tmp_path: Path) -> None:
     ref = [f"{i} it is.\n#### {i}" for i in range(12)]
     test = [f"{i} it is.\n#### {i if i < 2 else 99}" for i in range(12)]
-    table, texts = _score(tmp_path, [str(i) for i in range(12)], ref, test).plots
+    table, texts = _score(tmp_path, [str(i) for i in range(12)], ref, test).found.plots
     assert isinstance(table, TablePlot)
     assert table.rows[1] == ("p1", "1", "1", "1", "both right")
     assert table.rows[2] == ("p2", "2", "2", "99", "lost")
@@ -298,7 +298,7 @@ def test_length_counts_own_words_where_both_give_the_same_number(tmp_path: Path)
     ref = ["aa #### 1", "b #### 2", "cc #### 3\n\nQuestion: more #### 5", "x" * 394 + "#### 4", "#### 5"]
     test = ["aaaa bbbb #### 1", "b #### 9", "ccc #### 3", "#### 4", "none"]
     cut = [*ref[:3], list(ref[3].encode()), ref[4]]
-    found = _score(tmp_path, ["1", "2", "3", "4", "5"], cut, test).metric("length at equal answer")
+    found = _score(tmp_path, ["1", "2", "3", "4", "5"], cut, test).found.metric("length_at_equal_answer")
     assert found is not None
     own = len(ref[0]) + 1 + len("cc #### 3\n\n")  # and the stop, where it came
     assert found.value == pytest.approx((len(test[0]) + 1 + len(test[2]) + 1) / own, abs=0.06)
@@ -342,8 +342,8 @@ def test_a_candidate_that_answers_as_the_reference_is_identical(done: Done) -> N
 def test_forgotten_problems_are_lost(done: Done) -> None:
     axis = _axis(done, "forget[every=2]")
     assert axis.value("score") == 50.0
-    assert [axis.value(name) for name in ("reference accuracy", "difference", "lost")] == [1.0, -50.0, 20]
-    assert axis.value("McNemar p") == pytest.approx(2 * 0.5**20)
+    assert [axis.value(name) for name in ("reference_accuracy", "difference", "lost")] == [1.0, -50.0, 20]
+    assert axis.value("mcnemar_p") == pytest.approx(2 * 0.5**20)
 
 
 def test_a_clear_loss_lowers_the_verdict_and_an_unclear_one_does_not(done: Done) -> None:
@@ -408,7 +408,7 @@ def test_the_embedded_model_answers_what_it_only_has_to_copy(smollm2: Model, tmp
         writer.add(item, arrays)
     capture = Capture(writer.finish(str(answer.estimator), {}, {}))
     score = axis.score(Pair.match(capture, capture), 0)
-    [table] = [plot for plot in score.plots if isinstance(plot, TablePlot)]
+    [table] = [plot for plot in score.found.plots if isinstance(plot, TablePlot)]
     assert [Decimal(str(row[1])) for row in table.rows] == list(numbers)
     assert [row[4] for row in table.rows] == ["both right"] * 4
     assert score.identical

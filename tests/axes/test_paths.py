@@ -85,7 +85,7 @@ def _ways(base: Rows, noise: float, **parted: tuple[int, Rows]) -> dict[str, Row
 
 
 def _ends(score: AxisScore) -> dict[str, float]:
-    return {str(m.cell["way"]): m.value for m in score.metrics if m.name == "parts at" and m.value is not None}
+    return {str(m.cell["way"]): m.value for m in score.found.metrics if m.name == "parts at" and m.value is not None}
 
 
 # ------------------------------------------------------------------------------------------------ where a way parts
@@ -137,11 +137,11 @@ def test_the_way_its_first_position_and_what_the_arm_adds_are_reported(tmp_path:
     ref, test = _arm(tmp_path, "bf16", _ways(BASE, 0.01)), _arm(tmp_path, "int8", _ways(BASE, 0.01, decode=(40, other)))
     score = _score(ref, test)
     assert _ends(score) == {"decode": 40}
-    assert score.summary == "decoding parts from prefill at position 40"
-    assert score.reference_summary == "4 ways agree with a cold prefill"
-    assert score.downgrades == ("decoding parts from prefill at position 40",)
+    assert score.found.summary == "decoding parts from prefill at position 40"
+    assert score.found.reference_summary == "4 ways agree with a cold prefill"
+    assert score.found.downgrades == ("decoding parts from prefill at position 40",)
     at: Coordinates = {"way": "decode"}
-    own, twin, added = (score.value(name, at) for name in ("KL from cold", "reference's", "added"))
+    own, twin, added = (score.found.value(name, at) for name in ("kl_from_cold", "reference", "added"))
     assert own is not None
     assert twin is not None
     assert added == pytest.approx(own - twin)
@@ -155,13 +155,13 @@ def test_a_way_that_parts_in_the_reference_too_is_not_the_formats_fault(tmp_path
     ref = _arm(tmp_path, "bf16", _ways(BASE, 0.01, prefix=(40, other)))
     test = _arm(tmp_path, "int8", _ways(BASE, 0.01, prefix=(40, other)))
     score = _score(ref, test)
-    assert score.downgrades == ()
-    [flag] = [flag for cell in score.cells for flag in cell.flags]
+    assert score.found.downgrades == ()
+    [flag] = [flag for cell in score.found.cells for flag in cell.flags]
     assert (flag.kind, flag.text) == (
         "reference",
         "in the reference itself, prefill after a prefix hit parts from a cold one at position 40",
     )
-    assert score.reference_summary == "prefill after a prefix hit parts from a cold one at position 40"
+    assert score.found.reference_summary == "prefill after a prefix hit parts from a cold one at position 40"
 
 
 def test_what_stays_below_the_formats_own_cost_or_its_twins_noise_is_no_fault(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_without_a_twin_the_arms_other_ways_say_what_last_bits_cost(tmp_path: Pa
     test = _arm(tmp_path, "int8", _ways(BASE, 0.3, batch_7=(30, _rows(7, 1.5))))
     score = _score(ref, test)
     assert _ends(score) == {"batch-7": 30}
-    assert score.metric("reference's") is None
+    assert score.found.metric("reference") is None
 
 
 def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path) -> None:
@@ -195,13 +195,13 @@ def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path)
         batch_7={},
     )
     score = _score(ref, test)
-    assert {cell.at["way"]: (str(cell.status), cell.reason) for cell in score.cells} == {
+    assert {cell.at["way"]: (str(cell.status), cell.reason) for cell in score.found.cells} == {
         "chunked": ("ok", None),
         "decode": ("not_engaged", "the cache held 0 tokens"),
         "prefix": ("not_supported", "engine hf has no way 'prefix'"),
         "batch-7": ("not_engaged", "the engine gave no counts that prove it"),
     }
-    assert score.summary == "1 way agrees with a cold prefill"
+    assert score.found.summary == "1 way agrees with a cold prefill"
     assert len(score.num) == len(WINDOWS) * (N - 1)
     assert is_complete(test["prefix"].folder)
 
@@ -248,9 +248,9 @@ def test_a_run_says_in_one_sentence_which_way_parts_where_and_in_which_arm(tmp_p
     assert "paths, way evicted: not engaged: the fake engine counts no evicted, as it was asked to" in done.out
     axis = done.axis("tilt", "paths")
     distance = 0.2 * math.log(1.5)  # of (0.6, 0.4) from (0.4, 0.6)
-    assert axis.value("KL from cold", {"way": "decode"}) == pytest.approx(distance * (255 - 97) / (255 - 16), rel=1e-4)
-    assert axis.value("ways that part") == 1
-    assert done.axis("tilt[q=0.7]", "paths").value("ways that part") == 0
+    assert axis.value("kl_from_cold", {"way": "decode"}) == pytest.approx(distance * (255 - 97) / (255 - 16), rel=1e-4)
+    assert axis.value("ways_that_part") == 1
+    assert done.axis("tilt[q=0.7]", "paths").value("ways_that_part") == 0
 
 
 def test_all_faces_have_the_table_of_ways_by_arms(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ FakeEngine.answer = broken
     cells = {cell.at["way"]: cell for cell in axis.cells}
     assert (str(cells["decode"].status), str(cells["prefix"].status)) == ("ok", "failed")
     assert reason in str(cells["prefix"].reason)
-    assert axis.value("parts at", {"way": "decode"}) == 97
+    assert axis.value("parts_at", {"way": "decode"}) == 97
     assert f"paths, way prefix: failed: {cells['prefix'].reason}" in done.out
 
 

@@ -193,32 +193,32 @@ def _nll(rows: Sequence[Rows], n_ctx: int) -> Rows:
 
 
 def _value(score: AxisScore, name: str, n_ctx: int) -> float | None:
-    return score.value(name, {"context": n_ctx})
+    return score.found.value(name, {"context": n_ctx})
 
 
 def test_perplexities_and_their_log_ratio_by_brute_force(tmp_path: Path) -> None:
     sides = {n: (_rows(n, n), _rows(n + 1, n)) for n in (16, 32)}
     score = _score(tmp_path, sides)
     for n, (ref, test) in sides.items():
-        assert _value(score, "reference PPL", n) == pytest.approx(math.exp(_nll(ref, n).mean()), rel=1e-6)
-        assert _value(score, "PPL", n) == pytest.approx(math.exp(_nll(test, n).mean()), rel=1e-6)
+        assert _value(score, "reference_ppl", n) == pytest.approx(math.exp(_nll(ref, n).mean()), rel=1e-6)
+        assert _value(score, "ppl", n) == pytest.approx(math.exp(_nll(test, n).mean()), rel=1e-6)
         gap = _nll(test, n) - _nll(ref, n)
-        assert _value(score, "ln ratio", n) == pytest.approx(gap.mean(), abs=1e-6)
-        assert _value(score, "PPL change", n) == pytest.approx(math.expm1(gap.mean()), abs=1e-6)
+        assert _value(score, "ln_ratio", n) == pytest.approx(gap.mean(), abs=1e-6)
+        assert _value(score, "ppl_change", n) == pytest.approx(math.expm1(gap.mean()), abs=1e-6)
         error = np.std(gap.reshape(6, -1).mean(axis=1), ddof=1) / math.sqrt(6)
-        assert _value(score, "std. error", n) == pytest.approx(error, rel=1e-5)
+        assert _value(score, "stderr", n) == pytest.approx(error, rel=1e-5)
 
 
 def test_the_axis_mean_is_the_log_ratio_of_the_longest_context(tmp_path: Path) -> None:
     score = _score(tmp_path, {n: (_rows(n, n), _rows(n + 1, n)) for n in (16, 32, 128)})
-    assert score.mean() == _value(score, "ln ratio", 128)
-    assert score.metrics[0] == score.metric("ln ratio", {"context": 128})
-    assert score.value("score") is None
+    assert score.mean() == _value(score, "ln_ratio", 128)
+    assert score.found.metrics[0] == score.found.metric("ln_ratio", {"context": 128})
+    assert score.found.value("score") is None
 
 
 def test_a_uniform_distribution_has_the_vocabulary_for_its_perplexity(tmp_path: Path) -> None:
     score = _score(tmp_path, {16: (_rows(1, 16), [np.full((7, V), 3.0)] * 6)})
-    assert _value(score, "PPL", 16) == pytest.approx(V, rel=1e-12)
+    assert _value(score, "ppl", 16) == pytest.approx(V, rel=1e-12)
 
 
 def test_hidden_states_times_head_give_the_same_figures(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_the_curve_shows_the_cost_by_position(tmp_path: Path) -> None:
     test = [np.zeros((7, V)) for _ in range(6)]
     for window, rows in zip(_probe(16).windows, test, strict=True):
         rows[6, window[15]] -= 2.0  # position 14 alone becomes worse
-    [curve] = _score(tmp_path, {16: (ref, test)}).plots
+    [curve] = _score(tmp_path, {16: (ref, test)}).found.plots
     worse = math.log(V - 1 + math.exp(-2)) + 2 - math.log(V)
     assert curve.key == "perplexity.16"
     assert (min(curve.x) > 8, max(curve.x) < 15) == (True, True)
@@ -285,8 +285,8 @@ def test_a_record_can_be_made_of_every_figure(tmp_path: Path) -> None:
     garbage = [np.where(np.arange(V) == 0, 1e5, -1e5) * np.ones((7, V)) for _ in range(6)]  # no finite perplexity
     score = _score(tmp_path, {16: (_rows(1, 16), garbage)})
     axis = score.measurement()
-    assert axis.value("PPL") is None
-    assert axis.value("ln ratio") == pytest.approx(score.mean())
+    assert axis.value("ppl") is None
+    assert axis.value("ln_ratio") == pytest.approx(score.mean())
 
 
 # ------------------------------------------------------------------------------------------- whole runs
@@ -320,15 +320,15 @@ def _axis(done: Done, name: str) -> Measurement:
 def test_a_run_reports_the_closed_forms_at_every_context(family: Done) -> None:
     axis = _axis(family, "tilt[q=0.6]")
     for n in (16, 64):
-        assert axis.value("reference PPL", {"context": n}) == pytest.approx(256, rel=1e-6)
-        assert axis.value("PPL", {"context": n}) == pytest.approx(128 / 0.6, rel=1e-6)
-        assert axis.value("ln ratio", {"context": n}) == pytest.approx(math.log(0.5 / 0.6), abs=1e-6)
+        assert axis.value("reference_ppl", {"context": n}) == pytest.approx(256, rel=1e-6)
+        assert axis.value("ppl", {"context": n}) == pytest.approx(128 / 0.6, rel=1e-6)
+        assert axis.value("ln_ratio", {"context": n}) == pytest.approx(math.log(0.5 / 0.6), abs=1e-6)
 
 
 def test_the_same_format_is_identical(family: Done) -> None:
     axis = _axis(family, "exact")
     assert axis.status == "identical"
-    assert axis.value("ln ratio", {"context": 64}) == 0.0
+    assert axis.value("ln_ratio", {"context": 64}) == 0.0
 
 
 def test_failed_rows_of_all_contexts_are_counted(family: Done) -> None:
@@ -339,7 +339,7 @@ def test_failed_rows_of_all_contexts_are_counted(family: Done) -> None:
 def test_a_token_that_never_comes_costs_perplexity_next_to_nothing(family: Done) -> None:
     axis = _axis(family, "masked")  # the last byte of 256 has no probability: KLD fails, perplexity does not
     assert axis.n_failed == 0
-    assert axis.value("ln ratio", {"context": 16}) == pytest.approx(math.log(255 / 256), abs=1e-6)
+    assert axis.value("ln_ratio", {"context": 16}) == pytest.approx(math.log(255 / 256), abs=1e-6)
 
 
 def test_the_floor_repeats_exactly(family: Done) -> None:
@@ -391,4 +391,4 @@ def test_perplexity_is_that_of_transformers_on_the_same_windows(
                 rows = torch.log_softmax(plain(torch.tensor([window])).logits[0].double(), dim=-1)
             costs += [-float(rows[i, window[i + 1]]) for i in range(request.first, request.last + 1)]
         assert len(costs) == 2 * n_rows
-        assert _value(score, "PPL", 128) == pytest.approx(math.exp(np.mean(costs)), rel=1e-5)
+        assert _value(score, "ppl", 128) == pytest.approx(math.exp(np.mean(costs)), rel=1e-5)

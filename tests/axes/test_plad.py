@@ -115,34 +115,34 @@ def _axis(score: AxisScore) -> Measurement:
 
 
 def _metric(score: AxisScore, name: str) -> Any:
-    return score.metric(name)
+    return score.found.metric(name)
 
 
 def _rows(score: AxisScore) -> dict[Any, dict[str, Any]]:
-    [table] = [plot for plot in score.plots if isinstance(plot, TablePlot)]
+    [table] = [plot for plot in score.found.plots if isinstance(plot, TablePlot)]
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 
 @pytest.mark.parametrize(("ref", "test", "cell"), [(2, 3, 60.6531), (1, 3, 36.7879), (5, 2, 100.0), (0, 10, 0.6738)])
 def test_a_cell_scores_as_metrics_says(tmp_path: Path, ref: int, test: int, cell: float) -> None:
     score = _score(_pair(tmp_path, {(0, "typo"): ref}, {(0, "typo"): test}))
-    assert score.value("score") == pytest.approx(cell, abs=5e-5)
-    assert _metric(score, "excess drift").value == pytest.approx((test - ref) / 10)
-    assert score.interval("score") is None  # a single prompt
+    assert score.found.value("score") == pytest.approx(cell, abs=5e-5)
+    assert _metric(score, "excess_drift").value == pytest.approx((test - ref) / 10)
+    assert score.found.ci("score") is None  # a single prompt
 
 
 def test_the_score_is_the_mean_over_cells_not_over_prompts(tmp_path: Path) -> None:
     ref = {(0, "typo"): 1, (0, "case"): 1, (0, "punct"): 1, (1, "typo"): 1}
     test = {**ref, (1, "typo"): 3}
-    assert _score(_pair(tmp_path, ref, test)).value("score") == pytest.approx((300 + 100 * math.exp(-1)) / 4)
+    assert _score(_pair(tmp_path, ref, test)).found.value("score") == pytest.approx((300 + 100 * math.exp(-1)) / 4)
 
 
 def test_noise_costs_score_but_no_signed_excess(tmp_path: Path) -> None:
     ref = {(p, "typo"): 5 for p in range(30)}
     test = {(p, "typo"): 5 + (1 if p % 2 else -1) for p in range(30)}
     score = _score(_pair(tmp_path, ref, test))
-    excess, sign = _metric(score, "excess drift"), _metric(score, "sign test")
-    assert score.value("score") == pytest.approx(50 + 50 * math.exp(-0.5))
+    excess, sign = _metric(score, "excess_drift"), _metric(score, "sign_test")
+    assert score.found.value("score") == pytest.approx(50 + 50 * math.exp(-0.5))
     assert excess.value == pytest.approx(0.0, abs=1e-12)
     assert excess.ci[0] < 0 < excess.ci[1]
     assert sign.value == 1.0
@@ -151,16 +151,16 @@ def test_noise_costs_score_but_no_signed_excess(tmp_path: Path) -> None:
 def test_a_candidate_that_moves_less_has_a_negative_excess(tmp_path: Path) -> None:
     cells = {(p, "typo"): p % 3 for p in range(25)}
     score = _score(_pair(tmp_path, {key: value + 3 for key, value in cells.items()}, cells))
-    assert _metric(score, "excess drift").value == pytest.approx(-0.3)
-    assert _metric(score, "drift of the reference").value == pytest.approx(0.396)
-    assert _metric(score, "drift of the candidate").value == pytest.approx(0.096)
-    assert score.value("score") == 100.0
+    assert _metric(score, "excess_drift").value == pytest.approx(-0.3)
+    assert _metric(score, "drift_of_the_reference").value == pytest.approx(0.396)
+    assert _metric(score, "drift_of_the_candidate").value == pytest.approx(0.096)
+    assert score.found.value("score") == 100.0
 
 
 def test_the_sign_test_counts_prompts_not_cells(tmp_path: Path) -> None:
     ref = {(p, name): 2 for p in range(6) for name in ("typo", "case", "punct", "paraphrase")}
     score = _score(_pair(tmp_path, ref, dict.fromkeys(ref, 4)))
-    assert _metric(score, "sign test").value == pytest.approx(stats.binomtest(6, 6).pvalue)
+    assert _metric(score, "sign_test").value == pytest.approx(stats.binomtest(6, 6).pvalue)
 
 
 def test_intervals_resample_prompts_with_all_their_cells(tmp_path: Path) -> None:
@@ -170,14 +170,14 @@ def test_intervals_resample_prompts_with_all_their_cells(tmp_path: Path) -> None
     many = {(p, name): per_prompt[p] for p in range(24) for name in names}
     once = {(p, "typo"): per_prompt[p] for p in range(24)}
     scores = [_score(_pair(tmp_path / str(len(c)), dict.fromkeys(c, 2), c)) for c in (many, once)]
-    ours, theirs = (_metric(score, "excess drift") for score in scores)
+    ours, theirs = (_metric(score, "excess_drift") for score in scores)
     assert ours.value == pytest.approx(theirs.value)
     # Four copies of each prompt's cell tell nothing new: the error is that of 24 prompts, not of 96 cells.
     error = np.std(np.array(per_prompt) / 10, ddof=1) / math.sqrt(24)
     for metric in (ours, theirs):
         assert metric.ci is not None
         assert metric.ci[1] - metric.ci[0] > 2 * 1.9 * error
-    assert scores[0].interval("score") == pytest.approx(scores[1].interval("score"), abs=1.0)
+    assert scores[0].found.ci("score") == pytest.approx(scores[1].found.ci("score"), abs=1.0)
 
 
 def test_a_failed_answer_costs_its_cell_and_a_failed_unperturbed_one_all_of_its_prompt(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_no_usable_answer_gives_no_figure(tmp_path: Path) -> None:
     cells = {(0, "typo"): 1}
     score = _score(_pair(tmp_path, cells, cells, failed={0: "empty output", 1: "empty output"}))
     assert not score.usable.any()
-    assert (score.value("score"), _metric(score, "excess drift").value) == (None, None)
+    assert (score.found.value("score"), _metric(score, "excess_drift").value) == (None, None)
     assert _rows(score)["typo"]["score"] is None
 
 
@@ -208,7 +208,7 @@ def test_two_empty_answers_that_did_not_fail_have_no_drift(tmp_path: Path) -> No
     request = _probe([(0, ""), (0, "typo")], 1)
     both = _capture(tmp_path, "f32", request, [[], []])
     score = _score(Pair.match(both, _capture(tmp_path, "int4", request, [[], [5]])))
-    assert score.value("score") == pytest.approx(100 * math.exp(-5))
+    assert score.found.value("score") == pytest.approx(100 * math.exp(-5))
 
 
 def test_equal_drifts_of_other_answers_are_not_identical(tmp_path: Path) -> None:
@@ -217,16 +217,16 @@ def test_equal_drifts_of_other_answers_are_not_identical(tmp_path: Path) -> None
     same = _score(Pair.match(ref, _capture(tmp_path, "bf16", request, [[1, 2], [1, 3]])))
     other = _score(Pair.match(ref, _capture(tmp_path, "int4", request, [[7, 8], [7, 9]])))
     assert (same.identical, other.identical) == (True, False)
-    assert same.value("score") == other.value("score") == 100.0
+    assert same.found.value("score") == other.found.value("score") == 100.0
 
 
 def test_full_agreement_has_the_exact_binomial_bound(tmp_path: Path) -> None:
     cells = {(p, "typo"): 3 for p in range(5)}
     score = _score(_pair(tmp_path, cells, cells))
     lowest = math.exp(-5)
-    assert score.interval("score") == pytest.approx((100 * (lowest + (1 - lowest) * 0.025 ** (1 / 5)), 100.0))
+    assert score.found.ci("score") == pytest.approx((100 * (lowest + (1 - lowest) * 0.025 ** (1 / 5)), 100.0))
     most = 1 - 0.025 ** (1 / 5)
-    assert _metric(score, "excess drift").ci == pytest.approx((-most, most))
+    assert _metric(score, "excess_drift").ci == pytest.approx((-most, most))
 
 
 def _answered(store: Path, prompts: Sequence[int], ref: Sequence[int], test: Sequence[int]) -> AxisScore:
@@ -241,29 +241,29 @@ def _answered(store: Path, prompts: Sequence[int], ref: Sequence[int], test: Seq
 
 def test_an_arm_that_answers_every_prompt_alike_has_no_score_and_fails(tmp_path: Path) -> None:
     score = _answered(tmp_path, range(10), range(1, 11), [99] * 9 + [5])
-    assert score.fails == (
+    assert score.found.fails == (
         "answers do not depend on the prompt: PLAD finds the same one for 9 of 10 prompts (reference: 1)",
     )
-    assert (score.value("score"), score.interval("score")) == (None, None)
+    assert (score.found.value("score"), score.found.ci("score")) == (None, None)
     assert not score.usable.any()
     assert _rows(score)["typo"]["score"] is None
-    assert _metric(score, "excess drift").value is None
-    assert _metric(score, "prompts with the most frequent answer").value == 0.9
+    assert _metric(score, "excess_drift").value is None
+    assert _metric(score, "prompts_with_the_most_frequent_answer").value == 0.9
 
 
 def test_prompts_that_are_alike_may_be_answered_alike(tmp_path: Path) -> None:
     score = _answered(tmp_path, [1] * 9 + [2], [1] * 9 + [2], [8] * 9 + [9])
-    assert (score.fails, score.value("score")) == ((), 100.0)
+    assert (score.found.fails, score.found.value("score")) == ((), 100.0)
 
 
 def test_a_candidate_may_give_the_one_answer_that_the_reference_gives(tmp_path: Path) -> None:
-    assert _answered(tmp_path, range(6), [4] * 6, [5] * 6).fails == ()
+    assert _answered(tmp_path, range(6), [4] * 6, [5] * 6).found.fails == ()
 
 
 def test_answers_that_share_nothing_with_the_references_are_counted(tmp_path: Path) -> None:
     score = _answered(tmp_path, range(4), [1, 2, 3, 4], [1, 7, 8, 4])
-    assert (score.value("score"), score.fails) == (100.0, ())
-    assert _metric(score, "prompts answered unlike the reference").value == 0.5
+    assert (score.found.value("score"), score.found.fails) == (100.0, ())
+    assert _metric(score, "prompts_answered_unlike_the_reference").value == 0.5
 
 
 def test_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None:
     control = _score(_pair(tmp_path, ref, {key: 2 + key[0] % 2 for key in ref}, name="bf16"))
     found = candidate.excess_over(control, 0)
     assert found is not None
-    mine, its = (score.value("score") or 0.0 for score in (candidate, control))
+    mine, its = (score.found.value("score") or 0.0 for score in (candidate, control))
     assert found.estimate == pytest.approx(mine - its)
     assert found.excludes_zero
 
@@ -309,7 +309,7 @@ def test_the_answers_with_the_largest_excess_are_shown_first_and_eight_at_most(t
 
 def test_answers_that_moved_no_more_than_the_references_are_not_shown(tmp_path: Path) -> None:
     score = _score(_pair(tmp_path, {(0, "typo"): 3, (1, "typo"): 2}, {(0, "typo"): 1, (1, "typo"): 2}))
-    assert [type(plot) for plot in score.plots] == [TablePlot]
+    assert [type(plot) for plot in score.found.plots] == [TablePlot]
 
 
 def test_without_a_vocabulary_there_are_figures_and_no_texts(tmp_path: Path) -> None:
@@ -317,8 +317,8 @@ def test_without_a_vocabulary_there_are_figures_and_no_texts(tmp_path: Path) -> 
     [file] = tmp_path.rglob("vocabularies/*")
     file.unlink()
     score = _score(pair)
-    assert (score.value("score") or 100) < 100
-    assert [type(plot) for plot in score.plots] == [TablePlot]
+    assert (score.found.value("score") or 100) < 100
+    assert [type(plot) for plot in score.found.plots] == [TablePlot]
 
 
 # --------------------------------------------------------------------------------------- the questions
@@ -430,7 +430,7 @@ def test_the_floor_scores_prompts_of_the_same_text_too(tmp_path: Path, inputs: A
     ref = _capture(tmp_path, "f32", whole, [list(ids[:4]) for ids in whole.prompts])
     again = _capture(tmp_path, "bf16", part, [list(ids[:4]) for ids in part.prompts])
     score = axis.score(Pair.match(ref, again, subset=True), 0)
-    assert (score.measurement().n_items, score.identical, score.value("score")) == (1, True, 100.0)
+    assert (score.measurement().n_items, score.identical, score.found.value("score")) == (1, True, 100.0)
 
 
 # ----------------------------------------------------------------------------------------------- runs
@@ -457,14 +457,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
 def test_a_candidate_whose_unperturbed_answers_alone_differ_is_caught(run: Done) -> None:
     plad = run.axis(BASES, "plad")  # four of eight tokens: drift 0.5 against 0
     assert plad.value("score") == pytest.approx(100 * math.exp(-2.5))
-    assert plad.value("excess drift") == 0.5
-    assert (plad.value("drift of the reference"), plad.value("skipped"), plad.n_items) == (0.0, 0, 12)
+    assert plad.value("excess_drift") == 0.5
+    assert (plad.value("drift_of_the_reference"), plad.value("skipped"), plad.n_items) == (0.0, 0, 12)
 
 
 def test_the_controls_score_stands_beside(run: Done) -> None:
     plad, control = (run.axis(arm, "plad").value("score") or 0.0 for arm in (BASES, "control"))
     assert control == pytest.approx(100 * math.exp(-1.25))
-    assert run.axis(BASES, "plad").value("over control") == pytest.approx(plad - control)
+    assert run.axis(BASES, "plad").value("over_control") == pytest.approx(plad - control)
 
 
 def test_a_candidate_that_differs_everywhere_alike_drifts_no_more(run: Done) -> None:
@@ -522,7 +522,7 @@ def test_on_a_real_model_a_coarse_cache_drifts(smollm2: Model, tmp_path: Path) -
     assert done.code == 0, done.err
     plad = done.axis("int3", "plad")
     assert (plad.status, plad.n_items, plad.n_failed) == ("ok", 4, 0)
-    assert 0 < (plad.value("drift of the reference") or 0) < 1
+    assert 0 < (plad.value("drift_of_the_reference") or 0) < 1
     assert 0 < (plad.value("score") or 0) <= 100
     [table] = [plot for plot in plad.plots if isinstance(plot, TablePlot)]
     assert [row[:2] for row in table.rows] == [("typo", 2), ("punct", 2)]

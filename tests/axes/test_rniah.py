@@ -80,7 +80,7 @@ def _score(tmp_path: Path, axis: RNIAH, ref: list[Any], test: list[Any]) -> Axis
 
 
 def _values(score: AxisScore) -> dict[str, float | None]:
-    return {metric.name: metric.value for metric in score.metrics}
+    return {metric.name: metric.value for metric in score.found.metrics}
 
 
 # ---------------------------------------------------------------------------------------------- requests
@@ -200,8 +200,8 @@ def test_a_given_style_needs_no_follow_up() -> None:
 
 def test_equal_answers_are_identical_and_score_100(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [True] * 9, [True] * 9)
-    assert (score.identical, score.value("score"), score.downgrades) == (True, 100.0, ())
-    assert score.interval("score") == pytest.approx((100 * 0.025 ** (1 / 9), 100.0))
+    assert (score.identical, score.found.value("score"), score.found.downgrades) == (True, 100.0, ())
+    assert score.found.ci("score") == pytest.approx((100 * 0.025 ** (1 / 9), 100.0))
 
 
 def test_only_informative_cells_count_and_the_others_are_named(tmp_path: Path) -> None:
@@ -209,11 +209,12 @@ def test_only_informative_cells_count_and_the_others_are_named(tmp_path: Path) -
     test = [True] * 3 + [True] * 3 + [False] * 3
     score = _score(tmp_path, _axis(), ref, test)
     values = _values(score)
-    assert score.value("score") == pytest.approx(50.0)
+    assert score.found.value("score") == pytest.approx(50.0)
     assert (values["informative cells"], values["cells"], values["accuracy difference"]) == (2, 3, 0.0)
-    assert score.facts["uninformative"] == [{"length": 600, "position": 0.5}]
-    assert score.value("score (REFRACT)") == pytest.approx(100 * 2 / 3)
-    assert _score(tmp_path / "compat", _axis(compat="refract"), ref, test).value("score") == pytest.approx(200 / 3)
+    assert score.found.facts["uninformative"] == [{"length": 600, "position": 0.5}]
+    assert score.found.value("score_refract") == pytest.approx(100 * 2 / 3)
+    compat = _score(tmp_path / "compat", _axis(compat="refract"), ref, test)
+    assert compat.found.value("score") == pytest.approx(200 / 3)
 
 
 def test_a_code_in_the_reasoning_or_denied_is_lost_on_either_side_but_in_compat(tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def test_a_code_in_the_reasoning_or_denied_is_lost_on_either_side_but_in_compat(
     assert (_values(score)["lost"], _values(score)["found by the reference"]) == (2, 3)
     assert _values(_score(tmp_path / "b", _axis(positions=[0.5]), answers, [True] * 3))["found by the reference"] == 1
     plain = _score(tmp_path / "c", _axis(positions=[0.5], compat="refract"), [True] * 3, answers)
-    assert (_values(plain)["lost"], plain.value("score")) == (0, 100.0)
+    assert (_values(plain)["lost"], plain.found.value("score")) == (0, 100.0)
 
 
 def test_the_style_is_chosen_by_what_is_answered_not_by_the_reasoning(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_the_style_is_chosen_by_what_is_answered_not_by_the_reasoning(tmp_path: 
 def test_what_chance_alone_makes_of_the_score_stands_beside_it(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [True, True, False] * 3, [False, True, True] * 3)
     values = _values(score)
-    assert score.value("score") == 100.0  # as often lost as gained in each cell
+    assert score.found.value("score") == 100.0  # as often lost as gained in each cell
     assert values["score expected by chance"] == pytest.approx(100 - 100 / 6, abs=1)
     assert values["accuracy difference"] == 0.0
     assert _values(_score(tmp_path / "b", _axis(), [False] * 9, [True] * 9))["score expected by chance"] is None
@@ -243,12 +244,12 @@ def test_what_chance_alone_makes_of_the_score_stands_beside_it(tmp_path: Path) -
 def test_a_reference_that_finds_nothing_cannot_be_measured(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [False] * 9, [True] * 9)
     assert "accuracy 0 in all 3 cells" in score.not_measurable
-    assert (score.value("score"), score.interval("score"), score.score(0).value) == (None, None, None)
+    assert (score.found.value("score"), score.found.ci("score"), score.score(0).value) == (None, None, None)
 
 
 def test_a_failed_trial_is_counted_and_left_out(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [True] * 9, [None, *[True] * 8])
-    assert (score.measurement().n_items, score.measurement().n_failed, score.value("score")) == (9, 1, 100.0)
+    assert (score.measurement().n_items, score.measurement().n_failed, score.found.value("score")) == (9, 1, 100.0)
     assert not score.identical
     assert not _score(tmp_path / "all", _axis(), [True] * 9, [None] * 9).usable.any()
 
@@ -265,8 +266,8 @@ def test_in_hard_mode_a_wrong_code_in_the_answer_is_a_miss_and_one_behind_it_is_
 
 def test_harm_needs_an_interval_wholly_below_minus_5_points(tmp_path: Path) -> None:
     hard = _score(tmp_path, _axis(), [True] * 9, [False] * 9)
-    assert hard.downgrades[0].startswith("R-NIAH: 100 points fewer needles found than by the reference")
-    assert _score(tmp_path / "one", _axis(), [True] * 9, [False, *[True] * 8]).downgrades == ()
+    assert hard.found.downgrades[0].startswith("R-NIAH: 100 points fewer needles found than by the reference")
+    assert _score(tmp_path / "one", _axis(), [True] * 9, [False, *[True] * 8]).found.downgrades == ()
 
 
 def test_excess_over_the_control_is_a_paired_difference_of_accuracies(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_excess_over_the_control_is_a_paired_difference_of_accuracies(tmp_path: 
 def test_a_reader_sees_where_needles_are_lost_and_what_was_said_instead(tmp_path: Path) -> None:
     axis = _axis(lengths=[600, 700])
     ref, test = [True] * 15 + [False] * 3, [True] * 9 + [False] * 3 + [True] * 6
-    heat, table, texts = _score(tmp_path, axis, ref, test).plots
+    heat, table, texts = _score(tmp_path, axis, ref, test).found.plots
     assert isinstance(heat, Heatmap)
     assert isinstance(table, TablePlot)
     assert isinstance(texts, Texts)
@@ -299,7 +300,7 @@ def test_a_reader_sees_where_needles_are_lost_and_what_was_said_instead(tmp_path
 
 
 def test_no_more_than_twelve_misses_are_shown(tmp_path: Path) -> None:
-    texts = _score(tmp_path, _axis(lengths=[600, 700]), [True] * 18, [False] * 18).plots[-1]
+    texts = _score(tmp_path, _axis(lengths=[600, 700]), [True] * 18, [False] * 18).found.plots[-1]
     assert isinstance(texts, Texts)
     assert (len(texts.pairs), texts.title) == (12, "Needles lost (first 12 of 18)")
 

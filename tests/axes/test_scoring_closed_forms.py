@@ -68,8 +68,8 @@ def test_mean_kl_is_the_mean_over_all_rows(tmp_path: Path) -> None:
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
     log_p, log_q = _log_softmax(np.concatenate(ref)), _log_softmax(np.concatenate(test))
     expected = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
-    assert score.value("mean") == pytest.approx(expected, abs=1e-6)
-    assert score.value("score") == pytest.approx(100 * math.exp(-expected), abs=1e-4)
+    assert score.found.value("mean") == pytest.approx(expected, abs=1e-6)
+    assert score.found.value("score") == pytest.approx(100 * math.exp(-expected), abs=1e-4)
 
 
 def test_hidden_states_times_head_are_the_distribution(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_hidden_states_times_head_are_the_distribution(tmp_path: Path) -> None:
     q = _capture(tmp_path, "int4", request, [{"hidden": x.astype(np.float32)} for x in states[2:]], head)
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
     log_p, log_q = (_log_softmax(np.concatenate(x) @ head.T) for x in (states[:2], states[2:]))
-    assert score.value("mean") == pytest.approx((np.exp(log_p) * (log_p - log_q)).sum(-1).mean(), abs=1e-5)
+    assert score.found.value("mean") == pytest.approx((np.exp(log_p) * (log_p - log_q)).sum(-1).mean(), abs=1e-5)
 
 
 def test_rows_are_scored_against_the_token_that_follows_them(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_rows_are_scored_against_the_token_that_follows_them(tmp_path: Path) -> 
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
     targets = np.array(request.windows[0][2:5])
     dp = np.exp(_log_softmax(test))[np.arange(3), targets] - np.exp(_log_softmax(ref))[np.arange(3), targets]
-    assert score.value("RMS Δp") == pytest.approx(np.sqrt((dp**2).mean()), abs=1e-6)
+    assert score.found.value("rms_dp") == pytest.approx(np.sqrt((dp**2).mean()), abs=1e-6)
 
 
 def test_a_nan_row_is_counted_and_left_out(tmp_path: Path) -> None:
@@ -101,14 +101,14 @@ def test_a_nan_row_is_counted_and_left_out(tmp_path: Path) -> None:
     p = _capture(tmp_path, "f32", request, [{"logprobs": x} for x in ref])
     q = _capture(tmp_path, "int4", request, [{"logprobs": x} for x in broken])
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
-    assert (score.measurement().n_items, score.measurement().n_failed, score.value("mean")) == (6, 1, 0.0)
+    assert (score.measurement().n_items, score.measurement().n_failed, score.found.value("mean")) == (6, 1, 0.0)
 
 
 def test_one_unit_gives_no_interval(tmp_path: Path) -> None:
     request = _prefill(1)
     p = _capture(tmp_path, "f32", request, [{"logprobs": _rows(0, 3).astype(np.float32)}])
     q = _capture(tmp_path, "int4", request, [{"logprobs": _rows(1, 3).astype(np.float32)}])
-    assert KLD(KLD.Settings()).score(Pair.match(p, q), 0).interval("mean") is None
+    assert KLD(KLD.Settings()).score(Pair.match(p, q), 0).found.ci("mean") is None
 
 
 def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
     candidate, control = (axis.score(Pair.match(p, moved(n, by)), 0) for n, by in (("int4", 0.3), ("bf16", 0.1)))
     difference = candidate.excess_over(control, 0)
     assert difference is not None
-    mine, its = (score.value("mean") or 0.0 for score in (candidate, control))
+    mine, its = (score.found.value("mean") or 0.0 for score in (candidate, control))
     assert difference.estimate == pytest.approx(mine - its, abs=1e-12)
     assert difference.excludes_zero
     assert difference.estimate > 0
@@ -178,13 +178,13 @@ def _at_contexts(tmp_path: Path, kls: dict[int, list[float]], clusters: Sequence
 def test_an_arms_figures_are_those_of_the_context_with_the_largest_upper_end(tmp_path: Path) -> None:
     spread = [0.0, 0.06, 0.0, 0.06, 0.0, 0.06, 0.0, 0.06]  # mean 0.03, less than the other's, but a wide interval
     score = _at_contexts(tmp_path, {8: [0.032] * 8, 16: spread})
-    short, long = (score.metric("mean", {"context": n_ctx}) for n_ctx in (8, 16))
+    short, long = (score.found.metric("mean", {"context": n_ctx}) for n_ctx in (8, 16))
     assert short is not None
     assert long is not None
     assert short.value == pytest.approx(0.032, abs=1e-6)
     assert long.value == pytest.approx(0.03, abs=1e-6)
     assert (long.interval or (0, 0))[1] > (short.interval or (0, 0))[1]
-    assert (score.facts["n_ctx"], score.value("mean", {}), score.interval("mean", {})) == (
+    assert (score.found.facts["n_ctx"], score.found.value("mean", {}), score.found.ci("mean", {})) == (
         16,
         long.value,
         long.interval,
@@ -195,12 +195,12 @@ def test_an_arms_figures_are_those_of_the_context_with_the_largest_upper_end(tmp
 
 def test_without_an_interval_the_mean_tells_the_worst_context(tmp_path: Path) -> None:
     score = _at_contexts(tmp_path, {8: [0.02], 16: [0.03], 32: [0.01]})
-    assert (score.facts["n_ctx"], score.interval("mean")) == (16, None)
+    assert (score.found.facts["n_ctx"], score.found.ci("mean")) == (16, None)
 
 
 def test_a_context_in_which_positions_failed_is_worse_than_a_dear_one(tmp_path: Path) -> None:
     score = _at_contexts(tmp_path, {8: [0.04] * 8, 16: [0.001] * 7 + [-1.0]})
-    assert (score.facts["n_ctx"], score.measurement().n_failed) == (16, 7)
+    assert (score.found.facts["n_ctx"], score.measurement().n_failed) == (16, 7)
 
 
 def test_every_context_counts_its_positions_documents_and_windows(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_blocks_of_windows_are_not_counted_as_documents(tmp_path: Path) -> None:
     score = KLD(KLD.Settings()).score(
         Pair.match(_capture(tmp_path, "f32", request, rows), _capture(tmp_path, "int4", request, rows)), 0
     )
-    assert (score.facts["n_documents"], score.facts["n_clusters"]) == (None, 3)
+    assert (score.found.facts["n_documents"], score.found.facts["n_clusters"]) == (None, 3)
 
 
 def test_only_equal_answers_at_every_context_are_identical(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_only_equal_answers_at_every_context_are_identical(tmp_path: Path) -> No
 def test_the_excess_pairs_both_arms_at_the_context_where_this_one_is_worst(tmp_path: Path) -> None:
     candidate = _at_contexts(tmp_path / "a", {8: [0.01] * 8, 16: [0.05] * 8})
     control = _at_contexts(tmp_path / "b", {8: [0.02] * 8, 16: [0.015] * 8})  # its own worst is the other context
-    assert control.facts["n_ctx"] == 8
+    assert control.found.facts["n_ctx"] == 8
     excess = candidate.excess_over(control, 0)
     assert excess is not None
     assert excess.estimate == pytest.approx(0.05 - 0.015, abs=1e-6)
@@ -332,24 +332,24 @@ def _score(tmp_path: Path, ref: list[list[int]], test: list[list[int]], margin: 
 
 def test_a_candidate_that_stops_early_does_not_score_full_marks(tmp_path: Path) -> None:
     score = _score(tmp_path, [[*range(1, 8), 1, 2, 3]], [[1, 2, 3, 4, 5, 7, 7, 7]])
-    assert (score.value("score"), score.value("score (REFRACT)")) == (50.0, 62.5)
+    assert (score.found.value("score"), score.found.value("score_refract")) == (50.0, 62.5)
 
 
 def test_in_compat_mode_the_score_is_the_sources(tmp_path: Path) -> None:
     score = _score(tmp_path, [[*range(1, 8), 1, 2, 3]], [[1, 2, 3, 4, 5, 7, 7, 7]], compat="refract")
-    assert score.value("score") == 62.5
+    assert score.found.value("score") == 62.5
 
 
 def test_the_score_weighs_prompts_by_their_longest_answer(tmp_path: Path) -> None:
     score = _score(tmp_path, [[1, 2, 3], [1, 2, 3, 4]], [[1, 2, 3], [1, 2, 5, 4]])
-    assert score.value("score") == pytest.approx(100 * 5 / 7)
-    assert (score.value("exact match"), score.value("median first divergence")) == (0.5, 2.0)
-    assert score.value("positional agreement") == pytest.approx(6 / 7)
+    assert score.found.value("score") == pytest.approx(100 * 5 / 7)
+    assert (score.found.value("exact_match"), score.found.value("median_first_divergence")) == (0.5, 2.0)
+    assert score.found.value("positional_agreement") == pytest.approx(6 / 7)
 
 
 @pytest.mark.parametrize(("margin", "share"), [(0.05, 1.0), (0.2, 0.0)])
 def test_a_fork_is_a_near_tie_by_the_references_own_margin(tmp_path: Path, margin: float, share: float) -> None:
-    assert _score(tmp_path, [[1, 2, 3]], [[1, 3, 3]], margin).value("near ties") == share
+    assert _score(tmp_path, [[1, 2, 3]], [[1, 3, 3]], margin).found.value("near_ties") == share
 
 
 def test_two_empty_answers_are_a_failed_item(tmp_path: Path) -> None:
@@ -359,5 +359,5 @@ def test_two_empty_answers_are_a_failed_item(tmp_path: Path) -> None:
 
 def test_full_agreement_has_the_exact_binomial_bound(tmp_path: Path) -> None:
     sequences = [[1, 2, 3] for _ in range(5)]
-    low, high = _score(tmp_path, sequences, sequences).interval("score")
+    low, high = _score(tmp_path, sequences, sequences).found.ci("score")
     assert (low, high) == (pytest.approx(100 * 0.025 ** (1 / 5)), 100.0)

@@ -115,7 +115,7 @@ def test_each_class_of_turn_is_counted(tmp_path: Path) -> None:
     ref = [GOOD] * 6 + ["no call", "no call", GOOD, GOOD]
     test = [GOOD, OTHER, broken, unknown, misfit, "no call", GOOD, "no call", GOOD, ""]
     score = _score(tmp_path, ref, test)
-    values = {metric.name: metric.value for metric in score.metrics}
+    values = {metric.name: metric.value for metric in score.found.metrics}
     assert score.measurement().n_failed == 1
     assert values["valid"] == pytest.approx(4 / 9)
     assert values["valid in the reference"] == pytest.approx(7 / 9)
@@ -125,7 +125,7 @@ def test_each_class_of_turn_is_counted(tmp_path: Path) -> None:
     assert values["same tools"] == pytest.approx(4 / 7)
     assert values["same calls"] == pytest.approx(2 / 7)
     assert values["McNemar p"] == pytest.approx(mcnemar_exact(4, 1))
-    assert [pair.note for pair in score.plots[0].pairs] == [
+    assert [pair.note for pair in score.found.plots[0].pairs] == [
         "no call can be read",
         *["the candidate's calls do not fit the schemas"] * 2,
         "no call can be read",

@@ -76,33 +76,33 @@ def _true(ref: Sequence[Rows], test: Sequence[Rows]) -> float:
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_kld_is_a_lower_bound(k: int, tmp_path: Path) -> None:
     score = _kld(tmp_path, k)
-    mean = score.metric("mean")
+    mean = score.found.metric("mean")
     assert mean is not None
-    assert (mean.bound, mean.better, score.facts["estimator"]) == (True, None, Estimator.TOPK)
+    assert (mean.bound, mean.better, score.found.facts["estimator"]) == (True, None, Estimator.TOPK)
     assert 0 < (mean.value or 0) < _true(REF, TEST)
 
 
 def test_kld_over_all_tokens_is_the_kl(tmp_path: Path) -> None:
     score = _kld(tmp_path, V)
-    assert score.value("mean") == pytest.approx(_true(REF, TEST), abs=1e-5)
+    assert score.found.value("mean") == pytest.approx(_true(REF, TEST), abs=1e-5)
     p, q = np.concatenate(REF), np.concatenate(TEST)
-    assert score.value("top-1") == (p.argmax(-1) == q.argmax(-1)).mean()
+    assert score.found.value("top1") == (p.argmax(-1) == q.argmax(-1)).mean()
     actual = np.concatenate(ACTUAL)[:, None]
     change = np.exp(np.take_along_axis(q, actual, 1)) - np.exp(np.take_along_axis(p, actual, 1))
-    assert score.value("RMS Δp") == pytest.approx(np.sqrt((change**2).mean()), rel=1e-5)
+    assert score.found.value("rms_dp") == pytest.approx(np.sqrt((change**2).mean()), rel=1e-5)
 
 
 def test_flips_of_reported_tokens_are_those_of_the_whole_rows(tmp_path: Path) -> None:
     score = _kld(tmp_path, V)
     p, q = np.concatenate(REF), np.concatenate(TEST)
     margin = p.max(-1) - p[np.arange(len(p)), q.argmax(-1)]
-    assert score.value("real flips") == (margin >= 0.1).mean() > 0
-    assert score.value("tokens to flip") == pytest.approx(1 / (p.argmax(-1) != q.argmax(-1)).mean())
+    assert score.found.value("real_flips") == (margin >= 0.1).mean() > 0
+    assert score.found.value("tokens_to_flip") == pytest.approx(1 / (p.argmax(-1) != q.argmax(-1)).mean())
 
 
 def test_a_bound_has_no_score_and_no_excess(tmp_path: Path) -> None:
     score = _kld(tmp_path, 3)
-    assert (score.bound, score.value("score")) == (True, None)
+    assert (score.bound, score.found.value("score")) == (True, None)
     assert score.excess_over(score, 0) is None
     assert verdict(None, 0, len(score.num)).label == "no verdict"
 
@@ -153,10 +153,10 @@ def test_forced_decode_says_at_least(tmp_path: Path) -> None:
         _capture(tmp_path, name, request, [_top(r, 3) for r in rows]) for name, rows in (("auto", REF), ("fp8", TEST))
     )
     score = ForcedDecode(ForcedDecode.Settings()).score(Pair.match(ref, cand), 0)
-    first = score.metrics[0]
+    first = score.found.metrics[0]
     assert (first.name, first.bound) == ("mean KL", True)
     assert 0 < (first.value or 0) < _true(REF, TEST)
-    assert score.value("score") is None
+    assert score.found.value("score") is None
 
 
 @pytest.mark.parametrize(("token", "known"), [("second", True), ("last", False)])
@@ -168,6 +168,8 @@ def test_a_margin_is_known_where_the_candidates_token_is_reported(token: str, kn
     ref = _capture(tmp_path, "auto", request, [{"ids": ids, **_top(REF[0][:4], 3)}])
     other = np.array([ids[0], forked, *ids[2:]], dtype=np.int32)
     cand = _capture(tmp_path, "fp8", request, [{"ids": other}])
-    [texts] = [p for p in Trajectory(Trajectory.Settings()).score(Pair.match(ref, cand), 0).plots if p.kind == "texts"]
+    [texts] = [
+        p for p in Trajectory(Trajectory.Settings()).score(Pair.match(ref, cand), 0).found.plots if p.kind == "texts"
+    ]
     margin = f"margin {REF[0][1].max() - REF[0][1][forked]:.3g} nats" if known else "one side ends"
     assert [pair.label for pair in texts.pairs] == [f"prompt 0, token 1: {margin}"]

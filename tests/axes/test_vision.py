@@ -79,12 +79,12 @@ def captured(done: Done, arm: str, part: str) -> Capture:
 
 def test_a_coarse_cache_loses_behind_images_and_an_exact_one_nothing(done: Done) -> None:
     coarse, exact = done.axis("int4", "vision"), done.axis("f32", "vision")
-    assert (value(exact, "mean KL"), value(exact, "same answers")) == (0, 1)
-    assert value(coarse, "mean KL") > 1e-3
-    metric = coarse.metric("mean KL")
+    assert (value(exact, "mean_kl"), value(exact, "same_answers")) == (0, 1)
+    assert value(coarse, "mean_kl") > 1e-3
+    metric = coarse.metric("mean_kl")
     assert metric is not None
     assert metric.interval is not None
-    assert metric.interval[0] < value(coarse, "mean KL") < metric.interval[1]
+    assert metric.interval[0] < value(coarse, "mean_kl") < metric.interval[1]
     assert (coarse.cluster, coarse.n_clusters) == ("image", LIMIT)
     assert value(coarse, "questions") == LIMIT
     assert done.arm("f32")["status"] == "identical"
@@ -105,16 +105,16 @@ def test_dependence_on_the_image_is_the_kl_between_right_and_wrong_of_one_model(
         p, q = rows
         total, tokens = total + float((p.exp() * (p - q)).sum()), tokens + len(p)
     found = done.axis("int4", "vision")
-    assert value(found, "dependence: wrong image, reference") == pytest.approx(total / tokens, rel=1e-3)
+    assert value(found, "dependence_wrong_reference") == pytest.approx(total / tokens, rel=1e-3)
     assert total / tokens > 1e-3  # the tiny model looks at the image
 
 
 def test_an_exact_cache_keeps_all_of_the_dependence(done: Done) -> None:
     exact, coarse = done.axis("f32", "vision"), done.axis("int4", "vision")
-    for words in ("wrong image", "no image"):
-        assert value(exact, f"dependence kept: {words}") == 1
-        kept = value(coarse, f"dependence: {words}") / value(coarse, f"dependence: {words}, reference")
-        assert value(coarse, f"dependence kept: {words}") == pytest.approx(kept)
+    for other in ("wrong", "none"):
+        assert value(exact, f"dependence_kept_{other}") == 1
+        kept = value(coarse, f"dependence_{other}") / value(coarse, f"dependence_{other}_reference")
+        assert value(coarse, f"dependence_kept_{other}") == pytest.approx(kept)
 
 
 def test_all_three_texts_behind_images_are_the_same(done: Done) -> None:
@@ -149,7 +149,7 @@ def test_vision_checks_are_asked_and_judged(done: Done) -> None:
     asked = [outcome for name, outcome in outcomes.items() if name.startswith("vision-")]
     assert len(asked) == 3
     assert "not applicable" not in asked
-    assert value(found, "not applicable") == 0
+    assert value(found, "not_applicable") == 0
 
 
 def test_scores_can_be_computed_again_from_the_captures(done: Done) -> None:
@@ -178,8 +178,8 @@ def test_a_model_that_does_not_look_is_said_to_be_blind(tmp_path: Path) -> None:
     found = run(tmp_path, blind, "vision", "--kv", "int4", "--control", "none")
     assert found.code in (0, 1), found.err
     vision = found.axis("int4", "vision")
-    assert value(vision, "dependence: wrong image, reference") == 0
-    assert vision.value("dependence kept: wrong image") is None
+    assert value(vision, "dependence_wrong_reference") == 0
+    assert vision.value("dependence_kept_wrong") is None
     assert any(flag.kind == "blind" and "wrong image" in flag.text for flag in vision.flags)
 
 
@@ -210,10 +210,10 @@ def test_two_servers_are_compared_on_images(tmp_path: Path, llava: Path) -> None
     found = compare_servers(tmp_path, llava)
     assert found.code == 0, found.err
     vision = found.axis("rounded", "vision")
-    metric = vision.metric("mean KL")
+    metric = vision.metric("mean_kl")
     assert metric is not None
     assert (metric.bound, metric.value is not None and metric.value > 0) == (True, True)
-    assert vision.metric("dependence kept: wrong image") is None  # of bounds there is no share
+    assert vision.metric("dependence_kept_wrong") is None  # of bounds there is no share
     assert value(vision, "questions") == LIMIT
     assert (vision.n_failed, vision.metric("score")) == (0, None)
 
@@ -222,8 +222,8 @@ def test_servers_that_score_no_chats_are_compared_by_their_answers(tmp_path: Pat
     found = compare_servers(tmp_path, llava, scores=False)
     assert found.code == 0, found.err
     vision = found.axis("rounded", "vision")
-    assert (vision.metric("mean KL"), value(vision, "questions")) == (None, LIMIT)
-    assert 0 <= value(vision, "same answers") <= 1
+    assert (vision.metric("mean_kl"), value(vision, "questions")) == (None, LIMIT)
+    assert 0 <= value(vision, "same_answers") <= 1
     [flag] = vision.flags
     assert "gives no log-probabilities of prompts with images" in flag.text
 
@@ -260,7 +260,7 @@ def test_images_of_a_log_are_asked_about_with_those_of_the_others_as_wrong_ones(
     assert found.code in (0, 1), found.err
     vision = found.axis("int4", "vision")
     assert (value(vision, "questions"), vision.facts["images"]) == (3, "traffic")
-    assert vision.value("answers right") is None  # nobody knows
+    assert vision.value("answers_right") is None  # nobody knows
     right, wrong = (captured(found, "reference", part).request for part in ("right", "wrong"))
     images = [[request.images[i] for (i,) in request.shows] for request in (right, wrong)]  # type: ignore[union-attr]
     assert images[1] == [*images[0][1:], images[0][0]]

@@ -65,7 +65,7 @@ def test_a_subtraction_that_leaves_nothing_is_flagged_and_gives_no_figure() -> N
     bench = Decode(DecodeSettings(depths=(64,), n=2))
     times = {"64.b1.alone": [[3.0]] * 3, "64.b1": [[1.0, 1.5, 2.0]] * 3}
     record = bench.record(by_part(bench.questions(INPUTS), times), Facts())
-    assert record.metric("by subtraction") is None
+    assert record.metric("by_subtraction") is None
     assert [flag.kind for flag in record.cells[0].flags] == ["noise"]
 
 
@@ -74,7 +74,7 @@ def test_a_subtraction_of_scattered_prefills_is_flagged_with_its_figure() -> Non
     times = {"64.b1.alone": [[1.0], [1.0], [1.2]], "64.b1": [[1.0, 1.5, 2.0]] * 3}
     record = bench.record(by_part(bench.questions(INPUTS), times), Facts())
     [cell] = record.cells
-    assert record.value("by subtraction") is not None
+    assert record.value("by_subtraction") is not None
     assert [flag.kind for flag in cell.flags] == ["noise"]
     assert "0.2 s apart, and 1 s are what is left" in cell.flags[0].text
 
@@ -145,7 +145,7 @@ def test_memory_multiplies_measured_bytes_and_keeps_each_peak() -> None:
         for q in questions
     }
     record = bench.record(answers, Facts(weights_bytes=7))
-    points = [(record.value("KV", at), record.value("peak host", at)) for at in record.shapes() if at]
+    points = [(record.value("kv", at), record.value("peak_host", at)) for at in record.shapes() if at]
     assert points == [(960, 500), (9600, 900)]
     whole = {metric.name: metric for metric in record.metrics if not metric.cell}
     assert (whole["KV bytes per token"].value, whole["weights"].value, whole["peak host"].value) == (48, 7, 900)

@@ -36,7 +36,6 @@ from tests.report.sample import (
 )
 from tests.report.sample_axes import odd_axis
 from tests.report.sample_benches import hostile_benches, rich_report
-from tests.report.test_ablation import cell, matrix
 
 pytestmark = pytest.mark.browser
 
@@ -122,7 +121,6 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "hostile": report_page(hostile_report()),
     "hostile benches": report_page(hostile_benches()),
     "wide": report_page(wide_report()),
-    "ablation": report_page(matrix({"kv": ("x", HOSTILE)}, (cell(0.0, kv="x"), cell(0.5, kv=HOSTILE)))),
     "study": study_page,
     "notebook": notebook_page,
     "leaderboard": lambda _: render_leaderboard_html(rank([sample_report(), hostile_report(), wide_report()])),

@@ -13,9 +13,9 @@ import pytest
 from fidelab.bench.base import CellResult, joined
 from fidelab.bench.decode import ISOLATED, Decode
 from fidelab.bench.load_figures import OUTPUT_RATE, load_at, load_metrics, serving_measurement
-from fidelab.core import Status
+from fidelab.core import KVSpec, Status
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement
-from fidelab.results.record import ArmRecord, KVFormats, Report
+from fidelab.results.record import ArmRecord, Report
 from tests.runs.harness import Done, cli
 
 RATES: Mapping[str, float] = {"plain": 40.0, "quantized": 50.0, "speculative": 80.0, "both": 90.0}
@@ -37,7 +37,7 @@ def cell(
     **changes: Any,
 ) -> CellResult:
     at = load_at("closed", context, output, concurrency)
-    repeats = {OUTPUT_RATE.name: rates} if len(rates) > 1 else {}
+    repeats = {OUTPUT_RATE.key: rates} if len(rates) > 1 else {}
     found = Cell(**{"status": Status.OK, "at": at, "facts": {"server": server}, **changes})
     return CellResult(found, load_metrics(at, {OUTPUT_RATE: rates[0] if rates else None}, repeats=repeats))
 
@@ -47,7 +47,7 @@ def arm(*cells: CellResult, name: str = "served") -> ArmRecord:
 
 
 def armed(benches: dict[str, Measurement], name: str = "served") -> ArmRecord:
-    kv = KVFormats(k="server", v="server")
+    kv = KVSpec.parse("server")
     return ArmRecord(status=Status.OK, name=name, engine="openai", model="m", kv=kv, benches=benches)
 
 

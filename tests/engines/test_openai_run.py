@@ -45,7 +45,7 @@ def test_a_bound_is_shown_as_one_and_judges_nothing(compare: Compare) -> None:
     assert mean is not None
     assert (kld.facts["estimator"], mean.bound, mean.better) == ("topk", True, None)
     assert 0 < (mean.value or 0) <= true_kl(0.5, 0.4) + 1e-6
-    assert (kld.metric("score"), kld.metric("over control"), arm["verdict"]["band"]) == (None, None, None)
+    assert (kld.metric("score"), kld.metric("over_control"), arm["verdict"]["band"]) == (None, None, None)
     assert "only a lower bound" in arm["verdict"]["sentence"]
     assert "≥" in done.out
     assert done.axis("other", "trajectory").value("score") == 100
@@ -54,8 +54,8 @@ def test_a_bound_is_shown_as_one_and_judges_nothing(compare: Compare) -> None:
     # The likeliest token costs ln Z, and each token further on the rate more: the mean place follows from one side.
     perplexity = done.axis("other", "perplexity")
     log_z = [np.log(np.exp(-rate * np.arange(VOCAB)).sum()) for rate in (0.5, 0.4)]
-    place = (np.log(perplexity.value("reference PPL") or 0) - log_z[0]) / 0.5
-    assert perplexity.value("ln ratio") == pytest.approx(log_z[1] - log_z[0] - 0.1 * place, rel=1e-4)
+    place = (np.log(perplexity.value("reference_ppl") or 0) - log_z[0]) / 0.5
+    assert perplexity.value("ln_ratio") == pytest.approx(log_z[1] - log_z[0] - 0.1 * place, rel=1e-4)
 
 
 def test_what_a_server_does_not_report_takes_no_other_axis_down(compare: Compare) -> None:

@@ -485,8 +485,6 @@ def rows(report: Report, name: str) -> list[Row]:
         add("", "recommendation", "saving", report.recommendation.saving, kind="float")
         for limit, value in report.recommendation.limits.items():
             add("", "recommendation", "limit", value, kind="float", cell=limit)
-    if report.ablation is not None:
-        _ablation(add, report)
     return found
 
 
@@ -561,23 +559,6 @@ def _measurement(add: Any, arm: str, source: str, found: Measurement) -> None:
         cell = f"{curve.key} {curve.series}".strip()
         add(arm, source, "curve: points", len(known), kind="count", cell=cell)
         add(arm, source, "curve: weighted sum", sum(n * y for n, y in enumerate(known, 1)), kind="float", cell=cell)
-
-
-def _ablation(add: Any, report: Report) -> None:
-    assert report.ablation is not None
-    for outcome in report.ablation.outcomes:
-        source = f"grid {outcome.name}"
-        kind: Kind = "nats" if outcome.unit == "nats" else "float"
-        for figure in ("n_items", "n_clusters", "contrasts"):
-            add("", source, figure, getattr(outcome, figure), kind="count")
-        for part in outcome.cells:
-            add(part.arm, source, "value", part.value, kind=kind)
-        for effect in outcome.effects:
-            add("", source, "reach", effect.reach, cell=effect.factor)
-            if effect.mean is not None:
-                add("", source, "mean shift", effect.mean.mean, effect.mean.ci, kind=kind, cell=effect.factor)
-        for joint in outcome.joint:
-            add("", source, "joint excess", joint.excess, joint.ci, kind=kind, cell=label(dict(joint.levels)))
 
 
 # --------------------------------------------------------------------------------------------- other sums

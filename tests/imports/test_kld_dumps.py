@@ -85,7 +85,7 @@ def test_figures_are_those_of_the_closed_form(tmp_path: Path) -> None:
         tuple(np.quantile(flat, [0.5, 0.99, 1.0])), rel=1e-4
     )
     assert (axis.n_items, axis.n_failed, axis.facts["estimator"]) == (24 * ROWS, 0, Estimator.LOGPROBS)
-    assert axis.value("RMS Δp") is None  # the dumps hold no tokens
+    assert axis.value("rms_dp") is None  # the dumps hold no tokens
     assert len(curve(axis, "confidence").x) > 1
     assert arm.composite is not None
     assert (arm.composite.value, arm.composite.band) == (axis.value("score"), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fidelab.core import Status
+from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError
 from fidelab.imports.leave import Imported
 from fidelab.imports.refract import import_refract
@@ -54,21 +54,21 @@ def compared(arm: ArmRecord) -> dict[str, tuple[Any, ...]]:
 def test_a_candidate_that_stops_early_scores_62_5_by_their_definition_and_50_by_ours(tmp_path: Path) -> None:
     arm = candidate(tmp_path, refract_report())
     axis = arm.axes["trajectory"]
-    assert (axis.value("score (REFRACT)"), axis.value("score")) == (62.5, 50.0)
+    assert (axis.value("score_refract"), axis.value("score")) == (62.5, 50.0)
     assert compared(arm)["trajectory score"] == (62.5, 62.5, 50.0, "yes")
 
 
 def test_lengths_do_where_the_file_has_no_token_ids(tmp_path: Path) -> None:
     arm = candidate(tmp_path, with_axis("gtm", per_prompt=[prompt(10, 8, 5)]))
     axis = arm.axes["trajectory"]
-    assert (axis.value("score (REFRACT)"), axis.value("score")) == (62.5, 50.0)
-    assert axis.value("median first divergence") == 5.0
-    assert axis.value("positional agreement") is None  # what matches after the fork is not in the lengths
+    assert (axis.value("score_refract"), axis.value("score")) == (62.5, 50.0)
+    assert axis.value("median_first_divergence") == 5.0
+    assert axis.value("positional_agreement") is None  # what matches after the fork is not in the lengths
 
 
 def test_token_ids_show_what_matches_after_the_fork(tmp_path: Path) -> None:
     axis = candidate(tmp_path, with_axis("gtm", per_prompt=[prompt([1, 2, 3, 4], [1, 2, 9, 4])])).axes["trajectory"]
-    assert axis.value("positional agreement") == 0.75
+    assert axis.value("positional_agreement") == 0.75
     assert isinstance(axis.plots[0], Curve)
     assert axis.plots[0].y == (1.0, 1.0, 1.0, 0.0, 0.0)
 
@@ -105,9 +105,9 @@ def test_without_per_prompt_data_no_trajectory_score_is_taken_over(tmp_path: Pat
 def test_kld_keeps_what_the_file_has_and_no_more(tmp_path: Path) -> None:
     axis = candidate(tmp_path, refract_report()).axes["kld"]
     assert axis.value("score") == pytest.approx(49.6585, abs=1e-4)
-    assert (axis.value("mean"), axis.value("top-1"), axis.value("RMS Δp")) == (0.7, 0.8, None)
+    assert (axis.value("mean"), axis.value("top1"), axis.value("rms_dp")) == (0.7, 0.8, None)
     assert (axis.ci("mean"), axis.ci("score"), axis.n_items) == (None, None, None)
-    assert (axis.value("std. error"), axis.value("p99")) == (None, None)
+    assert (axis.value("stderr"), axis.value("p99")) == (None, None)
 
 
 def test_rniah_counts_cells_in_which_the_reference_finds_the_needle(tmp_path: Path) -> None:
@@ -135,14 +135,14 @@ def test_rniah_is_not_measurable_where_the_reference_finds_nothing(tmp_path: Pat
 def test_plad_follows_the_cases_and_shows_the_signed_excess_beside(tmp_path: Path) -> None:
     axis = candidate(tmp_path, refract_report()).axes["plad"]
     assert axis.value("score") == pytest.approx(PLAD_SCORE, abs=1e-4)
-    assert axis.value("excess drift") == pytest.approx(sum(cand - ref for ref, cand in DRIFTS) / 4)
-    assert axis.value("sign test") == pytest.approx(2 * (1 + 4) / 16)  # three of four prompts drift further
+    assert axis.value("excess_drift") == pytest.approx(sum(cand - ref for ref, cand in DRIFTS) / 4)
+    assert axis.value("sign_test") == pytest.approx(2 * (1 + 4) / 16)  # three of four prompts drift further
 
 
 def test_a_perturbation_of_one_prompt_is_no_unit_of_its_own(tmp_path: Path) -> None:
     entries = [drift(0.1, 0.3, n // 4, kind) for n, kind in enumerate(("typo", "case", "punct", "paraphrase") * 2)]
     axis = candidate(tmp_path, with_axis("plad", per_prompt=entries)).axes["plad"]
-    assert (axis.n_items, axis.value("sign test")) == (8, 0.5)  # two prompts, both worse
+    assert (axis.n_items, axis.value("sign_test")) == (8, 0.5)  # two prompts, both worse
 
 
 def test_a_drift_that_is_no_number_is_counted_as_failed(tmp_path: Path) -> None:
@@ -275,10 +275,9 @@ def test_the_report_says_what_it_was_imported_from(tmp_path: Path) -> None:
     assert (facts["reference"], facts["candidate"]) == ("ctk=f16,ctv=f16", "ctk=q8_0,ctv=q4_0")
     assert len(facts["sha256"]) == 64
     arm = result.report.candidates[0]
-    assert (arm.name, arm.kv.k, arm.kv.v, arm.engine, arm.model) == (
+    assert (arm.name, arm.kv, arm.engine, arm.model) == (
         "q8_0/q4_0",
-        "q8_0",
-        "q4_0",
+        KVSpec.parse("q8_0/q4_0"),
         "llamacpp",
         "tiny.gguf",
     )

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fidelab.core import Status
+from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError
 from fidelab.report.leaderboard import render_leaderboard_html, render_leaderboard_markdown
 from fidelab.results.leaderboard import Leaderboard, LeaderboardRow, rank
 from fidelab.results.measurement import Definition, Measurement
-from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord
+from fidelab.results.record import ArmRecord, Report, RuntimeRecord
 from tests.report.sample import HOSTILE, sample_report
 from tests.runs.harness import Done, cli
 
@@ -33,7 +33,8 @@ def arm(
     axes = {} if kld is None else {"kld": Measurement(status=Status.OK, metrics=(MEAN(*kld, headline=True),))}
     bench = Measurement(status=Status.OK, metrics=(RATE.repeated(rates, headline=True),)) if rates else None
     benches = {} if bench is None else {"decode": bench}
-    given = {"status": Status.OK, "engine": "hf", "model": "m", "kv": KVFormats(k=name, v=name), **fields}
+    kv = None if name == HOSTILE else KVSpec.parse(name)
+    given = {"status": Status.OK, "engine": "hf", "model": "m", "kv": kv, **fields}
     return ArmRecord(name=name, axes=axes, benches=benches, **given)
 
 

@@ -340,9 +340,9 @@ def test_a_time_is_compared_with_both_fits_and_bandwidth_above_the_device_is_sai
 
 def test_a_report_of_fidelab_gives_what_its_bench_decode_measured(tmp_path: Path) -> None:
     metrics = [
-        {"name": name, "cell": {"depth": 512, "batch": b}, "repeats": [100.0 * b / (4 + b), 99.0 * b / (4 + b)]}
+        {"key": name, "cell": {"depth": 512, "batch": b}, "repeats": [100.0 * b / (4 + b), 99.0 * b / (4 + b)]}
         for b in (1, 2, 4, 8)
-        for name in ("isolated", "by subtraction")
+        for name in ("isolated", "by_subtraction")
     ]
     arms = [{"name": name, "benches": {"decode": {"metrics": metrics}}} for name in ("bf16", "k16v8")]
     path = tmp_path / "report.json"

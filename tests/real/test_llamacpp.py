@@ -35,7 +35,7 @@ def test_q8_0_costs_what_the_engines_own_tool_says(tmp_path: Path) -> None:
     kld = done.axis("q8_0", "kld")
     assert kld.n_items == 16 * 255
     assert kld.value("mean") == pytest.approx(TOOL_KLD, rel=0.1)
-    assert kld.value("top-1") == pytest.approx(TOOL_TOP1, abs=0.01)
+    assert kld.value("top1") == pytest.approx(TOOL_TOP1, abs=0.01)
 
 
 @pytest.mark.long

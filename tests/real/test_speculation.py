@@ -140,11 +140,11 @@ def test_a_report_has_fidelity_acceptance_and_forecast_of_speculation(
     for candidate in (ngram, own):
         found = candidate.axes["trajectory"]
         assert candidate.status in ("ok", "identical"), candidate.reason
-        assert (found.value("acceptance length") or 0) > 1
-        assert found.value("accepted") == pytest.approx(found.value("accepted, forecast"), abs=0.15)
-        assert (candidate.benches["decode"].value("acceptance length") or 0) > 1
-    assert (ngram.axes["forced"].value("mean KL") or 0) > 0
-    assert (own.axes["trajectory"].value("accepted when sampling, forecast") or 0) > 0.99
+        assert (found.value("acceptance_length") or 0) > 1
+        assert found.value("accepted") == pytest.approx(found.value("accepted_forecast"), abs=0.15)
+        assert (candidate.benches["decode"].value("acceptance_length") or 0) > 1
+    assert (ngram.axes["forced"].value("mean_kl") or 0) > 0
+    assert (own.axes["trajectory"].value("accepted_when_sampling_forecast") or 0) > 0.99
     assert "tokens per verification (forecast " in _said(own)
     assert _text(own).startswith(("the text is the reference's", "4 of 4", "3 of 4", "2 of 4", "1 of 4"))
     assert own.ran is not None

@@ -13,7 +13,7 @@ import numpy as np
 from fidelab.core import KVSpec, Status
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.plots import Curve, TextPair, Texts
-from fidelab.results.record import ArmRecord, Composite, KVFormats, Report, RuntimeRecord, Verdict
+from fidelab.results.record import ArmRecord, Composite, Report, RuntimeRecord, Verdict
 from fidelab.results.store import RunFolder
 from tests.report.sample_axes import DIVERGENCES, hostile_axis, plad_axis, rniah_axis
 from tests.report.sample_axes import HOSTILE as HOSTILE
@@ -23,7 +23,7 @@ OUTCOMES = ("EXCELLENT", "PASS", "FAIL", "identical", "failed", "not engaged", "
 
 MODEL = "SmolLM2-135M-Instruct"
 MEAN = Definition("mean", "nats", "lower", about="mean KL divergence per position")
-TOP1 = Definition("top-1", "share", "higher")
+TOP1 = Definition("top1", "share", "higher", name="top-1")
 SCORE = Definition("score", "points", "higher")
 NO_INTERVAL = "without an interval"
 
@@ -40,29 +40,31 @@ def kld_axis(mean: float, half: float, control: float | None = None, **changes: 
     over = changes.pop("over", None)
     if over is None and control is not None:
         over = (mean - control, (mean - control - half, mean - control + half))
-    quantiles = {"median": 1 / 3, "p90": 2, "p95": 4, "p99": 9, "p99.9": 30, "max": 100}
+    quantiles = {"median": 1 / 3, "p90": 2, "p95": 4, "p99": 9, "p999": 30, "max": 100}
     metrics = [
         MEAN(mean, (max(0.0, mean - half), mean + half), bound=bound, headline=True),
-        Definition("std. error", "nats", "lower")(half / 2),
+        Definition("stderr", "nats", "lower", name="std. error")(half / 2),
         *(
-            Definition(name, "nats", "lower")(mean * factor, bound=bound, caveat=NO_INTERVAL)
+            Definition(name, "nats", "lower", name="p99.9" if name == "p999" else name)(
+                mean * factor, bound=bound, caveat=NO_INTERVAL
+            )
             for name, factor in quantiles.items()
         ),
         TOP1(1 - changed, (1 - 1.25 * changed, 1 - 0.8 * changed) if changed else (0.999, 1.0)),
-        Definition("real flips", "share", "lower")(
+        Definition("real_flips", "share", "lower")(
             changed / 4, (changed / 5, changed / 3) if changed else (0.0, 0.001)
         ),
-        Definition("tokens to flip", "tokens")(
+        Definition("tokens_to_flip", "tokens")(
             1 / changed if changed else None, (0.8 / changed, 1.25 / changed) if changed else (1000.0, None)
         ),
-        Definition("RMS Δp", "share", "lower")(changed, caveat=NO_INTERVAL),
+        Definition("rms_dp", "share", "lower", name="RMS Δp")(changed, caveat=NO_INTERVAL),
         SCORE(100 * (1 - changed), (90.0, 100.0)),
     ]
     for n_ctx, (own, _, _) in contexts.items():
         metrics.append(MEAN(own, (own / 2.5, own * 2), cell={"context": n_ctx}, bound=bound))
         metrics.append(TOP1(1 - own / (1 + own), cell={"context": n_ctx}))
     if over is not None:
-        metrics.append(Definition("over control", "nats", "lower")(*over, bound=bound))
+        metrics.append(Definition("over_control", "nats", "lower")(*over, bound=bound))
     facts: dict[str, Any] = {
         "estimator": "topk" if bound else "hidden",
         "n_ctx": 512,
@@ -126,12 +128,12 @@ def trajectory_axis(score: float, half: float, **changes: Any) -> Measurement:
     exact = changes.pop("exact", 1.0 if score == 100 else score / 200)
     metrics = (
         SCORE(score, (score - half, min(100.0, score + half)), headline=True),
-        Definition("exact match", "share", "higher")(exact),
-        Definition("positional agreement", "share", "higher")(1.0 if exact == 1 else 0.62),
-        Definition("median first divergence", "tokens")(None if exact == 1 else 17.5),
-        Definition("near ties", "share")(None if exact == 1 else 0.4),
-        Definition("score (REFRACT)", "points", "higher")(score),
-        Definition("over control", "points", "higher")(score - 90, (score - 95, score - 85)),
+        Definition("exact_match", "share", "higher")(exact),
+        Definition("positional_agreement", "share", "higher")(1.0 if exact == 1 else 0.62),
+        Definition("median_first_divergence", "tokens")(None if exact == 1 else 17.5),
+        Definition("near_ties", "share")(None if exact == 1 else 0.4),
+        Definition("score_refract", "points", "higher", name="score (REFRACT)")(score),
+        Definition("over_control", "points", "higher")(score - 90, (score - 95, score - 85)),
     )
     curve = Curve(
         key="survival",
@@ -260,7 +262,7 @@ def arm(kv: str, **changes: Any) -> ArmRecord:
         "name": kv,
         "engine": "hf",
         "model": MODEL,
-        "kv": KVFormats.from_spec(spec),
+        "kv": spec,
         "status": Status.OK,
         "ran": RuntimeRecord.model_validate(
             {

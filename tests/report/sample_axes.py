@@ -58,9 +58,9 @@ def rniah_axis(lost: float, **changes: Any) -> Measurement:
         "reference_summary": "finds 16 of 18",
         "metrics": (
             Definition("score", "points", "higher")(100 * (1 - lost), (max(0.0, 90 - 100 * lost), 100.0)),
-            Definition("over control", "points", "higher")(-100 * lost, (-100 * lost - 5, -100 * lost + 5)),
+            Definition("over_control", "points", "higher")(-100 * lost, (-100 * lost - 5, -100 * lost + 5)),
             Definition("accuracy", "share", "higher")(0.94 * (1 - lost), (0.5 * (1 - lost), 0.99)),
-            Definition("sign test", "p")(0.0004),
+            Definition("sign_test", "p")(0.0004),
             Definition("onset", "tokens")(None),
         ),
         "plots": (
@@ -99,7 +99,7 @@ def plad_axis() -> Measurement:
         status=Status.OK,
         metrics=(
             Definition("score", "points", "higher")(96.5),
-            Definition("mean excess", "ratio", "lower")(-0.0031, (-0.01, 0.004)),
+            Definition("mean_excess", "ratio", "lower")(-0.0031, (-0.01, 0.004)),
         ),
         plots=(
             TablePlot(
@@ -121,7 +121,7 @@ def odd_axis(name: str) -> Measurement:
     words: dict[str, Any] = {"title": name, "x_label": name, "y_label": name}
     return Measurement(
         status=Status.OK,
-        metrics=(Definition(name)(1e300), Definition(name, "bytes")(1e300, cell={name: name})),
+        metrics=(Definition("odd", name=name)(1e300), Definition("odd", "bytes", name=name)(1e300, cell={name: name})),
         plots=(
             Heatmap(**words, x=(), y=(), low=0, high=0, grids=(Grid(name=name, values=()),)),
             Heatmap(
@@ -150,8 +150,10 @@ def hostile_axis() -> Measurement:
         status=Status.OK,
         reason=HOSTILE,
         metrics=(
-            Definition(HOSTILE, about=HOSTILE)(1.0, caveat=HOSTILE, flags=(Flag(kind=HOSTILE, text=HOSTILE),)),
-            Definition(HOSTILE, "tok/s", "higher")(1.0, cell={HOSTILE: HOSTILE}, headline=True),
+            Definition("hostile", about=HOSTILE, name=HOSTILE)(
+                1.0, caveat=HOSTILE, flags=(Flag(kind=HOSTILE, text=HOSTILE),)
+            ),
+            Definition("hostile", "tok/s", "higher", name=HOSTILE)(1.0, cell={HOSTILE: HOSTILE}, headline=True),
         ),
         cells=(Cell(status=Status.FAILED, reason=HOSTILE, at={HOSTILE: HOSTILE}, facts={HOSTILE: HOSTILE}),),
         flags=(Flag(kind=HOSTILE, text=HOSTILE),),

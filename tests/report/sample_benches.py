@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric
+from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric, key_of
 from fidelab.results.plots import Bars, Curve
 from fidelab.results.record import ArmRecord, Report, Timing
 from tests.report.sample import HOSTILE, arm, sample_report
@@ -16,7 +16,7 @@ LENGTHS = (128, 512, 2048, 8192)
 DEPTHS = (0, 1024, 4096, 16384)
 RATE = Definition("rate", "tok/s", "higher", about="prompt tokens over the time to the first token", aggregate="median")
 ISOLATED = Definition("isolated", "tok/s", "higher", about="time between the first and the last token")
-OUTPUT = Definition("output rate", "tok/s", "higher", about="generated tokens per second")
+OUTPUT = Definition("output_rate", "tok/s", "higher", about="generated tokens per second")
 
 
 def spread(median: float, half: float = 0.02) -> tuple[float, float, float]:
@@ -73,7 +73,7 @@ def decode(speed: float = 1.0, batches: tuple[int, ...] = (1,)) -> Measurement:
             headline = depth == DEPTHS[-1] and batch == 1
             metrics.append(ISOLATED.repeated(spread(rate, 0.04 if shaky else 0.02), cell=at, headline=headline))
             metrics.append(
-                Definition("by subtraction", "tok/s", "higher", optional=True).repeated(
+                Definition("by_subtraction", "tok/s", "higher", optional=True).repeated(
                     spread(rate * 0.97, 0.02), cell=at
                 )
             )
@@ -98,7 +98,9 @@ def startup(seconds: float) -> Measurement:
         for name, value in {"total": sum(split.values()), **split}.items():
             headline = (name, start) == ("total", "warm")
             metrics.append(
-                Definition(name, "s", "lower").repeated(spread(value), cell={"start": start}, headline=headline)
+                Definition(key_of(name), "s", "lower", name=name).repeated(
+                    spread(value), cell={"start": start}, headline=headline
+                )
             )
         parts = {name: (*parts.get(name, ()), value) for name, value in split.items()}
     bars = Bars(
@@ -116,7 +118,9 @@ def memory(per_token: float, device: bool = False) -> Measurement:
     """Bytes of the cache, and peaks that grow with it."""
 
     def size(name: str, value: float, *, exact: bool = False, headline: bool = False, **cell: int) -> Metric:
-        return Definition(name, "bytes", "lower", exact=exact)(value, cell=dict(cell), headline=headline)
+        return Definition(key_of(name), "bytes", "lower", exact=exact, name=name)(
+            value, cell=dict(cell), headline=headline
+        )
 
     points = []
     for n in LENGTHS:
@@ -167,20 +171,20 @@ def load_cell(context: int, concurrency: int, speed: float = 1.0, *, headline: b
         "E2E": (tpot * 130, 3.0),
     }
     latencies = [
-        Definition(f"{name} {part}", "ms", "lower")(p50 * factor, cell=at)
+        Definition(key_of(f"{name} {part}"), "ms", "lower", name=f"{name} {part}")(p50 * factor, cell=at)
         for name, (p50, tail) in tails.items()
         for part, factor in {"mean": 1.1, "p50": 1.0, "p95": 2.0, "p99": tail}.items()
     ]
     return [
         OUTPUT(rate, cell=at, headline=headline),
         *latencies,
-        Definition("total rate", "tok/s", "higher")(rate * 9, cell=at),
-        Definition("completed rate", "req/s", "higher")(rate / 128, cell=at),
+        Definition("total_rate", "tok/s", "higher")(rate * 9, cell=at),
+        Definition("completed_rate", "req/s", "higher")(rate / 128, cell=at),
         Definition("goodput", "req/s", "higher")(rate / 140, cell=at),
-        Definition("good requests", "share", "higher")(0.9, cell=at),
-        Definition("failed requests", "share", "lower")(0.0, cell=at),
-        Definition("effective concurrency", "count")(concurrency * 0.98, cell=at),
-        Definition("server's output rate", "tok/s", "higher")(rate * 1.01, cell=at),
+        Definition("good_requests", "share", "higher")(0.9, cell=at),
+        Definition("failed_requests", "share", "lower")(0.0, cell=at),
+        Definition("effective_concurrency", "count")(concurrency * 0.98, cell=at),
+        Definition("server_output_rate", "tok/s", "higher", name="server's output rate")(rate * 1.01, cell=at),
     ]
 
 
@@ -275,11 +279,11 @@ def hostile_benches() -> Report:
     flags = (Flag(kind=HOSTILE, text=HOSTILE),)
     first: Coordinates = {HOSTILE: HOSTILE, "n": 1}
     second: Coordinates = {HOSTILE: HOSTILE, "n": 2}
-    hostile = Definition(HOSTILE, "tok/s", "higher", about=HOSTILE)
+    hostile = Definition("hostile", "tok/s", "higher", about=HOSTILE, name=HOSTILE)
     metrics = (
         hostile.repeated(spread(10), cell=first, flags=flags, headline=True),
-        Definition(f"{HOSTILE} p50", "ms", "lower")(10, cell=first, caveat=HOSTILE),
-        Definition(f"{HOSTILE} p99", "ms", "lower")(12, cell=first, flags=flags),
+        Definition("hostile_p50", "ms", "lower", name=f"{HOSTILE} p50")(10, cell=first, caveat=HOSTILE),
+        Definition("hostile_p99", "ms", "lower", name=f"{HOSTILE} p99")(12, cell=first, flags=flags),
     )
     found = {
         HOSTILE: Measurement(

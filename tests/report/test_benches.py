@@ -144,7 +144,7 @@ def test_a_ratio_that_the_repeats_cannot_tell_is_marked() -> None:
 
 
 def test_what_is_measured_once_by_its_nature_has_a_plain_ratio() -> None:
-    size = Definition("KV", "bytes", "lower", exact=True)
+    size = Definition("kv", "bytes", "lower", exact=True, name="KV")
     assert ratio_of(size(50), size(100)) == "0.50×"
     assert ratio_of(RATE(50), RATE(100)) == "0.50×"
 
@@ -201,7 +201,7 @@ def test_a_speed_has_its_spread_its_ratio_and_says_where_it_is_not_steady() -> N
 
 def test_several_metrics_of_a_cell_stand_beside_each_other() -> None:
     at: Coordinates = {"depth": 64, "batch": 1}
-    metrics = (ISOLATED.repeated(spread(50), cell=at), Definition("by subtraction", "tok/s")(45, cell=at))
+    metrics = (ISOLATED.repeated(spread(50), cell=at), Definition("by_subtraction", "tok/s")(45, cell=at))
     cell = Cell(status=Status.OK, at=at, facts={"n": 32})
     found = {"decode": Measurement(status=Status.OK, metrics=metrics, cells=(cell,))}
     [row] = table(two(found, {}), "decode")
@@ -234,10 +234,10 @@ def test_start_up_tells_cold_from_warm_and_where_the_time_goes() -> None:
 
 def test_a_table_leaves_out_what_nobody_measured() -> None:
     metrics = (
-        Definition("KV bytes per token", "bytes", "lower", exact=True)(100),
+        Definition("kv_bytes_per_token", "bytes", "lower", exact=True, name="KV bytes per token")(100),
         Definition("weights", "bytes", "lower", exact=True)(None),
         Definition("pool", "bytes")(3 * MIB),
-        Definition("pool tokens", "tokens", "higher")(4096),
+        Definition("pool_tokens", "tokens", "higher")(4096),
     )
     [row] = table(two({"memory": Measurement(status=Status.OK, metrics=metrics)}, {}), "memory")
     assert row == {"arm": "bf16", "KV bytes per token": "100", "pool, MiB": "3.00", "pool tokens": "4,096"}

@@ -31,7 +31,6 @@ from tests.report.sample import (
 )
 from tests.report.sample_axes import odd_axis
 from tests.report.sample_benches import bench_report, hostile_benches, rich_report
-from tests.report.test_ablation import matrix
 
 VOID = ("meta", "br")
 REPORTS = {
@@ -309,8 +308,3 @@ def test_a_cause_that_hits_every_arm_is_told_once() -> None:
     reference = arm("f32", status=Status.FAILED, reason=cause)
     report = sample_report(reference=reference, control=None, candidates=candidates, floor={"kld": lost})
     assert render_html(report).partition('<script type="application/json"')[0].count(cause) == 1
-
-
-def test_the_answer_of_a_grid_comes_before_the_verdicts() -> None:
-    page = render_html(matrix({"kv": ("a", "b")}, ()))
-    assert page.index('id="ablation"') < page.index('id="verdicts"')

@@ -384,7 +384,7 @@ def test_plots_of_one_key_are_grouped_and_the_others_stand_with_their_arm() -> N
 
 
 def test_each_set_of_coordinates_has_a_table_and_what_never_differs_is_said_in_its_title() -> None:
-    made = Definition("ln ratio", "nats", "lower")
+    made = Definition("ln_ratio", "nats", "lower")
     found = Measurement(
         status=Status.OK,
         metrics=(made(0.5), *(made(n / 8192, cell={"context": n, "part": "all"}) for n in (512, 2048))),
@@ -583,7 +583,7 @@ def test_what_holds_for_several_arms_is_said_once() -> None:
 def test_other_axes_are_summed_up_by_their_headlines_or_their_first_metric() -> None:
     score = Definition("score", "points", "higher")(90.0, (80.0, 95.0), headline=True)
     scored = Measurement(status=Status.OK, metrics=(Definition("cells", "count")(9), score), title="Is it so?")
-    ratio = Definition("ln ratio", "nats", "lower")
+    ratio = Definition("ln_ratio", "nats", "lower")
     unscored = Measurement(
         status=Status.OK,
         metrics=tuple(ratio(0.01, (0.005, 0.015), cell={"context": n, "part": 1}) for n in (512, 2048)),

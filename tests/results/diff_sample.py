@@ -16,10 +16,10 @@ KEY = {"kld": {"items": "9f2c", "settings": {"n_ctx": 512}}, "trajectory.raw": {
 COMPOSITE = Composite(value=88.1, ci=(84.2, 91.0), axes=("trajectory", "kld"))
 RATE = Definition("rate", "tok/s", "higher")
 ISOLATED = Definition("isolated", "tok/s", "higher")
-BY_SUBTRACTION = Definition("by subtraction", "tok/s", "higher", optional=True)
-OUTPUT = Definition("output rate", "tok/s", "higher")
-STORED = Definition("KV bytes per token", "bytes", "lower", exact=True)
-PEAK = Definition("peak host", "bytes", "lower")
+BY_SUBTRACTION = Definition("by_subtraction", "tok/s", "higher", optional=True)
+OUTPUT = Definition("output_rate", "tok/s", "higher")
+STORED = Definition("kv_bytes_per_token", "bytes", "lower", exact=True, name="KV bytes per token")
+PEAK = Definition("peak_host", "bytes", "lower")
 
 
 def measured(*metrics: Metric, **fields: Any) -> Measurement:
@@ -32,10 +32,10 @@ def load(concurrency: int, rate: float, *, valid: bool = True, **changes: Metric
     at: Coordinates = {"context": 1024, "output": 64, "arrival": "closed", "concurrency": concurrency}
     found = {
         "output": OUTPUT(rate, cell=at),
-        "TTFT": Definition("TTFT p50", "ms", "lower")(50.5, cell=at),
-        "failed": Definition("failed requests", "share", "lower")(0.05, cell=at),
-        "effective": Definition("effective concurrency", "count")(3.5, cell=at),
-        "acceptance": Definition("acceptance length", "tokens", "higher", limit="slowdown")(2.75, cell=at),
+        "TTFT": Definition("ttft_p50", "ms", "lower", name="TTFT p50")(50.5, cell=at),
+        "failed": Definition("failed_requests", "share", "lower")(0.05, cell=at),
+        "effective": Definition("effective_concurrency", "count")(3.5, cell=at),
+        "acceptance": Definition("acceptance_length", "tokens", "higher", limit="slowdown")(2.75, cell=at),
     }
     flags = () if valid else (Flag(kind="depth", text="the server counted 512 tokens"),)
     metrics = {name: metric.model_copy(update={"cell": at}) for name, metric in {**found, **changes}.items()}

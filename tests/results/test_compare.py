@@ -52,10 +52,10 @@ def test_swapping_two_reports_swaps_every_outcome() -> None:
 
 def test_every_metric_with_a_value_is_in_the_table_and_failed_items_are_counted() -> None:
     [arm] = run(benches()).candidates
-    wanted = {(name, metric.name, label(metric.cell)) for name, _, metric in walk(arm.axes) if metric.value is not None}
-    wanted |= {(f"benches.{name}", metric.name, label(metric.cell)) for name, _, metric in walk(arm.benches)}
-    wanted |= {(name, "failed items", "") for name in arm.axes}
-    wanted |= {("cache", "bytes per token", ""), ("composite", "value", "")}
+    wanted = {(name, metric.key, label(metric.cell)) for name, _, metric in walk(arm.axes) if metric.value is not None}
+    wanted |= {(f"benches.{name}", metric.key, label(metric.cell)) for name, _, metric in walk(arm.benches)}
+    wanted |= {(name, "failed_items", "") for name in arm.axes}
+    wanted |= {("cache", "bytes_per_token", ""), ("composite", "value", "")}
     table = tabulate(run(benches()))
     assert {(key.group, key.metric, key.cell) for key in table.metrics if key.role == "candidate"} == wanted
 
@@ -90,12 +90,12 @@ def test_isolated_and_by_subtraction_stand_apart() -> None:
     was = decode(100, 101, 99, by_subtraction=(100, 101, 99))
     now = decode(100, 101, 99, by_subtraction=(50, 51, 49))
     assert outcome(was, now, "benches.decode", "isolated") == "unchanged"
-    assert outcome(was, now, "benches.decode", "by subtraction") == "regressed"
+    assert outcome(was, now, "benches.decode", "by_subtraction") == "regressed"
 
 
 def test_a_rate_by_subtraction_that_noise_swallowed_is_no_loss() -> None:
     diff = compare(decode(100, 101, by_subtraction=(90, 91)), decode(100, 101))
-    assert one(diff, "benches.decode", "by subtraction").outcome == "lost"
+    assert one(diff, "benches.decode", "by_subtraction").outcome == "lost"
     assert diff.faults() == []
 
 
@@ -103,7 +103,7 @@ def test_depths_and_concurrencies_are_metrics_of_their_own() -> None:
     slow = benches(decode=decoded({(1024, 1): 0.45}), serving=joined(load(4, 400.5), load(8, 300.5)))
     bad = [c for c in compare(run(benches()), run(slow)).changes if c.outcome == "regressed"]
     assert sorted((c.cell, c.metric) for c in bad) == [
-        ("context 1024, output 64, arrival closed, concurrency 8", "output rate"),
+        ("context 1024, output 64, arrival closed, concurrency 8", "output_rate"),
         ("depth 1024, batch 1", "isolated"),
     ]
 
@@ -117,14 +117,17 @@ def test_the_worst_stands_first() -> None:
 
 def test_repeats_of_a_load_are_judged_by_their_interval() -> None:
     was, now = (serving(output=OUTPUT.repeated(rates)) for rates in ((100.0, 100.5, 99.5), (100.1, 100.4, 99.6)))
-    change = one(compare(was, now), "benches.serving", "output rate")
+    change = one(compare(was, now), "benches.serving", "output_rate")
     assert (change.outcome, change.basis) == ("unchanged", "repeats")
 
 
 def test_a_metric_with_a_caveat_proves_nothing_by_its_value_alone() -> None:
-    sure, few = Definition("TTFT p50", "ms", "lower"), Definition("TTFT p99", "ms", "lower")
+    sure, few = (
+        Definition("ttft_p50", "ms", "lower", name="TTFT p50"),
+        Definition("ttft_p99", "ms", "lower", name="TTFT p99"),
+    )
     was, now = (serving(TTFT=sure(value), tail=few(2 * value, caveat="1.9 of 190 beyond")) for value in (50.5, 101))
-    found = {name: one(compare(was, now), "benches.serving", f"TTFT {name}") for name in ("p50", "p99")}
+    found = {name: one(compare(was, now), "benches.serving", f"ttft_{name}") for name in ("p50", "p99")}
     assert {name: change.outcome for name, change in found.items()} == {"p50": "regressed", "p99": "cannot tell"}
     assert found["p99"].doubt == "1.9 of 190 beyond"
 
@@ -142,10 +145,10 @@ def test_one_more_byte_of_cache_counts_beyond_the_allowance_exactly() -> None:
     def held(size: int) -> Report:
         return run({"memory": measured(STORED(size), PEAK(size))})
 
-    place = ("benches.memory", "KV bytes per token")
+    place = ("benches.memory", "kv_bytes_per_token")
     assert outcome(held(1000), held(1050), *place) == "unchanged"
     assert outcome(held(1000), held(1051), *place) == "regressed"
-    assert outcome(held(1000), held(1051), "benches.memory", "peak host") == "cannot tell"
+    assert outcome(held(1000), held(1051), "benches.memory", "peak_host") == "cannot tell"
 
 
 def test_a_smaller_pool_is_no_gain() -> None:
@@ -193,7 +196,7 @@ def test_a_score_may_drop_by_so_many_points() -> None:
 
 def test_one_more_failed_item_is_a_regression() -> None:
     was, now = (with_axes(kld=kld_axis(0.01, 0.001, n_failed=n)) for n in (0, 1))
-    change = one(compare(was, now), "kld", "failed items")
+    change = one(compare(was, now), "kld", "failed_items")
     assert (change.outcome, change.basis, change.doubt) == ("regressed", "exact", "")
 
 
@@ -241,10 +244,10 @@ def test_numbers_that_no_ratio_holds_are_written_as_json(a: float, b: float) -> 
 
 def test_a_change_of_top1_agreement_is_judged_by_intervals() -> None:
     was, now = (
-        with_axes(kld=measured(Definition("top-1", "share", "higher")(top1, (top1 - 0.01, top1 + 0.01))))
+        with_axes(kld=measured(Definition("top1", "share", "higher", name="top-1")(top1, (top1 - 0.01, top1 + 0.01))))
         for top1 in (0.97, 0.8)
     )
-    found = next(change for change in compare(was, now).changes if change.metric == "top-1")
+    found = next(change for change in compare(was, now).changes if change.metric == "top1")
     assert (found.basis, found.outcome) == ("intervals", "regressed")
 
 
@@ -271,7 +274,7 @@ def shaken(mean: float, floor: float | None, processor: str = "one") -> Report:
     ],
     ids=["both", "now", "baseline", "below the change", "not measured", "the same machine"],
 )
-@pytest.mark.parametrize("metric", ["mean", "over control"])
+@pytest.mark.parametrize("metric", ["mean", "over_control"])
 def test_on_another_machine_what_last_bits_can_do_is_no_change(
     floors: tuple[float | None, float | None], processor: str, expected: str, metric: str
 ) -> None:

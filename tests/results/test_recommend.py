@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fidelab.core import Status
+from fidelab.core import KVSpec, Status
 from fidelab.results.decision_record import Certificate, CertificateClaim, CertificateState, Dominance
 from fidelab.results.recommend import recommend
-from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord, Verdict
+from fidelab.results.record import ArmRecord, Report, RuntimeRecord, Verdict
 from tests.report.sample import kld_axis
 from tests.report.sample import sample_report as whole_report
 
@@ -29,7 +29,7 @@ def arm(name: str, size: float, mean: float, state: CertificateState = "holds") 
         name=name,
         engine="vllm",
         model="m",
-        kv=KVFormats(k=name, v=name),
+        kv=KVSpec.parse(name),
         serve_command=f"vllm serve m --kv-cache-dtype {name}",
         ran=RuntimeRecord(k_dtype=name, v_dtype=name, cache_bytes_per_token=size),
         axes={"kld": kld_axis(mean, mean / 10)},
@@ -48,7 +48,6 @@ def report(*arms: ArmRecord) -> Report:
             "candidates": arms,
             "comparisons": (),
             "attribution": (),
-            "ablation": None,
         }
     )
 

@@ -14,7 +14,7 @@ from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError, OutputError
 from fidelab.results.measurement import Definition, Measurement, Metric
 from fidelab.results.plots import Curve
-from fidelab.results.record import ArmRecord, Composite, KVFormats, Report, RuntimeRecord, write_atomically
+from fidelab.results.record import ArmRecord, Composite, Report, RuntimeRecord, write_atomically
 from tests.report.sample import HOSTILE, arm, candidate, sample_report
 
 SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.report-1.schema.json"
@@ -50,14 +50,13 @@ def test_schema_name_comes_first() -> None:
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
-        (Metric, {"name": "mean", "value": ...}),
-        (Metric, {"name": "mean", "ci": (0, ...)}),
-        (Metric, {"name": "rate", "cell": {"rate": ...}}),
+        (Metric, {"key": "mean", "name": "mean", "value": ...}),
+        (Metric, {"key": "mean", "name": "mean", "ci": (0, ...)}),
+        (Metric, {"key": "rate", "name": "rate", "cell": {"rate": ...}}),
         (Curve, {"key": "k", "title": "t", "x_label": "", "y_label": "", "x": [1], "y": [...]}),
         (Measurement, {"status": "ok", "facts": {"a": [...]}}),
         (RuntimeRecord, {"scale": ...}),
         (RuntimeRecord, {"scale": {"layers": [...]}}),
-        (KVFormats, {"k": "a", "v": "b", "options": {"group": ...}}),
     ],
 )
 def test_numbers_that_json_lacks_are_refused(model: type[BaseModel], fields: dict[str, Any], value: float) -> None:
@@ -114,7 +113,7 @@ def test_broken_json_is_named_by_line_and_column(tmp_path: Path) -> None:
         ({"reference": {"name": "x"}}, "reference.status"),
         ({"floor": {"kld": {"status": "ok", "mean": 0.1}}}, "floor.kld.mean"),
         (
-            {"floor": {"kld": {"status": "ok", "metrics": [{"name": "mean", "value": "0.1"}]}}},
+            {"floor": {"kld": {"status": "ok", "metrics": [{"key": "mean", "name": "mean", "value": "0.1"}]}}},
             "floor.kld.metrics.0.value",
         ),
     ],
@@ -155,7 +154,7 @@ def test_composites_lie_between_0_and_100(score: float, said: str) -> None:
 
 def test_an_interval_upside_down_is_refused() -> None:
     with pytest.raises(ValidationError, match="lies above"):
-        Metric(name="mean", ci=(0.2, 0.1))
+        Metric(key="mean", name="mean", ci=(0.2, 0.1))
 
 
 def test_two_metrics_of_one_name_and_shape_are_refused() -> None:
@@ -164,7 +163,7 @@ def test_two_metrics_of_one_name_and_shape_are_refused() -> None:
         len(Measurement(status=Status.OK, metrics=(rate(1, cell={"batch": 1}), rate(1, cell={"batch": 2}))).metrics)
         == 2
     )
-    with pytest.raises(ValidationError, match="two metrics are named 'rate' at batch 1"):
+    with pytest.raises(ValidationError, match="two metrics have the key 'rate' at batch 1"):
         Measurement(status=Status.OK, metrics=(rate(1, cell={"batch": 1}), rate(2, cell={"batch": 1})))
 
 
@@ -183,9 +182,15 @@ def test_free_fields_hold_what_json_gives_back() -> None:
     assert RuntimeRecord.model_validate({"shape": (1, 2)}).others() == {"shape": [1, 2]}
 
 
-def test_a_kv_spec_keeps_its_options() -> None:
-    formats = KVFormats.from_spec(KVSpec.parse("int4[group=32,skip-layers=0,29]/f16"))
-    assert formats == KVFormats(k="int4", v="f16", options={"k": {"group": "32"}, "skip_layers": [0, 29]})
+def test_a_kv_spec_is_read_as_it_was_written() -> None:
+    written = arm("int4[group=32,skip-layers=0,29]/f16")
+    assert ArmRecord.model_validate_json(written.model_dump_json(), strict=True) == written
+
+
+@pytest.mark.parametrize("kv", ["int4", {"k": "int4"}, {"label": "x", "k": "<b>", "v": "x", "skip_layers": []}])
+def test_what_is_no_kv_spec_is_refused(kv: Any) -> None:
+    with pytest.raises(ValidationError, match="no KV spec"):
+        ArmRecord.model_validate({**arm("a").model_dump(), "kv": kv})
 
 
 def test_the_stored_schema_is_current() -> None:
@@ -235,5 +240,5 @@ def test_a_place_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> No
 
 
 def test_a_candidate_that_ran_nothing_is_complete() -> None:
-    failed = ArmRecord(name="a", engine="fake", model="m", kv=KVFormats(k="a", v="a"), status=Status.FAILED, reason="x")
+    failed = ArmRecord(name="a", engine="fake", model="m", kv=KVSpec.parse("a"), status=Status.FAILED, reason="x")
     assert failed.ran is None

@@ -19,7 +19,7 @@ from fidelab.models.tiny import make_tiny
 from fidelab.physics.devices import find_device
 from fidelab.physics.geometry import Geometry
 from fidelab.physics.traffic import Model
-from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord
+from fidelab.results.record import ArmRecord, Report, RuntimeRecord
 from fidelab.runs.advise import (
     Advice,
     Loss,
@@ -217,7 +217,7 @@ def arm(
         name=name,
         engine="hf",
         model="m",
-        kv=KVFormats(k=spec.k.name, v=spec.v.name),
+        kv=spec,
         ran=RuntimeRecord.model_validate(ran),
         axes={} if mean is None else {"kld": kld_axis(mean, mean / 10)},
         **changes,
@@ -230,7 +230,6 @@ def report(*arms: ArmRecord, model: str = "m") -> Report:
         "controls": (),
         "comparisons": (),
         "attribution": (),
-        "ablation": None,
         "recommendation": None,
         "settings": {"dtype": "auto", "reference": {"kv": "bf16"}},
     }

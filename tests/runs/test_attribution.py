@@ -154,7 +154,7 @@ PATHS: dict[str, dict[str, Any]] = {
 def test_an_excess_is_over_the_control_that_took_the_same_kernel_path(done: Done) -> None:
     report = relabelled(done, {"control:eager": "candidate:tilt[q=0.52]"}, **PATHS)
     [arm] = report.candidates
-    assert arm.axes["kld"].value("over control") == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
+    assert arm.axes["kld"].value("over_control") == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
     assert (arm.control, [control.name for control in report.controls]) == ("tilt[q=0.52]", ["tilt[q=0.52]"])
     assert report.control is not None
     assert report.control.name == "tilt[q=0.55]"

@@ -108,7 +108,7 @@ def test_fidelity_speed_and_memory_stand_in_one_report(tmp_path: Path) -> None:
     for name in ("reference", "control", "tilt[q=0.6]"):
         arm = done.arm(name)
         assert cells(arm, "decode")[512, 1]["rate"]["value"] == WRITTEN
-        assert value(arm["benches"]["memory"], "KV", tokens=128, batch=1) > 0
+        assert value(arm["benches"]["memory"], "kv", tokens=128, batch=1) > 0
     assert value(done.arm("tilt[q=0.6]")["axes"]["kld"], "mean") > 0
     assert set(done.report["comparability_key"]) >= {"kld", "trajectory", "benches.decode", "benches.memory"}
 
@@ -242,7 +242,7 @@ def test_load_on_servers_stands_beside_their_arms(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     one, other = (done.arm(name)["benches"]["serving"] for name in ("reference", "slow"))
     assert [found["cells"][0]["facts"]["measured"]["output_tokens"] for found in (one, other)] == [48, 48]
-    assert value(one, "output rate") > value(other, "output rate")
+    assert value(one, "output_rate") > value(other, "output_rate")
     rows = [json.loads(line) for line in (done.folder / "requests.jsonl").read_text().splitlines()]
     assert {row["arm"] for row in rows} == {done.arm("reference")["name"], "slow"}
     assert sum(row["arm"] == "slow" and not row["warmup"] for row in rows) == 6

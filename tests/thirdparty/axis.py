@@ -27,7 +27,7 @@ from fidelab.extend import (
 __all__ = ["Length"]
 
 SAME = Definition(
-    "same length", "share", "higher", "Share of prompts whose answer has as many tokens as the reference's."
+    "same_length", "share", "higher", "Share of prompts whose answer has as many tokens as the reference's."
 )
 TOKENS = Definition("tokens", "tokens", None, "Mean tokens of an answer.")
 
@@ -76,8 +76,7 @@ class Length(Axis):
             proportion=True,
             scale=100.0,
         )
-        return replace(
-            score,
+        return score.with_found(
             metrics=(
                 score.score(seed),
                 SAME(score.mean(), score.mean_interval(seed)),

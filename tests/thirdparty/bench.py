@@ -24,7 +24,7 @@ from fidelab.extend import (
 
 __all__ = ["FirstWord"]
 
-FIRST = Definition("first word", "ms", "lower", "Median time to the first token.", aggregate="median")
+FIRST = Definition("first_word", "ms", "lower", "Median time to the first token.", aggregate="median")
 SLOWEST = Definition("slowest", "ms", "lower", "The longest wait.", aggregate="max")
 
 

@@ -17,7 +17,7 @@ SHORT = "short[at=3,every=4]"  # of eight answers two end after 3 tokens
 def test_its_metrics_are_in_the_report_with_what_they_mean(run: Done) -> None:
     found = run.axis(SHORT, "length")
     assert (found.status, found.title, found.n_items, found.n_failed) == ("ok", "Length: does it write as much?", 8, 0)
-    same = found.metric("same length")
+    same = found.metric("same_length")
     assert same is not None
     assert (same.value, same.unit, same.better) == (0.75, "share", "higher")
     assert same.interval is not None
@@ -29,7 +29,7 @@ def test_its_metrics_are_in_the_report_with_what_they_mean(run: Done) -> None:
 
 
 def test_it_is_paired_with_the_control_and_repeated_for_the_floor(run: Done) -> None:
-    excess = run.axis(SHORT, "length").metric("over control")
+    excess = run.axis(SHORT, "length").metric("over_control")
     assert excess is not None
     assert (excess.value, excess.unit, excess.better) == (-25.0, "points", "higher")
     assert run.axis("exact", "length").status == "identical"

@@ -13,8 +13,8 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,8 @@ from fidelab.metrics.intervals import (
     ratio_estimate,
     ratio_interval,
 )
-from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric
-from fidelab.results.plots import Plot, TextPair, Texts
+from fidelab.results.measurement import Cell, Definition, Measurement, Metric
+from fidelab.results.plots import TextPair, Texts
 
 if TYPE_CHECKING:
     from fidelab.inputs.conversations import Traffic
@@ -95,7 +95,7 @@ class AxisInputs:
 
 
 SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference.")
-OVER_CONTROL = Definition("over control", about="This arm minus the control, paired over the items that both answered.")
+OVER_CONTROL = Definition("over_control", about="This arm minus the control, paired over the items that both answered.")
 _NO_INTERVAL = "no interval"
 
 
@@ -122,22 +122,16 @@ class AxisScore:
     maps it to the score, 0…100 (``None``: the axis has no score); ``scale`` converts the paired difference to the unit
     of :attr:`Axis.excess`.  ``bound``: items are lower bounds, which have no upper end and no difference.
 
-    ``metrics``, ``cells``, ``plots``, ``flags`` and ``facts`` go into the report.  A metric is computed once, when the
-    axis scores; the verdict and the composite read it from here.  ``n_items``, ``n_failed``: set where they differ from
-    the number of items and of unusable items.  ``positions``: columns of ``positions.parquet`` (axis kld).
+    ``found``: what goes into the report.  A metric is computed once, when the axis scores; the verdict and the
+    composite read it from there.  Its ``n_items`` and ``n_failed`` are set where they differ from the number of items
+    and of unusable items.  ``positions``: columns of ``positions.parquet`` (axis kld).
 
     ``parts``: the scores of all parts, where the metrics and items are those of the part named ``part``.
 
     ``right``: 1 where the reference and where the arm gives the right answer, else 0, NaN where that is not known; [n]
     each.  Axes that have it get a certificate.
 
-    ``onsets`` [n] (axis degeneration): tokens before an item's text degenerates; the token budget if it does not.
-
-    ``cluster``: the word for one resampling cluster (``document``).  ``summary``, ``reference_summary``: what happened
-    to the arm, and what the reference itself does, in a few words with counts (``lost 9 of 36``, ``finds 36 of 45``).
-
-    ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.  ``lowers``: reasons to
-    downgrade the verdict by one band, a sentence each.  ``fails``: reasons why the output is unusable.
+    ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.
     """
 
     num: Floats
@@ -150,22 +144,10 @@ class AxisScore:
     proportion: bool = False
     scale: float = 1.0
     bound: bool = False
-    metrics: tuple[Metric, ...] = ()
-    cells: tuple[Cell, ...] = ()
-    plots: tuple[Plot, ...] = ()
-    facts: Mapping[str, object] = field(default_factory=dict)
-    n_items: int | None = None
-    n_failed: int | None = None
+    found: Measurement = field(default_factory=lambda: Measurement(status=Status.OK))
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     right: tuple[Floats, Floats] | None = None
-    onsets: Floats | None = None
-    cluster: str = ""
-    summary: str = ""
-    reference_summary: str = ""
     not_measurable: str = ""
-    downgrades: tuple[str, ...] = ()
-    flags: tuple[Flag, ...] = ()
-    fails: tuple[str, ...] = ()
     part: str = ""
     parts: Mapping[str, AxisScore] = field(default_factory=dict)
 
@@ -217,46 +199,28 @@ class AxisScore:
             return None
         return paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
 
-    # ------------------------------------------------------------------------------------------- metrics
-
-    def metric(self, name: str, cell: Coordinates | None = None) -> Metric | None:
-        """The metric of a name: of a cell, or the first one."""
-        return next((m for m in self.metrics if m.name == name and (cell is None or m.cell == cell)), None)
-
-    def value(self, name: str, cell: Coordinates | None = None) -> float | None:
-        """The value of a metric; ``None`` where it is not there."""
-        metric = self.metric(name, cell)
-        return None if metric is None else metric.value
-
-    def interval(self, name: str, cell: Coordinates | None = None) -> tuple[float, float] | None:
-        """The 95% interval of a metric, where both ends are known."""
-        metric = self.metric(name, cell)
-        return None if metric is None else metric.interval
+    def with_found(self, **fields: Any) -> Self:
+        """The score with fields of :attr:`found`."""
+        return replace(self, found=Measurement.model_validate({**dict(self.found), **fields}))
 
     def measurement(self, title: str = "", *more: Metric) -> Measurement:
-        """The record of this score for the report, with ``more`` metrics."""
+        """What was found, for the report: with its outcome, the counts of items, and ``more`` metrics."""
+        found = self.found
         status, reason = Status.IDENTICAL if self.identical else Status.OK, None
         if self.not_measurable:
             status, reason = Status.NOT_MEASURABLE, self.not_measurable
         elif not self.usable.any():
-            status, reason = Status.FAILED, "; ".join(self.fails) or "no item was usable"
-        asked = len(self.num) > 0
-        return Measurement(
-            status=status,
-            reason=reason,
-            title=title,
-            metrics=tuple(map(_estimated, (*self.metrics, *more))),
-            cells=self.cells,
-            plots=self.plots,
-            n_items=len(self.num) if self.n_items is None and asked else self.n_items,
-            n_failed=int((~self.usable).sum()) if self.n_failed is None and asked else self.n_failed,
-            n_clusters=self.n_clusters if asked else None,
-            cluster=self.cluster if asked else "",
-            flags=self.flags,
-            summary=self.summary,
-            reference_summary=self.reference_summary,
-            facts=dict(self.facts),
-        )
+            status, reason = Status.FAILED, "; ".join(found.fails) or "no item was usable"
+        counts: dict[str, Any] = {"cluster": ""}
+        if len(self.num):
+            counts = {
+                "n_items": len(self.num) if found.n_items is None else found.n_items,
+                "n_failed": int((~self.usable).sum()) if found.n_failed is None else found.n_failed,
+                "n_clusters": self.n_clusters,
+            }
+        metrics = tuple(map(_estimated, (*found.metrics, *more)))
+        fields = {"status": status, "reason": reason, "title": title, "metrics": metrics, **counts}
+        return Measurement.model_validate({**dict(found), **fields})
 
 
 def _estimated(metric: Metric) -> Metric:

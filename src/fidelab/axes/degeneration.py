@@ -32,7 +32,7 @@ from fidelab.metrics.degeneration import (
     still_clean,
 )
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
-from fidelab.results.measurement import Definition, Metric
+from fidelab.results.measurement import Definition, Metric, key_of
 from fidelab.results.plots import Curve, TablePlot, TextPair, Texts
 
 __all__ = ["Degeneration"]
@@ -43,34 +43,52 @@ _POINTS = 64  # of the curve
 _CHANCE = 0.05
 
 _EARLIER = Definition(
-    "degenerate earlier",
+    "degenerate_earlier",
     "share",
     "lower",
     f"Share of prompts that degenerate over {EARLIER} tokens before the reference.",
 )
 _LATER = Definition(
-    "degenerate later",
+    "degenerate_later",
     "share",
     None,
     f"Share of prompts on which the reference degenerates over {EARLIER} tokens earlier.",
 )
 _P = Definition(
-    "p of earlier against later", "p", None, "McNemar's exact test of prompts that degenerate earlier against later."
+    "p_of_earlier_against_later", "p", None, "McNemar's exact test of prompts that degenerate earlier against later."
 )
 
 
-def _side_definitions(suffix: str, whose: str) -> tuple[Definition, ...]:
+def _side_definitions(whose: str, suffix: str = "") -> tuple[Definition, ...]:
     return (
-        Definition(f"degenerate{suffix}", "count", None, f"Texts {whose} that degenerate."),
-        Definition(f"median onset{suffix}", "tokens", None, f"Median tokens before a text {whose} degenerates."),
         Definition(
-            f"tokens after onset{suffix}", "share", None, f"Share of the tokens {whose} that lie behind an onset."
+            key_of(f"degenerate{suffix}"), "count", None, f"Texts {whose} that degenerate.", name=f"degenerate{suffix}"
         ),
-        Definition(f"median length{suffix}", "tokens", None, f"Median tokens of a text {whose}."),
+        Definition(
+            key_of(f"median onset{suffix}"),
+            "tokens",
+            None,
+            f"Median tokens before a text {whose} degenerates.",
+            name=f"median onset{suffix}",
+        ),
+        Definition(
+            key_of(f"tokens after onset{suffix}"),
+            "share",
+            None,
+            f"Share of the tokens {whose} that lie behind an onset.",
+            name=f"tokens after onset{suffix}",
+        ),
+        Definition(
+            key_of(f"median length{suffix}"),
+            "tokens",
+            None,
+            f"Median tokens of a text {whose}.",
+            name=f"median length{suffix}",
+        ),
     )
 
 
-_OWN, _REFERENCE = _side_definitions("", "of the arm"), _side_definitions(", reference", "of the reference")
+_OWN, _REFERENCE = _side_definitions("of the arm"), _side_definitions("of the reference", ", reference")
 
 
 class DegenerationSettings(AxisSettings):
@@ -137,7 +155,6 @@ class Degeneration(Axis):
             dtype=bool,
         )
         good = [item for item, ok in zip(items, usable, strict=True) if ok]
-        budget = pair.ref.manifest["settings"]["n_predict"]
         score = AxisScore(
             num=np.array([item.harmed for item in items], dtype=np.float64),
             den=np.ones(len(items)),
@@ -147,12 +164,8 @@ class Degeneration(Axis):
             bounds=(0.0, 1.0),
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,
-            onsets=np.array([item.test.onset.at if item.test.onset else budget for item in items], dtype=np.float64),
-            downgrades=_lowers(good),
-            fails=_fails(good),
-        )
-        return replace(
-            score,
+        ).with_found(downgrades=_lowers(good), fails=_fails(good))
+        return score.with_found(
             metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
             cluster="prompt",
             summary=f"{sum(item.harmed for item in good)} of {len(good)} earlier" if good else "",

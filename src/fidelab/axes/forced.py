@@ -39,30 +39,45 @@ _LIMIT = 0.01  # nats
 _HIGH = 0.95  # quantile of KL from which on it is high
 _PATH, _KL = "path", "kl"
 
-_MEAN = Definition("mean KL", "nats", "lower", "Mean KL divergence per token of the reference's text.")
-_MEDIAN = Definition("median KL", "nats", "lower", "Median KL of a token.")
-_P99 = Definition("99th percentile", "nats", "lower", "99th percentile of the KL of a token.")
-_MAX = Definition("largest KL", "nats", None, "Largest KL of one token.")
+_MEAN = Definition("mean_kl", "nats", "lower", "Mean KL divergence per token of the reference's text.", name="mean KL")
+_MEDIAN = Definition("median_kl", "nats", "lower", "Median KL of a token.", name="median KL")
+_P99 = Definition("p99", "nats", "lower", "99th percentile of the KL of a token.", name="99th percentile")
+_MAX = Definition("largest_kl", "nats", None, "Largest KL of one token.", name="largest KL")
 _GROWTH = Definition(
-    "KL growth in 1,000 tokens",
+    "kl_growth",
     "nats",
     "lower",
     "1,000 times the slope of the line through the KL against the generated token's number.",
+    name="KL growth in 1,000 tokens",
 )
 _REACH = Definition(
-    f"tokens until {_LIMIT:g} nats", "tokens", "higher", "Where that line reaches this KL; none where it does not rise."
+    "tokens_until_limit",
+    "tokens",
+    "higher",
+    "Where that line reaches this KL; none where it does not rise.",
+    name=f"tokens until {_LIMIT:g} nats",
 )
-_TOP1 = Definition("same top token", "share", "higher", "Share of tokens whose most likely token is the reference's.")
+_TOP1 = Definition(
+    "top1", "share", "higher", "Share of tokens whose most likely token is the reference's.", name="same top token"
+)
 _PROMPTS = Definition("prompts", "count", None, "Prompts whose text was forced.")
 _RISES = Definition(
-    "prompts where KL rises for good", "count", None, "Prompts with a token from which on the KL stays higher."
+    "prompts_where_kl_rises_for_good",
+    "count",
+    None,
+    "Prompts with a token from which on the KL stays higher.",
+    name="prompts where KL rises for good",
 )
-_RISES_AT = Definition("rises at token", "tokens", None, "Median token from which on the KL stays higher.")
+_RISES_AT = Definition("rises_at_token", "tokens", None, "Median token from which on the KL stays higher.")
 
 _TURN_WORDS = Definition(
-    "turn words where KL is high", "share", None, "Share of words at which reasoning turns, of the 5% of highest KL."
+    "turn_words_where_kl_is_high",
+    "share",
+    None,
+    "Share of words at which reasoning turns, of the 5% of highest KL.",
+    name="turn words where KL is high",
 )
-_TURN_BASE = Definition("turn words", "share", None, "Share of words at which reasoning turns, of all tokens.")
+_TURN_BASE = Definition("turn_words", "share", None, "Share of words at which reasoning turns, of all tokens.")
 
 
 class ForcedSettings(AxisSettings):
@@ -180,8 +195,7 @@ class ForcedDecode(Axis):
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
         growth, growth_ci, reach = _growth(positions, rows, clusters, seed)
         jumps = [at for part in parts if (at := change_point(part.kl)) is not None]
-        return replace(
-            score,
+        return score.with_found(
             metrics=(
                 *(() if bound else (score.score(seed),)),
                 _MEAN(summary.mean, score.mean_interval(seed), bound=bound),

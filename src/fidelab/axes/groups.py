@@ -14,10 +14,10 @@ from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval
 from fidelab.metrics.structure import STRUCTURES, structures
 from fidelab.results.measurement import Definition, Metric
 
-__all__ = ["DOMAIN", "STRUCTURE", "by_group", "domains", "structure_labels"]
+__all__ = ["STRUCTURE", "by_group", "domains", "structure_labels"]
 
-DOMAIN, STRUCTURE = "domain", "structure"
-"""Coordinates of the cells."""
+STRUCTURE = "structure"
+"""Coordinate of metrics over one kind of structure token."""
 
 _ROWS = Definition("positions", "count", None, "Scored positions.")
 _LEAST = 8  # positions of a group

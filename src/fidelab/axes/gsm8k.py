@@ -51,22 +51,22 @@ _SHOWN = 8  # lost items whose text the report shows
 _DIGITS = 24  # of a number in the table
 
 _ACCURACY = Definition("accuracy", "share", "higher", "Share of the problems that the arm solves.")
-_REFERENCE = Definition("reference accuracy", "share", None, "Share of the problems that the reference solves.")
+_REFERENCE = Definition("reference_accuracy", "share", None, "Share of the problems that the reference solves.")
 _DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired over the problems.")
-_MARGIN = Definition("margin of error", "points", None, "Half the width of the difference's interval.")
-_P = Definition("McNemar p", "p", None, "McNemar's exact test of problems lost against gained.")
+_MARGIN = Definition("margin_of_error", "points", None, "Half the width of the difference's interval.")
+_P = Definition("mcnemar_p", "p", None, "McNemar's exact test of problems lost against gained.", name="McNemar p")
 _LOST = Definition("lost", "count", None, "Problems that the reference alone solves.")
-_RIGHT = Definition("right in the reference", "count", None, "Problems that the reference solves.")
+_RIGHT = Definition("right_in_the_reference", "count", None, "Problems that the reference solves.")
 _GAINED = Definition("gained", "count", None, "Problems that the arm alone solves.")
-_NO_NUMBER = Definition("no number", "count", None, "Answers of the arm without a number.")
+_NO_NUMBER = Definition("no_number", "count", None, "Answers of the arm without a number.")
 _LENGTH = Definition(
-    "length at equal answer",
+    "length_at_equal_answer",
     "ratio",
     "lower",
     "Tokens of the arm over the reference's where both give the same number.",
 )
 _REASONING = Definition(
-    "numbers in the reasoning alone", "count", None, "Answers of the arm that end before their reasoning does."
+    "numbers_in_the_reasoning_alone", "count", None, "Answers of the arm that end before their reasoning does."
 )
 
 
@@ -162,14 +162,12 @@ class GSM8K(Axis):
             )
         if weak and cut:
             reason += f"; {cut} of its answers have numbers in their reasoning alone: raise axes.gsm8k.n_predict"
-        return replace(
-            score,
+        return replace(score, not_measurable=reason).with_found(
             metrics=_metrics(usable, difference, weak=weak, seed=seed),
             plots=_plots(items),
             cluster="problem",
             summary=lost_and_gained([(item.ref.right, item.test.right) for item in usable]),
             reference_summary=f"solves {sum(item.ref.right for item in usable)} of {len(usable)}" if usable else "",
-            not_measurable=reason,
             downgrades=() if weak else _harm(difference),
         )
 

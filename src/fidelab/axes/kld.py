@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
-from fidelab.axes.groups import DOMAIN, STRUCTURE, by_group, domains, structure_labels
+from fidelab.axes.groups import STRUCTURE, by_group, domains, structure_labels
 from fidelab.axes.rows import compare_item, estimator_of, figures_of, floored_item, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
@@ -35,7 +35,7 @@ from fidelab.metrics.divergence import (
     summarise_kl,
 )
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
-from fidelab.results.measurement import Coordinates, Definition, Metric
+from fidelab.results.measurement import DOMAIN, Coordinates, Definition, Metric
 from fidelab.results.plots import Curve
 
 __all__ = ["KLD", "KLD_METRICS", "kl_curve"]
@@ -45,62 +45,76 @@ _LEAST_CONTEXT = 8  # tokens
 _LEAST_WINDOWS = 6  # of a longer context: with fewer resampling clusters intervals are wide and verdicts weak
 _QUANTILES = ("median", "p90", "p95", "p99", "p999", "max")
 
-KLD_METRICS = {
-    "mean": Definition("mean", "nats", "lower", "Mean KL divergence from the reference per scored position."),
-    "stderr": Definition("std. error", "nats", None, "Standard error of the mean."),
-    "median": Definition("median", "nats", "lower", "Median KL of a position."),
-    "p90": Definition("p90", "nats", "lower", "90th percentile of the KL of a position."),
-    "p95": Definition("p95", "nats", "lower", "95th percentile of the KL of a position."),
-    "p99": Definition("p99", "nats", "lower", "99th percentile of the KL of a position."),
-    "p999": Definition("p99.9", "nats", "lower", "99.9th percentile of the KL of a position."),
-    "max": Definition("max", "nats", "lower", "Largest KL of one position."),
-    "top1": Definition("top-1", "share", "higher", "Share of positions whose most likely token is the reference's."),
-    "real_flips": Definition(
-        "real flips",
+_METRICS = (
+    Definition("mean", "nats", "lower", "Mean KL divergence from the reference per scored position."),
+    Definition("stderr", "nats", None, "Standard error of the mean.", name="std. error"),
+    Definition("median", "nats", "lower", "Median KL of a position."),
+    Definition("p90", "nats", "lower", "90th percentile of the KL of a position."),
+    Definition("p95", "nats", "lower", "95th percentile of the KL of a position."),
+    Definition("p99", "nats", "lower", "99th percentile of the KL of a position."),
+    Definition("p999", "nats", "lower", "99.9th percentile of the KL of a position.", name="p99.9"),
+    Definition("max", "nats", "lower", "Largest KL of one position."),
+    Definition(
+        "top1", "share", "higher", "Share of positions whose most likely token is the reference's.", name="top-1"
+    ),
+    Definition(
+        "real_flips",
         "share",
         "lower",
         "Share of positions whose most likely token changed although the reference prefers its own by 0.1 nats "
         "or more.",
     ),
-    "tokens_to_flip": Definition(
-        "tokens to flip", "tokens", None, "Expected tokens until the first changed most likely token, 1/(1 - top-1)."
+    Definition(
+        "tokens_to_flip", "tokens", None, "Expected tokens until the first changed most likely token, 1/(1 - top-1)."
     ),
-    "rms_dp": Definition("RMS Δp", "share", "lower", "Root mean square change of the actual next token's probability."),
-    "cut": Definition(
-        "cut off",
+    Definition(
+        "rms_dp", "share", "lower", "Root mean square change of the actual next token's probability.", name="RMS Δp"
+    ),
+    Definition(
+        "cut",
         "share",
         None,
         "Mean probability of the ids that one side alone has, which KL leaves out; of vocabularies of different size.",
+        name="cut off",
     ),
-    "reverse_kl": Definition(
-        "reverse KL", "nats", "lower", "Mean KL divergence of the reference from the arm, KL(Q‖P)."
+    Definition(
+        "reverse_kl", "nats", "lower", "Mean KL divergence of the reference from the arm, KL(Q‖P).", name="reverse KL"
     ),
-    "jsd": Definition("Jensen–Shannon", "nats", "lower", "Mean Jensen–Shannon divergence; at most log 2."),
-    "tv": Definition(
-        "total variation",
+    Definition("jsd", "nats", "lower", "Mean Jensen–Shannon divergence; at most log 2.", name="Jensen–Shannon"),
+    Definition(
+        "tv",
         "share",
         "lower",
         "Mean total variation; the rest is the share of the arm's sampled tokens that the reference would accept.",
+        name="total variation",
     ),
-    "overlap": Definition(
-        "top-10 overlap", "share", "higher", "Mean share of the reference's ten most likely tokens among the arm's."
+    Definition(
+        "overlap",
+        "share",
+        "higher",
+        "Mean share of the reference's ten most likely tokens among the arm's.",
+        name="top-10 overlap",
     ),
-    "k3": Definition(
-        "k3", "nats", "lower", "Mean of r - 1 - log r over the text's own tokens, r = P/Q, as trainers log it."
-    ),
-    "chi2": Definition("χ²", "ratio", "lower", "Mean variance of P/Q over the arm's own tokens."),
-    "rollout": Definition(
-        "rollout length",
+    Definition("k3", "nats", "lower", "Mean of r - 1 - log r over the text's own tokens, r = P/Q, as trainers log it."),
+    Definition("chi2", "ratio", "lower", "Mean variance of P/Q over the arm's own tokens.", name="χ²"),
+    Definition(
+        "rollout",
         "tokens",
         "higher",
         "Length of the arm's responses at which importance weights halve the effective sample size.",
+        name="rollout length",
     ),
-    "compat": Definition(
-        "top-k KLD", "nats", None, "The mean over top tokens alone, with -30 for those that one side does not list."
+    Definition(
+        "compat",
+        "nats",
+        None,
+        "The mean over top tokens alone, with -30 for those that one side does not list.",
+        name="top-k KLD",
     ),
-    "score": SCORE,
-}
-"""The axis's metrics by the field of :class:`KLSummary`, :class:`Flips` or :class:`Divergences` that has the value."""
+    SCORE,
+)
+KLD_METRICS = {definition.key: definition for definition in _METRICS}
+"""The axis's metrics by key: the field of :class:`KLSummary`, :class:`Flips` or :class:`Divergences` with the value."""
 
 _PLOT_TEXTS = {  # key of the curve: title, label of the x axis, caption
     "position": (
@@ -221,12 +235,13 @@ class KLD(Axis):
         by_context = [metric for score in parts.values() for metric in _by_context(score)] if len(parts) > 1 else []
         return replace(
             worst,
-            metrics=(*worst.metrics, *by_context),
-            facts={**worst.facts, "contexts": [_size(score) for score in parts.values()]},
             identical=all(score.identical for score in parts.values()),
             positions={name: np.concatenate(values) for name, values in columns.items()},
             part=part,
             parts=parts,
+        ).with_found(
+            metrics=(*worst.found.metrics, *by_context),
+            facts={**worst.found.facts, "contexts": [_size(score) for score in parts.values()]},
         )
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
@@ -249,9 +264,7 @@ class KLD(Axis):
         by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
         return replace(
             score,
-            cluster="document" if documents else "block",
             right=(rows.right_ref, rows.right_test),
-            metrics=(*_metrics(score, rows, seed), *compat, *grouped),
             positions={
                 "window": windows,
                 "position": positions,
@@ -261,6 +274,9 @@ class KLD(Axis):
                 "reference_confidence": rows.confidence,
                 "margin": rows.margin.astype(np.float32),
             },
+        ).with_found(
+            cluster="document" if documents else "block",
+            metrics=(*_metrics(score, rows, seed), *compat, *grouped),
             plots=(
                 kl_curve("position", by_position.edges, by_position.means),
                 kl_curve("confidence", by_confidence.edges, by_confidence.means),
@@ -309,7 +325,7 @@ class KLD(Axis):
 
 def _badness(score: AxisScore) -> tuple[int, float]:
     """Sort key: the band of this context alone, then the upper end of the mean KL (without an interval, the mean)."""
-    mean, interval = score.value("mean"), score.interval("mean")
+    mean, interval = score.found.value("mean"), score.found.ci("mean")
     upper = interval[1] if interval is not None else math.inf if mean is None else mean
     band = verdict(upper, int((~score.usable).sum()), len(score.usable)).band
     assert band is not None
@@ -318,20 +334,20 @@ def _badness(score: AxisScore) -> tuple[int, float]:
 
 def _context(score: AxisScore) -> int:
     """Tokens per window."""
-    n_ctx = score.facts["n_ctx"]
+    n_ctx = score.found.facts["n_ctx"]
     assert isinstance(n_ctx, int)
     return n_ctx
 
 
 def _size(score: AxisScore) -> dict[str, object]:
     """The context, windows, documents and positions that a score was computed from."""
-    over = {name: score.facts[name] for name in ("n_ctx", "n_clusters", "n_documents", "windows")}
+    over = {name: score.found.facts[name] for name in ("n_ctx", "n_clusters", "n_documents", "windows")}
     return {**over, "n_positions": len(score.num)}
 
 
 def _by_context(score: AxisScore) -> list[Metric]:
     cell: Coordinates = {"context": _context(score)}
-    metrics = (score.metric(KLD_METRICS[field].name) for field in ("mean", "top1"))
+    metrics = (score.found.metric(key) for key in ("mean", "top1"))
     return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in metrics if metric is not None]
 
 

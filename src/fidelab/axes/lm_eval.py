@@ -61,17 +61,19 @@ _SHOWN = 100  # documents with another result that the report lists
 _ROLLING = {"byte_perplexity": "byte", "bits_per_byte": "byte", "word_perplexity": "word"}
 _HARM = -5.0  # points; see docs/metrics.md#verdicts
 
-_VALUE = Definition("task metric", "", None, "Mean of the harness' metric over the documents.")
-_REFERENCE = Definition("reference task metric", "", None, "The same of the reference.")
+_VALUE = Definition("task_metric", "", None, "Mean of the harness' metric over the documents.")
+_REFERENCE = Definition("reference_task_metric", "", None, "The same of the reference.")
 _ACCURACY = Definition("accuracy", "share", "higher", "Share of the documents, of all tasks, that the arm gets right.")
-_REFERENCE_ACCURACY = Definition("reference accuracy", "share", None, "The same of the reference.")
+_REFERENCE_ACCURACY = Definition("reference_accuracy", "share", None, "The same of the reference.")
 _DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired by document.")
 _CHANGE = Definition("change", "", None, "The task's metric minus the reference's, paired by document.")
-_NLL = Definition("NLL change", "nats", "lower", "Negative log-likelihood per unit of text minus the reference's.")
-_P = Definition("McNemar p", "p", None, "McNemar's exact test of documents lost against gained.")
+_NLL = Definition(
+    "nll_change", "nats", "lower", "Negative log-likelihood per unit of text minus the reference's.", name="NLL change"
+)
+_P = Definition("mcnemar_p", "p", None, "McNemar's exact test of documents lost against gained.", name="McNemar p")
 _LOST = Definition("lost", "count", None, "Documents that the reference alone gets right.")
 _GAINED = Definition("gained", "count", None, "Documents that the arm alone gets right.")
-_CUT = Definition("shortened prompts", "count", None, "Requests longer than the model's limit, cut at their start.")
+_CUT = Definition("shortened_prompts", "count", None, "Requests longer than the model's limit, cut at their start.")
 
 Floats = NDArray[np.float64]
 Document = tuple[str, int]  # task, number of the document
@@ -175,10 +177,8 @@ class LMEval(Axis):
         score = _score(tasks, ref, test, sorted(asked), seed)
         cut = sum(_Note.read(note).cut for pair in pairs.values() for note in pair.ref.request.notes)
         identical = answers[0].values == answers[1].values and whole == asked
-        return replace(
-            score,
-            metrics=(*score.metrics, _CUT(cut)),
-            identical=identical,
+        return replace(score, identical=identical).with_found(
+            metrics=(*score.found.metrics, _CUT(cut)),
             facts={
                 "harness": _version(),
                 "tasks": {
@@ -681,14 +681,11 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
             transform=None,
             bounds=(0.0, math.inf),
             identical=False,
-            metrics=tuple(metrics),
-            plots=(table,),
-            cluster="document",
             num=np.zeros(len(asked)),
             den=np.ones(len(asked)),
             clusters=np.arange(len(asked)),
             usable=np.array([document in done for document in asked], dtype=bool),
-        )
+        ).with_found(metrics=tuple(metrics), plots=(table,), cluster="document")
     own, theirs = values[usable, 1], values[usable, 0]
     clusters = np.arange(len(judged))
     score = AxisScore(
@@ -702,14 +699,12 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
         proportion=True,
         scale=100.0,
         right=(values[:, 0], values[:, 1]),
-        cluster="document",
-    )
+    ).with_found(cluster="document")
     items = RatioItems.of(theirs, 1.0, clusters[usable])
     difference = paired_difference(score.items(), items, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
     flips = flip_counts(theirs, own, clusters[usable])
     outcomes = list(zip(theirs, own, strict=True))
-    return replace(
-        score,
+    return score.with_found(
         metrics=(
             score.score(seed),
             _DIFFERENCE(difference.estimate, difference.interval),

@@ -58,12 +58,18 @@ _WORDS = {
     "evicted": "prefill after eviction parts from a cold one",
 }
 
-_MEAN = Definition("mean KL", "nats", "lower", "Mean KL from the arm's own cold prefill, over all ways and positions.")
-_KL = Definition("KL from cold", "nats", "lower", "Mean KL per position from the arm's own cold prefill.")
-_TWIN = Definition("reference's", "nats", None, "The same of the reference, from its own cold prefill.")
+_MEAN = Definition(
+    "mean_kl", "nats", "lower", "Mean KL from the arm's own cold prefill, over all ways and positions.", name="mean KL"
+)
+_KL = Definition(
+    "kl_from_cold", "nats", "lower", "Mean KL per position from the arm's own cold prefill.", name="KL from cold"
+)
+_TWIN = Definition(
+    "reference", "nats", None, "The same of the reference, from its own cold prefill.", name="reference's"
+)
 _ADDED = Definition("added", "nats", "lower", "What this arm has more than the reference, paired by position.")
-_AT = Definition("parts at", "tokens", None, "First position from which on the way has other distributions.")
-_PARTED = Definition("ways that part", "count", "lower", "Ways that part and do not so in the reference.", exact=True)
+_AT = Definition("parts_at", "tokens", None, "First position from which on the way has other distributions.")
+_PARTED = Definition("ways_that_part", "count", "lower", "Ways that part and do not so in the reference.", exact=True)
 
 Floats = NDArray[np.float64]
 
@@ -202,6 +208,8 @@ class Paths(Axis):
             identical=bool((cost == 0).all())
             and all(_unproven(ref[part]) is None and (_kl(ref[part], test[part]) == 0).all() for part in proven),
             bound=bound,
+            not_measurable="" if own else "; ".join(dict.fromkeys(why[1] for why in unproven.values() if why)),
+        ).with_found(
             cluster="window",
             cells=tuple(
                 _cell(part, why, test[part], first.get(part, 0), ends.get(part), theirs.get(part))
@@ -210,15 +218,13 @@ class Paths(Axis):
             summary=_summary(added, first, len(own)),
             reference_summary=_summary(theirs, first, len(twins)) if twins else "",
             downgrades=tuple(_sentence(part, first[part] + at) for part, at in added.items()),
-            not_measurable="" if own else "; ".join(dict.fromkeys(why[1] for why in unproven.values() if why)),
             facts={"windows": len(test[_COLD].items), "n_ctx": test[_COLD].manifest["settings"]["n_ctx"]},
         )
         if not own:
             return score
         mean = _MEAN(score.mean(), score.mean_interval(seed), bound=bound, headline=True)
         by_way = (m for part in own for m in _metrics(part, own[part], twins.get(part), ends.get(part), first, seed))
-        return replace(
-            score,
+        return score.with_found(
             metrics=(mean, _PARTED(len(added)), *(m.model_copy(update={"bound": bound}) for m in by_way)),
             plots=tuple(_curve(part, kl, first[part]) for part, kl in own.items()),
         )

@@ -36,11 +36,11 @@ _DEFAULT_CONTEXTS = (512, 2048)
 _UNREPORTED = "the server does not report the actual token at {} of {} positions; those where it does are likely ones"
 _SCORED = 8192  # rows per context by default, as KLD's 32 windows of 512 have
 
-_RATIO = Definition("ln ratio", "nats", "lower", "ln(PPL of the arm / PPL of the reference) on the same tokens.")
-_STDERR = Definition("std. error", "nats", None, "Standard error of the ln ratio.")
-_CHANGE = Definition("PPL change", "share", "lower", "PPL of the arm / PPL of the reference - 1.")
-_PPL = Definition("PPL", about="Perplexity of the arm.")
-_REFERENCE_PPL = Definition("reference PPL", about="Perplexity of the reference.")
+_RATIO = Definition("ln_ratio", "nats", "lower", "ln(PPL of the arm / PPL of the reference) on the same tokens.")
+_STDERR = Definition("stderr", "nats", None, "Standard error of the ln ratio.", name="std. error")
+_CHANGE = Definition("ppl_change", "share", "lower", "PPL of the arm / PPL of the reference - 1.", name="PPL change")
+_PPL = Definition("ppl", about="Perplexity of the arm.", name="PPL")
+_REFERENCE_PPL = Definition("reference_ppl", about="Perplexity of the reference.", name="reference PPL")
 
 Floats = NDArray[np.float64]
 
@@ -100,6 +100,15 @@ class Perplexity(Axis):
         total = sum(len(rows.ref) for rows in parts.values())
         at_longest = comparisons[max(comparisons)]
         return AxisScore(
+            num=longest.test - longest.ref,
+            den=np.ones(len(longest.ref)),
+            clusters=longest.clusters,
+            usable=np.isfinite(longest.test - longest.ref) & (lost == 0),
+            transform=None,
+            bounds=(-math.inf, math.inf),
+            identical=all(rows.identical for rows in parts.values()),
+            not_measurable=_UNREPORTED.format(lost, total) if lost else "",
+        ).with_found(
             cluster="text unit",
             summary=_summary(at_longest.ppl_test, at_longest.log_ratio),
             reference_summary=_summary(at_longest.ppl_ref),
@@ -114,14 +123,6 @@ class Perplexity(Axis):
             },
             n_items=sum(pair.n_rows for pair in comparisons.values()),
             n_failed=sum(pair.n_failed for pair in comparisons.values()),
-            num=longest.test - longest.ref,
-            den=np.ones(len(longest.ref)),
-            clusters=longest.clusters,
-            usable=np.isfinite(longest.test - longest.ref) & (lost == 0),
-            transform=None,
-            bounds=(-math.inf, math.inf),
-            identical=all(rows.identical for rows in parts.values()),
-            not_measurable=_UNREPORTED.format(lost, total) if lost else "",
         )
 
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:

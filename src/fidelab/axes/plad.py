@@ -36,22 +36,22 @@ _LONGEST = 96  # tokens of an answer that it shows
 _UNPERTURBED = ""
 _UNLIKE = 0.9  # drift from the reference's answer to the same prompt, from which on little is shared
 
-_EXCESS = Definition("excess drift", "share", "lower", "Drift of the candidate minus the reference's, paired.")
-_SIGN = Definition("sign test", "p", None, "Sign test of prompts that drift more against less than the reference's.")
+_EXCESS = Definition("excess_drift", "share", "lower", "Drift of the candidate minus the reference's, paired.")
+_SIGN = Definition("sign_test", "p", None, "Sign test of prompts that drift more against less than the reference's.")
 _REF_DRIFT = Definition(
-    "drift of the reference", "share", None, "Share of the reference's answer that changes with its prompt."
+    "drift_of_the_reference", "share", None, "Share of the reference's answer that changes with its prompt."
 )
 _DRIFT = Definition(
-    "drift of the candidate", "share", "lower", "Share of the candidate's answer that changes with its prompt."
+    "drift_of_the_candidate", "share", "lower", "Share of the candidate's answer that changes with its prompt."
 )
 _FREQUENT = Definition(
-    "prompts with the most frequent answer",
+    "prompts_with_the_most_frequent_answer",
     "share",
     None,
     "Share of unperturbed prompts that get the candidate's most frequent answer.",
 )
 _UNLIKE_SHARE = Definition(
-    "prompts answered unlike the reference",
+    "prompts_answered_unlike_the_reference",
     "share",
     None,
     "Share of unperturbed prompts whose two answers have next to nothing in common.",
@@ -169,13 +169,11 @@ class PLAD(Axis):
             identical=all(usable) and all(cell.ref == cell.test for cell in cells),
             proportion=True,
             scale=100.0,
-            fails=constant,
-        )
+        ).with_found(fails=constant)
         asked = pair.ref.manifest["settings"]
         summary = _Summary.of(counted, seed)
         skipped = _skipped(pair.ref)
-        return replace(
-            score,
+        return score.with_found(
             metrics=(
                 score.score(seed),
                 _EXCESS(summary.excess, summary.interval),

@@ -53,16 +53,24 @@ _LONG = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones are t
 _LEAST_PREDICT, _AROUND = 24, 8  # tokens: of an answer; of it besides the codes
 _HARM = -5.0  # points; see docs/metrics.md#verdicts
 
-_DIFFERENCE = Definition("accuracy difference", "points", "higher", "Accuracy minus the reference's, paired.")
+_DIFFERENCE = Definition("accuracy_difference", "points", "higher", "Accuracy minus the reference's, paired.")
 _LOST = Definition("lost", "count", None, "Prompts in which the arm finds fewer needles than the reference.")
-_FOUND = Definition("found by the reference", "count", None, "Prompts in which the reference finds a needle.")
-_CHANCE = Definition("score expected by chance", "points", None, "Score of an arm that does not differ, on average.")
+_FOUND = Definition("found_by_the_reference", "count", None, "Prompts in which the reference finds a needle.")
+_CHANCE = Definition("score_expected_by_chance", "points", None, "Score of an arm that does not differ, on average.")
 _ACCURACY = Definition("accuracy", "share", "higher", "Share of needles that the arm finds.")
-_REFERENCE = Definition("reference's accuracy", "share", None, "Share of needles that the reference finds.")
-_INFORMATIVE = Definition("informative cells", "count", None, "Lengths and positions at which the reference finds any.")
+_REFERENCE = Definition(
+    "reference_accuracy", "share", None, "Share of needles that the reference finds.", name="reference's accuracy"
+)
+_INFORMATIVE = Definition("informative_cells", "count", None, "Lengths and positions at which the reference finds any.")
 _CELLS = Definition("cells", "count", None, "Lengths and positions asked.")
-_REFRACT = Definition("score (REFRACT)", "points", "higher", "The score by REFRACT's definition.")
-_OURS = Definition("score (informative cells)", "points", "higher", "The score over the informative cells alone.")
+_REFRACT = Definition("score_refract", "points", "higher", "The score by REFRACT's definition.", name="score (REFRACT)")
+_OURS = Definition(
+    "score_informative_cells",
+    "points",
+    "higher",
+    "The score over the informative cells alone.",
+    name="score (informative cells)",
+)
 
 
 class RNIAHSettings(AxisSettings):
@@ -361,17 +369,14 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
         lost, least = -difference.estimate, -difference.interval[1]
         losses = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
     found = int((cells.base > 0).sum())
-    score = replace(
-        score,
+    score = replace(score, not_measurable=reason).with_found(
         cluster="prompt",
         summary=lost_and_gained(list(zip(cells.base.tolist(), cells.cand.tolist(), strict=True))),
         reference_summary=f"finds {found} of {len(cells.base)}" if all_cells else "",
-        not_measurable=reason,
         downgrades=tuple(losses),
     )
     share = float(cells.base.mean()) if all_cells else None
-    return replace(
-        score,
+    return score.with_found(
         metrics=(
             score.score(seed),
             _DIFFERENCE(difference.estimate, difference.interval),

@@ -40,18 +40,20 @@ __all__ = ["ToolCalls", "fits_schema"]
 _SHOWN = 8  # lost turns whose text the report shows
 
 _VALID = Definition("valid", "share", "higher", "Share of the turns with calls that all parse and fit their schemas.")
-_REFERENCE = Definition("valid in the reference", "share", None, "The same share of the reference.")
+_REFERENCE = Definition("valid_in_the_reference", "share", None, "The same share of the reference.")
 _DIFFERENCE = Definition("difference", "points", "higher", "Valid minus valid in the reference, paired over the turns.")
-_PARSED = Definition("turns with a call", "count", None, "Turns at which a call can be read from the arm's answer.")
-_RIGHT = Definition("valid turns of the reference", "count", None, "Turns at which the reference's calls are valid.")
+_PARSED = Definition("turns_with_a_call", "count", None, "Turns at which a call can be read from the arm's answer.")
+_RIGHT = Definition("valid_turns_of_the_reference", "count", None, "Turns at which the reference's calls are valid.")
 _LOST = Definition("lost", "count", "lower", "Turns with valid calls of the reference alone.")
 _GAINED = Definition("gained", "count", None, "Turns with valid calls of the arm alone.")
-_P = Definition("McNemar p", "p", None, "McNemar's exact test of turns lost against gained.")
-_BY_CLUSTER = Definition("McNemar p by conversation", "p", None, "The same test over conversations.")
-_SAME_TOOLS = Definition(
-    "same tools", "share", "higher", "Of the reference's valid turns: the same tools in this order."
+_P = Definition("mcnemar_p", "p", None, "McNemar's exact test of turns lost against gained.", name="McNemar p")
+_BY_CLUSTER = Definition(
+    "mcnemar_p_by_conversation", "p", None, "The same test over conversations.", name="McNemar p by conversation"
 )
-_SAME = Definition("same calls", "share", "higher", "Of the reference's valid turns: the same tools and arguments.")
+_SAME_TOOLS = Definition(
+    "same_tools", "share", "higher", "Of the reference's valid turns: the same tools in this order."
+)
+_SAME = Definition("same_calls", "share", "higher", "Of the reference's valid turns: the same tools and arguments.")
 
 
 class ToolCallsSettings(AxisSettings):
@@ -130,15 +132,13 @@ class ToolCalls(Axis):
         answered = [item for item in items if item.answered]
         able = sum(item.ref.valid for item in answered)
         never = f"the reference writes no valid tool call at any of {len(answered)} turns: there is nothing to compare"
-        return replace(
-            score,
+        return replace(score, not_measurable="" if able or not answered else never).with_found(
             metrics=_metrics(score, answered, seed) if able else (),
             plots=texts("Turns whose calls were lost", map(_shown, _lost(answered)[:_SHOWN])),
             cluster="conversation",
             summary=lost_and_gained([(float(item.ref.valid), float(item.test.valid)) for item in answered]),
             reference_summary=f"calls tools at {able} of {len(answered)} turns" if answered else "",
             facts={"turns": len(items), "turns_left_out_as_too_long": dict(pair.ref.request.settings)["too_long"]},
-            not_measurable="" if able or not answered else never,
         )
 
 

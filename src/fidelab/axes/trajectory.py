@@ -49,21 +49,23 @@ _BEFORE, _AFTER = 32, 48  # tokens of it before and after the fork
 TRAJECTORY_METRICS = {
     "score": SCORE,
     "exact_match_rate": Definition(
-        "exact match", "share", "higher", "Share of prompts with equal token ids throughout."
+        "exact_match", "share", "higher", "Share of prompts with equal token ids throughout."
     ),
     "positional_agreement": Definition(
-        "positional agreement", "share", "higher", "Share of positions with equal tokens, also after a divergence."
+        "positional_agreement", "share", "higher", "Share of positions with equal tokens, also after a divergence."
     ),
     "median_first_divergence": Definition(
-        "median first divergence",
+        "median_first_divergence",
         "tokens",
         None,
         "Median index of the first differing token over the prompts whose texts diverge.",
     ),
     "near_tie_share": Definition(
-        "near ties", "share", None, f"Share of divergences where the reference's margin is under {NEAR_TIE} nats."
+        "near_ties", "share", None, f"Share of divergences where the reference's margin is under {NEAR_TIE} nats."
     ),
-    "score_refract": Definition("score (REFRACT)", "points", "higher", "The score by REFRACT's definition."),
+    "score_refract": Definition(
+        "score_refract", "points", "higher", "The score by REFRACT's definition.", name="score (REFRACT)"
+    ),
 }
 """The axis's metrics by the name of the function that computes the value."""
 
@@ -141,8 +143,7 @@ class Trajectory(Axis):
         ]
         speculation, flags = speculated(pair, [(fork.item, fork.at, fork.margin) for fork in forks])
         asked, define = pair.ref.manifest["settings"], TRAJECTORY_METRICS
-        return replace(
-            score,
+        return score.with_found(
             metrics=(
                 score.score(seed),
                 define["exact_match_rate"](exact_match_rate(good)),

@@ -63,37 +63,69 @@ _FORCED = (_RIGHT, _WRONG, _NONE)
 _SHOWN = 8  # changed answers in the report
 _BLIND = 1e-6  # nats: distributions that differ by less differ by rounding
 
-_MEAN = Definition("mean KL", "nats", "lower", "Mean KL divergence per token of text behind the right image.")
-_P99 = Definition("99th percentile", "nats", "lower", "99th percentile of the KL of a token behind the right image.")
-_TOP1 = Definition("same top token", "share", "higher", "Share of these tokens whose most likely token is the same.")
+_MEAN = Definition(
+    "mean_kl", "nats", "lower", "Mean KL divergence per token of text behind the right image.", name="mean KL"
+)
+_P99 = Definition(
+    "p99", "nats", "lower", "99th percentile of the KL of a token behind the right image.", name="99th percentile"
+)
+_TOP1 = Definition(
+    "top1", "share", "higher", "Share of these tokens whose most likely token is the same.", name="same top token"
+)
 _OTHER = {
-    _WRONG: Definition("mean KL, wrong image", "nats", "lower", "Mean KL per token of the same text, wrong image."),
-    _NONE: Definition("mean KL, no image", "nats", "lower", "Mean KL per token of the same text without an image."),
+    _WRONG: Definition(
+        "mean_kl_wrong_image",
+        "nats",
+        "lower",
+        "Mean KL per token of the same text, wrong image.",
+        name="mean KL, wrong image",
+    ),
+    _NONE: Definition(
+        "mean_kl_no_image",
+        "nats",
+        "lower",
+        "Mean KL per token of the same text without an image.",
+        name="mean KL, no image",
+    ),
 }
 _WORDS = {_WRONG: "wrong image", _NONE: "no image"}
 _DEPENDENCE = {
     part: Definition(
-        f"dependence: {words}", "nats", None, f"Mean KL of this arm's distributions, right image against {words}."
+        f"dependence_{part}",
+        "nats",
+        None,
+        f"Mean KL of this arm's distributions, right image against {words}.",
+        name=f"dependence: {words}",
     )
     for part, words in _WORDS.items()
 }
 _REFERENCE = {
-    part: Definition(f"dependence: {words}, reference", "nats", None, "The same of the reference.")
+    part: Definition(
+        f"dependence_{part}_reference",
+        "nats",
+        None,
+        "The same of the reference.",
+        name=f"dependence: {words}, reference",
+    )
     for part, words in _WORDS.items()
 }
 _KEPT = {
     part: Definition(
-        f"dependence kept: {words}", "ratio", None, f"This arm's dependence over the reference's, {words}."
+        f"dependence_kept_{part}",
+        "ratio",
+        None,
+        f"This arm's dependence over the reference's, {words}.",
+        name=f"dependence kept: {words}",
     )
     for part, words in _WORDS.items()
 }
-_SAME = Definition("same answers", "share", "higher", "Share of questions with equal greedy answers throughout.")
+_SAME = Definition("same_answers", "share", "higher", "Share of questions with equal greedy answers throughout.")
 _AGREEMENT = Definition(
-    "positional agreement", "share", "higher", "Share of positions of the answers with equal tokens."
+    "positional_agreement", "share", "higher", "Share of positions of the answers with equal tokens."
 )
-_ANSWERED = Definition("answers right", "share", "higher", "Share of the questions of known answer answered right.")
-_REF_ANSWERED = Definition("reference answers right", "share", None, "The same share of the reference.")
-_P = Definition("McNemar p", "p", None, "McNemar's exact test of right answers lost against gained.")
+_ANSWERED = Definition("answers_right", "share", "higher", "Share of the questions of known answer answered right.")
+_REF_ANSWERED = Definition("reference_answers_right", "share", None, "The same share of the reference.")
+_P = Definition("mcnemar_p", "p", None, "McNemar's exact test of right answers lost against gained.", name="McNemar p")
 _QUESTIONS = Definition("questions", "count", None, "Questions with an image that both sides answered.")
 
 
@@ -186,8 +218,8 @@ class Vision(Axis):
         others = {part: kl_score(*found[part], bound=bound) for part in (_WRONG, _NONE)}
         dependence = {part: _Dependence.of(forced, part) for part in (_WRONG, _NONE)}
         return replace(
-            score,
-            identical=bool(answers.same.all()) and all(one.identical for one in (score, *others.values())),
+            score, identical=bool(answers.same.all()) and all(one.identical for one in (score, *others.values()))
+        ).with_found(
             metrics=(
                 *(() if bound else (score.score(seed),)),
                 _MEAN(summary.mean, score.mean_interval(seed), bound=bound, headline=bound),
@@ -441,8 +473,7 @@ def _answers_alone(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], se
         bound=True,
     )
     why = nothing.not_measurable if nothing is not None else ""
-    return replace(
-        score,
+    return score.with_found(
         metrics=answers.metrics(seed),
         cluster="image",
         summary=_summary("", answers),

@@ -233,9 +233,9 @@ class CellResult:
     cell: Cell
     metrics: tuple[Metric, ...] = ()
 
-    def value(self, name: str) -> float | None:
+    def value(self, key: str) -> float | None:
         """The value of a metric; ``None`` where it is not there."""
-        return next((metric.value for metric in self.metrics if metric.name == name), None)
+        return next((metric.value for metric in self.metrics if metric.key == key), None)
 
 
 def joined(results: Iterable[CellResult], title: str, **more: Any) -> Measurement:
@@ -253,9 +253,9 @@ def complete(found: Measurement, heads: Iterable[Metric | None], plots: Iterable
     return found.model_copy(update={"metrics": metrics, "plots": tuple(plots)})
 
 
-def largest(found: Measurement, name: str, length: str = "tokens") -> Metric | None:
-    """The metric of this name at the largest length of the smallest batch."""
-    measured = (metric for metric in found.metrics if metric.name == name and metric.cell)
+def largest(found: Measurement, key: str, length: str = "tokens") -> Metric | None:
+    """The metric of this key at the largest length of the smallest batch."""
+    measured = (metric for metric in found.metrics if metric.key == key and metric.cell)
     return max(measured, key=lambda m: (-float(m.cell["batch"]), float(m.cell[length])), default=None)
 
 
@@ -304,9 +304,11 @@ def curves(series: Mapping[str, Sequence[CurvePoint]], **shape: Any) -> list[Cur
     return plotted
 
 
-def against(found: Measurement, name: str, length: str = "tokens", *, scale: float = 1.0, **shape: Any) -> list[Curve]:
-    """Curves of the metrics of this name against the length, one for each batch size."""
-    measured = [metric for metric in found.metrics if metric.name == name and length in metric.cell]
+def against(
+    found: Measurement, metric_key: str, length: str = "tokens", *, scale: float = 1.0, **shape: Any
+) -> list[Curve]:
+    """Curves of the metrics of this key against the length, one for each batch size."""
+    measured = [metric for metric in found.metrics if metric.key == metric_key and length in metric.cell]
     several = len({metric.cell["batch"] for metric in measured}) > 1
     series: dict[str, list[CurvePoint]] = {}
     for metric in measured:

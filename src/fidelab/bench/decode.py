@@ -41,7 +41,7 @@ ISOLATED = Definition(
     aggregate="median",
 )
 BY_SUBTRACTION = Definition(
-    "by subtraction",
+    "by_subtraction",
     "tok/s",
     "higher",
     "The same tokens over the time of the whole answer less the median of separate prefills.",
@@ -89,7 +89,7 @@ def decode_complete(found: Measurement) -> Measurement:
     """With its curve against the depth, headed by the deepest."""
     plots = against(
         found,
-        ISOLATED.name,
+        ISOLATED.key,
         "depth",
         key="decode",
         title="Decode against depth",
@@ -98,7 +98,7 @@ def decode_complete(found: Measurement) -> Measurement:
         caption="Isolated: time between the first and the last token. Median of the repeats, shaded from slowest to "
         "fastest.",
     )
-    return complete(found, [largest(found, ISOLATED.name, "depth")], plots)
+    return complete(found, [largest(found, ISOLATED.key, "depth")], plots)
 
 
 def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:

@@ -88,5 +88,5 @@ def _repeats(asked: LoadAsked, drives: Sequence[Drive]) -> dict[str, tuple[float
     if len(drives) < 2:
         return {}
     pools = [Pool(asked, [drive]) for drive in drives]
-    rows = [{m.name: m.value or 0.0 for m in load_metrics(asked.at, pool.rates(), pool.shown)} for pool in pools]
+    rows = [{m.key: m.value or 0.0 for m in load_metrics(asked.at, pool.rates(), pool.shown)} for pool in pools]
     return {name: tuple(row[name] for row in rows) for name in rows[0] if all(name in row for row in rows)}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fidelab.bench.base import CellResult, CurvePoint, complete, curves, doubt_of, joined
 from fidelab.core import Status
 from fidelab.metrics.serving import percentiles, saturation
-from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric, label
+from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric, key_of, label
 from fidelab.results.plots import Curve
 
 __all__ = [
@@ -44,23 +44,25 @@ __all__ = [
 TITLE = "How fast is it behind its server?"
 
 OUTPUT_RATE = Definition(
-    "output rate", "tok/s", "higher", "Output tokens over the measured part, by the server's usage."
+    "output_rate", "tok/s", "higher", "Output tokens over the measured part, by the server's usage."
 )
-TOTAL_RATE = Definition("total rate", "tok/s", "higher", "Input and output tokens over the measured part.")
-COMPLETED_RATE = Definition("completed rate", "req/s", "higher", "Requests answered whole, over the measured part.")
-SERVER_RATE = Definition("server's output rate", "tok/s", "higher", "Generated tokens as the server counts them.")
+TOTAL_RATE = Definition("total_rate", "tok/s", "higher", "Input and output tokens over the measured part.")
+COMPLETED_RATE = Definition("completed_rate", "req/s", "higher", "Requests answered whole, over the measured part.")
+SERVER_RATE = Definition(
+    "server_output_rate", "tok/s", "higher", "Generated tokens as the server counts them.", name="server's output rate"
+)
 GOODPUT = Definition("goodput", "req/s", "higher", "Requests that met every target, over the measured part.")
-GOOD_REQUESTS = Definition("good requests", "share", "higher", "Share of all requests sent that met every target.")
-FAILED_REQUESTS = Definition("failed requests", "share", "lower", "Share of all requests sent that failed.")
-IN_FLIGHT = Definition("effective concurrency", "count", None, "Requests in flight, averaged over time.")
+GOOD_REQUESTS = Definition("good_requests", "share", "higher", "Share of all requests sent that met every target.")
+FAILED_REQUESTS = Definition("failed_requests", "share", "lower", "Share of all requests sent that failed.")
+IN_FLIGHT = Definition("effective_concurrency", "count", None, "Requests in flight, averaged over time.")
 ACCEPTANCE = Definition(
-    "acceptance length",
+    "acceptance_length",
     "tokens",
     "higher",
     "Tokens per verification of drafts, its own one included: 1 + accepted / drafts.",
     limit="slowdown",
 )
-COUNTED_CONTEXT = Definition("context counted", "tokens", None, "Mean prompt tokens by the server's usage.")
+COUNTED_CONTEXT = Definition("context_counted", "tokens", None, "Mean prompt tokens by the server's usage.")
 REQUESTS = Definition("requests", "count", None, "Requests sent in the measured part.")
 ERRORS = Definition("errors", "count", None, "Of these, failed.")
 _SATURATION = Definition(
@@ -82,7 +84,7 @@ Values = Mapping[Definition, float | None]
 def latency(name: str, part: str) -> Definition:
     """The metric of ``ttft``, ``tpot``, ``itl`` or ``e2el``: of its ``mean``, or of ``p50`` and so on."""
     word, about = _LATENCIES[name]
-    return Definition(f"{word} {part}", "ms", "lower", f"{about}; {part}.")
+    return Definition(key_of(f"{word} {part}"), "ms", "lower", f"{about}; {part}.", name=f"{word} {part}")
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,10 @@ class Latency:
         return {latency(self.name, part): value for part, value in {"mean": self.mean, **self.percentiles}.items()}
 
     def caveats(self) -> dict[str, str]:
-        """Name of a metric that rests on few values → how few."""
+        """Key of a metric that rests on few values → how few."""
         beyond = {part: self.n * (1 - _quantile(part)) for part in self.percentiles}
         return {
-            latency(self.name, part).name: f"{few:.3g} of {self.n} beyond"
+            latency(self.name, part).key: f"{few:.3g} of {self.n} beyond"
             for part, few in beyond.items()
             if few < _FEWEST_BEYOND
         }
@@ -141,13 +143,13 @@ def load_metrics(
     more: Values | None = None,
     repeats: Mapping[str, Sequence[float]] | None = None,
 ) -> tuple[Metric, ...]:
-    """The metrics of one load that are known, in this order; ``repeats``: name → each repeat."""
+    """The metrics of one load that are known, in this order; ``repeats``: key → each repeat."""
     every, caveats = dict(rates), dict[str, str]()
     for times in latencies:
         every |= times.values()
         caveats |= times.caveats()
     return tuple(
-        make(value, cell=at, caveat=caveats.get(make.name, ""), repeats=(repeats or {}).get(make.name, ()))
+        make(value, cell=at, caveat=caveats.get(make.key, ""), repeats=(repeats or {}).get(make.key, ()))
         for make, value in {**every, **(more or {})}.items()
         if value is not None
     )
@@ -216,7 +218,7 @@ def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
     rates: dict[str, dict[int, float]] = {}
     shapes: dict[str, Coordinates] = {}
     for shape, load in _by_context(loads):
-        at, rate = load.cell.at, load.value(OUTPUT_RATE.name)
+        at, rate = load.cell.at, load.value(OUTPUT_RATE.key)
         if load.cell.valid and at["arrival"] == "closed" and "concurrency" in at and rate:
             shapes[label(shape)] = shape
             rates.setdefault(label(shape), {}).setdefault(int(at["concurrency"]), rate)
@@ -248,7 +250,7 @@ def _head(loads: Sequence[CellResult]) -> Metric | None:
         return (0.0 if context == "mixed" else -float(context), *load)
 
     valid = [load for load in loads if load.cell.valid and load.cell.status is Status.OK]
-    rates = [metric for load in valid for metric in load.metrics if metric.name == OUTPUT_RATE.name]
+    rates = [metric for load in valid for metric in load.metrics if metric.key == OUTPUT_RATE.key]
     return max(rates, key=height, default=None)
 
 
@@ -257,9 +259,9 @@ def _head(loads: Sequence[CellResult]) -> Metric | None:
 
 def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
     """Rate and latencies against concurrency (closed loop) and request rate (open loop); rate against latency."""
-    tpot, ttft = latency("tpot", "p50").name, latency("ttft", "p50").name
+    tpot, ttft = latency("tpot", "p50").key, latency("ttft", "p50").key
     figures = (
-        ("throughput", "Throughput", "output tok/s", OUTPUT_RATE.name),
+        ("throughput", "Throughput", "output tok/s", OUTPUT_RATE.key),
         ("tpot", "Time per output token", "TPOT p50, ms", tpot),
         ("ttft", "Time to the first token", "TTFT p50, ms", ttft),
     )
@@ -274,7 +276,7 @@ def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
             yield from curves(_series(some, x, y), key=f"{key}{suffix}", title=title, x_label=x_label, y_label=y_label)
     first = all(load.value(tpot) is None for load in loads)  # no answer had two tokens
     yield from curves(
-        _series(loads, ttft if first else tpot, OUTPUT_RATE.name, named=True),
+        _series(loads, ttft if first else tpot, OUTPUT_RATE.key, named=True),
         key="ttft-throughput" if first else "latency-throughput",
         title="Throughput against latency",
         x_label=f"{'TTFT' if first else 'TPOT'} p50, ms",

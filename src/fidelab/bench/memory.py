@@ -24,20 +24,30 @@ from fidelab.results.measurement import Cell, Coordinates, Definition, Measureme
 
 __all__ = ["AT_LENGTH", "WHOLE", "Memory", "MemorySettings", "memory_complete", "sizes"]
 
-_KV = Definition("KV", "bytes", "lower", "Measured bytes per token × tokens × sequences.", exact=True)
+_KV = Definition("kv", "bytes", "lower", "Measured bytes per token × tokens × sequences.", exact=True, name="KV")
 _PER_TOKEN = Definition(
-    "KV bytes per token", "bytes", "lower", "Measured from the storage; scales included.", exact=True
+    "kv_bytes_per_token",
+    "bytes",
+    "lower",
+    "Measured from the storage; scales included.",
+    exact=True,
+    name="KV bytes per token",
 )
-_HOST = Definition("peak host", "bytes", "lower", "Most host memory of the worker's processes up to here.")
-_DEVICE = Definition("peak device", "bytes", "lower", "Most device memory allocated during one answer.")
+_HOST = Definition("peak_host", "bytes", "lower", "Most host memory of the worker's processes up to here.")
+_DEVICE = Definition("peak_device", "bytes", "lower", "Most device memory allocated during one answer.")
 
 WHOLE: Mapping[str, Definition] = {
     "cache_bytes_per_token": _PER_TOKEN,
     "expected_bytes_per_token": Definition(
-        "expected KV bytes per token", "bytes", "lower", "What the asked format takes.", exact=True
+        "expected_kv_bytes_per_token",
+        "bytes",
+        "lower",
+        "What the asked format takes.",
+        exact=True,
+        name="expected KV bytes per token",
     ),
     "state_bytes_per_sequence": Definition(
-        "state bytes per sequence",
+        "state_bytes_per_sequence",
         "bytes",
         "lower",
         "State of recurrent layers, which does not grow with the length.",
@@ -45,16 +55,17 @@ WHOLE: Mapping[str, Definition] = {
     ),
     "weights_bytes": Definition("weights", "bytes", "lower", "Bytes of the checkpoint.", exact=True),
     "loaded_host_bytes": Definition(
-        "host, model loaded",
+        "host_model_loaded",
         "bytes",
         "lower",
         "Host memory of the worker's processes with the model loaded and nothing asked.",
+        name="host, model loaded",
     ),
     "peak_host_bytes": _HOST,
     "peak_device_bytes": _DEVICE,
     # the pool takes what other things leave: a smaller one is no gain
     "cache_bytes": Definition("pool", "bytes", None, "The pool that the engine set aside for the cache."),
-    "cache_tokens": Definition("pool tokens", "tokens", "higher", "Tokens that fit into the pool.", limit="memory"),
+    "cache_tokens": Definition("pool_tokens", "tokens", "higher", "Tokens that fit into the pool.", limit="memory"),
 }
 """What an engine says of itself → the metric of the whole arm."""
 AT_LENGTH: Mapping[str, Definition] = {"kv_bytes": _KV, "peak_host_bytes": _HOST, "peak_device_bytes": _DEVICE}
@@ -120,7 +131,7 @@ def sizes(definitions: Mapping[str, Definition], told: Mapping[str, Any], at: Co
 
 def memory_complete(found: Measurement) -> Measurement:
     """With curves of the cache and of the peak, headed by the bytes per token and the peak."""
-    device = found.value(_DEVICE.name) is not None
+    device = found.value(_DEVICE.key) is not None
     peak, where = (_DEVICE, "device memory") if device else (_HOST, "memory of the worker's processes")
     shown = (
         (_KV, "cache", "KV cache against context", "Measured bytes per token, times tokens."),
@@ -136,7 +147,7 @@ def memory_complete(found: Measurement) -> Measurement:
         curve
         for make, key, title, caption in shown
         for curve in against(
-            found, make.name, scale=mib, key=key, title=title, x_label=x_label, y_label=y_label, caption=caption
+            found, make.key, scale=mib, key=key, title=title, x_label=x_label, y_label=y_label, caption=caption
         )
     ]
-    return complete(found, [found.metric(_PER_TOKEN.name), found.metric(peak.name, {})], plots)
+    return complete(found, [found.metric(_PER_TOKEN.key), found.metric(peak.key, {})], plots)

@@ -73,11 +73,11 @@ def prefill_complete(found: Measurement) -> Measurement:
     """With its curve against the length, headed by the longest prompts."""
     plots = against(
         found,
-        RATE.name,
+        RATE.key,
         key="prefill",
         title="Prefill against prompt length",
         x_label="prompt, tokens",
         y_label="tok/s",
         caption="Median of the repeats; shaded from the slowest to the fastest.",
     )
-    return complete(found, [largest(found, RATE.name)], plots)
+    return complete(found, [largest(found, RATE.key)], plots)

@@ -21,7 +21,7 @@ from fidelab.bench.base import (
     complete,
     unsteady,
 )
-from fidelab.results.measurement import Definition, Flag, Measurement, Metric
+from fidelab.results.measurement import Definition, Flag, Measurement, Metric, key_of
 from fidelab.results.plots import Bars
 
 __all__ = ["COLD", "TOTAL", "WARM", "Startup", "StartupSettings", "part", "startup_complete"]
@@ -35,7 +35,7 @@ TOTAL = Definition("total", "s", "lower", "From the process' start to the first 
 def part(name: str) -> Definition:
     """The metric of one part of the time."""
     about = f"The part of the start-up called {name}; what an engine cannot tell apart stands under the later part."
-    return Definition(name, "s", "lower", about, aggregate="median")
+    return Definition(key_of(name), "s", "lower", about, aggregate="median", name=name)
 
 
 class StartupSettings(BenchSettings):
@@ -65,7 +65,7 @@ class Startup(Bench):
             return measurement
         starts = {kind: [parts for of, parts in facts.starts if of == kind] for kind in (COLD, WARM)}
         metrics = [metric for kind, known in starts.items() for metric in _times(kind, known)]
-        warm = next((m for m in metrics if m.name == TOTAL.name and m.cell["start"] == WARM), None)
+        warm = next((m for m in metrics if m.key == TOTAL.key and m.cell["start"] == WARM), None)
         flags = unsteady("warm starts", warm.steady if warm else None, 1)
         if self.settings.cold and not starts[COLD]:
             text = "no cold start: the weight files could not be put out of the page cache"
@@ -75,14 +75,16 @@ class Startup(Bench):
 
 def startup_complete(found: Measurement) -> Measurement:
     """With bars of its parts, headed by the warm start where there is one."""
-    totals = {str(m.cell["start"]): m for m in found.metrics if m.name == TOTAL.name}
-    names = dict.fromkeys(m.name for m in found.metrics if m.name != TOTAL.name)
+    totals = {str(m.cell["start"]): m for m in found.metrics if m.key == TOTAL.key}
+    names = {m.key: m.name for m in found.metrics if m.key != TOTAL.key}
     bars = Bars(
         key="startup",
         title="Where the start-up time goes",
         y_label="seconds",
         labels=tuple(totals),
-        parts={name: tuple(found.value(name, total.cell) or 0.0 for total in totals.values()) for name in names},
+        parts={
+            name: tuple(found.value(key, total.cell) or 0.0 for total in totals.values()) for key, name in names.items()
+        },
         totals=tuple(total.value or 0.0 for total in totals.values()),
         caption="From the process' start to the first token, medians of the parts. Cold: the weight files were not in "
         "the page cache. The figure is the median of the whole, which the parts' medians need not sum up to.",

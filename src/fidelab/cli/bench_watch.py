@@ -81,7 +81,7 @@ def _figures(cell: CellResult) -> str:
     parts = [
         words.format(format_amount(value))
         for words, metric in figures.items()
-        if (value := cell.value(metric.name)) is not None
+        if (value := cell.value(metric.key)) is not None
     ]
     if not parts:  # of another bench
         parts = [f"{metric.value:g} {metric.name}" for metric in cell.metrics if metric.value is not None]

@@ -71,8 +71,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="KEY=A,B,…",
-            help="Ablation: a key of --candidate with several values; repeated, all combinations run, and the "
-            "report names the key that moves KLD and the onset of degeneration.",
+            help="A key of --candidate with several values; repeated, all combinations run.",
             rich_help_panel=options.ARMS,
         ),
     ] = None,

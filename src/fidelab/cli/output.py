@@ -189,7 +189,7 @@ def _gated(arms: Sequence[ArmRecord], fail_under: float) -> tuple[list[str], lis
     """Candidates that are shown to miss the gate, and those that are not shown to pass it, a line each."""
     missed, undecided = [], []
     for arm in arms:
-        interval = arm.axes["kld"].ci("score") if "kld" in arm.axes else None
+        interval = arm.deciding.ci("score") if arm.deciding else None
         gate = f"--fail-under {fail_under:g}"
         if interval is None:
             undecided.append(f"{arm.name} is undecided by {gate}: it has no KLD score with an interval")

@@ -1,4 +1,4 @@
-"""The grid of an ablation: keys of an arm with several values each, and the arms of their Cartesian product."""
+"""The grid of ``vary``: keys of an arm with several values each, and the arms of their Cartesian product."""
 
 from __future__ import annotations
 

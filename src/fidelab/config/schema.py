@@ -297,7 +297,7 @@ class Experiment(BaseModel):
     )
     vary: dict[str, list[str]] = Field(
         default_factory=dict,
-        description="ablation: key of an arm → its values; all combinations run",
+        description="key of an arm → its values; all combinations run",
     )
     axes: dict[str, dict[str, Any]] = Field(default_factory=_default_axes, description="axes and their settings")
     benches: dict[str, dict[str, Any]] = Field(default_factory=dict, description="benches and their settings")

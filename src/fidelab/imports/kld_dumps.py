@@ -27,7 +27,7 @@ from fidelab.errors import UsageError
 from fidelab.imports.dump_folder import Dump, open_dump, pair_windows
 from fidelab.imports.json_file import metrics_of
 from fidelab.imports.kld_base import BaseFile
-from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run, window_blocks
+from fidelab.imports.leave import Imported, Source, leave_run, window_blocks
 from fidelab.metrics.composite import cost_alike
 from fidelab.metrics.divergence import (
     RowComparison,
@@ -41,7 +41,8 @@ from fidelab.metrics.divergence import (
 )
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_estimate, ratio_interval, standard_error
 from fidelab.results.measurement import Measurement
-from fidelab.results.record import ArmRecord, Comparison, Composite, KVFormats
+from fidelab.results.record import ArmRecord, Comparison, Composite
+from fidelab.results.verdict import judge
 
 __all__ = ["import_dumps"]
 
@@ -118,11 +119,7 @@ def import_dumps(
         "position": np.concatenate([reference.first + np.arange(n, dtype=np.int32) for n in n_rows]),
         "n_ctx": np.repeat(np.asarray([reference.n_ctx or n for n in n_rows], np.int32), n_rows),
     }
-    bare: dict[str, Any] = {
-        "engine": "unstated engine",
-        "model": model or "unstated model",
-        "kv": KVFormats(k="unstated", v="unstated"),
-    }
+    bare: dict[str, Any] = {"engine": "unstated engine", "model": model or "unstated model"}
     records = [_record(arm, label, bare, places, seed) for arm, label in zip(arms, labels, strict=True)]
     positions = [(label, _columns(arm, places)) for arm, label in zip(arms, labels, strict=True)]
     report, folder = leave_run(
@@ -211,12 +208,13 @@ def _record(arm: _Arm, label: str, bare: dict[str, Any], places: Places, seed: i
     axis = _axis(arm, places, seed)
     fields = {"name": label, "axes": {"kld": axis}, **bare}
     if axis.status is Status.IDENTICAL:
-        verdict = kld_verdict(None, _UNPROVEN, status=Status.NOT_ENGAGED)
-        return ArmRecord(status=Status.NOT_ENGAGED, reason=_UNPROVEN, verdict=verdict, **fields)
+        unproven = ArmRecord(status=Status.NOT_ENGAGED, reason=_UNPROVEN, **fields)
+        return unproven.model_copy(update={"verdict": judge(unproven)})
     reason = "the windows make a single block: nothing to make an interval of; capture more of them"
     score = axis.value("score")
     composite = None if score is None else Composite(value=score, ci=axis.ci("score"), axes=("kld",))
-    return ArmRecord(status=Status.OK, composite=composite, verdict=kld_verdict(axis, reason), **fields)
+    record = ArmRecord(status=Status.OK, composite=composite, **fields)
+    return record.model_copy(update={"verdict": judge(record, reason=reason)})
 
 
 def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:

@@ -1,4 +1,4 @@
-"""Common to all imports: the verdict on imported figures, blocks of windows, and writing the run folder."""
+"""Common to all imports: blocks of windows, and writing the run folder."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from numpy.typing import NDArray
 
 import fidelab
 from fidelab.core import Status
-from fidelab.metrics.composite import verdict
 from fidelab.report.html import write_html
-from fidelab.results.measurement import Measurement
-from fidelab.results.numbers import counted
-from fidelab.results.record import ArmRecord, Comparison, Report, Verdict
-from fidelab.results.sentence import ArmFacts, sentence
+from fidelab.results.record import ArmRecord, Comparison, Report
 from fidelab.results.store import RunFolder
 
-__all__ = ["Imported", "Source", "kld_verdict", "leave_run", "window_blocks"]
+__all__ = ["Imported", "Source", "leave_run", "window_blocks"]
 
 
 @dataclass(frozen=True)
@@ -43,46 +39,6 @@ class Source:
     facts: Mapping[str, Any]
     settings: Mapping[str, Any]
     key: Mapping[str, Any]
-
-
-def kld_verdict(
-    axis: Measurement | None, reason: str, *, k: str = "auto", v: str = "auto", status: Status = Status.OK
-) -> Verdict:
-    """The verdict by the upper 95% bound of the mean KL; ``reason``: why there is no such bound.
-
-    ``k`` and ``v`` are the cache's formats where they are what was changed; the sentence may advise on them.
-    """
-    kld = axis or Measurement(status=Status.OK)
-    interval, mean = kld.ci("mean"), kld.value("mean")
-    n_failed, n_positions = kld.n_failed or 0, kld.n_items or 0
-    low, upper = (None, None) if interval is None else interval
-    ruling = verdict(upper, n_failed, n_positions, kld_least=mean, kld_lower=low, n_clusters=kld.n_clusters)
-    facts = ArmFacts(
-        k=k,
-        v=v,
-        status=status,
-        reason=reason,
-        band=ruling.band,
-        at_best=ruling.at_best,
-        kld=mean,
-        kld_ci=interval,
-        clusters="" if kld.n_clusters is None else counted(kld.n_clusters, kld.cluster),
-        preliminary=ruling.preliminary,
-        top1=kld.value("top-1"),
-        estimator=kld.facts.get("estimator"),
-        n_positions=n_positions or None,
-        n_failed=n_failed,
-    )
-    because = (reason, *ruling.because[1:]) if ruling.band is None else ruling.because
-    return Verdict.model_validate(
-        {
-            "band": ruling.band,
-            "at_best": ruling.at_best,
-            "preliminary": ruling.preliminary,
-            "sentence": sentence(facts),
-            "because": because,
-        }
-    )
 
 
 def window_blocks(n_windows: int, overlap: int = 1) -> NDArray[np.int64]:

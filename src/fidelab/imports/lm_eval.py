@@ -27,7 +27,7 @@ from fidelab.metrics.equivalence import MARGIN, Loss, certify, flip_counts
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.decision_record import Certificate, CertificateClaim, FlipRecord
 from fidelab.results.measurement import Definition, Measurement
-from fidelab.results.record import ArmRecord, KVFormats, Verdict
+from fidelab.results.record import ArmRecord, Verdict
 
 __all__ = ["import_samples"]
 
@@ -36,10 +36,10 @@ _MOST = 1 << 30  # bytes of a file
 _OWN = {"doc_id", "doc_hash", "prompt_hash", "target_hash", "filter"}
 
 _ACCURACY = Definition("accuracy", "share", "higher", "Share of the items that the arm gets right.")
-_REFERENCE = Definition("reference accuracy", "share", None, "Share of the items that the reference gets right.")
+_REFERENCE = Definition("reference_accuracy", "share", None, "Share of the items that the reference gets right.")
 _DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired over the items.")
-_P = Definition("McNemar p", "p", None, "McNemar's exact test of items lost against gained.")
-_UNPAIRED = Definition("unpaired p", "p", None, "The z-test that the harness's own comparison makes of two means.")
+_P = Definition("mcnemar_p", "p", None, "McNemar's exact test of items lost against gained.", name="McNemar p")
+_UNPAIRED = Definition("unpaired_p", "p", None, "The z-test that the harness's own comparison makes of two means.")
 _LOST = Definition("lost", "count", None, "Items that the reference alone gets right.")
 _GAINED = Definition("gained", "count", None, "Items that the arm alone gets right.")
 
@@ -93,7 +93,7 @@ def import_samples(
         },
         seed=seed,
     )
-    bare: dict[str, Any] = {"engine": "lm-eval", "model": "unstated model", "kv": KVFormats(k="unstated", v="unstated")}
+    bare: dict[str, Any] = {"engine": "lm-eval", "model": "unstated model"}
     records = []
     for label, pair in zip(labels, pairs, strict=True):
         axes = {_axis_name(key): _axis(key, *sides, seed) for key, sides in pair.items()}
@@ -239,7 +239,7 @@ def _said(name: str, axis: Measurement, certificate: Certificate) -> str:
         "undecided": f"a loss of {100 * claim.margin:g} points is neither shown nor ruled out",
     }
     lost, gained = (int(axis.value(key) or 0) for key in ("lost", "gained"))
-    p = axis.value("McNemar p")
+    p = axis.value("mcnemar_p")
     counts = f"lost {lost} of {axis.n_items}, gained {gained} (p = {p:.2g})"
     return f"{name.removeprefix('lm-eval:')}: {counts}; {words[claim.state]}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fidelab.core import Status, digest
 from fidelab.errors import InputError
-from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run
+from fidelab.imports.leave import Imported, Source, leave_run
 from fidelab.imports.refract_axes import Recomputed, RefractLine, read_kld, read_plad, read_rniah, read_trajectory
 from fidelab.imports.refract_file import RefractFile, read_refract
 from fidelab.metrics.composite import BANDS, harmonic_mean
@@ -20,7 +20,8 @@ from fidelab.metrics.composite import composite as combine
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import TablePlot
-from fidelab.results.record import ArmRecord, Composite, KVFormats
+from fidelab.results.record import ArmRecord, Composite
+from fidelab.results.verdict import judge
 
 __all__ = ["AXIS", "import_refract"]
 
@@ -57,16 +58,16 @@ def import_refract(
     notes = _notes(file, measured, lines)
     axes = {axis: part.record for axis, part in measured.items()}
     axes[AXIS] = Measurement(status=Status.OK, plots=(_comparison(lines),), facts=_facts(file, notes))
-    kv, kld = file.kv("candidate"), axes.get("kld")
-    verdict = kld_verdict(kld, _why_no_bound(kld), k=kv.k, v=kv.v)
-    candidate = _arm(file, kv, name, axes=axes, composite=composite, verdict=verdict)
-    reference = _arm(file, file.kv("reference"))
-    report, folder = leave_run(_source(file, measured), reference, [candidate], output_dir, command)
+    candidate = _arm(file, "candidate", name, axes=axes, composite=composite, wider_keys="k16v8")
+    verdict = judge(candidate, reason=_why_no_bound(axes.get("kld")))
+    candidates = [candidate.model_copy(update={"verdict": verdict})]
+    report, folder = leave_run(_source(file, measured), _arm(file, "reference"), candidates, output_dir, command)
     return Imported(report, folder, notes)
 
 
-def _arm(file: RefractFile, kv: KVFormats, name: str | None = None, **fields: Any) -> ArmRecord:
-    name = name or (kv.k if kv.k == kv.v else f"{kv.k}/{kv.v}")
+def _arm(file: RefractFile, side: str, name: str | None = None, **fields: Any) -> ArmRecord:
+    kv = file.kv(side)
+    name = name or (kv.text if kv else file.root[side].text())
     return ArmRecord(status=Status.OK, name=name, engine=file.backend, model=file.model, kv=kv, **fields)
 
 

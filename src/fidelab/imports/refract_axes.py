@@ -34,7 +34,7 @@ from fidelab.metrics.divergence import kld_score
 from fidelab.metrics.drift import LOWEST_CELL, cell_scores, sign_test
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.metrics.retrieval import Cells, retrieval_interval, retrieval_score
-from fidelab.results.measurement import Definition, Measurement
+from fidelab.results.measurement import Definition, Measurement, key_of
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot
 
 __all__ = ["Recomputed", "RefractLine", "read_kld", "read_plad", "read_rniah", "read_trajectory"]
@@ -261,7 +261,10 @@ def read_rniah(file: RefractFile) -> Recomputed | None:
     score, refract_score = retrieval_score(trials), retrieval_score(trials, compat="refract")
     counted = all(cell.n_trials for cell in known)
     reason = "the reference finds the needle in no cell" if known else "the file holds no cell"
-    accuracy = Definition("reference's accuracy", "share"), Definition("candidate's accuracy", "share")
+    accuracy = (
+        Definition("reference_accuracy", "share", name="reference's accuracy"),
+        Definition("candidate_accuracy", "share", name="candidate's accuracy"),
+    )
     sides = (values.mean() if known else None for values in (refs, tests))
     record = Measurement(
         status=Status.NOT_MEASURABLE if score is None else Status.OK,
@@ -269,7 +272,7 @@ def read_rniah(file: RefractFile) -> Recomputed | None:
         metrics=(
             *([] if score is None else [SCORE(score, retrieval_interval(trials) if counted else None, headline=True)]),
             *(define(side) for define, side in zip(accuracy, sides, strict=True)),
-            Definition("informative cells", "count")((refs > 0).sum()),
+            Definition("informative_cells", "count")((refs > 0).sum()),
         ),
         plots=_cells_plots(known),
         n_items=len(entries),
@@ -350,14 +353,14 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
         by_kind[kind].append(index)
     kinds = {kind: float(cells[rows].mean()) for kind, rows in by_kind.items()}
     interval = ratio_interval(score, seed, transform=_percent, bounds=(LOWEST_CELL / 100, 1.0), proportion=True)
-    drift = Definition("excess drift", "ratio", "lower")
+    drift = Definition("excess_drift", "ratio", "lower")
     record = Measurement(
         status=Status.OK,
         metrics=(
             SCORE(mean_score, interval, headline=True),
             drift(excess.mean(), ratio_interval(signed, seed, bounds=(-1.0, 1.0))),
-            Definition("sign test", "p")(sign_test(signed.by_cluster().num)),
-            *(Definition(kind, "points")(value) for kind, value in kinds.items()),
+            Definition("sign_test", "p")(sign_test(signed.by_cluster().num)),
+            *(Definition(key_of(kind), "points", name=kind)(value) for kind, value in kinds.items()),
         ),
         plots=(_kinds_plot(by_kind, drifts, kinds),),
         n_items=len(entries),

@@ -9,7 +9,6 @@ from typing import Final
 from fidelab.core import KVSpec
 from fidelab.errors import FidelabError, InputError
 from fidelab.imports.json_file import JsonFile, Node, read_json
-from fidelab.results.record import KVFormats
 
 __all__ = ["READABLE", "RefractFile", "read_refract"]
 
@@ -44,17 +43,15 @@ class RefractFile:
         """REFRACT's version, which older files do not hold."""
         return self.root["framework_version"].text() or None
 
-    def kv(self, side: str) -> KVFormats:
-        """Cache formats of ``reference`` or ``candidate``: ``ctk=q8_0,ctv=turbo4``, a spec of ours, or any text."""
+    def kv(self, side: str) -> KVSpec | None:
+        """Cache formats of ``reference`` or ``candidate``: ``ctk=q8_0,ctv=turbo4`` or a spec of ours."""
         text = self.root[side].text().strip() or "unknown"
         pairs = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
-        k, v = pairs.pop("ctk", None), pairs.pop("ctv", None)
-        if k or v:
-            return KVFormats(k=k or "unknown", v=v or "unknown", options=pairs)
+        k, v = pairs.get("ctk"), pairs.get("ctv")
         try:
-            return KVFormats.from_spec(KVSpec.parse(text))
+            return KVSpec.parse(f"{k or 'unknown'}/{v or 'unknown'}" if k or v else text)
         except FidelabError:
-            return KVFormats(k=text, v=text)
+            return None
 
     def axis(self, name: str) -> Node | None:
         """An axis that was measured; the trajectory is also found under its old name, gtm."""

@@ -70,7 +70,7 @@ def mirrored(report: Report, page: str = "") -> Mirrored:
     config["comparability_key"] = plain["comparability_key"]
     config["recommendation"] = plain["recommendation"]
     verdicts: list[tuple[str | float | None, ...]] = [
-        (role, arm.name, arm.engine, arm.kv.k, arm.kv.v, arm.status.value, arm.reason or "")
+        (role, arm.name, arm.engine, arm.kv_text, arm.status.value, arm.reason or "")
         + ((arm.verdict.band or "no verdict", arm.verdict.sentence) if arm.verdict else ("", ""))
         for role, arm in arms(report)
     ]
@@ -80,7 +80,7 @@ def mirrored(report: Report, page: str = "") -> Mirrored:
         figures=figures,
         verdicts={arm.name: arm.verdict.band or "no verdict" for arm in report.candidates if arm.verdict},
         tables={
-            "arms": (("role", "arm", "engine", "k", "v", "status", "reason", "verdict", "sentence"), public(verdicts)),
+            "arms": (("role", "arm", "engine", "kv", "status", "reason", "verdict", "sentence"), public(verdicts)),
             "figures": ((*Key._fields, "unit", "better", "bound", "value", "low", "high", "caveat"), rows),
         },
         page=page,

@@ -27,7 +27,6 @@ from fidelab.core import canonical_json, read_file, strict_json
 from fidelab.errors import CaptureError, FidelabError, InputError, OutputError, UsageError
 from fidelab.metrics.composite import Band, kl_band
 from fidelab.metrics.divergence import kld_score
-from fidelab.results.ablation_record import Ablation
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import Measurement, walk
 from fidelab.results.record import ArmRecord, Attribution, Comparison, Report, write_atomically
@@ -111,8 +110,6 @@ class HeadLine(_Line):
     comparisons: tuple[Comparison, ...]
     """As in the report."""
     attribution: tuple[Attribution, ...]
-    """As in the report."""
-    ablation: Ablation | None
     """As in the report."""
     floor: dict[str, Measurement]
     """As in the report, without plots."""
@@ -464,7 +461,7 @@ def _faults_of(arm: ArmRecord) -> Iterator[str]:
     for group, _, metric in walk({**arm.axes, **arm.benches}):
         if metric.repeats and metric.aggregate == "median" and not _close(metric.value, median(metric.repeats)):
             yield f"{group}, {metric.name}: {metric.value} is not the median of its repeats"
-    kld = arm.axes.get("kld")
+    kld = arm.deciding
     mean = kld.metric("mean", {}) if kld is not None else None
     if kld is not None and mean is not None and mean.value is not None and not mean.bound:
         score = kld.value("score", {})

@@ -119,7 +119,7 @@ def _decode_rows(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         bench = (arm.get("benches") or {}).get("decode") or {}
         for metric in bench.get("metrics") or ():
             cell = metric.get("cell") or {}
-            if metric.get("name") == "isolated" and "batch" in cell:
+            if metric.get("key") == "isolated" and "batch" in cell:
                 place = {"arm": arm.get("name"), "batch": cell["batch"], "context": cell.get("depth")}
                 yield from ({**place, "tok_s": value} for value in metric.get("repeats") or [metric.get("value")])
 

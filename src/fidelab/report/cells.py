@@ -25,6 +25,7 @@ from fidelab.results.numbers import (
     one_line,
 )
 from fidelab.results.record import NO_REFERENCE, ArmRecord
+from fidelab.results.table import OVER_CONTROL
 from fidelab.results.values import Outcome
 
 __all__ = [
@@ -57,7 +58,6 @@ STATUS = {
     Status.NOT_MEASURABLE: "not measurable",
 }
 
-OVER_CONTROL = "over control"
 """A difference: shown with its sign."""
 
 
@@ -86,7 +86,7 @@ def estimate_of(metric: Metric | None, *, mib: bool = False) -> Estimate:
         least = metric.ci is not None and metric.ci[1] is None
         return Estimate(f"> {format_figure(metric.ci[0], metric.unit, mib=mib)}") if least and metric.ci else Estimate()
     bound = "≥ " if metric.bound else ""
-    value = format_figure(metric.value, metric.unit, signed=metric.name == OVER_CONTROL, mib=mib)
+    value = format_figure(metric.value, metric.unit, signed=metric.key == OVER_CONTROL, mib=mib)
     return Estimate(bound + value, format_interval(metric.ci or metric.span, metric.unit, mib=mib))
 
 
@@ -108,22 +108,12 @@ def ratio_of(own: Metric | None, base: Metric | None) -> str:
 
 def kv_of(arm: ArmRecord) -> str:
     """The requested cache format, with its options."""
-    k, v = kv_sides(arm)
-    rest = {name: value for name, value in arm.kv.options.items() if name not in ("k", "v")}
-    return f"{k if k == v else f'K {k}, V {v}'} {_options(rest)}".strip()
+    return one_line(arm.kv_text)
 
 
 def kv_sides(arm: ArmRecord) -> tuple[str, str]:
     """The requested formats of keys and of values, each with its options."""
-    options = arm.kv.options
-    return one_line(arm.kv.k) + _options(options.get("k")), one_line(arm.kv.v) + _options(options.get("v"))
-
-
-def _options(options: Any) -> str:
-    """``[name=value, …]``; empty where there are none."""
-    if not isinstance(options, Mapping) or not options:
-        return ""
-    return f"[{', '.join(one_line(f'{name}={plain(value)}') for name, value in options.items())}]"
+    return (one_line(str(arm.kv.k)), one_line(str(arm.kv.v))) if arm.kv else (arm.kv_text, arm.kv_text)
 
 
 # ------------------------------------------------------------------- the main table: metrics of the KLD by name
@@ -159,7 +149,7 @@ def excess_of(kld: Measurement | None) -> Estimate:
 
 def changed_of(kld: Measurement | None) -> Estimate:
     """How many of the most likely tokens change."""
-    top1 = kld.metric("top-1", {}) if kld else None
+    top1 = kld.metric("top1", {}) if kld else None
     if top1 is None or top1.value is None:
         return Estimate()
     return _odds(kld, 1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
@@ -167,7 +157,7 @@ def changed_of(kld: Measurement | None) -> Estimate:
 
 def flips_of(kld: Measurement | None) -> Estimate:
     """How many of the changed tokens were no near tie."""
-    flips = kld.metric("real flips", {}) if kld else None
+    flips = kld.metric("real_flips", {}) if kld else None
     return Estimate() if flips is None or flips.value is None else _odds(kld, flips.value, flips.interval)
 
 
@@ -180,7 +170,7 @@ def _odds(kld: Measurement | None, share: float, interval: tuple[float, float] |
 
 def run_of(kld: Measurement | None) -> Estimate:
     """Expected tokens until the most likely one changes, or the lower bound of that number."""
-    run = kld.metric("tokens to flip", {}) if kld else None
+    run = kld.metric("tokens_to_flip", {}) if kld else None
     if run is None or (run.value is None and run.ci is None):
         return Estimate()
     if run.value is not None:

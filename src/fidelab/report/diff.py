@@ -108,7 +108,7 @@ def _cells(change: MetricChange) -> tuple[str, ...]:
     why = f" ({change.doubt})" if change.doubt else ""
     ends = "" if change.ci is None else f" ({' to '.join(_signed(end, change) for end in change.ci)})"
     shown = ABSENT if change.change is None else _signed(change.change, change)
-    place = ", ".join(part for part in (change.group.removeprefix(BENCH), change.cell, change.metric) if part)
+    place = ", ".join(part for part in (change.group.removeprefix(BENCH), change.cell, change.name) if part)
     return (
         change.outcome,
         _arm(change),
@@ -143,7 +143,7 @@ def _missing(diff: Diff) -> Iterator[str]:
         for change in diff.changes:
             if change.outcome == outcome:
                 group = change.group.removeprefix(BENCH) if (change.role, change.arm) in common else ""
-                name = ", ".join(part for part in (change.cell, change.metric) if part)
+                name = ", ".join(part for part in (change.cell, change.name) if part)
                 places.setdefault((_arm(change), group, change.doubt), []).append(name)
         alike: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
         for (arm, group, doubt), names in places.items():

@@ -52,7 +52,7 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
     counts: dict[str, dict[str, int]] = {}
     for name, measurement in {**arm.axes, **arm.benches}.items():
         for task, metric in _tasks(name, measurement):
-            tasks.setdefault(task, {})[_slug(metric.name)] = metric
+            tasks.setdefault(task, {})[metric.key] = metric
             if measurement.n_items is not None:
                 usable = measurement.n_items - (measurement.n_failed or 0)
                 counts[task] = {"original": measurement.n_items, "effective": usable}
@@ -63,7 +63,7 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
             results[task][f"{name},{_NO_FILTER}"] = metric.value
             results[task][f"{name}_stderr,{_NO_FILTER}"] = _stderr(metric)
     model = public_name(arm.model)
-    settings = f"model={model},k={arm.kv.k},v={arm.kv.v}"
+    settings = f"model={model},kv={arm.kv_text}"
     return {
         "results": results,
         "group_subtasks": {task: [] for task in tasks},
@@ -159,11 +159,11 @@ def _eval_results(report: Report, arm: ArmRecord) -> Iterator[EvalResult]:
                 dataset_type=f"fidelab-{_slug(name)}",
                 dataset_name=f"fidelab {name}",
                 dataset_args={**given, **({"text": public_name(text)} if isinstance(text, str) else {})},
-                metric_type=_slug(f"{name}_{metric.name}"),
+                metric_type=_slug(f"{name}_{metric.key}"),
                 metric_name=f"{arm.name}: {heading(metric.name, metric.unit)}{place}{interval}",
                 metric_value=metric.value,
                 metric_args={
-                    "kv_cache": f"{arm.kv.k}/{arm.kv.v}",
+                    "kv_cache": arm.kv_text,
                     "engine": arm.engine,
                     "reference": report.reference.name,
                     "unit": metric.unit,
@@ -188,5 +188,5 @@ def _benchmark_entries(report: Report, arm: ArmRecord) -> Iterator[dict[str, Any
                 "dataset": {"id": dataset, "task_id": task},
                 "value": round(100 * share, 4),
                 "date": report.created.date().isoformat(),
-                "notes": f"KV cache {arm.kv.k}/{arm.kv.v} on {arm.engine}, greedy, {how} (fidelab)",
+                "notes": f"KV cache {arm.kv_text} on {arm.engine}, greedy, {how} (fidelab)",
             }

@@ -12,7 +12,8 @@ from fidelab.report.plots import Drawing, draw_plots, frontier, noise, tail
 from fidelab.report.positions import ArmPositions, read_positions
 from fidelab.report.sections import ReportArm, Section, arms_of
 from fidelab.report.tables import TextTable, free
-from fidelab.report.view import KLD, View
+from fidelab.report.view import View
+from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.results.record import Report
 
@@ -60,7 +61,7 @@ def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:
         plots = draw_plots(section, report)
         worst: tuple[tuple[str, TextTable], ...] = ()
         missing = ""
-        if (section.kind, section.name) == ("axis", KLD):
+        if (section.kind, section.name) == ("axis", DECIDING):
             arms, measured, missing = _read(report, positions)
             plots = (*plots, *([drawn] if (drawn := tail(arms, measured)) else []))
             worst = tuple((arm.name, _worst(measured[arm.id])) for arm in arms if measured[arm.id].worst)
@@ -75,7 +76,7 @@ def _read(report: Report, path: Path | None) -> tuple[list[ReportArm], dict[str,
         arm: (record.name, kld)
         for arm, record in arms_of(report)
         if (arm.role == "candidate" or record is report.control)
-        and (kld := record.axes.get(KLD))
+        and (kld := record.deciding)
         and (mean := kld.metric("mean"))
         and mean.value is not None
         and not mean.bound

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fidelab.report.cells import fact_of
-from fidelab.report.summary import KLD, Performance
+from fidelab.report.summary import Performance
 from fidelab.report.tables import TextTable
 from fidelab.report.view import View, build_view
-from fidelab.results.measurement import Measurement
+from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable, public_name
 from fidelab.results.record import Report
 
@@ -54,7 +54,6 @@ def render_markdown(report: Report) -> str:
                 *map(escaped, (*view.modified, *view.engine_remarks)),
             ]
         ),
-        *(part for matrix in view.ablation for part in (escaped(matrix.said), *_titled(matrix.table))),
         *(verdicts if view.fidelity else map(escaped, view.headlines)),
         *(_speed(view, view.performance) if view.performance else ()),
         "To repeat:",
@@ -81,13 +80,13 @@ def _protocol(report: Report, text: str) -> str:
     settings = report.settings
     axes = _mapping(settings.get("axes"))
     parts = [f"text {_setting(settings['text'])}"] if "text" in settings else []
-    if "windows" in (kld := _mapping(axes.get(KLD))):
+    if "windows" in (kld := _mapping(axes.get(DECIDING))):
         size = _windows_of(kld["n_ctx"]) if "n_ctx" in kld else ""
         protocol = f" (protocol {_setting(kld['protocol'])})" if "protocol" in kld else ""
         scored = f", {text}" if text else ""
         parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")
     for name in axes:
-        measured = (arm.axes[name] for arm in report.candidates if name != KLD and name in arm.axes)
+        measured = (arm.axes[name] for arm in report.candidates if name != DECIDING and name in arm.axes)
         if axis := next((axis for axis in measured if axis.measured), None):
             parts.append(f"{code_span(name)}{_facts(axis)}")
     return f": {'; '.join(parts)}" if parts else ""

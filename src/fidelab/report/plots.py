@@ -13,6 +13,7 @@ from fidelab.report.positions import EDGES, ArmPositions
 from fidelab.report.scales import ChartAxis
 from fidelab.report.sections import BarGroup, Curves, ReportArm, Section
 from fidelab.report.view import View
+from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import format_kld, format_tokens, one_line
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
@@ -135,7 +136,7 @@ def _noise(report: Report) -> Iterator[tuple[str, str, float | None, float | Non
         ("floor", "(the reference repeated)", report.floor),
         ("control", "(noise of the kernel path)", control),
     ):
-        mean = axes["kld"].metric("mean") if "kld" in axes else None
+        mean = axes[DECIDING].metric("mean") if DECIDING in axes else None
         value = None if mean is None else mean.value
         yield name, meaning, value, mean.interval[1] if mean and mean.interval else value
 

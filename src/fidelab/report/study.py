@@ -89,7 +89,7 @@ def _doubtful(study: Study) -> bool:
 
 def _heading(study: Study, name: str) -> str:
     metric = next((metric for row in study.rows if (metric := row.metric(name)) is not None), None)
-    return name if metric is None else heading(metric.name.replace("_", " "), metric.unit)
+    return name if metric is None else heading(metric.name, metric.unit)
 
 
 def _cells(study: Study, row: StudyRow) -> list[str]:

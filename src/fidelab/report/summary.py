@@ -16,7 +16,7 @@ from fidelab.results.composition_record import (
     SAMPLED_LENGTH,
     SAMPLED_RATE,
 )
-from fidelab.results.measurement import Coordinates, Measurement, Metric, label
+from fidelab.results.measurement import DECIDING, Coordinates, Measurement, Metric, label
 from fidelab.results.numbers import (
     ABSENT,
     MIB,
@@ -31,7 +31,6 @@ from fidelab.results.numbers import (
 from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Contrast, Report
 
 __all__ = [
-    "KLD",
     "Performance",
     "attribution_of",
     "bench_headlines",
@@ -50,7 +49,6 @@ __all__ = [
     "ways_of",
 ]
 
-KLD = "kld"
 """The axis of the main table, the frontier and the verdict."""
 
 
@@ -71,8 +69,8 @@ class Performance:
 def contexts_of(report: Report) -> TextTable | None:
     """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
     arms = _compared(report)
-    klds = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
-    means = [metric for axis in klds.values() for metric in axis.metrics if metric.name == "mean"]
+    klds = {arm.name: arm.axes[DECIDING] for arm in arms if DECIDING in arm.axes}
+    means = [metric for axis in klds.values() for metric in axis.metrics if metric.key == "mean"]
     sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
     if len(sizes) < 2:
         return None
@@ -92,9 +90,9 @@ def groups_of(report: Report, coordinate: str) -> TextTable | None:
 
     ``None`` where the text has no kinds.  The last row says where an arm loses most.
     """
-    klds = {one_line(arm.name): arm.axes[KLD] for arm in _compared(report) if KLD in arm.axes}
+    klds = {one_line(arm.name): arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
     cells = {
-        name: {str(m.cell[coordinate]): m for m in axis.metrics if coordinate in m.cell and m.name == "mean"}
+        name: {str(m.cell[coordinate]): m for m in axis.metrics if coordinate in m.cell and m.key == "mean"}
         for name, axis in klds.items()
     }
     kinds = list(dict.fromkeys(kind for found in cells.values() for kind in found))
@@ -121,7 +119,7 @@ _GROUPS = {
 def _in_group(axis: Measurement, coordinate: str, kind: str) -> str:
     """``0.0064 (0.0041–0.0093), 1 in 24``."""
     at: Coordinates = {coordinate: kind}
-    same = axis.metric("top-1", at)
+    same = axis.metric("top1", at)
     changed = f", {format_odds(1 - same.value)}" if same is not None and same.value is not None else ""
     return f"{kld_of(axis, at)}{changed}"
 
@@ -154,7 +152,7 @@ def partings_of(report: Report) -> tuple[str, ...]:
     )
 
 
-_TWIN = "reference's"
+_TWIN = "reference"
 
 
 def _compared(report: Report) -> list[ArmRecord]:
@@ -170,9 +168,9 @@ def _at_way(axis: Measurement, at: Coordinates) -> str:
     cell = axis.cell(at)
     if cell is None or not cell.measured:
         return ABSENT if cell is None else STATUS[cell.status]
-    start = axis.metric("parts at", at)
+    start = axis.metric("parts_at", at)
     from_ = "" if start is None or start.value is None else f" from {start.value:,.0f}"
-    return f"{estimate_of(axis.metric('KL from cold', at)).value}{from_}"
+    return f"{estimate_of(axis.metric('kl_from_cold', at)).value}{from_}"
 
 
 def _text_at(kld: Measurement, n_ctx: int) -> str:
@@ -191,7 +189,7 @@ def others_of(report: Report) -> TextTable | None:
     """
     arms = _compared(report)
     columns: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
+    for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != DECIDING):
         axes = [arm.axes.get(name) for arm in arms]
         known = [axis for axis in axes if axis is not None and axis.measured]
         base = next((axis.reference_summary for axis in known if axis.reference_summary), "")
@@ -213,7 +211,7 @@ def others_of(report: Report) -> TextTable | None:
     rows = list(zip(names, *columns.values(), strict=True))
     if all(cell == ABSENT for cell in rows[0][1:]):
         rows = rows[1:]
-    said = any(axis.summary for arm in arms for name, axis in arm.axes.items() if name != KLD)
+    said = any(axis.summary for arm in arms for name, axis in arm.axes.items() if name != DECIDING)
     title = "Other axes (in parentheses: the score, or the figure named above it, and its 95% interval)"
     return TextTable("others", title if said else "Other axes", ("arm", *columns), tuple(rows))
 
@@ -232,9 +230,9 @@ def speculation_of(report: Report) -> TextTable | None:
     """
     rows: list[tuple[str, ...]] = []
     for arm in (*([report.control] if report.control else []), *report.candidates):
-        found = next((axis for axis in arm.axes.values() if axis.metric(ACCEPTANCE_LENGTH.name)), None)
+        found = next((axis for axis in arm.axes.values() if axis.metric(ACCEPTANCE_LENGTH.key)), None)
         if found is not None:
-            pairs = [[found.metric(one.name) for one in pair] for pair in _FIGURES_OF_DRAFTS.values()]
+            pairs = [[found.metric(one.key) for one in pair] for pair in _FIGURES_OF_DRAFTS.values()]
             figures = [str(estimate_of(metric)) for n in (0, 1) for metric in (pair[n] for pair in pairs)]
             rows.append((one_line(arm.name), *figures))
     heads = [f"{what}, {which}" for what in ("tokens per verification", "accepted") for which in _FIGURES_OF_DRAFTS]
@@ -263,7 +261,7 @@ def others_in_words(arm: ArmRecord) -> tuple[str, ...]:
     """``rniah: lost 9 of 36 (reference: finds 36 of 45)`` of each axis besides KLD that was measured."""
     lines = []
     for name, axis in arm.axes.items():
-        if name != KLD and axis.measured:
+        if name != DECIDING and axis.measured:
             base = f" (reference: {one_line(axis.reference_summary)})" if axis.reference_summary else ""
             headline = next((metric for metric in axis.headlines if _shown(axis, metric)), None)
             said = f"{one_line(axis.summary)}{base}" if axis.summary else _brief(axis, headline, first=True)
@@ -304,7 +302,7 @@ def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tu
         alike = [at for at in shapes if tuple(at) == tuple(metric.cell)]
         varied = {key: value for key, value in metric.cell.items() if any(at[key] != value for at in alike)}
         cells = [
-            measurement.metric(metric.name, metric.cell) if measurement is not None else None
+            measurement.metric(metric.key, metric.cell) if measurement is not None else None
             for measurement in measurements
         ]
         shown = [
@@ -327,7 +325,7 @@ def _in_mib(metric: Metric) -> bool:
 
 def titled(name: str, metric: Metric) -> str:
     """A score has the name of its axis."""
-    return one_line(name if metric.name == "score" else f"{name}: {metric.name}")
+    return one_line(name if metric.key == "score" else f"{name}: {metric.name}")
 
 
 def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance | None:
@@ -446,7 +444,7 @@ def truth_line(report: Report) -> str:
     truth = report.truth
     if truth is None:
         return ""
-    cost = kld_of(truth.axes.get("kld"))
+    cost = kld_of(truth.deciding)
     twin = f"32-bit twin of the reference ({kv_of(truth)})"
     if cost.absent:
         return f"{twin}: not measured ({one_line(truth.reason or 'no KLD')})"

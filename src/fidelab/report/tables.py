@@ -21,7 +21,7 @@ NOTES, VALID = "notes", "valid"
 RATIO = "× ref."
 SPEEDS = frozenset({"tok/s", "req/s", "ms", "s", "bytes"})
 """Units that are compared by a ratio to the reference."""
-_PERCENTILE = re.compile(r"(.+) p(\d+(?:\.\d+)?)")
+_PERCENTILE = re.compile(r"(.+)_p(\d+(?:_\d+)?)")
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class _Row:
     def valid(self) -> bool:
         return counts(self.measurement, self.at)
 
-    def metric(self, name: str) -> Metric | None:
-        return self.measurement.metric(name, self.at)
+    def metric(self, key: str) -> Metric | None:
+        return self.measurement.metric(key, self.at)
 
     def metrics(self) -> list[Metric]:
         return [metric for metric in self.measurement.metrics if metric.cell == self.at]
@@ -149,45 +149,46 @@ def free(name: str, taken: Container[str], sign: str = "-") -> str:
 
 def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
     """(heading, cells) of every metric; of the first speed, and of headlines, with the ratio to the reference's."""
-    by_name = {metric.name: metric for row in rows for metric in row.metrics()}
-    leading = {metric.name for row in rows for metric in row.metrics() if metric.headline}
-    speeds = [name for name, metric in by_name.items() if metric.unit in SPEEDS]
-    joined = _percentiles(by_name)
-    for name, metric in by_name.items():
-        if name in joined:
-            yield from _tails(joined[name], metric, rows)
+    by_key = {metric.key: metric for row in rows for metric in row.metrics()}
+    leading = {metric.key for row in rows for metric in row.metrics() if metric.headline}
+    speeds = [key for key, metric in by_key.items() if metric.unit in SPEEDS]
+    joined = _percentiles(by_key)
+    for key, metric in by_key.items():
+        if key in joined:
+            yield from _tails([by_key[one] for one in joined[key]], metric, rows)
             continue
-        values = [row.metric(name) for row in rows]
+        values = [row.metric(key) for row in rows]
         mib = metric.unit == "bytes" and any(m is not None and (m.value or 0) >= MIB for m in values)
-        yield heading(name, metric.unit, mib=mib), [str(estimate_of(value, mib=mib)) for value in values]
-        if name in speeds and (name == speeds[0] or name in leading):
-            yield RATIO if name == speeds[0] else f"{one_line(name)}, {RATIO}", [_ratio(row, name) for row in rows]
+        yield heading(metric.name, metric.unit, mib=mib), [str(estimate_of(value, mib=mib)) for value in values]
+        if key in speeds and (key == speeds[0] or key in leading):
+            head = RATIO if key == speeds[0] else f"{one_line(metric.name)}, {RATIO}"
+            yield head, [_ratio(row, key) for row in rows]
 
 
 def _percentiles(metrics: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
-    """Metric → the percentiles of its stem (``TTFT p50`` …), where there are several: they share a column."""
+    """Metric → the percentiles of its stem (``ttft_p50`` …), where there are several: they share a column."""
     stems: dict[str, list[str]] = {}
-    for name in metrics:
-        if match := _PERCENTILE.fullmatch(name):
-            stems.setdefault(match[1], []).append(name)
-    several = {stem: tuple(names) for stem, names in stems.items() if len(names) > 1}
-    return {name: names for stem, names in several.items() for name in (*names, f"{stem} mean")}
+    for key in metrics:
+        if match := _PERCENTILE.fullmatch(key):
+            stems.setdefault(match[1], []).append(key)
+    several = {stem: tuple(keys) for stem, keys in stems.items() if len(keys) > 1}
+    return {key: keys for stem, keys in several.items() for key in (*keys, f"{stem}_mean")}
 
 
-def _tails(names: Sequence[str], metric: Metric, rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
+def _tails(tails: Sequence[Metric], metric: Metric, rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
     """The percentiles of a stem in one column, once: ``TTFT p50/p95/p99``."""
-    if metric.name != names[0]:
+    if metric.key != tails[0].key:
         return
-    others = [name.rpartition(" ")[2] for name in names[1:]]
-    found = [[row.metric(name) for name in names] for row in rows]
+    others = [tail.name.rpartition(" ")[2] for tail in tails[1:]]
+    found = [[row.metric(tail.key) for tail in tails] for row in rows]
     cells = ["/".join(estimate_of(one).value for one in each) if any(each) else ABSENT for each in found]
-    yield heading("/".join((names[0], *others)), metric.unit), cells
+    yield heading("/".join((tails[0].name, *others)), metric.unit), cells
 
 
-def _ratio(row: _Row, name: str) -> str:
+def _ratio(row: _Row, key: str) -> str:
     if row.base is None or not (row.valid and counts(row.base, row.at)):
         return ABSENT
-    return ratio_of(row.metric(name), row.base.metric(name, row.at))
+    return ratio_of(row.metric(key), row.base.metric(key, row.at))
 
 
 def _repeats(row: _Row) -> str:

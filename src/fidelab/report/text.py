@@ -91,8 +91,6 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line(modification, "yellow")
     for remark in view.engine_remarks:
         line(remark, "yellow")
-    for matrix in view.ablation:
-        line(matrix.said, "bold")
     for sentence in view.headlines:
         line(sentence)
     lacking: tuple[str, ...] = ()
@@ -105,9 +103,6 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     for further in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
         line(further.title)
         _print_whole(further, console)
-    for matrix in view.ablation:
-        line(matrix.table.title)
-        _print_whole(matrix.table, console)
     _print_benches(view, console)
     for sentence in shared((row.name, _sentence(row)) for row in view.candidates if view.fidelity):
         line(sentence)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.ablation import Matrix, ablation_of
 from fidelab.report.cells import (
     STATUS,
     Estimate,
@@ -30,7 +29,6 @@ from fidelab.report.cells import (
 )
 from fidelab.report.sections import Section, arm_id, arms_of, sections_of
 from fidelab.report.summary import (
-    KLD,
     Performance,
     attribution_of,
     bench_headlines,
@@ -50,13 +48,12 @@ from fidelab.report.summary import (
 )
 from fidelab.report.tables import TextTable, ran_of, timing_of
 from fidelab.results.decision_record import Recommendation
-from fidelab.results.measurement import Measurement, label
+from fidelab.results.measurement import DECIDING, Measurement, label
 from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, one_line
 from fidelab.results.recommend import Sizes, bytes_in_16_bits
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
 __all__ = [
-    "KLD",
     "ArmRow",
     "Estimate",
     "FrontierPoint",
@@ -188,7 +185,6 @@ class View:
     beside: tuple[TextTable, ...]
     remarks: tuple[str, ...]
     engine_remarks: tuple[str, ...]
-    ablation: tuple[Matrix, ...]
     truth: str
     points: tuple[FrontierPoint, ...]
     run_details: tuple[tuple[str, str], ...]
@@ -282,7 +278,6 @@ def build_view(report: Report) -> View:
         ),
         remarks=remarks_of(report),
         engine_remarks=engine_remarks_of(report),
-        ablation=ablation_of(report),
         truth=truth_line(report),
         points=(
             *(_points(sized, "control", report.control) if report.control else ()),
@@ -340,7 +335,7 @@ def _ignored(report: Report) -> str:
 
 
 def _row(role: str, arm: ArmRecord, reference: ArmRecord, saving: str) -> ArmRow:
-    kld, composite = arm.axes.get(KLD), arm.composite
+    kld, composite = arm.deciding, arm.composite
     judged = arm.verdict if role == "candidate" else None
     return ArmRow(
         role=role,
@@ -408,7 +403,7 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
         return f"{_capital(performance.measured)} of {name}{beside}"
     arms = [*report.candidates, *([report.control] if report.control else [])]
     what = [text] if (text := _text(report)) else []
-    for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
+    for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != DECIDING):
         n_items = next((axis.n_items for arm in arms if (axis := arm.axes.get(name)) and axis.n_items), None)
         what.append(one_line(name) + (f" ({n_items:,} item{'' if n_items == 1 else 's'})" if n_items else ""))
     line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
@@ -420,7 +415,7 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
 def _text(report: Report) -> str:
     """``4,080 positions (32 windows, 31 documents)``, of several contexts one after the other; empty without text."""
     arms = [*report.candidates, *([report.control] if report.control else [])]
-    kld = next((axis for arm in arms if (axis := arm.axes.get(KLD)) and axis.n_items), None)
+    kld = next((axis for arm in arms if (axis := arm.deciding) and axis.n_items), None)
     if kld is None:
         return ""
     contexts = _scored_at(kld)
@@ -495,14 +490,14 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------- floor and control
 
-_SAME = {"max": 0.0, "exact match": 1.0}
+_SAME = {"max": 0.0, "exact_match": 1.0}
 """Metrics whose value alone proves that nothing differed."""
 
 
 def _repeats(measurement: Measurement) -> bool:
     """The reference repeated itself exactly."""
     return measurement.status is Status.IDENTICAL or any(
-        measurement.value(name, {}) == value for name, value in _SAME.items()
+        measurement.value(key, {}) == value for key, value in _SAME.items()
     )
 
 
@@ -546,7 +541,7 @@ def _apart(name: str, measurement: Measurement) -> str:
     heads = [
         f"{titled(name, metric)} {estimate_of(metric)}" for metric in measurement.headlines if metric.value is not None
     ]
-    exact, n = measurement.value("exact match", {}), measurement.n_items
+    exact, n = measurement.value("exact_match", {}), measurement.n_items
     if exact is not None and n is not None:
         heads.insert(0, f"{name}: {round(exact * (n - (measurement.n_failed or 0))):,} of {n:,} items repeat")
     return ", ".join(heads) or f"{name}: measured"
@@ -563,7 +558,7 @@ def _control(arm: ArmRecord) -> str:
     if not arm.measured:
         return f"control {name}: {status_line(arm)}"
     parts = [STATUS[arm.status]] if arm.status is Status.IDENTICAL else []
-    if not (cost := kld_of(arm.axes.get(KLD))).absent:
+    if not (cost := kld_of(arm.deciding)).absent:
         parts.append(f"KLD {cost} nats")
     return f"control {name}: {', '.join(parts) or 'not measured'}"
 
@@ -609,7 +604,7 @@ def _sized(report: Report) -> Sized:
 
 
 def _points(sized: Sized, role: str, arm: ArmRecord, number: int = 0) -> list[FrontierPoint]:
-    mean = arm.axes[KLD].metric("mean", {}) if KLD in arm.axes else None
+    mean = arm.axes[DECIDING].metric("mean", {}) if DECIDING in arm.axes else None
     size, unit = sized(arm)
     if mean is None or mean.value is None or size is None or mean.bound:
         return []

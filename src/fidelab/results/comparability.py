@@ -61,9 +61,9 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
             if _concerns(name, group, groups):
                 values |= dict(_flat(name, value))
     if key.group != CACHE and not key.group.startswith(BENCH):
-        values["reference.kv"] = _kv(report.reference)
+        values["reference.kv"] = report.reference.kv_text
     if key.metric == OVER_CONTROL:
-        values["control.kv"] = _kv(_control(report, key))
+        values["control.kv"] = control.kv_text if (control := _control(report, key)) else None
     if key.role == "floor":
         values["floor"] = report.settings.get("floor")
     if key.group == COMPOSITE:
@@ -105,13 +105,6 @@ def _concerns(name: str, group: str, groups: Set[str]) -> bool:
     return not named and not any(name == other or name.startswith(f"{other}.") for other in groups)
 
 
-def _kv(arm: ArmRecord | None) -> str | None:
-    if arm is None:
-        return None
-    kv = arm.kv
-    return f"{kv.k}/{kv.v}" + "".join(f" {name}={value}" for name, value in sorted(kv.options.items()))
-
-
 def beside(baseline: Report, now: Report) -> Iterator[Difference]:
     """Differences of environment, and of settings and runtime info of the arms that both reports have."""
     was, is_ = (
@@ -137,7 +130,7 @@ def _told(arm: ArmRecord) -> dict[str, Any]:
     ran = {} if arm.ran is None else arm.ran.model_dump(mode="json")
     for name in (*_VOLATILE, "cache_bytes_per_token"):  # the latter is a metric
         ran.pop(name, None)
-    return {"engine": arm.engine, "model": arm.model, "KV asked": _kv(arm), **dict(_flat("", ran))}
+    return {"engine": arm.engine, "model": arm.model, "KV asked": arm.kv_text, **dict(_flat("", ran))}
 
 
 def _differences(where: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:

@@ -112,6 +112,7 @@ def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds, *, alike: boo
         verdict = verdict if basis == "equal" else "cannot tell"
     return MetricChange(
         **key._asdict(),
+        name=was.name,
         unit=was.unit,
         better=better,
         baseline=was.value,
@@ -184,6 +185,7 @@ def _single_cost(value: float, sign: float, scaled: bool) -> float:
 def _absent(key: Key, metric: Metric, outcome: Literal["lost", "new"], reason: str) -> MetricChange:
     return MetricChange(
         **key._asdict(),
+        name=metric.name,
         unit=metric.unit,
         better=metric.better,
         baseline=metric.value if outcome == "lost" else None,

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 ACCEPTANCE_LENGTH = Definition(
-    "acceptance length",
+    "acceptance_length",
     "tokens",
     "higher",
     "Tokens per verification of drafts, its own one included: 1 + accepted / drafts, as the engine counts them.",
@@ -32,19 +32,32 @@ ACCEPTANCE_RATE = Definition(
     "accepted", "share", "higher", "Share of the drafted tokens that the model accepted, as the engine counts them."
 )
 FORECAST_LENGTH = Definition(
-    "acceptance length, forecast", "tokens", None, "The same from the reference's captures alone, without speculation."
+    "acceptance_length_forecast",
+    "tokens",
+    None,
+    "The same from the reference's captures alone, without speculation.",
+    name="acceptance length, forecast",
 )
 FORECAST_RATE = Definition(
-    "accepted, forecast", "share", None, "The same share from the captures alone, without speculation."
+    "accepted_forecast",
+    "share",
+    None,
+    "The same share from the captures alone, without speculation.",
+    name="accepted, forecast",
 )
 SAMPLED_LENGTH = Definition(
-    "acceptance length when sampling, forecast", "tokens", None, "Tokens per verification at that share."
+    "acceptance_length_when_sampling_forecast",
+    "tokens",
+    None,
+    "Tokens per verification at that share.",
+    name="acceptance length when sampling, forecast",
 )
 SAMPLED_RATE = Definition(
-    "accepted when sampling, forecast",
+    "accepted_when_sampling_forecast",
     "share",
     None,
     "Share of the draft model's tokens that the model accepts where both sample at temperature 1: 1 - total variation.",
+    name="accepted when sampling, forecast",
 )
 
 Arrival = Literal["closed", "constant", "poisson", "trace"]

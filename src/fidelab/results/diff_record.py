@@ -72,7 +72,9 @@ class MetricChange(Record):
     cell: str
     """Length, batch, load; empty where there is one."""
     metric: str
-    """What was measured."""
+    """Key of the metric."""
+    name: str
+    """What was measured, in a few words."""
     unit: Unit
     """Unit of both values."""
     better: Better | None

@@ -17,14 +17,13 @@ from pydantic import AwareDatetime, Field
 from fidelab.core import canonical_json
 from fidelab.errors import InputError
 from fidelab.results.comparability import fields
-from fidelab.results.measurement import Better, Measurement, Metric, Unit, label
+from fidelab.results.measurement import DECIDING, Better, Measurement, Metric, Unit, label
 from fidelab.results.numbers import public_name
 from fidelab.results.record import ArmRecord, BandName, Report
 from fidelab.results.table import BENCH, CACHE, tabulate
 from fidelab.results.values import NEEDS_REASON, Count, Document, FreeDict, OpenInterval, Positive, Record
 
 __all__ = [
-    "KLD",
     "SCHEMA",
     "Leaderboard",
     "LeaderboardColumn",
@@ -36,7 +35,6 @@ __all__ = [
 ]
 
 SCHEMA: Final = "fidelab.leaderboard/0"
-KLD = "kld"
 
 
 class LeaderboardFigure(Record):
@@ -148,7 +146,7 @@ class _Entry:
     conditions: dict[tuple[str, str, str], dict[str, Any]]
 
 
-def rank(reports: Sequence[Report], by: str = KLD, superseded: Sequence[tuple[Report, str]] = ()) -> Leaderboard:
+def rank(reports: Sequence[Report], by: str = DECIDING, superseded: Sequence[tuple[Report, str]] = ()) -> Leaderboard:
     """Rank the candidates of all reports by the first headline of an axis or bench; of a bench the references, too.
 
     Ranks follow from intervals: an arm is better than another if its interval lies wholly on the better side of the
@@ -209,7 +207,7 @@ def _entries(report: Report, names: set[str], by: str) -> Iterator[_Entry]:
 
 def _headlines(group: str, measurement: Measurement) -> Iterator[tuple[str, str, str]]:
     for metric in measurement.headlines:
-        yield group, _place(metric), metric.name
+        yield group, _place(metric), metric.key
 
 
 def _place(metric: Metric) -> str:
@@ -314,8 +312,8 @@ def _figure(metric: Metric) -> LeaderboardFigure:
 
 def _column(column: tuple[str, str, str], entries: Sequence[_Entry]) -> LeaderboardColumn:
     metric = next(entry.figures[column] for entry in entries if column in entry.figures)
-    group, cell, name = column
-    return LeaderboardColumn(group=group, cell=cell, metric=name, unit=metric.unit, better=metric.better)
+    group, cell, _ = column
+    return LeaderboardColumn(group=group, cell=cell, metric=metric.name, unit=metric.unit, better=metric.better)
 
 
 def _row(
@@ -330,10 +328,10 @@ def _row(
         created=entry.report.created,
         arm=arm.name,
         model=public_name(arm.model),
-        reference=f"{public_name(entry.report.reference.model)}, {_kv(entry.report.reference)}",
+        reference=f"{public_name(entry.report.reference.model)}, {entry.report.reference.kv_text}",
         engine=arm.engine,
         version=_version(versions, arm.engine),
-        kv=_kv(arm),
+        kv=arm.kv_text,
         weights_sha256=arm.weights_sha256,
         weight_bytes=None if ran is None else ran.size,
         cache_bytes_per_token=None if ran is None else ran.cache_bytes_per_token,
@@ -351,14 +349,3 @@ def _version(versions: Mapping[str, str], engine: str) -> str:
     if name is None:
         return ""
     return versions[name] if name.startswith(engine) else f"{name} {versions[name]}"
-
-
-def _kv(arm: ArmRecord) -> str:
-    """``fp8_e4m3``, or ``bf16/int4[group=32]``."""
-    options = arm.kv.options
-    k, v = (
-        f"{name}[{','.join(f'{key}={value}' for key, value in options[side].items())}]" if options.get(side) else name
-        for side, name in (("k", arm.kv.k), ("v", arm.kv.v))
-    )
-    layers = f", not in layers {', '.join(map(str, skipped))}" if (skipped := options.get("skip_layers")) else ""
-    return (k if k == v else f"{k}/{v}") + layers

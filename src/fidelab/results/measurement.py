@@ -1,25 +1,28 @@
 """What an axis or a bench returns for one arm: metrics and plots, the only currency between measuring and showing.
 
-A :class:`Definition` says what a metric is, where it is defined: name, unit, which side is better, how several values
-become one.  A :class:`Metric` is one value of it.  A :class:`Measurement` is all that one axis or bench found on one
-arm.  Tables, charts, data frames, ``diff``, baselines and sample sizes read these and know no axis and no bench by
+A :class:`Definition` says what a metric is, where it is defined: key, name, unit, which side is better, how several
+values become one.  A :class:`Metric` is one value of it.  A :class:`Measurement` is all that one axis or bench found on
+one arm.  Tables, charts, data frames, ``diff``, baselines and sample sizes read these and know no axis and no bench by
 name: those of a third party are treated like our own.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from fidelab.metrics.latency import is_steady
 from fidelab.results.plots import Plot
 from fidelab.results.values import Count, FreeDict, OpenInterval, Outcome, Record
 
 __all__ = [
+    "DECIDING",
+    "DOMAIN",
     "Better",
     "Cell",
     "Coordinates",
@@ -29,6 +32,7 @@ __all__ = [
     "Measurement",
     "Metric",
     "Unit",
+    "key_of",
     "label",
     "walk",
 ]
@@ -43,6 +47,14 @@ _LIMITS: Mapping[str, Limit] = {
     **dict.fromkeys(("tok/s", "req/s", "ms", "s"), "slowdown"),
     **{"bytes": "memory", "nats": "kld", "points": "score", "share": "score"},
 }
+
+MetricKey = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]*$")]
+
+DECIDING = "kld"
+"""The axis by whose mean, in nats, arms are judged and ordered."""
+
+DOMAIN = "domain"
+"""Coordinate of metrics over one kind of text."""
 
 Coordinates = dict[str, int | float | str]
 """The shape of work that a metric holds for, by name: ``{"tokens": 512, "batch": 1}``; empty where there is one."""
@@ -60,8 +72,10 @@ class Flag(Record):
 class Metric(Record):
     """One number, with what is needed to show it and to judge a change of it."""
 
+    key: MetricKey
+    """What code looks it up by (``real_flips``).  Unique within a measurement, together with ``cell``."""
     name: str
-    """What was measured, in a few words: a column heading.  Unique within a measurement, together with ``cell``."""
+    """What was measured, in a few words: a column heading, which may change from version to version."""
     value: float | None = None
     """The number; null where it could not be measured."""
     unit: Unit = ""
@@ -127,10 +141,11 @@ class Metric(Record):
 class Definition:
     """What a metric is: where an axis or a bench defines it, once.
 
-    Calling it makes a :class:`Metric` of a value; a non-finite value becomes null.
+    Calling it makes a :class:`Metric` of a value; a non-finite value becomes null.  ``name`` is the key with blanks for
+    underscores, unless given.
     """
 
-    name: str
+    key: str
     unit: Unit = ""
     better: Better | None = None
     about: str = ""
@@ -138,6 +153,10 @@ class Definition:
     limit: Limit | None = None
     exact: bool = False
     optional: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.key.replace("_", " "))
 
     def __call__(
         self,
@@ -214,6 +233,10 @@ class Measurement(Outcome):
     """What happened to the arm in a few words, with counts: ``lost 9 of 36``."""
     reference_summary: str = ""
     """The same of the reference: ``finds 36 of 45``."""
+    downgrades: tuple[str, ...] = ()
+    """Reasons to lower the verdict by one band, a sentence each."""
+    fails: tuple[str, ...] = ()
+    """Reasons why the output is unusable."""
     facts: FreeDict = Field(default_factory=dict)
     """Words and settings that say how the metrics came about: estimator, context, chat template."""
 
@@ -221,24 +244,24 @@ class Measurement(Outcome):
     def _unique(self) -> Self:
         seen: set[tuple[str, str]] = set()
         for metric in self.metrics:
-            place = metric.name, label(metric.cell)
+            place = metric.key, label(metric.cell)
             if place in seen:
-                raise ValueError(f"two metrics are named {place[0]!r}{f' at {place[1]}' if place[1] else ''}")
+                raise ValueError(f"two metrics have the key {place[0]!r}{f' at {place[1]}' if place[1] else ''}")
             seen.add(place)
         return self
 
-    def metric(self, name: str, cell: Coordinates | None = None) -> Metric | None:
-        """The metric of a name: of a cell, or the first one."""
-        return next((m for m in self.metrics if m.name == name and (cell is None or m.cell == cell)), None)
+    def metric(self, key: str, cell: Coordinates | None = None) -> Metric | None:
+        """The metric of a key: of a cell, or the first one."""
+        return next((m for m in self.metrics if m.key == key and (cell is None or m.cell == cell)), None)
 
-    def value(self, name: str, cell: Coordinates | None = None) -> float | None:
+    def value(self, key: str, cell: Coordinates | None = None) -> float | None:
         """The value of a metric; ``None`` where it is not there."""
-        metric = self.metric(name, cell)
+        metric = self.metric(key, cell)
         return None if metric is None else metric.value
 
-    def ci(self, name: str, cell: Coordinates | None = None) -> tuple[float, float] | None:
+    def ci(self, key: str, cell: Coordinates | None = None) -> tuple[float, float] | None:
         """The 95% interval of a metric, where both ends are known."""
-        metric = self.metric(name, cell)
+        metric = self.metric(key, cell)
         return None if metric is None else metric.interval
 
     @property
@@ -254,6 +277,11 @@ class Measurement(Outcome):
     def cell(self, at: Coordinates) -> Cell | None:
         """The outcome of a shape of work, where it has one."""
         return next((cell for cell in self.cells if cell.at == at), None)
+
+
+def key_of(text: str) -> str:
+    """The key of a metric whose name comes from elsewhere: ``p99.9`` → ``p99_9``."""
+    return re.sub("[^a-z0-9]+", "_", text.lower()).strip("_") or "metric"
 
 
 def label(at: Coordinates) -> str:

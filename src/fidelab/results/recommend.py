@@ -13,13 +13,12 @@ from typing import Literal
 from fidelab.core import Status
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.decision_record import Certificate, CertificateClaim, Recommendation
-from fidelab.results.measurement import Measurement
+from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.numbers import counted, format_bytes, format_kld, format_odds, format_span, one_line
 from fidelab.results.record import ArmRecord, Report
 
 __all__ = ["Sizes", "bytes_in_16_bits", "recommend", "recommended", "serve_command"]
 
-_KLD = "kld"
 _WIDTH = re.compile(r"(?:bf|f|fp|float|bfloat)(16|32)", re.IGNORECASE)
 _MODEL = "MODEL.gguf"
 
@@ -92,7 +91,7 @@ def reach(arms: Sequence[ArmRecord]) -> int | None:
     """The longest context that the KLD of any arm was measured at, tokens."""
     found: list[int] = []
     for arm in arms:
-        facts = arm.axes[_KLD].facts if _KLD in arm.axes else {}
+        facts = arm.axes[DECIDING].facts if DECIDING in arm.axes else {}
         contexts = facts.get("contexts")
         sizes = contexts if isinstance(contexts, list) else []
         found += [n for size in (facts, *sizes) if isinstance(size, dict) and isinstance(n := size.get("n_ctx"), int)]
@@ -126,8 +125,8 @@ def recommend(
     failed positions or garbage, or whose verdict other axes lowered, never does; one whose mean KL alone is FAIL does
     by a limit that was set.  See docs/metrics.md#recommendation.
     """
-    arms = [arm for arm in report.candidates if _KLD in arm.axes or arm.status is not Status.OK]
-    if not any(_KLD in arm.axes and arm.axes[_KLD].measured for arm in arms):
+    arms = [arm for arm in report.candidates if DECIDING in arm.axes or arm.status is not Status.OK]
+    if not any(DECIDING in arm.axes and arm.axes[DECIDING].measured for arm in arms):
         return None
     asked = {"max_loss": max_loss, "max_flips": max_flips, "min_saving": min_saving}
     limits = {name: value for name, value in asked.items() if value is not None}
@@ -194,15 +193,15 @@ def _judge(
     min_saving: float | None,
     certified: bool,
 ) -> _Judged:
-    kld = arm.axes.get(_KLD)
+    kld = arm.deciding
     if kld is None or not arm.measured or not kld.measured:
         return _Judged(arm, "no KLD was measured")  # why stands with its verdict
     if arm.verdict is not None and not arm.verdict.by_kld and arm.verdict.band is not None:
         return _Judged(arm, f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}")
     if arm.verdict is not None and arm.verdict.band == "FAIL" and certified:
         return _Judged(arm, "verdict FAIL")
-    mean, top1 = kld.metric("mean", {}), kld.metric("top-1", {})
-    if axes := [axis for axis in arm.certificates if axis != _KLD and arm.certificates[axis].state == "exceeded"]:
+    mean, top1 = kld.metric("mean", {}), kld.metric("top1", {})
+    if axes := [axis for axis in arm.certificates if axis != DECIDING and arm.certificates[axis].state == "exceeded"]:
         return _Judged(arm, f"a loss beyond the margin is shown on {', '.join(axes)}")
     saving = sizes.saving(arm.name)
     if min_saving is not None and (saving is None or saving < min_saving):
@@ -219,7 +218,7 @@ def _judge(
             return _Judged(arm, *why)
     if not certified:
         return _Judged(arm)
-    certificate = arm.certificates.get(_KLD)
+    certificate = arm.certificates.get(DECIDING)
     if arm.status is Status.IDENTICAL:
         return _Judged(arm)
     if certificate is None:
@@ -263,7 +262,7 @@ def _claim(claim: CertificateClaim) -> str:
 
 
 def _evidence(arm: ArmRecord, certified: bool) -> str:
-    certificate, kld = arm.certificates.get(_KLD), arm.axes[_KLD]
+    certificate, kld = arm.certificates.get(DECIDING), arm.axes[DECIDING]
     if arm.status is Status.IDENTICAL:
         return "its output is identical to the reference's"
     if certified and certificate is not None:
@@ -279,25 +278,25 @@ def _evidence(arm: ArmRecord, certified: bool) -> str:
 
 
 def _mean(arm: ArmRecord) -> float:
-    value = arm.axes[_KLD].value("mean", {}) if _KLD in arm.axes else None
+    value = arm.axes[DECIDING].value("mean", {}) if DECIDING in arm.axes else None
     return float("inf") if value is None else value
 
 
 def _risks(arm: ArmRecord) -> Iterator[str]:
-    kld = arm.axes[_KLD]
-    top1, real = kld.value("top-1", {}), kld.value("real flips", {})
+    kld = arm.axes[DECIDING]
+    top1, real = kld.value("top1", {}), kld.value("real_flips", {})
     if top1 is not None:
         beyond = "" if real is None else f", {format_odds(real)} beyond a near tie"
         yield f"{format_odds(1 - top1)} top tokens change{beyond}"
     for axis, certificate in arm.certificates.items():
         for flips in certificate.flips:
             at = f" at {flips.context:,} tokens" if flips.context else ""
-            items = "next tokens" if axis == _KLD else f"items of {one_line(axis)}"
+            items = "next tokens" if axis == DECIDING else f"items of {one_line(axis)}"
             yield (
                 f"of {flips.n:,} {items}{at}, {flips.harmful:,} right ones are lost and {flips.beneficial:,} won "
                 f"(McNemar's exact p = {flips.p:.2g}, by clusters {flips.p_clusters:.2g})"
             )
-        if axis != _KLD and certificate.state in ("underpowered", "undecided"):
+        if axis != DECIDING and certificate.state in ("underpowered", "undecided"):
             found = max((claim.detectable or 1.0 for claim in certificate.claims), default=1.0)
             yield f"{one_line(axis)} shows nothing: a loss below {100 * found:.2g} points would not be found"
     if arm.verdict is not None and arm.verdict.band not in (None, "EXCELLENT"):
@@ -347,7 +346,7 @@ def _more(arms: Sequence[ArmRecord]) -> str:
     needs: list[str] = []
     for arm in arms:
         claims = [claim for one in arm.certificates.values() for claim in one.claims if claim.state != "holds"]
-        kld: Measurement | None = arm.axes.get(_KLD)
+        kld: Measurement | None = arm.deciding
         word = (kld.cluster if kld else "") or "cluster"
         most = max((claim for claim in claims if claim.clusters_needed), key=_factor, default=None)
         if most is not None and most.clusters_needed is not None and most.clusters_needed > most.clusters:

@@ -10,22 +10,32 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import AwareDatetime, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AwareDatetime,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from fidelab.core import KVSpec, Status, read_file, strict_json
-from fidelab.errors import InputError, OutputError
+from fidelab.errors import InputError, OutputError, UsageError
 from fidelab.results import FACES
-from fidelab.results.ablation_record import Ablation
 from fidelab.results.decision_record import Certificate, Dominance, Recommendation
-from fidelab.results.measurement import Measurement
+from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.values import Count, Document, Free, FreeDict, Interval, Outcome, Positive, Record, Score
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
+    "KV",
     "NO_REFERENCE",
     "SCHEMA",
     "ArmRecord",
@@ -36,7 +46,6 @@ __all__ = [
     "Composite",
     "Contrast",
     "ExperimentReport",
-    "KVFormats",
     "NoiseFloor",
     "Report",
     "RuntimeRecord",
@@ -60,21 +69,31 @@ BandName = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
 # ------------------------------------------------------------------------------------------------- arms
 
 
-class KVFormats(Record):
-    """What was asked for the cache, in the engine's own names."""
+def _kv_spec(value: Any) -> KVSpec:
+    if isinstance(value, KVSpec):
+        return value
+    try:
+        return KVSpec.from_record(value)
+    except (KeyError, TypeError, UsageError) as error:
+        raise ValueError(f"no KV spec: {error}") from None
 
-    k: str
-    """Format of the keys."""
-    v: str
-    """Format of the values."""
-    options: FreeDict = Field(default_factory=dict)
-    """Options: ``k`` and ``v`` (of each side), ``skip_layers``; only those that were given."""
 
-    @classmethod
-    def from_spec(cls, spec: KVSpec) -> KVFormats:
-        """The record of a KV spec."""
-        options = {"k": dict(spec.k.options), "v": dict(spec.v.options), "skip_layers": list(spec.skip_layers)}
-        return cls(k=spec.k.name, v=spec.v.name, options={name: value for name, value in options.items() if value})
+KV = Annotated[
+    KVSpec,
+    PlainValidator(_kv_spec),
+    PlainSerializer(KVSpec.record),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                **{name: {"type": "string"} for name in ("label", "k", "v")},
+                "skip_layers": {"type": "array", "items": {"type": "integer"}},
+            },
+            "required": ["label", "k", "v", "skip_layers"],
+        }
+    ),
+]
+"""A KV spec as :meth:`~fidelab.core.KVSpec.record` writes it."""
 
 
 class RuntimeRecord(Record):
@@ -209,8 +228,12 @@ class ArmRecord(Outcome):
     """The model as the user knows it."""
     weights_sha256: str | None = None
     """SHA-256 of the content of the local checkpoint; null of imported figures, and in earlier reports."""
-    kv: KVFormats
-    """What was asked."""
+    kv: KV | None = None
+    """What was asked for the cache; null of imported figures that do not state it."""
+    forced: bool = False
+    """Run although its engine warned (``force=yes``)."""
+    wider_keys: str | None = None
+    """The format of native keys and values of about this width; null where the engine has one format for both."""
     serve_command: str | None = None
     """Command line of the engine's own server with this arm, to be copied; null where it has none."""
     ran: RuntimeRecord | None = None
@@ -235,6 +258,16 @@ class ArmRecord(Outcome):
     """A candidate that is no larger and no worse than this one; null where there is none."""
     elsewhere: str | None = None
     """Command line of another engine's server that stores the cache so; where the arm's own engine has no server."""
+
+    @property
+    def deciding(self) -> Measurement | None:
+        """The measurement by which the arm is judged."""
+        return self.axes.get(DECIDING)
+
+    @property
+    def kv_text(self) -> str:
+        """The asked formats in words."""
+        return self.kv.text if self.kv else "unstated"
 
     @field_validator("status")
     @classmethod
@@ -345,8 +378,6 @@ class Report(Document):
     """Candidates in the order of their mean KL, each with the next one."""
     attribution: tuple[Attribution, ...] = ()
     """Format loss told from kernel loss, one per candidate; empty unless that was asked (control: full)."""
-    ablation: Ablation | None = None
-    """Which factor of a grid moves KLD and the onset of degeneration; null unless a grid was asked for (vary)."""
     truth: ArmRecord | None = None
     """The reference's 32-bit twin on the same engine, over the reference."""
     floor: dict[str, Measurement] = Field(default_factory=dict)

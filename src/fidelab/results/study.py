@@ -14,7 +14,7 @@ from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import Coordinates, Measurement, Metric
 from fidelab.results.numbers import counted
 from fidelab.results.plots import Curve, Heatmap
-from fidelab.results.record import ExperimentReport, KVFormats, RuntimeRecord
+from fidelab.results.record import KV, ExperimentReport, RuntimeRecord
 from fidelab.results.values import Count, FreeDict, Outcome, Positive, Record
 
 __all__ = ["SCHEMA", "Study", "StudyArm", "StudyKind", "StudyPlan", "StudyRow"]
@@ -41,7 +41,7 @@ class StudyArm(Outcome):
     """The model as the user knows it."""
     dtype: str
     """Compute type."""
-    kv: KVFormats
+    kv: KV
     """What was asked for the cache."""
     ran: RuntimeRecord | None = None
     """What ran; null where nothing was opened."""

@@ -6,14 +6,13 @@ side and its allowance.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fidelab.errors import UsageError
-from fidelab.results.measurement import Cell, Measurement, Metric, label
+from fidelab.results.measurement import Cell, Definition, Measurement, Metric, label
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.values import NEEDS_REASON
 
@@ -37,9 +36,12 @@ __all__ = [
 BENCH = "benches."
 CACHE = "cache"
 COMPOSITE = "composite"
-OVER_CONTROL = "over control"
+OVER_CONTROL = "over_control"
 
 _NO_INTERVAL = "no interval"
+_COMPOSITE = Definition("value", "points", "higher")
+_HELD = Definition("bytes_per_token", "bytes", "lower", exact=True)
+_FAILED = Definition("failed_items", "count", "lower", exact=True)
 
 
 class Key(NamedTuple):
@@ -54,7 +56,7 @@ class Key(NamedTuple):
     cell: str
     """Length, batch, load; empty where there is one."""
     metric: str
-    """What was measured."""
+    """Key of the metric."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,11 @@ def tabulate(report: Report) -> MetricTable:
         _add(table, (role, arm.name), arm.axes)
         if arm.composite is not None and arm.composite.value is not None:
             score, ci = arm.composite.value, arm.composite.ci
-            mean = Metric(name="value", value=score, unit="points", better="higher", ci=ci, rests_on=arm.composite.axes)
-            table.metrics[Key(role, arm.name, COMPOSITE, "", mean.name)] = _with_caveat(mean)
+            mean = _COMPOSITE(score, ci).model_copy(update={"rests_on": arm.composite.axes})
+            table.metrics[Key(role, arm.name, COMPOSITE, "", mean.key)] = _with_caveat(mean)
         if arm.ran is not None and arm.ran.cache_bytes_per_token is not None:
             size = arm.ran.cache_bytes_per_token
-            held = Metric(name="bytes per token", value=size, unit="bytes", better="lower", exact=True)
-            table.metrics[Key(role, arm.name, CACHE, "", held.name)] = held
+            table.metrics[Key(role, arm.name, CACHE, "", _HELD.key)] = _HELD(size)
         _add(table, (role, arm.name), arm.benches, prefix=BENCH)
     _add(table, ("floor", report.reference.name), report.floor)
     return table
@@ -121,7 +122,7 @@ def _add(
                 continue
             flags = (*metric.flags, *(cell.flags if cell else ()), *measurement.flags)
             flagged = metric.model_copy(update={"flags": flags}) if flags else metric
-            key = Key(*place, group, label(metric.cell), metric.name)
+            key = Key(*place, group, label(metric.cell), metric.key)
             table.metrics[key] = flagged if prefix else _with_caveat(flagged)
 
 
@@ -139,7 +140,7 @@ def _with_caveat(metric: Metric) -> Metric:
 
 def _failed(measurement: Measurement) -> Iterator[Metric]:
     if measurement.n_failed is not None:
-        yield Metric(name="failed items", value=measurement.n_failed, unit="count", better="lower", exact=True)
+        yield _FAILED(measurement.n_failed)
 
 
 # -------------------------------------------------------------------------------------------------- data frame
@@ -157,7 +158,7 @@ class Column:
     about: str
 
 
-_ASKED = ("run_id", "role", "name", "engine", "model", "k", "v", "kv_options")
+_ASKED = ("run_id", "role", "name", "engine", "model", "kv", "k", "v")
 
 Row = dict[str, Any]
 
@@ -218,7 +219,6 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
     kv, ran, verdict, composite, timing = arm.kv, arm.ran, arm.verdict, arm.composite, arm.timing
     low, high = (composite and composite.ci) or (None, None)
     modified = ran.modified if ran else ()
-    options = json.dumps(kv.options, ensure_ascii=False) if kv.options else None
     return [
         (Column(name, dtype, about), value)
         for name, dtype, about, value in (
@@ -227,9 +227,9 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
             ("name", _TEXT, "Short name of the arm; the floor has the reference's.", arm.name),
             ("engine", _TEXT, "Engine that runs it.", arm.engine),
             ("model", _TEXT, "The model as the user knows it.", arm.model),
-            ("k", _TEXT, "Format of the keys that was asked for.", kv.k),
-            ("v", _TEXT, "Format of the values that was asked for.", kv.v),
-            ("kv_options", _TEXT, "Options of the formats, as JSON.", options),
+            ("kv", _TEXT, "Formats that were asked for the cache.", kv and kv.text),
+            ("k", _TEXT, "Format of the keys that was asked for.", kv and str(kv.k)),
+            ("v", _TEXT, "Format of the values that was asked for.", kv and str(kv.v)),
             ("k_dtype", _TEXT, "Type of the stored keys.", ran and ran.k_dtype),
             ("v_dtype", _TEXT, "Type of the stored values.", ran and ran.v_dtype),
             ("cache_bytes_per_token", _FLOAT, "Bytes of KV cache per token.", ran and ran.cache_bytes_per_token),
@@ -290,7 +290,7 @@ def _facts(group: str, at: str, facts: Mapping[str, Any]) -> Iterator[tuple[Colu
 
 def _metric_cells(group: str, metric: Metric) -> Iterator[tuple[Column, Any]]:
     at = label(metric.cell)
-    name = _named(group, metric.name, at)
+    name = _named(group, metric.key, at)
     about = ", ".join(filter(None, (metric.name, metric.unit, at)))
     about += f": {metric.about}" if metric.about else ""
     yield Column(name, _FLOAT, about), metric.value

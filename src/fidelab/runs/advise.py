@@ -32,6 +32,7 @@ from fidelab.metrics.intervals import RatioItems, critical_value, paired_differe
 from fidelab.physics.devices import Device
 from fidelab.physics.geometry import Geometry
 from fidelab.physics.traffic import Model
+from fidelab.results.measurement import DECIDING
 from fidelab.results.recommend import serve_command
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RUNS, RunFolder, find_run
@@ -308,7 +309,7 @@ def _joined_reports(reports: Mapping[Path, Report], native: str, notes: list[str
 
 def _pair(arm: ArmRecord, reference: ArmRecord, native: str) -> Pair | None:
     """What an arm ran; ``None`` of arms that change something else as well, or whose formats nobody here knows."""
-    if arm.engine != reference.engine or not arm.measured:
+    if arm.kv is None or arm.engine != reference.engine or not arm.measured:
         return None
     others = arm.ran.others() if arm.ran else {}
     weights = NATIVE if arm.model == reference.model else arm.model
@@ -316,12 +317,8 @@ def _pair(arm: ArmRecord, reference: ArmRecord, native: str) -> Pair | None:
         rounded = others.get("simulated_weights")
         names = [name for name in rounded if name != NATIVE] if isinstance(rounded, dict) else []
         weights = str(others.get("weights_option") or "+".join(names))
-    options = arm.kv.options
-    skip = options.get("skip_layers") or ()
-    sides = [
-        _side(getattr(arm.kv, side), options.get(side), others.get(f"{side}_format"), native) for side in ("k", "v")
-    ]
-    return Pair(weights, sides[0], sides[1], tuple(skip))
+    k, v = (_side(side, others.get(f"{name}_format"), native) for name, side in (("k", arm.kv.k), ("v", arm.kv.v)))
+    return Pair(weights, k, v, arm.kv.skip_layers)
 
 
 def _weight_bytes(arm: ArmRecord) -> float | None:
@@ -335,15 +332,14 @@ def _weight_bytes(arm: ArmRecord) -> float | None:
     return float(arm.ran.size - max(0, alone["bytes"] - 2 * alone["parameters"]))
 
 
-def _side(name: str, options: Mapping[str, str] | None, seen: Any, native: str) -> str:
+def _side(spec: FormatSpec, seen: Any, native: str) -> str:
     """One side's format under this package's name; the engine's own where it has none here."""
-    lower = name.lower()
+    lower = spec.name.lower()
     for wide, words in {"f32": ("f32", "float32", "fp32"), "f16": ("f16", "float16", "fp16", "half")}.items():
         if lower in words:
             return wide
     if lower in ("auto", NATIVE, "bf16", "bfloat16"):
         return str(seen) if lower == "auto" and seen in _WIDE else native if lower in ("auto", NATIVE) else "bf16"
-    spec = FormatSpec(name, tuple(sorted((options or {}).items())))
     if _known(spec) or not isinstance(seen, str) or not _known(FormatSpec(seen)):
         return str(spec)
     return seen
@@ -361,7 +357,7 @@ def _loss_of(arm: ArmRecord, report: Report, path: Path) -> tuple[tuple[Any, ...
     """How much an arm's figure is worth, and the figure; the reference loses nothing against itself."""
     if arm is report.reference:
         return (math.inf,), Measured(0.0, (0.0, 0.0), arm.name, path)
-    kld = arm.axes.get("kld")
+    kld = arm.deciding
     metric = kld.metric("mean", {}) if kld is not None and kld.measured else None
     if kld is None or metric is None or metric.value is None:
         return None
@@ -673,7 +669,7 @@ def advise(
 
 def _contexts(report: Report) -> Iterator[int]:
     for arm in report.candidates:
-        n_ctx = arm.axes["kld"].facts.get("n_ctx") if "kld" in arm.axes else None
+        n_ctx = arm.deciding.facts.get("n_ctx") if arm.deciding else None
         if isinstance(n_ctx, int):
             yield n_ctx
 
@@ -836,7 +832,7 @@ def _paired(a: Loss, b: Loss, runs: Runs) -> tuple[float, tuple[float, float] | 
         RatioItems.of(both["a"].to_numpy(), 1.0, windows), RatioItems.of(both["b"].to_numpy(), 1.0, windows)
     )
     report = runs.reports.get(first.run)
-    kld = next((arm.axes["kld"] for arm in report.candidates if arm.name == first.arm), None) if report else None
+    kld = next((arm.deciding for arm in report.candidates if arm.name == first.arm), None) if report else None
     by_document = kld is not None and kld.cluster == "document" and kld.n_clusters == found.n_clusters
     return found.estimate, found.interval, f"paired by {'documents' if by_document else 'windows'} of one run"
 
@@ -869,7 +865,7 @@ def _measuring(model: str, pairs: Sequence[Pair], runs: Runs) -> str | None:
     """The command line that measures pairs as the newest of the runs measured its own."""
     if not pairs:
         return None
-    words = ["fidelab", "compare", model, "--axes", "kld"]
+    words = ["fidelab", "compare", model, "--axes", DECIDING]
     newest = max(runs.reports.values(), key=lambda report: report.created, default=None)
     if newest is not None:
         words += ["--engine", newest.reference.engine]

@@ -21,12 +21,11 @@ from fidelab.plan.arms import ATTENTION, family
 from fidelab.plan.build import TWIN
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import CONTROL, EXACT, QUERIES, TRUTH
+from fidelab.results.measurement import DECIDING
 from fidelab.results.record import Attribution, AttributionPart, Contrast, NoiseFloor
 from fidelab.runs.pairing import ArmResult, Measured, Scorer
 
 __all__ = ["attribute", "control_of", "floors_of", "is_diagnostic", "measure_diagnostic"]
-
-_AXIS = "kld"
 
 
 def is_diagnostic(role: str) -> bool:
@@ -47,7 +46,7 @@ def attribute(
     candidates' noise floors, by name.
     """
     diagnostics = [result for result in diagnostics if result.role.partition(":")[0] in (EXACT, QUERIES, TRUTH)]
-    if not diagnostics or _AXIS not in experiment.axes:
+    if not diagnostics or DECIDING not in experiment.axes:
         return ()
     apart: dict[str, Measured] = {  # each against its own reference
         arm.role: measure_diagnostic(experiment, reference, arm)
@@ -66,7 +65,7 @@ def attribute(
 
 def floors_of(experiment: Experiment, results: Sequence[ArmResult]) -> dict[str, NoiseFloor]:
     """Each candidate's noise floor: the KL of its family's twin against the arm whose twin it is."""
-    if not experiment.twins or _AXIS not in experiment.axes:
+    if not experiment.twins or DECIDING not in experiment.axes:
         return {}
     by_role = {result.role: result for result in results}
     floors = {
@@ -86,9 +85,9 @@ def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Noi
     except FidelabError as error:  # a capture that is gone or damaged
         return NoiseFloor(of=name, reason=str(error))
     score = _score(arm)
-    if score is None or score.value("mean") is None:
+    if score is None or score.found.value("mean") is None:
         return NoiseFloor(of=name, reason=arm.reason or "no full-vocabulary KLD")
-    return NoiseFloor(of=name, mean=score.value("mean"), ci=score.interval("mean"), n_positions=len(score.num))
+    return NoiseFloor(of=name, mean=score.found.value("mean"), ci=score.found.ci("mean"), n_positions=len(score.num))
 
 
 def _no_twin(arm: Arm) -> str:
@@ -116,7 +115,7 @@ def measure_diagnostic(experiment: Experiment, reference: ArmResult, arm: ArmRes
 
 
 def _kld_alone(experiment: Experiment) -> Experiment:
-    axes = {name: values for name, values in experiment.axes.items() if name == _AXIS}
+    axes = {name: values for name, values in experiment.axes.items() if name == DECIDING}
     return experiment.model_copy(update={"axes": axes})
 
 
@@ -150,7 +149,7 @@ def _attribution(
 
 def _score(arm: Measured | None, part: str | None = None) -> AxisScore | None:
     """An arm's KLD, at one part (context) of it where that is named."""
-    score = arm.scores.get(_AXIS) if arm is not None else None
+    score = arm.scores.get(DECIDING) if arm is not None else None
     if score is None or score.bound:
         return None  # lower bounds have no differences
     return score if part is None else score.at(part)
@@ -161,4 +160,4 @@ def _part(arm: Measured | None, score: AxisScore | None) -> AttributionPart | No
         return None
     if score is None:
         return AttributionPart(arm=arm.result.arm.name, reason=arm.reason or "no full-vocabulary KLD")
-    return AttributionPart(arm=arm.result.arm.name, mean=score.value("mean"), ci=score.interval("mean"))
+    return AttributionPart(arm=arm.result.arm.name, mean=score.found.value("mean"), ci=score.found.ci("mean"))

@@ -19,7 +19,7 @@ from fidelab.errors import FidelabError, NotSupportedError
 from fidelab.plan.arms import serve_command
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Measurement
-from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord
+from fidelab.results.record import ArmRecord, Report, RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.runs.launch import arm_of, check, check_servable, launch, plan
 
@@ -132,7 +132,7 @@ def _measure(
         name=arm.name,
         engine=arm.engine,
         model=arm.model,
-        kv=KVFormats.from_spec(arm.kv),
+        kv=arm.kv,
         serve_command=serve_command(None, arm),
         ran=ran,
         benches={"capacity": found},

@@ -53,6 +53,7 @@ from fidelab.results.cross_record import (
     ReferenceSpeed,
     RepeatSpread,
 )
+from fidelab.results.measurement import DECIDING
 from fidelab.results.record import Report, RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.runs.conduct import Prepared, capture, execute, prepare, read_outcomes
@@ -65,7 +66,7 @@ __all__ = ["PlannedLine", "agreement", "plan_cross", "run_cross"]
 CrossWatch = Callable[[str], Listener | None]
 Floats = NDArray[np.float64]
 
-_AXES = ("trajectory", "kld", "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
+_AXES = ("trajectory", DECIDING, "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
 _RESERVED = (*TEXTS, "fake", *NAMES)  # names that are no paths, even where a file is called so
 _TINY = {"vocab": 512, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
 _POSITIONS = 40_960
@@ -107,7 +108,7 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
                 references[line.label] = reference
             report = report.model_copy(update={"engines": (*report.engines, row)})
             report.write(folder)
-        if "kld" in (cross.axes or {}):
+        if DECIDING in (cross.axes or {}):
             pairs = agreement(_experiment(cross, cross.engines[0], folder), references)
             report = report.model_copy(update={"agreement": pairs})
             report.write(folder)
@@ -146,8 +147,8 @@ def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[Ag
 
     ``experiment``: whose KLD settings and seed hold.  ``arms``: name → result.
     """
-    alone = experiment.model_copy(update={"axes": {"kld": experiment.axes["kld"]}})
-    results = {name: replace(arm, role=f"arm:{name}") for name, arm in arms.items() if parts_of("kld", arm.captures)}
+    alone = experiment.model_copy(update={"axes": {DECIDING: experiment.axes[DECIDING]}})
+    results = {name: replace(arm, role=f"arm:{name}") for name, arm in arms.items() if parts_of(DECIDING, arm.captures)}
     scorers = {
         name: Scorer(alone, list(results.values()), {}, strict=False, reference=arm.role)
         for name, arm in results.items()
@@ -193,8 +194,8 @@ class _Line:
         if long is not None and not engine_class(self._line.engine).is_server:
             model = resolve(_long_model(self._line.engine, long.tokens))
             arm = replace(job.arm, model=model.name, weights=model.weights)
-            request = Prefill("kld", ((0,) * long.tokens,), 0, long.tokens - 1, ((0,) * long.tokens,))
-            capture = PlannedCapture("kld", request, {}, self._folder / "long")
+            request = Prefill(DECIDING, ((0,) * long.tokens,), 0, long.tokens - 1, ((0,) * long.tokens,))
+            capture = PlannedCapture(DECIDING, request, {}, self._folder / "long")
             yield PlannedJob(f"{long.tokens:,} tokens", arm, (capture,)), model
 
     def measure(self) -> tuple[EngineRow, ArmResult | None]:
@@ -215,7 +216,7 @@ class _Line:
         report, run = execute(self._experiment, command=self._command, listener=self._begin("axes"))
         reference = next(result for result in read_outcomes(run)[0] if result.role == "reference")
         well = report.reference.status is Status.OK
-        floor = report.floor.get("kld")
+        floor = report.floor.get(DECIDING)
         row = EngineRow(
             name=line.label,
             engine=line.engine.name,
@@ -288,7 +289,9 @@ class _Line:
             experiment = self._experiment.model_copy(
                 update={
                     "model": model,
-                    "axes": {"kld": {"windows": 1, "n_ctx": tokens, "protocol": "sliding"}},  # every row: every token
+                    "axes": {
+                        DECIDING: {"windows": 1, "n_ctx": tokens, "protocol": "sliding"}
+                    },  # every row: every token
                     "text": "default",  # what it says does not matter to random weights, and it is long enough
                     "captures_dir": str(self._folder / "long" / slug(self._line.label)),
                 }
@@ -304,7 +307,7 @@ def _experiment(cross: CrossEngine, line: EngineLine, folder: Path) -> Experimen
 
 
 def _estimator(reference: ArmResult) -> str | None:
-    path = next(iter(parts_of("kld", reference.captures).values()), None)
+    path = next(iter(parts_of(DECIDING, reference.captures).values()), None)
     return None if path is None else str(Capture(path, verify=False).estimator)
 
 
@@ -323,14 +326,14 @@ def _perplexity(cross: CrossEngine, reference: ArmResult) -> dict[str, float | N
     axis = Perplexity(Perplexity.Settings.model_validate((cross.axes or {})["perplexity"]))
     captures = {part: Capture(path) for part, path in parts.items()}
     score = axis.score_parts({part: Pair.match(own, own) for part, own in captures.items()}, cross.seed)
-    perplexities = (metric for metric in score.metrics if metric.name == "reference PPL")
+    perplexities = (metric for metric in score.found.metrics if metric.name == "reference PPL")
     return {str(metric.cell["context"]): metric.value for metric in perplexities}
 
 
 def _candidate(kv: str, report: Report) -> Candidate:
     [arm] = report.candidates
     axes = {name: arm.axes[name] for name in report.settings["axes"] if name in arm.axes}
-    kld = axes.get("kld")
+    kld = axes.get(DECIDING)
     return Candidate(
         status=arm.status,
         reason=arm.reason,
@@ -381,9 +384,9 @@ def _long_model(engine: EngineConfig, tokens: int) -> str:
 
 def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
     status, reason = engaged(result)
-    if "kld" not in result.captures:
+    if DECIDING not in result.captures:
         return LongCell(status=status, reason=reason or "no capture", tokens=tokens)
-    ran, capture = result.ran or {}, Capture(result.captures["kld"])
+    ran, capture = result.ran or {}, Capture(result.captures[DECIDING])
     counted, held = capture.manifest["facts"].get("tokens"), ran.get("cache_bytes_per_token")
     rows = sum(capture.array_shape(item, str(capture.estimator))[0] for item in range(len(capture.items)))
     if status is Status.OK and counted not in (None, tokens):
@@ -417,7 +420,7 @@ def _bytes_by_hand(model: Model, ran: Mapping[str, Any]) -> float | None:
 
 def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> Agreement:
     measured = scorer.measure(other)
-    score = measured.scores.get("kld")
+    score = measured.deciding
     if score is None:
         reason = measured.reason or "no full-vocabulary KLD"
         return Agreement(status=Status.FAILED, reason=reason, reference=reference, other=name)
@@ -426,9 +429,9 @@ def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> Agree
         reason=measured.reason,
         reference=reference,
         other=name,
-        kld=score.value("mean"),
-        ci=score.interval("mean"),
-        top1=score.value("top-1"),
+        kld=score.found.value("mean"),
+        ci=score.found.ci("mean"),
+        top1=score.found.value("top1"),
         n_positions=len(score.usable),
         n_failed=int((~score.usable).sum()),
     )

@@ -8,7 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from fidelab.errors import CaptureError, FidelabError, MismatchError
 from fidelab.metrics.unmoved import Unmoved
 from fidelab.plan.build import FLOOR, TWIN, base_of
 from fidelab.plan.resolve import load_axis
-from fidelab.results.measurement import Measurement
+from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.record import NO_REFERENCE, RuntimeRecord, Timing
 from fidelab.runs.cluster import Cluster, Lost, Needs
 
@@ -210,14 +210,19 @@ def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimato
 
 @dataclass(frozen=True)
 class Measured:
-    """One arm's axis scores, or why an axis has none.  ``broken``: axes on which this arm alone gave no usable item."""
+    """One arm's axis scores, or why an axis has none.  ``broken``: axis → that this arm alone gave no usable item."""
 
     result: ArmResult
     status: Status
     reason: str | None
     scores: Mapping[str, AxisScore]
     failures: Mapping[str, tuple[Status, str]]
-    broken: tuple[str, ...] = ()
+    broken: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def deciding(self) -> AxisScore | None:
+        """The score by which the arm is judged."""
+        return self.scores.get(DECIDING)
 
 
 class Scorer:
@@ -311,18 +316,18 @@ class Scorer:
         pair = f"{result.arm.kv.label} and {reference.arm.kv.label}"
         return f"{pair} keep different numbers, but their KL is exactly 0 {where}: one of them did not reach attention"
 
-    def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
-        """Unusable output, such as no token at all, where the reference has usable output."""
-        breakages = [reason for score in scores.values() for reason in score.fails]
+    def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> dict[str, tuple[str, ...]]:
+        """No usable item, such as no token at all, where the reference has usable output."""
+        broken: dict[str, tuple[str, ...]] = {}
         for name, score in scores.items():
-            if name == "kld" or score.usable.any() or score.not_measurable:
+            if name == DECIDING or score.usable.any() or score.not_measurable:
                 continue
             reference = [item for capture in self._reference[name].values() for item in capture.items]
             captures = [Capture(path) for path in parts_of(name, result.captures).values()]
             reasons = [str(item["failed"]) for capture in captures for item in capture.items if item["failed"]]
             if reasons and any(item["failed"] is None for item in reference):
-                breakages.append(f"{name}: no item was usable, first {reasons[0]}")
-        return tuple(breakages)
+                broken[name] = (f"{name}: no item was usable, first {reasons[0]}",)
+        return broken
 
     def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
         reference = self._reference[name]
@@ -347,7 +352,7 @@ class Scorer:
         }
         try:
             score = axis.score_parts(pairs, self.experiment.seed)
-            return replace(score, cells=(*score.cells, *lost.values())) if lost else score
+            return score.with_found(cells=(*score.found.cells, *lost.values())) if lost else score
         except FidelabError:
             raise
         except (
@@ -421,7 +426,7 @@ def _unmoved_part(score: AxisScore, first: int) -> str | None:
     if first > _FIRST:  # how long the prompts are is not known here
         return None
     nothing = np.zeros(len(score.num), dtype=np.int64)
-    return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.cluster or "item").first()
+    return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.found.cluster or "item").first()
 
 
 def engaged(result: ArmResult) -> tuple[Status, str | None]:

@@ -161,7 +161,7 @@ def _repeated(found: Sequence[Measurement | None]) -> Measurement:
     first = next(one for one in found if one is not None)
 
     def repeated(metric: Metric) -> Metric:
-        values = [None if one is None else one.value(metric.name, metric.cell) for one in found]
+        values = [None if one is None else one.value(metric.key, metric.cell) for one in found]
         known = tuple(value for value in values if value is not None)
         return metric if metric.repeats or len(known) < 2 else metric.model_copy(update={"repeats": known})
 

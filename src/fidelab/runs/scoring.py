@@ -15,37 +15,30 @@ import numpy as np
 import fidelab
 from fidelab.axes import AXES
 from fidelab.axes.base import Axis, AxisScore
-from fidelab.axes.groups import DOMAIN
 from fidelab.bench import BENCHES
 from fidelab.config.schema import Experiment, Limits
-from fidelab.core import KVSpec, Status
+from fidelab.core import Arm, Status
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import one_line
-from fidelab.engines.hf.weights import rounding_of
-from fidelab.metrics.composite import Band, composite, cost_alike, verdict
-from fidelab.metrics.composite import Ruling as Ruling
+from fidelab.metrics.composite import composite, cost_alike
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Judgement, Loss, certify, flip_counts
 from fidelab.metrics.intervals import RatioItems
 from fidelab.plan.arms import serve_command
 from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.results.decision_record import Certificate, CertificateClaim, Dominance, FlipRecord
-from fidelab.results.measurement import Measurement, Metric
-from fidelab.results.numbers import counted
+from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.plots import Texts
 from fidelab.results.recommend import Sizes, recommended
 from fidelab.results.record import (
     ArmRecord,
     Comparison,
     Composite,
-    KVFormats,
     NoiseFloor,
     Report,
     RuntimeRecord,
     Timing,
-    Verdict,
 )
-from fidelab.results.sentence import ArmFacts, DomainLoss, is_native, sentence
-from fidelab.runs.ablation import score_ablation
+from fidelab.results.verdict import judged
 from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
 from fidelab.runs.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
 from fidelab.runs.speculation import with_forecast
@@ -53,7 +46,6 @@ from fidelab.runs.speculation import with_forecast
 __all__ = ["RunFacts", "Scored", "score_run"]
 
 _SHA256 = re.compile("[0-9a-f]{64}")  # what could not be found has a name there
-_CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
 
 
 @dataclass(frozen=True)
@@ -125,15 +117,16 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         candidates=records,
         comparisons=tuple(summary.comparisons(candidates)),
         attribution=attribute(experiment, reference, measured, diagnostics, floors),
-        ablation=score_ablation(experiment, measured),
         truth=_truth(experiment, reference, diagnostics),
         floor=summary.axes(measured["floor"]) if "floor" in measured else {},
     )
-    report = recommended(report, max_loss=limits.max_loss, max_flips=limits.max_flips, min_saving=limits.min_saving)
+    report = recommended(
+        judged(report), max_loss=limits.max_loss, max_flips=limits.max_flips, min_saving=limits.min_saving
+    )
     tables = [
         (result.arm.name, score.positions)
         for result in [*([control] if control else []), *controls, *candidates]
-        if (score := measured[result.role].scores.get("kld")) is not None and score.positions
+        if (score := measured[result.role].deciding) is not None and score.positions
     ]
     return Scored(report, tables)
 
@@ -167,8 +160,8 @@ class _Summary:
         broken = [why for why in reasons if why.startswith(_UNRECORDED)]
         if broken and status in (Status.OK, Status.IDENTICAL):
             status, reason = Status.FAILED, "; ".join(dict.fromkeys(broken))
-        if floor is not None and "kld" in axes:
-            axes["kld"] = _with_noise(axes["kld"], floor.mean or 0.0)
+        if floor is not None and DECIDING in axes:
+            axes[DECIDING] = _with_noise(axes[DECIDING], floor.mean or 0.0)
         if "trajectory" in axes:
             others = [measured.result for measured in self.measured.values()]
             axes["trajectory"] = with_forecast(axes["trajectory"], result, self.reference, others)
@@ -181,7 +174,6 @@ class _Summary:
                 "floor": floor,
                 "control": control.result.arm.name if (control := control_of(arm, self.measured)) else None,
                 "composite": self._composite(arm),
-                "verdict": self._verdict(arm),
             }
         )
 
@@ -196,6 +188,7 @@ class _Summary:
             elif name in arm.scores:
                 try:
                     found = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
+                    found = found.model_copy(update={"fails": (*found.fails, *arm.broken.get(name, ()))})
                     axes[name] = _without_texts(found) if self._private else found
                 except FOREIGN as error:
                     reason = f"{_UNRECORDED} ({one_line(error)})"
@@ -204,15 +197,15 @@ class _Summary:
 
     def comparisons(self, candidates: Sequence[ArmResult]) -> list[Comparison]:
         """Candidates in the order of their mean KL, each against the next, by paired difference."""
-        scored = [arm for c in candidates if "kld" in (arm := self.measured[c.role]).scores]
-        means = [(mean, arm) for arm in scored if (mean := arm.scores["kld"].value("mean")) is not None]
+        scored = [arm for c in candidates if DECIDING in (arm := self.measured[c.role]).scores]
+        means = [(mean, arm) for arm in scored if (mean := arm.scores[DECIDING].found.value("mean")) is not None]
         comparisons = []
         for (_, better), (mean, worse) in pairwise(sorted(means, key=lambda entry: entry[0])):
-            difference = worse.scores["kld"].excess_over(better.scores["kld"], self.seed)
+            difference = worse.scores[DECIDING].excess_over(better.scores[DECIDING], self.seed)
             if difference is not None:
                 comparisons.append(
                     Comparison(
-                        axis="kld",
+                        axis=DECIDING,
                         better=better.result.arm.name,
                         worse=worse.result.arm.name,
                         difference=difference.estimate,
@@ -257,12 +250,12 @@ class _Summary:
 
         Of two of one size, the one that is shown to be worse is beaten.
         """
-        kld, own = self.measured[role].scores.get("kld"), sizes.get(record.name)
+        kld, own = self.measured[role].deciding, sizes.get(record.name)
         if kld is None or own is None:
             return None
         rivals = []
         for other, rival in records.items():
-            theirs, size = self.measured[other].scores.get("kld"), sizes.get(rival.name)
+            theirs, size = self.measured[other].deciding, sizes.get(rival.name)
             if other == role or theirs is None or size is None or size > own:
                 continue
             difference = kld.excess_over(theirs, self.seed)
@@ -270,7 +263,7 @@ class _Summary:
                 continue
             if size == own and not difference.excludes_zero:
                 continue
-            mean = theirs.value("mean")
+            mean = theirs.found.value("mean")
             rivals.append((math.inf if mean is None else mean, rival.name, difference, size < own))
         if not rivals:
             return None
@@ -299,10 +292,10 @@ class _Summary:
         }
         faults = [name for name, (kind, _) in arm.failures.items() if kind is not Status.NOT_MEASURABLE]
         lost = [name for name in faults if name in wanted]
-        scores = {name: score.value("score") for name, score in counted.items()}
+        scores = {name: score.found.value("score") for name, score in counted.items()}
         if not counted or lost or None in scores.values():
             return None  # the mean of what happened to be usable would flatter
-        intervals = {name: score.interval("score") for name, score in counted.items()}
+        intervals = {name: score.found.ci("score") for name, score in counted.items()}
         whole = composite(
             {name: scores.get(name) for name in wanted},
             {name: ends for name, ends in intervals.items() if ends is not None},
@@ -315,115 +308,6 @@ class _Summary:
             band=None if whole.band is None else whole.band.value,
             too_close_to_call=whole.too_close_to_call,
         )
-
-    def _verdict(self, arm: Measured) -> Verdict:
-        kld = arm.scores.get("kld")
-        facts = self._facts(arm)
-        modified = RuntimeRecord.model_validate(dict(arm.result.ran or {})).modified
-        common: dict[str, Any] = {"sentence": sentence(facts), "modified": modified}
-        if facts.forced and arm.status is Status.NOT_ENGAGED:
-            return Verdict(band="FAIL", by_kld=False, because=(facts.reason,), **common)
-        if kld is None or arm.status not in (Status.OK, Status.IDENTICAL):
-            return Verdict(because=(facts.reason or "no full-vocabulary KLD",), **common)
-        ruling = self._ruling(arm)
-        because = (*ruling.because, *self._other_kernel(arm))
-        bands = {"band": _word(ruling.band), "at_best": _word(ruling.at_best)}
-        return Verdict(**bands, preliminary=ruling.preliminary, by_kld=ruling.by_kld, because=because, **common)
-
-    def _other_kernel(self, arm: Measured) -> Iterator[str]:
-        """That KLD includes the difference of two attention kernels, where no control measures that difference."""
-        control = control_of(arm, self.measured)
-        kernel, other = _kernel(arm.result), _kernel(self.reference)
-        if kernel and other and kernel != other and (control is None or _kernel(control.result) != kernel):
-            where = f"attention is {kernel} here and {other} in the reference"
-            yield f"{where}: the KLD holds the difference of these kernels"
-
-    def _ruling(self, arm: Measured) -> Ruling:
-        kld = arm.scores["kld"]
-        interval = None if kld.bound else kld.interval("mean")
-        failed = int((~kld.usable).sum())
-        low, upper = (None, None) if interval is None else interval
-        return verdict(
-            upper,
-            failed,
-            len(kld.usable),
-            _harms(arm.scores),
-            arm.broken,
-            kld_least=kld.value("mean"),
-            kld_lower=low,
-            n_clusters=kld.n_clusters,
-        )
-
-    def _facts(self, arm: Measured) -> ArmFacts:
-        kv = arm.result.arm.kv
-        kld = arm.scores.get("kld")
-        ruling = self._ruling(arm) if kld is not None else None
-        control = control_of(arm, self.measured)
-        control_kld = control.scores.get("kld") if control else None
-        if control_kld is not None and kld is not None:
-            control_kld = control_kld.at(kld.part)
-        floor = self.floors.get(arm.result.arm.name)
-        other = self._native_keys_arm(arm)
-        other_kld = other.scores.get("kld") if other else None
-        measured = kld if kld is not None and len(kld.num) else None
-        return ArmFacts(
-            k=kv.k.name,
-            v=kv.v.name,
-            status=arm.status,
-            reason=arm.reason or "",
-            band=_word(ruling.band) if ruling is not None else None,
-            at_best=_word(ruling.at_best) if ruling is not None else None,
-            kld=_value(kld, "mean"),
-            kld_ci=kld.interval("mean") if kld is not None else None,
-            clusters=counted(measured.n_clusters, measured.cluster) if measured and measured.cluster else "",
-            preliminary=ruling is not None and ruling.preliminary,
-            floor=floor.mean if floor is not None else None,
-            top1=_value(kld, "top-1"),
-            real_flips=_value(kld, "real flips"),
-            n_ctx=self._reach(kld),
-            kv_share=self._kv_share(self._reach(kld)),
-            estimator=str(measured.facts["estimator"]) if measured else None,
-            n_positions=len(measured.num) if measured else None,
-            n_failed=int((~kld.usable).sum()) if kld is not None else 0,
-            control=control.result.arm.name if control_kld is not None and control else None,
-            control_kld=_value(control_kld, "mean"),
-            native_keys_arm=other.result.arm.name if other else None,
-            native_keys_band=self._band(other),
-            native_keys_kld=_value(other_kld, "mean"),
-            native_keys_format=_native_keys(kv) if _has_separate_kv(arm.result.arm.engine) else "",
-            lowered_by="; ".join((*arm.broken, *_harms(arm.scores))),
-            cut=_value(kld, "cut off"),
-            domains=_domains(kld),
-            rounded=bool(rounding_of(arm.result.arm)),
-            forced=dict(arm.result.arm.options).get("force") == "yes",
-        )
-
-    def _reach(self, kld: AxisScore | None) -> int | None:
-        """The longest measured context in tokens: by the facts of the axis' parts, else by the settings."""
-        parts = [] if kld is None else [kld, *kld.parts.values()]
-        reaches = [n_ctx for part in parts if isinstance(n_ctx := part.facts.get("n_ctx"), int)]
-        asked = self.experiment.axes.get("kld", {}).get("n_ctx")
-        return max(reaches or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None)
-
-    def _kv_share(self, n_ctx: int | None) -> float | None:
-        """Share of keys and values in what a sequence of so many tokens keeps in the reference."""
-        ran = self.reference.ran or {}
-        state, per_token = ran.get("state_bytes_per_sequence"), ran.get("cache_bytes_per_token")
-        return n_ctx * per_token / (n_ctx * per_token + state) if n_ctx and state and per_token else None
-
-    def _band(self, arm: Measured | None) -> str | None:
-        return None if arm is None or "kld" not in arm.scores else _word(self._ruling(arm).band)
-
-    def _native_keys_arm(self, arm: Measured) -> Measured | None:
-        """An arm of this run with the same values and native keys."""
-        kv = arm.result.arm.kv
-        if is_native(kv.k.name):
-            return None
-        for other in self.measured.values():
-            theirs = other.result.arm.kv
-            if other.result.role.startswith("candidate:") and is_native(theirs.k.name) and theirs.v == kv.v:
-                return other
-        return None
 
 
 def _parts(score: AxisScore) -> list[AxisScore]:
@@ -439,7 +323,7 @@ def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
         ref, test = score.right
         known = score.usable & ~np.isnan(ref) & ~np.isnan(test)
         pools.append((ref[known], test[known], score.clusters[known]))
-    if len(pools) > 1 and all(score.cluster == "document" for score in parts):
+    if len(pools) > 1 and all(score.found.cluster == "document" for score in parts):
         ref, test, clusters = (np.concatenate(column) for column in zip(*pools, strict=True))
         return [(ref, test, clusters)]
     return pools
@@ -453,7 +337,7 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
     losses, parts = list[Loss](), _parts(whole)
     if any(score.right is None or score.bound or score.not_measurable for score in parts):
         return []
-    for score in parts if name == "kld" else ():
+    for score in parts if name == DECIDING else ():
         losses.append(Loss.of_kl(score.items(), limits.max_loss or KL_MARGIN))
         same = score.positions.get("top1_agrees")
         if limits.max_flips is not None and same is not None:
@@ -469,7 +353,7 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
 def _certificate(judged: Judgement, whole: AxisScore) -> Certificate:
     """The record of a judgement; contexts stand with claims and flips that are those of one alone."""
     parts = _parts(whole)
-    contexts = [n if isinstance(n := part.facts.get("n_ctx"), int) else None for part in parts]
+    contexts = [n if isinstance(n := part.found.facts.get("n_ctx"), int) else None for part in parts]
     seen: dict[str, int] = {}
     claims = []
     for claim in judged.claims:
@@ -513,15 +397,6 @@ def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -
     }
 
 
-def _value(score: AxisScore | None, name: str) -> float | None:
-    return None if score is None else score.value(name)
-
-
-def _word(band: Band | None) -> Any:
-    """The band as the record names it."""
-    return None if band is None else band.value
-
-
 def _composed(experiment: Experiment) -> list[str]:
     """The axes that the composite averages, measured or not; third-party axes only where they were requested."""
     names = dict.fromkeys([*AXES.built_in, *experiment.axes])
@@ -544,34 +419,11 @@ def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[A
     return _bare_record(experiment, truth).model_copy(update={"status": arm.status, "reason": arm.reason, "axes": axes})
 
 
-def _kernel(result: ArmResult) -> str | None:
-    """The attention kernel of engine hf, without its variants.  Other engines choose by format and report it."""
-    attention = (result.ran or {}).get("attention")
-    return str(attention).split()[0] if result.arm.engine == "hf" and attention else None
-
-
-def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
-    """Reasons for a downgrade of the verdict: those of the axes, and perplexity that contradicts the KLD.
-
-    See docs/metrics.md#verdicts.
-    """
-    harms = [harm for score in scores.values() for harm in score.downgrades]
-    kld, perplexity = scores.get("kld"), scores.get("perplexity")
-    if kld is not None and perplexity is not None:
-        cost, ratio = kld.mean(), perplexity.mean()
-        if cost is not None and ratio is not None and cost > _CONTRADICTED and ratio < 0:
-            change = f"{100 * math.expm1(ratio):.1f}%".replace("-", "\u2212")
-            harms.append(f"perplexity seems to improve ({change}) while the mean KLD is {cost:.3g} nats")
-    return tuple(harms)
-
-
-def _has_separate_kv(engine: str) -> bool:
-    """Whether keys and values may have different formats there; ``False`` for an engine that is unknown here."""
-    return engine in ENGINES.names() and bool(ENGINES.load(engine).separate_kv)
-
-
-def _native_keys(kv: KVSpec) -> str:
-    return "k16v8" if kv.v.name.startswith("fp8") else f"bf16/{kv.v}"
+def _wider_keys(arm: Arm) -> str | None:
+    """Native keys and values of about this width, in the words of an engine that has formats for each."""
+    if arm.engine not in ENGINES.names() or not ENGINES.load(arm.engine).separate_kv:
+        return None
+    return "k16v8" if arm.kv.v.name.startswith("fp8") else f"bf16/{arm.kv.v}"
 
 
 def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
@@ -582,7 +434,9 @@ def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
         engine=result.arm.engine,
         model=result.arm.model,
         weights_sha256=result.arm.weights if _SHA256.fullmatch(result.arm.weights) else None,
-        kv=KVFormats.from_spec(result.arm.kv),
+        kv=result.arm.kv,
+        forced=dict(result.arm.options).get("force") == "yes",
+        wider_keys=_wider_keys(result.arm),
         serve_command=None if result.status is Status.NOT_SUPPORTED else serve_command(experiment, result.arm),
         ran=None if result.ran is None else RuntimeRecord.model_validate(dict(result.ran)),
         benches={name: Measurement.model_validate(found) for name, found in result.benches.items()},
@@ -593,15 +447,3 @@ def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
 def _without_texts(found: Measurement) -> Measurement:
     """Without plots that show words of the user's log."""
     return found.model_copy(update={"plots": tuple(plot for plot in found.plots if not isinstance(plot, Texts))})
-
-
-def _domains(kld: AxisScore | None) -> tuple[DomainLoss, ...]:
-    """The mean KL of each kind of text, the largest first."""
-    if kld is None:
-        return ()
-    losses = [
-        DomainLoss(str(metric.cell[DOMAIN]), metric.value, metric.interval)
-        for metric in kld.metrics
-        if DOMAIN in metric.cell and metric.name == "mean" and metric.value is not None
-    ]
-    return tuple(sorted(losses, key=lambda loss: loss.mean, reverse=True))

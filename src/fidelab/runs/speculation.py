@@ -34,7 +34,7 @@ _SPECULATIVE = ("speculative", "both")
 _TELLING = ("vllm", "sglang")  # they have counters whenever they speculate
 _WELL = (Status.OK, Status.IDENTICAL)
 _MAY_DIFFER = ("tokenizer", "weights", "dtype", "goodput")  # by what quantizing changes, or no matter of rates
-_RATES = {"serving": ("output rate", "arrival"), "decode": ("isolated", "depth")}
+_RATES = {"serving": ("output_rate", "arrival"), "decode": ("isolated", "depth")}
 """Bench → the metric that is composed, and a coordinate that all its cells have; what is served goes first."""
 
 

@@ -204,18 +204,18 @@ class _Cache(Question):
         return known
 
     def sentences(self, _rows: Sequence[StudyRow], findings: Sequence[Metric]) -> Iterator[str]:
-        cliffs = [f"{one.cell['side']} {_bits(one)}" for one in findings if one.name == CLIFF.name]
+        cliffs = [f"{one.cell['side']} {_bits(one)}" for one in findings if one.key == CLIFF.key]
         yield f"Cliff, where one more bit costs 0.1 nats per token or more: {'; '.join(cliffs)}."
         parts = []
         for one in findings:
-            if one.name == ASYMMETRY.name:
+            if one.key == ASYMMETRY.key:
                 span = "" if one.interval is None else f" ({one.interval[0]:.3g}–{one.interval[1]:.3g})"
                 said = "the values' loss is within noise" if one.value is None else f"{one.value:.3g}{span}"
                 parts.append(f"{one.cell['bits']} bits: {said}")
         if parts:
             yield f"ΔPPL of keys over that of values at {'; '.join(parts)}."
         for one in findings:
-            if one.name == CORRELATION.name and one.value is not None:
+            if one.key == CORRELATION.key and one.value is not None:
                 span = "" if one.interval is None else f" ({one.interval[0]:.2f} to {one.interval[1]:.2f})"
                 at = one.cell
                 yield (

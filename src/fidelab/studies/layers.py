@@ -26,7 +26,7 @@ from fidelab.report.cells import status_line
 from fidelab.results.measurement import Definition, Flag, Metric
 from fidelab.results.numbers import counted, format_amount, format_kld, one_line
 from fidelab.results.plots import Curve
-from fidelab.results.record import KVFormats, RuntimeRecord
+from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyArm, StudyRow
 from fidelab.runs.conduct import prepare
@@ -296,7 +296,7 @@ def _arm(result: ArmResult) -> StudyArm:
         engine=arm.engine,
         model=arm.model,
         dtype=arm.dtype,
-        kv=KVFormats.from_spec(arm.kv),
+        kv=arm.kv,
         ran=None if ran is None else RuntimeRecord.model_validate(dict(ran)),
     )
 

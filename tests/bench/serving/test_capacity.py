@@ -40,7 +40,7 @@ def stopped(found: Measurement) -> list[tuple[Any, ...]]:
 @pytest.mark.full
 def test_the_most_requests_that_are_at_work_at_once_are_found() -> None:
     found = measured(paced(concurrency=5), contexts=(64,))
-    assert found.value("requests at once") == 5
+    assert found.value("requests_at_once") == 5
     assert stopped(found) == [(64, "queued")]
     assert "5 of 6 were at work at once" in found.flags[-1].text
 
@@ -48,7 +48,7 @@ def test_the_most_requests_that_are_at_work_at_once_are_found() -> None:
 @pytest.mark.full
 def test_where_nothing_stops_it_the_most_that_was_tried_is_said() -> None:
     found = measured(paced(), contexts=(64,), most=3)
-    assert found.value("requests at once") == 3
+    assert found.value("requests_at_once") == 3
     assert stopped(found) == [(64, "most")]
 
 
@@ -56,7 +56,7 @@ def test_where_nothing_stops_it_the_most_that_was_tried_is_said() -> None:
 @pytest.mark.parametrize("told", [True, False], ids=["limit told", "limit not told"])
 def test_the_longest_prompt_that_is_not_rejected_is_found(told: bool) -> None:
     found = measured(paced(max_model_len=3000), contexts=(64, 4000), most=1, told=told)
-    longest = found.value("longest context") or 0
+    longest = found.value("longest_context") or 0
     assert 0.98 * 2976 <= longest <= 2976
     assert stopped(found) == [(64, "most"), (4000, "limit")]
     assert found.cells[1].status == "not_supported"
@@ -72,8 +72,8 @@ def test_missed_targets_of_the_goodput_are_a_limit() -> None:
 
 def test_what_the_caches_size_predicts_stands_beside_what_was_measured() -> None:
     found = measured(paced(concurrency=4), (40,), facts={"cache_tokens": 320, "block_size": 16})
-    assert found.value("by the cache's size") == 320 // (40 + 24)
-    assert found.value("requests at once") == 4
+    assert found.value("by_cache_size") == 320 // (40 + 24)
+    assert found.value("requests_at_once") == 4
 
 
 @pytest.mark.parametrize(

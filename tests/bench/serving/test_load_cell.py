@@ -63,8 +63,8 @@ def test_a_hundred_tokens_in_4_1_seconds_are_24_4_per_second() -> None:
     whole = exchange(0, 0.0, ttft=0.14, gap=0.04, tokens=100)
     assert whole.ended == pytest.approx(4.1)
     load = load_cell(ASKED, [drive([whole])])
-    assert load.value("output rate") == pytest.approx(100 / 4.1)
-    assert round(load.value("output rate") or 0, 1) == 24.4
+    assert load.value("output_rate") == pytest.approx(100 / 4.1)
+    assert round(load.value("output_rate") or 0, 1) == 24.4
 
 
 def test_rates_are_of_the_measured_part_and_of_completed_requests() -> None:
@@ -77,10 +77,10 @@ def test_rates_are_of_the_measured_part_and_of_completed_requests() -> None:
         load.cell.facts["measured"]["output_tokens"],
         load.cell.facts["measured"]["input_tokens"],
     ) == (2, 2, 20, 200)
-    assert load.value("output rate") == pytest.approx(20 / 2.8)
-    assert load.value("total rate") == pytest.approx(220 / 2.8)
-    assert load.value("completed rate") == pytest.approx(2 / 2.8)
-    assert load.value("effective concurrency") == pytest.approx(1)
+    assert load.value("output_rate") == pytest.approx(20 / 2.8)
+    assert load.value("total_rate") == pytest.approx(220 / 2.8)
+    assert load.value("completed_rate") == pytest.approx(2 / 2.8)
+    assert load.value("effective_concurrency") == pytest.approx(1)
     assert load.cell.valid
     assert load.cell.flags == ()
 
@@ -100,10 +100,10 @@ def test_latencies_are_recorded_as_they_were_asked_for() -> None:
     load = load_cell(asked, [drive(row(4))])
     latencies = [metric.name for metric in load.metrics if metric.unit == "ms"]
     assert latencies == ["TTFT mean", "TTFT p50", "TTFT p99.9", "TPOT mean", "TPOT p50", "TPOT p99.9"]
-    assert (load.value("TTFT p50"), load.value("TTFT p99.9")) == pytest.approx((500, 500))
-    assert load.value("TPOT mean") == pytest.approx(100)
-    assert load.value("ITL mean") is None
-    assert load.value("E2E mean") is None
+    assert (load.value("ttft_p50"), load.value("ttft_p99_9")) == pytest.approx((500, 500))
+    assert load.value("tpot_mean") == pytest.approx(100)
+    assert load.value("itl_mean") is None
+    assert load.value("e2e_mean") is None
 
 
 def test_events_that_carry_several_tokens_do_not_change_tokens_or_tpot() -> None:
@@ -111,8 +111,8 @@ def test_events_that_carry_several_tokens_do_not_change_tokens_or_tpot() -> None
     events = np.array([0.5, 1.0, 1.4])
     load = load_cell(ASKED, [drive([exchange(0, 0.0, events=events)])])
     assert load.cell.facts["measured"]["output_tokens"] == 10
-    assert load.value("TPOT mean") == pytest.approx(900 / 9)
-    assert (load.value("ITL p50"), load.value("ITL mean")) == pytest.approx((450, 450))  # of two gaps
+    assert load.value("tpot_mean") == pytest.approx(900 / 9)
+    assert (load.value("itl_p50"), load.value("itl_mean")) == pytest.approx((450, 450))  # of two gaps
 
 
 def test_repeats_are_pooled_and_stand_apart() -> None:
@@ -120,11 +120,11 @@ def test_repeats_are_pooled_and_stand_apart() -> None:
     load = load_cell(ASKED, [fast, slow])
     assert load.value("requests") == 4
     assert load.cell.facts["measured"]["seconds"] == pytest.approx(2.8 + 3.8)
-    assert load.value("output rate") == pytest.approx(40 / 6.6)
+    assert load.value("output_rate") == pytest.approx(40 / 6.6)
     repeats = {metric.name: metric.repeats for metric in load.metrics}
     assert repeats["output rate"] == pytest.approx((20 / 2.8, 20 / 3.8))
     assert repeats["TTFT p50"] == pytest.approx((500, 1000))
-    assert load.value("TTFT p50") == pytest.approx(750)
+    assert load.value("ttft_p50") == pytest.approx(750)
     assert not repeats["requests"]
 
 
@@ -142,7 +142,7 @@ def test_goodput_is_of_all_requests_sent() -> None:
     asked = replace(ASKED, targets={"ttft": 600})
     late, broken = exchange(1, 1.4, ttft=0.7), exchange(2, 3.1, error="aborted")
     load = load_cell(asked, [drive([exchange(0, 0.0), late, broken])])
-    assert load.value("good requests") == pytest.approx(1 / 3)
+    assert load.value("good_requests") == pytest.approx(1 / 3)
     assert load.value("goodput") == pytest.approx(1 / (load.cell.facts["measured"]["seconds"] or 0))
 
 
@@ -160,7 +160,7 @@ def test_a_depth_off_by_more_than_5_percent_makes_a_cell_invalid(counted: int, v
     load = load_cell(ASKED, [drive(row(3, prompt_tokens=counted))])
     assert load.cell.valid is valid
     assert ("depth" in kinds(load)) is not valid
-    assert load.value("context counted") == counted
+    assert load.value("context_counted") == counted
 
 
 def test_fewer_requests_in_flight_than_asked_make_a_cell_invalid() -> None:
@@ -193,16 +193,16 @@ def test_a_cell_without_any_answer_failed_in_the_servers_words() -> None:
     assert load.cell.status is Status.FAILED
     assert load.cell.reason == "all 3 requests failed: http-500 (out of memory)"
     assert not load.cell.valid
-    assert load.value("output rate") is None
+    assert load.value("output_rate") is None
 
 
 def test_without_usage_there_are_no_token_figures() -> None:
     load = load_cell(ASKED, [drive(row(3, prompt_tokens=None, output_tokens=None))])
     assert kinds(load) == ["no-usage"]
     assert (
-        load.value("output rate"),
-        load.value("total rate"),
-        load.value("TPOT mean"),
+        load.value("output_rate"),
+        load.value("total_rate"),
+        load.value("tpot_mean"),
         load.cell.facts["measured"]["output_tokens"],
     ) == (None, None, None, 0)
     assert not load.cell.valid
@@ -210,7 +210,7 @@ def test_without_usage_there_are_no_token_figures() -> None:
 
 def test_one_answer_without_usage_takes_the_rate_away() -> None:
     load = load_cell(ASKED, [drive([exchange(0, 0.0), exchange(1, 1.4, output_tokens=None)])])
-    assert load.value("output rate") is None
+    assert load.value("output_rate") is None
     assert "1 of 2 answers" in why_invalid(load.cell)
 
 
@@ -219,7 +219,7 @@ def test_tokens_may_be_known_by_why_an_answer_ended() -> None:
     load = load_cell(replace(ASKED, by_finish=True), [known])
     assert load.cell.valid
     assert kinds(load) == ["no-usage"]
-    assert load.value("output rate") == pytest.approx(20 / 2.8)
+    assert load.value("output_rate") == pytest.approx(20 / 2.8)
 
 
 def test_an_answer_that_stopped_by_itself_stays_uncounted() -> None:
@@ -283,11 +283,11 @@ def test_readings_of_repeats_are_merged_by_their_time() -> None:
     short, long = drive(row(1), server=one), drive(row(3), server=other)
     load = load_cell(ASKED, [short, long])
     server = load.cell.facts["server"]
-    assert load.value("server's output rate") == pytest.approx(17.5)
+    assert load.value("server_output_rate") == pytest.approx(17.5)
     assert server["kv_usage_mean"] == pytest.approx(0.35)
     assert [server[name] for name in ("kv_usage_max", "running_max", "waiting_max", "samples")] == [0.5, 4.0, 7.0, 11]
     assert (server["speculation"]["drafted"], server["speculation"]["accepted"]) == (120, 60)
-    assert load.value("acceptance length") == pytest.approx(2)
+    assert load.value("acceptance_length") == pytest.approx(2)
 
 
 def test_a_short_load_is_compared_by_the_tokens_of_the_whole_drive() -> None:
@@ -298,7 +298,7 @@ def test_a_short_load_is_compared_by_the_tokens_of_the_whole_drive() -> None:
     )
     whole = ServerReading("vllm", output_rate=33 / 5.0, samples=2)  # 33 tokens in 5 s; the client saw 30
     load = load_cell(ASKED, [compare_counts(short, whole, 5.0)])
-    assert load.value("server's output rate") == pytest.approx(22 / 2.8)
+    assert load.value("server_output_rate") == pytest.approx(22 / 2.8)
     assert load.cell.facts["client over server"] == pytest.approx(30 / 33)
 
 

@@ -51,11 +51,11 @@ _CELL, _TEXT = 80, 1000  # characters of an answer in a table and beside another
 _LOST = Definition("lost", "count", None, "Checks that the reference alone passes.")
 _GAINED = Definition("gained", "count", None, "Checks that the arm alone passes.")
 _PASSED = Definition("passed", "share", "higher", "Share of the checks that the arm passes.")
-_REFERENCE = Definition("reference passed", "share", None, "Share of the checks that the reference passes.")
+_REFERENCE = Definition("reference_passed", "share", None, "Share of the checks that the reference passes.")
 _DIFFERENCE = Definition("difference", "points", "higher", "Checks passed minus the reference's, in percent, paired.")
-_P = Definition("McNemar p", "p", None, "McNemar's exact test of checks lost against gained.")
+_P = Definition("mcnemar_p", "p", None, "McNemar's exact test of checks lost against gained.", name="McNemar p")
 _APPLICABLE = Definition("applicable", "count", None, "Checks that could be asked and judged.")
-_NOT_APPLICABLE = Definition("not applicable", "count", None, "Checks that could not be asked or judged.")
+_NOT_APPLICABLE = Definition("not_applicable", "count", None, "Checks that could not be asked or judged.")
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,7 @@ def _with_metrics(
     measured = bool(n) and not not_measurable
     change = _change(good, seed) if measured else PairedDifference(math.nan, None, 0)
     whole = score.score(seed) if measured else SCORE(None, headline=True)
-    return replace(
-        score,
+    return replace(score, not_measurable=not_measurable).with_found(
         metrics=(
             whole,
             _LOST(lost),
@@ -284,7 +283,6 @@ def _with_metrics(
         cluster="check",
         summary=lost_and_gained([(bool(result.ref.passed), bool(result.test.passed)) for result in good]),
         reference_summary=f"passes {had} of {n}" if n else "",
-        not_measurable=not_measurable,
         downgrades=_lowers(good, seed) if measured else (),
     )
 

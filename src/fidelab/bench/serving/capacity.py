@@ -39,10 +39,17 @@ _ATTAINED = 0.9  # of the requests are to meet every target
 _MEMORY = re.compile(r"out of memory|\bOOM\b|cudaMalloc|hipMalloc|alloc", re.IGNORECASE)
 
 CAPACITY = Definition(
-    "requests at once", "count", "higher", "Most requests that are at work at once, none rejected, preempted or late."
+    "requests_at_once", "count", "higher", "Most requests that are at work at once, none rejected, preempted or late."
 )
-PREDICTED = Definition("by the cache's size", "count", None, "Tokens of the cache over those of a request.", exact=True)
-LARGEST = Definition("longest context", "tokens", "higher", "Longest prompt that is answered, with one request.")
+PREDICTED = Definition(
+    "by_cache_size",
+    "count",
+    None,
+    "Tokens of the cache over those of a request.",
+    exact=True,
+    name="by the cache's size",
+)
+LARGEST = Definition("longest_context", "tokens", "higher", "Longest prompt that is answered, with one request.")
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,16 @@ from fidelab.bench.load_pool import Pool
 from fidelab.bench.serving.conduct import ServingWatch
 from fidelab.bench.serving.contact import Contact
 from fidelab.config.load import dump
-from fidelab.core import Status, slug, usable_cores
+from fidelab.core import KVSpec, Status, slug, usable_cores
 from fidelab.metrics.serving import percentiles
 from fidelab.models.weights import file_sha256
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Measurement
-from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord, write_atomically
+from fidelab.results.record import ArmRecord, Report, RuntimeRecord, write_atomically
 from fidelab.results.request_log import append_requests, request_row
 from fidelab.results.store import RunFolder
 
 __all__ = ["Keeper", "Requests"]
-
-_UNKNOWN = "server"  # the KV format of whoever started it
 
 
 class Requests(ServingWatch):
@@ -124,8 +122,6 @@ class Keeper(ServingWatch):
         assert self._contact is not None
         assert self.folder is not None
         server, settings = self._contact.server, self._contact.settings
-        kv = self._kv or _UNKNOWN
-        k, _, v = kv.partition("/")
         reported = server.kv or (None, None)
         arm = ArmRecord(
             status=Status.FAILED if serving.status is Status.NOT_SUPPORTED else serving.status,
@@ -133,7 +129,7 @@ class Keeper(ServingWatch):
             name=self._name or server.model,
             engine="openai",
             model=settings.model or server.model,
-            kv=KVFormats(k=k, v=v or k),
+            kv=KVSpec.parse(self._kv) if self._kv else None,
             ran=RuntimeRecord.model_validate(
                 {
                     "k_dtype": reported[0],

@@ -1,0 +1,386 @@
+"""The verdict on an arm, computed from its record and the run's, and one plain sentence that says what to do.
+
+The band follows from the KLD and from what other axes lost; words follow from the band.  What is not ruled out says up
+to which context that was measured.  A cost is blamed on the keys only where something points to them: the values are
+native, or an arm of the same run with native keys does well.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fidelab.core import Estimator, Status
+from fidelab.metrics.composite import Ruling, verdict
+from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
+from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
+from fidelab.results.numbers import counted, format_kld, format_odds, format_span, one_line
+from fidelab.results.record import ArmRecord, Report, Verdict
+
+__all__ = ["is_native", "judge", "judged"]
+
+_ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
+_MUCH_CUT = 1e-3  # probability
+_MUCH = 0.5  # share of keys and values from which on nothing is said
+_CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
+_NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
+
+
+def is_native(name: str) -> bool:
+    """The format keeps the compute type, as engines call it (``bf16``, ``f16``, ``float32``, ``auto``)."""
+    return _NATIVE.match(name.lower()) is not None
+
+
+def judged(report: Report) -> Report:
+    """The report with the verdict on every arm that is compared with the reference."""
+
+    def with_verdict(arm: ArmRecord) -> ArmRecord:
+        return arm.model_copy(update={"verdict": judge(arm, report)})
+
+    return report.model_copy(
+        update={
+            "control": None if report.control is None else with_verdict(report.control),
+            "controls": tuple(map(with_verdict, report.controls)),
+            "candidates": tuple(map(with_verdict, report.candidates)),
+        }
+    )
+
+
+def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> Verdict:
+    """The verdict on an arm.
+
+    Args:
+        report: the run that it is an arm of; ``None``: imported figures.
+        reason: why there is no upper bound of the KLD, where the source of the figures knows more than the record.
+    """
+    case = _Case.of(arm, report, reason)
+    common = {"sentence": _sentence(case), "modified": arm.ran.modified if arm.ran else ()}
+    if arm.forced and arm.status is Status.NOT_ENGAGED:
+        return Verdict.model_validate({"band": "FAIL", "by_kld": False, "because": (arm.reason,), **common})
+    if arm.status not in (Status.OK, Status.IDENTICAL) or (case.ruling is None and not reason):
+        return Verdict.model_validate({"because": (arm.reason or "no full-vocabulary KLD",), **common})
+    ruling = case.ruling or Ruling(None, (reason,))
+    because = (reason, *ruling.because[1:]) if reason and ruling.band is None else ruling.because
+    return Verdict.model_validate(
+        {
+            "band": ruling.band,
+            "at_best": ruling.at_best,
+            "preliminary": ruling.preliminary,
+            "by_kld": ruling.by_kld,
+            "because": (*because, *_other_kernel(case)),
+            **common,
+        }
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the band
+
+
+def _rule(arm: ArmRecord) -> Ruling | None:
+    """The band by the record; ``None`` where no KLD was asked for."""
+    kld = arm.deciding
+    if kld is None:
+        return None
+    mean = kld.metric("mean", {})
+    low, upper = (None, None) if mean is None or mean.bound or mean.interval is None else mean.interval
+    return verdict(
+        upper,
+        kld.n_failed or 0,
+        kld.n_items or 0,
+        _harms(arm),
+        [reason for axis in arm.axes.values() for reason in axis.fails],
+        kld_least=mean.value if mean else None,
+        kld_lower=low,
+        n_clusters=kld.n_clusters,
+    )
+
+
+def _harms(arm: ArmRecord) -> tuple[str, ...]:
+    """Reasons for a downgrade of the verdict: those of the axes, and perplexity that contradicts the KLD.
+
+    See docs/metrics.md#verdicts.
+    """
+    harms = [harm for axis in arm.axes.values() for harm in axis.downgrades]
+    cost, ratio = (axis.value(key) if (axis := arm.axes.get(name)) else None for name, key in _OPPOSED)
+    if cost is not None and ratio is not None and cost > _CONTRADICTED and ratio < 0:
+        change = f"{100 * math.expm1(ratio):.1f}%".replace("-", "\u2212")
+        harms.append(f"perplexity seems to improve ({change}) while the mean KLD is {cost:.3g} nats")
+    return tuple(harms)
+
+
+_OPPOSED = (DECIDING, "mean"), ("perplexity", "ln_ratio")
+
+
+def _other_kernel(case: _Case) -> Iterator[str]:
+    """That KLD includes the difference of two attention kernels, where no control measures that difference."""
+    kernel, other, control = (arm and _kernel(arm) for arm in (case.arm, case.reference, case.control))
+    if kernel and other and kernel not in (other, control):
+        where = f"attention is {kernel} here and {other} in the reference"
+        yield f"{where}: the KLD holds the difference of these kernels"
+
+
+def _kernel(arm: ArmRecord) -> str | None:
+    """The attention kernel of engine hf, without its variants.  Other engines choose by format and report it."""
+    attention = arm.ran.attention if arm.ran else None
+    return attention.split()[0] if arm.engine == "hf" and attention else None
+
+
+# ------------------------------------------------------------------------------------------------ the sentence
+
+
+@dataclass(frozen=True)
+class _Case:
+    """An arm with what its sentence looks at besides.
+
+    ``native_keys``: an arm of the same run whose keys are native and whose values have this arm's format.  ``n_ctx``:
+    the longest context measured, tokens.
+    """
+
+    arm: ArmRecord
+    kld: Measurement
+    ruling: Ruling | None
+    reason: str
+    reference: ArmRecord | None = None
+    control: ArmRecord | None = None
+    native_keys: ArmRecord | None = None
+    n_ctx: int | None = None
+
+    @classmethod
+    def of(cls, arm: ArmRecord, report: Report | None, reason: str) -> _Case:
+        kld = arm.deciding or Measurement(status=Status.OK)
+        case = cls(arm, kld, _rule(arm), reason or arm.reason or "")
+        if report is None:
+            return case
+        controls = (*((report.control,) if report.control else ()), *report.controls)
+        return replace(
+            case,
+            reference=report.reference,
+            control=next((control for control in controls if control.name == arm.control), None),
+            native_keys=_native_keys(arm, report),
+            n_ctx=_longest(kld, report),
+        )
+
+    @property
+    def band(self) -> str | None:
+        return None if self.ruling is None or self.ruling.band is None else self.ruling.band.value
+
+    @property
+    def mean(self) -> float | None:
+        return self.kld.value("mean", {})
+
+    @property
+    def control_mean(self) -> float | None:
+        """The control's mean KL (nats) at the context of the arm's own."""
+        kld = self.control.deciding if self.control else None
+        if kld is None:
+            return None
+        n_ctx = self.kld.facts.get("n_ctx")
+        return kld.value("mean", {"context": n_ctx} if "contexts" in kld.facts and n_ctx else {})
+
+    @property
+    def native(self) -> tuple[bool, bool]:
+        """Whether keys and values keep the compute type; formats that are not stated change nothing."""
+        kv = self.arm.kv
+        return (True, True) if kv is None else (is_native(kv.k.name), is_native(kv.v.name))
+
+    @property
+    def lowered_by(self) -> str:
+        """Why the band is below what the KLD alone gives."""
+        return "; ".join((*(reason for axis in self.arm.axes.values() for reason in axis.fails), *_harms(self.arm)))
+
+    @property
+    def mended(self) -> str | None:
+        """Band of the arm with native keys."""
+        ruling = _rule(self.native_keys) if self.native_keys else None
+        return None if ruling is None or ruling.band is None else ruling.band.value
+
+
+def _native_keys(arm: ArmRecord, report: Report) -> ArmRecord | None:
+    kv = arm.kv
+    if kv is None or is_native(kv.k.name):
+        return None
+    others = ((other, other.kv) for other in report.candidates if other.kv is not None)
+    return next((other for other, its in others if is_native(its.k.name) and its.v == kv.v), None)
+
+
+def _longest(kld: Measurement, report: Report) -> int | None:
+    """The longest measured context in tokens: by the axis' facts, else by the settings."""
+    contexts = kld.facts.get("contexts") or [kld.facts]
+    reaches = [n for each in contexts if isinstance(n := each.get("n_ctx"), int)]
+    axes = report.settings.get("axes") or {}
+    asked = (axes.get(DECIDING) or {}).get("n_ctx")
+    return max(reaches or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None)
+
+
+def _sentence(case: _Case) -> str:
+    """What to do with the candidate, on one line."""
+    arm, band, reason = case.arm, case.band, one_line(case.reason) or "no reason was recorded"
+    if arm.status is Status.FAILED:
+        return f"not running: {reason}"
+    if arm.status is Status.NOT_SUPPORTED:
+        return f"not supported: {reason}"
+    if arm.status is Status.NOT_ENGAGED and arm.forced:
+        return f"do not use: it was forced to run, and something else ran: {reason}"
+    if arm.status is Status.NOT_ENGAGED:
+        return f"not engaged: this format did not run, so nothing is known about it: {reason}"
+    if arm.status is Status.IDENTICAL:
+        same = "safe: the format ran and its output is identical to the reference's"
+        return "; ".join([same, *_gain(case), *_reach(case)])
+    if case.ruling is None or band is None:
+        best = f", at best {case.ruling.at_best.value}" if case.ruling and case.ruling.at_best else ""
+        return f"no verdict{best}: {_why_none(case)}"
+    head = f"{_head(case, band)} (preliminary)" if case.ruling.preliminary else _head(case, band)
+    facts = [
+        f"{head}: {', '.join(_facts(case))}",
+        *_doubts(case, case.ruling),
+        *_changes(case.kld),
+        *_worst(case.kld),
+        *_remedies(case),
+        *_gain(case),
+        *_reach(case),
+    ]
+    return "; ".join(facts)
+
+
+def _why_none(case: _Case) -> str:
+    if case.kld.facts.get("estimator") == Estimator.TOPK:
+        return f"only a lower bound could be measured (KLD {format_kld(case.mean, bound=True)} nats)"
+    if case.reason.strip():
+        return one_line(case.reason)
+    if case.mean is None:
+        return "full-vocabulary KLD was not measured"
+    return f"too little text for an interval (KLD {format_kld(case.mean)} nats); measure more windows"
+
+
+def _head(case: _Case, band: str) -> str:
+    if case.lowered_by and band == "PASS":
+        return _ADVICE["DEGRADED"]  # the distributions are close, and yet something was lost
+    if band in ("EXCELLENT", "PASS") or _hides_the_format(case):
+        return _ADVICE[band]
+    k_native, v_native = case.native
+    if not k_native and (v_native or case.mended in ("EXCELLENT", "PASS")):
+        return "keys break"
+    if k_native and not v_native:
+        return "values break"
+    return _ADVICE[band]
+
+
+def _clusters(kld: Measurement) -> str:
+    return counted(kld.n_clusters, kld.cluster) if kld.n_clusters is not None and kld.cluster else ""
+
+
+def _facts(case: _Case) -> list[str]:
+    facts, kld, mean = [], case.kld, case.kld.metric("mean", {})
+    if kld.n_failed:
+        total = f" of {kld.n_items:,}" if kld.n_items else ""
+        facts.append(f"{kld.n_failed:,}{total} positions gave no number")
+    if lowered_by := case.lowered_by:
+        facts.append(one_line(lowered_by))
+    if mean is None or mean.value is None:
+        return facts
+    if kld.facts.get("estimator") == Estimator.TOPK:
+        return [*facts, f"costs at least {format_kld(mean.value)} nats"]
+    known = format_span(mean.interval) if mean.interval is not None else "without an interval"
+    known += f", {clusters}" if (clusters := _clusters(kld)) else ""
+    floor = case.arm.floor.mean if case.arm.floor else None
+    last_bits = f"; a change of last bits alone: {format_kld(floor)}" if floor else ""
+    return [*facts, f"costs {format_kld(mean.value)} nats ({known}{last_bits})"]
+
+
+def _doubts(case: _Case, ruling: Ruling) -> list[str]:
+    """That the band is not settled: too few clusters, or an interval that crosses the edge of a band."""
+    doubts, cut = [], case.kld.value("cut", {})
+    if ruling.at_best is not None:
+        doubts.append(f"its interval reaches from {ruling.at_best.value} to {case.band}")
+    if ruling.preliminary:
+        word = _clusters(case.kld).rpartition(" ")[2].removesuffix("s") or "document"
+        doubts.append(f"a verdict takes {counted(MIN_STUDENTIZED_CLUSTERS, word)} or more")
+    elif ruling.at_best is not None:
+        doubts[-1] += ": more windows decide"
+    if cut is not None and cut >= _MUCH_CUT:
+        doubts.append(f"ids that one vocabulary alone has hold {cut:.2%} of the probability, which KLD leaves out")
+    return doubts
+
+
+def _changes(kld: Measurement) -> list[str]:
+    """Share of positions whose top token changes, and the share of changes beyond a near tie."""
+    top1, real_flips = kld.value("top1", {}), kld.value("real_flips", {})
+    if top1 is None:
+        return []
+    changed = 1 - top1
+    if changed == 0:
+        return ["no top token changes"]
+    odds = format_odds(changed)
+    text = f"{odds} of the top tokens change" if changed > 0.5 else f"{odds.replace('1 in', '1 top token in')} changes"
+    return [text if real_flips is None else f"{text}, {format_odds(real_flips)} beyond a near tie"]
+
+
+def _worst(kld: Measurement) -> list[str]:
+    """The kinds of text that the figures rest on, and the one that loses most."""
+    kinds = [metric for metric in kld.metrics if DOMAIN in metric.cell and metric.key == "mean"]
+    kinds = [metric for metric in kinds if metric.value is not None]
+    if not kinds:
+        return []
+    worst = max(kinds, key=lambda metric: metric.value or 0.0)
+    name = one_line(str(worst.cell[DOMAIN]))
+    if len(kinds) == 1:
+        return [f"measured on {name} alone"]
+    span = f" ({format_span(worst.interval)})" if worst.interval is not None else ""
+    return [f"over {len(kinds)} kinds of text, worst on {name}: {format_kld(worst.value)} nats{span}"]
+
+
+def _gain(case: _Case) -> list[str]:
+    """That a format of the cache hardly helps, in a model whose recurrent state is most of what a sequence keeps."""
+    ran, n_ctx = case.reference.ran if case.reference else None, case.n_ctx
+    state = ran.others().get("state_bytes_per_sequence") if ran else None
+    if not (ran and n_ctx and state and ran.cache_bytes_per_token):
+        return []
+    kv_bytes = n_ctx * ran.cache_bytes_per_token
+    kv_share = kv_bytes / (kv_bytes + state)
+    if kv_share >= _MUCH:
+        return []
+    share = "less than 1%" if kv_share < 0.005 else f"{kv_share:.0%}"
+    return [
+        f"keys and values are {share} of what a sequence of {n_ctx:,} tokens keeps in this model, "
+        "the rest is recurrent state"
+    ]
+
+
+def _reach(case: _Case) -> list[str]:
+    """The longest context measured; left out of a FAIL, which longer contexts would not improve."""
+    if case.n_ctx is None or case.band == "FAIL":
+        return []
+    return [f"up to {case.n_ctx:,} tokens of context, not measured beyond"]
+
+
+def _remedies(case: _Case) -> list[str]:
+    bad, (k_native, v_native) = case.band in ("DEGRADED", "FAIL"), case.native
+    if _mostly_control(case):
+        named = f"control {one_line(case.control.name)}" if case.control else "control"
+        line = f"the kernel path, not the format, is most of it ({named}: {format_kld(case.control_mean)})"
+        return [line, "try another attention backend"] if bad and not case.kld.n_failed else [line]
+    if not bad or _hides_the_format(case):
+        return []
+    if case.arm.ran and case.arm.ran.simulated_weight_bytes is not None:
+        both = not (k_native and v_native)
+        return ["weights and cache apart: --vary weights=native,… --vary kv=…"] if both else []
+    if k_native:
+        return [] if v_native else ["try wider values"]
+    if case.native_keys is not None and case.mended is not None:
+        name, nats = one_line(case.native_keys.name), format_kld(case.native_keys.axes[DECIDING].value("mean", {}))
+        if case.mended in ("EXCELLENT", "PASS"):
+            return [f"try {name} ({nats} nats)"]
+        return [f"native keys alone do not mend it ({name}: {nats} nats): try wider values too"]
+    return [f"try {case.arm.wider_keys}" if case.arm.wider_keys else "try a wider format"]
+
+
+def _mostly_control(case: _Case) -> bool:
+    mean, control = case.mean, case.control_mean
+    return mean is not None and control is not None and control > mean / 2 > 0
+
+
+def _hides_the_format(case: _Case) -> bool:
+    """The band is explained by something other than the width of the format."""
+    return bool(case.kld.n_failed or case.lowered_by) or _mostly_control(case)

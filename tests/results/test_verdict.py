@@ -1,0 +1,276 @@
+"""The verdict on an arm by its record, and one sentence that says what to do, in every case."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from fidelab.core import KVSpec, Status
+from fidelab.results.measurement import Definition, Measurement
+from fidelab.results.record import ArmRecord, NoiseFloor, Report, RuntimeRecord, Verdict
+from fidelab.results.verdict import is_native, judge, judged
+
+MEAN, TOP1 = Definition("mean", "nats", "lower"), Definition("top1", "share", "higher")
+FLIPS, CUT = Definition("real_flips", "share", "lower"), Definition("cut", "share")
+COARSE = (0.712, (0.356, 0.8))
+
+
+def record(
+    kv: str = "fp8_e4m3",
+    kld: float | None = None,
+    ci: tuple[float, float] | None = None,
+    *,
+    topk: bool = False,
+    n_failed: int = 0,
+    clusters: tuple[int | None, str] = (None, ""),
+    lost: tuple[str, ...] = (),
+    shares: dict[Definition, float] | None = None,
+    floor: float | None = None,
+    **fields: Any,
+) -> ArmRecord:
+    """An arm with a KLD over 8,160 positions; ``lost``: what another axis says it loses."""
+    measured = Measurement(
+        status=Status.OK,
+        metrics=(
+            *([] if kld is None else [MEAN(kld, ci, bound=topk)]),
+            *(definition(value) for definition, value in (shares or {}).items()),
+        ),
+        n_items=8160,
+        n_failed=n_failed,
+        n_clusters=clusters[0],
+        cluster=clusters[1],
+        facts={"estimator": "topk" if topk else "hidden"},
+    )
+    axes = {"kld": measured, "rniah": Measurement(status=Status.OK, downgrades=lost)}
+    given = {"name": kv, "engine": "hf", "model": "m", "status": Status.OK, "wider_keys": "k16v8", "axes": axes}
+    floors = {"floor": NoiseFloor(of=kv, mean=floor)} if floor is not None else {}
+    return ArmRecord(**{**given, "kv": KVSpec.parse(kv), **floors, **fields})
+
+
+def verdict(arm: ArmRecord, *others: ArmRecord, n_ctx: int | None = None, state: int = 0) -> Verdict:
+    """Of the first candidate of a run; ``state``: bytes of the recurrent state per sequence, with one per token."""
+    ran = {"cache_bytes_per_token": 1, **({"state_bytes_per_sequence": state} if state else {})}
+    report = Report(
+        run_id="run",
+        created=datetime(2026, 1, 1, tzinfo=UTC),
+        fidelab_version="0",
+        command="fidelab",
+        settings={"axes": {"kld": {"n_ctx": n_ctx}}},
+        reference=record("bf16", ran=RuntimeRecord.model_validate(ran)),
+        control=next((other for other in others if other.name == arm.control), None),
+        candidates=(arm, *(other for other in others if other.name != arm.control)),
+    )
+    found = judged(report).candidates[0].verdict
+    assert found is not None
+    return found
+
+
+CASES: list[tuple[ArmRecord, dict[str, Any], str]] = [
+    (record(status=Status.FAILED, reason="out of\nmemory"), {}, "not running: out of memory"),
+    (record(status=Status.NOT_SUPPORTED, reason="hf has: bf16"), {}, "not supported: hf has: bf16"),
+    (
+        record(status=Status.NOT_ENGAGED, reason="the cache holds bf16"),
+        {},
+        "not engaged: this format did not run, so nothing is known about it: the cache holds bf16",
+    ),
+    (
+        record(status=Status.NOT_ENGAGED, reason="K is bfloat16", forced=True),
+        {},
+        "do not use: it was forced to run, and something else ran: K is bfloat16",
+    ),
+    (
+        record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0)),
+        {},
+        "safe: the format ran and its output is identical to the reference's",
+    ),
+    (
+        record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0)),
+        {"n_ctx": 2048, "state": 19738},
+        "safe: the format ran and its output is identical to the reference's; keys and values are 9% of what a "
+        "sequence of 2,048 tokens keeps in this model, the rest is recurrent state; up to 2,048 tokens of context, "
+        "not measured beyond",
+    ),
+    (
+        record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0)),
+        {"n_ctx": 2048, "state": 2048},
+        "safe: the format ran and its output is identical to the reference's; up to 2,048 tokens of context, not "
+        "measured beyond",
+    ),
+    (record(), {}, "no verdict: full-vocabulary KLD was not measured"),
+    (record(reason="KLD failed: time-out"), {}, "no verdict: KLD failed: time-out"),
+    (
+        record(kld=0.002, topk=True),
+        {},
+        "no verdict: only a lower bound could be measured (KLD ≥ 0.00200 nats)",
+    ),
+    (
+        record(kld=0.02, topk=True),
+        {},
+        "no verdict, at best PASS: only a lower bound could be measured (KLD ≥ 0.0200 nats)",
+    ),
+    (record(kld=0.512, topk=True), {}, "do not use: costs at least 0.512 nats; try k16v8"),
+    (
+        record(kld=0.07),
+        {"n_ctx": 512},
+        "no verdict, at best DEGRADED: too little text for an interval (KLD 0.0700 nats); measure more windows",
+    ),
+    (
+        record("bf16/fp8_e4m3", 3.47, shares={TOP1: 0.087, FLIPS: 0.84}),
+        {"n_ctx": 512},
+        "values break: costs 3.47 nats (without an interval); 91% of the top tokens change, 84% beyond a near tie; "
+        "try wider values",
+    ),
+    (
+        record("int4", *COARSE, floor=0.0451, wider_keys=None),  # an engine with one format for keys and values
+        {},
+        "do not use: costs 0.712 nats (0.36–0.80; a change of last bits alone: 0.0451); try a wider format",
+    ),
+    (
+        record(kld=0.00552, ci=(0.005, 0.0061), shares={TOP1: 18 / 19, FLIPS: 1 / 60}),
+        {"n_ctx": 2048},
+        "safe: costs 0.00552 nats (0.0050–0.0061); 1 top token in 19 changes, 1 in 60 beyond a near tie; "
+        "up to 2,048 tokens of context, not measured beyond",
+    ),
+    (
+        record(kld=1e-9, ci=(0.0, 2e-9), shares={TOP1: 1.0, FLIPS: 0.0}),
+        {},
+        "safe: costs 1.00e-9 nats (0–2.0e-9); no top token changes",
+    ),
+    (
+        record(kld=0.02, ci=(0.015, 0.025), shares={TOP1: 0.8, FLIPS: 0.0}),
+        {},
+        "safe: costs 0.0200 nats (0.015–0.025); 1 top token in 5.0 changes, none beyond a near tie",
+    ),
+    (record("int4", *COARSE), {}, "do not use: costs 0.712 nats (0.36–0.80); try k16v8"),
+    (
+        record(kld=0.07, ci=(0.06, 0.09)),
+        {},
+        "use with care: costs 0.0700 nats (0.060–0.090); try k16v8",
+    ),
+    (record("int4/bf16", *COARSE), {}, "keys break: costs 0.712 nats (0.36–0.80); try k16v8"),
+    (
+        record("q4_0", *COARSE, wider_keys="f16/q8_0"),
+        {},
+        "do not use: costs 0.712 nats (0.36–0.80); try f16/q8_0",
+    ),
+    (
+        record("bf16/int2", 0.4, (0.2, 0.5)),
+        {},
+        "values break: costs 0.400 nats (0.20–0.50); try wider values",
+    ),
+    (record("bf16/f16", 0.06, (0.055, 0.07)), {}, "use with care: costs 0.0600 nats (0.055–0.070)"),
+    (
+        record(kld=0.001, ci=(0.0005, 0.002), n_failed=12),
+        {},
+        "use with care: 12 of 8,160 positions gave no number, costs 0.00100 nats (0.00050–0.0020)",
+    ),
+    (record(n_failed=8160), {}, "do not use: 8,160 of 8,160 positions gave no number"),
+    (
+        record(kld=0.001, ci=(0.0005, 0.002), lost=("needles lost: 40 points",)),
+        {},
+        "use with care: needles lost: 40 points, costs 0.00100 nats (0.00050–0.0020)",
+    ),
+    (
+        record(kld=0.04, ci=(0.02, 0.045), lost=("R-NIAH is 12 points lower",)),
+        {},
+        "use with care: R-NIAH is 12 points lower, costs 0.0400 nats (0.020–0.045)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arm", "run", "said"), CASES)
+def test_the_sentence_says_what_to_do(arm: ArmRecord, run: dict[str, Any], said: str) -> None:
+    assert verdict(arm, **run).sentence == said
+
+
+@pytest.mark.parametrize(
+    ("kld", "ci", "control", "said"),
+    [
+        (0.0312, (0.0156, 0.04), 0.0156, "safe: costs 0.0312 nats (0.016–0.040)"),
+        (
+            0.0312,
+            (0.0156, 0.04),
+            0.016,
+            "safe: costs 0.0312 nats (0.016–0.040); the kernel path, not the format, is most of it (control ctl: "
+            "0.0160)",
+        ),
+        (
+            *COARSE,
+            0.5,
+            "do not use: costs 0.712 nats (0.36–0.80); the kernel path, not the format, is most of it (control ctl: "
+            "0.500); try another attention backend",
+        ),
+    ],
+)
+def test_a_cost_that_is_mostly_the_controls_is_blamed_on_the_kernel_path(
+    kld: float, ci: tuple[float, float], control: float, said: str
+) -> None:
+    assert verdict(record("int4", kld, ci, control="ctl"), record("bf16", control, name="ctl")).sentence == said
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            record("bf16/int4", 0.02, (0.015, 0.025)),
+            "keys break: costs 0.712 nats (0.36–0.80); try bf16/int4 (0.0200 nats)",
+        ),
+        (
+            record("bf16/int4", 0.3, (0.25, 0.4)),
+            "do not use: costs 0.712 nats (0.36–0.80); native keys alone do not mend it (bf16/int4: 0.300 nats): try "
+            "wider values too",
+        ),
+        (record("bf16/int8", 0.02, (0.015, 0.025)), "do not use: costs 0.712 nats (0.36–0.80); try k16v8"),
+    ],
+)
+def test_an_arm_of_the_run_with_native_keys_says_whether_keys_are_to_blame(other: ArmRecord, said: str) -> None:
+    assert verdict(record("int4", *COARSE), other).sentence == said
+
+
+def test_formats_that_are_not_stated_are_not_blamed() -> None:
+    arm = record("int4", *COARSE).model_copy(update={"kv": None})
+    assert judge(arm).sentence == "do not use: costs 0.712 nats (0.36–0.80)"
+
+
+def test_imported_figures_without_an_interval_say_why() -> None:
+    found = judge(record(kld=0.07), reason="the file holds no windows")
+    assert (found.band, found.at_best, found.because) == (None, "DEGRADED", ("the file holds no windows",))
+    assert found.sentence == "no verdict, at best DEGRADED: the file holds no windows"
+
+
+@pytest.mark.parametrize("name", ["bf16", "f16", "F32", "fp16", "float32", "bfloat16", "auto", "native"])
+def test_native_formats_are_known_by_all_their_names(name: str) -> None:
+    assert is_native(name)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "q8_0", "int4", "fp8", "f16x", "turbo3"])
+def test_coarse_formats_are_not_native(name: str) -> None:
+    assert not is_native(name)
+
+
+def test_a_preliminary_verdict_says_so_and_what_it_takes() -> None:
+    said = verdict(record("int4", *COARSE, clusters=(2, "document"))).sentence
+    assert said.startswith("do not use (preliminary): costs 0.712 nats (0.36–0.80, 2 documents); ")
+    assert "a verdict takes 6 documents or more" in said
+
+
+def test_an_interval_that_crosses_a_band_is_said_to() -> None:
+    said = verdict(record(kld=0.08, ci=(0.03, 0.2), clusters=(12, "block"))).sentence
+    assert "its interval reaches from PASS to FAIL: more windows decide" in said
+    assert "reaches" not in verdict(record("int4", *COARSE)).sentence
+
+
+def test_probability_that_is_cut_off_with_ids_of_one_side_alone_is_told_from_a_thousandth_on() -> None:
+    told = "ids that one vocabulary alone has hold 2.14% of the probability, which KLD leaves out"
+    assert told in verdict(record("int4", *COARSE, shares={CUT: 0.0214})).sentence
+    assert "vocabulary" not in verdict(record("int4", *COARSE, shares={CUT: 0.0009})).sentence
+
+
+def test_where_weights_are_rounded_too_no_other_cache_format_is_advised() -> None:
+    ran = RuntimeRecord(simulated_weight_bytes=1000)
+    said = verdict(record("int4", *COARSE, ran=ran)).sentence
+    assert "try k16v8" not in said
+    assert "weights and cache apart: --vary weights=native,… --vary kv=…" in said
+    assert "--vary" not in verdict(record("bf16", *COARSE, ran=ran)).sentence
