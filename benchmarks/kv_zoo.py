@@ -26,7 +26,7 @@ from fidelab.formats import create
 from fidelab.metrics.intervals import paired_difference
 from fidelab.models import path as locate
 from fidelab.results.store import RunFolder
-from fidelab.runs.conduct import prepare
+from fidelab.runs.prepare import prepare
 from fidelab.runs.sensitivity import Rows, ask
 
 K16V8 = "bf16/fp8_e4m3"

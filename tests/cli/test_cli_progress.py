@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.spinner import Spinner
 
 import fidelab.cli.progress as progress
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.core import Arm, KVSpec
 from fidelab.environments.install import Stage
 from fidelab.plan.build import PlannedJob

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import fidelab
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.config.schema import EngineConfig
 from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes

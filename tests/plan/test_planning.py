@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fidelab.cli.dry_run import show_plan
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec, Speculation, waiting_variables
 from fidelab.engines.fake import FakeEngine
@@ -20,7 +20,7 @@ from fidelab.models import pull, resolve
 from fidelab.plan.arms import native_kv, same_attention
 from fidelab.plan.build import Plan
 from fidelab.plan.resolve import Settings, convert_weights, resolve_experiment
-from fidelab.runs.conduct import prepare
+from fidelab.runs.prepare import prepare
 from tests.models.tiny_gguf import write_gguf
 
 FAKE: dict[str, Any] = {

@@ -12,12 +12,13 @@ import pytest
 
 from fidelab.captures.reader import Capture
 from fidelab.cli.progress import _seconds_left
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
 from fidelab.core import canonical_json
 from fidelab.models.tiny import make_tiny
-from fidelab.runs.conduct import execute, prepare
+from fidelab.runs.conduct import execute
 from fidelab.runs.estimate import estimate, try_out
+from fidelab.runs.prepare import prepare
 from fidelab.runs.runner import Silent
 from tests.runs.harness import SMALL, cli, write_inputs
 

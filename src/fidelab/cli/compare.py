@@ -287,7 +287,7 @@ def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
         ConfigError: of no kind, or one that is not what it should be.
     """
     from fidelab.config.cross import KIND, validate_cross
-    from fidelab.config.load import validate
+    from fidelab.config.experiment import validate
     from fidelab.errors import ConfigError
 
     if "kind" not in data:
@@ -299,7 +299,8 @@ def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
 
 def experiment_from(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Experiment:
     """Flags → experiment, with the messages of a settings file."""
-    from fidelab.config.load import apply_overrides, validate
+    from fidelab.config.experiment import validate
+    from fidelab.config.load import apply_overrides
 
     apply_overrides(data, overrides)
     return validate(data, where)
@@ -346,7 +347,7 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
 
 def _go_on(run_dir: Path, trust: Trust, fail_under: float | None, as_json: bool, plot: bool) -> None:
     from fidelab.cli.progress import watcher
-    from fidelab.config.load import load
+    from fidelab.config.experiment import load
     from fidelab.runs.conduct import resume
 
     report, folder = resume(run_dir, listener=watcher(), trust=trust)

@@ -12,16 +12,16 @@ from fidelab.cli.output import duration, note
 if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
     from fidelab.config.schema import Experiment
-    from fidelab.runs.conduct import Prepared
     from fidelab.runs.estimate import Estimate
+    from fidelab.runs.prepare import Prepared
 
 __all__ = ["show_cross_plan", "show_plan"]
 
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
     """Print the plan; nothing is run and nothing is written, but the rates of a model that answered a short prompt."""
-    from fidelab.runs.conduct import prepare
     from fidelab.runs.estimate import estimate, try_out
+    from fidelab.runs.prepare import prepare
 
     began = time.monotonic()
     prepared = prepare(experiment, convert=False)

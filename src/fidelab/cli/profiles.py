@@ -164,7 +164,7 @@ def _check(resolved: Resolved, root: Any) -> None:
         ConfigError: an experiment's key or value is wrong, or the words of a command are.
     """
     from fidelab.config.cross import validate_cross
-    from fidelab.config.load import validate
+    from fidelab.config.experiment import validate
     from fidelab.errors import ConfigError
 
     for stage in resolved.stages:

@@ -79,7 +79,7 @@ def repeat(
 
 def _load(path: Path, overrides: list[str], trusted: list[Path]) -> Experiment:
     """An experiment file, or the settings of a run."""
-    from fidelab.config.load import validate
+    from fidelab.config.experiment import validate
     from fidelab.config.trust import load_trusted
     from fidelab.errors import UsageError
     from fidelab.results.store import RunFolder

@@ -24,7 +24,7 @@ from fidelab.config.arms import arm_fields
 from fidelab.config.cross import CrossEngine
 from fidelab.config.harmless import FILES, is_harmless
 from fidelab.config.load import apply_overrides, expand, read_yaml
-from fidelab.config.presets import find_preset, load_preset
+from fidelab.config.presets import cells_of, find_preset, load_preset
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
 from fidelab.core import digest, state_dir
 from fidelab.errors import ConfigError, InputError, UsageError
@@ -172,7 +172,7 @@ def load_trusted(
     ``files``: those that the person named by ``--trust``.  ``read``: makes settings of plain data, given their place.
 
     Raises:
-        ConfigError: as :func:`~fidelab.config.load.load`, and as :func:`check_trust`.
+        ConfigError: as :func:`~fidelab.config.experiment.load`, and as :func:`check_trust`.
     """
     written = read_yaml(file)
     data = deepcopy(written)
@@ -306,7 +306,7 @@ def _arms(settings: Asking) -> Iterator[tuple[EngineConfig, Mapping[str, str], M
         yield settings.engine, settings.engine_args, settings.env
         return
     control = [settings.control] if isinstance(settings.control, ArmConfig) else []
-    for arm in (ArmConfig(), settings.reference, *control, *settings.candidates, *settings.cells()):
+    for arm in (ArmConfig(), settings.reference, *control, *settings.candidates, *cells_of(settings)):
         engine = arm.engine or settings.engine
         shared = settings.engine_args if engine.name == settings.engine.name else {}
         yield engine, {**shared, **arm.engine_args}, {**settings.env, **arm.env}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fidelab.config.presets import cells_of
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, ServeConfig
 from fidelab.config.serve import PORTS, move_folders
 from fidelab.core import Arm, KVSpec
@@ -206,7 +207,7 @@ def _in_its_image(serve: ServeConfig, experiment: Experiment, arm: Arm) -> Serve
     """The pasted words with the image in which the arm runs; none of them where it runs in an installed engine."""
     if not serve.wrapper or not experiment.engine.image:
         return serve
-    configs = (experiment.reference, *experiment.candidates, *experiment.cells())
+    configs = (experiment.reference, *experiment.candidates, *cells_of(experiment))
     config = next((each for each in configs if _name(each) == arm.name), experiment.reference)
     image = (config.engine or experiment.engine).image
     return serve.model_copy(update={"wrapper": (*serve.wrapper[:-1], image)}) if image else ServeConfig()

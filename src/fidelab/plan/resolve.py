@@ -15,6 +15,7 @@ from fidelab.bench import BENCHES
 from fidelab.bench.base import Bench
 from fidelab.config.grid import levels_of
 from fidelab.config.load import expand, validate_as
+from fidelab.config.presets import cells_of
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
 from fidelab.engines.base import Engine, Support
@@ -103,7 +104,7 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
     Raises:
         FidelabError: one line naming what was wrong and what to do.
     """
-    configs = (*experiment.candidates, *experiment.cells())
+    configs = (*experiment.candidates, *cells_of(experiment))
     for config in (experiment.engine, *(arm.engine for arm in configs if arm.engine)):
         engine_class(config)
     axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
@@ -115,7 +116,7 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
 
 def _files(experiment: Experiment) -> list[str]:
     """What engines may be asked about: local models, those in the caches, and files that options name."""
-    configs = (experiment.reference, *experiment.candidates, *experiment.cells())
+    configs = (experiment.reference, *experiment.candidates, *cells_of(experiment))
     names = {experiment.model, *(config.model for config in configs if config.model)}
     tables = (experiment.engine_args, *(config.engine_args for config in configs))
     options = {value for table in tables for value in table.values()}
@@ -204,7 +205,7 @@ class _Resolver:
         arms: list[Arm] = []
         refused: list[UsageError | None] = []
         grid = levels_of(experiment.vary)
-        for config in experiment.cells():
+        for config in cells_of(experiment):
             config = with_kv(config, inherited_kv(config, experiment.reference, experiment))
             try:
                 arms.append(self._candidate(config))
@@ -538,7 +539,7 @@ def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
     yield experiment.reference
     yield from experiment.candidates
     if "engine" not in experiment.vary:  # else a name that one engine lacks is a cell that is not supported
-        yield from experiment.cells()
+        yield from cells_of(experiment)
     if isinstance(experiment.control, ArmConfig):
         yield experiment.control
 

@@ -55,9 +55,10 @@ from fidelab.results.cross_record import (
 )
 from fidelab.results.record import Report, RuntimeRecord
 from fidelab.results.store import RunFolder
-from fidelab.runs.conduct import Prepared, capture, execute, prepare, read_outcomes
+from fidelab.runs.conduct import capture, execute, read_outcomes
 from fidelab.runs.estimate import Estimate, estimate, estimate_job, try_out
 from fidelab.runs.pairing import ArmResult, Scorer, engaged
+from fidelab.runs.prepare import Prepared, prepare
 from fidelab.runs.runner import Listener, Silent
 
 __all__ = ["PlannedLine", "agreement", "plan_cross", "run_cross"]

@@ -27,8 +27,8 @@ from fidelab.plan.deploy import engine_class
 from fidelab.plan.disk import expected_rows
 from fidelab.plan.timings import TRIALS, Timings, work_of
 from fidelab.runs.benches import BENCHES, Benching
-from fidelab.runs.conduct import Prepared
 from fidelab.runs.pairing import ArmResult
+from fidelab.runs.prepare import Prepared
 from fidelab.runs.runner import Silent
 
 __all__ = ["Estimate", "JobEstimate", "estimate", "estimate_job", "total", "try_out"]

@@ -36,7 +36,7 @@ from fidelab.results.sensitivity_record import (
     Predictor,
 )
 from fidelab.results.store import RunFolder
-from fidelab.runs.conduct import Prepared, prepare
+from fidelab.runs.prepare import Prepared, prepare
 from fidelab.runs.runner import Listener
 from fidelab.runs.sensitivity import Rows, ask
 

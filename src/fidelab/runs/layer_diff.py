@@ -33,8 +33,8 @@ from fidelab.results.layer_diff_record import BisectArm, BisectReport, Errors, L
 from fidelab.results.record import KVFormats, RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.results.values import Outcome
-from fidelab.runs.conduct import Prepared, prepare
 from fidelab.runs.pairing import ArmResult, engaged
+from fidelab.runs.prepare import Prepared, prepare
 from fidelab.runs.runner import Listener, Silent
 
 __all__ = ["bisect", "capture_qkv", "run_jobs", "with_requests"]

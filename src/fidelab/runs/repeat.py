@@ -21,7 +21,7 @@ from typing import Final, Literal, Self
 from pydantic import AwareDatetime, Field, ValidationError
 
 import fidelab
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, digest, read_file, slug
@@ -31,7 +31,8 @@ from fidelab.results.numbers import format_figure
 from fidelab.results.record import ArmRecord, Report, write_atomically
 from fidelab.results.store import RunFolder
 from fidelab.results.values import FreeDict, Record
-from fidelab.runs.conduct import Interrupted, execute, first_replicate, prepare, resume
+from fidelab.runs.conduct import Interrupted, execute, first_replicate, resume
+from fidelab.runs.prepare import prepare
 from fidelab.runs.runner import Listener
 
 __all__ = [

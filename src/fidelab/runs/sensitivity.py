@@ -34,9 +34,9 @@ from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_inter
 from fidelab.results.sensitivity_record import Loss, SensitivityCell, SensitivityReport, WeightPlan
 from fidelab.results.store import RunFolder
 from fidelab.results.values import Outcome
-from fidelab.runs.conduct import Prepared, prepare
 from fidelab.runs.layer_diff import run_jobs, with_requests
 from fidelab.runs.pairing import ArmResult
+from fidelab.runs.prepare import Prepared, prepare
 from fidelab.runs.runner import Listener, Silent
 
 __all__ = ["Answers", "By", "Rows", "ask", "recipe_of", "sensitivity"]
