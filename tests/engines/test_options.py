@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.config.experiment import validate
-from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
+from fidelab.config.schema import ArmConfig, Experiment
 from fidelab.config.trust import demands
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Engine
@@ -190,4 +190,4 @@ def test_benches_time_what_a_server_runs_where_the_arm_leaves_that_open(
     engine: str, kv: str, device: str, options: dict[str, str], due: dict[str, str]
 ) -> None:
     arm = Arm(kv, engine, "m", "m", "0" * 8, KVSpec.parse(kv), "bfloat16", device, 1, tuple(options.items()))
-    assert dict(engine_class(EngineConfig(name=engine)).as_deployed(arm).options) == due
+    assert dict(engine_class(engine).as_deployed(arm).options) == due

@@ -19,26 +19,25 @@ from fidelab.environments.environment import Environment, candidates
 from fidelab.errors import EngineError
 from fidelab.models import Model
 
-__all__ = ["Deployed", "Engines", "engine_class", "needs_safetensors"]
+__all__ = ["Engines", "ResolvedArm", "engine_class", "loads_safetensors"]
 
 _STOCK = "stock"
 
 
-def engine_class(config: EngineConfig) -> type[Engine]:
+def engine_class(name: str) -> type[Engine]:
     """The adapter; what it says about itself without its engine (class variables) holds in every environment."""
-    cls: type[Engine] = ENGINES.load(config.name)
+    cls: type[Engine] = ENGINES.load(name)
     return cls
 
 
-def needs_safetensors(config: EngineConfig) -> bool:
+def loads_safetensors(engine: type[Engine]) -> bool:
     """Whether the engine loads a safetensors folder; of a server's model only the tokenizer is loaded here."""
-    cls = engine_class(config)
-    return cls.checkpoint_format == "hf" and not cls.is_server
+    return engine.checkpoint_format == "hf" and not engine.is_server
 
 
 @dataclass(frozen=True)
-class Deployed:
-    """An arm's model, the environment of its engine, and the versions that stand there.
+class ResolvedArm:
+    """An arm with its engine's adapter, its model, the environment of its engine, and the versions that stand there.
 
     ``versions`` says, too, where an engine is not the stock one, what goes before its packages, and which variables of
     the worker's environment may change what it computes: captures of another build, or made under other variables, are
@@ -46,21 +45,25 @@ class Deployed:
     ``unasked``: whether the engine can run the arm is to be asked where it runs, on a device that is not here.
     """
 
+    arm: Arm
+    engine_class: type[Engine]
     model: Model
     environment: Environment
     versions: Mapping[str, str]
-    estimator: Estimator
     about: Mapping[str, Any] = field(default_factory=dict)
     draft: Model | None = None
     unasked: bool = False
 
     @property
+    def estimator(self) -> Estimator:
+        """How the engine tells this arm's distributions."""
+        return self.engine_class.estimator_for(self.arm)
+
+    @property
     def lacks_weights(self) -> bool:
         """The engine loads safetensors, and the model, or the one that drafts, has its weights in a GGUF file."""
         models = [model for model in (self.model, self.draft) if model is not None]
-        return any(model.text_only for model in models) and needs_safetensors(
-            EngineConfig(name=self.environment.engine)
-        )
+        return any(model.text_only for model in models) and loads_safetensors(self.engine_class)
 
 
 class Engines:
@@ -104,7 +107,7 @@ class Engines:
         Raises as :meth:`ask`.
         """
         environment = {**self.ask(config).about.variables, **thread_variables(arm.threads), **dict(arm.env)}
-        return {f"${name}": value for name, value in variables_of(engine_class(config), environment).items()}
+        return {f"${name}": value for name, value in variables_of(engine_class(config.name), environment).items()}
 
     def about(self, config: EngineConfig) -> dict[str, Any]:
         """The installation, for the record of what ran; raises as :meth:`ask`."""

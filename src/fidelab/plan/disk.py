@@ -39,7 +39,7 @@ def conversion_bytes(plan: Plan) -> int:
     Raises:
         OutputError: they will not fit.
     """
-    deployed = [plan.settings.deployed[job.arm.name] for job in plan.jobs]
+    deployed = [job.resolved for job in plan.jobs]
     models = {one.model.weights: one.model for one in deployed if one.lacks_weights}
     return sum(map(check_conversion, models.values()))
 
@@ -51,7 +51,7 @@ def needed_bytes(plan: Plan) -> int:
     """
     need, passing, heads = 0, 0, {}
     for job in plan.jobs:
-        deployed = plan.settings.deployed[job.arm.name]
+        deployed = job.resolved
         row = _row_bytes(deployed.model, deployed.estimator, job.arm)
         here = sum(expected_rows(capture.request) for capture in job.missing()) * row
         waits = not base_of(job.role) or any(base_of(other.role) == job.role for other in plan.jobs)

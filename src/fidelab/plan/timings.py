@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from fidelab.captures.requests import Forced, Generate, Request, Served, Timed
-from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, finite
 from fidelab.models import Model
 from fidelab.models.cache import cache_dir
@@ -187,7 +186,7 @@ class Timings:
 
     def rates(self, arm: Arm, model: Model) -> Rates:
         """Of this arm's last run, else of the nearest arm that ran, else defaults; see :attr:`Rates.source`."""
-        device, cls = arm.device.partition(":")[0], engine_class(EngineConfig(name=arm.engine))
+        device, cls = arm.device.partition(":")[0], engine_class(arm.engine)
         known_device = device if device in _OPERATIONS else "cpu"
         start = cls.start_seconds + model.weight_bytes / _READ_BYTES
         wanted = _identity(arm)

@@ -25,7 +25,6 @@ from fidelab.bench.startup import COLD, WARM
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Request
-from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, Status, digest, slug
 from fidelab.engines.base import one_line
 from fidelab.engines.openai.http import read_key
@@ -36,7 +35,7 @@ from fidelab.metrics.latency import is_steady
 from fidelab.models.pagecache import evict
 from fidelab.models.weights import weight_files
 from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
-from fidelab.plan.deploy import engine_class
+from fidelab.plan.deploy import ResolvedArm, engine_class
 from fidelab.plan.resolve import CONTROL, EXACT, QUERIES, TRUTH, Settings
 from fidelab.plan.timings import Work, work_of
 from fidelab.results.measurement import Measurement
@@ -112,7 +111,7 @@ class Benching:
                     warmups = loads * min(question.max_warmup, _WARMUPS)
                     yield question.bench, arm, 0, question.request(0), question.repeats + warmups
             for bench in self._benches().values():
-                if bench.loads and engine_class(EngineConfig(name=arm.engine)).is_server:
+                if bench.loads and engine_class(arm.engine).is_server:
                     for request in bench.traffic():
                         yield bench.name, arm, 0, request, 1
 
@@ -151,7 +150,7 @@ class Benching:
 
     def _fit(self, arms: Sequence[ArmResult]) -> bool:
         """Whether the arms can be alive together without disturbing one another."""
-        classes = [engine_class(EngineConfig(name=arm.arm.engine)) for arm in arms]
+        classes = [engine_class(arm.arm.engine) for arm in arms]
         own = [arm.arm for arm, cls in zip(arms, classes, strict=True) if not cls.is_server]
         if not all(cls.sleeps_when_idle for cls in classes):
             return False
@@ -180,7 +179,7 @@ class Benching:
                 if arm.role in workers:
                     self._hear(arm, outcome := workers[arm.role].finish())
                     spent = (outcome.load_seconds or 0.0) + outcome.phases.get("interpreter", 0.0)
-                    self._asking.remember(arm.arm, spent, self._took.pop(arm.role, {}))
+                    self._asking.remember(self._settings.resolved[arm.arm.name], spent, self._took.pop(arm.role, {}))
 
     def _ask_in_turn(
         self, arms: Sequence[ArmResult], workers: dict[str, Worker], question: Question, load: int, loads: int
@@ -213,7 +212,7 @@ class Benching:
         worker = workers[arm.role]
         began = time.monotonic()
         alive = worker.ask([planned.task()])
-        work = work_of(planned.request, self._settings.deployed[arm.arm.name].model)
+        work = work_of(planned.request, self._settings.resolved[arm.arm.name].model)
         self._took.setdefault(arm.role, {})[question.name] = work, time.monotonic() - began
         if not alive:
             del workers[arm.role]
@@ -322,7 +321,7 @@ class Benching:
 
     def _loaded(self, arm: Arm, bench: Bench) -> Measurement | None:
         """Load on the server behind an arm; ``None`` where this bench is another, or nobody serves the arm."""
-        if not bench.loads or not engine_class(EngineConfig(name=arm.engine)).is_server:
+        if not bench.loads or not engine_class(arm.engine).is_server:
             return None
         from fidelab.bench.serving import Requests, ServingSettings, measure_serving
 
@@ -346,7 +345,7 @@ class Benching:
 
     def _served(self, arm: Arm, bench: str) -> str:
         """Why this bench says nothing about an engine that somebody else started; empty where it does."""
-        return self._benches()[bench].not_on_servers if engine_class(EngineConfig(name=arm.engine)).is_server else ""
+        return self._benches()[bench].not_on_servers if engine_class(arm.engine).is_server else ""
 
     def _missing(self, arm: ArmResult, question: Question, load: int, loads: int) -> bool:
         """Something of this load's share is still to be asked."""
@@ -358,16 +357,20 @@ class Benching:
     def _planned(self, arm: ArmResult, question: Question, number: int) -> PlannedCapture:
         """One answer as a capture; folders are named by role, so that equal arms are measured separately, too."""
         request = question.request(number)
-        deployed = _as_deployed(arm.arm)
-        key = capture_key(deployed, request, self._settings.deployed[arm.arm.name].versions, max(0, number))
+        resolved = self._as_deployed(arm.arm)
+        key = capture_key(resolved.arm, request, resolved.versions, max(0, number))
         store = (self._folder / _WARM if number < 0 else self._folder) / f"{slug(arm.role)}-{digest(arm.role)[:6]}"
-        return PlannedCapture(question.name, request, key, capture_folder(store, deployed, request, key))
+        return PlannedCapture(question.name, request, key, capture_folder(store, resolved.arm, request, key))
 
     def _worker(self, arm: Arm, role: str) -> Worker:
-        return self._asking.worker(PlannedJob(role, _as_deployed(arm), ()), self._log(f"benches:{slug(arm.name)}"))
+        return self._asking.worker(PlannedJob(role, self._as_deployed(arm), ()), self._log(f"benches:{slug(arm.name)}"))
+
+    def _as_deployed(self, arm: Arm) -> ResolvedArm:
+        resolved = self._settings.resolved[arm.name]
+        return replace(resolved, arm=resolved.engine_class.as_deployed(arm))
 
     def _weights(self, arm: Arm) -> int:
-        return self._settings.deployed[arm.name].model.weight_bytes
+        return self._settings.resolved[arm.name].model.weight_bytes
 
     def _hear(self, arm: ArmResult, outcome: JobOutcome) -> None:
         self._event("benched", role=arm.role, status=str(outcome.status), seconds=round(outcome.seconds, 3))
@@ -387,7 +390,3 @@ def _seconds(capture: Capture) -> Floats:
 
 def _last(failed: Mapping[int, str]) -> str | None:
     return failed[max(failed)] if failed else None
-
-
-def _as_deployed(arm: Arm) -> Arm:
-    return engine_class(EngineConfig(name=arm.engine)).as_deployed(arm)

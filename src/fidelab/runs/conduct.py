@@ -305,10 +305,10 @@ def _check_placed(settings: Settings) -> None:
     executor = settings.experiment.executor
     if executor.name == "local":
         return
-    for _, arm in settings.roles():
+    for arm in settings.roles.values():
         needs_of(arm, executor.gpus)
-    for name, deployed in settings.deployed.items():
-        if deployed.environment.image or deployed.environment.prefix:
+    for name, resolved in settings.resolved.items():
+        if resolved.environment.image or resolved.environment.prefix:
             raise UsageError(
                 f"arm {name} starts behind an image or a prefix, which executor {executor.name} cannot reach: give the "
                 "cluster's nodes the engine itself, or use --executor local"
@@ -339,12 +339,11 @@ def _bench(
 def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
     """The results so far and the arms that cannot run at all, in the order in which they were given."""
     settings = plan.settings
-    arms = settings.roles()
     by_role = {result.role: result for result in results}
-    for role, arm in arms:
+    for role, arm in settings.roles.items():
         if arm.name in settings.unsupported:
             by_role[role] = ArmResult(role, arm, Status.NOT_SUPPORTED, settings.unsupported[arm.name])
-    order = dict.fromkeys([*(role for role, _ in arms), *(job.role for job in plan.jobs)])
+    order = dict.fromkeys([*settings.roles, *(job.role for job in plan.jobs)])
     return [by_role[role] for role in order if role in by_role]
 
 

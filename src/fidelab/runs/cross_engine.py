@@ -191,12 +191,12 @@ class _Line:
         if timing is not None:
             alone = replace(prepared, plan=replace(prepared.plan, jobs=(job,)))
             yield self._timed(alone, timing), prepared.settings.model
-        if long is not None and not engine_class(self._line.engine).is_server:
+        if long is not None and not engine_class(self._line.engine.name).is_server:
             model = resolve(_long_model(self._line.engine, long.tokens))
             arm = replace(job.arm, model=model.name, weights=model.weights)
             request = Prefill("kld", ((0,) * long.tokens,), 0, long.tokens - 1, ((0,) * long.tokens,))
             capture = PlannedCapture("kld", request, {}, self._folder / "long")
-            yield PlannedJob(f"{long.tokens:,} tokens", arm, (capture,)), model
+            yield PlannedJob(f"{long.tokens:,} tokens", replace(job.resolved, arm=arm, model=model), (capture,)), model
 
     def measure(self) -> tuple[EngineRow, ArmResult | None]:
         """Everything about this engine, what it cannot do included; and its reference, where that was asked."""
@@ -264,10 +264,10 @@ class _Line:
         captures = []
         for axis, n in ((_PREFILL, 0), (_DECODE, timing.n)):
             request = Timed(axis, prompts, n=n, warmup=timing.warmup, settings=(("prompt", timing.prompt),))
-            key = capture_key(job.arm, request, prepared.settings.deployed[job.arm.name].versions, 0)
+            key = capture_key(job.arm, request, job.resolved.versions, 0)
             folder = capture_folder(self._folder / "timing" / slug(self._line.label), job.arm, request, key)
             captures.append(PlannedCapture(axis, request, key, folder))
-        return PlannedJob("timing", job.arm, tuple(captures))
+        return PlannedJob("timing", job.resolved, tuple(captures))
 
     def _ask(self, prepared: Prepared, job: PlannedJob) -> ArmResult:
         listener = self._begin("timing") or Silent()
@@ -282,7 +282,7 @@ class _Line:
 
     def _long(self, tokens: int) -> LongCell:
         """One window of so many tokens through the reference's cache, on a model that every engine can load."""
-        if engine_class(self._line.engine).is_server:
+        if engine_class(self._line.engine.name).is_server:
             return LongCell(status=Status.NOT_SUPPORTED, reason="a server has its own model", tokens=tokens)
         try:
             model = _long_model(self._line.engine, tokens)
@@ -312,7 +312,7 @@ def _estimator(reference: ArmResult) -> str | None:
 def _version(engine: EngineConfig, ran: RuntimeRecord | None) -> str | None:
     """The package that brings the engine."""
     versions = ran.versions if ran else {}
-    packages = engine_class(engine).packages or (_LIBRARY.get(engine.name, engine.name),)
+    packages = engine_class(engine.name).packages or (_LIBRARY.get(engine.name, engine.name),)
     return next((f"{name} {versions[name]}" for name in packages if name in versions), None)
 
 
@@ -377,7 +377,7 @@ def _long_model(engine: EngineConfig, tokens: int) -> str:
     sizes = {**_TINY, "positions": max(_POSITIONS, tokens)}
     name = "tiny-" + "-".join(f"{key}{value}" for key, value in sizes.items())
     folder = build_once(cache_dir() / "models" / name, lambda scratch: make_tiny(scratch / name, **sizes))
-    return str(folder / GGUF_NAME if engine_class(engine).checkpoint_format == "gguf" else folder)
+    return str(folder / GGUF_NAME if engine_class(engine.name).checkpoint_format == "gguf" else folder)
 
 
 def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
@@ -445,7 +445,7 @@ def _filled(cross: CrossEngine) -> CrossEngine:
         FidelabError: an engine or axis that does not exist, or a setting that an axis does not have.
     """
     for line in cross.engines:
-        engine_class(line.engine)
+        engine_class(line.engine.name)
     axes = cross.axes or {name: dict(AXES.load(name).quick) for name in _AXES}
     return cross.model_copy(
         update={

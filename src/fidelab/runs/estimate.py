@@ -18,12 +18,11 @@ import numpy as np
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Prefill, Served, Timed
-from fidelab.config.schema import EngineConfig
-from fidelab.core import Arm, Estimator, Status
+from fidelab.core import Estimator, Status
 from fidelab.errors import FidelabError
 from fidelab.models import Model
 from fidelab.plan.build import PlannedCapture, PlannedJob, follow_ups, foreseen, with_probes
-from fidelab.plan.deploy import engine_class
+from fidelab.plan.deploy import ResolvedArm, engine_class
 from fidelab.plan.disk import expected_rows
 from fidelab.plan.timings import TRIALS, Timings, work_of
 from fidelab.runs.benches import BENCHES, Benching
@@ -132,7 +131,7 @@ def estimate(prepared: Prepared, timings: Timings | None = None) -> Estimate:
     jobs = []
     extended = [with_probes(settings, job, later) for job in prepared.plan.jobs] if settings.axes else []
     for job, whole in zip(prepared.plan.jobs, extended, strict=False):
-        jobs.append(estimate_job(whole, job, settings.deployed[job.arm.name].model, timings))
+        jobs.append(estimate_job(whole, job, job.resolved.model, timings))
     benches, sources = _benches(prepared, timings)
     scoring = _scoring(prepared, extended)
     return Estimate(tuple(jobs), benches, scoring * timings.scoring, scoring, sources)
@@ -173,7 +172,7 @@ def _benches(prepared: Prepared, timings: Timings) -> tuple[dict[str, float], di
     seconds: dict[str, float] = {}
     sources: dict[str, str] = {}
     for name, arm, loads, request, times in benching.expected(results):
-        model = settings.deployed[arm.name].model
+        model = settings.resolved[arm.name].model
         rates = timings.rates(arm, model)
         sources[arm.name] = rates.source
         spent = loads * rates.load
@@ -187,7 +186,7 @@ def _scoring(prepared: Prepared, jobs: Iterable[PlannedJob]) -> float:
     """What scoring the jobs' captures takes by default: rows are compared over the vocabulary, pair by pair."""
     operations = 0.0
     for job in jobs:
-        deployed = prepared.settings.deployed[job.arm.name]
+        deployed = job.resolved
         compared = [c.request for c in job.captures if isinstance(c.request, Prefill | Forced | Served)]
         rows = 0 if job.role == "reference" else sum(map(expected_rows, compared))
         width = 4 * deployed.model.hidden_size if deployed.estimator is Estimator.HIDDEN else 8
@@ -216,20 +215,21 @@ def try_out(prepared: Prepared) -> None:
     settings, timings = prepared.settings, Timings()
     tried: set[tuple[str, ...]] = set()
     for job in prepared.plan.jobs:
-        arm, model = job.arm, settings.deployed[job.arm.name].model
+        arm, model = job.arm, job.resolved.model
         kind = (arm.engine, arm.weights, arm.device)
-        cls = engine_class(EngineConfig(name=arm.engine))
+        cls = engine_class(arm.engine)
         quick = cls.start_seconds <= _TRIAL_START and not cls.is_server and 0 < model.weight_bytes <= _TRIAL_BYTES
         wanted = bool(job.missing()) or bool(settings.benches)
-        deployed = settings.deployed[arm.name]
+        deployed = job.resolved
         if kind in tried or not quick or not wanted or timings.knows(arm) or deployed.lacks_weights or deployed.unasked:
             continue
         tried.add(kind)
         with suppress(FidelabError, OSError, ValueError):
-            _try(prepared, arm, model)
+            _try(prepared, job.resolved)
 
 
-def _try(prepared: Prepared, arm: Arm, model: Model) -> None:
+def _try(prepared: Prepared, resolved: ResolvedArm) -> None:
+    arm, model = resolved.arm, resolved.model
     ids = tuple(prepared.inputs.tokenizer.encode(prepared.sample))[:_TRIAL_TOKENS]
     read, decode = TRIALS
     requests = (Timed(read, (ids, ids), n=0, warmup=1), Timed(decode, (ids,), n=_TRIAL_STEPS, warmup=0))
@@ -239,7 +239,7 @@ def _try(prepared: Prepared, arm: Arm, model: Model) -> None:
         settings = replace(prepared.settings, experiment=experiment, captures_dir=folder)
         asking = replace(prepared, plan=replace(prepared.plan, settings=settings)).asking(Silent(), _nothing)
         captures = [PlannedCapture(r.axis, r, capture_key(arm, r, {}, 0), folder / r.axis) for r in requests]
-        with asking.worker(PlannedJob("trial", arm, ()), folder / "log") as worker:
+        with asking.worker(PlannedJob("trial", resolved, ()), folder / "log") as worker:
             worker.ask([capture.task() for capture in captures])
             outcome = worker.finish()
         times = [np.asarray(Capture(capture.folder).array(0, "seconds")) for capture in captures]
@@ -249,7 +249,7 @@ def _try(prepared: Prepared, arm: Arm, model: Model) -> None:
         decode: (work_of(requests[1], model), float(times[1][-1])),
     }
     load = (outcome.load_seconds or 0.0) + outcome.phases.get("interpreter", 0.0)
-    if engine_class(EngineConfig(name=arm.engine)).preload:  # in a run, the arms share this
+    if engine_class(arm.engine).preload:  # in a run, the arms share this
         load -= outcome.phases.get("interpreter", 0.0) + outcome.phases.get("import", 0.0)
     Timings().add(arm, model, load, took)
 

@@ -122,7 +122,7 @@ def _check(experiment: Experiment) -> None:
         raise UsageError(f"a bisect is between two arms: name one candidate, not {len(experiment.candidates)}")
     for arm in (experiment.reference, *experiment.candidates):
         engine = (arm.engine or experiment.engine).name
-        if "layerwise" not in engine_class(arm.engine or experiment.engine).kinds:
+        if "layerwise" not in engine_class(engine).kinds:
             raise NotSupportedError(
                 f"engine {engine} does not tell what passes through its layers; engines hf, vllm and sglang do"
             )
@@ -139,7 +139,7 @@ def with_requests(prepared: Prepared, job: PlannedJob, requests: Sequence[Reques
     """The job with these questions alone."""
     settings, captures = prepared.settings, []
     for request in requests:
-        key = capture_key(job.arm, request, settings.deployed[job.arm.name].versions, job.replicate)
+        key = capture_key(job.arm, request, job.resolved.versions, job.replicate)
         folder = capture_folder(settings.captures_dir, job.arm, request, key)
         captures.append(PlannedCapture(request.axis, request, key, folder))
     return replace(job, captures=tuple(captures))

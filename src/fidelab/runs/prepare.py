@@ -10,7 +10,7 @@ from typing import Any
 
 from fidelab.axes.base import AxisInputs
 from fidelab.config.load import expand, expand_existing
-from fidelab.config.schema import EngineConfig, Experiment
+from fidelab.config.schema import Experiment
 from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
 from fidelab.inputs.images import placeholder
 from fidelab.inputs.prompts import load_prompts
@@ -73,7 +73,7 @@ def prepare(
     """
     settings = resolve_experiment(_absolute(experiment), created or now())
     if servers is not None and settings.axes and experiment.executor.name == "local":
-        spawner(settings, settings.reference, servers)
+        spawner(settings.resolved[settings.reference.name], servers)
     tokenizer = Tokenizer.load(settings.model)
     inputs = _inputs(settings, tokenizer)
     plan = build_plan(convert_weights(settings, convert), inputs, replicate)
@@ -103,8 +103,7 @@ def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
 
 def _with_images(inputs: AxisInputs, settings: Settings) -> AxisInputs:
     """The inputs with what is known of images: why the reference can be shown none, or what stands for one."""
-    reference = settings.reference
-    refused = engine_class(EngineConfig(name=reference.engine)).images_refused(reference)
+    refused = engine_class(settings.reference.engine).images_refused(settings.reference)
     return replace(inputs, no_images=refused, placeholder="" if refused else placeholder(inputs.tokenizer))
 
 
