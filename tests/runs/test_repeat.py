@@ -26,7 +26,7 @@ from fidelab.config.experiment import load
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.fake import FakeEngine
-from fidelab.plan.disk import needed_bytes
+from fidelab.plan.estimate import needed_bytes
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.prepare import prepare

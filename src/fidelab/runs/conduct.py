@@ -29,15 +29,15 @@ from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
 from fidelab.plan.build import Plan
+from fidelab.plan.estimate import Timings
 from fidelab.plan.resolve import Settings
-from fidelab.plan.timings import Timings
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
+from fidelab.runs.benches import BENCHES, Benching
 from fidelab.runs.cluster import Cluster, RayCluster
-from fidelab.runs.estimate import estimate
 from fidelab.runs.pairing import ArmResult, drop_compared_rows, drop_rows_there
 from fidelab.runs.prepare import Prepared, now, prepare
-from fidelab.runs.runner import Asking, Listener, Silent, needs_of
+from fidelab.runs.runner import Listener, Silent, needs_of
 from fidelab.runs.scoring import RunFacts, Scored, score_run
 from fidelab.workers.fork_server import ForkServers
 
@@ -217,7 +217,7 @@ def _conduct(
     prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener, cluster: Cluster | None
 ) -> Report:
     plan = prepared.plan
-    expected = estimate(prepared)
+    expected = prepared.estimate()
     facts = replace(facts, unavailable=dict(plan.unavailable))
     results: list[ArmResult] = []
     folder.event(
@@ -233,7 +233,9 @@ def _conduct(
             if plan.settings.axes:
                 ahead.start()
             asking = prepared.asking(listener, folder.event, cluster=cluster)
-            asking.pace.expect(expected.by_step())
+            asking.pace.expect({job.role: job.seconds for job in expected.jobs})
+            asking.pace.expect({BENCHES: sum(expected.benches.values())} if expected.benches else {})
+            asking.pace.expect({"scoring": expected.scoring})
             if plan.settings.axes:
                 answered = asking.run_all(plan.jobs, folder.log)
             else:  # only benches ask the arms
@@ -246,7 +248,9 @@ def _conduct(
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed
             if plan.settings.benches:
-                results = _bench(prepared, asking, folder, listener, results)
+                tokenizer, timed = prepared.inputs.tokenizer, folder.path / "timed"
+                benching = Benching(plan.settings, tokenizer, asking, timed, folder.log, listener, folder.event)
+                results = benching.run(results)
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
             began = time.monotonic()
@@ -324,16 +328,6 @@ def _prepare_scoring() -> None:
 
         for name in templates().list_templates():
             templates().get_template(name)
-
-
-def _bench(
-    prepared: Prepared, asking: Asking, folder: RunFolder, listener: Listener, results: list[ArmResult]
-) -> list[ArmResult]:
-    from fidelab.runs.benches import Benching
-
-    timed = folder.path / "timed"
-    tokenizer = prepared.inputs.tokenizer
-    return Benching(prepared.settings, tokenizer, asking, timed, folder.log, listener, folder.event).run(results)
 
 
 def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:

@@ -42,8 +42,8 @@ from fidelab.models.embedded import NAMES
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
+from fidelab.plan.estimate import Estimate, Timings, estimate_job
 from fidelab.plan.resolve import load_axis
-from fidelab.plan.timings import Timings
 from fidelab.results.cross_record import (
     Agreement,
     Candidate,
@@ -56,7 +56,6 @@ from fidelab.results.cross_record import (
 from fidelab.results.record import Report, RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.runs.conduct import capture, execute, read_outcomes
-from fidelab.runs.estimate import Estimate, estimate, estimate_job, try_out
 from fidelab.runs.pairing import ArmResult, Scorer, engaged
 from fidelab.runs.prepare import Prepared, prepare
 from fidelab.runs.runner import Listener, Silent
@@ -132,7 +131,7 @@ class PlannedLine:
 
 
 def plan_cross(cross: CrossEngine) -> list[PlannedLine]:
-    """What :func:`run_cross` would do; nothing is asked but what ``runs/estimate.py`` tries out.
+    """What :func:`run_cross` would do; nothing is asked.
 
     Raises as :func:`run_cross`.
     """
@@ -177,26 +176,24 @@ class _Line:
             prepared = prepare(self._experiment, convert=False)
             runs = 1 + (self._cross.timing is not None) + (self._cross.long is not None)
             planning = runs * (time.monotonic() - began)
-            try_out(prepared)
-            timings = Timings()
-            expected = estimate(prepared, timings)
-            jobs = [estimate_job(job, job, model, timings) for job, model in self._further(prepared)]
+            expected = prepared.estimate()
+            jobs = [estimate_job(job, Timings()) for job in self._further(prepared)]
         except FidelabError as error:
-            return PlannedLine(label, time.monotonic() - began, Estimate((), {}, 0.0, 0.0), reason=str(error))
+            return PlannedLine(label, time.monotonic() - began, Estimate(), reason=str(error))
         return PlannedLine(label, planning, replace(expected, jobs=(*expected.jobs, *jobs)), prepared)
 
-    def _further(self, prepared: Prepared) -> Iterator[tuple[PlannedJob, Model]]:
-        """The jobs besides those of the axes, each with its model."""
+    def _further(self, prepared: Prepared) -> Iterator[PlannedJob]:
+        """The jobs besides those of the axes."""
         job, timing, long = prepared.plan.jobs[0], self._cross.timing, self._cross.long
         if timing is not None:
             alone = replace(prepared, plan=replace(prepared.plan, jobs=(job,)))
-            yield self._timed(alone, timing), prepared.settings.model
+            yield self._timed(alone, timing)
         if long is not None and not engine_class(self._line.engine.name).is_server:
             model = resolve(_long_model(self._line.engine, long.tokens))
             arm = replace(job.arm, model=model.name, weights=model.weights)
             request = Prefill("kld", ((0,) * long.tokens,), 0, long.tokens - 1, ((0,) * long.tokens,))
             capture = PlannedCapture("kld", request, {}, self._folder / "long")
-            yield PlannedJob(f"{long.tokens:,} tokens", replace(job.resolved, arm=arm, model=model), (capture,)), model
+            yield PlannedJob(f"{long.tokens:,} tokens", replace(job.resolved, arm=arm, model=model), (capture,))
 
     def measure(self) -> tuple[EngineRow, ArmResult | None]:
         """Everything about this engine, what it cannot do included; and its reference, where that was asked."""

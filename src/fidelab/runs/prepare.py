@@ -11,6 +11,7 @@ from typing import Any
 from fidelab.axes.base import AxisInputs
 from fidelab.config.load import expand, expand_existing
 from fidelab.config.schema import Experiment
+from fidelab.core import Status
 from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
 from fidelab.inputs.images import placeholder
 from fidelab.inputs.prompts import load_prompts
@@ -19,9 +20,11 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
 from fidelab.plan.build import Plan, build_plan
 from fidelab.plan.deploy import engine_class
-from fidelab.plan.disk import check_disk
+from fidelab.plan.estimate import Estimate, check_disk, estimate
 from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
+from fidelab.runs.benches import BenchPlan
 from fidelab.runs.cluster import Cluster
+from fidelab.runs.pairing import ArmResult
 from fidelab.runs.runner import Asking, Listener, spawner
 from fidelab.workers.fork_server import ForkServers
 
@@ -43,6 +46,13 @@ class Prepared:
     def settings(self) -> Settings:
         """The resolved experiment."""
         return self.plan.settings
+
+    def estimate(self) -> Estimate:
+        """What the plan will take; quick, and nothing runs."""
+        if not self.settings.benches:
+            return estimate(self.plan, self.inputs)
+        results = [ArmResult(job.role, job.arm, Status.OK) for job in self.plan.jobs]
+        return estimate(self.plan, self.inputs, BenchPlan(self.settings, self.inputs.tokenizer).expected(results))
 
     def asking(
         self, listener: Listener, event: Callable[..., None], *, fresh: bool = False, cluster: Cluster | None = None

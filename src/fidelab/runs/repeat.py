@@ -26,7 +26,7 @@ from fidelab.config.schema import Experiment
 from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, digest, read_file, slug
 from fidelab.errors import InputError, OutputError, UsageError
-from fidelab.plan.disk import check_disk
+from fidelab.plan.estimate import check_disk
 from fidelab.results.numbers import format_figure
 from fidelab.results.record import ArmRecord, Report, write_atomically
 from fidelab.results.store import RunFolder

@@ -21,8 +21,8 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model
 from fidelab.plan.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
 from fidelab.plan.deploy import ResolvedArm, engine_class
+from fidelab.plan.estimate import Rates, Timings, Work, work_of
 from fidelab.plan.resolve import Settings
-from fidelab.plan.timings import Rates, Timings, Work, work_of
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.runs.cluster import Cluster, Needs, run_job
@@ -177,10 +177,10 @@ class _Clocked:
     ``missing``: in the order in which they are made; the list may grow.
     """
 
-    def __init__(self, job: PlannedJob, missing: Sequence[PlannedCapture], model: Model, rates: Rates) -> None:
+    def __init__(self, job: PlannedJob, missing: Sequence[PlannedCapture], rates: Rates) -> None:
         self.rates = rates
         self.took: dict[str, tuple[Work, float]] = {}
-        self._job, self._missing, self._model = job, missing, model
+        self._missing, self._model = missing, job.resolved.model
         self._work, self._parts = Work(), (0.0, 0.0)
 
     def seconds(self) -> float:
@@ -275,8 +275,7 @@ class Asking:
         missing = job.missing()
         tokens = sum(capture.tokens for capture in missing)
         outcome = JobOutcome()
-        model = job.resolved.model
-        clocked = _Clocked(job, missing, model, self._timings.rates(job.arm, model))
+        clocked = _Clocked(job, missing, self._timings.rates(job.resolved))
         with self._lock:
             self._listener.job_started(job, tokens, reused=not missing)
             self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
@@ -347,7 +346,7 @@ class Asking:
 
     def remember(self, resolved: ResolvedArm, load: float | None, took: Mapping[str, tuple[Work, float]]) -> None:
         """Keep for later estimates what captures took, and the seconds that its worker took besides."""
-        Timings().add(resolved.arm, resolved.model, load, took)
+        Timings().add(resolved, load, took)
 
     def worker(self, job: PlannedJob, log: Path) -> Worker:
         """A process with the job's arm that takes any requests; its tokenizer is not compared with the parent's."""
