@@ -64,12 +64,12 @@ def test_loads_answers_follow_ups_benches_and_scoring_are_all_counted(tmp_path: 
     expected = prepare(fake(tmp_path, benches={"prefill": {"lengths": [16]}, "startup": {}})).estimate()
     assert [job.role for job in expected.jobs] == ["reference", "candidate:tilt", "floor"]
     assert min(expected.parts().values()) > 0
-    asked = {job.role: set(job.captures) for job in expected.jobs}
+    asked = {job.role: job.captures for job in expected.jobs}
     assert asked["reference"] == {"kld", "trajectory", "forced.path", "forced.kl"}
     assert asked["candidate:tilt"] == {"kld", "trajectory", "forced.kl"}
     assert set(expected.benches) == {"", "prefill", "startup"}
     assert expected.benches["startup"] == pytest.approx(
-        2 * 4 * expected.jobs[0].load, rel=0.1
+        2 * 4 * expected.jobs[0].took["loads", ""], rel=0.1
     )  # of each arm four starts
     assert expected.seconds == pytest.approx(sum(expected.parts().values()))
 
@@ -89,7 +89,7 @@ def test_nothing_but_scoring_is_left_where_everything_is_captured(tmp_path: Path
     experiment = fake(tmp_path)
     execute(experiment, command="")
     expected = prepare(experiment).estimate()
-    assert [(job.captures, job.load) for job in expected.jobs] == [({}, 0.0)] * 3
+    assert [job.seconds for job in expected.jobs] == [0.0] * 3
     assert expected.seconds == expected.scoring > 0
 
 
@@ -120,10 +120,10 @@ def test_time_left_follows_the_plan_first_and_the_run_s_own_pace_later() -> None
 
 def test_a_run_leaves_rates_for_the_next_estimate(tmp_path: Path) -> None:
     experiment = fake(tmp_path, engine_args={"delay": 0.03})
-    assert all("defaults" in source for source in prepare(experiment).estimate().sources())
+    assert all("defaults" in source for source in prepare(experiment).estimate().sources)
     execute(experiment, command="")
     again = fake(tmp_path, engine_args={"delay": 0.03}, output_dir=str(tmp_path / "other"))
-    assert set(prepare(again).estimate().sources()) == {"its last run here"}
+    assert set(prepare(again).estimate().sources) == {"its last run here"}
 
 
 # --------------------------------------------------------------------------------------------- --dry-run

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from fidelab.plan.estimate import Estimate
     from fidelab.runs.prepare import Prepared
 
-__all__ = ["show_cross_plan", "show_plan"]
-
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
     """Print the plan; nothing is run and nothing is written."""
@@ -52,6 +50,11 @@ def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
     whole = Estimate(  # no line of a cross-engine experiment has benches
         tuple(replace(job, role=f"{label} {job.role}") for label, expected in named for job in expected.jobs),
         scoring=sum(expected.scoring for _, expected in named),
+        sources={
+            source: [f"{label} {role}" for label, expected in named for role in expected.sources.get(source, ())]
+            for _, each in named
+            for source in each.sources
+        },
     )
     plan = {
         "engines": lines,
@@ -109,7 +112,7 @@ def _times(expected: Estimate, planning: float) -> dict[str, Any]:
         "parts": {name: round(seconds, 1) for name, seconds in {"planning": planning, **expected.parts()}.items()},
         "axes": {name: round(seconds, 1) for name, seconds in expected.axes().items()},
         "benches": {name or "loads": round(seconds, 1) for name, seconds in expected.benches.items()},
-        "sources": expected.sources(),
+        "sources": expected.sources,
     }
 
 

@@ -12,36 +12,19 @@ import json
 import os
 import platform
 import shutil
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed
-from fidelab.core import Arm, Estimator, finite
+from fidelab.core import Arm, Estimator
 from fidelab.errors import OutputError
 from fidelab.models import Model, check_conversion
 from fidelab.models.cache import cache_dir
 from fidelab.plan.build import Plan, PlannedJob, base_of, follow_ups, foreseen, with_probes
 from fidelab.plan.deploy import ResolvedArm
-
-__all__ = [
-    "DEFAULT",
-    "Benched",
-    "Estimate",
-    "JobEstimate",
-    "Rates",
-    "Timings",
-    "Work",
-    "check_disk",
-    "conversion_bytes",
-    "estimate",
-    "estimate_job",
-    "needed_bytes",
-    "work_of",
-]
 
 DEFAULT = "defaults: nothing like it has run on this machine"
 
@@ -51,7 +34,6 @@ _FORWARD_TOKENS = {"cpu": 40.0, "cuda": 150.0}  # a decoding forward takes as lo
 _OPERATIONS = {"cpu": 2e10, "cuda": 5e13}  # per second: of one core, of one GPU
 _UNKNOWN_READ = 1e-3  # seconds per token of a model whose parameters are not known, such as a server's
 _READ_BYTES = 5e8  # of a checkpoint per second
-_FACTOR = (0.1, 10.0)  # between what an axis took and what its arm's rates say
 _SCORING_START, _SCORING_RATE = 3.0, 1e11  # seconds of imports, bootstraps and the page; operations per second
 _TOPK_BYTES = 20 * 8  # token ids and log-probabilities of the top 20, the most that servers return
 
@@ -135,34 +117,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class _Run:
-    """What one arm took: ``load`` seconds, and per capture its work and its seconds."""
-
     arm: Mapping[str, Any]
     parameters: int
-    load: float | None
-    captures: Mapping[str, tuple[Work, float]]
-
-    def rates(self, forward_tokens: float, scale: float, start: float, source: str) -> Rates:
-        """The rates that explain the captures, for a model of ``scale`` times the parameters."""
-        reading = [(work, seconds) for work, seconds in self.captures.values() if work.read and not work.forwards]
-        decoding = [(work, seconds) for work, seconds in self.captures.values() if work.forwards]
-        spent = sum(seconds for _, seconds in decoding)
-        tokens = sum((work.read + work.written) * work.stretch for work, _ in decoding)
-        forwards = sum(work.forwards for work, _ in decoding)
-        if reading:
-            read = sum(seconds for _, seconds in reading) / sum(work.read * work.stretch for work, _ in reading)
-        else:
-            read = spent / (tokens + forward_tokens * forwards)
-        forward = forward_tokens * read
-        if reading and decoding:
-            forward = max(spent - read * tokens, 0.1 * spent) / forwards
-        plain = Rates(start, read, forward, source)
-        factors = {
-            name: min(_FACTOR[1], max(_FACTOR[0], seconds / sum(plain.parts(work))))
-            for name, (work, seconds) in self.captures.items()
-        }
-        load = start if self.load is None or scale != 1.0 else self.load
-        return Rates(load, scale * read, scale * forward, source, factors)
+    rates: Rates
 
 
 class Timings:
@@ -173,11 +130,10 @@ class Timings:
         self._runs: list[_Run] = []
         self.scoring = 1.0
         """What scoring took the last time, over what the default says."""
-        with contextlib.suppress(
-            OSError, ArithmeticError, ValueError, TypeError, LookupError, AttributeError, RecursionError
-        ):
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
             stored = json.loads(self._path.read_text("utf-8"))
-            scoring, runs = float(stored["scoring"]), [_run(**one) for one in stored["runs"]]
+            scoring = float(stored["scoring"])
+            runs = [_Run({**dict.fromkeys(_KEYS), **arm}, n, Rates(**rates)) for arm, n, rates in stored["runs"]]
             self.scoring, self._runs = scoring, runs
 
     def rates(self, resolved: ResolvedArm) -> Rates:
@@ -185,39 +141,48 @@ class Timings:
 
         Another model's rates are scaled by the number of parameters.
         """
-        arm, model = resolved.arm, resolved.model
-        device = arm.device.partition(":")[0] if arm.device.partition(":")[0] in _OPERATIONS else "cpu"
-        start = resolved.engine_class.start_seconds + model.weight_bytes / _READ_BYTES
+        arm, parameters, device = resolved.arm, resolved.model.parameters, _device(resolved.arm)
+        start = resolved.engine_class.start_seconds + resolved.model.weight_bytes / _READ_BYTES
         wanted = _identity(arm)
-
-        def unlike(run: _Run) -> list[bool]:
-            return [run.arm[key] != wanted[key] for key in ("weights", "threads", "dtype", "kv", "options")]
-
-        near = [run for run in self._runs if all(run.arm[key] == wanted[key] for key in ("node", "engine", "device"))]
-        if near:
-            run = min(reversed(near), key=unlike)  # of equals the newest
-            other, *rest = unlike(run)
-            words = "another model on engine {engine}" if other else "the last run of {kv} in {dtype} on {engine}"
-            source = words.format(**run.arm) if other or any(rest) else "its last run here"
-            scale = model.parameters / run.parameters if other and model.parameters and run.parameters else 1.0
-            return run.rates(_FORWARD_TOKENS[device], scale, start, source)
-        cores = arm.threads if device == "cpu" else 1
-        read = 2 * model.parameters / (cores * _OPERATIONS[device]) or _UNKNOWN_READ
-        return Rates(start, read, _FORWARD_TOKENS[device] * read, DEFAULT)
+        near = [run for run in self._runs if all(run.arm[key] == wanted[key] for key in _KEYS[:3])]
+        if not near:
+            cores = arm.threads if device == "cpu" else 1
+            read = 2 * parameters / (cores * _OPERATIONS[device]) or _UNKNOWN_READ
+            return Rates(start, read, _FORWARD_TOKENS[device] * read, DEFAULT)
+        run = min(reversed(near), key=lambda run: [run.arm[key] != wanted[key] for key in _KEYS[3:]])
+        if run.arm["weights"] == wanted["weights"]:
+            words = "the last run of {kv} in {dtype} on {engine}".format(**run.arm)
+            return replace(run.rates, source="its last run here" if run.arm == wanted else words)
+        scale = parameters / run.parameters if parameters and run.parameters else 1.0
+        read, forward = scale * run.rates.read, scale * run.rates.forward
+        return Rates(start, read, forward, f"another model on engine {arm.engine}", run.rates.factors)
 
     def add(self, resolved: ResolvedArm, load: float | None, captures: Mapping[str, tuple[Work, float]]) -> None:
         """Keep what an arm took.  Nothing is kept of captures too short to measure, nor of an arm without others."""
-        long = {name: (work, seconds) for name, (work, seconds) in captures.items() if seconds >= _SHORTEST}
-        long = {name: (work, seconds) for name, (work, seconds) in long.items() if work.read or work.forwards}
-        if not long:
-            return
+        long = {name: took for name, took in captures.items() if took[1] >= _SHORTEST}
+        reading = [(work.read * work.stretch, seconds) for work, seconds in long.values() if not work.forwards]
+        decoding = [(work, seconds) for work, seconds in long.values() if work.forwards]
         identity = _identity(resolved.arm)
-        if (before := next((run for run in self._runs if run.arm == identity), None)) is not None:
-            load = before.load if load is None else load
-            long = {**before.captures, **long}
-        others = [run for run in self._runs if run.arm != identity]
-        self._runs = [*others, _Run(identity, resolved.model.parameters, load, long)][-_MOST_RUNS:]
-        self._write()
+        known = self.rates(resolved)  # of what this run does not tell
+        before = known if any(run.arm == identity for run in self._runs) else None
+        read, forward, spent = known.read, known.forward, sum(seconds for _, seconds in decoding)
+        tokens = sum((work.read + work.written) * work.stretch for work, _ in decoding)
+        forwards, equal = sum(work.forwards for work, _ in decoding), _FORWARD_TOKENS[_device(resolved.arm)]
+        if reading:
+            read = sum(seconds for _, seconds in reading) / max(1.0, sum(count for count, _ in reading))
+        elif before is None and decoding:
+            read = spent / (tokens + equal * forwards)
+        if decoding:
+            forward = max(spent - read * tokens, 0.1 * spent) / forwards
+        elif before is None:
+            forward = equal * read
+        plain = Rates(known.load if load is None else load, read, forward, "")
+        factors = {name: seconds / sum(plain.parts(work)) for name, (work, seconds) in long.items()}
+        rates = replace(plain, factors={**(before.factors if before else {}), **factors})
+        if long:
+            others = [run for run in self._runs if run.arm != identity]
+            self._runs = [*others, _Run(identity, resolved.model.parameters, rates)][-_MOST_RUNS:]
+            self._write()
 
     def add_scoring(self, factor: float) -> None:
         """Keep what scoring took over what the default says."""
@@ -226,33 +191,29 @@ class Timings:
 
     def _write(self) -> None:
         """A cache that cannot be written costs an estimate, not a run."""
+        runs = [[run.arm, run.parameters, asdict(run.rates)] for run in self._runs]
         scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        record = {"runs": list(map(asdict, self._runs)), "scoring": self.scoring, "time": time.time()}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                scratch.write_text(json.dumps(finite(record)), "utf-8")
+                scratch.write_text(json.dumps({"runs": runs, "scoring": self.scoring}), "utf-8")
                 scratch.replace(self._path)
             finally:
                 scratch.unlink(missing_ok=True)
 
 
-def _run(arm: Mapping[str, Any], parameters: int, load: float | None, captures: Mapping[str, Any]) -> _Run:
-    """A run as the file has it; one that gives no rates raises here."""
-    took = {name: (Work(**work), float(seconds)) for name, (work, seconds) in captures.items()}
-    run = _Run(dict.fromkeys(_KEYS) | dict(arm), int(parameters), None if load is None else float(load), took)
-    run.rates(1.0, 1.0, 0.0, "")
-    return run
-
-
-_KEYS = ("node", "engine", "weights", "device", "threads", "dtype", "kv", "options")
+_KEYS = ("node", "engine", "device", "weights", "threads", "dtype", "kv", "options")  # the first three have to agree
 
 
 def _identity(arm: Arm) -> dict[str, Any]:
     """What tells two arms apart as far as their speed goes."""
     options = {key: text for key, text in arm.options if key != "jitter"}
-    values = platform.node(), arm.engine, arm.weights, arm.device, arm.threads, arm.dtype, arm.kv.label, options
+    values = platform.node(), arm.engine, arm.device, arm.weights, arm.threads, arm.dtype, arm.kv.label, options
     return dict(zip(_KEYS, values, strict=True))
+
+
+def _device(arm: Arm) -> str:
+    return "cuda" if arm.device.startswith("cuda") else "cpu"
 
 
 # ---------------------------------------------------------------------------------------------------- seconds
@@ -263,38 +224,37 @@ Benched = tuple[str, ResolvedArm, int, Request | None, int]
 
 @dataclass(frozen=True)
 class JobEstimate:
-    """Seconds of one job; ``captures``: of each capture that is missing, reading and decoding.
-
-    ``follows``: the captures of those that follow from the reference's answers.  ``source``: where the rates are from.
-    """
+    """Tokens of one job, and its seconds by part of a run (``loads``, ``prefill`` …) and capture (``""``: the load)."""
 
     role: str
     label: str
     tokens: int
-    load: float
-    captures: Mapping[str, tuple[float, float]]
-    follows: frozenset[str]
-    source: str
+    took: Mapping[tuple[str, str], float]
 
     @property
     def seconds(self) -> float:
         """All of it."""
-        return self.load + sum(map(sum, self.captures.values()))
+        return sum(self.took.values())
+
+    @property
+    def captures(self) -> set[str]:
+        """Those that are missing."""
+        return {name for _, name in self.took if name}
 
 
 @dataclass(frozen=True)
 class Estimate:
     """Seconds of a run by what takes them.
 
-    ``benches``: bench → seconds, and the arms' loads under ``""``.  ``scoring_default``: seconds of scoring as they
-    would be on a machine that has scored nothing yet.  ``bench_sources``: arm → where its rates are from.
+    ``benches``: bench → seconds, and the arms' loads under ``""``.  ``sources``: where rates are from → the arms that
+    have them.  ``scoring_default``: seconds of scoring on a machine that has scored nothing yet.
     """
 
     jobs: tuple[JobEstimate, ...] = ()
     benches: Mapping[str, float] = field(default_factory=dict)
     scoring: float = 0.0
     scoring_default: float = 0.0
-    bench_sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -303,25 +263,13 @@ class Estimate:
 
     def parts(self) -> dict[str, float]:
         """Seconds of loads, prefill, decoding, questions that follow, benches and scoring."""
-        asked = [(part, name in job.follows) for job in self.jobs for name, part in job.captures.items()]
-        return {
-            "loads": sum(job.load for job in self.jobs),
-            "prefill": sum(reading for (reading, _), later in asked if not later),
-            "decoding": sum(decoding for (_, decoding), later in asked if not later),
-            "follow-up questions": sum(sum(both) for both, later in asked if later),
-            "benches": sum(self.benches.values()),
-            "scoring": self.scoring,
-        }
+        took = _sums((part, seconds) for job in self.jobs for (part, _), seconds in job.took.items())
+        others = {"benches": sum(self.benches.values()), "scoring": self.scoring}
+        return {**dict.fromkeys(("loads", "prefill", "decoding", "follow-up questions"), 0.0), **took, **others}
 
     def axes(self) -> dict[str, float]:
         """Seconds of each axis, over all arms and without loads."""
-        return _sums((name.split(".")[0], sum(part)) for job in self.jobs for name, part in job.captures.items())
-
-    def sources(self) -> dict[str, list[str]]:
-        """Where rates are from → the arms that have them."""
-        owners = [(job.source, job.role) for job in self.jobs if job.captures]
-        owners += [(source, f"benches of {arm}") for arm, source in self.bench_sources.items()]
-        return {source: [owner for of, owner in owners if of == source] for source, _ in owners}
+        return _sums((name.split(".")[0], s) for job in self.jobs for (_, name), s in job.took.items() if name)
 
 
 def estimate(
@@ -334,30 +282,32 @@ def estimate(
     if reference is not None and reference.captures and not reference.missing():
         answered = {c.axis: c.folder for c in reference.captures if c.is_complete()}
         later |= follow_ups(settings, inputs, answered)[0]
-    extended = [with_probes(settings, job, later) for job in plan.jobs] if settings.axes else []
-    jobs = [estimate_job(whole, timings, job) for whole, job in zip(extended, plan.jobs, strict=False)]
-    benches, sources = list[tuple[str, float]](), dict[str, str]()
+    jobs = [with_probes(settings, job, later) for job in plan.jobs] if settings.axes else []
+    expected = [estimate_job(job, timings, planned) for job, planned in zip(jobs, plan.jobs, strict=False)]
+    asked = [(timings.rates(job.resolved).source, job.role) for job in jobs if job.missing()]
+    benches = list[tuple[str, float]]()
     for name, arm, loads, request, times in benched:
         rates = timings.rates(arm)
         answer = 0.0 if request is None else sum(rates.parts(work_of(request, arm.model), request.axis))
         benches.append((name, loads * rates.load + times * answer))
-        sources[arm.arm.name] = rates.source
-    scoring = _scoring(extended)
-    return Estimate(tuple(jobs), _sums(benches), scoring * timings.scoring, scoring, sources)
+        asked.append((rates.source, f"benches of {arm.arm.name}"))
+    sources = {source: list(dict.fromkeys(one for of, one in asked if of == source)) for source, _ in asked}
+    scoring = _scoring(jobs)
+    return Estimate(tuple(expected), _sums(benches), scoring * timings.scoring, scoring, sources)
 
 
 def estimate_job(job: PlannedJob, timings: Timings, planned: PlannedJob | None = None) -> JobEstimate:
     """One job; ``planned``: the same without the questions that follow."""
     missing, rates = job.missing(), timings.rates(job.resolved)
-    return JobEstimate(
-        role=job.role,
-        label=job.arm.kv.label,
-        tokens=sum(capture.tokens for capture in missing),
-        load=rates.load if missing else 0.0,
-        captures={c.axis: rates.parts(work_of(c.request, job.resolved.model), c.axis) for c in missing},
-        follows=frozenset(c.axis for c in job.captures) - {c.axis for c in (planned or job).captures},
-        source=rates.source,
-    )
+    first = {capture.axis for capture in (planned or job).captures}
+    took = {("loads", ""): rates.load} if missing else {}
+    for capture in missing:
+        reading, decoding = rates.parts(work_of(capture.request, job.resolved.model), capture.axis)
+        if capture.axis in first:
+            took |= {("prefill", capture.axis): reading, ("decoding", capture.axis): decoding}
+        else:
+            took["follow-up questions", capture.axis] = reading + decoding
+    return JobEstimate(job.role, job.arm.kv.label, sum(capture.tokens for capture in missing), took)
 
 
 def _scoring(jobs: Iterable[PlannedJob]) -> float:
@@ -387,13 +337,12 @@ def check_disk(plan: Plan, runs: int = 1) -> None:
     Raises:
         OutputError: they will not; says what is needed and what is free.
     """
-    folder = plan.settings.captures_dir
-    need = runs * needed_bytes(plan)
+    folder, need = plan.settings.captures_dir, runs * needed_bytes(plan)
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    what, remedy = "captures", "fewer --windows, --drop-rows, or another --output-dir"
+    if runs > 1:
+        what, remedy = f"captures of {runs} runs", "fewer --runs, or another output_dir"
     if need > free:
-        what, remedy = "captures", "fewer --windows, --drop-rows, or another --output-dir"
-        if runs > 1:
-            what, remedy = f"captures of {runs} runs", "fewer --runs, or another output_dir"
         sizes = f"about {need / 2**30:.2f} GiB in {folder}, {free / 2**30:.2f} GiB are free"
         raise OutputError(f"{what} need {sizes}: use {remedy}")
 
