@@ -11,8 +11,6 @@ from fidelab.cli.axes import bench_settings, counts
 from fidelab.cli.commands import Commands, Group
 from fidelab.cli.compare import experiment_from, launch
 
-__all__ = ["app"]
-
 _DEFAULT = "offline"
 
 

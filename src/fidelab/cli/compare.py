@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fidelab.config.trust import Trust
     from fidelab.runs.runner import Listener
 
-__all__ = ["compare", "experiment_from", "launch", "run"]
-
 
 @options.expand_options
 def compare(

@@ -11,8 +11,6 @@ from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
 from fidelab.cli.output import command_line, exit_on, open_console
 
-__all__ = ["bisect"]
-
 _ROWS = "full"  # every row but the first
 
 

@@ -19,52 +19,6 @@ import typer
 
 from fidelab.cli.axes import axis_settings
 
-__all__ = [
-    "ARMS",
-    "MEASURED",
-    "AxesOptions",
-    "Benches",
-    "CapturedRunsOptions",
-    "Device",
-    "DryRun",
-    "EngineOptions",
-    "ExecutorOptions",
-    "FailUnder",
-    "Json",
-    "LimitOptions",
-    "MarginOptions",
-    "MaxLoss",
-    "Memory",
-    "Model",
-    "Options",
-    "Overhead",
-    "Overrides",
-    "Plot",
-    "Prefix",
-    "Preset",
-    "Python",
-    "PythonPath",
-    "Reference",
-    "RunDir",
-    "RunsOptions",
-    "ScoringOptions",
-    "SeedOptions",
-    "ServableEngineOptions",
-    "Set",
-    "Sharing",
-    "TextOptions",
-    "Threads",
-    "Trusted",
-    "WouldRemove",
-    "begin_from_preset",
-    "complete_kv",
-    "complete_preset",
-    "expand_options",
-    "find_run",
-    "given_flags",
-    "refuse_beside_resume",
-]
-
 # ------------------------------------------------------------------------------------------------- groups
 
 _ENV = "env."  # before the name of an environment variable

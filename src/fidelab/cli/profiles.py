@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fidelab.config.profiles import Profile, Resolved
     from fidelab.runs.profiles import FigureRecord, ProfileReport
 
-__all__ = ["app"]
-
 app = Commands(help="List, show and run profiles: published protocols in stages, expected against measured.")
 
 Name = Annotated[str, typer.Argument(help="A profile: its name, or the path of a file.", show_default=False)]

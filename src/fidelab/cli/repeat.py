@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from fidelab.runs.repeat import AxisSpread, Judgement, Repeat
     from fidelab.runs.runner import Listener
 
-__all__ = ["repeat"]
-
 _RUNS = 4
 _GATES: dict[str, Judgement] = {"noisy": "NOISY", "unstable": "UNSTABLE"}
 _STYLES = {"HEALTHY": "green", "NOISY": "yellow", "UNSTABLE": "bold red"}

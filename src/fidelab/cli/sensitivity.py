@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
     from fidelab.results.sensitivity_record import WeightPlan
 
-__all__ = ["calibrate", "sensitivity"]
-
 _YAML = (".yaml", ".yml")
 _Model = Annotated[
     str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.", show_default=False)

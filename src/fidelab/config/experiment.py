@@ -12,8 +12,6 @@ from fidelab.config.schema import Experiment
 from fidelab.config.trust import check_trust
 from fidelab.errors import ConfigError, FidelabError
 
-__all__ = ["load", "validate"]
-
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     """Read an experiment file and apply ``a.b=c`` overrides.

@@ -13,17 +13,6 @@ from pydantic import BaseModel, ValidationError
 from fidelab.core import read_file
 from fidelab.errors import ConfigError, InputError, nearest_first
 
-__all__ = [
-    "apply_overrides",
-    "dump",
-    "expand",
-    "expand_existing",
-    "explain_validation",
-    "read_text",
-    "read_yaml",
-    "validate_as",
-]
-
 Model = TypeVar("Model", bound=BaseModel)
 _MOST_BYTES, _MOST_LEVELS, _MOST_VALUES = 1 << 20, 40, 100_000  # of settings: far beyond what people write
 

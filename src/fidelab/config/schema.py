@@ -27,18 +27,6 @@ from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, 
 from fidelab.core import KVSpec
 from fidelab.errors import UsageError
 
-__all__ = [
-    "ArmConfig",
-    "EngineConfig",
-    "Experiment",
-    "KVFormat",
-    "Limits",
-    "Options",
-    "Preset",
-    "ServeConfig",
-    "merged_fields",
-]
-
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

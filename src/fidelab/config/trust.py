@@ -29,19 +29,6 @@ from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
 from fidelab.core import digest, state_dir
 from fidelab.errors import ConfigError, InputError, UsageError
 
-__all__ = [
-    "Demand",
-    "Trust",
-    "check_own",
-    "check_pasted",
-    "check_presets",
-    "check_trust",
-    "demands",
-    "load_trusted",
-    "remember",
-    "remember_own",
-]
-
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
 Asking = Experiment | CrossEngine | Preset
 

@@ -22,23 +22,6 @@ from fidelab.models import Model
 from fidelab.models.weights import file_sha256
 from fidelab.plan.deploy import engine_class
 
-__all__ = [
-    "ATTENTION",
-    "AUTO",
-    "DTYPES",
-    "check_kv_name",
-    "family",
-    "inherited_kv",
-    "native_kv",
-    "other_attention",
-    "resolve_arm",
-    "same_attention",
-    "serve_command",
-    "served_name",
-    "twins_of",
-    "with_kv",
-]
-
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 _HF = "hf"  # the engine whose attention can be chosen
 _JITTER = "jitter"  # the option of engines that have twins

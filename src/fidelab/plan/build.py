@@ -20,19 +20,6 @@ from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.resolve import EXACT, QUERIES, TRUTH, Settings
 from fidelab.workers.messages import ProbeTask
 
-__all__ = [
-    "FLOOR",
-    "TWIN",
-    "Plan",
-    "PlannedCapture",
-    "PlannedJob",
-    "base_of",
-    "build_plan",
-    "follow_ups",
-    "foreseen",
-    "with_probes",
-]
-
 FLOOR = "floor"
 TWIN = "twin"  # "twin:NAME": that candidate with other last bits
 _DIAGNOSED = ("kld",)  # the axes of diagnostic arms and twins

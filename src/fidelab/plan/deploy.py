@@ -19,8 +19,6 @@ from fidelab.environments.environment import Environment, candidates
 from fidelab.errors import EngineError
 from fidelab.models import Model
 
-__all__ = ["Engines", "ResolvedArm", "engine_class", "loads_safetensors"]
-
 _STOCK = "stock"
 
 

@@ -41,18 +41,6 @@ from fidelab.plan.arms import (
 )
 from fidelab.plan.deploy import Engines, ResolvedArm, engine_class, loads_safetensors
 
-__all__ = [
-    "CONTROL",
-    "EXACT",
-    "QUERIES",
-    "TRUTH",
-    "Settings",
-    "convert_weights",
-    "load_axis",
-    "refuse_same_server",
-    "resolve_experiment",
-]
-
 CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
 TRUTH = "truth"  # the role of the reference's 32-bit twin
 EXACT = "exact"  # the role of the 32-bit cache under exact attention; "exact:NAME": a candidate's format there

@@ -24,8 +24,6 @@ from fidelab.plan.resolve import CONTROL, EXACT, QUERIES, TRUTH
 from fidelab.results.record import Attribution, AttributionPart, Contrast, NoiseFloor
 from fidelab.runs.pairing import ArmResult, Measured, Scorer
 
-__all__ = ["attribute", "control_of", "floors_of", "is_diagnostic", "measure_diagnostic"]
-
 _AXIS = "kld"
 
 

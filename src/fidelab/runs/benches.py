@@ -43,8 +43,6 @@ from fidelab.runs.pairing import FOREIGN, ArmResult, engaged
 from fidelab.runs.runner import Asking, Listener, absent, unreadable
 from fidelab.workers.parent import JobOutcome, Worker
 
-__all__ = ["BENCHES", "BenchPlan", "Benching"]
-
 BENCHES = "benches"  # what the pace of a run calls them
 _WARMUPS = 4  # unmeasured answers to expect: three agree at the soonest
 

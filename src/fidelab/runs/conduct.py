@@ -41,19 +41,6 @@ from fidelab.runs.runner import Listener, Silent, needs_of
 from fidelab.runs.scoring import RunFacts, Scored, score_run
 from fidelab.workers.fork_server import ForkServers
 
-__all__ = [
-    "Interrupted",
-    "Listener",
-    "Silent",
-    "capture",
-    "execute",
-    "first_replicate",
-    "read_outcomes",
-    "recompute",
-    "rescore",
-    "resume",
-]
-
 
 class Interrupted(KeyboardInterrupt):
     """A run was stopped by Ctrl-C or SIGTERM; no process is left, and :func:`resume` of ``folder`` goes on with it.

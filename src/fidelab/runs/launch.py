@@ -32,8 +32,6 @@ from fidelab.models import path as model_path
 from fidelab.plan.arms import check_kv_name, native_kv
 from fidelab.plan.deploy import Engines, engine_class
 
-__all__ = ["Launched", "Plan", "arm_of", "check", "check_servable", "check_server", "launch", "plan", "server_command"]
-
 _ANSWER = 10.0  # seconds for one address of a server's settings
 _PYTHON = "python"  # how server commands call the interpreter of the engine's environment
 _VLLM = "vllm"

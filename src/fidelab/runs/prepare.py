@@ -28,8 +28,6 @@ from fidelab.runs.pairing import ArmResult
 from fidelab.runs.runner import Asking, Listener, spawner
 from fidelab.workers.fork_server import ForkServers
 
-__all__ = ["Prepared", "now", "prepare"]
-
 _SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
 
 

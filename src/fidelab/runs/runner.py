@@ -31,8 +31,6 @@ from fidelab.workers.fork_server import ForkServers
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
 from fidelab.workers.parent import JobOutcome, Spawn, Worker, run_worker
 
-__all__ = ["Asking", "Listener", "Silent", "Told", "absent", "needs_of", "spawner", "unreadable"]
-
 _SIDE_BY_SIDE = 512  # jobs that are given to a cluster at once, each followed by a thread
 
 

@@ -18,18 +18,6 @@ from fidelab.config.load import read_yaml, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset, merged_fields
 from fidelab.errors import ConfigError, FidelabError, UnknownNameError
 
-__all__ = [
-    "Found",
-    "arm_of",
-    "cells_of",
-    "expand_presets",
-    "experiment_of",
-    "find_preset",
-    "listing",
-    "load_preset",
-    "own_folder",
-]
-
 Check = Callable[[Preset, Mapping[str, Any], Path], None]
 """Refuses a preset, its file's content and the file; :func:`fidelab.config.trust.check_trust` is one."""
 
