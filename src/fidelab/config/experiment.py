@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fidelab.config.load import read_yaml, validate_as
 from fidelab.config.presets import cells_of, expand_presets
 from fidelab.config.schema import Experiment
-from fidelab.config.trust import check_trust
+from fidelab.config.trust import Trust, check_trust
 from fidelab.errors import ConfigError, FidelabError
 
 
@@ -22,17 +23,20 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     return validate(read_yaml(path, overrides), str(path))
 
 
-def validate(data: Mapping[str, Any], where: str) -> Experiment:
+def validate(data: Mapping[str, Any], where: str, trust: Trust | None = None) -> Experiment:
     """Plain data → experiment, with the presets that its arms name.
+
+    ``trust``: what the person allows files of presets.
 
     Raises:
         ConfigError: one line for the first error, with its place in ``where``; also where a preset's file is not
             trusted.
     """
-    experiment = validate_as(Experiment, expand_presets(data, where, check_trust), where)
+    check = partial(check_trust, trust=trust)
+    experiment = validate_as(Experiment, expand_presets(data, where, check), where)
     if "preset" in experiment.vary:
         try:
-            cells_of(experiment, check_trust)
+            cells_of(experiment, check)
         except FidelabError as error:
             raise ConfigError(f"{where}: vary: {error}") from None
     return experiment

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed
 from fidelab.core import Arm, Estimator
@@ -117,9 +119,17 @@ class Rates:
 
 @dataclass(frozen=True)
 class _Run:
-    arm: Mapping[str, Any]
+    arm: dict[str, Any]
     parameters: int
     rates: Rates
+
+
+@dataclass
+class _Stored:
+    """The content of ``timings.json``; ``scoring``: what scoring took the last time, over what the default says."""
+
+    runs: list[_Run] = field(default_factory=list)
+    scoring: float = 1.0
 
 
 class Timings:
@@ -127,14 +137,14 @@ class Timings:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or cache_dir() / "timings.json"
-        self._runs: list[_Run] = []
-        self.scoring = 1.0
+        self._stored = _Stored()
+        with contextlib.suppress(OSError, ValueError):
+            self._stored = TypeAdapter(_Stored).validate_json(self._path.read_bytes())
+
+    @property
+    def scoring(self) -> float:
         """What scoring took the last time, over what the default says."""
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            stored = json.loads(self._path.read_text("utf-8"))
-            scoring = float(stored["scoring"])
-            runs = [_Run({**dict.fromkeys(_KEYS), **arm}, n, Rates(**rates)) for arm, n, rates in stored["runs"]]
-            self.scoring, self._runs = scoring, runs
+        return self._stored.scoring
 
     def rates(self, resolved: ResolvedArm) -> Rates:
         """Of this arm's last run, else of the most similar arm of its engine, else defaults: :attr:`Rates.source`.
@@ -144,14 +154,14 @@ class Timings:
         arm, parameters, device = resolved.arm, resolved.model.parameters, _device(resolved.arm)
         start = resolved.engine_class.start_seconds + resolved.model.weight_bytes / _READ_BYTES
         wanted = _identity(arm)
-        near = [run for run in self._runs if all(run.arm[key] == wanted[key] for key in _KEYS[:3])]
+        near = [run for run in self._stored.runs if all(run.arm.get(key) == wanted[key] for key in _KEYS[:3])]
         if not near:
             cores = arm.threads if device == "cpu" else 1
             read = 2 * parameters / (cores * _OPERATIONS[device]) or _UNKNOWN_READ
             return Rates(start, read, _FORWARD_TOKENS[device] * read, DEFAULT)
-        run = min(reversed(near), key=lambda run: [run.arm[key] != wanted[key] for key in _KEYS[3:]])
-        if run.arm["weights"] == wanted["weights"]:
-            words = "the last run of {kv} in {dtype} on {engine}".format(**run.arm)
+        run = min(reversed(near), key=lambda run: [run.arm.get(key) != wanted[key] for key in _KEYS[3:]])
+        if run.arm.get("weights") == wanted["weights"]:
+            words = f"the last run of {run.arm.get('kv')} in {run.arm.get('dtype')} on {arm.engine}"
             return replace(run.rates, source="its last run here" if run.arm == wanted else words)
         scale = parameters / run.parameters if parameters and run.parameters else 1.0
         read, forward = scale * run.rates.read, scale * run.rates.forward
@@ -164,7 +174,7 @@ class Timings:
         decoding = [(work, seconds) for work, seconds in long.values() if work.forwards]
         identity = _identity(resolved.arm)
         known = self.rates(resolved)  # of what this run does not tell
-        before = known if any(run.arm == identity for run in self._runs) else None
+        before = known if any(run.arm == identity for run in self._stored.runs) else None
         read, forward, spent = known.read, known.forward, sum(seconds for _, seconds in decoding)
         tokens = sum((work.read + work.written) * work.stretch for work, _ in decoding)
         forwards, equal = sum(work.forwards for work, _ in decoding), _FORWARD_TOKENS[_device(resolved.arm)]
@@ -180,23 +190,22 @@ class Timings:
         factors = {name: seconds / sum(plain.parts(work)) for name, (work, seconds) in long.items()}
         rates = replace(plain, factors={**(before.factors if before else {}), **factors})
         if long:
-            others = [run for run in self._runs if run.arm != identity]
-            self._runs = [*others, _Run(identity, resolved.model.parameters, rates)][-_MOST_RUNS:]
+            others = [run for run in self._stored.runs if run.arm != identity]
+            self._stored.runs = [*others, _Run(identity, resolved.model.parameters, rates)][-_MOST_RUNS:]
             self._write()
 
     def add_scoring(self, factor: float) -> None:
         """Keep what scoring took over what the default says."""
-        self.scoring = min(4.0, max(0.5, factor))  # a small run says little of a large one
+        self._stored.scoring = min(4.0, max(0.5, factor))  # a small run says little of a large one
         self._write()
 
     def _write(self) -> None:
         """A cache that cannot be written costs an estimate, not a run."""
-        runs = [[run.arm, run.parameters, asdict(run.rates)] for run in self._runs]
         scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                scratch.write_text(json.dumps({"runs": runs, "scoring": self.scoring}), "utf-8")
+                scratch.write_text(json.dumps(asdict(self._stored)), "utf-8")
                 scratch.replace(self._path)
             finally:
                 scratch.unlink(missing_ok=True)
