@@ -39,7 +39,7 @@ from fidelab.plan.arms import (
     served_name,
     with_kv,
 )
-from fidelab.plan.deploy import Engines, ResolvedArm, engine_class, loads_safetensors
+from fidelab.plan.deploy import Engines, ResolvedArm, about_there, engine_class, loads_safetensors, versions_there
 
 CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
 TRUTH = "truth"  # the role of the reference's 32-bit twin
@@ -233,16 +233,15 @@ class _Resolver:
             arm=arm,
             engine_class=cls,
             model=model,
-            environment=self._engines.environment(engine),
+            environment=answers.environment,
             versions={
-                **self._engines.versions(engine),
-                **self._engines.variables(engine, arm),
+                **versions_there(answers, arm),
                 **versions_for(arm),
                 **({"draft": drafting} if drafting else {}),
                 # behind the same URL another server may run tomorrow: its captures are this run's alone
                 **({"asked": self._created} if cls.is_server else {}),
             },
-            about={**self._engines.about(engine), **_weight_bytes(cls, model)},
+            about={**about_there(answers), **_weight_bytes(cls, model)},
             draft=draft,
             unasked=self._elsewhere(arm),
         )
@@ -419,7 +418,7 @@ def refuse_same_server(settings: Settings) -> None:
         UsageError: a candidate asks the reference's server and model with the same settings.
     """
     reference = settings.reference
-    if not engine_class(reference.engine).is_server:
+    if not settings.resolved[reference.name].engine_class.is_server:
         return
     for arm in settings.candidates:
         if arm.engine == reference.engine and arm.options == reference.options:

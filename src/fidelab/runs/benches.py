@@ -34,7 +34,7 @@ from fidelab.metrics.latency import is_steady
 from fidelab.models.pagecache import evict
 from fidelab.models.weights import weight_files
 from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
-from fidelab.plan.deploy import ResolvedArm, engine_class
+from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Benched, Work, work_of
 from fidelab.plan.resolve import CONTROL, EXACT, QUERIES, TRUTH, Settings
 from fidelab.results.measurement import Measurement
@@ -91,7 +91,7 @@ class BenchPlan:
                     warmups = loads * min(question.max_warmup, _WARMUPS)
                     yield question.bench, resolved, 0, question.request(0), question.repeats + warmups
             for bench in self._settings.benches.values():
-                if bench.loads and engine_class(arm.engine).is_server:
+                if bench.loads and resolved.engine_class.is_server:
                     for request in bench.traffic():
                         yield bench.name, resolved, 0, request, 1
 
@@ -107,18 +107,22 @@ class BenchPlan:
 
     def _fit(self, arms: Sequence[ArmResult]) -> bool:
         """Whether the arms can be alive together without disturbing one another."""
-        classes = [engine_class(arm.arm.engine) for arm in arms]
-        own = [arm.arm for arm, cls in zip(arms, classes, strict=True) if not cls.is_server]
-        if not all(cls.sleeps_when_idle for cls in classes):
+        resolved = [self._settings.resolved[arm.arm.name] for arm in arms]
+        own = [arm for arm in resolved if not arm.engine_class.is_server]
+        if not all(arm.engine_class.sleeps_when_idle for arm in resolved):
             return False
-        if any(arm.device.startswith("cuda") for arm in own):
+        if any(one.arm.device.startswith("cuda") for one in own):
             return False  # engines set a pool aside there that takes most of the device
-        need = sum(_BESIDE_WEIGHTS + self._weights(arm) * (_WIDER if arm.dtype == "float32" else 1) for arm in own)
+        sizes = (one.model.weight_bytes * (_WIDER if one.arm.dtype == "float32" else 1) for one in own)
+        need = sum(_BESIDE_WEIGHTS + size for size in sizes)
         return need <= _SHARE * psutil.virtual_memory().available
+
+    def _is_server(self, arm: Arm) -> bool:
+        return self._settings.resolved[arm.name].engine_class.is_server
 
     def _served(self, arm: Arm, bench: str) -> str:
         """Why this bench says nothing about an engine that somebody else started; empty where it does."""
-        return self._settings.benches[bench].not_on_servers if engine_class(arm.engine).is_server else ""
+        return self._settings.benches[bench].not_on_servers if self._is_server(arm) else ""
 
     def _weights(self, arm: Arm) -> int:
         return self._settings.resolved[arm.name].model.weight_bytes
@@ -339,7 +343,7 @@ class Benching(BenchPlan):
 
     def _loaded(self, arm: Arm, bench: Bench) -> Measurement | None:
         """Load on the server behind an arm; ``None`` where this bench is another, or nobody serves the arm."""
-        if not bench.loads or not engine_class(arm.engine).is_server:
+        if not bench.loads or not self._is_server(arm):
             return None
         from fidelab.bench.serving import Requests, ServingSettings, measure_serving
 

@@ -152,7 +152,7 @@ def check(preset: Preset, arm: Arm) -> Environment:
     """
     with Engines() as engines:
         asked = engines.ask(preset.engine)
-        environment = engines.environment(preset.engine)
+        environment = asked.environment
         check_kv_name(preset, preset.engine, asked)
         asked.check_kv(arm.kv)
         known = replace(arm, options=tuple(sorted(preset.engine_args.items())))

@@ -19,7 +19,6 @@ from fidelab.inputs.texts import TEXTS, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
 from fidelab.plan.build import Plan, build_plan
-from fidelab.plan.deploy import engine_class
 from fidelab.plan.estimate import Estimate, check_disk, estimate
 from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
 from fidelab.runs.benches import BenchPlan
@@ -111,7 +110,8 @@ def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
 
 def _with_images(inputs: AxisInputs, settings: Settings) -> AxisInputs:
     """The inputs with what is known of images: why the reference can be shown none, or what stands for one."""
-    refused = engine_class(settings.reference.engine).images_refused(settings.reference)
+    reference = settings.resolved[settings.reference.name]
+    refused = reference.engine_class.images_refused(reference.arm)
     return replace(inputs, no_images=refused, placeholder="" if refused else placeholder(inputs.tokenizer))
 
 
