@@ -168,4 +168,7 @@ def test_scoring_is_expected_to_take_what_it_took_before_within_bounds(
     factor: float, kept: float, tmp_path: Path
 ) -> None:
     Timings(tmp_path / "timings.json").add_scoring(factor)
-    assert Timings(tmp_path / "timings.json").scoring == kept
+    again = Timings(tmp_path / "timings.json")
+    assert again.scoring == kept
+    again.add_scoring(0.9)  # it took 90% of what was expected by then
+    assert again.scoring == pytest.approx(max(0.5, 0.9 * kept))

@@ -194,9 +194,9 @@ class Timings:
             self._stored.runs = [*others, _Run(identity, resolved.model.parameters, rates)][-_MOST_RUNS:]
             self._write()
 
-    def add_scoring(self, factor: float) -> None:
-        """Keep what scoring took over what the default says."""
-        self._stored.scoring = min(4.0, max(0.5, factor))  # a small run says little of a large one
+    def add_scoring(self, ratio: float) -> None:
+        """Keep what scoring took over what was expected."""
+        self._stored.scoring = min(4.0, max(0.5, self.scoring * ratio))  # a small run says little of a large one
         self._write()
 
     def _write(self) -> None:
@@ -256,13 +256,12 @@ class Estimate:
     """Seconds of a run by what takes them.
 
     ``benches``: bench → seconds, and the arms' loads under ``""``.  ``sources``: where rates are from → the arms that
-    have them.  ``scoring_default``: seconds of scoring on a machine that has scored nothing yet.
+    have them.
     """
 
     jobs: tuple[JobEstimate, ...] = ()
     benches: Mapping[str, float] = field(default_factory=dict)
     scoring: float = 0.0
-    scoring_default: float = 0.0
     sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
@@ -301,8 +300,7 @@ def estimate(
         benches.append((name, loads * rates.load + times * answer))
         asked.append((rates.source, f"benches of {arm.arm.name}"))
     sources = {source: list(dict.fromkeys(one for of, one in asked if of == source)) for source, _ in asked}
-    scoring = _scoring(jobs)
-    return Estimate(tuple(expected), _sums(benches), scoring * timings.scoring, scoring, sources)
+    return Estimate(tuple(expected), _sums(benches), timings.scoring * _scoring(jobs), sources)
 
 
 def estimate_job(job: PlannedJob, timings: Timings, planned: PlannedJob | None = None) -> JobEstimate:

@@ -246,7 +246,7 @@ def _conduct(
             scored = score_run(plan.settings.experiment, facts, _every(plan, results))
             report = _write(folder, scored)
             if all(result.status is Status.OK for result in results):
-                Timings().add_scoring((time.monotonic() - began) / expected.scoring_default)
+                Timings().add_scoring((time.monotonic() - began) / expected.scoring)
             return report
     except KeyboardInterrupt:
         folder.event("interrupted")

@@ -21,7 +21,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model
 from fidelab.plan.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
 from fidelab.plan.deploy import ResolvedArm, engine_class
-from fidelab.plan.estimate import Rates, Timings, Work, work_of
+from fidelab.plan.estimate import Rates, Timings, Work, estimate_job, work_of
 from fidelab.plan.resolve import Settings
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
@@ -181,11 +181,6 @@ class _Clocked:
         self._missing, self._model = missing, job.resolved.model
         self._work, self._parts = Work(), (0.0, 0.0)
 
-    def seconds(self) -> float:
-        """What the job is expected to take."""
-        works = ((work_of(capture.request, self._model), capture.axis) for capture in self._missing)
-        return self.rates.load + sum(sum(self.rates.parts(work, axis)) for work, axis in works)
-
     def begin(self, index: int) -> float:
         """The capture of this index is next, if there is one; returns the seconds that it is expected to take."""
         self._work, self._parts = Work(), (0.0, 0.0)
@@ -277,7 +272,7 @@ class Asking:
         with self._lock:
             self._listener.job_started(job, tokens, reused=not missing)
             self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
-            self.pace.begin(job.role, clocked.seconds() if missing else 0.0)
+            self.pace.begin(job.role, estimate_job(job, self._timings).seconds)
         if missing:
 
             def more() -> list[ProbeTask]:
