@@ -89,7 +89,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> None:
 
 
 def _experiment(line: dict[str, Any], options: argparse.Namespace, folder: Path) -> Experiment:
-    from fidelab.config.load import validate
+    from fidelab.config.experiment import validate
 
     engine: dict[str, Any] = {"name": line["engine"]}
     if line["engine"] == "sglang" and options.pythonpath:
@@ -111,7 +111,7 @@ def _experiment(line: dict[str, Any], options: argparse.Namespace, folder: Path)
 
 def _ask(experiment: Experiment, logs: Path) -> dict[str, ArmResult]:
     """The reference, and a quarter of it again in another process."""
-    from fidelab.runs.conduct import prepare
+    from fidelab.runs.prepare import prepare
     from fidelab.runs.runner import Silent
 
     prepared = prepare(experiment)

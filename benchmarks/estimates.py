@@ -3,8 +3,7 @@
 python benchmarks/estimates.py [--only NAME,…] [--keep FOLDER]
 
 Each command begins in an empty folder, with a cache of fidelab that holds engines and models but no timings.  Its first
-estimate comes from a short forward of the model, or from defaults; the second one from the run in between.  Seconds are
-those of the whole process.
+estimate comes from defaults, the second one from the run in between.  Seconds are those of the whole process.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     os.environ |= waiting_variables(os.environ)
     from fidelab.captures.reader import Capture
     from fidelab.cli.axes import axis_settings
-    from fidelab.config.load import apply_overrides, validate
+    from fidelab.config.experiment import validate
+    from fidelab.config.load import apply_overrides
     from fidelab.runs.conduct import execute
 
     data = {

@@ -54,9 +54,9 @@ def main() -> None:
 def _overhead(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from fidelab.config.load import validate
+    from fidelab.config.experiment import validate
     from fidelab.engines.hf.adapter import HFEngine
-    from fidelab.runs.conduct import prepare
+    from fidelab.runs.prepare import prepare
 
     engines = []
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fidelab.core import Arm, waiting_variables
+from fidelab.core import waiting_variables
 from fidelab.models import Model, pull
 from fidelab.runs import runner
 from fidelab.workers.local import LocalWorker
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def no_timings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What tests measure is no estimate for the user's runs, and theirs is none for tests."""
-    with mock.patch("fidelab.plan.timings.cache_dir", return_value=tmp_path_factory.mktemp("timings")):
+    with mock.patch("fidelab.plan.estimate.cache_dir", return_value=tmp_path_factory.mktemp("timings")):
         yield
 
 
@@ -70,12 +70,13 @@ def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.
         return
     by_default = runner.spawner
 
-    def spawner(settings: Any, arm: Arm, servers: Any) -> Any:
+    def spawner(resolved: Any, servers: Any) -> Any:
+        arm, environment = resolved.arm, resolved.environment
         if arm.engine not in ("fake", "hf", "openai") or {"crash", "hang"} & dict(arm.options).keys():
-            return by_default(settings, arm, servers)
-        variables, environment = runner._variables(settings, arm), settings.deployed[arm.name].environment
+            return by_default(resolved, servers)
+        variables = runner._variables(resolved)
         if "PYTHONPATH" in variables or environment.prefix or environment.image:
-            return by_default(settings, arm, servers)
+            return by_default(resolved, servers)
         return lambda log: LocalWorker(log, variables)
 
     monkeypatch.setattr(runner, "spawner", spawner)

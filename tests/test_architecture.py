@@ -136,6 +136,21 @@ def test_every_arrow_points_down_and_the_house_is_low() -> None:
     assert floors <= MOST_FLOORS
 
 
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count, too; those of the package's own face for type checkers alone do not."""
+    modules = {_module(path) for path in _files()}
+    graph: dict[str, set[str]] = {}
+    for path in _files():
+        names = _imports(path, at_once=path == SOURCE / "__init__.py")
+        named = {name if name in modules else name.rpartition(".")[0] for name in names}
+        graph[_module(path)] = (named & modules) - {_module(path)}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
+
+
 def test_a_room_imports_only_the_packages_that_it_may_need() -> None:
     beyond = {}
     for path in _files():

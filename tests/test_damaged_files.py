@@ -29,7 +29,8 @@ from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
 from fidelab.checkpoints.recipe import read_recipe
 from fidelab.config.cross import validate_cross
-from fidelab.config.load import load, read_yaml
+from fidelab.config.experiment import load
+from fidelab.config.load import read_yaml
 from fidelab.config.presets import find_preset, load_preset
 from fidelab.config.profiles import load_profile, resolve
 from fidelab.errors import FidelabError

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.results.record import Report
 from fidelab.runs.runner import Listener, Silent, Told
 

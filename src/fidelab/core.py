@@ -22,28 +22,6 @@ from typing import Any
 
 from fidelab.errors import NotSupportedError, UsageError
 
-__all__ = [
-    "Arm",
-    "Estimator",
-    "FormatSpec",
-    "KVSpec",
-    "Speculation",
-    "Status",
-    "Vocabulary",
-    "cache_dir",
-    "cache_parameter",
-    "canonical_json",
-    "digest",
-    "finite",
-    "looked_up",
-    "parse_bytes",
-    "read_file",
-    "slug",
-    "state_dir",
-    "strict_json",
-    "usable_cores",
-]
-
 _CACHE_PARAMETERS = ("cache", "past_key_values", "cache_params")
 
 

@@ -11,10 +11,14 @@ from rich.console import Console
 from rich.spinner import Spinner
 
 import fidelab.cli.progress as progress
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.core import Arm, KVSpec
+from fidelab.engines.fake import FakeEngine
+from fidelab.environments.environment import locate
 from fidelab.environments.install import Stage
+from fidelab.models import resolve
 from fidelab.plan.build import PlannedJob
+from fidelab.plan.deploy import ResolvedArm
 from fidelab.runs.conduct import execute
 from tests.runs.harness import write_inputs
 
@@ -55,7 +59,8 @@ def test_a_terminal_sees_the_run_its_arms_and_their_failures(screen: io.StringIO
 @pytest.mark.parametrize("shown", [progress._Bars, progress._Lines])
 def test_a_job_that_was_lost_on_a_cluster_is_one_line(shown: type[Any], screen: io.StringIO) -> None:
     arm = Arm("tilt", "fake", "fake", "fake", "0" * 64, KVSpec.parse("tilt"), "float32", "cpu", 1)
-    shown(Console(file=screen, width=100)).lost(PlannedJob("candidate:tilt", arm, ()), "its node died")
+    resolved = ResolvedArm(arm, FakeEngine, resolve("fake"), locate("fake"), {})
+    shown(Console(file=screen, width=100)).lost(PlannedJob("candidate:tilt", resolved, ()), "its node died")
     assert screen.getvalue() == "tilt: lost on the cluster, its node died\n"
 
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from fidelab.config.arms import arm_fields
-from fidelab.config.load import dump, validate
+from fidelab.config.experiment import validate
+from fidelab.config.load import dump
 from fidelab.config.schema import ArmConfig
 from fidelab.core import Arm, KVSpec
 from fidelab.errors import ConfigError, UsageError

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fidelab.config.load import apply_overrides, dump, load, validate
+from fidelab.config.experiment import load, validate
+from fidelab.config.load import apply_overrides, dump
 from fidelab.core import KVSpec
 from fidelab.errors import ConfigError
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fidelab.config.load import validate
-from fidelab.config.presets import experiment_of, find_preset, listing, load_preset, own_folder
+from fidelab.config.experiment import validate
+from fidelab.config.presets import cells_of, experiment_of, find_preset, listing, load_preset, own_folder
 from fidelab.config.schema import Experiment
 from fidelab.engines import ENGINES
 from fidelab.errors import ConfigError, UnknownNameError
@@ -80,7 +80,7 @@ def test_an_experiment_may_begin_from_a_preset() -> None:
 
 
 def test_a_preset_may_vary() -> None:
-    cells = experiment(candidates=[], vary={"preset": ["smollm2-cpu-vllm", "smollm2-cpu-sglang"]}).cells()
+    cells = cells_of(experiment(candidates=[], vary={"preset": ["smollm2-cpu-vllm", "smollm2-cpu-sglang"]}))
     assert [cell.engine.name for cell in cells if cell.engine] == ["vllm", "sglang"]
 
 

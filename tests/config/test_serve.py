@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.config.serve import Pasted, read_change, read_served
 from fidelab.errors import ConfigError, InputError, UsageError
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from fidelab.config.experiment import validate
 from fidelab.config.harmless import table
-from fidelab.config.load import validate
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import demands
 from fidelab.engines.openai.http import read_key

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from fidelab.config.load import dump, validate
+from fidelab.config.experiment import validate
+from fidelab.config.load import dump
+from fidelab.config.presets import cells_of
 from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec
 from fidelab.errors import ConfigError
@@ -18,7 +20,7 @@ def experiment(vary: Any, **more: Any) -> Experiment:
 
 
 def test_the_cells_are_all_combinations_named_by_their_levels() -> None:
-    found = experiment(["attention=sdpa,eager", "kv=bf16,int4"]).cells()
+    found = cells_of(experiment(["attention=sdpa,eager", "kv=bf16,int4"]))
     assert [cell.name for cell in found] == [
         "attention=sdpa, kv=bf16",
         "attention=sdpa, kv=int4",
@@ -39,7 +41,7 @@ def test_commas_inside_brackets_separate_no_values() -> None:
 
 def test_every_key_of_an_arm_can_vary() -> None:
     keys = {"kv": ["a", "b"], "dtype": ["float32", "bfloat16"], "engine": ["hf", "vllm"], "model": ["x", "./y"]}
-    cell = experiment({**keys, "block_size": [16, 32]}).cells()[-1]
+    cell = cells_of(experiment({**keys, "block_size": [16, 32]}))[-1]
     assert (cell.kv, cell.dtype, cell.model, cell.engine_args) == (
         KVSpec.parse("b"),
         "bfloat16",
@@ -51,7 +53,7 @@ def test_every_key_of_an_arm_can_vary() -> None:
 
 
 def test_a_key_with_one_value_holds_for_all_cells() -> None:
-    found = experiment(["attention=fidelab", "kv=bf16,int4"]).cells()
+    found = cells_of(experiment(["attention=fidelab", "kv=bf16,int4"]))
     assert [cell.engine_args for cell in found] == [{"attention": "fidelab"}] * 2
 
 
@@ -92,7 +94,7 @@ def test_a_grid_that_makes_no_sense_is_refused_in_one_line(vary: Any, says: str)
 
 def test_a_grid_of_64_cells_is_allowed() -> None:
     eight = ",".join(map(str, range(8)))
-    assert len(experiment([f"a={eight}", f"b={eight}"]).cells()) == 64
+    assert len(cells_of(experiment([f"a={eight}", f"b={eight}"]))) == 64
 
 
 def test_without_a_grid_candidates_are_needed_as_before() -> None:

@@ -19,7 +19,7 @@ from scipy.special import logsumexp
 from fidelab import compare
 from fidelab.captures.container import to_float32
 from fidelab.captures.requests import Forced, Generate, Prefill, Timed
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.core import Arm, KVSpec, Status
 from fidelab.engines.base import Engine
 from fidelab.engines.hf.adapter import HFEngine

@@ -7,9 +7,9 @@ import ctypes
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
+from fidelab.config.experiment import validate
+from fidelab.config.schema import ArmConfig, Experiment
 from fidelab.config.trust import demands
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Engine
@@ -20,7 +20,7 @@ from fidelab.engines.options import other_options, parse_options
 from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.engines.variables import NODE_PROCESS, check_env, variables_of
 from fidelab.engines.vllm.adapter import VLLMEngine
-from fidelab.errors import UsageError
+from fidelab.errors import ConfigError, UsageError
 from fidelab.models import resolve
 from fidelab.plan.arms import resolve_arm
 from fidelab.plan.deploy import engine_class
@@ -153,9 +153,15 @@ def test_underscores_hide_nothing_from_trust() -> None:
 def test_a_strangers_preset_is_asked_for_wherever_it_is_read(tmp_path: Path) -> None:
     file = tmp_path / "preset.yaml"
     file.write_text("engine: {name: fake, python: ./evil.sh}\nmodel: fake\n")
-    for written in ({"reference": f"preset={file}", "candidates": ["tilt"]}, {"candidates": [{"preset": str(file)}]}):
-        with pytest.raises(ValidationError, match=r"evil\.sh"):
-            Experiment.model_validate({"model": "fake", "engine": "fake", **written})
+    places: list[dict[str, object]] = [
+        {"reference": f"preset={file}", "candidates": ["tilt"]},
+        {"control": {"preset": str(file)}, "candidates": ["tilt"]},
+        {"candidates": [{"preset": str(file)}]},
+        {"vary": {"preset": [str(file)], "kv": ["tilt", "exact"]}},
+    ]
+    for written in places:
+        with pytest.raises(ConfigError, match=r"evil\.sh"):
+            validate({"model": "fake", "engine": "fake", **written}, "test")
 
 
 @pytest.mark.parametrize(("text", "value"), [("row", 2), ("2", 2), ("none", 0)])
@@ -184,4 +190,4 @@ def test_benches_time_what_a_server_runs_where_the_arm_leaves_that_open(
     engine: str, kv: str, device: str, options: dict[str, str], due: dict[str, str]
 ) -> None:
     arm = Arm(kv, engine, "m", "m", "0" * 8, KVSpec.parse(kv), "bfloat16", device, 1, tuple(options.items()))
-    assert dict(engine_class(EngineConfig(name=engine)).as_deployed(arm).options) == due
+    assert dict(engine_class(engine).as_deployed(arm).options) == due

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.errors import UnknownNameError, UsageError
 from fidelab.plan.deploy import Engines
 from fidelab.plan.resolve import resolve_experiment

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import fidelab
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.config.schema import EngineConfig
 from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
@@ -797,7 +797,7 @@ def test_behind_a_prefix_that_stays_here_the_environment_of_the_engine_is_found(
         config = EngineConfig(name="odd", prefix="nice -n 1")
         assert engines.ask(config).formats() == {"any": "", "some": "", "every": "every is odd on cpu"}
         python = str(environment.engines_dir() / "odd" / "bin" / "python")
-        assert engines.environment(config).command("m") == ["nice", "-n", "1", python, "-m", "m"]
+        assert engines.ask(config).environment.command("m") == ["nice", "-n", "1", python, "-m", "m"]
 
 
 def test_where_nothing_behind_a_prefix_has_the_engine_each_interpreter_that_was_tried_is_named(quick: None) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.errors import ConfigError, UnknownNameError, UsageError
 from fidelab.plan.build import Plan
 from fidelab.plan.resolve import Settings, resolve_experiment
-from fidelab.runs.conduct import prepare
+from fidelab.runs.prepare import prepare
 
 FAKE: dict[str, Any] = {
     "model": "fake",

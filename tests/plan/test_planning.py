@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fidelab.cli.dry_run import show_plan
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec, Speculation, waiting_variables
 from fidelab.engines.fake import FakeEngine
@@ -20,7 +20,7 @@ from fidelab.models import pull, resolve
 from fidelab.plan.arms import native_kv, same_attention
 from fidelab.plan.build import Plan
 from fidelab.plan.resolve import Settings, convert_weights, resolve_experiment
-from fidelab.runs.conduct import prepare
+from fidelab.runs.prepare import prepare
 from tests.models.tiny_gguf import write_gguf
 
 FAKE: dict[str, Any] = {
@@ -67,13 +67,12 @@ def test_k16v8_is_native_keys_and_unscaled_fp8_values(tmp_path: Path, tiny: Path
 
 
 def test_a_32_bit_reference_gets_the_native_cache_as_control(tmp_path: Path, tiny: Path) -> None:
-    control = _hf(tmp_path, tiny).control
-    assert control is not None
+    control = _hf(tmp_path, tiny).roles["control"]
     assert control.kv == KVSpec.parse("bf16")
 
 
 def test_a_16_bit_reference_on_transformers_has_no_nearer_control(tmp_path: Path, tiny: Path) -> None:
-    assert _hf(tmp_path, tiny, reference="bf16").control is None
+    assert "control" not in _hf(tmp_path, tiny, reference="bf16").roles
 
 
 def test_a_cache_that_nobody_names_on_llama_cpp_is_its_own_default() -> None:
@@ -159,7 +158,7 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def _on_gpu(tmp_path: Path, tiny: Path, *formats: str, reference: str = "bf16", **options: str) -> list[Arm]:
     """Resolved arms of engine hf as they would be on a GPU."""
     settings = _hf(tmp_path, tiny, reference=reference, candidates=list(formats), dtype="bfloat16")
-    arms = [replace(arm, device="cuda") for _, arm in settings.roles()]
+    arms = [replace(arm, device="cuda") for arm in settings.roles.values()]
     return [replace(arm, options=(("attention", options[arm.name]),)) if arm.name in options else arm for arm in arms]
 
 
@@ -167,19 +166,12 @@ def _attention(arms: Sequence[Arm]) -> dict[str, str | None]:
     return {arm.name: dict(arm.options).get("attention") for arm in arms}
 
 
-@pytest.mark.parametrize("written", ["k16v8", "fidelab"])
-def test_the_former_name_of_the_packages_attention_means_the_package(written: str, tmp_path: Path, tiny: Path) -> None:
-    options = {"engine_args": {"attention": written}, "dtype": "bfloat16"}
-    [arm] = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8"], **options).candidates
-    assert dict(arm.options)["attention"] == "k16v8"
-
-
 def test_arms_that_the_package_k16v8_may_run_have_its_version_in_their_keys(tmp_path: Path, tiny: Path) -> None:
     import k16v8
 
     settings = _hf(tmp_path, tiny, candidates=["k16v8", "kv=k16v8,attention=k16v8,name=paged"], dtype="bfloat16")
-    assert "k16v8" not in settings.deployed["k16v8"].versions
-    assert settings.deployed["paged"].versions["k16v8"] == k16v8.__version__
+    assert "k16v8" not in settings.resolved["k16v8"].versions
+    assert settings.resolved["paged"].versions["k16v8"] == k16v8.__version__
 
 
 def test_on_a_gpu_our_kernels_stay_where_they_hold_every_arm(tmp_path: Path, tiny: Path) -> None:
@@ -204,7 +196,7 @@ def test_arms_that_name_their_attention_keep_it_and_bind_nobody(tmp_path: Path, 
 
 def test_on_a_processor_attention_stays_transformers_own(tmp_path: Path, tiny: Path) -> None:
     settings = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8", "q8_0"], dtype="bfloat16")
-    assert {dict(arm.options).get("attention") for _, arm in settings.roles()} == {None}
+    assert {dict(arm.options).get("attention") for arm in settings.roles.values()} == {None}
 
 
 def test_the_resolved_arms_share_one_attention_and_the_record_says_whose_format_decided(
@@ -212,8 +204,8 @@ def test_the_resolved_arms_share_one_attention_and_the_record_says_whose_format_
 ) -> None:
     monkeypatch.setattr("fidelab.plan.resolve._device", lambda _asked, _model: "cuda")
     settings = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8", "q8_0"], dtype="bfloat16")
-    assert _attention([arm for _, arm in settings.roles()]) == dict.fromkeys(("bf16", "k16v8", "q8_0"), "transformers")
-    said = settings.deployed["bf16"].about["kernels_refused"]
+    assert _attention(list(settings.roles.values())) == dict.fromkeys(("bf16", "k16v8", "q8_0"), "transformers")
+    said = settings.resolved["bf16"].about["kernels_refused"]
     assert "one attention for all arms; q8_0: attention=k16v8 does not hold q8_0" in said
 
 
@@ -227,15 +219,14 @@ EAGER = {"attention": "eager"}
 def test_candidates_on_another_kernel_path_get_one_control_there(tmp_path: Path, tiny: Path) -> None:
     arms = [{"kv": kv, "engine_args": EAGER} for kv in ("q8_0", "int4")]
     settings = _beside(tmp_path, tiny, *arms, {"kv": "q8_0"})
-    [(role, control)] = settings.controls.items()
-    assert (role, str(control.kv.k), dict(control.options)) == ("control:eager", "bf16", EAGER)
-    assert [role for role, _ in settings.roles()][:2] == ["reference", "control:eager"]
+    control = settings.roles["control:eager"]
+    assert (str(control.kv.k), dict(control.options)) == ("bf16", EAGER)
+    assert list(settings.roles)[:2] == ["reference", "control:eager"]
 
 
 def test_the_control_of_another_kernel_path_is_the_nearest_arm_there(tmp_path: Path, tiny: Path) -> None:
     settings = _hf(tmp_path, tiny, candidates=[{"kv": "int4", "engine_args": EAGER}])
-    assert settings.control is not None
-    assert settings.control.kv == settings.controls["control:eager"].kv == KVSpec.parse("bf16")
+    assert settings.roles["control"].kv == settings.roles["control:eager"].kv == KVSpec.parse("bf16")
 
 
 @pytest.mark.parametrize(
@@ -251,13 +242,14 @@ def test_the_control_of_another_kernel_path_is_the_nearest_arm_there(tmp_path: P
 def test_no_control_of_another_path_where_there_is_none_to_be_had(
     tmp_path: Path, tiny: Path, arms: list[dict[str, Any]], change: dict[str, Any]
 ) -> None:
-    assert not _beside(tmp_path, tiny, *arms, **change).controls
+    assert not any(role.startswith("control:") for role in _beside(tmp_path, tiny, *arms, **change).roles)
 
 
 def test_a_reference_that_names_its_attention_leaves_the_others_a_path_without(tmp_path: Path, tiny: Path) -> None:
     reference = {"kv": "bf16", "engine_args": EAGER}
     settings = _hf(tmp_path, tiny, reference=reference, candidates=["q8_0"], dtype="bfloat16")
-    assert {role: dict(arm.options) for role, arm in settings.controls.items()} == {"control:auto": {}}
+    found = {role: dict(arm.options) for role, arm in settings.roles.items() if role.startswith("control:")}
+    assert found == {"control:auto": {}}
 
 
 # ------------------------------------------------------------------------------------------------ jobs
@@ -425,7 +417,7 @@ def test_weights_are_converted_for_an_arm_that_needs_them(tmp_path: Path, cache:
     assert (Path(settings.reference.path) / "model.safetensors").is_file()
     converted = pull(settings.model.name)
     assert settings.candidates[0].weights == settings.reference.weights == converted.weights
-    assert settings.deployed[settings.reference.name].about["weight_bytes"] == converted.weight_bytes > 0
+    assert settings.resolved[settings.reference.name].about["weight_bytes"] == converted.weight_bytes > 0
 
 
 def test_a_candidate_that_cannot_be_converted_leaves_the_others_alone(tmp_path: Path, tiny: Path, cache: Path) -> None:
@@ -459,17 +451,17 @@ def login(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("login")
 def test_gpus_of_a_cluster_are_not_looked_for_here(tmp_path: Path, tiny: Path) -> None:
     settings = _hf(tmp_path, tiny, device="cuda", executor={"name": "ray"})
-    assert {arm.device for _, arm in settings.roles()} == {"cuda"}
+    assert {arm.device for arm in settings.roles.values()} == {"cuda"}
 
 
 @pytest.mark.usefixtures("login")
 def test_an_arm_of_a_cluster_s_gpus_is_refused_where_it_would_run(tmp_path: Path) -> None:
     there = _settings(tmp_path, candidates=["refused"], device="cuda", executor={"name": "ray"})
     assert there.unsupported == {}
-    assert there.deployed["refused"].unasked
+    assert there.resolved["refused"].unasked
     here = _settings(tmp_path, candidates=["refused"])
     assert list(here.unsupported) == ["refused"]
-    assert not here.deployed["refused"].unasked
+    assert not here.resolved["refused"].unasked
 
 
 @pytest.mark.usefixtures("login")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
 from fidelab.config.serve import read_change, read_served
 from fidelab.core import Arm

@@ -20,7 +20,7 @@ import pytest
 
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Prefill, request_hash, request_record
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.core import Arm, KVSpec, Status
 from fidelab.errors import ConfigError, UsageError
 from fidelab.runs.cluster import Lost, Needs, RayCluster, answer, run_job

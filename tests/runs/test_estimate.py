@@ -12,12 +12,11 @@ import pytest
 
 from fidelab.captures.reader import Capture
 from fidelab.cli.progress import _seconds_left
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
 from fidelab.core import canonical_json
-from fidelab.models.tiny import make_tiny
-from fidelab.runs.conduct import execute, prepare
-from fidelab.runs.estimate import estimate, try_out
+from fidelab.runs.conduct import execute
+from fidelab.runs.prepare import prepare
 from fidelab.runs.runner import Silent
 from tests.runs.harness import SMALL, cli, write_inputs
 
@@ -31,7 +30,7 @@ AXES: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def own_timings(tmp_path: Path) -> Iterator[None]:
     """A machine on which nothing has run."""
-    with mock.patch("fidelab.plan.timings.cache_dir", return_value=tmp_path / "cache"):
+    with mock.patch("fidelab.plan.estimate.cache_dir", return_value=tmp_path / "cache"):
         yield
 
 
@@ -62,22 +61,22 @@ class Watched(Silent):
 
 
 def test_loads_answers_follow_ups_benches_and_scoring_are_all_counted(tmp_path: Path) -> None:
-    expected = estimate(prepare(fake(tmp_path, benches={"prefill": {"lengths": [16]}, "startup": {}})))
+    expected = prepare(fake(tmp_path, benches={"prefill": {"lengths": [16]}, "startup": {}})).estimate()
     assert [job.role for job in expected.jobs] == ["reference", "candidate:tilt", "floor"]
     assert min(expected.parts().values()) > 0
-    asked = {job.role: set(job.captures) for job in expected.jobs}
+    asked = {job.role: job.captures for job in expected.jobs}
     assert asked["reference"] == {"kld", "trajectory", "forced.path", "forced.kl"}
     assert asked["candidate:tilt"] == {"kld", "trajectory", "forced.kl"}
     assert set(expected.benches) == {"", "prefill", "startup"}
     assert expected.benches["startup"] == pytest.approx(
-        2 * 4 * expected.jobs[0].load, rel=0.1
+        2 * 4 * expected.jobs[0].took["loads", ""], rel=0.1
     )  # of each arm four starts
     assert expected.seconds == pytest.approx(sum(expected.parts().values()))
 
 
 def test_tokens_of_questions_that_follow_are_those_that_the_run_then_asks(tmp_path: Path) -> None:
     experiment = fake(tmp_path)
-    foretold = {job.role: job.tokens for job in estimate(prepare(experiment)).jobs}
+    foretold = {job.role: job.tokens for job in prepare(experiment).estimate().jobs}
     execute(experiment, command="")
     prompt = len("prompt 0")
     [made, again] = [Capture(path) for path in (tmp_path / "runs" / "captures").glob("*/forced.kl-*-r0")]
@@ -89,15 +88,15 @@ def test_tokens_of_questions_that_follow_are_those_that_the_run_then_asks(tmp_pa
 def test_nothing_but_scoring_is_left_where_everything_is_captured(tmp_path: Path) -> None:
     experiment = fake(tmp_path)
     execute(experiment, command="")
-    expected = estimate(prepare(experiment))
-    assert [(job.captures, job.load) for job in expected.jobs] == [({}, 0.0)] * 3
+    expected = prepare(experiment).estimate()
+    assert [job.seconds for job in expected.jobs] == [0.0] * 3
     assert expected.seconds == expected.scoring > 0
 
 
 def test_progress_never_falls_and_ends_when_only_scoring_is_left(tmp_path: Path) -> None:
     watched = Watched()
     experiment = fake(tmp_path, benches={"prefill": {"lengths": [16], "max_warmup": 1}}, engine_args={"delay": 0.01})
-    scoring = estimate(prepare(experiment)).scoring
+    scoring = prepare(experiment).estimate().scoring
     execute(experiment, command="", listener=watched)
     shares = [done for done, _ in watched.steps]
     assert shares == sorted(shares)
@@ -121,33 +120,10 @@ def test_time_left_follows_the_plan_first_and_the_run_s_own_pace_later() -> None
 
 def test_a_run_leaves_rates_for_the_next_estimate(tmp_path: Path) -> None:
     experiment = fake(tmp_path, engine_args={"delay": 0.03})
-    assert all("defaults" in source for source in estimate(prepare(experiment)).sources())
+    assert all("defaults" in source for source in prepare(experiment).estimate().sources)
     execute(experiment, command="")
     again = fake(tmp_path, engine_args={"delay": 0.03}, output_dir=str(tmp_path / "other"))
-    assert set(estimate(prepare(again)).sources()) == {"its last run here"}
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    folder: Path = make_tiny(tmp_path / "tiny")
-    return folder
-
-
-def test_a_model_that_never_ran_answers_a_short_prompt_for_its_rates(tmp_path: Path, tiny: Path) -> None:
-    write_inputs(tmp_path)
-    data = {
-        "model": str(tiny),
-        "candidates": ["int4"],
-        "axes": {"kld": {"windows": 2, "n_ctx": 16}},
-        "text": str(tmp_path / "text.txt"),
-        "output_dir": str(tmp_path / "runs"),
-    }
-    prepared = prepare(validate(data, "test"))
-    with mock.patch("fidelab.plan.timings._SHORTEST", 0.0):
-        try_out(prepared)
-    sources = estimate(prepared).sources()
-    assert set(sources) == {"a short forward of this model on hf"}
-    assert not (tmp_path / "runs").exists()
+    assert set(prepare(again).estimate().sources) == {"its last run here"}
 
 
 # --------------------------------------------------------------------------------------------- --dry-run

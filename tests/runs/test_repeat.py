@@ -22,16 +22,16 @@ from scipy.stats import chi2
 import fidelab.runs.conduct
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
-from fidelab.config.load import load
+from fidelab.config.experiment import load
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.fake import FakeEngine
 from fidelab.errors import InputError
-from fidelab.plan.disk import needed_bytes
+from fidelab.plan.estimate import needed_bytes
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
-from fidelab.runs.conduct import prepare
+from fidelab.runs.prepare import prepare
 from fidelab.runs.repeat import merge
 from tests.cli.test_cli_bad_input import refused
 from tests.runs.harness import Done, axis_of, cli, compare, write_inputs

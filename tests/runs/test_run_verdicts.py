@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.core import Arm, FormatSpec, KVSpec, Status
 from fidelab.engines.base import Engine
 from fidelab.inputs.needles import draw_needles

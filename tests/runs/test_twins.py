@@ -14,13 +14,13 @@ from scipy.special import log_softmax
 
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
 from fidelab.models.tiny import make_tiny
 from fidelab.plan.build import PlannedJob
 from fidelab.results.record import Report
-from fidelab.runs.conduct import prepare
 from fidelab.runs.pairing import ArmResult
+from fidelab.runs.prepare import prepare
 from fidelab.runs.scoring import RunFacts, score_run
 from tests.runs.harness import Done, cli, compare, write_inputs
 

@@ -40,8 +40,6 @@ from fidelab.cli import (
 )
 from fidelab.cli.commands import Commands, Group
 
-__all__ = ["app", "main"]
-
 # ClickException, which typer keeps in one place or another by version
 _FlagError: type[Exception] = typer.BadParameter.__mro__[2]
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from fidelab.runs.advise import Advice, AdviceCell
 
-__all__ = ["advise"]
-
 _MOST_ROWS = 24
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from fidelab.checkpoints.audit import Audit
     from fidelab.checkpoints.rules import Finding
 
-__all__ = ["audit"]
-
 _MARGIN = 13  # columns before the text of a finding
 _NAMES = 8  # tensors listed of each finding
 

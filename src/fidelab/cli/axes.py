@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-__all__ = ["axis_settings", "bench_settings", "counts"]
-
 _AXES = {"core": ("trajectory", "kld"), "full": ("trajectory", "kld", "rniah", "plad")}
 _HARNESS = "lm-eval"
 _BENCHES = {"offline": ("startup", "prefill", "decode", "memory")}

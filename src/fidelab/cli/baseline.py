@@ -18,8 +18,6 @@ from fidelab.cli.output import exit_on, note, open_console
 if TYPE_CHECKING:
     from fidelab.results.baselines import Baselines
 
-__all__ = ["baseline", "diff"]
-
 baseline = Commands(help="Keep reports under a name, to compare later runs with.")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The baseline's name.")]
 Folder = Annotated[Path, typer.Option("--dir", help="Folder of baselines; may be committed.")]

@@ -11,8 +11,6 @@ from fidelab.cli.axes import bench_settings, counts
 from fidelab.cli.commands import Commands, Group
 from fidelab.cli.compare import experiment_from, launch
 
-__all__ = ["app"]
-
 _DEFAULT = "offline"
 
 
@@ -107,12 +105,10 @@ def offline(
 
       fidelab bench --preset smollm2-cpu --benches decode
     """
-    from fidelab.config.trust import Trust, check_presets
     from fidelab.errors import UsageError
 
     if model is None and preset is None:
         raise UsageError("name a model: fidelab bench MODEL --kv FORMAT (or --preset NAME)")
-    check_presets(filter(None, (preset and f"preset={preset}", *(candidate or []))), Trust(trusted or []))
     data: dict[str, Any] = {
         "model": model,
         **engine.settings(),
@@ -123,5 +119,5 @@ def offline(
         **measure.settings(),
         **runs.settings(),
     }
-    data = options.begin_from_preset(preset, context, data)
-    launch(experiment_from(data, "bench", overrides or []), as_json)
+    data = options.begin_from_preset(preset, context, data, trusted)
+    launch(experiment_from(data, "bench", overrides or [], trusted), as_json)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from fidelab.bench.load.calibrate import Calibration, ClientLatency, Delay
 
-__all__ = ["calibrate"]
-
 
 def calibrate(
     ttft: Annotated[float, typer.Option(min=0, help="The mock's time to the first token, ms.")] = 200,

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.results.measurement import Measurement
 
-__all__ = ["capacity", "serve", "sweep"]
-
 
 class _ServerOptions(Options, panel="Server"):
     """The server and the model on it."""

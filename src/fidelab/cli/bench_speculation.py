@@ -14,8 +14,6 @@ from fidelab.cli.output import exit_on, open_console
 if TYPE_CHECKING:
     from fidelab.results.composition_record import Composition
 
-__all__ = ["speculation"]
-
 _RUN = "a run's folder or its report.json, with :ARM behind it where that has several."
 
 

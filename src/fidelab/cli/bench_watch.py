@@ -13,8 +13,6 @@ from fidelab.cli.output import open_console
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import format_amount
 
-__all__ = ["watcher"]
-
 
 def watcher() -> ServingWatch:
     """The watch that fits standard error."""

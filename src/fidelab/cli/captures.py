@@ -10,8 +10,6 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
 
-__all__ = ["app"]
-
 app = Commands(help="List captures and clean them up.")
 Store = Annotated[Path, typer.Option("--captures-dir", help="Folder of captures.")]
 

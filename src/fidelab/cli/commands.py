@@ -11,8 +11,6 @@ import typer
 import typer.core
 from typer.models import ArgumentInfo, CommandFunctionType, OptionInfo
 
-__all__ = ["Commands", "Group"]
-
 _VALUES = {int: "N", float: "N", Path: "PATH", str: "TEXT"}
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fidelab.config.trust import Trust
     from fidelab.runs.runner import Listener
 
-__all__ = ["compare", "experiment_from", "launch", "run"]
-
 
 @options.expand_options
 def compare(
@@ -152,7 +150,6 @@ def compare(
 
       fidelab compare --resume runs/20260101-120000-smollm2-135m
     """
-    from fidelab.config.trust import Trust, check_presets
     from fidelab.errors import UsageError
 
     if resume_dir is not None:
@@ -160,11 +157,8 @@ def compare(
         options.refuse_beside_resume(context, "run", ("fail_under", "as_json", "plot", "trusted", *named))
         _go_on(resume_dir, _trust(trusted, engine, axes), fail_under, as_json, plot)
         return
-    levels = [word.removeprefix("preset=") for word in vary or [] if word.startswith("preset=")]
-    varied = (f"preset={name}" for names in levels for name in names.split(","))
-    written = (preset and f"preset={preset}", reference, control, *(candidate or []), *varied)
-    presets = check_presets(filter(None, written), Trust(trusted or []))
-    if trusted and not presets and serve is None:
+    words = (reference or "", control, *(candidate or []), *(vary or []))
+    if trusted and serve is None and preset is None and not any("preset=" in word for word in words):
         raise UsageError(
             "--trust is for a run of somebody else that is gone on with: it goes with --resume RUN_DIR, or with the "
             "file of a preset or of --serve"
@@ -201,8 +195,8 @@ def compare(
         **({} if keep_rows else {"keep_rows": False}),
     }
     if serve is None:
-        data = options.begin_from_preset(preset, context, data)
-    launch(experiment_from(data, "compare", overrides or []), as_json, dry_run, plot, secrets)
+        data = options.begin_from_preset(preset, context, data, trusted)
+    launch(experiment_from(data, "compare", overrides or [], trusted), as_json, dry_run, plot, secrets)
 
 
 def _pasted(
@@ -290,7 +284,7 @@ def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
         ConfigError: of no kind, or one that is not what it should be.
     """
     from fidelab.config.cross import KIND, validate_cross
-    from fidelab.config.load import validate
+    from fidelab.config.experiment import validate
     from fidelab.errors import ConfigError
 
     if "kind" not in data:
@@ -300,12 +294,16 @@ def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
     return validate_cross(data, where)
 
 
-def experiment_from(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Experiment:
+def experiment_from(
+    data: dict[str, Any], where: str, overrides: Sequence[str] = (), trusted: Sequence[Path] | None = None
+) -> Experiment:
     """Flags → experiment, with the messages of a settings file."""
-    from fidelab.config.load import apply_overrides, validate
+    from fidelab.config.experiment import validate
+    from fidelab.config.load import apply_overrides
+    from fidelab.config.trust import Trust
 
     apply_overrides(data, overrides)
-    return validate(data, where)
+    return validate(data, where, Trust(trusted or ()))
 
 
 def launch(
@@ -349,7 +347,7 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
 
 
 def _go_on(run_dir: Path, trust: Trust, fail_under: float | None, as_json: bool, plot: bool) -> None:
-    from fidelab.config.load import load
+    from fidelab.config.experiment import load
     from fidelab.runs.repeat import resume_all
 
     report, folder = resume_all(run_dir, watch=_watch_run, trust=trust)

@@ -10,8 +10,6 @@ import typer
 
 from fidelab.cli import options
 
-__all__ = ["convert"]
-
 
 def convert(
     source: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or embedded model.")],

@@ -9,8 +9,6 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.output import waiting
 
-__all__ = ["doctor"]
-
 
 def doctor(
     trial: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fidelab.cli.output import duration, note
@@ -12,22 +13,18 @@ from fidelab.cli.output import duration, note
 if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
     from fidelab.config.schema import Experiment
-    from fidelab.runs.conduct import Prepared
-    from fidelab.runs.estimate import Estimate
-
-__all__ = ["show_cross_plan", "show_plan"]
+    from fidelab.plan.estimate import Estimate
+    from fidelab.runs.prepare import Prepared
 
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
-    """Print the plan; nothing is run and nothing is written, but the rates of a model that answered a short prompt."""
-    from fidelab.runs.conduct import prepare
-    from fidelab.runs.estimate import estimate, try_out
+    """Print the plan; nothing is run and nothing is written."""
+    from fidelab.runs.prepare import prepare
 
     began = time.monotonic()
     prepared = prepare(experiment, convert=False)
     planning = time.monotonic() - began
-    try_out(prepared)
-    expected = estimate(prepared)
+    expected = prepared.estimate()
     plan = {**_plan(prepared, expected), **_times(expected, planning)}
     if as_json:
         print(json.dumps(plan))
@@ -39,8 +36,8 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
 
 def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
     """Print the plan of every engine of a cross-engine experiment, one after another, and the time of all together."""
+    from fidelab.plan.estimate import Estimate
     from fidelab.runs.cross_engine import plan_cross
-    from fidelab.runs.estimate import total
 
     planned = plan_cross(cross)
     lines: dict[str, dict[str, Any]] = {
@@ -49,7 +46,16 @@ def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
         else {**_plan(line.prepared, line.expected), **_times(line.expected, line.planning)}
         for line in planned
     }
-    whole = total({line.label: line.expected for line in planned})
+    named = [(line.label, line.expected) for line in planned]
+    whole = Estimate(  # no line of a cross-engine experiment has benches
+        tuple(replace(job, role=f"{label} {job.role}") for label, expected in named for job in expected.jobs),
+        scoring=sum(expected.scoring for _, expected in named),
+        sources={
+            source: [f"{label} {role}" for label, expected in named for role in expected.sources.get(source, ())]
+            for _, each in named
+            for source in each.sources
+        },
+    )
     plan = {
         "engines": lines,
         "tokens": sum(line.get("tokens", 0) for line in lines.values()),
@@ -72,7 +78,7 @@ def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
 def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
     """What will be done."""
     from fidelab.axes.base import Axis
-    from fidelab.plan.disk import conversion_bytes, needed_bytes
+    from fidelab.plan.estimate import conversion_bytes, needed_bytes
 
     settings = prepared.settings
     leading = [name for name, axis in settings.axes.items() if axis.follows]
@@ -106,7 +112,7 @@ def _times(expected: Estimate, planning: float) -> dict[str, Any]:
         "parts": {name: round(seconds, 1) for name, seconds in {"planning": planning, **expected.parts()}.items()},
         "axes": {name: round(seconds, 1) for name, seconds in expected.axes().items()},
         "benches": {name or "loads": round(seconds, 1) for name, seconds in expected.benches.items()},
-        "sources": expected.sources(),
+        "sources": expected.sources,
     }
 
 

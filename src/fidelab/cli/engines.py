@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from fidelab.environments.listing import Installed
     from fidelab.environments.recipes import Recipe
 
-__all__ = ["app"]
-
 app = Commands(help="List, install and remove the engines' environments.")
 Name = Annotated[str, typer.Argument(help="vllm, sglang, llamacpp, or llm-compressor (for fidelab quantize).")]
 

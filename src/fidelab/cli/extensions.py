@@ -12,8 +12,6 @@ from importlib.metadata import EntryPoint, entry_points
 
 import typer
 
-__all__ = ["GROUP", "register"]
-
 GROUP = "fidelab.commands"
 # The commands of k16v8 are declared here too, so that without k16v8 they print what to install.
 _KNOWN = (EntryPoint("kernels", "k16v8.cli:main", GROUP), EntryPoint("bench.kernels", "k16v8.cli:bench", GROUP))

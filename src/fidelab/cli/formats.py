@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from fidelab.environments.listing import Installed
 
-__all__ = ["formats"]
-
 
 @dataclass(frozen=True)
 class _Geometry:

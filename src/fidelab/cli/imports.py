@@ -14,9 +14,6 @@ from fidelab.cli.output import command_line, gate, note, open_console, show_repo
 if TYPE_CHECKING:
     from fidelab.imports.leave import Imported
 
-__all__ = ["app"]
-
-
 _Tests = Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same of one or more candidates.")]
 _Names = Annotated[
     list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder; the folder's by default.")

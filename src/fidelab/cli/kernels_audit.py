@@ -14,8 +14,6 @@ from fidelab.errors import UnknownNameError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["captured_tensors", "with_tensors"]
-
 _COMPUTE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _LONGEST = 4096  # tokens of the window unless told: attention without kernels takes their square
 _FEWEST = 8  # tokens of a window

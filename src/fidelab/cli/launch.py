@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _SERVE = "serve."  # before an option of the server alone
 
-__all__ = ["PresetOptions", "faults_of", "launch", "show_findings", "stop"]
-
 
 def _running(incomplete: str) -> list[str]:
     from fidelab.environments.servers import records

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
     from fidelab.results.record import Report
 
-__all__ = ["app", "export", "leaderboard", "publish", "verify"]
-
 app = Commands(help="List, show, compare and clean up runs.")
 app.command("diff")(diff)
 

@@ -9,8 +9,6 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
 
-__all__ = ["app"]
-
 app = Commands(help="List, fetch, locate and clean up models.")
 Name = Annotated[str, typer.Argument(help="smollm2-135m, a hub id with optional @revision, or a .gguf file.")]
 

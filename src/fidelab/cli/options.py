@@ -19,52 +19,6 @@ import typer
 
 from fidelab.cli.axes import axis_settings
 
-__all__ = [
-    "ARMS",
-    "MEASURED",
-    "AxesOptions",
-    "Benches",
-    "CapturedRunsOptions",
-    "Device",
-    "DryRun",
-    "EngineOptions",
-    "ExecutorOptions",
-    "FailUnder",
-    "Json",
-    "LimitOptions",
-    "MarginOptions",
-    "MaxLoss",
-    "Memory",
-    "Model",
-    "Options",
-    "Overhead",
-    "Overrides",
-    "Plot",
-    "Prefix",
-    "Preset",
-    "Python",
-    "PythonPath",
-    "Reference",
-    "RunDir",
-    "RunsOptions",
-    "ScoringOptions",
-    "SeedOptions",
-    "ServableEngineOptions",
-    "Set",
-    "Sharing",
-    "TextOptions",
-    "Threads",
-    "Trusted",
-    "WouldRemove",
-    "begin_from_preset",
-    "complete_kv",
-    "complete_preset",
-    "expand_options",
-    "find_run",
-    "given_flags",
-    "refuse_beside_resume",
-]
-
 # ------------------------------------------------------------------------------------------------- groups
 
 _ENV = "env."  # before the name of an environment variable
@@ -163,20 +117,27 @@ def refuse_beside_resume(context: typer.Context, owner: str, allowed: Collection
             raise UsageError(f"--resume takes the {owner}'s own settings: leave out {flag}")
 
 
-def begin_from_preset(name: str | None, context: typer.Context, data: dict[str, Any]) -> dict[str, Any]:
+def begin_from_preset(
+    name: str | None, context: typer.Context, data: dict[str, Any], trusted: Sequence[Path] | None
+) -> dict[str, Any]:
     """The settings of an experiment whose arms begin from a preset; what the command line says goes before it.
 
     Raises:
-        FidelabError: there is no such preset, or it is of another engine than the one that was named.
+        FidelabError: there is no such preset, it is not trusted, or it is of another engine than the named one.
     """
     if name is None:
         return data
+    from fidelab.config.load import read_yaml
     from fidelab.config.presets import experiment_of, find_preset, load_preset
+    from fidelab.config.trust import Trust, check_trust
     from fidelab.errors import UsageError
 
     given = given_flags(context)
     engine = data["engine"]["name"] if "engine" in given else None
-    preset = load_preset(find_preset(name, engine))
+    found = find_preset(name, engine)
+    preset = load_preset(found)
+    if not found.own:
+        check_trust(preset, read_yaml(found.path), found.path, Trust(trusted or ()))
     if engine not in (None, preset.engine_name):
         raise UsageError(f"--engine {engine}: preset {preset.name} is of engine {preset.engine_name}")
     base = experiment_of(preset)

@@ -24,18 +24,6 @@ if TYPE_CHECKING:
 
     from fidelab.results.record import ArmRecord, Report
 
-__all__ = [
-    "UNDECIDED",
-    "command_line",
-    "exit_on",
-    "gate",
-    "guard_streams",
-    "note",
-    "open_console",
-    "show_report",
-    "waiting",
-]
-
 _PIPE = 400  # a table of loads with everything in it
 _BAR = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # how tqdm begins what it writes
 

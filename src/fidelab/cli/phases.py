@@ -11,8 +11,6 @@ from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
 from fidelab.cli.output import command_line, gate, note, show_report
 
-__all__ = ["capture", "score"]
-
 
 @options.expand_options
 def capture(

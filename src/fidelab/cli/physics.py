@@ -20,8 +20,6 @@ from fidelab.errors import UsageError
 if TYPE_CHECKING:
     from fidelab.physics.geometry import Geometry
 
-__all__ = ["app", "explain", "parse_counts"]
-
 _NUMBER = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _KV = ("bf16", "k16v8", "fp8_e4m3", "q8_0", "int4")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from fidelab.config.schema import Preset
     from fidelab.environments.servers import Served
 
-__all__ = ["app"]
-
 _LOG = "; --log names what it printed"
 
 app = Commands(help="List, show and check presets: arms by name, for compare, bench and launch.")

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fidelab.config.profiles import Profile, Resolved
     from fidelab.runs.profiles import FigureRecord, ProfileReport
 
-__all__ = ["app"]
-
 app = Commands(help="List, show and run profiles: published protocols in stages, expected against measured.")
 
 Name = Annotated[str, typer.Argument(help="A profile: its name, or the path of a file.", show_default=False)]
@@ -164,7 +162,7 @@ def _check(resolved: Resolved, root: Any) -> None:
         ConfigError: an experiment's key or value is wrong, or the words of a command are.
     """
     from fidelab.config.cross import validate_cross
-    from fidelab.config.load import validate
+    from fidelab.config.experiment import validate
     from fidelab.errors import ConfigError
 
     for stage in resolved.stages:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fidelab.runs.pairing import ArmResult
     from fidelab.runs.runner import Listener
 
-__all__ = ["Installation", "watch_installation", "watcher"]
-
 _LINE_EVERY = 30.0  # seconds between plain progress lines of one job
 _TRUSTED = 10.0  # seconds for which the plan is believed before the run's own pace counts for more
 

@@ -9,8 +9,6 @@ import typer
 
 from fidelab.cli import options
 
-__all__ = ["quantize"]
-
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder with safetensors, hub id or embedded model.")],

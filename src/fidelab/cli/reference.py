@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["pages", "with_harmless_options"]
-
 Schema = Mapping[str, Any]
 
 _MADE = "<!-- Made from the code: make docs -->\n"

@@ -11,8 +11,6 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.output import gate, note, show_report
 
-__all__ = ["charts", "report", "rescore"]
-
 
 class _Format(StrEnum):
     SVG = "svg"

@@ -16,8 +16,6 @@ from fidelab.cli.output import duration, note, open_console
 if TYPE_CHECKING:
     from fidelab.runs.sample_size import Advice, SizeLine, SizePlan
 
-__all__ = ["plan_size"]
-
 
 def plan_size(
     run_dir: options.RunDir,

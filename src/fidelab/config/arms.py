@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["arm_fields", "split_commas"]
-
 _PAIRS = re.compile(r"[A-Za-z][\w.-]*=")
 _OWN = ("kv", "name", "engine", "model", "dtype", "preset")  # of the arm; everything else is the engine's
 _OF_ENGINE = ("python", "image", "prefix", "pythonpath")

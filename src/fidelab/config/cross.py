@@ -10,8 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from fidelab.config.load import validate_as
 from fidelab.config.schema import ArmConfig, Dtype, EngineConfig, Experiment, KVFormat, Options
 
-__all__ = ["KIND", "CrossEngine", "EngineLine", "TimingConfig", "validate_cross"]
-
 KIND = "cross-engine"
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

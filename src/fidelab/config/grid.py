@@ -9,8 +9,6 @@ from typing import Any
 
 from fidelab.config.arms import arm_fields, split_commas
 
-__all__ = ["cell_fields", "cell_name", "check_vary", "levels_of", "option_key", "parse_vary"]
-
 _MOST_CELLS = 64
 _NO_LEVELS = ("name", "python", "image", "prefix", "pythonpath")
 

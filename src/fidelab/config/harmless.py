@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["FILES", "HARMLESS", "is_harmless", "table"]
-
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?[KMGT]?")
 _WORD = re.compile(r"[\w.,:+\[\]=-]{1,200}")  # no path, no address, no code
 _GRANTS = re.compile(r"trust|allow|remote|insecure")  # switches that give rights, which 1 turns on, too

@@ -1,4 +1,4 @@
-"""YAML and flags → schema; and back, in canonical form."""
+"""YAML → plain data → settings of any class; and back, in canonical form."""
 
 from __future__ import annotations
 
@@ -10,34 +10,11 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from fidelab.config.schema import Experiment
 from fidelab.core import read_file
 from fidelab.errors import ConfigError, InputError, nearest_first
 
-__all__ = [
-    "apply_overrides",
-    "dump",
-    "expand",
-    "expand_existing",
-    "explain_validation",
-    "load",
-    "read_text",
-    "read_yaml",
-    "validate",
-    "validate_as",
-]
-
 Model = TypeVar("Model", bound=BaseModel)
 _MOST_BYTES, _MOST_LEVELS, _MOST_VALUES = 1 << 20, 40, 100_000  # of settings: far beyond what people write
-
-
-def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
-    """Read an experiment file and apply ``a.b=c`` overrides.
-
-    Raises:
-        ConfigError: missing, not UTF-8, not YAML, an unknown key or a wrong type; the message names the place.
-    """
-    return validate(read_yaml(path, overrides), str(path))
 
 
 def read_yaml(path: Path, overrides: Sequence[str] = (), keys: str = "'model:' and 'candidates:'") -> dict[str, Any]:
@@ -139,11 +116,6 @@ def _inside(node: Any, name: str) -> Any:
     if isinstance(node, list):
         return node[int(name)] if name.isdecimal() and int(name) < len(node) else None
     return node.setdefault(name, {}) if isinstance(node, dict) else None
-
-
-def validate(data: Mapping[str, Any], where: str) -> Experiment:
-    """Plain data → experiment; raises as :func:`validate_as`."""
-    return validate_as(Experiment, data, where)
 
 
 def validate_as(model: type[Model], data: Mapping[str, Any], where: str, prefix: str = "") -> Model:

@@ -25,19 +25,7 @@ from pydantic import (
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, parse_vary
 from fidelab.core import KVSpec
-from fidelab.errors import FidelabError, UsageError
-
-__all__ = [
-    "ArmConfig",
-    "EngineConfig",
-    "Experiment",
-    "KVFormat",
-    "Limits",
-    "Options",
-    "Preset",
-    "ServeConfig",
-    "merged_fields",
-]
+from fidelab.errors import UsageError
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
 
@@ -146,7 +134,10 @@ KVFormat = Annotated[InstanceOf[KVSpec], WrapValidator(_kv), PlainSerializer(lam
 
 
 class ArmConfig(BaseModel):
-    """One arm: its KV format, and what differs from the experiment's defaults."""
+    """One arm: its KV format, and what differs from the experiment's defaults.
+
+    Files may name a ``preset``, too: :mod:`fidelab.config.presets` reads it before this class sees the arm.
+    """
 
     model_config = _STRICT
 
@@ -160,18 +151,6 @@ class ArmConfig(BaseModel):
     without: tuple[str, ...] = Field(
         default=(), description="options of the experiment's engine_args that this arm alone goes without"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_preset(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or "preset" not in value:
-            return value
-        from fidelab.config.presets import arm_of  # which reads files by this schema
-
-        try:
-            return arm_of(value)
-        except FidelabError as error:
-            raise ValueError(str(error)) from None
 
 
 class ServeConfig(BaseModel):
@@ -374,7 +353,7 @@ class Experiment(BaseModel):
         check_vary(value)
         for levels in levels_of(value):
             try:
-                ArmConfig.model_validate(cell_fields(levels))
+                ArmConfig.model_validate({key: text for key, text in cell_fields(levels).items() if key != "preset"})
             except ValidationError as error:
                 first = error.errors()[0]
                 place = ".".join(map(str, first["loc"]))
@@ -403,7 +382,3 @@ class Experiment(BaseModel):
         if self.traffic is not None and (self.text, self.prompts) != ("default", "default"):
             raise ValueError("traffic gives the text and the prompts: leave out text and prompts")
         return self
-
-    def cells(self) -> list[ArmConfig]:
-        """The arms of the grid that ``vary`` spans, named by their levels."""
-        return [ArmConfig.model_validate(cell_fields(levels)) for levels in levels_of(self.vary)]

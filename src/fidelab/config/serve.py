@@ -23,8 +23,6 @@ from typing import Any
 from fidelab.config.load import expand, read_text
 from fidelab.errors import UsageError
 
-__all__ = ["PORTS", "Pasted", "move_folders", "read_change", "read_served", "split_command"]
-
 Controlled = Callable[[str], Mapping[str, str]]
 """Engine → option → why fidelab has to set that option itself."""
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,23 +24,10 @@ from fidelab.config.arms import arm_fields
 from fidelab.config.cross import CrossEngine
 from fidelab.config.harmless import FILES, is_harmless
 from fidelab.config.load import apply_overrides, expand, read_yaml
-from fidelab.config.presets import find_preset, load_preset
+from fidelab.config.presets import cells_of
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
 from fidelab.core import digest, state_dir
 from fidelab.errors import ConfigError, InputError, UsageError
-
-__all__ = [
-    "Demand",
-    "Trust",
-    "check_own",
-    "check_pasted",
-    "check_presets",
-    "check_trust",
-    "demands",
-    "load_trusted",
-    "remember",
-    "remember_own",
-]
 
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
 Asking = Experiment | CrossEngine | Preset
@@ -50,7 +37,6 @@ _COMMANDS = ("prefix", "python", "image", "pythonpath")
 _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
 _TASKS = "include_path"  # of axis lm-eval: task files name functions of the files beside them
-_TRUSTED: set[str] = set()  # presets that flags named, which are read once more when arms are made
 _WRITTEN = ("output_dir", "captures_dir")
 _NAMES = {
     "text": ("default", "domains", "wikitext-2"),
@@ -142,28 +128,6 @@ def _refuse(asked: Sequence[Demand], written: Mapping[str, Any], file: Path, tru
     )
 
 
-def check_presets(arms: Iterable[str], trust: Trust) -> int:
-    """Refuse what presets that arms name by their files ask for unasked; how many such files there are.
-
-    Args:
-        arms: each in one line, as flags have it.
-        trust: what the person said.
-
-    Raises:
-        ConfigError: as :func:`check_trust`; or there is no such file, or it is no preset.
-    """
-    files = 0
-    for text in arms:
-        with contextlib.suppress(ValueError):  # said when the arm is read
-            name = arm_fields(text).get("preset")
-            if name is not None and not (found := find_preset(str(name))).own:
-                preset, content = load_preset(found), read_yaml(found.path)
-                check_trust(preset, content, found.path, trust)
-                _TRUSTED.add(_hash(content, demands(preset)))
-                files += 1
-    return files
-
-
 def load_trusted(
     file: Path, overrides: Sequence[str], files: Sequence[Path], read: Callable[[dict[str, Any], str], Settings]
 ) -> Settings:
@@ -172,7 +136,7 @@ def load_trusted(
     ``files``: those that the person named by ``--trust``.  ``read``: makes settings of plain data, given their place.
 
     Raises:
-        ConfigError: as :func:`~fidelab.config.load.load`, and as :func:`check_trust`.
+        ConfigError: as :func:`~fidelab.config.experiment.load`, and as :func:`check_trust`.
     """
     written = read_yaml(file)
     data = deepcopy(written)
@@ -306,7 +270,7 @@ def _arms(settings: Asking) -> Iterator[tuple[EngineConfig, Mapping[str, str], M
         yield settings.engine, settings.engine_args, settings.env
         return
     control = [settings.control] if isinstance(settings.control, ArmConfig) else []
-    for arm in (ArmConfig(), settings.reference, *control, *settings.candidates, *settings.cells()):
+    for arm in (ArmConfig(), settings.reference, *control, *settings.candidates, *cells_of(settings)):
         engine = arm.engine or settings.engine
         shared = settings.engine_args if engine.name == settings.engine.name else {}
         yield engine, {**shared, **arm.engine_args}, {**settings.env, **arm.env}
@@ -371,8 +335,8 @@ def _memory() -> Path:
 def _known() -> set[str]:
     with contextlib.suppress(OSError, RuntimeError):
         lines = _memory().read_text("utf-8", errors="replace").splitlines()
-        return _TRUSTED | {line.partition(" ")[0] for line in lines}
-    return _TRUSTED
+        return {line.partition(" ")[0] for line in lines}
+    return set()
 
 
 def _note(known: str, file: Path) -> None:

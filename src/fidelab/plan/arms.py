@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fidelab.config.presets import cells_of
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, ServeConfig
 from fidelab.config.serve import PORTS, move_folders
 from fidelab.core import Arm, KVSpec
@@ -20,23 +21,6 @@ from fidelab.errors import NotSupportedError, UnknownNameError, UsageError
 from fidelab.models import Model
 from fidelab.models.weights import file_sha256
 from fidelab.plan.deploy import engine_class
-
-__all__ = [
-    "ATTENTION",
-    "AUTO",
-    "DTYPES",
-    "check_kv_name",
-    "family",
-    "inherited_kv",
-    "native_kv",
-    "other_attention",
-    "resolve_arm",
-    "same_attention",
-    "serve_command",
-    "served_name",
-    "twins_of",
-    "with_kv",
-]
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 _HF = "hf"  # the engine whose attention can be chosen
@@ -52,10 +36,10 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     engine = config.engine or experiment.engine
     kv = k16v8.meaning(config.kv or native_kv(engine), model.native)
     path, weights = model.path, model.weights
-    if engine_class(engine).checkpoint_format == "gguf" and model.gguf:  # two files may convert to one folder
+    if engine_class(engine.name).checkpoint_format == "gguf" and model.gguf:  # two files may convert to one folder
         path, weights = model.gguf, file_sha256(model.gguf)
     dtype = config.dtype or dtype
-    aliases = engine_class(engine).aliases
+    aliases = engine_class(engine.name).aliases
     shared, own = (
         _one_spelling(engine.name, options, aliases)
         for options in (experiment.engine_args if engine.name == experiment.engine.name else {}, config.engine_args)
@@ -99,7 +83,7 @@ def _one_spelling(engine: str, options: Mapping[str, str], aliases: Mapping[str,
 
 def served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:
     """An arm's ``model`` on a server is what that server calls it; the tokenizer is the experiment's model's."""
-    if config.model is None or not engine_class(engine).is_server:
+    if config.model is None or not engine_class(engine.name).is_server:
         return config
     return config.model_copy(
         update={"model": None, "name": _name(config), "engine_args": {**config.engine_args, "model": config.model}}
@@ -130,7 +114,7 @@ def _host(address: str) -> str:
 
 def native_kv(engine: EngineConfig) -> KVSpec:
     """What an engine keeps where nobody names a format."""
-    return KVSpec.parse(engine_class(engine).native_kv)
+    return KVSpec.parse(engine_class(engine.name).native_kv)
 
 
 def inherited_kv(arm: ArmConfig, reference: ArmConfig, experiment: Experiment) -> KVSpec:
@@ -173,7 +157,7 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
     """
     if arm.engine not in ENGINES.names():
         return None
-    cls, serve = engine_class(EngineConfig(name=arm.engine)), ServeConfig()
+    cls, serve = engine_class(arm.engine), ServeConfig()
     if experiment is not None and experiment.serve is not None and arm.engine == experiment.engine.name:
         serve = _in_its_image(experiment.serve, experiment, arm)
     repository, _, revision = arm.model.partition("@")
@@ -204,7 +188,7 @@ def _in_its_image(serve: ServeConfig, experiment: Experiment, arm: Arm) -> Serve
     """The pasted words with the image in which the arm runs; none of them where it runs in an installed engine."""
     if not serve.wrapper or not experiment.engine.image:
         return serve
-    configs = (experiment.reference, *experiment.candidates, *experiment.cells())
+    configs = (experiment.reference, *experiment.candidates, *cells_of(experiment))
     config = next((each for each in configs if _name(each) == arm.name), experiment.reference)
     image = (config.engine or experiment.engine).image
     return serve.model_copy(update={"wrapper": (*serve.wrapper[:-1], image)}) if image else ServeConfig()
@@ -239,7 +223,7 @@ def family(arm: Arm) -> tuple[str, ...]:
 def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:
     """By the name of the first arm of each family the same arm with other last bits, where its engine has a way."""
     first = {family(arm): arm for arm in reversed(arms) if _JITTER not in dict(arm.options)}
-    named = {arm.name: arm for arm in first.values() if engine_class(EngineConfig(name=arm.engine)).has_jitter}
+    named = {arm.name: arm for arm in first.values() if engine_class(arm.engine).has_jitter}
     return {arm.name: _with_option(arm, _JITTER, "1") for arm in arms if arm.name in named}
 
 

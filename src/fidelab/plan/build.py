@@ -12,27 +12,13 @@ from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key, key_digest, seed_of
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Generate, Request, Served, request_record
-from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm
 from fidelab.engines.base import IMAGE_KINDS, one_line
 from fidelab.errors import FidelabError, UnavailableError
 from fidelab.plan.arms import twins_of
-from fidelab.plan.deploy import engine_class
+from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.resolve import EXACT, QUERIES, TRUTH, Settings
 from fidelab.workers.messages import ProbeTask
-
-__all__ = [
-    "FLOOR",
-    "TWIN",
-    "Plan",
-    "PlannedCapture",
-    "PlannedJob",
-    "base_of",
-    "build_plan",
-    "follow_ups",
-    "foreseen",
-    "with_probes",
-]
 
 FLOOR = "floor"
 TWIN = "twin"  # "twin:NAME": that candidate with other last bits
@@ -74,16 +60,21 @@ class PlannedCapture:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """One fresh process: an arm, under the role it plays (``reference``, ``floor``, a candidate's name).
+    """One fresh process: a resolved arm, under the role it plays (``reference``, ``floor``, a candidate's name).
 
     ``refused``: captures that it is not asked for as its engine cannot take them, and why.
     """
 
     role: str
-    arm: Arm
+    resolved: ResolvedArm
     captures: tuple[PlannedCapture, ...]
     replicate: int = 0
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def arm(self) -> Arm:
+        """What is run."""
+        return self.resolved.arm
 
     def missing(self) -> list[PlannedCapture]:
         """Captures of which the store has no undamaged copy."""
@@ -115,12 +106,15 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     An arm that computes what the reference computes (the reference itself as a candidate) gets a fresh replicate,
     so that "identical" is seen in two real captures.
     """
-    jobs = [PlannedJob(role, arm, ()) for role, arm in settings.roles() if arm.name not in settings.unsupported]
+    resolved = settings.resolved
+    able = {role: arm for role, arm in settings.roles.items() if arm.name not in settings.unsupported}
+    jobs = [PlannedJob(role, resolved[arm.name], ()) for role, arm in able.items()]
     if settings.experiment.twins > 0 and any(axis in settings.axes for axis in _DIAGNOSED):
-        able = [arm for arm in settings.candidates if arm.name not in settings.unsupported]
-        jobs += [PlannedJob(f"{TWIN}:{name}", arm, ()) for name, arm in twins_of(able).items()]
+        candidates = [arm for arm in settings.candidates if arm in able.values()]
+        twins = {name: replace(resolved[name], arm=arm) for name, arm in twins_of(candidates).items()}
+        jobs += [PlannedJob(f"{TWIN}:{name}", twin, ()) for name, twin in twins.items()]
     if settings.experiment.floor > 0 and settings.axes:
-        jobs.append(PlannedJob(FLOOR, settings.reference, ()))
+        jobs.append(PlannedJob(FLOOR, resolved[settings.reference.name], ()))
     requests: dict[str, Mapping[str, Request]] = {}
     unavailable: dict[str, str] = {}
     for name, axis in settings.axes.items():
@@ -188,18 +182,17 @@ def base_of(role: str) -> str:
 
 def _against(settings: Settings, job: PlannedJob, asked: Request) -> str:
     """See :class:`PlannedCapture`."""
-    base = dict(settings.roles()).get(base_of(job.role))
-    if base is None:
+    if (arm := settings.roles.get(base_of(job.role))) is None:
         return ""
+    base = settings.resolved[arm.name]
     first = job.replicate - _offset(settings, job)
     replicate = first + _offset(settings, PlannedJob(base_of(job.role), base, ()))
-    return key_digest(capture_key(base, asked, settings.deployed[base.name].versions, replicate))
+    return key_digest(capture_key(base.arm, asked, base.versions, replicate))
 
 
 def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]]) -> PlannedJob:
     """The job with further requests, by axis and part."""
     captures, refused = list(job.captures), dict(job.refused)
-    engine = engine_class(EngineConfig(name=job.arm.engine))
     for axis, parts in requests.items():
         for part, asked in parts.items():
             if job.role != "reference" and part in settings.axes[axis].reference_only:
@@ -213,10 +206,10 @@ def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapp
                 continue
             if request.axis != part_name(axis, part):
                 raise ValueError(f"axis {axis} names the probe of its part {part!r} {request.axis!r}")
-            if request.kind in IMAGE_KINDS and (why := engine.images_refused(job.arm)):
+            if request.kind in IMAGE_KINDS and (why := job.resolved.engine_class.images_refused(job.arm)):
                 refused[request.axis] = why
                 continue
-            key = capture_key(job.arm, request, settings.deployed[job.arm.name].versions, job.replicate)
+            key = capture_key(job.arm, request, job.resolved.versions, job.replicate)
             folder = capture_folder(settings.captures_dir, job.arm, request, key)
             captures.append(PlannedCapture(request.axis, request, key, folder, _against(settings, job, asked)))
     return replace(job, captures=tuple(captures), refused=refused)

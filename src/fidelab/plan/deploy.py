@@ -19,26 +19,23 @@ from fidelab.environments.environment import Environment, candidates
 from fidelab.errors import EngineError
 from fidelab.models import Model
 
-__all__ = ["Deployed", "Engines", "engine_class", "needs_safetensors"]
-
 _STOCK = "stock"
 
 
-def engine_class(config: EngineConfig) -> type[Engine]:
+def engine_class(name: str) -> type[Engine]:
     """The adapter; what it says about itself without its engine (class variables) holds in every environment."""
-    cls: type[Engine] = ENGINES.load(config.name)
+    cls: type[Engine] = ENGINES.load(name)
     return cls
 
 
-def needs_safetensors(config: EngineConfig) -> bool:
+def loads_safetensors(engine: type[Engine]) -> bool:
     """Whether the engine loads a safetensors folder; of a server's model only the tokenizer is loaded here."""
-    cls = engine_class(config)
-    return cls.checkpoint_format == "hf" and not cls.is_server
+    return engine.checkpoint_format == "hf" and not engine.is_server
 
 
 @dataclass(frozen=True)
-class Deployed:
-    """An arm's model, the environment of its engine, and the versions that stand there.
+class ResolvedArm:
+    """An arm with its engine's adapter, its model, the environment of its engine, and the versions that stand there.
 
     ``versions`` says, too, where an engine is not the stock one, what goes before its packages, and which variables of
     the worker's environment may change what it computes: captures of another build, or made under other variables, are
@@ -46,21 +43,25 @@ class Deployed:
     ``unasked``: whether the engine can run the arm is to be asked where it runs, on a device that is not here.
     """
 
+    arm: Arm
+    engine_class: type[Engine]
     model: Model
     environment: Environment
     versions: Mapping[str, str]
-    estimator: Estimator
     about: Mapping[str, Any] = field(default_factory=dict)
     draft: Model | None = None
     unasked: bool = False
 
     @property
+    def estimator(self) -> Estimator:
+        """How the engine tells this arm's distributions."""
+        return self.engine_class.estimator_for(self.arm)
+
+    @property
     def lacks_weights(self) -> bool:
         """The engine loads safetensors, and the model, or the one that drafts, has its weights in a GGUF file."""
         models = [model for model in (self.model, self.draft) if model is not None]
-        return any(model.text_only for model in models) and needs_safetensors(
-            EngineConfig(name=self.environment.engine)
-        )
+        return any(model.text_only for model in models) and loads_safetensors(self.engine_class)
 
 
 class Engines:
@@ -72,7 +73,7 @@ class Engines:
     def __init__(self, files: Callable[[], Sequence[str]] = tuple) -> None:
         self._files = files
         self._stack = ExitStack()
-        self._found: dict[EngineConfig, tuple[Environment, EngineAnswers]] = {}
+        self._found: dict[EngineConfig, EngineAnswers] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -83,45 +84,11 @@ class Engines:
         self._stack.__exit__(kind, error, trace)  # an interrupt ends the processes without waiting for them
 
     def ask(self, config: EngineConfig) -> EngineAnswers:
-        """Who answers for this engine.
+        """Who answers for this engine, in its environment.
 
         Raises:
             EngineError: it is not installed, or its environment does not work; says what to do.
         """
-        return self._find(config)[1]
-
-    def versions(self, config: EngineConfig) -> dict[str, str]:
-        """Of the engine and what it computes with; raises as :meth:`ask`."""
-        asked = self.ask(config)
-        builds = {f"{name} build": text for name, text in asked.about.provenance.items() if text != _STOCK}
-        image = asked.environment.image
-        content = {"image": image.digest} if image else {}
-        return asked.versions() | builds | content | {f"shim {s['folder']}": s["sha256"] for s in _named(asked)}
-
-    def variables(self, config: EngineConfig, arm: Arm) -> dict[str, str]:
-        """Variables that the arm's worker will see there, as far as numbers may depend on them.
-
-        Raises as :meth:`ask`.
-        """
-        environment = {**self.ask(config).about.variables, **thread_variables(arm.threads), **dict(arm.env)}
-        return {f"${name}": value for name, value in variables_of(engine_class(config), environment).items()}
-
-    def about(self, config: EngineConfig) -> dict[str, Any]:
-        """The installation, for the record of what ran; raises as :meth:`ask`."""
-        asked = self.ask(config)
-        shims = [dict(shim) for shim in _named(asked)]
-        image = asked.environment.image
-        return {
-            **({"image": {"name": image.name, "digest": image.digest}} if image else {}),
-            **({"provenance": dict(asked.about.provenance)} if asked.about.provenance else {}),
-            **({"pythonpath": shims} if shims else {}),
-        }
-
-    def environment(self, config: EngineConfig) -> Environment:
-        """Where this engine runs; raises as :meth:`ask`."""
-        return self._find(config)[0]
-
-    def _find(self, config: EngineConfig) -> tuple[Environment, EngineAnswers]:
         if config not in self._found:
             found = candidates(
                 config.name,
@@ -131,15 +98,15 @@ class Engines:
                 image=config.image,
             )
             guessed = bool(config.prefix) and config.python is None and config.image is None
-            self._found[config] = self._first(found) if guessed else (found[0], self._enter(found[0]))
+            self._found[config] = self._first(found) if guessed else self._enter(found[0])
         return self._found[config]
 
     def _enter(self, environment: Environment) -> EngineAnswers:
         files = self._files() if environment.image else ()
         return self._stack.enter_context(ask(environment, files=files))
 
-    def _first(self, environments: Sequence[Environment]) -> tuple[Environment, EngineAnswers]:
-        """The first interpreter behind a prefix that has the engine.
+    def _first(self, environments: Sequence[Environment]) -> EngineAnswers:
+        """Who answers in the first interpreter behind a prefix that has the engine.
 
         Raises:
             EngineError: none has; names each that was tried.
@@ -153,11 +120,35 @@ class Engines:
                 why = str(error).removeprefix(f"the environment of engine {environment.engine} ")
                 failures.append(why if environment.interpreter in why else f"({environment.interpreter}) {why}")
             else:
-                return environment, asked
+                return asked
         raise EngineError(
             f"engine {environments[0].engine} was not found behind the prefix: {'; '.join(failures)}; "
             "name its interpreter there with --python"
         )
+
+
+def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:
+    """Versions of an engine and what it computes with, and variables of the arm's worker that numbers may depend on."""
+    builds = {f"{name} build": text for name, text in asked.about.provenance.items() if text != _STOCK}
+    image = asked.environment.image
+    environment = {**asked.about.variables, **thread_variables(arm.threads), **dict(arm.env)}
+    return {
+        **asked.versions(),
+        **builds,
+        **({"image": image.digest} if image else {}),
+        **{f"shim {shim['folder']}": shim["sha256"] for shim in _named(asked)},
+        **{f"${name}": value for name, value in variables_of(engine_class(arm.engine), environment).items()},
+    }
+
+
+def about_there(asked: EngineAnswers) -> dict[str, Any]:
+    """An engine's installation, for the record of what ran."""
+    shims, image = _named(asked), asked.environment.image
+    return {
+        **({"image": {"name": image.name, "digest": image.digest}} if image else {}),
+        **({"provenance": dict(asked.about.provenance)} if asked.about.provenance else {}),
+        **({"pythonpath": shims} if shims else {}),
+    }
 
 
 def _named(asked: EngineAnswers) -> list[dict[str, str]]:

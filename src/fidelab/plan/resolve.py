@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fidelab.axes import AXES
@@ -15,6 +15,7 @@ from fidelab.bench import BENCHES
 from fidelab.bench.base import Bench
 from fidelab.config.grid import levels_of
 from fidelab.config.load import expand, validate_as
+from fidelab.config.presets import cells_of
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
 from fidelab.engines.base import Engine, Support
@@ -38,19 +39,7 @@ from fidelab.plan.arms import (
     served_name,
     with_kv,
 )
-from fidelab.plan.deploy import Deployed, Engines, engine_class, needs_safetensors
-
-__all__ = [
-    "CONTROL",
-    "EXACT",
-    "QUERIES",
-    "TRUTH",
-    "Settings",
-    "convert_weights",
-    "load_axis",
-    "refuse_same_server",
-    "resolve_experiment",
-]
+from fidelab.plan.deploy import Engines, ResolvedArm, about_there, engine_class, loads_safetensors, versions_there
 
 CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
 TRUTH = "truth"  # the role of the reference's 32-bit twin
@@ -67,34 +56,30 @@ _EXACT_ENGINE = EngineConfig(name="hf")
 class Settings:
     """A resolved experiment.
 
-    ``controls``: role → control of a kernel path that is not the reference's.  ``diagnostics``: role → diagnostic arm,
-    which separates format loss from kernel loss (``control: full``).  ``deployed`` and ``unsupported`` go by the arm's
-    name: where it runs, and why it cannot.
+    ``roles``: all arms under their roles, in the order in which they run: reference, control, controls of other kernel
+    paths, candidates, and with ``control: full`` diagnostic arms, which separate format loss from kernel loss.
+    ``resolved`` and ``unsupported`` go by the arm's name: where it runs, and why it cannot.
     """
 
     experiment: Experiment
     model: Model
-    reference: Arm
-    control: Arm | None
-    candidates: tuple[Arm, ...]
+    roles: Mapping[str, Arm]
     axes: Mapping[str, Axis]
     benches: Mapping[str, Bench]
     unsupported: Mapping[str, str]
-    deployed: Mapping[str, Deployed]
+    resolved: Mapping[str, ResolvedArm]
     output_dir: Path
     captures_dir: Path
-    diagnostics: Mapping[str, Arm]
-    controls: Mapping[str, Arm] = field(default_factory=dict)
 
-    def roles(self) -> list[tuple[str, Arm]]:
-        """All arms under their roles, in the order in which they run."""
-        return [
-            ("reference", self.reference),
-            *([(CONTROL, self.control)] if self.control else []),
-            *self.controls.items(),
-            *((f"candidate:{arm.name}", arm) for arm in self.candidates),
-            *self.diagnostics.items(),
-        ]
+    @property
+    def reference(self) -> Arm:
+        """The arm that all others are compared with."""
+        return self.roles["reference"]
+
+    @property
+    def candidates(self) -> list[Arm]:
+        """The arms in question, cells of a grid among them."""
+        return [arm for role, arm in self.roles.items() if role.startswith("candidate:")]
 
 
 def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
@@ -103,9 +88,9 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
     Raises:
         FidelabError: one line naming what was wrong and what to do.
     """
-    configs = (*experiment.candidates, *experiment.cells())
+    configs = (*experiment.candidates, *cells_of(experiment))
     for config in (experiment.engine, *(arm.engine for arm in configs if arm.engine)):
-        engine_class(config)
+        engine_class(config.name)
     axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
     benches = {name: _load_bench(name, values) for name, values in experiment.benches.items()}
     with Engines(lambda: _files(experiment)) as engines:
@@ -115,7 +100,7 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
 
 def _files(experiment: Experiment) -> list[str]:
     """What engines may be asked about: local models, those in the caches, and files that options name."""
-    configs = (experiment.reference, *experiment.candidates, *experiment.cells())
+    configs = (experiment.reference, *experiment.candidates, *cells_of(experiment))
     names = {experiment.model, *(config.model for config in configs if config.model)}
     tables = (experiment.engine_args, *(config.engine_args for config in configs))
     options = {value for table in tables for value in table.values()}
@@ -144,14 +129,14 @@ class _Resolver:
         self._axes = axes
         self._benches = benches
         self._experiment = _fill(experiment, self._model, axes, benches)
-        self._deployed: dict[str, Deployed] = {}
+        self._resolved: dict[str, ResolvedArm] = {}
         self._unsupported: dict[str, str] = {}
 
     def settings(self) -> Settings:
         experiment = self._experiment
         reference = self._arm(experiment.reference)
         candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
-        _refuse_twins(candidates, self._deployed)
+        _refuse_twins(candidates, self._resolved)
         control = self._control(reference)
         controls = self._path_controls(reference, control, candidates[: len(experiment.candidates)])
         diagnostics = self._diagnostics(reference, candidates) if experiment.control == "full" else {}
@@ -160,26 +145,27 @@ class _Resolver:
             why = self._unsupported[reference.name]
             raise UsageError(f"the reference cannot run on engine {reference.engine}: {why}")
         output = _folder(Path(experiment.output_dir), "--output-dir")
-        apart = {role: arm for role, arm in diagnostics.items() if role.startswith(EXACT)}
-        exact = list(apart.values())  # compared among themselves
-        others = [arm for role, arm in diagnostics.items() if role not in apart]
-        arms = [reference, *([control] if control else []), *controls.values(), *candidates, *others]
-        final = {**self._same_attention(arms), **self._same_attention(exact)}
-        return Settings(
+        roles = {
+            "reference": reference,
+            **({CONTROL: control} if control else {}),
+            **controls,
+            **{f"candidate:{arm.name}": arm for arm in candidates},
+            **diagnostics,
+        }
+        self._give_one_attention([arm for role, arm in roles.items() if not role.startswith(EXACT)])
+        self._give_one_attention([arm for role, arm in roles.items() if role.startswith(EXACT)])  # a group of their own
+        settings = Settings(
             experiment=experiment,
             model=self._model,
-            reference=final[reference.name],
-            control=final[control.name] if control else None,
-            controls={role: final[arm.name] for role, arm in controls.items()},
-            candidates=tuple(final[arm.name] for arm in candidates),
+            roles=roles,
             axes=self._axes,
             benches=self._benches,
             unsupported=self._unsupported,
-            deployed=self._deployed,
+            resolved=self._resolved,
             output_dir=output,
             captures_dir=_folder(Path(experiment.captures_dir or output / "captures"), "captures_dir"),
-            diagnostics={role: final[arm.name] for role, arm in diagnostics.items()},
         )
+        return _with_resolved(settings, self._resolved)
 
     def _find_model(self, name: str) -> Model:
         if name not in self._models:
@@ -204,7 +190,7 @@ class _Resolver:
         arms: list[Arm] = []
         refused: list[UsageError | None] = []
         grid = levels_of(experiment.vary)
-        for config in experiment.cells():
+        for config in cells_of(experiment):
             config = with_kv(config, inherited_kv(config, experiment.reference, experiment))
             try:
                 arms.append(self._candidate(config))
@@ -223,15 +209,16 @@ class _Resolver:
     def _arm(self, config: ArmConfig) -> Arm:
         """One arm with nothing optional left, and where it runs."""
         engine = config.engine or self._experiment.engine
+        cls = engine_class(engine.name)
         config = served_name(config, engine)
         model = self._find_model(config.model or self._experiment.model)
         answers = self._engines.ask(engine)
         if (model.kind == "fake") != (engine.name == "fake"):
             raise UsageError("model 'fake' and engine 'fake' go together: give both or neither")
         check_kv_name(config, engine, answers)
-        arm, draft, drafting = self._drafting(self._bare(config, model), engine)
+        arm, draft, drafting = self._drafting(self._bare(config, model), cls)
         answers.check_kv(arm.kv)
-        if model.text_only and not model.convertible and needs_safetensors(engine):
+        if model.text_only and not model.convertible and loads_safetensors(cls):
             reason = f"Transformers reads no GGUF files of architecture {model.architecture!r}"
             verdict = Support(False, f"{reason}: use engine llamacpp, or the model's safetensors")
         elif draft and (unlike := _other_vocabulary(draft, model)):
@@ -242,18 +229,19 @@ class _Resolver:
                 arm, verdict = self._forced(arm, answers)
         if not verdict.ok:
             self._unsupported[arm.name] = verdict.reason
-        self._deployed[arm.name] = Deployed(
+        self._resolved[arm.name] = ResolvedArm(
+            arm=arm,
+            engine_class=cls,
             model=model,
-            environment=self._engines.environment(engine),
+            environment=answers.environment,
             versions={
-                **self._engines.versions(engine),
-                **self._engines.variables(engine, arm),
+                **versions_there(answers, arm),
                 **versions_for(arm),
                 **({"draft": drafting} if drafting else {}),
-                **self._today(engine),
+                # behind the same URL another server may run tomorrow: its captures are this run's alone
+                **({"asked": self._created} if cls.is_server else {}),
             },
-            estimator=engine_class(engine).estimator_for(arm),
-            about={**self._engines.about(engine), **_weight_bytes(engine_class(engine), model)},
+            about={**about_there(answers), **_weight_bytes(cls, model)},
             draft=draft,
             unasked=self._elsewhere(arm),
         )
@@ -275,12 +263,12 @@ class _Resolver:
         """Whether an arm runs on a device that this machine does not have."""
         return self._experiment.executor.name != "local" and arm.device.startswith("cuda") and not gpu_files()
 
-    def _drafting(self, arm: Arm, engine: EngineConfig) -> tuple[Arm, Model | None, str]:
+    def _drafting(self, arm: Arm, engine: type[Engine]) -> tuple[Arm, Model | None, str]:
         """The arm with the place of what drafts, its model where it drafts by itself, and the hash of the weights.
 
         Heads that draft may be no model by themselves; of such a folder or file all bytes count.
         """
-        speculation = engine_class(engine).speculation(dict(arm.options))
+        speculation = engine.speculation(dict(arm.options))
         if speculation is None or not speculation.draft:
             return arm, None, ""
         try:
@@ -289,13 +277,9 @@ class _Resolver:
             if speculation.method == "draft_model":
                 raise
             return arm, None, content_sha256(expand(speculation.draft))
-        path = draft.gguf if engine_class(engine).checkpoint_format == "gguf" and draft.gguf else draft.path
+        path = draft.gguf if engine.checkpoint_format == "gguf" and draft.gguf else draft.path
         alone = speculation.method == "draft_model"
         return replace(arm, draft=str(path)), draft if alone else None, draft.weights
-
-    def _today(self, engine: EngineConfig) -> dict[str, str]:
-        """Marks captures of a server as this run's alone: behind the same URL another server may run tomorrow."""
-        return {"asked": self._created} if engine_class(engine).is_server else {}
 
     def _forced(self, arm: Arm, answers: EngineAnswers) -> tuple[Arm, Support]:
         """The arm with option ``force``, if its engine then accepts what it otherwise refuses.
@@ -348,18 +332,13 @@ class _Resolver:
                 controls[f"{CONTROL}:{attention}"] = nearest
         return controls
 
-    def _same_attention(self, arms: Sequence[Arm]) -> dict[str, Arm]:
-        """Arms that are compared with each other, by name; their records say why they lack k16v8's kernels."""
-        able = [arm for arm in arms if arm.name not in self._unsupported]
-        by_name = {arm.name: arm for arm in arms}
-        chosen, refused = same_attention(able)
+    def _give_one_attention(self, arms: Sequence[Arm]) -> None:
+        """Resolve the attention of arms that are compared; records say why they lack k16v8's kernels."""
+        chosen, refused = same_attention([arm for arm in arms if arm.name not in self._unsupported])
         for arm in chosen:
-            if by_name[arm.name] != arm:
-                deployed = self._deployed[arm.name]
-                about = {**deployed.about, "kernels_refused": f"one attention for all arms; {refused}"}
-                self._deployed[arm.name] = replace(deployed, about=about)
-                by_name[arm.name] = arm
-        return by_name
+            if (resolved := self._resolved[arm.name]).arm != arm:
+                about = {**resolved.about, "kernels_refused": f"one attention for all arms; {refused}"}
+                self._resolved[arm.name] = replace(resolved, arm=arm, about=about)
 
     def _diagnostics(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
         """The arms that show where a loss comes from.
@@ -385,7 +364,7 @@ class _Resolver:
         """Candidates whose engine may quantize queries, on a kernel that does not; cells of a grid have none."""
         experiment, found = self._experiment, dict[str, Arm]()
         for config, arm in zip(experiment.candidates, candidates, strict=False):
-            options = engine_class(config.engine or experiment.engine).native_query_options(arm)
+            options = engine_class(arm.engine).native_query_options(arm)
             if options and arm.name not in self._unsupported:
                 changed = {"name": f"{arm.name} (16-bit queries)", "engine_args": {**config.engine_args, **options}}
                 found[f"{QUERIES}:{arm.name}"] = self._arm(config.model_copy(update=changed))
@@ -404,12 +383,12 @@ def convert_weights(settings: Settings, make: bool = True) -> Settings:
     Raises:
         InputError: that arm is the reference.  OutputError: the disk has no room for the weights.
     """
-    deployed, unsupported = dict(settings.deployed), dict(settings.unsupported)
-    converted: dict[str, Arm] = {}
-    for _, arm in settings.roles():
-        if arm.name in unsupported or not deployed[arm.name].lacks_weights:
+    resolved, unsupported = dict(settings.resolved), dict(settings.unsupported)
+    for arm in settings.roles.values():
+        if arm.name in unsupported or not resolved[arm.name].lacks_weights:
             continue
-        whole, draft = deployed[arm.name].model, deployed[arm.name].draft
+        before = resolved[arm.name]
+        whole, draft = before.model, before.draft
         if not make and any(check_conversion(each) for each in (whole, draft) if each):
             continue
         try:
@@ -419,25 +398,17 @@ def convert_weights(settings: Settings, make: bool = True) -> Settings:
                 raise
             unsupported[arm.name] = str(error)
         else:
-            stored = _weight_bytes(engine_class(EngineConfig(name=arm.engine)), model)
-            about = {**deployed[arm.name].about, **stored}
-            deployed[arm.name] = replace(deployed[arm.name], model=model, about=about, draft=draft)
             drafting = str(draft.path) if draft else arm.draft
-            converted[arm.name] = replace(arm, path=str(model.path), weights=model.weights, draft=drafting)
+            arm = replace(arm, path=str(model.path), weights=model.weights, draft=drafting)
+            about = {**before.about, **_weight_bytes(before.engine_class, model)}
+            resolved[arm.name] = replace(before, arm=arm, model=model, about=about, draft=draft)
+    return _with_resolved(replace(settings, unsupported=unsupported), resolved)
 
-    def final(arm: Arm) -> Arm:
-        return converted.get(arm.name, arm)
 
-    return replace(
-        settings,
-        reference=final(settings.reference),
-        control=final(settings.control) if settings.control else None,
-        controls={role: final(arm) for role, arm in settings.controls.items()},
-        candidates=tuple(map(final, settings.candidates)),
-        diagnostics={role: final(arm) for role, arm in settings.diagnostics.items()},
-        deployed=deployed,
-        unsupported=unsupported,
-    )
+def _with_resolved(settings: Settings, resolved: Mapping[str, ResolvedArm]) -> Settings:
+    """The settings with arms as they were resolved last; an arm whose engine is not there was not."""
+    roles = {role: resolved[arm.name].arm if arm.name in resolved else arm for role, arm in settings.roles.items()}
+    return replace(settings, roles=roles, resolved=resolved)
 
 
 def refuse_same_server(settings: Settings) -> None:
@@ -447,7 +418,7 @@ def refuse_same_server(settings: Settings) -> None:
         UsageError: a candidate asks the reference's server and model with the same settings.
     """
     reference = settings.reference
-    if not engine_class(EngineConfig(name=reference.engine)).is_server:
+    if not settings.resolved[reference.name].engine_class.is_server:
         return
     for arm in settings.candidates:
         if arm.engine == reference.engine and arm.options == reference.options:
@@ -538,17 +509,17 @@ def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
     yield experiment.reference
     yield from experiment.candidates
     if "engine" not in experiment.vary:  # else a name that one engine lacks is a cell that is not supported
-        yield from experiment.cells()
+        yield from cells_of(experiment)
     if isinstance(experiment.control, ArmConfig):
         yield experiment.control
 
 
-def _refuse_twins(candidates: tuple[Arm, ...], deployed: Mapping[str, Deployed]) -> None:
+def _refuse_twins(candidates: tuple[Arm, ...], resolved: Mapping[str, ResolvedArm]) -> None:
     """Refuse what would be captured twice: the same arm, in environments of the same versions."""
     names: set[str] = set()
     prints: dict[str, str] = {}
     for arm in candidates:
-        versions = deployed[arm.name].versions if arm.name in deployed else {}
+        versions = resolved[arm.name].versions if arm.name in resolved else {}
         fingerprint = digest(arm.fingerprint(), canonical_json(dict(versions)))
         twin = prints.get(fingerprint)
         if twin is not None or arm.name in names:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fidelab.axes.base import AxisScore
-from fidelab.config.schema import EngineConfig, Experiment
+from fidelab.config.schema import Experiment
 from fidelab.core import Arm
 from fidelab.engines import ENGINES
 from fidelab.errors import FidelabError
@@ -91,7 +91,7 @@ def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Noi
 
 
 def _no_twin(arm: Arm) -> str:
-    has_jitter = arm.engine in ENGINES.names() and engine_class(EngineConfig(name=arm.engine)).has_jitter
+    has_jitter = arm.engine in ENGINES.names() and engine_class(arm.engine).has_jitter
     return "not measured: no twin ran" if has_jitter else f"not measured: engine {arm.engine} has no jitter"
 
 

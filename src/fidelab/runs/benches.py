@@ -24,8 +24,6 @@ from fidelab.bench.base import Answers, Bench, BenchInputs, Facts, LiveSettings,
 from fidelab.bench.startup import COLD, WARM
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
-from fidelab.captures.requests import Request
-from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, Status, digest, slug
 from fidelab.engines.base import one_line
 from fidelab.engines.openai.http import read_key
@@ -36,16 +34,14 @@ from fidelab.metrics.latency import is_steady
 from fidelab.models.pagecache import evict
 from fidelab.models.weights import weight_files
 from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
-from fidelab.plan.deploy import engine_class
+from fidelab.plan.deploy import ResolvedArm
+from fidelab.plan.estimate import Benched, Work, work_of
 from fidelab.plan.resolve import CONTROL, EXACT, QUERIES, TRUTH, Settings
-from fidelab.plan.timings import Work, work_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.request_log import REQUESTS
 from fidelab.runs.pairing import FOREIGN, ArmResult, engaged
 from fidelab.runs.runner import Asking, Listener, absent, unreadable
 from fidelab.workers.parent import JobOutcome, Worker
-
-__all__ = ["BENCHES", "Benching"]
 
 BENCHES = "benches"  # what the pace of a run calls them
 _WARMUPS = 4  # unmeasured answers to expect: three agree at the soonest
@@ -67,7 +63,72 @@ def benched_roles(results: Sequence[ArmResult]) -> list[ArmResult]:
     return [result for result in arms if engaged(result)[0] in (Status.OK, Status.IDENTICAL)]
 
 
-class Benching:
+class BenchPlan:
+    """What the benches of a run will ask of its arms."""
+
+    def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
+        self._settings = settings
+        make = partial(random_prompts, len(tokenizer.pieces()), tokenizer.special_ids())
+        self._inputs = BenchInputs(lambda length, count, seed: make(length, count, seed), settings.model.max_positions)
+
+    def expected(self, results: Sequence[ArmResult]) -> Iterator[Benched]:
+        """What will be done, for an estimate."""
+        arms = benched_roles(results)
+        questions = [
+            question for bench in self._settings.benches.values() for question in bench.questions(self._inputs)
+        ]
+        live = [question for question in questions if not self._settings.benches[question.bench].fresh]
+        loads = self._loads(arms, live)
+        for resolved in (self._settings.resolved[result.arm.name] for result in arms):
+            arm = resolved.arm
+            asked = [q for q in questions if not (q.impossible or self._served(arm, q.bench))]
+            if any(question in live for question in asked):
+                yield "", resolved, loads, None, 0
+            for question in asked:
+                if self._settings.benches[question.bench].fresh:
+                    yield question.bench, resolved, question.repeats, question.request(0), question.repeats
+                else:
+                    warmups = loads * min(question.max_warmup, _WARMUPS)
+                    yield question.bench, resolved, 0, question.request(0), question.repeats + warmups
+            for bench in self._settings.benches.values():
+                if bench.loads and resolved.engine_class.is_server:
+                    for request in bench.traffic():
+                        yield bench.name, resolved, 0, request, 1
+
+    def _loads(self, arms: Sequence[ArmResult], live: Sequence[Question]) -> int:
+        """1: all arms stay loaded and are asked in turn; else over how many loads the repeats are spread."""
+        wishes = {
+            b.settings.interleave for b in self._settings.benches.values() if isinstance(b.settings, LiveSettings)
+        }
+        spread = min(_LOADS, max((question.repeats for question in live), default=1))
+        if len(arms) < 2 or "live" in wishes:
+            return 1
+        return 1 if "loads" not in wishes and self._fit(arms) else spread
+
+    def _fit(self, arms: Sequence[ArmResult]) -> bool:
+        """Whether the arms can be alive together without disturbing one another."""
+        resolved = [self._settings.resolved[arm.arm.name] for arm in arms]
+        own = [arm for arm in resolved if not arm.engine_class.is_server]
+        if not all(arm.engine_class.sleeps_when_idle for arm in resolved):
+            return False
+        if any(one.arm.device.startswith("cuda") for one in own):
+            return False  # engines set a pool aside there that takes most of the device
+        sizes = (one.model.weight_bytes * (_WIDER if one.arm.dtype == "float32" else 1) for one in own)
+        need = sum(_BESIDE_WEIGHTS + size for size in sizes)
+        return need <= _SHARE * psutil.virtual_memory().available
+
+    def _is_server(self, arm: Arm) -> bool:
+        return self._settings.resolved[arm.name].engine_class.is_server
+
+    def _served(self, arm: Arm, bench: str) -> str:
+        """Why this bench says nothing about an engine that somebody else started; empty where it does."""
+        return self._settings.benches[bench].not_on_servers if self._is_server(arm) else ""
+
+    def _weights(self, arm: Arm) -> int:
+        return self._settings.resolved[arm.name].model.weight_bytes
+
+
+class Benching(BenchPlan):
     """The benches of a run.  ``folder`` keeps the timestamps; ``event`` is told what happens."""
 
     def __init__(
@@ -80,14 +141,12 @@ class Benching:
         listener: Listener,
         event: Callable[..., None],
     ) -> None:
-        self._settings = settings
+        super().__init__(settings, tokenizer)
         self._asking = asking
         self._folder = folder
         self._log = log
         self._listener = listener
         self._event = event
-        make = partial(random_prompts, len(tokenizer.pieces()), tokenizer.special_ids())
-        self._inputs = BenchInputs(lambda length, count, seed: make(length, count, seed), settings.model.max_positions)
         self._faults: dict[tuple[str, str], str] = {}  # role and question → why there is no answer
         self._warmups: dict[tuple[str, str], int] = {}
         self._took: dict[
@@ -95,35 +154,19 @@ class Benching:
         ] = {}  # role → question → its work, and seconds of one answer
         self._done = self._total = 0
 
-    def expected(self, results: Sequence[ArmResult]) -> Iterator[tuple[str, Arm, int, Request | None, int]]:
-        """What will be done, for an estimate: (bench or ``""``, arm, loads, request, how often it is answered)."""
-        arms = benched_roles(results)
-        questions = [question for bench in self._benches().values() for question in bench.questions(self._inputs)]
-        live = [question for question in questions if not self._benches()[question.bench].fresh]
-        loads = self._loads(arms, live)
-        for arm in (result.arm for result in arms):
-            asked = [q for q in questions if not (q.impossible or self._served(arm, q.bench))]
-            if any(question in live for question in asked):
-                yield "", arm, loads, None, 0
-            for question in asked:
-                if self._benches()[question.bench].fresh:
-                    yield question.bench, arm, question.repeats, question.request(0), question.repeats
-                else:
-                    warmups = loads * min(question.max_warmup, _WARMUPS)
-                    yield question.bench, arm, 0, question.request(0), question.repeats + warmups
-            for bench in self._benches().values():
-                if bench.loads and engine_class(EngineConfig(name=arm.engine)).is_server:
-                    for request in bench.traffic():
-                        yield bench.name, arm, 0, request, 1
-
     def run(self, results: Sequence[ArmResult]) -> list[ArmResult]:
         """The results with the records of all benches, and what ran where only benches asked."""
         self._asking.pace.begin(BENCHES, 0.0)
         arms = benched_roles(results)
-        questions = {name: bench.questions(self._inputs) for name, bench in self._benches().items()}
-        live = [question for name, asked in questions.items() if not self._benches()[name].fresh for question in asked]
-        fresh = {name: asked for name, asked in questions.items() if self._benches()[name].fresh}
-        live.sort(key=lambda question: not self._benches()[question.bench].first)
+        questions = {name: bench.questions(self._inputs) for name, bench in self._settings.benches.items()}
+        live = [
+            question
+            for name, asked in questions.items()
+            if not self._settings.benches[name].fresh
+            for question in asked
+        ]
+        fresh = {name: asked for name, asked in questions.items() if self._settings.benches[name].fresh}
+        live.sort(key=lambda question: not self._settings.benches[question.bench].first)
         loads = self._loads(arms, live)
         self._total = len(arms) * (len(live) + sum(q.repeats for asked in fresh.values() for q in asked))
         for load in range(loads):
@@ -136,29 +179,7 @@ class Benching:
         recorded = {arm.role: self._recorded(arm, questions, starts, loads) for arm in arms}
         return [recorded.get(result.role, result) for result in results]
 
-    def _benches(self) -> Mapping[str, Bench]:
-        return self._settings.benches
-
     # ------------------------------------------------------------------------------------- live questions
-
-    def _loads(self, arms: Sequence[ArmResult], live: Sequence[Question]) -> int:
-        """1: all arms stay loaded and are asked in turn; else over how many loads the repeats are spread."""
-        wishes = {b.settings.interleave for b in self._benches().values() if isinstance(b.settings, LiveSettings)}
-        spread = min(_LOADS, max((question.repeats for question in live), default=1))
-        if len(arms) < 2 or "live" in wishes:
-            return 1
-        return 1 if "loads" not in wishes and self._fit(arms) else spread
-
-    def _fit(self, arms: Sequence[ArmResult]) -> bool:
-        """Whether the arms can be alive together without disturbing one another."""
-        classes = [engine_class(EngineConfig(name=arm.arm.engine)) for arm in arms]
-        own = [arm.arm for arm, cls in zip(arms, classes, strict=True) if not cls.is_server]
-        if not all(cls.sleeps_when_idle for cls in classes):
-            return False
-        if any(arm.device.startswith("cuda") for arm in own):
-            return False  # engines set a pool aside there that takes most of the device
-        need = sum(_BESIDE_WEIGHTS + self._weights(arm) * (_WIDER if arm.dtype == "float32" else 1) for arm in own)
-        return need <= _SHARE * psutil.virtual_memory().available
 
     def _session(self, arms: Sequence[ArmResult], questions: Sequence[Question], load: int, loads: int) -> None:
         """Every arm of the group opened once and asked this load's share of the repeats, in turn."""
@@ -180,7 +201,7 @@ class Benching:
                 if arm.role in workers:
                     self._hear(arm, outcome := workers[arm.role].finish())
                     spent = (outcome.load_seconds or 0.0) + outcome.phases.get("interpreter", 0.0)
-                    self._asking.remember(arm.arm, spent, self._took.pop(arm.role, {}))
+                    self._asking.remember(self._settings.resolved[arm.arm.name], spent, self._took.pop(arm.role, {}))
 
     def _ask_in_turn(
         self, arms: Sequence[ArmResult], workers: dict[str, Worker], question: Question, load: int, loads: int
@@ -213,7 +234,7 @@ class Benching:
         worker = workers[arm.role]
         began = time.monotonic()
         alive = worker.ask([planned.task()])
-        work = work_of(planned.request, self._settings.deployed[arm.arm.name].model)
+        work = work_of(planned.request, self._settings.resolved[arm.arm.name].model)
         self._took.setdefault(arm.role, {})[question.name] = work, time.monotonic() - began
         if not alive:
             del workers[arm.role]
@@ -235,7 +256,7 @@ class Benching:
 
     def _starts(self, arms: Sequence[ArmResult], question: Question) -> dict[str, list[tuple[str, dict[str, float]]]]:
         """Kind and seconds by part of every start, by role; round by round, so that drift hits all arms alike."""
-        cold = getattr(self._benches()[question.bench].settings, "cold", 0)
+        cold = getattr(self._settings.benches[question.bench].settings, "cold", 0)
         starts: dict[str, list[tuple[str, dict[str, float]]]] = {arm.role: [] for arm in arms}
         for number in range(question.repeats):
             for arm in arms:
@@ -278,7 +299,7 @@ class Benching:
         """The arm with the records of its benches."""
         records: dict[str, Any] = {}
         ran = arm.ran
-        for name, bench in self._benches().items():
+        for name, bench in self._settings.benches.items():
             answers = {question.part: self._answers(arm, question) for question in questions[name]}
             ran = ran or next((answer.ran for answer in answers.values() if answer.ran), None)
             facts = Facts(
@@ -322,7 +343,7 @@ class Benching:
 
     def _loaded(self, arm: Arm, bench: Bench) -> Measurement | None:
         """Load on the server behind an arm; ``None`` where this bench is another, or nobody serves the arm."""
-        if not bench.loads or not engine_class(EngineConfig(name=arm.engine)).is_server:
+        if not bench.loads or not self._is_server(arm):
             return None
         from fidelab.bench.serving import Requests, ServingSettings, measure_serving
 
@@ -344,10 +365,6 @@ class Benching:
 
     # -------------------------------------------------------------------------------------------- plumbing
 
-    def _served(self, arm: Arm, bench: str) -> str:
-        """Why this bench says nothing about an engine that somebody else started; empty where it does."""
-        return self._benches()[bench].not_on_servers if engine_class(EngineConfig(name=arm.engine)).is_server else ""
-
     def _missing(self, arm: ArmResult, question: Question, load: int, loads: int) -> bool:
         """Something of this load's share is still to be asked."""
         if question.impossible or self._served(arm.arm, question.bench) or (arm.role, "") in self._faults:
@@ -358,16 +375,17 @@ class Benching:
     def _planned(self, arm: ArmResult, question: Question, number: int) -> PlannedCapture:
         """One answer as a capture; folders are named by role, so that equal arms are measured separately, too."""
         request = question.request(number)
-        deployed = _as_deployed(arm.arm)
-        key = capture_key(deployed, request, self._settings.deployed[arm.arm.name].versions, max(0, number))
+        resolved = self._as_deployed(arm.arm)
+        key = capture_key(resolved.arm, request, resolved.versions, max(0, number))
         store = (self._folder / _WARM if number < 0 else self._folder) / f"{slug(arm.role)}-{digest(arm.role)[:6]}"
-        return PlannedCapture(question.name, request, key, capture_folder(store, deployed, request, key))
+        return PlannedCapture(question.name, request, key, capture_folder(store, resolved.arm, request, key))
 
     def _worker(self, arm: Arm, role: str) -> Worker:
-        return self._asking.worker(PlannedJob(role, _as_deployed(arm), ()), self._log(f"benches:{slug(arm.name)}"))
+        return self._asking.worker(PlannedJob(role, self._as_deployed(arm), ()), self._log(f"benches:{slug(arm.name)}"))
 
-    def _weights(self, arm: Arm) -> int:
-        return self._settings.deployed[arm.name].model.weight_bytes
+    def _as_deployed(self, arm: Arm) -> ResolvedArm:
+        resolved = self._settings.resolved[arm.name]
+        return replace(resolved, arm=resolved.engine_class.as_deployed(arm))
 
     def _hear(self, arm: ArmResult, outcome: JobOutcome) -> None:
         self._event("benched", role=arm.role, status=str(outcome.status), seconds=round(outcome.seconds, 3))
@@ -387,7 +405,3 @@ def _seconds(capture: Capture) -> Floats:
 
 def _last(failed: Mapping[int, str]) -> str | None:
     return failed[max(failed)] if failed else None
-
-
-def _as_deployed(arm: Arm) -> Arm:
-    return engine_class(EngineConfig(name=arm.engine)).as_deployed(arm)

@@ -182,6 +182,8 @@ def _submitted(
     messages.parent.mkdir(parents=True, exist_ok=True)
     marker = store / f".partial-seen-by-nodes-{secrets.token_hex(4)}"
     marker.write_text(marker.name)
+    from pydantic import TypeAdapter  # here alone: nodes import this module, too
+
     ticket = {**how, "job": encode(job).decode(), "messages": str(messages), "marker": str(marker)}
     heard = 0
     handle = cluster.submit(json.dumps(ticket), needs)
@@ -194,7 +196,7 @@ def _submitted(
             if over:
                 break
             time.sleep(_LOOK)
-        return _outcome(json.loads(handle.result()))
+        return TypeAdapter(JobOutcome).validate_json(handle.result())
     except BaseException:
         handle.cancel()
         raise
@@ -240,11 +242,6 @@ def _joined(whole: JobOutcome, part: JobOutcome, numbers: Sequence[int] | None =
         phases=whole.phases or part.phases,
         seconds=whole.seconds + part.seconds,
     )
-
-
-def _outcome(record: dict[str, Any]) -> JobOutcome:
-    tasks = {name: {int(i): text for i, text in record[name].items()} for name in ("captured", "failed")}
-    return JobOutcome(**{**record, **tasks, "status": Status(record["status"])})
 
 
 def answer(text: str) -> str:

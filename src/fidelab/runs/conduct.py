@@ -13,56 +13,33 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import fidelab
 from fidelab.axes import AXES
-from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.config.load import dump, expand, expand_existing, load, read_text, read_yaml, validate, validate_as
-from fidelab.config.schema import EngineConfig, Experiment, Limits
+from fidelab.config.experiment import load, validate
+from fidelab.config.load import dump, read_text, read_yaml, validate_as
+from fidelab.config.schema import Experiment, Limits
 from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
-from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
-from fidelab.inputs.images import placeholder
-from fidelab.inputs.prompts import load_prompts
-from fidelab.inputs.texts import TEXTS, load_text
-from fidelab.inputs.tokens import Tokenizer
-from fidelab.models.embedded import NAMES
-from fidelab.plan.build import Plan, build_plan
-from fidelab.plan.deploy import engine_class
-from fidelab.plan.disk import check_disk
-from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
-from fidelab.plan.timings import Timings
+from fidelab.plan.build import Plan
+from fidelab.plan.estimate import Timings
+from fidelab.plan.resolve import Settings
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
+from fidelab.runs.benches import BENCHES, Benching
 from fidelab.runs.cluster import Cluster, RayCluster
 from fidelab.runs.pairing import ArmResult, drop_compared_rows, drop_rows_there
-from fidelab.runs.runner import Asking, Listener, Silent, needs_of, spawner
+from fidelab.runs.prepare import Prepared, now, prepare
+from fidelab.runs.runner import Listener, Silent, needs_of
 from fidelab.runs.scoring import RunFacts, Scored, score_run
 from fidelab.workers.fork_server import ForkServers
-
-__all__ = [
-    "Interrupted",
-    "Listener",
-    "Prepared",
-    "Silent",
-    "capture",
-    "execute",
-    "first_replicate",
-    "prepare",
-    "read_outcomes",
-    "recompute",
-    "rescore",
-    "resume",
-]
-
-_SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
 
 
 class Interrupted(KeyboardInterrupt):
@@ -77,84 +54,6 @@ class Interrupted(KeyboardInterrupt):
         self.command = command
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A plan with what it was made from."""
-
-    plan: Plan
-    inputs: AxisInputs
-    sample: str
-    servers: ForkServers = field(default_factory=ForkServers)
-
-    @property
-    def settings(self) -> Settings:
-        """The resolved experiment."""
-        return self.plan.settings
-
-    def asking(
-        self, listener: Listener, event: Callable[..., None], *, fresh: bool = False, cluster: Cluster | None = None
-    ) -> Asking:
-        """What runs the plan's jobs; ``fresh``: each in an interpreter of its own, imports included."""
-        servers = None if fresh else self.servers
-        return Asking(self.settings, self.inputs, self.sample, servers, listener, event, cluster)
-
-
-def prepare(
-    experiment: Experiment,
-    only: str | None = None,
-    *,
-    replicate: int = 0,
-    created: str | None = None,
-    convert: bool = True,
-    servers: ForkServers | None = None,
-) -> Prepared:
-    """Resolve and plan; nothing runs and nothing is written (but a model may be fetched and converted).
-
-    ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
-    this run's captures begin.  ``created``: when the run was first started; now unless told.  ``convert``: convert the
-    weights of GGUF files where an arm needs that; without it, captures of such an arm count as missing.  ``servers``:
-    one of them imports the reference's engine meanwhile.
-
-    Raises:
-        FidelabError: anything a user can mend, in one line.
-    """
-    settings = resolve_experiment(_absolute(experiment), created or _now())
-    if servers is not None and settings.axes and experiment.executor.name == "local":
-        spawner(settings, settings.reference, servers)
-    tokenizer = Tokenizer.load(settings.model)
-    inputs = _inputs(settings, tokenizer)
-    plan = build_plan(convert_weights(settings, convert), inputs, replicate)
-    if inputs.traffic is not None:
-        plan = replace(plan, remarks=(*traffic_remarks(tokenizer, inputs.traffic), *plan.remarks))
-    if only is None:
-        refuse_same_server(settings)
-    else:
-        plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
-    check_disk(plan)
-    return Prepared(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS], servers or ForkServers())
-
-
-def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
-    """Text and prompts, or what a log of requests holds of both."""
-    experiment, limit = settings.experiment, settings.model.max_positions
-    if experiment.traffic is None:
-        prompts = None if experiment.prompts == "default" else Path(experiment.prompts)
-        text = load_text(experiment.text, tokenizer)
-        return _with_images(AxisInputs(tokenizer, text, load_prompts(prompts), limit), settings)
-    traffic = load_traffic(Path(experiment.traffic), tokenizer, skip_bad=experiment.skip_bad)
-    asked = traffic_prompts(traffic) or load_prompts()
-    private = not experiment.keep_text
-    inputs = AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
-    return _with_images(inputs, settings)
-
-
-def _with_images(inputs: AxisInputs, settings: Settings) -> AxisInputs:
-    """The inputs with what is known of images: why the reference can be shown none, or what stands for one."""
-    reference = settings.reference
-    refused = engine_class(EngineConfig(name=reference.engine)).images_refused(reference)
-    return replace(inputs, no_images=refused, placeholder="" if refused else placeholder(inputs.tokenizer))
-
-
 def execute(
     experiment: Experiment, *, command: str, listener: Listener | None = None, replicate: int = 0
 ) -> tuple[Report, RunFolder]:
@@ -164,7 +63,7 @@ def execute(
         FidelabError: before anything ran.  What fails later is in the report.
         Interrupted: stopped; the children are ended and the folder can be resumed.
     """
-    created = _now()
+    created = now()
     with _cluster(experiment) as cluster:
         experiment = _placed(experiment, cluster)
         prepared = prepare(experiment, replicate=replicate, created=created, servers=ForkServers())
@@ -304,10 +203,8 @@ def capture(experiment: Experiment, *, follow: Path | None = None, listener: Lis
 def _conduct(
     prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener, cluster: Cluster | None
 ) -> Report:
-    from fidelab.runs.estimate import estimate
-
     plan = prepared.plan
-    expected = estimate(prepared)
+    expected = prepared.estimate()
     facts = replace(facts, unavailable=dict(plan.unavailable))
     results: list[ArmResult] = []
     folder.event(
@@ -323,7 +220,9 @@ def _conduct(
             if plan.settings.axes:
                 ahead.start()
             asking = prepared.asking(listener, folder.event, cluster=cluster)
-            asking.pace.expect(expected.by_step())
+            asking.pace.expect({job.role: job.seconds for job in expected.jobs})
+            asking.pace.expect({BENCHES: sum(expected.benches.values())} if expected.benches else {})
+            asking.pace.expect({"scoring": expected.scoring})
             if plan.settings.axes:
                 answered = asking.run_all(plan.jobs, folder.log)
             else:  # only benches ask the arms
@@ -336,7 +235,9 @@ def _conduct(
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed
             if plan.settings.benches:
-                results = _bench(prepared, asking, folder, listener, results)
+                tokenizer, timed = prepared.inputs.tokenizer, folder.path / "timed"
+                benching = Benching(plan.settings, tokenizer, asking, timed, folder.log, listener, folder.event)
+                results = benching.run(results)
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
             began = time.monotonic()
@@ -345,7 +246,7 @@ def _conduct(
             scored = score_run(plan.settings.experiment, facts, _every(plan, results))
             report = _write(folder, scored)
             if all(result.status is Status.OK for result in results):
-                Timings().add_scoring((time.monotonic() - began) / expected.scoring_default)
+                Timings().add_scoring((time.monotonic() - began) / expected.scoring)
             return report
     except KeyboardInterrupt:
         folder.event("interrupted")
@@ -395,10 +296,10 @@ def _check_placed(settings: Settings) -> None:
     executor = settings.experiment.executor
     if executor.name == "local":
         return
-    for _, arm in settings.roles():
+    for arm in settings.roles.values():
         needs_of(arm, executor.gpus)
-    for name, deployed in settings.deployed.items():
-        if deployed.environment.image or deployed.environment.prefix:
+    for name, resolved in settings.resolved.items():
+        if resolved.environment.image or resolved.environment.prefix:
             raise UsageError(
                 f"arm {name} starts behind an image or a prefix, which executor {executor.name} cannot reach: give the "
                 "cluster's nodes the engine itself, or use --executor local"
@@ -416,25 +317,14 @@ def _prepare_scoring() -> None:
             templates().get_template(name)
 
 
-def _bench(
-    prepared: Prepared, asking: Asking, folder: RunFolder, listener: Listener, results: list[ArmResult]
-) -> list[ArmResult]:
-    from fidelab.runs.benches import Benching
-
-    timed = folder.path / "timed"
-    tokenizer = prepared.inputs.tokenizer
-    return Benching(prepared.settings, tokenizer, asking, timed, folder.log, listener, folder.event).run(results)
-
-
 def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
     """The results so far and the arms that cannot run at all, in the order in which they were given."""
     settings = plan.settings
-    arms = settings.roles()
     by_role = {result.role: result for result in results}
-    for role, arm in arms:
+    for role, arm in settings.roles.items():
         if arm.name in settings.unsupported:
             by_role[role] = ArmResult(role, arm, Status.NOT_SUPPORTED, settings.unsupported[arm.name])
-    order = dict.fromkeys([*(role for role, _ in arms), *(job.role for job in plan.jobs)])
+    order = dict.fromkeys([*settings.roles, *(job.role for job in plan.jobs)])
     return [by_role[role] for role in order if role in by_role]
 
 
@@ -457,7 +347,7 @@ def _stored_facts(folder: RunFolder) -> RunFacts:
     try:
         return RunFacts.from_record(vars(facts))
     except ValueError:
-        return replace(facts, created=_now())
+        return replace(facts, created=now())
 
 
 def _head(folder: RunFolder) -> dict[str, str]:
@@ -474,18 +364,6 @@ def _write(folder: RunFolder, scored: Scored) -> Report:
     scored.report.write(folder.report)  # last: a run folder with a report is complete
     folder.event("reported", report=folder.report.name)
     return scored.report
-
-
-def _absolute(experiment: Experiment) -> Experiment:
-    """Paths that hold from any folder, so that the resolved file can be run from anywhere."""
-    updates: dict[str, Any] = {"output_dir": str(expand(experiment.output_dir))}
-    words = {"text": TEXTS, "prompts": ("default",), "model": ("fake", *NAMES)}
-    updates |= {name: expand_existing(getattr(experiment, name), reserved) for name, reserved in words.items()}
-    if experiment.traffic is not None:
-        updates["traffic"] = expand_existing(experiment.traffic, ())
-    if experiment.captures_dir is not None:
-        updates["captures_dir"] = str(expand(experiment.captures_dir))
-    return experiment.model_copy(update=updates)
 
 
 def _environment() -> dict[str, Any]:
@@ -507,10 +385,6 @@ def _environment() -> dict[str, Any]:
         **graphics(),
         "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
     }
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 @contextlib.contextmanager

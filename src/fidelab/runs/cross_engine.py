@@ -42,8 +42,8 @@ from fidelab.models.embedded import NAMES
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
+from fidelab.plan.estimate import Estimate, Timings, estimate_job
 from fidelab.plan.resolve import load_axis
-from fidelab.plan.timings import Timings
 from fidelab.results.cross_record import (
     Agreement,
     Candidate,
@@ -56,9 +56,9 @@ from fidelab.results.cross_record import (
 from fidelab.results.measurement import DECIDING
 from fidelab.results.record import Report, RuntimeRecord
 from fidelab.results.store import RunFolder
-from fidelab.runs.conduct import Prepared, capture, execute, prepare, read_outcomes
-from fidelab.runs.estimate import Estimate, estimate, estimate_job, try_out
+from fidelab.runs.conduct import capture, execute, read_outcomes
 from fidelab.runs.pairing import ArmResult, Scorer, engaged
+from fidelab.runs.prepare import Prepared, prepare
 from fidelab.runs.runner import Listener, Silent
 
 __all__ = ["PlannedLine", "agreement", "plan_cross", "run_cross"]
@@ -132,7 +132,7 @@ class PlannedLine:
 
 
 def plan_cross(cross: CrossEngine) -> list[PlannedLine]:
-    """What :func:`run_cross` would do; nothing is asked but what ``runs/estimate.py`` tries out.
+    """What :func:`run_cross` would do; nothing is asked.
 
     Raises as :func:`run_cross`.
     """
@@ -177,26 +177,24 @@ class _Line:
             prepared = prepare(self._experiment, convert=False)
             runs = 1 + (self._cross.timing is not None) + (self._cross.long is not None)
             planning = runs * (time.monotonic() - began)
-            try_out(prepared)
-            timings = Timings()
-            expected = estimate(prepared, timings)
-            jobs = [estimate_job(job, job, model, timings) for job, model in self._further(prepared)]
+            expected = prepared.estimate()
+            jobs = [estimate_job(job, Timings()) for job in self._further(prepared)]
         except FidelabError as error:
-            return PlannedLine(label, time.monotonic() - began, Estimate((), {}, 0.0, 0.0), reason=str(error))
+            return PlannedLine(label, time.monotonic() - began, Estimate(), reason=str(error))
         return PlannedLine(label, planning, replace(expected, jobs=(*expected.jobs, *jobs)), prepared)
 
-    def _further(self, prepared: Prepared) -> Iterator[tuple[PlannedJob, Model]]:
-        """The jobs besides those of the axes, each with its model."""
+    def _further(self, prepared: Prepared) -> Iterator[PlannedJob]:
+        """The jobs besides those of the axes."""
         job, timing, long = prepared.plan.jobs[0], self._cross.timing, self._cross.long
         if timing is not None:
             alone = replace(prepared, plan=replace(prepared.plan, jobs=(job,)))
-            yield self._timed(alone, timing), prepared.settings.model
-        if long is not None and not engine_class(self._line.engine).is_server:
+            yield self._timed(alone, timing)
+        if long is not None and not engine_class(self._line.engine.name).is_server:
             model = resolve(_long_model(self._line.engine, long.tokens))
             arm = replace(job.arm, model=model.name, weights=model.weights)
             request = Prefill(DECIDING, ((0,) * long.tokens,), 0, long.tokens - 1, ((0,) * long.tokens,))
             capture = PlannedCapture(DECIDING, request, {}, self._folder / "long")
-            yield PlannedJob(f"{long.tokens:,} tokens", arm, (capture,)), model
+            yield PlannedJob(f"{long.tokens:,} tokens", replace(job.resolved, arm=arm, model=model), (capture,))
 
     def measure(self) -> tuple[EngineRow, ArmResult | None]:
         """Everything about this engine, what it cannot do included; and its reference, where that was asked."""
@@ -264,10 +262,10 @@ class _Line:
         captures = []
         for axis, n in ((_PREFILL, 0), (_DECODE, timing.n)):
             request = Timed(axis, prompts, n=n, warmup=timing.warmup, settings=(("prompt", timing.prompt),))
-            key = capture_key(job.arm, request, prepared.settings.deployed[job.arm.name].versions, 0)
+            key = capture_key(job.arm, request, job.resolved.versions, 0)
             folder = capture_folder(self._folder / "timing" / slug(self._line.label), job.arm, request, key)
             captures.append(PlannedCapture(axis, request, key, folder))
-        return PlannedJob("timing", job.arm, tuple(captures))
+        return PlannedJob("timing", job.resolved, tuple(captures))
 
     def _ask(self, prepared: Prepared, job: PlannedJob) -> ArmResult:
         listener = self._begin("timing") or Silent()
@@ -282,7 +280,7 @@ class _Line:
 
     def _long(self, tokens: int) -> LongCell:
         """One window of so many tokens through the reference's cache, on a model that every engine can load."""
-        if engine_class(self._line.engine).is_server:
+        if engine_class(self._line.engine.name).is_server:
             return LongCell(status=Status.NOT_SUPPORTED, reason="a server has its own model", tokens=tokens)
         try:
             model = _long_model(self._line.engine, tokens)
@@ -314,7 +312,7 @@ def _estimator(reference: ArmResult) -> str | None:
 def _version(engine: EngineConfig, ran: RuntimeRecord | None) -> str | None:
     """The package that brings the engine."""
     versions = ran.versions if ran else {}
-    packages = engine_class(engine).packages or (_LIBRARY.get(engine.name, engine.name),)
+    packages = engine_class(engine.name).packages or (_LIBRARY.get(engine.name, engine.name),)
     return next((f"{name} {versions[name]}" for name in packages if name in versions), None)
 
 
@@ -379,7 +377,7 @@ def _long_model(engine: EngineConfig, tokens: int) -> str:
     sizes = {**_TINY, "positions": max(_POSITIONS, tokens)}
     name = "tiny-" + "-".join(f"{key}{value}" for key, value in sizes.items())
     folder = build_once(cache_dir() / "models" / name, lambda scratch: make_tiny(scratch / name, **sizes))
-    return str(folder / GGUF_NAME if engine_class(engine).checkpoint_format == "gguf" else folder)
+    return str(folder / GGUF_NAME if engine_class(engine.name).checkpoint_format == "gguf" else folder)
 
 
 def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
@@ -447,7 +445,7 @@ def _filled(cross: CrossEngine) -> CrossEngine:
         FidelabError: an engine or axis that does not exist, or a setting that an axis does not have.
     """
     for line in cross.engines:
-        engine_class(line.engine)
+        engine_class(line.engine.name)
     axes = cross.axes or {name: dict(AXES.load(name).quick) for name in _AXES}
     return cross.model_copy(
         update={

@@ -18,7 +18,7 @@ from pathlib import Path
 from fidelab.config.load import expand
 from fidelab.config.schema import Preset
 from fidelab.core import Arm, usable_cores
-from fidelab.engines import ENGINES, k16v8
+from fidelab.engines import k16v8
 from fidelab.engines.base import Engine
 from fidelab.engines.llamacpp import serve as llamacpp_serve
 from fidelab.engines.openai.http import Client
@@ -31,8 +31,6 @@ from fidelab.models import embedded
 from fidelab.models import path as model_path
 from fidelab.plan.arms import check_kv_name, native_kv
 from fidelab.plan.deploy import Engines, engine_class
-
-__all__ = ["Launched", "Plan", "arm_of", "check", "check_servable", "check_server", "launch", "plan", "server_command"]
 
 _ANSWER = 10.0  # seconds for one address of a server's settings
 _PYTHON = "python"  # how server commands call the interpreter of the engine's environment
@@ -78,7 +76,7 @@ def arm_of(preset: Preset, *, device: str = "auto", threads: int | None = None) 
         InputError: the engine needs a GGUF file and the model has none here.
         FidelabError: the model or the format is not what it should be.
     """
-    cls = engine_class(preset.engine)
+    cls = engine_class(preset.engine_name)
     check_env(preset.env)
     kv = preset.kv or native_kv(preset.engine)
     native = "f16" if preset.dtype == "float16" else "bf16"
@@ -105,7 +103,7 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
         NotSupportedError: as :func:`check_servable`.
         EngineError: the engine is not installed.
     """
-    cls, engine = engine_class(preset.engine), preset.engine
+    cls, engine = engine_class(preset.engine_name), preset.engine
     port = _port(host, port)
     words, variables = cls.serve_command(arm, host, port), cls.serve_variables(arm)
     if environment is None:
@@ -123,7 +121,7 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
 
 def server_command(arm: Arm, host: str, port: int) -> str:
     """The command of the engine's own server with its variables, to copy; raises as :meth:`Engine.serve_command`."""
-    cls = ENGINES.load(arm.engine)
+    cls = engine_class(arm.engine)
     variables = [f"{name}={shlex.quote(value)}" for name, value in cls.serve_variables(arm).items()]
     return " ".join([*variables, shlex.join(cls.serve_command(arm, host, port))])
 
@@ -134,7 +132,7 @@ def check_servable(preset: Preset, arm: Arm) -> None:
     Raises:
         NotSupportedError: its engine has no server, or none with these options; or it names an image.
     """
-    cls = engine_class(preset.engine)
+    cls = engine_class(preset.engine_name)
     if cls.is_server:
         raise NotSupportedError(f"engine {cls.name} is for servers that run: give the address of one with --base-url")
     cls.serve_command(arm, "127.0.0.1", 0)
@@ -154,7 +152,7 @@ def check(preset: Preset, arm: Arm) -> Environment:
     """
     with Engines() as engines:
         asked = engines.ask(preset.engine)
-        environment = engines.environment(preset.engine)
+        environment = asked.environment
         check_kv_name(preset, preset.engine, asked)
         asked.check_kv(arm.kv)
         known = replace(arm, options=tuple(sorted(preset.engine_args.items())))

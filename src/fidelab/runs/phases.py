@@ -12,7 +12,8 @@ from typing import Any
 import fidelab
 from fidelab.axes import AXES
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.config.load import dump, validate
+from fidelab.config.experiment import validate
+from fidelab.config.load import dump
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Status
 from fidelab.errors import CaptureError, UsageError

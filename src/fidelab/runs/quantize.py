@@ -26,7 +26,7 @@ from fidelab.checkpoints.layouts import quantized_modules
 from fidelab.checkpoints.modules import modules_of
 from fidelab.checkpoints.quantizer import tail
 from fidelab.checkpoints.recipe import Fidelity, Plan, Recipe, plan, read_recipe
-from fidelab.config.load import validate
+from fidelab.config.experiment import validate
 from fidelab.core import canonical_json, digest
 from fidelab.environments.environment import Environment, engines_dir, interpreter, link_folder, read_marker
 from fidelab.environments.recipes import install_command, variants

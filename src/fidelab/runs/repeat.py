@@ -13,18 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fidelab.config.load import dump, load, read_yaml
+from fidelab.config.experiment import load
+from fidelab.config.load import dump, read_yaml
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, digest, slug
 from fidelab.errors import InputError
-from fidelab.plan.disk import check_disk
+from fidelab.plan.estimate import check_disk
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Flag, Measurement, Metric
 from fidelab.results.numbers import format_figure
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
-from fidelab.runs.conduct import Interrupted, execute, first_replicate, prepare, rescore, resume
+from fidelab.runs.conduct import Interrupted, execute, first_replicate, rescore, resume
+from fidelab.runs.prepare import prepare
 from fidelab.runs.runner import Listener
 
 __all__ = ["execute_all", "merge", "rescore_all", "resume_all"]

@@ -13,7 +13,6 @@ from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, check_answers
 from fidelab.captures.requests import Request
 from fidelab.captures.writer import store_vocabulary
-from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, Status
 from fidelab.engines.base import one_line
 from fidelab.engines.variables import thread_variables
@@ -21,9 +20,9 @@ from fidelab.errors import CaptureError, UsageError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model
 from fidelab.plan.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
-from fidelab.plan.deploy import engine_class
+from fidelab.plan.deploy import ResolvedArm, engine_class
+from fidelab.plan.estimate import Rates, Timings, Work, estimate_job, work_of
 from fidelab.plan.resolve import Settings
-from fidelab.plan.timings import Rates, Timings, Work, work_of
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.runs.cluster import Cluster, Needs, run_job
@@ -31,8 +30,6 @@ from fidelab.runs.pairing import ArmResult, most_telling
 from fidelab.workers.fork_server import ForkServers
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
 from fidelab.workers.parent import JobOutcome, Spawn, Worker, run_worker
-
-__all__ = ["Asking", "Listener", "Silent", "Told", "absent", "needs_of", "spawner", "unreadable"]
 
 _SIDE_BY_SIDE = 512  # jobs that are given to a cluster at once, each followed by a thread
 
@@ -178,16 +175,11 @@ class _Clocked:
     ``missing``: in the order in which they are made; the list may grow.
     """
 
-    def __init__(self, job: PlannedJob, missing: Sequence[PlannedCapture], model: Model, rates: Rates) -> None:
+    def __init__(self, job: PlannedJob, missing: Sequence[PlannedCapture], rates: Rates) -> None:
         self.rates = rates
         self.took: dict[str, tuple[Work, float]] = {}
-        self._job, self._missing, self._model = job, missing, model
+        self._missing, self._model = missing, job.resolved.model
         self._work, self._parts = Work(), (0.0, 0.0)
-
-    def seconds(self) -> float:
-        """What the job is expected to take."""
-        works = ((work_of(capture.request, self._model), capture.axis) for capture in self._missing)
-        return self.rates.load + sum(sum(self.rates.parts(work, axis)) for work, axis in works)
 
     def begin(self, index: int) -> float:
         """The capture of this index is next, if there is one; returns the seconds that it is expected to take."""
@@ -276,12 +268,11 @@ class Asking:
         missing = job.missing()
         tokens = sum(capture.tokens for capture in missing)
         outcome = JobOutcome()
-        model = self._settings.deployed[job.arm.name].model
-        clocked = _Clocked(job, missing, model, self._timings.rates(job.arm, model))
+        clocked = _Clocked(job, missing, self._timings.rates(job.resolved))
         with self._lock:
             self._listener.job_started(job, tokens, reused=not missing)
             self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
-            self.pace.begin(job.role, clocked.seconds() if missing else 0.0)
+            self.pace.begin(job.role, estimate_job(job, self._timings).seconds)
         if missing:
 
             def more() -> list[ProbeTask]:
@@ -302,7 +293,7 @@ class Asking:
             with self._lock:
                 message, process = self._message(job, missing), self._process(job, log)
             if self._cluster is None:
-                spawn = spawner(self._settings, job.arm, self._servers)
+                spawn = spawner(job.resolved, self._servers)
                 outcome = run_worker(message, **process, spawn=spawn, listen=hear, follow_up=more if leads else None)
             else:
 
@@ -312,7 +303,6 @@ class Asking:
                         self._listener.lost(job, reason)
 
                 process.pop("end")
-                deployed = self._settings.deployed[job.arm.name]
                 outcome = run_job(
                     self._cluster,
                     message,
@@ -320,7 +310,7 @@ class Asking:
                     **process,
                     listen=hear,
                     lost=lost,
-                    asker=deployed.environment.command("fidelab.workers.ask") if deployed.unasked else None,
+                    asker=job.resolved.environment.command("fidelab.workers.ask") if job.resolved.unasked else None,
                     follow_up=more if leads else None,
                 )
         with self._lock:
@@ -341,30 +331,32 @@ class Asking:
         )
         self.pace.share(1.0)
         if result.status is Status.OK and job.role.partition(":")[0] not in (FLOOR, TWIN):  # which repeat a quarter
-            self.remember(job.arm, outcome.seconds - sum(spent for _, spent in clocked.took.values()), clocked.took)
+            self.remember(
+                job.resolved, outcome.seconds - sum(spent for _, spent in clocked.took.values()), clocked.took
+            )
         self._listener.job_ended(job, result)
         return result
 
-    def remember(self, arm: Arm, load: float | None, took: Mapping[str, tuple[Work, float]]) -> None:
+    def remember(self, resolved: ResolvedArm, load: float | None, took: Mapping[str, tuple[Work, float]]) -> None:
         """Keep for later estimates what captures took, and the seconds that its worker took besides."""
-        Timings().add(arm, self._settings.deployed[arm.name].model, load, took)
+        Timings().add(resolved, load, took)
 
     def worker(self, job: PlannedJob, log: Path) -> Worker:
         """A process with the job's arm that takes any requests; its tokenizer is not compared with the parent's."""
         message = replace(self._message(job, []), sample_text="", sample_ids=[])
-        spawn = spawner(self._settings, job.arm, None)
+        spawn = spawner(job.resolved, None)
         return Worker(message, **self._process(job, log), spawn=spawn, listen=lambda _message: None)
 
     def _process(self, job: PlannedJob, log: Path) -> dict[str, Any]:
         """How the worker process of a job is started."""
-        environment = self._settings.deployed[job.arm.name].environment
+        environment = job.resolved.environment
         variables = {**thread_variables(job.arm.threads), **dict(job.arm.env)}
         container = environment.container(job.arm, self._settings.captures_dir, env=variables)
         return {
             "command": environment.command("fidelab.workers.child", container),
             "end": container.end if container else None,
             "log": log,
-            "env": _variables(self._settings, job.arm),
+            "env": _variables(job.resolved),
             "deadline": self._settings.experiment.deadline,
         }
 
@@ -374,8 +366,7 @@ class Asking:
         return with_probes(self._settings, job, self._later)
 
     def _message(self, job: PlannedJob, missing: Sequence[PlannedCapture]) -> Job:
-        deployed, store = self._settings.deployed[job.arm.name], self._settings.captures_dir
-        tokenizer = self._tokenizer(deployed.model)
+        store, tokenizer = self._settings.captures_dir, self._tokenizer(job.resolved.model)
         vocabulary = tokenizer.vocabulary()
         store_vocabulary(store, vocabulary, tokenizer.pieces())
         return Job(
@@ -386,7 +377,7 @@ class Asking:
             sample_text=self._sample,
             sample_ids=list(self._inputs.tokenizer.encode(self._sample)),  # what the requests are made with
             env={**thread_variables(job.arm.threads), **dict(job.arm.env)},
-            about=deployed.about,
+            about=job.resolved.about,
         )
 
     def _tokenizer(self, model: Model) -> Tokenizer:
@@ -419,7 +410,7 @@ def needs_of(arm: Arm, gpus: float | None) -> Needs:
     Raises:
         UsageError: the arm's tensor parallel size needs more than ``gpus``.
     """
-    if not arm.device.startswith("cuda") or engine_class(EngineConfig(name=arm.engine)).is_server:
+    if not arm.device.startswith("cuda") or engine_class(arm.engine).is_server:
         return Needs(cpus=arm.threads or 1, gpus=0)
     ranks = int(dict(arm.options).get("tp", 1))
     if gpus is not None and 1 < ranks > gpus:
@@ -427,21 +418,23 @@ def needs_of(arm: Arm, gpus: float | None) -> Needs:
     return Needs(cpus=arm.threads or 1, gpus=ranks if gpus is None else gpus)
 
 
-def spawner(settings: Settings, arm: Arm, servers: ForkServers | None) -> Spawn | None:
+def spawner(resolved: ResolvedArm, servers: ForkServers | None) -> Spawn | None:
     """Return what starts an arm's workers; ``None`` for a fresh interpreter each.
 
     It is what forks them, started now where it is the first of its kind.
     """
-    environment = settings.deployed[arm.name].environment
+    environment = resolved.environment
     if servers is None or environment.prefix or environment.image:  # where descriptors do not lead, perhaps
         return None
-    server = servers.get(environment.command("fidelab.workers.fork_server"), arm.engine, _variables(settings, arm))
+    command = environment.command("fidelab.workers.fork_server")
+    server = servers.get(command, resolved.arm.engine, _variables(resolved))
     return None if server is None else server.start
 
 
-def _variables(settings: Settings, arm: Arm) -> dict[str, str]:
+def _variables(resolved: ResolvedArm) -> dict[str, str]:
     """Variables that are set for an arm's worker."""
-    return {**thread_variables(arm.threads), **dict(arm.env), **settings.deployed[arm.name].environment.variables()}
+    arm = resolved.arm
+    return {**thread_variables(arm.threads), **dict(arm.env), **resolved.environment.variables()}
 
 
 def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult:

@@ -28,7 +28,8 @@ from fidelab.axes.base import Axis, AxisScore, SampleSize, part_name, parts_of
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
-from fidelab.config.load import load, validate_as
+from fidelab.config.experiment import load
+from fidelab.config.load import validate_as
 from fidelab.config.schema import Experiment, Limits
 from fidelab.core import Status
 from fidelab.errors import FidelabError, InputError, UnknownNameError, UsageError

@@ -27,7 +27,7 @@ from fidelab.results.numbers import counted
 from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
-from fidelab.runs.conduct import prepare
+from fidelab.runs.prepare import prepare
 from fidelab.runs.runner import Listener
 from fidelab.studies.roundings import (
     Cell,

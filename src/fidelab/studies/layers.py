@@ -29,8 +29,8 @@ from fidelab.results.plots import Curve
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyArm, StudyRow
-from fidelab.runs.conduct import prepare
 from fidelab.runs.pairing import ArmResult, engaged
+from fidelab.runs.prepare import prepare
 from fidelab.runs.runner import Listener, Silent
 from fidelab.studies.study import OpenStudy, run_jobs, why_none, with_requests
 
@@ -127,7 +127,7 @@ def _check(experiment: Experiment) -> None:
         raise UsageError(f"a bisect is between two arms: name one candidate, not {len(experiment.candidates)}")
     for arm in (experiment.reference, *experiment.candidates):
         engine = (arm.engine or experiment.engine).name
-        if "layerwise" not in engine_class(arm.engine or experiment.engine).kinds:
+        if "layerwise" not in engine_class((arm.engine or experiment.engine).name).kinds:
             raise NotSupportedError(
                 f"engine {engine} does not tell what passes through its layers; engines hf, vllm and sglang do"
             )

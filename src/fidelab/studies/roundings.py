@@ -27,8 +27,8 @@ from fidelab.results.measurement import Coordinates, Definition, Measurement, Me
 from fidelab.results.numbers import format_figure, format_kld, format_span, one_line
 from fidelab.results.plots import Grid, Heatmap
 from fidelab.results.study import Study, StudyKind, StudyPlan, StudyRow
-from fidelab.runs.conduct import Prepared
 from fidelab.runs.pairing import ArmResult
+from fidelab.runs.prepare import Prepared
 from fidelab.studies.study import OpenStudy, why_none, with_requests
 
 __all__ = ["Answers", "Cell", "Choices", "Found", "Question", "Rows", "Say", "ask", "heatmap", "measure", "windows_of"]

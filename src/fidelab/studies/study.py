@@ -21,8 +21,8 @@ from fidelab.plan.build import TWIN, PlannedCapture, PlannedJob
 from fidelab.report.study import write_study_html
 from fidelab.results.store import RunFolder
 from fidelab.results.study import SCHEMA, Study
-from fidelab.runs.conduct import Prepared
 from fidelab.runs.pairing import ArmResult
+from fidelab.runs.prepare import Prepared
 from fidelab.runs.runner import Listener, Silent
 
 __all__ = ["OpenStudy", "run_jobs", "why_none", "with_requests"]
@@ -76,7 +76,7 @@ def with_requests(prepared: Prepared, job: PlannedJob, requests: Sequence[Reques
     """The job with these questions alone."""
     settings, captures = prepared.settings, []
     for request in requests:
-        key = capture_key(job.arm, request, settings.deployed[job.arm.name].versions, job.replicate)
+        key = capture_key(job.arm, request, job.resolved.versions, job.replicate)
         folder = capture_folder(settings.captures_dir, job.arm, request, key)
         captures.append(PlannedCapture(request.axis, request, key, folder))
     return replace(job, captures=tuple(captures))

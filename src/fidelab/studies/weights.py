@@ -24,7 +24,7 @@ from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyPlan, StudyRow
-from fidelab.runs.conduct import prepare
+from fidelab.runs.prepare import prepare
 from fidelab.runs.runner import Listener
 from fidelab.studies.roundings import KLD, Cell, Choices, Found, Question, Say, heatmap, measure, windows_of
 from fidelab.studies.study import OpenStudy

@@ -7,16 +7,19 @@ one line that says what it is (``about``), and ``serve``: options that its serve
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fidelab.config.arms import arm_fields
+from fidelab.config.grid import cell_fields, levels_of
 from fidelab.config.load import read_yaml, validate_as
-from fidelab.config.schema import EngineConfig, Preset, merged_fields
-from fidelab.errors import ConfigError, UnknownNameError
+from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset, merged_fields
+from fidelab.errors import ConfigError, FidelabError, UnknownNameError
 
-__all__ = ["Found", "arm_of", "experiment_of", "find_preset", "listing", "load_preset", "own_folder"]
+Check = Callable[[Preset, Mapping[str, Any], Path], None]
+"""Refuses a preset, its file's content and the file; :func:`fidelab.config.trust.check_trust` is one."""
 
 _HERE = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml")
@@ -85,33 +88,81 @@ def validate(found: Found, data: Mapping[str, Any]) -> Preset:
     return validate_as(Preset, {"name": found.name, **data}, str(found.path))
 
 
-def arm_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+def expand_presets(data: Mapping[str, Any], where: str, check: Check) -> dict[str, Any]:
+    """The plain data of an experiment whose arms name no presets any more; what is no arm is left to validation.
+
+    Args:
+        data: of an experiment; an arm may be a text, too.
+        where: names the data in messages.
+        check: refuses files that the person does not trust.
+
+    Raises:
+        ConfigError: a preset cannot be found or read, or is not trusted; names the arm.
+    """
+
+    def expanded(value: Any, place: str) -> Any:
+        try:
+            fields = arm_fields(value) if isinstance(value, str) else value
+        except ValueError:
+            return value
+        if not isinstance(fields, Mapping) or "preset" not in fields:
+            return value
+        try:
+            return arm_of(fields, check)
+        except FidelabError as error:
+            raise ConfigError(f"{where}: {place}: {error}") from None
+
+    arms = {key: expanded(data[key], key) for key in ("reference", "control") if key in data}
+    candidates = data.get("candidates")
+    if isinstance(candidates, list):
+        arms["candidates"] = [expanded(value, f"candidates.{n}") for n, value in enumerate(candidates)]
+    return {**data, **arms}
+
+
+def cells_of(experiment: Experiment, check: Check | None = None) -> list[ArmConfig]:
+    """The arms of the grid that ``vary`` spans, named by their levels.
+
+    Raises as :func:`arm_of`, which ``check`` goes to.
+    """
+    cells = map(cell_fields, levels_of(experiment.vary))
+    return [
+        validate_as(ArmConfig, arm_of(fields, check) if "preset" in fields else fields, fields["name"])
+        for fields in cells
+    ]
+
+
+def arm_of(fields: Mapping[str, Any], check: Check | None = None) -> dict[str, Any]:
     """The fields of an arm that names a ``preset``: the preset's, with those that are given beside it.
 
-    Raises as :func:`find_preset` and :func:`load_preset`.
+    Raises as :func:`find_preset` and :func:`load_preset`, and as ``check`` of a file that is anybody's.
     """
     own = {key: value for key, value in fields.items() if key != "preset"}
-    engine = EngineConfig.model_validate(own["engine"]).name if "engine" in own else None
-    found = find_preset(str(fields["preset"]), engine)
+    engine = None
+    if "engine" in own:
+        named = own["engine"] if isinstance(own["engine"], Mapping) else {"name": own["engine"]}
+        engine = validate_as(EngineConfig, named, "engine")
+    found = find_preset(str(fields["preset"]), None if engine is None else engine.name)
     preset = load_preset(found)
-    if not found.own:
-        from fidelab.config.trust import check_trust  # which reads presets
-
-        check_trust(preset, read_yaml(found.path), found.path)
-    if "engine" in own and engine != preset.engine_name:  # its options and its formats are that engine's
-        raise ConfigError(f"preset {preset.name} is of engine {preset.engine_name}, not {engine}")
+    if not found.own and check is not None:
+        check(preset, read_yaml(found.path), found.path)
     name = own.get("name") or " ".join([str(preset.name), *_differences(own)])
-    base = preset.arm_fields()
-    if "engine" in own:  # its environment stays the preset's where nothing else is said
-        given = {key: value for key, value in EngineConfig.model_validate(own["engine"]).all_fields().items() if value}
+    if engine is not None:
+        if engine.name != preset.engine_name:  # its options and its formats are that engine's
+            raise ConfigError(f"preset {preset.name} is of engine {preset.engine_name}, not {engine.name}")
+        # the environment stays the preset's where nothing else is said
+        given = {key: value for key, value in engine.all_fields().items() if value}
         own["engine"] = {**preset.engine.all_fields(), **given}
-    return merged_fields({**base, "name": name}, own)
+    return merged_fields({**preset.arm_fields(), "name": name}, own)
 
 
 def _differences(own: Mapping[str, Any]) -> list[str]:
     """What an arm differs in from its preset, in words."""
     plain = [str(own[key]) for key in ("kv", "dtype", "model") if key in own]
-    return [*plain, *(f"{key}={own[part][key]}" for part in ("engine_args", "env") for key in own.get(part, {}))]
+    tables = [own.get(part) for part in ("engine_args", "env")]
+    return [
+        *plain,
+        *(f"{key}={value}" for table in tables if isinstance(table, Mapping) for key, value in table.items()),
+    ]
 
 
 def experiment_of(preset: Preset) -> dict[str, Any]:

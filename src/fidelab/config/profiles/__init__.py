@@ -20,21 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from fidelab.config.load import read_yaml, validate_as
 from fidelab.errors import ConfigError, UnknownNameError, UsageError, nearest_first
 
-__all__ = [
-    "Figure",
-    "Needs",
-    "Profile",
-    "Resolved",
-    "Source",
-    "Stage",
-    "experiments",
-    "find_experiment",
-    "load_profile",
-    "names",
-    "parse_parameters",
-    "resolve",
-]
-
 _HERE = Path(__file__).parent
 _EXPERIMENTS = _HERE / "experiments"
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

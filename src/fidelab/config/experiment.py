@@ -1,0 +1,42 @@
+"""Plain data → experiment: presets are read, their trust is checked, and then the schema validates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fidelab.config.load import read_yaml, validate_as
+from fidelab.config.presets import cells_of, expand_presets
+from fidelab.config.schema import Experiment
+from fidelab.config.trust import Trust, check_trust
+from fidelab.errors import ConfigError, FidelabError
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read an experiment file and apply ``a.b=c`` overrides.
+
+    Raises:
+        ConfigError: missing, not UTF-8, not YAML, an unknown key or a wrong type; the message names the place.
+    """
+    return validate(read_yaml(path, overrides), str(path))
+
+
+def validate(data: Mapping[str, Any], where: str, trust: Trust | None = None) -> Experiment:
+    """Plain data → experiment, with the presets that its arms name.
+
+    ``trust``: what the person allows files of presets.
+
+    Raises:
+        ConfigError: one line for the first error, with its place in ``where``; also where a preset's file is not
+            trusted.
+    """
+    check = partial(check_trust, trust=trust)
+    experiment = validate_as(Experiment, expand_presets(data, where, check), where)
+    if "preset" in experiment.vary:
+        try:
+            cells_of(experiment, check)
+        except FidelabError as error:
+            raise ConfigError(f"{where}: vary: {error}") from None
+    return experiment
