@@ -126,7 +126,7 @@ def bounds(memory: int = MEMORY) -> Iterator[None]:
 
 def answered(done: Done) -> None:
     """A result, or one line and exit code 2."""
-    assert done.code in (0, 1, 2), done
+    assert done.code in (0, 1, 2, 3), done
     if done.code == 2:
         assert done.out == "", done
         assert done.err.splitlines()[-1].startswith("fidelab: "), done.err

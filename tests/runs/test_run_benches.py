@@ -41,7 +41,7 @@ def cells(arm: dict[str, Any], name: str) -> dict[tuple[int, int], dict[str, Any
 
 def value(found: dict[str, Any], name: str, **cell: object) -> float:
     """A metric of a measurement: of this shape of work, or the first."""
-    metrics = [metric for metric in found["metrics"] if metric["name"] == name]
+    metrics = [metric for metric in found["metrics"] if metric["key"] == name]
     return next(float(metric["value"]) for metric in metrics if not cell or metric["cell"] == cell)
 
 
