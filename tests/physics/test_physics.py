@@ -32,9 +32,10 @@ from fidelab.physics.fits import (
     impossible_speedup,
     read_points,
 )
-from fidelab.physics.geometry import Geometry, KVLayer, model_geometry, named_geometry
+from fidelab.physics.geometry import model_geometry, named_geometry
 from fidelab.physics.overview import overview
 from fidelab.physics.probe import probe_device
+from fidelab.physics.shapes import Geometry, KVLayer
 from fidelab.physics.traffic import Model, composition, interconnect_shortfall, required_link_bandwidth
 from tests.tiny_models import KINDS, model
 

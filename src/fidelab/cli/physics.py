@@ -18,7 +18,7 @@ from fidelab.cli.output import note, open_console
 from fidelab.errors import UsageError
 
 if TYPE_CHECKING:
-    from fidelab.physics.geometry import Geometry
+    from fidelab.physics.shapes import Geometry
 
 __all__ = ["app", "explain", "parse_counts"]
 
@@ -131,7 +131,7 @@ def _offered(geometry: Geometry) -> Sequence[str]:
 
 def _geometry(name: str | None, sizes: Mapping[str, float | None]) -> tuple[Geometry, str]:
     """The shape and the model's own 16-bit type."""
-    from fidelab.physics.geometry import Geometry
+    from fidelab.physics.shapes import Geometry
 
     given = {key: value for key, value in sizes.items() if value is not None}
     if name is None:

@@ -30,7 +30,7 @@ from fidelab.formats import create
 from fidelab.formats.weights import weight_format
 from fidelab.metrics.intervals import RatioItems, critical_value, paired_difference
 from fidelab.physics.devices import Device
-from fidelab.physics.geometry import Geometry
+from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
 from fidelab.results.recommend import serve_command
 from fidelab.results.record import ArmRecord, Report
