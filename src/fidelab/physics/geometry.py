@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fidelab.core import cache_parameter
 from fidelab.errors import FidelabError, InputError
 from fidelab.models import embedded, hub
-from fidelab.models.gguf import hf_config
+from fidelab.models.gguf import header_config, hf_config, read_header
 from fidelab.models.resolve import HUB_ID
 from fidelab.models.weights import read_json
 from fidelab.physics.architectures import geometry_of_config
@@ -76,6 +76,10 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
         file = here if here.suffix == ".gguf" else embedded.gguf_file()
         if not file.is_file():
             raise InputError(f"no file {name}")
+        words = header_config(read_header(file.resolve()))
+        if words is not None and (shape := geometry_of_config(words, name)) is not None:
+            return shape, "bf16"
+        require("transformers", f"{name}: the shape of a GGUF file of this architecture")
         with tempfile.TemporaryDirectory() as scratch:
             hf_config(file.resolve(), Path(scratch)).save_pretrained(scratch)
             return replace(model_geometry(Path(scratch)), name=name), "bf16"
