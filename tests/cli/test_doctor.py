@@ -185,7 +185,7 @@ def test_without_torch_it_says_so_and_how_to_get_it(room: Path) -> None:
     torch = told.check("torch", "packages")
     assert (torch["status"], torch["remedy"]) == ("missing", 'pip install "torch>=2.6"')
     assert told.record["reasons"] == ["torch: not installed; 2.6 or newer is needed"]
-    assert told.check("hf", "engines")["detail"] == "needs torch: pip install fidelab"
+    assert told.check("hf", "engines")["detail"] == "needs torch: pip install 'fidelab[hf]'"
 
 
 def test_without_transformers_the_engine_says_why_it_cannot_run(room: Path) -> None:

@@ -530,7 +530,12 @@ _SIGLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 1
 _SIGLIP |= {"image_size": 224, "patch_size": 16, "vision_use_head": True}
 _GEMMA4_VISION = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12}
 _GEMMA4_VISION |= {"num_key_value_heads": 12, "head_dim": 64, "patch_size": 16, "position_embedding_size": 10240}
-_GEMMA4_AUDIO: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "conv_kernel_size": 5}
+_GEMMA4_AUDIO: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "conv_kernel_size": 5,
+}
 _GEMMA4_AUDIO |= {"output_proj_dims": 1536, "subsampling_conv_channels": [128, 32]}
 
 

@@ -39,6 +39,7 @@ from fidelab.plan.deploy import engine_class
 from fidelab.plan.disk import check_disk
 from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
 from fidelab.plan.timings import Timings
+from fidelab.registry import require
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.cluster import Cluster, RayCluster
@@ -164,6 +165,7 @@ def execute(
         FidelabError: before anything ran.  What fails later is in the report.
         Interrupted: stopped; the children are ended and the folder can be resumed.
     """
+    require("scipy", "scoring")  # before hours of captures, not after them
     created = _now()
     with _cluster(experiment) as cluster:
         experiment = _placed(experiment, cluster)
