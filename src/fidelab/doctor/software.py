@@ -124,11 +124,7 @@ def _requires(package: str) -> list[str]:
     except metadata.PackageNotFoundError:  # not installed; for fidelab itself: run from its sources
         return []
     needed = {"", _MAIN_JOB} if package == "fidelab" else {""}
-    return [
-        text.strip()
-        for text, _, marker in stated
-        if marker.replace('"', "'").strip() in needed and not text.startswith("fidelab[")
-    ]
+    return [text.strip() for text, _, marker in stated if marker.replace('"', "'").strip() in needed]
 
 
 def _names(requirements: list[str]) -> set[str]:

@@ -49,10 +49,9 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
         if (shape := geometry_of_config(words, name or str(source))) is not None:
             return shape
         user = f"{file}: model_type {kind!r} with these fields is not in the table of fidelab physics, so that it"
+        transformers = require("transformers", user)
         require("torch", user)
-        config = require("transformers", user).AutoConfig.from_pretrained(
-            file.parent, trust_remote_code=False, local_files_only=True
-        )
+        config = transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
         if lacks := _lacks(words, config):
             raise _cannot(file, f"it lacks {', '.join(lacks)}")
         return _built(config, name or str(source))
