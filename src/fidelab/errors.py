@@ -11,6 +11,7 @@ FidelabError                  anything a user can fix; one line, exit code 2
 │   └── OtherSchemaError      a capture of another version of fidelab, which may be whole
 ├── EngineError               an engine that cannot be opened or cannot do what was asked
 │   └── NotSupportedError     the engine lacks this format or request (status ``not_supported``)
+├── MissingPackageError       an optional package that is not installed; names its extra
 ├── OutputError               an output folder that cannot be written
 └── SandboxUnavailable        (axes/capability/sandbox.py) this machine cannot confine a program; it was not run
 """
@@ -27,6 +28,7 @@ __all__ = [
     "FidelabError",
     "InputError",
     "MismatchError",
+    "MissingPackageError",
     "NotSupportedError",
     "OtherSchemaError",
     "OutputError",
@@ -88,6 +90,10 @@ class EngineError(FidelabError):
 
 class NotSupportedError(EngineError):
     """The engine lacks this format or request."""
+
+
+class MissingPackageError(FidelabError):
+    """An optional package that is not installed; the message names the command that installs it."""
 
 
 class OutputError(FidelabError):

@@ -1,4 +1,4 @@
-"""Name → object, imported on first use.
+"""Name → object, imported on first use; optional packages, and the extra that installs each.
 
 Each pluggable room holds a plain table ``{"name": "package.module:Object"}`` in its ``__init__``; a
 third-party package adds a row through an entry point (groups ``fidelab.engines``, ``fidelab.axes``,
@@ -10,11 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-from fidelab.errors import UnknownNameError
+from fidelab.errors import MissingPackageError, UnknownNameError
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "late", "missing_package", "require"]
+
+# package → its name for people, the extra of fidelab that installs it
+_EXTRAS = {
+    "accelerate": ("Accelerate", "hf"),
+    "llama_cpp": ("llama-cpp-python", "llamacpp"),
+    "lm_eval": ("lm-evaluation-harness", "lm-eval"),
+    "PIL": ("Pillow", "vision"),
+    "pyarrow": ("pyarrow", "parquet"),
+    "ray": ("Ray", "ray"),
+    "resvg_py": ("resvg-py", "charts"),
+    "scipy": ("SciPy", "stats"),
+    "tokenizers": ("tokenizers", "hf"),
+    "torch": ("PyTorch", "hf"),
+    "transformers": ("Transformers", "hf"),
+}
 
 
 class Registry:
@@ -57,3 +73,46 @@ def _foreign(group: str | None) -> dict[str, str]:
     from importlib.metadata import entry_points  # slow, and built-in names do not need it
 
     return {point.name: point.value for point in entry_points(group=group)}
+
+
+def require(module: str, user: str = "this command") -> Any:
+    """Import ``module`` of an optional package and return it.
+
+    ``user``: what needs it, the subject of the message.
+
+    Raises:
+        MissingPackageError: the package, or an optional package that it imports, is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (found := missing_package(error, user)) is None:
+            raise
+        raise found from None
+
+
+def missing_package(error: ImportError, user: str = "this command") -> MissingPackageError | None:
+    """Return the line for a failed import of an optional package; ``None`` for any other import."""
+    package = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package not in _EXTRAS:
+        return None
+    title, extra = _EXTRAS[package]
+    return MissingPackageError(f"{user} needs {title}: pip install 'fidelab[{extra}]'")
+
+
+def late(module: str) -> Any:
+    """Return a stand-in for ``module`` of an optional package, which is imported when an attribute is first read.
+
+    Raises:
+        MissingPackageError: on first use, if the package is not installed.
+    """
+    return _Late(module)
+
+
+class _Late(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by tools that look at modules, not by code that uses this one
+            raise AttributeError(name)
+        value = getattr(require(self.__name__), name)
+        setattr(self, name, value)  # the next look-up is an ordinary one
+        return value

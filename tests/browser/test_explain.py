@@ -16,7 +16,7 @@ from fidelab.errors import UsageError
 from fidelab.physics.devices import devices
 from fidelab.physics.explainer import KNOWN_MODELS, PUBLISHED_HILL, explainer, measured_points
 from fidelab.physics.fits import HillFit, fit_affine, fit_hill, read_points
-from fidelab.physics.geometry import Geometry, KVLayer
+from fidelab.physics.shapes import Geometry, KVLayer
 from fidelab.physics.traffic import Model
 from fidelab.report.explainer import write_explainer
 from tests.browser.conftest import Open, Visit

@@ -90,7 +90,7 @@ def doctor(
     (hook / "sitecustomize.py").write_text(HOOK)
     cache = str(cwd / "cache")
     own = {
-        "PYTHONPATH": str(hook),
+        "PYTHONPATH": os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "FIDELAB_CACHE": cache,
         "TEST_GONE": ",".join(gone),
         "TEST_BROKEN": ",".join(broken),
@@ -138,7 +138,8 @@ def test_json_has_the_shape_that_is_documented(well: Told) -> None:
 
 
 def test_every_package_that_the_project_requires_is_checked(well: Told) -> None:
-    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
     names = {re.split(r"[><=!~;\[ ]", requirement)[0] for requirement in required}
     assert {check["name"] for check in well.record["checks"] if check["group"] == "packages"} == names | {"k16v8"}
     # a requirement in another form would be read as one without a floor
@@ -185,7 +186,7 @@ def test_without_torch_it_says_so_and_how_to_get_it(room: Path) -> None:
     torch = told.check("torch", "packages")
     assert (torch["status"], torch["remedy"]) == ("missing", 'pip install "torch>=2.6"')
     assert told.record["reasons"] == ["torch: not installed; 2.6 or newer is needed"]
-    assert told.check("hf", "engines")["detail"] == "needs torch: pip install fidelab"
+    assert told.check("hf", "engines")["detail"] == "needs torch: pip install 'fidelab[hf]'"
 
 
 def test_without_transformers_the_engine_says_why_it_cannot_run(room: Path) -> None:
@@ -252,7 +253,7 @@ def test_ctrl_c_waits_for_the_import_that_it_meets(tmp_path: Path, monkeypatch: 
 
 
 def test_a_package_that_is_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    required = {"fidelab": ["numpy>=10.1", 'pandas>=2; extra == "dev"']}
+    required = {"fidelab": ['numpy>=10.1; extra == "hf"', 'pandas>=2; extra == "dev"']}
     monkeypatch.setattr(metadata, "requires", required.get)
     [check] = software.packages()
     assert (check.status, check.remedy) == ("broken", 'pip install "numpy>=10.1"')

@@ -279,8 +279,9 @@ def test_one_8_bit_float_in_place_of_another_is_named(
 ) -> None:
     other = create(FormatSpec(stored))
     assert isinstance(other, Float8)
+    stored_otherwise = type("StoredOtherwise", (Float8,), {"dtype": other.dtype})
     monkeypatch.setitem(FORMATS._table, kv, "tests.engines.test_hf_proof:exchanged")
-    monkeypatch.setattr("tests.engines.test_hf_proof.exchanged", lambda spec: Float8(spec.name, other.dtype))
+    monkeypatch.setattr("tests.engines.test_hf_proof.exchanged", lambda spec: stored_otherwise(spec.name))
     ran = asked(checkpoint("llama"), kv)
     assert (ran.k_format, ran.v_format) == (stored, stored)
     assert (judged(checkpoint("llama"), kv, ran)[0] is Status.OK) is (kv == stored)

@@ -32,9 +32,10 @@ from fidelab.physics.fits import (
     impossible_speedup,
     read_points,
 )
-from fidelab.physics.geometry import Geometry, KVLayer, model_geometry, named_geometry
+from fidelab.physics.geometry import model_geometry, named_geometry
 from fidelab.physics.overview import overview
 from fidelab.physics.probe import probe_device
+from fidelab.physics.shapes import Geometry, KVLayer
 from fidelab.physics.traffic import Model, composition, interconnect_shortfall, required_link_bandwidth
 from tests.tiny_models import KINDS, model
 
@@ -73,9 +74,9 @@ def test_recurrent_state_is_as_large_as_in_a_real_forward(kind: str, tmp_path: P
 def test_a_model_whose_cache_stays_empty_is_an_error_that_names_class_and_parameter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model("llama").config.save_pretrained(tmp_path)
+    model("granite").config.save_pretrained(tmp_path)  # which the table of architectures lacks
     monkeypatch.setattr(geometry, "cache_parameter", lambda _model: "swallowed_by_kwargs")
-    with pytest.raises(InputError, match=r"of \d+ layers of LlamaForCausalLM cached nothing .* swallowed_by_kwargs="):
+    with pytest.raises(InputError, match=r"of \d+ layers of GraniteForCausalLM cached nothing .* swallowed_by_kwargs="):
         model_geometry(tmp_path)
 
 

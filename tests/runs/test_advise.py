@@ -17,7 +17,7 @@ from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError, UsageError
 from fidelab.models.tiny import make_tiny
 from fidelab.physics.devices import find_device
-from fidelab.physics.geometry import Geometry
+from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord
 from fidelab.runs.advise import (

@@ -17,8 +17,9 @@ from fidelab.checkpoints.files import Checkpoint
 from fidelab.checkpoints.modules import generates
 from fidelab.checkpoints.rules import Finding, Subject, rule
 from fidelab.core import read_file
-from fidelab.errors import InputError
+from fidelab.errors import InputError, MissingPackageError
 from fidelab.models.bounds import bounded
+from fidelab.registry import require
 
 __all__: list[str] = []
 
@@ -82,6 +83,7 @@ class _Chat:
         ids: ``(file, key)`` → ids that configurations give.
         tokenizer: of the package tokenizers.
         unreadable: what is wrong with which file.
+        unchecked: which file needs which package.
         described: whether there is a tokenizer at all.
         texts: name of a conversation → what became of it; or why it was refused.
         refused: name of a conversation → why.
@@ -94,6 +96,7 @@ class _Chat:
     ids: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     tokenizer: Any = None
     unreadable: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
     described: bool = False
     texts: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -164,8 +167,10 @@ def _of_folder(checkpoint: Checkpoint) -> _Chat:
             chat.tokenizer = _tokenizer(folder / "tokenizer.json")
         except InputError as error:
             chat.unreadable.append(str(error))
+        except MissingPackageError as error:
+            chat.unchecked.append(f"tokenizer.json: {error}")
     settings = files.get("tokenizer_config.json", {})
-    chat.described = bool(settings) or chat.tokenizer is not None
+    chat.described = bool(settings) or (folder / "tokenizer.json").is_file()
     for token in _SPECIAL:
         for source in (settings, files.get("special_tokens_map.json", {})):
             value = source.get(token)
@@ -202,11 +207,14 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _tokenizer(path: Path) -> Any:
-    """The tokenizer of a file.  A panic of the library, which is no Exception, is an unreadable file as well."""
-    from tokenizers import Tokenizer
+    """The tokenizer of a file.  A panic of the library, which is no Exception, is an unreadable file as well.
 
+    Raises:
+        MissingPackageError: the package tokenizers is not installed.
+    """
+    package = require("tokenizers", "this check")
     try:
-        return Tokenizer.from_file(str(path))
+        return package.Tokenizer.from_file(str(path))
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
@@ -238,8 +246,11 @@ def _read_template(chat: _Chat, checkpoint: Checkpoint, files: Mapping[str, Mapp
 
 def _render(chat: _Chat, template: str) -> None:
     """Let Transformers render every conversation, all within the bounds of one."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    try:
+        render = require("transformers.utils.chat_template_utils", "this check").render_jinja_template
+    except MissingPackageError as error:
+        chat.unchecked.append(f"{chat.place}: {error}")
+        return
     if len(template) > _MOST_TEMPLATE:
         chat.exceeded = f"it has more than {_MOST_TEMPLATE:,} characters"
         return
@@ -247,7 +258,7 @@ def _render(chat: _Chat, template: str) -> None:
         with bounded():
             for name, (messages, options) in _CONVERSATIONS.items():
                 try:
-                    [text], _ = render_jinja_template([messages], chat_template=template, **chat.special, **options)
+                    [text], _ = render([messages], chat_template=template, **chat.special, **options)
                 except (TimeoutError, MemoryError):
                     raise
                 except Exception as error:  # jinja2's errors, and those that templates raise themselves
@@ -291,6 +302,20 @@ def _quoted(names: Sequence[str]) -> str:
 )
 def _unreadable(subject: Subject) -> Iterator[Finding]:
     for text in _chat(subject).unreadable:
+        yield Finding(text)
+
+
+@rule(
+    "tokenizer-unchecked",
+    title="Tokenizer or chat template not checked",
+    severity="information",
+    symptom="unknown: the rules about special tokens and chat templates did not run",
+    cause="fidelab is installed without the extra hf",
+    check="the packages tokenizers and Transformers are installed",
+    command="pip install 'fidelab[hf]' and audit again",
+)
+def _unchecked(subject: Subject) -> Iterator[Finding]:
+    for text in _chat(subject).unchecked:
         yield Finding(text)
 
 

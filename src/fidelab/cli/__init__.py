@@ -150,6 +150,7 @@ def main() -> None:
     from fidelab.cli.output import guard_streams
     from fidelab.core import waiting_variables
     from fidelab.errors import FidelabError
+    from fidelab.registry import missing_package
 
     guard_streams()
     os.environ |= waiting_variables(os.environ)  # read when torch is first imported
@@ -168,7 +169,9 @@ def main() -> None:
         print(f"fidelab: stopped; no process was left behind. {hint}", file=sys.stderr)
         code = 130
     except ImportError as error:
-        code = _fault(f"{error.name or 'a package'} cannot be imported ({error}); see: python -m fidelab.doctor")
+        missing = missing_package(error)
+        name = error.name or "a package"
+        code = _fault(str(missing or f"{name} cannot be imported ({error}); see: python -m fidelab.doctor"))
     except OSError as error:
         code = _fault(f"{error.filename or 'input/output'}: {error.strerror or error}")
     sys.exit(code if isinstance(code, int) else 0)

@@ -18,7 +18,7 @@ from fidelab.cli.output import note, open_console
 from fidelab.errors import UsageError
 
 if TYPE_CHECKING:
-    from fidelab.physics.geometry import Geometry
+    from fidelab.physics.shapes import Geometry
 
 _NUMBER = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -129,7 +129,7 @@ def _offered(geometry: Geometry) -> Sequence[str]:
 
 def _geometry(name: str | None, sizes: Mapping[str, float | None]) -> tuple[Geometry, str]:
     """The shape and the model's own 16-bit type."""
-    from fidelab.physics.geometry import Geometry
+    from fidelab.physics.shapes import Geometry
 
     given = {key: value for key, value in sizes.items() if value is not None}
     if name is None:

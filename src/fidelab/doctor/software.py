@@ -21,6 +21,7 @@ __all__ = ["contender", "packages", "release", "untested", "versions"]
 _MODULES = {"pyyaml": "yaml"}  # elsewhere the module has the package's name
 # Name, extras in brackets, and the floor. An upper bound is not enforced here: newer versions are reported as untested.
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?(?:.*?>=\s*(?P<floor>[\w.]+))?")
+_MAIN_JOB = "extra == 'hf'"
 _TESTED = Path(__file__).with_name("constraints.txt")
 
 
@@ -114,11 +115,16 @@ def _k16v8() -> DoctorCheck:
 
 
 def _requires(package: str) -> list[str]:
-    """What a package requires always, by its metadata; a marker makes a requirement optional."""
+    """What a package requires always, by its metadata; a marker makes a requirement optional.
+
+    The main job of fidelab, comparing arms of engine hf, needs the packages of an extra as well.
+    """
     try:
-        return [text.strip() for text in metadata.requires(package) or [] if ";" not in text]
+        stated = [text.partition(";") for text in metadata.requires(package) or []]
     except metadata.PackageNotFoundError:  # not installed; for fidelab itself: run from its sources
         return []
+    needed = {"", _MAIN_JOB} if package == "fidelab" else {""}
+    return [text.strip() for text, _, marker in stated if marker.replace('"', "'").strip() in needed]
 
 
 def _names(requirements: list[str]) -> set[str]:

@@ -14,13 +14,19 @@ those that do not fill a block yet) is the affair of a cache: ``encode`` takes w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = late("torch")
 
 __all__ = ["Format", "Parts"]
 
-Parts = tuple[Tensor, ...]
+Parts: TypeAlias = "tuple[Tensor, ...]"
 
 
 class Format(ABC):

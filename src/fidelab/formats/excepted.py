@@ -8,13 +8,18 @@ is held, and counted, by the cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
 from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = late("torch")
 
 __all__ = ["OPTIONS", "Excepted", "excepted"]
 

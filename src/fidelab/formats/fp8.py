@@ -27,23 +27,28 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
 from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import FLOAT32_SLACK, divide, narrow, rounding_bound
 from fidelab.formats.scale import finite_amax, half_scale
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = late("torch")
 
 __all__ = ["Float8", "create", "fn_to_fnuz", "fnuz_to_fn"]
 
-_TYPES = {
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
-    "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
+_TYPES = {  # in torch
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "fp8_e4m3fnuz": "float8_e4m3fnuz",
+    "fp8_e5m2fnuz": "float8_e5m2fnuz",
 }
 _SCALES = ("none", "per-tensor", "per-head", "per-channel", "per-token-head")
 _FITTED = {
@@ -54,9 +59,9 @@ _FITTED = {
 
 # Measured on one CPU core, 2 M codes to float32, by torch's cast and by table: e4m3 6.8 and 1.6 ms, e5m2
 # 1.1 and 1.9 ms, the fnuz types 5.6 to 8.7 and 1.8 ms.
-_TABLE_IS_FASTER = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+_TABLE_IS_FASTER = frozenset({"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"})
 
-_SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+_SMALLEST_NORMAL = 2.0**-126  # of float32
 _LARGEST = 1e30
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?")
 _SMALLEST = 2.0**-149  # of float32; one rounding among its subnormals costs at most half of this
@@ -67,8 +72,8 @@ def create(spec: FormatSpec) -> Format:
     options.only(spec, "scale")
     text = dict(spec.options).get("scale", "")
     if _NUMBER.fullmatch(text) and _SMALLEST_NORMAL <= float(text) <= _LARGEST:
-        return Float8(spec.name, _TYPES[spec.name], "static", float(text))
-    return Float8(spec.name, _TYPES[spec.name], options.choice(spec, "scale", _SCALES))
+        return Float8(spec.name, "static", float(text))
+    return Float8(spec.name, options.choice(spec, "scale", _SCALES))
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,14 @@ class Float8(Format):
     """One 8-bit float type under one way to scale it."""
 
     name: str
-    dtype: torch.dtype
     scaling: str = "none"
     static: float = 1.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in torch."""
+        found: torch.dtype = getattr(torch, _TYPES[self.name])
+        return found
 
     @property
     def top(self) -> float:
@@ -148,29 +158,33 @@ class Float8(Format):
 
 
 # type: the code of its largest number, and of one NaN
-_TOP_CODES = {torch.float8_e4m3fn: (0x7E, 0x7F), torch.float8_e5m2: (0x7B, 0x7F)}
+_TOP_CODES = {"float8_e4m3fn": (0x7E, 0x7F), "float8_e5m2": (0x7B, 0x7F)}
 _FNUZ_NAN = 0x80
 
 
-def fn_to_fnuz(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def fn_to_fnuz(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes (uint8) of ``dtype`` (e4m3fn or e5m2) and their scale → fnuz codes and twice the scale.
 
     Every finite value stays what it was; -0 (0x80) becomes 0, NaN and infinities the one NaN.
     """
-    top, _ = _TOP_CODES[dtype]
+    top, _ = _TOP_CODES[_name(dtype)]
     number = (codes & 0x7F) <= top
     return torch.where(number, codes * (codes != _FNUZ_NAN), _FNUZ_NAN), scale * 2
 
 
-def fnuz_to_fn(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def fnuz_to_fn(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The inverse of :func:`fn_to_fnuz`: fnuz codes → codes of ``dtype`` (e4m3fn or e5m2) and half the scale.
 
     Codes that ``dtype`` keeps for NaN and infinity are numbers in fnuz (0x7F, in e5m2 from 0x7C): they
     saturate at its largest number.  NaN stays NaN.
     """
-    top, nan = _TOP_CODES[dtype]
+    top, nan = _TOP_CODES[_name(dtype)]
     number = (codes & 0x7F).clamp_max(top) | codes & 0x80
     return torch.where(codes == _FNUZ_NAN, nan, number), scale / 2
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _unless_zero(amax: Tensor, scale: Tensor) -> Tensor:
@@ -179,7 +193,7 @@ def _unless_zero(amax: Tensor, scale: Tensor) -> Tensor:
 
 def _widen(codes: Tensor, stored: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Codes uint8 → their values in ``dtype``."""
-    if codes.device.type == "cpu" and stored in _TABLE_IS_FASTER:
+    if codes.device.type == "cpu" and _name(stored) in _TABLE_IS_FASTER:
         # int32 indices: index_select is several times faster than table[codes.long()].
         return _table(stored, dtype).index_select(0, codes.reshape(-1).int()).view(codes.shape)
     return codes.view(stored).to(dtype)

@@ -17,9 +17,7 @@ block with it.
 from __future__ import annotations
 
 from functools import cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
 from fidelab.formats import options
@@ -27,6 +25,13 @@ from fidelab.formats.base import Format
 from fidelab.formats.block import SIZE, Block, finite, inverse, largest, pack_halves, unpack_halves
 from fidelab.formats.rounding import FLOAT32_SLACK, divide
 from fidelab.formats.scale import grouped, ungrouped
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = late("torch")
 
 __all__ = ["LEVELS", "BlockLevels", "create"]
 

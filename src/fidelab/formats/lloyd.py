@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
 from fidelab.formats import options
@@ -24,6 +22,13 @@ from fidelab.formats.base import Format, Parts
 from fidelab.formats.intn import pack, unpack
 from fidelab.formats.rounding import FLOAT32_SLACK, narrow
 from fidelab.formats.scale import HALF_MAX
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = late("torch")
 
 __all__ = ["LloydMax", "create", "levels"]
 

@@ -8,24 +8,29 @@ stay what they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
 from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import narrow, rounding_bound
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = late("torch")
 
 __all__ = ["Native", "create"]
 
-_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_TYPES = {"f32": ("float32", 4), "f16": ("float16", 2), "bf16": ("bfloat16", 2)}  # torch's name, bytes
 
 
 def create(spec: FormatSpec) -> Format:
     """``f32``, ``f16`` or ``bf16``; no options."""
     options.only(spec)
-    return Native(spec.name, _TYPES[spec.name])
+    return Native(spec.name)
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,12 @@ class Native(Format):
     """
 
     name: str
-    dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in torch."""
+        found: torch.dtype = getattr(torch, _TYPES[self.name][0])
+        return found
 
     def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
         """``x`` rounded to the type."""
@@ -48,7 +58,7 @@ class Native(Format):
 
     def token_bytes(self, dim: int) -> int:
         """``dim`` times the size of the type."""
-        return dim * self.dtype.itemsize
+        return dim * _TYPES[self.name][1]
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """Half a step of the type (0 for f32), or the distance to its largest number for values beyond it."""

@@ -21,9 +21,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
 from fidelab.errors import NotSupportedError, UsageError
@@ -31,6 +29,13 @@ from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import FLOAT32_SLACK, narrow
 from fidelab.formats.scale import grouped, ungrouped
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = late("torch")
 
 __all__ = ["OPTIONS", "Rotated", "rotated"]
 

@@ -5,16 +5,20 @@ Half to even (IEEE 754) unless a function says otherwise.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = late("torch")
 
 __all__ = ["FLOAT32_SLACK", "divide", "half_step", "narrow", "round_half_away", "rounding_bound"]
 
 # Relative error of a few float32 operations in a row (2^-24 each): what a bound adds for x / s and q * s.
 FLOAT32_SLACK = 2.0**-22
-
-# torch.finfo says 0.125 here (2.13); the type has two mantissa bits.
-_EPS = {torch.float8_e5m2fnuz: 0.25}
 
 _EXPONENT_BITS = 0x7F800000
 
@@ -26,7 +30,8 @@ def half_step(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     step).  This is the largest error of rounding to nearest; the range of ``dtype`` is not looked at.
     """
     info = torch.finfo(dtype)
-    eps = _EPS.get(dtype, info.eps)
+    # torch.finfo says 0.125 here (2.13); the type has two mantissa bits.
+    eps = 0.25 if dtype == torch.float8_e5m2fnuz else info.eps
     # Clearing the mantissa leaves the power of two: exact on every device, which exp2 and log2 are not.
     power = magnitude.clamp_min(info.smallest_normal).view(torch.int32) & _EXPONENT_BITS
     return power.view(torch.float32) * (eps / 2)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING
+
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = late("torch")
 
 __all__ = ["HALF_MAX", "HALF_MIN", "finite_amax", "grouped", "groups_of", "half_scale", "ungrouped"]
 
@@ -22,7 +28,7 @@ def grouped(x: Tensor, size: int) -> Tensor:
     dim = x.shape[-1]
     groups = groups_of(dim, size)
     if groups * size != dim:
-        x = functional.pad(x, (0, groups * size - dim))
+        x = torch.nn.functional.pad(x, (0, groups * size - dim))
     return x.reshape(*x.shape[:-1], groups, size)
 
 

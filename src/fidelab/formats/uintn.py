@@ -15,9 +15,7 @@ a byte are emulated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
 from fidelab.errors import NotSupportedError
@@ -26,6 +24,13 @@ from fidelab.formats.base import Format, Parts
 from fidelab.formats.intn import pack, unpack
 from fidelab.formats.rounding import FLOAT32_SLACK, divide, narrow
 from fidelab.formats.scale import HALF_MAX, grouped, groups_of, half_scale, ungrouped
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = late("torch")
 
 __all__ = ["GroupedUInt", "create"]
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from fidelab.core import Status
 from fidelab.errors import InputError, MismatchError, UsageError
@@ -227,7 +226,7 @@ def _unpaired(ref: NDArray[np.float64], test: NDArray[np.float64]) -> float | No
     n = len(ref)
     errors = [side.std(ddof=1) / math.sqrt(n) for side in (ref, test)] if n > 1 else [0.0]
     error = math.hypot(*errors)
-    return None if error == 0.0 else float(2 * special.ndtr(-abs(test.mean() - ref.mean()) / error))
+    return None if error == 0.0 else math.erfc(abs(test.mean() - ref.mean()) / error / math.sqrt(2))
 
 
 def _said(name: str, axis: Measurement, certificate: Certificate) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from fidelab.errors import InputError
 from fidelab.inputs.files import DATA, json_lines
+from fidelab.registry import require
 
 __all__ = ["Problem", "ask", "extract_answer", "load_problems", "load_shots", "own_words"]
 
@@ -121,15 +122,13 @@ def _value(match: re.Match[str]) -> Decimal:
 
 
 def _from_hub() -> list[dict[str, Any]]:
-    from pyarrow import parquet
-
     from fidelab.models.hub import dataset_file
 
     try:
         file = dataset_file(*_HUB)
     except InputError as error:
         raise type(error)(f"{error}: the test set as JSONL does as well (axes.gsm8k.data)") from error
-    read: Any = parquet.read_table  # pyarrow has no types
+    read = require("pyarrow.parquet", "GSM8K from the hub").read_table  # without types
     rows: list[dict[str, Any]] = read(file, columns=["question", "answer"]).to_pylist()
     return rows
 

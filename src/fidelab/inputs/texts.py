@@ -14,6 +14,7 @@ from typing import Any
 from fidelab.errors import InputError
 from fidelab.inputs.files import DATA, json_lines, read_utf8
 from fidelab.inputs.tokens import Tokenizer
+from fidelab.registry import require
 
 TEXTS = ("default", "domains", "wikitext-2")
 """Names of texts that are no files."""
@@ -82,15 +83,13 @@ def _documents(content: str) -> tuple[int, ...]:
 
 def _wikitext() -> str:
     """WikiText-2's raw test text: the hub keeps its lines as rows, blank ones without their blank."""
-    from pyarrow import parquet
-
     from fidelab.models.hub import dataset_file
 
     try:
         file = dataset_file(*_WIKITEXT)
     except InputError as error:
         raise InputError(f"{error}: the raw test text, wiki.test.raw, does as well") from error
-    read: Any = parquet.read_table  # pyarrow has no types
+    read = require("pyarrow.parquet", "WikiText-2 from the hub").read_table  # without types
     lines = read(file, columns=["text"]).column("text").to_pylist()
     return "".join(line or " \n" for line in lines)
 

@@ -24,7 +24,7 @@ from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from fidelab.captures.manifest import load_manifest
 from fidelab.core import canonical_json, read_file, strict_json
-from fidelab.errors import CaptureError, FidelabError, InputError, OutputError, UsageError
+from fidelab.errors import CaptureError, FidelabError, InputError, MissingPackageError, OutputError, UsageError
 from fidelab.metrics.composite import Band, kl_band
 from fidelab.metrics.divergence import kld_score
 from fidelab.results.decision_record import Recommendation
@@ -495,6 +495,8 @@ def _recomputed(
         report = recompute(folder, limits)
     except CaptureError as error:
         return None, [f"its figures cannot be computed again: {error}"]
+    except MissingPackageError:
+        raise  # says nothing about the run
     except FidelabError as error:
         return None, [f"{folder.path} cannot be scored: {error}"]
     bodies = [strict_json(text) for text in _chained(_bodies(report, captures, head.supersedes))]

@@ -16,11 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special
 
 from fidelab.metrics.intervals import (
     MIN_STUDENTIZED_CLUSTERS,
@@ -33,6 +32,12 @@ from fidelab.metrics.intervals import (
     standard_error,
 )
 from fidelab.metrics.sample_size import ClusterSpread, clusters_to_certify, detectable_loss, paired_spread, ratio_spread
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    from scipy import special
+else:
+    special = late("scipy.special")
 
 __all__ = [
     "ALPHA",

@@ -23,11 +23,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy import special
 
 from fidelab.metrics.intervals import RatioItems, binomial_interval, critical_value, ratio_estimate, standard_error
+from fidelab.registry import late
+
+if TYPE_CHECKING:
+    from scipy import special
+else:
+    special = late("scipy.special")
 
 __all__ = [
     "ClusterSpread",

@@ -15,7 +15,7 @@ from fidelab.core import KVSpec
 from fidelab.errors import InputError, UsageError
 from fidelab.physics.devices import devices
 from fidelab.physics.fits import Points, compare_fits
-from fidelab.physics.geometry import Geometry, KVLayer
+from fidelab.physics.shapes import Geometry, KVLayer
 from fidelab.physics.traffic import Model
 
 __all__ = ["KNOWN_MODELS", "PUBLISHED_HILL", "explainer", "measured_points"]

@@ -1,125 +1,35 @@
-"""A model's shape, as far as memory traffic depends on it: what each layer caches, which weights a step reads.
+"""The shape of a named model: from the table of architectures, else from the model that Transformers builds.
 
-Nothing is derived from the names of configuration fields: Transformers builds the model on the ``meta`` device, where
-tensors have shapes and no content, and one token is passed through it.  What its cache holds afterwards is what the
-architecture caches, also for shared layers, latents, sliding windows and recurrent states.
+Outside the table nothing is derived from the names of configuration fields: Transformers builds the model on the
+``meta`` device, where tensors have shapes and no content, and one token is passed through it.  What its cache holds
+afterwards is what the architecture caches, also for shared layers, latents, sliding windows and recurrent states.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fidelab.core import cache_parameter
-from fidelab.errors import FidelabError, InputError, UsageError
+from fidelab.errors import FidelabError, InputError
 from fidelab.models import embedded, hub
-from fidelab.models.gguf import hf_config
+from fidelab.models.gguf import header_config, hf_config, read_header
 from fidelab.models.resolve import HUB_ID
 from fidelab.models.weights import read_json
+from fidelab.physics.architectures import geometry_of_config
+from fidelab.physics.shapes import Geometry, KVLayer
+from fidelab.registry import require
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["Geometry", "KVLayer", "model_geometry", "named_geometry"]
+__all__ = ["model_geometry", "named_geometry"]
 
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "num_selected_experts")
 _CHUNK = 2**16  # an expert count beyond this is no expert count
-
-
-@dataclass(frozen=True)
-class KVLayer:
-    """What one layer caches per token: ``heads`` keys of ``k_dim`` and values of ``v_dim`` elements.
-
-    ``window``: how many tokens at most; ``None``: all of them.  ``latent``: one compressed vector stands for keys and
-    values of all heads (multi-head latent attention), and both parts are stored in one format.
-    """
-
-    heads: int
-    k_dim: int
-    v_dim: int
-    window: int | None = None
-    latent: bool = False
-
-    def shard(self, tp: int) -> KVLayer:
-        """What each of ``tp`` devices holds; heads that are fewer than devices, and latents, are held several times."""
-        return self if self.latent else replace(self, heads=math.ceil(self.heads / tp))
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A model's shape.
-
-    Attributes:
-        name: for messages.
-        layers: decoder layers, with and without a cache of their own.
-        kv: the layers that cache keys and values; layers that use another's are not among them.
-        state_bytes: recurrent state of one sequence, in 16-bit models as Transformers keeps it.
-        parameters: all, vision towers included.
-        idle_parameters: of these the embedding tables that are not also the LM head, which are looked up by row, and
-            parts that are not the language model: a decode step does not read them.
-        expert_parameters: of all routed experts together.
-        experts, active_experts: routed experts per layer, and how many of them a token takes.
-        query_heads: heads of the queries, for the arithmetic of attention.
-        max_positions: what the configuration allows.
-    """
-
-    name: str
-    layers: int
-    kv: tuple[KVLayer, ...]
-    parameters: int
-    state_bytes: int = 0
-    idle_parameters: int = 0
-    expert_parameters: int = 0
-    experts: int = 0
-    active_experts: int = 0
-    query_heads: int = 0
-    max_positions: int | None = None
-
-    def __post_init__(self) -> None:
-        for what, value in (("layers", self.layers), ("parameters", self.parameters)):
-            if value <= 0:
-                raise UsageError(f"{what} must be above 0, not {value:,}")
-        for layer in self.kv:
-            if min(layer.heads, layer.k_dim) <= 0 or layer.v_dim < 0:
-                raise UsageError(f"{layer.heads} heads of {layer.k_dim} and {layer.v_dim} elements are no cache")
-
-    @classmethod
-    def of_sizes(cls, layers: int, kv_heads: int, head_dim: int, parameters: float) -> Geometry:
-        """A dense model whose layers are alike, from four numbers.
-
-        Raises:
-            UsageError: one of them is not above 0.
-        """
-        for what, value in (("kv-heads", kv_heads), ("head-dim", head_dim), ("layers", layers)):
-            if value <= 0:
-                raise UsageError(f"{what} must be above 0, not {value:,}")
-        if not (math.isfinite(parameters) and parameters >= 1):
-            raise UsageError(f"params must be a number of parameters such as 7.6e9, not {parameters:g}")
-        name = f"{layers} layers, {kv_heads} KV heads of {head_dim}, {parameters:.4g} parameters"
-        return cls(name, layers, (KVLayer(kv_heads, head_dim, head_dim),) * layers, round(parameters))
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with."""
-        share = self.active_experts / self.experts if self.experts else 0
-        return round(self.parameters - self.idle_parameters - (1 - share) * self.expert_parameters)
-
-    def touched_experts(self, batch: int) -> float:
-        """Expected experts per layer that a step of ``batch`` tokens reads, if tokens choose evenly and independently.
-
-        ``E·(1 - (1 - k/E)^B)``; real routers prefer some experts and read fewer.
-        """
-        return self.experts * (1 - (1 - self.active_experts / self.experts) ** batch) if self.experts else 0.0
-
-    def read_parameters(self, batch: int) -> float:
-        """Expected parameters that one decode step of ``batch`` sequences reads."""
-        dense = self.parameters - self.idle_parameters - self.expert_parameters
-        share = self.touched_experts(batch) / self.experts if self.experts else 0
-        return dense + share * self.expert_parameters
 
 
 def model_geometry(source: Path, name: str = "") -> Geometry:
@@ -127,9 +37,8 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
 
     Raises:
         InputError: there is none, Transformers does not know the architecture, or cannot build it from these fields.
+        MissingPackageError: the table of architectures lacks the configuration, and Transformers is not installed.
     """
-    from transformers import AutoConfig
-
     file = source if source.is_file() else source / "config.json"
     words = read_json(file)
     kind = words.get("model_type")
@@ -137,7 +46,12 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
         raise _cannot(file, "it lacks model_type")
     try:
         _check_sizes(words, file)
-        config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
+        if (shape := geometry_of_config(words, name or str(source))) is not None:
+            return shape
+        user = f"{file}: model_type {kind!r} with these fields is not in the table of fidelab physics, so that it"
+        transformers = require("transformers", user)
+        require("torch", user)
+        config = transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
         if lacks := _lacks(words, config):
             raise _cannot(file, f"it lacks {', '.join(lacks)}")
         return _built(config, name or str(source))
@@ -161,6 +75,10 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
         file = here if here.suffix == ".gguf" else embedded.gguf_file()
         if not file.is_file():
             raise InputError(f"no file {name}")
+        words = header_config(read_header(file.resolve()))
+        if words is not None and (shape := geometry_of_config(words, name)) is not None:
+            return shape, "bf16"
+        require("transformers", f"{name}: the shape of a GGUF file of this architecture")
         with tempfile.TemporaryDirectory() as scratch:
             hf_config(file.resolve(), Path(scratch)).save_pretrained(scratch)
             return replace(model_geometry(Path(scratch)), name=name), "bf16"

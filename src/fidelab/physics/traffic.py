@@ -15,7 +15,7 @@ from fidelab.core import FormatSpec, KVSpec
 from fidelab.errors import UsageError
 from fidelab.formats import create
 from fidelab.physics.devices import Device
-from fidelab.physics.geometry import Geometry, KVLayer
+from fidelab.physics.shapes import Geometry, KVLayer
 
 __all__ = ["Model", "composition", "interconnect_shortfall", "required_link_bandwidth"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fidelab.core import slug
-from fidelab.errors import InputError
+from fidelab.errors import InputError, MissingPackageError
 from fidelab.report.plots import Drawing, draw_plots, frontier, noise, tail
 from fidelab.report.positions import ArmPositions, read_positions
 from fidelab.report.sections import ReportArm, Section, arms_of
@@ -88,7 +88,7 @@ def _read(report: Report, path: Path | None) -> tuple[list[ReportArm], dict[str,
             raise InputError("no positions.parquet was given")
         expected = {name: kld.n_items for name, kld in klds.values()}
         measured = read_positions(path, expected, {name: kld.facts.get("n_ctx") for name, kld in klds.values()})
-    except InputError as error:
+    except (InputError, MissingPackageError) as error:
         imported = "imported" in report.settings  # another tool's figures: there is nothing to score again
         return [], {}, f"{one_line(str(error))}: {LEFT_OUT if imported else REMEDY}"
     return list(klds), {arm.id: measured[name] for arm, (name, _) in klds.items()}, ""

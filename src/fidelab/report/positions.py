@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.errors import InputError
+from fidelab.registry import require
 
 __all__ = ["EDGES", "ArmPositions", "Worst", "read_positions"]
 
@@ -61,9 +61,9 @@ def read_positions(
 
     Raises:
         InputError: missing, unreadable, or of another run; says in one line what was wrong.
+        MissingPackageError: pyarrow is not installed.
     """
-    pa: Any = import_module("pyarrow")  # without types
-    pq: Any = import_module("pyarrow.parquet")
+    pa, pq = (require(name, "positions.parquet") for name in ("pyarrow", "pyarrow.parquet"))  # without types
     measured = {name: ArmPositions() for name in expected}
     if not path.is_file():
         raise InputError("there is no positions.parquet beside this report")

@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fidelab.core import digest, read_file, slug, strict_json
-from fidelab.errors import InputError, OutputError
+from fidelab.errors import InputError, MissingPackageError, OutputError
+from fidelab.registry import require
 from fidelab.results.record import Report, write_atomically
 
 __all__ = ["RUNS", "RunFolder", "find_run"]
@@ -180,9 +180,12 @@ class RunFolder:
             left.unlink(missing_ok=True)
 
     def write_positions(self, tables: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Write (arm name, columns) tables as row groups of one parquet file."""
-        pa: Any = import_module("pyarrow")  # without types
-        pq: Any = import_module("pyarrow.parquet")
+        """Write (arm name, columns) tables as row groups of one parquet file, where pyarrow is installed."""
+        try:
+            pa, pq = require("pyarrow"), require("pyarrow.parquet")  # without types
+        except MissingPackageError:
+            self.positions.unlink(missing_ok=True)  # of what is scored again
+            return
         temporary = self.positions.with_name(f".{POSITIONS}.{os.getpid()}.tmp")
         writer: Any = None
         try:

@@ -17,7 +17,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +29,9 @@ from fidelab.formats import create
 from fidelab.formats.weights import weight_format
 from fidelab.metrics.intervals import RatioItems, critical_value, paired_difference
 from fidelab.physics.devices import Device
-from fidelab.physics.geometry import Geometry
+from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
+from fidelab.registry import require
 from fidelab.results.measurement import DECIDING
 from fidelab.results.recommend import serve_command
 from fidelab.results.record import ArmRecord, Report
@@ -819,7 +819,7 @@ def _paired(a: Loss, b: Loss, runs: Runs) -> tuple[float, tuple[float, float] | 
     file = RunFolder(folder).positions
     if not file.is_file():
         return None
-    parquet: Any = import_module("pyarrow.parquet")  # without types
+    parquet = require("pyarrow.parquet", "the paired difference of two arms")  # without types
     rows = parquet.read_table(file, columns=["arm", "window", "position", "n_ctx", "kl"]).to_pandas()
     arms = [rows[rows["arm"] == one.arm].set_index(["n_ctx", "window", "position"])["kl"] for one in (first, second)]
     if not all(len(one) and one.index.is_unique for one in arms):

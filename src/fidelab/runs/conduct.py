@@ -31,6 +31,7 @@ from fidelab.errors import CaptureError, FidelabError, InputError, MismatchError
 from fidelab.plan.build import Plan
 from fidelab.plan.estimate import Timings
 from fidelab.plan.resolve import Settings
+from fidelab.registry import require
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.benches import BENCHES, Benching
@@ -63,6 +64,7 @@ def execute(
         FidelabError: before anything ran.  What fails later is in the report.
         Interrupted: stopped; the children are ended and the folder can be resumed.
     """
+    require("scipy", "scoring")  # before hours of captures, not after them
     created = now()
     with _cluster(experiment) as cluster:
         experiment = _placed(experiment, cluster)

@@ -20,6 +20,7 @@ from fidelab.config.schema import Preset
 from fidelab.core import Arm, usable_cores
 from fidelab.engines import k16v8
 from fidelab.engines.base import Engine
+from fidelab.engines.installed import gpu_files
 from fidelab.engines.llamacpp import serve as llamacpp_serve
 from fidelab.engines.openai.http import Client
 from fidelab.engines.server_settings import Finding, findings, preparation_seconds
@@ -254,8 +255,12 @@ def _model(name: str, cls: type[Engine]) -> str:
 def _device(asked: str) -> str:
     if asked != "auto":
         return asked
-    import torch
-
+    if not gpu_files():
+        return "cpu"
+    try:
+        import torch
+    except ModuleNotFoundError:  # the engine has a torch of its own
+        return "cuda"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -25,6 +25,7 @@ from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Judgement, Loss, cert
 from fidelab.metrics.intervals import RatioItems
 from fidelab.plan.arms import serve_command
 from fidelab.plan.resolve import CONTROL, TRUTH
+from fidelab.registry import require
 from fidelab.results.decision_record import Certificate, CertificateClaim, Dominance, FlipRecord
 from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.plots import Texts
@@ -89,7 +90,9 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
 
     Raises:
         MismatchError: ``strict``, and two captures must not be compared.
+        MissingPackageError: SciPy is not installed.
     """
+    require("scipy", "scoring")
     scorer = Scorer(experiment, results, facts.unavailable, strict=strict)
     reference = scorer.by_role["reference"]
     status, reason = engaged(reference)

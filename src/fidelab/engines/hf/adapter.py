@@ -188,7 +188,7 @@ class HFEngine(Engine):
             try:
                 versions[package] = version(package)
             except PackageNotFoundError:
-                raise EngineError(f"engine hf needs {package}: pip install fidelab") from None
+                raise EngineError(f"engine hf needs {package}: pip install 'fidelab[hf]'") from None
         return versions
 
     @classmethod

@@ -1,0 +1,102 @@
+"""A model's shape, as far as memory traffic depends on it: what each layer caches, which weights a step reads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from fidelab.errors import UsageError
+
+__all__ = ["Geometry", "KVLayer"]
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """What one layer caches per token: ``heads`` keys of ``k_dim`` and values of ``v_dim`` elements.
+
+    ``window``: how many tokens at most; ``None``: all of them.  ``latent``: one compressed vector stands for keys and
+    values of all heads (multi-head latent attention), and both parts are stored in one format.
+    """
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None = None
+    latent: bool = False
+
+    def shard(self, tp: int) -> KVLayer:
+        """What each of ``tp`` devices holds; heads that are fewer than devices, and latents, are held several times."""
+        return self if self.latent else replace(self, heads=math.ceil(self.heads / tp))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A model's shape.
+
+    Attributes:
+        name: for messages.
+        layers: decoder layers, with and without a cache of their own.
+        kv: the layers that cache keys and values; layers that use another's are not among them.
+        state_bytes: recurrent state of one sequence, in 16-bit models as Transformers keeps it.
+        parameters: all, vision towers included.
+        idle_parameters: of these the embedding tables that are not also the LM head, which are looked up by row, and
+            parts that are not the language model: a decode step does not read them.
+        expert_parameters: of all routed experts together.
+        experts, active_experts: routed experts per layer, and how many of them a token takes.
+        query_heads: heads of the queries, for the arithmetic of attention.
+        max_positions: what the configuration allows.
+    """
+
+    name: str
+    layers: int
+    kv: tuple[KVLayer, ...]
+    parameters: int
+    state_bytes: int = 0
+    idle_parameters: int = 0
+    expert_parameters: int = 0
+    experts: int = 0
+    active_experts: int = 0
+    query_heads: int = 0
+    max_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, value in (("layers", self.layers), ("parameters", self.parameters)):
+            if value <= 0:
+                raise UsageError(f"{what} must be above 0, not {value:,}")
+        for layer in self.kv:
+            if min(layer.heads, layer.k_dim) <= 0 or layer.v_dim < 0:
+                raise UsageError(f"{layer.heads} heads of {layer.k_dim} and {layer.v_dim} elements are no cache")
+
+    @classmethod
+    def of_sizes(cls, layers: int, kv_heads: int, head_dim: int, parameters: float) -> Geometry:
+        """A dense model whose layers are alike, from four numbers.
+
+        Raises:
+            UsageError: one of them is not above 0.
+        """
+        for what, value in (("kv-heads", kv_heads), ("head-dim", head_dim), ("layers", layers)):
+            if value <= 0:
+                raise UsageError(f"{what} must be above 0, not {value:,}")
+        if not (math.isfinite(parameters) and parameters >= 1):
+            raise UsageError(f"params must be a number of parameters such as 7.6e9, not {parameters:g}")
+        name = f"{layers} layers, {kv_heads} KV heads of {head_dim}, {parameters:.4g} parameters"
+        return cls(name, layers, (KVLayer(kv_heads, head_dim, head_dim),) * layers, round(parameters))
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with."""
+        share = self.active_experts / self.experts if self.experts else 0
+        return round(self.parameters - self.idle_parameters - (1 - share) * self.expert_parameters)
+
+    def touched_experts(self, batch: int) -> float:
+        """Expected experts per layer that a step of ``batch`` tokens reads, if tokens choose evenly and independently.
+
+        ``E·(1 - (1 - k/E)^B)``; real routers prefer some experts and read fewer.
+        """
+        return self.experts * (1 - (1 - self.active_experts / self.experts) ** batch) if self.experts else 0.0
+
+    def read_parameters(self, batch: int) -> float:
+        """Expected parameters that one decode step of ``batch`` sequences reads."""
+        dense = self.parameters - self.idle_parameters - self.expert_parameters
+        share = self.touched_experts(batch) / self.experts if self.experts else 0
+        return dense + share * self.expert_parameters

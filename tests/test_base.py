@@ -1,0 +1,152 @@
+"""fidelab without extras: commands of the base import nothing of them, and what is missing is named in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fidelab.errors import MissingPackageError
+from fidelab.models.tiny import GGUF_NAME, make_tiny
+from fidelab.registry import late, require
+from fidelab.results.store import RunFolder
+from tests.imports.sample import refract_report, write
+from tests.runs.harness import cli, compare
+
+HF = ("torch", "transformers", "pyarrow", "accelerate", "tokenizers")
+EXTRAS = (*HF, "scipy", "PIL", "ray", "llama_cpp", "pandas")
+# Runs the command line in a process to which these packages are not installed.
+LAUNCHER = """
+import sys
+gone = set(sys.argv.pop(1).split(","))
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in gone:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Gone())
+from fidelab.cli import main
+main()
+"""
+
+
+def fidelab(folder: Path, *words: object, gone: tuple[str, ...] = EXTRAS) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LAUNCHER, ",".join(gone), *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a run with its receipt, and files that others wrote."""
+    folder = tmp_path_factory.mktemp("base")
+    make_tiny(folder / "model", positions=128)
+    done = compare(folder, "tilt[q=0.9]", limit=2, windows=8)
+    assert done.code == 0, done.err
+    assert cli("publish", "latest", "-o", "receipt.jsonl", cwd=folder).code == 0
+    write(folder, refract_report(), "refract.json")
+    (folder / "preset.yaml").write_text("model: Qwen/Qwen3-8B\nengine: vllm\nkv: fp8_e4m3\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--help"], "Compare"),
+        (["physics", "./model"], "2 layers"),
+        (["physics", f"model/{GGUF_NAME}"], "2 layers"),
+        (["explain", "model", "-o", "page.html"], "page.html"),
+        (["audit", "model"], "verdict: ok"),
+        (["audit", f"model/{GGUF_NAME}"], "verdict: ok"),
+        (["report", "latest"], "tilt"),
+        (["diff", "runs/latest", "runs/latest"], "unchanged"),
+        (["runs", "list"], "fake"),
+        (["leaderboard", "runs/latest"], "tilt"),
+        (["launch", "./preset.yaml", "--dry-run"], "--kv-cache-dtype fp8_e4m3"),
+    ],
+)
+def test_a_command_of_the_base_needs_no_extra(words: list[str], shown: str, made: Path) -> None:
+    done = fidelab(made, *words)
+    assert (done.returncode, shown in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("import", "refract", "refract.json"), ("verify", "receipt.jsonl"), ("rescore", "latest")]
+)
+def test_what_computes_intervals_needs_scipy_and_nothing_of_an_engine(
+    words: tuple[str, ...], made: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    done = fidelab(tmp_path, *words, gone=HF)
+    assert done.returncode == 0, done.stderr
+    refused = fidelab(tmp_path, *words)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr.endswith("needs SciPy: pip install 'fidelab[stats]'\n")
+
+
+def test_a_receipt_without_its_run_is_read_without_extras(made: Path, tmp_path: Path) -> None:
+    shutil.copy(made / "receipt.jsonl", tmp_path)
+    done = fidelab(tmp_path, "verify", "receipt.jsonl")
+    assert (done.returncode, done.stderr) == (3, ""), done.stderr
+
+
+def test_an_audit_without_extras_names_the_rules_that_did_not_run(made: Path) -> None:
+    found = json.loads(fidelab(made, "audit", "model", "--json").stdout)["findings"]
+    [finding] = [finding for finding in found if finding["rule"] == "tokenizer-unchecked"]
+    assert finding["text"] == "tokenizer.json: this check needs tokenizers: pip install 'fidelab[hf]'"
+
+
+def test_doctor_reports_what_the_main_job_needs(made: Path) -> None:
+    done = fidelab(made, "doctor", "--json")
+    assert done.returncode == 1, done.stderr
+    checks = {(check["name"], check["group"]): check for check in json.loads(done.stdout)["checks"]}
+    assert "transformers" in checks["hf", "engines"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("words", "gone", "needs"),
+    [
+        (["compare", "model", "--kv", "int4"], EXTRAS, "scoring needs SciPy: pip install 'fidelab[stats]'"),
+        (["compare", "model", "--kv", "int4"], ("transformers",), "Transformers: pip install 'fidelab[hf]'"),
+        (["compare", "model", "--kv", "int4"], ("torch",), "PyTorch: pip install 'fidelab[hf]'"),
+        (["physics", "other"], EXTRAS, "not in the table of fidelab physics, so that it needs Transformers"),
+        (["physics", "other"], ("transformers",), "so that it needs Transformers: pip install 'fidelab[hf]'"),
+        (["physics", "other"], ("torch",), "so that it needs PyTorch: pip install 'fidelab[hf]'"),
+        (["physics", "probe"], EXTRAS, "needs PyTorch: pip install 'fidelab[hf]'"),
+        (["plan-size", "runs/latest", "--margin", "1%"], EXTRAS, "needs SciPy: pip install 'fidelab[stats]'"),
+    ],
+)
+def test_a_missing_or_half_installed_extra_is_one_line(
+    words: list[str], gone: tuple[str, ...], needs: str, made: Path
+) -> None:
+    (made / "other").mkdir(exist_ok=True)
+    config = {"model_type": "granite", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (made / "other/config.json").write_text(json.dumps(config))
+    done = fidelab(made, *words, gone=gone)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert needs in done.stderr
+
+
+def test_a_report_is_written_without_positions_where_pyarrow_is_missing(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "runs", tmp_path / "runs")
+    done = fidelab(tmp_path, "rescore", "latest", gone=HF)
+    assert done.returncode == 0, done.stderr
+    [folder] = (tmp_path / "runs").glob("2*")
+    assert not RunFolder(folder).positions.exists()
+    assert "positions.parquet needs pyarrow: pip install" in (folder / "report.html").read_text()
+
+
+def test_a_late_module_is_imported_on_first_use_and_an_unknown_one_stays_an_import_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    special = late("scipy.special")
+    assert special.expit(0.0) == 0.5
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingPackageError, match=r"^it needs pyarrow: pip install 'fidelab\[parquet\]'$"):
+        require("pyarrow", "it")
+    with pytest.raises(ModuleNotFoundError, match="nonesuch"):
+        require("nonesuch")
