@@ -66,13 +66,13 @@ def test_without_limits_it_is_the_smallest_arm_whose_certificate_holds() -> None
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ({"max_loss": 0.05}, "tiny"),
-        ({"max_loss": 0.001}, "small"),
-        ({"max_loss": 0.0006}, "big"),
-        ({"max_loss": 0.0001}, None),
+        ({"max_kld": 0.05}, "tiny"),
+        ({"max_kld": 0.001}, "small"),
+        ({"max_kld": 0.0006}, "big"),
+        ({"max_kld": 0.0001}, None),
         ({"max_flips": 0.002}, "small"),
         ({"min_saving": 0.6}, None),
-        ({"max_loss": 0.05, "min_saving": 0.6}, "tiny"),
+        ({"max_kld": 0.05, "min_saving": 0.6}, "tiny"),
     ],
 )
 def test_limits_choose_the_smallest_arm_that_meets_them(limits: dict[str, float], expected: str | None) -> None:
@@ -129,7 +129,7 @@ def test_a_verdict_that_other_axes_lowered_is_not_recommended() -> None:
     assert "small: verdict PASS: lost 9 of 36" in found.others
 
 
-@pytest.mark.parametrize("limit", [{"max_loss": 0.2}, {"max_flips": 0.5}])
+@pytest.mark.parametrize("limit", [{"max_kld": 0.2}, {"max_flips": 0.5}])
 def test_a_limit_goes_over_the_klds_band_and_over_no_failed_position_or_garbage(limit: dict[str, float]) -> None:
     assert TINY.verdict is not None
     assert (by_kld := recommend(report(TINY), **limit)) is not None
@@ -145,7 +145,7 @@ def test_a_limit_goes_over_the_klds_band_and_over_no_failed_position_or_garbage(
 
 def test_reports_without_certificates_get_an_answer_to_limits() -> None:
     old = SMALL.model_copy(update={"certificates": {}})
-    assert (found := recommend(report(old), max_loss=0.01)) is not None
+    assert (found := recommend(report(old), max_kld=0.01)) is not None
     assert found.arm == "small"
     assert (nothing := recommend(report(old))) is not None
     assert nothing.arm is None

@@ -37,7 +37,7 @@ def test_limits_are_what_the_recommendation_rests_on(run: Done) -> None:
         for arm in Report.from_json(run.folder / "report.json").candidates
     }
     limit = (min(costs.values()) * max(costs.values())) ** 0.5
-    done = cli("report", run.folder, "--max-loss", limit, "--max-flips", "100%", "--json", cwd=run.cwd)
+    done = cli("report", run.folder, "--max-kld", limit, "--max-flips", "100%", "--json", cwd=run.cwd)
     assert done.code == 0, done.err
     found = Report.model_validate(json.loads(done.out)).recommendation
     assert found is not None
@@ -50,8 +50,8 @@ def test_limits_are_what_the_recommendation_rests_on(run: Done) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--max-loss", "-1"),
-        ("--max-loss", "nan"),
+        ("--max-kld", "-1"),
+        ("--max-kld", "nan"),
         ("--max-flips", "x"),
         ("--max-flips", "140%"),
         ("--min-saving", "140%"),

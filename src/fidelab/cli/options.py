@@ -33,7 +33,7 @@ __all__ = [
     "Json",
     "LimitOptions",
     "MarginOptions",
-    "MaxLoss",
+    "MaxKLD",
     "Memory",
     "Model",
     "Options",
@@ -521,7 +521,7 @@ class ScoringOptions(SeedOptions):
     bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab"
 
 
-MaxLoss = Annotated[
+MaxKLD = Annotated[
     float | None, typer.Option(help="Recommend what costs less than this: mean KL, nats.", show_default=False)
 ]
 Memory = Annotated[str | None, typer.Option(help="Memory of each device, such as 80G.")]
@@ -532,7 +532,7 @@ Sharing = Annotated[int, typer.Option("--tp", help="Devices that share the model
 class LimitOptions(Options, panel=SCORING):
     """What the recommendation has to meet."""
 
-    max_loss: MaxLoss = None
+    max_kld: MaxKLD = None
     max_flips: Annotated[
         str | None, typer.Option(help="… and changes fewer top tokens than this: 1%.", show_default=False)
     ] = None

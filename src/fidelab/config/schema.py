@@ -225,7 +225,7 @@ class Limits(BaseModel):
 
     model_config = _STRICT
 
-    max_loss: float | None = Field(default=None, gt=0, description="largest mean KL, nats")
+    max_kld: float | None = Field(default=None, gt=0, description="largest mean KL, nats")
     max_flips: Share | None = Field(default=None, gt=0, le=1, description="largest share of changed top tokens: 1%")
     min_saving: Share | None = Field(default=None, gt=0, lt=1, description="least share of bytes saved: 40%")
     margin: Share | None = Field(

@@ -120,7 +120,7 @@ class Recommendation(Record):
     saving: float | None = None
     """Share of the bytes that it saves."""
     limits: dict[str, float] = Field(default_factory=dict)
-    """``max_loss`` (nats), ``max_flips``, ``min_saving`` (shares), as far as they were given."""
+    """``max_kld`` (nats), ``max_flips``, ``min_saving`` (shares), as far as they were given."""
     risks: tuple[str, ...] = ()
     """What it costs, a sentence each."""
     untested: tuple[str, ...] = ()

@@ -116,11 +116,11 @@ def recommended(report: Report, **limits: float | None) -> Report:
 
 
 def recommend(
-    report: Report, *, max_loss: float | None = None, max_flips: float | None = None, min_saving: float | None = None
+    report: Report, *, max_kld: float | None = None, max_flips: float | None = None, min_saving: float | None = None
 ) -> Recommendation | None:
     """The smallest candidate that qualifies; ``None`` where no candidate was compared by its KLD.
 
-    With ``max_loss`` (mean KL, nats) or ``max_flips`` (share of changed top tokens) an arm qualifies whose 95%
+    With ``max_kld`` (mean KL, nats) or ``max_flips`` (share of changed top tokens) an arm qualifies whose 95%
     intervals end below them; without, one whose certificate holds.  ``min_saving``: share of the bytes.  An arm with
     failed positions or garbage, or whose verdict other axes lowered, never does; one whose mean KL alone is FAIL does
     by a limit that was set.  See docs/metrics.md#recommendation.
@@ -128,12 +128,12 @@ def recommend(
     arms = [arm for arm in report.candidates if DECIDING in arm.axes or arm.status is not Status.OK]
     if not any(DECIDING in arm.axes and arm.axes[DECIDING].measured for arm in arms):
         return None
-    asked = {"max_loss": max_loss, "max_flips": max_flips, "min_saving": min_saving}
+    asked = {"max_kld": max_kld, "max_flips": max_flips, "min_saving": min_saving}
     limits = {name: value for name, value in asked.items() if value is not None}
-    certified = max_loss is None and max_flips is None
+    certified = max_kld is None and max_flips is None
     sizes = Sizes.of(report.reference, arms, [report.control] if report.control else [])
     judged = [
-        _judge(arm, sizes, max_loss=max_loss, max_flips=max_flips, min_saving=min_saving, certified=certified)
+        _judge(arm, sizes, max_kld=max_kld, max_flips=max_flips, min_saving=min_saving, certified=certified)
         for arm in arms
     ]
     fitting = [one.arm for one in judged if not one.why]
@@ -173,8 +173,8 @@ def recommend(
 
 def _wanted(limits: dict[str, float], certified: bool) -> str:
     parts = []
-    if "max_loss" in limits:
-        parts.append(f"a mean KLD below {format_kld(limits['max_loss'])} nats")
+    if "max_kld" in limits:
+        parts.append(f"a mean KLD below {format_kld(limits['max_kld'])} nats")
     if "max_flips" in limits:
         parts.append(f"changed tokens below {100 * limits['max_flips']:.3g}%")
     if "min_saving" in limits:
@@ -188,7 +188,7 @@ def _judge(
     arm: ArmRecord,
     sizes: Sizes,
     *,
-    max_loss: float | None,
+    max_kld: float | None,
     max_flips: float | None,
     min_saving: float | None,
     certified: bool,
@@ -208,9 +208,9 @@ def _judge(
         return _Judged(arm, "its size is not known" if saving is None else f"saves {saving:.0%}")
     if saving is not None and saving <= 0 and sizes.base_name.startswith("the ref"):
         return _Judged(arm, "saves nothing")
-    if max_loss is not None:
+    if max_kld is not None:
         ends = None if mean is None or mean.bound else mean.interval
-        if (why := _beyond("mean KLD", ends, max_loss, "nats")) is not None:
+        if (why := _beyond("mean KLD", ends, max_kld, "nats")) is not None:
             return _Judged(arm, *why)
     if max_flips is not None:
         same = None if top1 is None else top1.interval

@@ -172,7 +172,7 @@ def plan_size(
     Args:
         precision: half-width in the axis' own unit (kld: nats, trajectory: points of the score), or ``5%`` of each
             candidate's estimate; its excess over the control is held to the same half-width.
-        limits: instead, the margins of certificates (``margin``, ``max_loss``, ``max_flips``) as an experiment has
+        limits: instead, the margins of certificates (``margin``, ``max_kld``, ``max_flips``) as an experiment has
             them.
 
     Raises:
@@ -181,7 +181,7 @@ def plan_size(
         CaptureError: a capture is gone or damaged; names it.
     """
     if (precision is None) == (not limits):
-        raise UsageError("give either --precision P, or margins of a certificate: --margin 1%, --max-loss 0.01")
+        raise UsageError("give either --precision P, or margins of a certificate: --margin 1%, --max-kld 0.01")
     asked = None if precision is None else Precision.parse(precision)
     folder = RunFolder.open(run_dir.absolute())
     report, experiment = folder.read_report(run_dir), load(folder.config)

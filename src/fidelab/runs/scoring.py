@@ -121,7 +121,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         floor=summary.axes(measured["floor"]) if "floor" in measured else {},
     )
     report = recommended(
-        judged(report), max_loss=limits.max_loss, max_flips=limits.max_flips, min_saving=limits.min_saving
+        judged(report), max_kld=limits.max_kld, max_flips=limits.max_flips, min_saving=limits.min_saving
     )
     tables = [
         (result.arm.name, score.positions)
@@ -338,7 +338,7 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
     if any(score.right is None or score.bound or score.not_measurable for score in parts):
         return []
     for score in parts if name == DECIDING else ():
-        losses.append(Loss.of_kl(score.items(), limits.max_loss or KL_MARGIN))
+        losses.append(Loss.of_kl(score.items(), limits.max_kld or KL_MARGIN))
         same = score.positions.get("top1_agrees")
         if limits.max_flips is not None and same is not None:
             items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
