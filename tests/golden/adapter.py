@@ -747,7 +747,7 @@ def plants() -> Mapping[str, tuple[str, Any]]:
             "hf-gemma2",
             lambda m: m.setattr(axis_rows, "head_logits", lambda h, w, **k: head(h, replace(w, softcap=None), **k)),
         ),
-        "edges of bands": ("bands", lambda m: m.setattr(composite, "_KL_EDGES", (0.01, 0.051, 0.1))),
+        "edges of bands": ("bands", lambda m: m.setattr(composite, "KL_EDGES", (0.01, 0.051, 0.1))),
         "mean in the place of the harmonic mean": (
             "composite",
             lambda m: m.setattr(composite, "_harmonic", lambda scores: np.asarray(scores).mean(axis=-1)),

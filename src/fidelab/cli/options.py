@@ -536,8 +536,15 @@ class LimitOptions(Options, panel=SCORING):
     max_flips: Annotated[
         str | None, typer.Option(help="… and changes fewer top tokens than this: 1%.", show_default=False)
     ] = None
+    max_accuracy_loss: Annotated[
+        str | None, typer.Option(help="… and loses at most this many correct top tokens, net: 1%.", show_default=False)
+    ] = None
     min_saving: Annotated[
         str | None, typer.Option(help="… and saves at least this of the bytes: 40%.", show_default=False)
+    ] = None
+    min_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(help="… and generates at least this many tokens per second.", show_default=False),
     ] = None
 
     def settings(self) -> dict[str, Any]:

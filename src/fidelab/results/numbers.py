@@ -18,6 +18,7 @@ __all__ = [
     "format_interval",
     "format_kld",
     "format_mib",
+    "format_nats",
     "format_odds",
     "format_odds_span",
     "format_range",
@@ -44,6 +45,13 @@ def format_kld(value: float | None, *, signed: bool = False, bound: bool = False
         return ABSENT
     sign = MINUS if value < 0 else "+" if signed and value > 0 else ""
     return ("≥ " if bound else "") + sign + _significant(abs(value), digits)
+
+
+def format_nats(value: float | None, *, digits: int = 3) -> str:
+    """Nats in a sentence: ``0.0312``, and ``below 0.0001`` of what has no digit there."""
+    if value is not None and 0 < value < 1e-4:
+        return "0.0001" if value >= 5e-5 else "below 0.0001"
+    return format_kld(value, digits=digits)
 
 
 def format_span(interval: tuple[float, float] | None) -> str:
