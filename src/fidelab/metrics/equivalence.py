@@ -19,18 +19,16 @@ from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special
 
 from fidelab.metrics.intervals import (
     RatioItems,
-    binomial_interval,
+    effective_upper_end,
     mcnemar_exact,
     mcnemar_mid_p,
     paired_difference,
     ratio_estimate,
     ratio_interval,
     settled_interval,
-    standard_error,
 )
 from fidelab.metrics.sample_size import ClusterSpread, clusters_to_certify, detectable_loss, paired_spread, ratio_spread
 
@@ -170,7 +168,8 @@ class Loss:
 
         Of several items per cluster the upper end of a share is the smaller one of the usual interval's, which takes a
         cluster to turn over as a whole where no spread is seen, and of the exact binomial bound at the effective
-        number of items (:func:`_effective_bound`); of a difference that of its positive part, which is no smaller.
+        number of items (:func:`~fidelab.metrics.intervals.effective_upper_end`); of a difference that of its positive
+        part, which is no smaller.
         """
         if self.less is None:
             found = ratio_interval(self.items, seed, level=level, bounds=self.bounds, proportion=self.proportion)
@@ -180,32 +179,13 @@ class Loss:
             ).interval
         if found is None or not self.proportion or not self.cautious:
             return found
-        return found[0], max(found[0], min(found[1], self._effective_bound(level)))
-
-    def _effective_bound(self, level: float) -> float:
-        """Clopper and Pearson's upper end at the effective sample size (Korn & Graubard, Survey Methodology 24, 1998).
-
-        The design effect is the largest of those of the loss and of both sides' shares, and 1 at least: without a
-        single event the data do not show how events cluster, and the shares of right items do.
-        """
         lost = self.items if self.less is None else _positive_part(self.items, self.less)
-        shares = [lost] if self.less is None else [lost, self.items, self.less]
-        n, clusters = len(lost.num), self.n_clusters
-        q = 0.5 + level / 2
-        wider = (float(special.stdtrit(clusters - 1, q)) / float(special.stdtrit(n - 1, q))) ** 2
-        effective = max(1, int(n / (max(1.0, *map(_design_effect, shares)) * wider)))
-        return binomial_interval(effective * float(lost.num.mean()), effective, level)[1]
+        shares = [] if self.less is None else [self.items, self.less]
+        return found[0], max(found[0], min(found[1], effective_upper_end(lost, shares, level)))
 
 
 def _positive_part(a: RatioItems, b: RatioItems) -> RatioItems:
     return RatioItems(np.maximum(a.num - b.num, 0.0), a.den, a.clusters)
-
-
-def _design_effect(items: RatioItems) -> float:
-    """Variance of the share over clusters to that of as many independent items; 1 where that is not known."""
-    share, error = float(items.num.mean()), standard_error(items)
-    variance = share * (1 - share) / len(items.num)
-    return 1.0 if error is None or not variance > 0 else error**2 / variance
 
 
 # --------------------------------------------------------------------------------------------------------- judging

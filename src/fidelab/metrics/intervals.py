@@ -34,7 +34,7 @@ overlap of two intervals says nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,10 @@ __all__ = [
     "PairedDifference",
     "RatioItems",
     "binomial_interval",
+    "contained_interval",
     "critical_value",
     "discordant_interval",
+    "effective_upper_end",
     "mcnemar_exact",
     "mcnemar_mid_p",
     "paired_difference",
@@ -198,6 +200,17 @@ def ratio_interval(
         lo, hi = _share_interval(estimate, (floor, ceiling), resamples, level, several=several)
     ends = [transform(min(max(end, floor), ceiling)) for end in (lo, hi)]
     return min(ends), max(ends)
+
+
+def contained_interval(events: RatioItems, containing: RatioItems, resamples: Floats | int = 0) -> Interval | None:
+    """95% interval of a share of rare events, each of which is one of more frequent ones (``containing``).
+
+    Its upper end is no higher than that of what contains it.  See docs/metrics.md#changed-tokens.
+    """
+    own, whole = (
+        ratio_interval(items, resamples, bounds=(0.0, 1.0), proportion=True) for items in (events, containing)
+    )
+    return None if own is None or whole is None else (own[0], max(own[0], min(own[1], whole[1])))
 
 
 def settled_interval(
@@ -520,6 +533,27 @@ def binomial_interval(k: float, n: int, level: float = 0.95) -> Interval:
     lo = float(special.betaincinv(k, n - k + 1, tail)) if k > 0 else 0.0
     hi = float(special.betaincinv(k + 1, n - k, 1 - tail)) if k < n else 1.0
     return lo, hi
+
+
+def effective_upper_end(events: RatioItems, companions: Sequence[RatioItems] = (), level: float = 0.95) -> float:
+    """Clopper and Pearson's upper end at the effective sample size (Korn & Graubard, Survey Methodology 24, 1998).
+
+    The design effect is the largest of those of the events and of their ``companions``, and 1 at least: without a
+    single event the data do not show how events cluster, and shares of more frequent ones do.
+    See docs/metrics.md#intervals.
+    """
+    n, clusters = len(events.num), len(np.unique(events.clusters))
+    q = 0.5 + level / 2
+    wider = (float(special.stdtrit(clusters - 1, q)) / float(special.stdtrit(n - 1, q))) ** 2
+    effective = max(1, int(n / (max(1.0, *map(_design_effect, (events, *companions))) * wider)))
+    return binomial_interval(effective * float(events.num.mean()), effective, level)[1]
+
+
+def _design_effect(items: RatioItems) -> float:
+    """Variance of the share over clusters to that of as many independent items; 1 where that is not known."""
+    share, error = float(items.num.mean()), standard_error(items)
+    variance = share * (1 - share) / len(items.num)
+    return 1.0 if error is None or not variance > 0 else error**2 / variance
 
 
 def wilson_interval(k: int, n: int, level: float = 0.95) -> Interval:
