@@ -111,10 +111,10 @@ def test_the_loss_when_sampling_is_the_mean_of_p_minus_q_of_the_next_token() -> 
 
 def test_a_margin_within_the_resamples_own_error_is_undecided() -> None:
     items = RatioItems.of(np.random.default_rng(3).gamma(2.0, 0.002, 30), 1.0, np.arange(30))
-    interval, (_, error) = settled_interval(lambda seed: Loss.of_kl(items).interval(0.9, seed), 0, 1e9)
+    interval, (_, error) = settled_interval(lambda seed: Loss.of_kl(items).interval(0.95, seed), 0, 1e9)
     assert interval is not None
     assert error == 0.0  # far from the margin nothing is drawn again
-    near, (_, error) = settled_interval(lambda seed: Loss.of_kl(items).interval(0.9, seed), 0, interval[1])
+    near, (_, error) = settled_interval(lambda seed: Loss.of_kl(items).interval(0.95, seed), 0, interval[1])
     assert near is not None
     assert error > 0
     states = [certify([Loss.of_kl(items, near[1] + k * error)]).state for k in (0.5, 1.5)]

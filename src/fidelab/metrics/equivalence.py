@@ -156,7 +156,12 @@ class Loss:
     @property
     def cautious(self) -> bool:
         """Its interval expects skew, which makes it wider (:func:`~fidelab.metrics.intervals.critical_value`)."""
-        return len(self.items.num) > self.n_clusters if self.proportion else self.bounds == (0.0, math.inf)
+        return not self.proportion or len(self.items.num) > self.n_clusters
+
+    @property
+    def level(self) -> float:
+        """Level of its one-sided test: :data:`ALPHA`; of a mean half of it, since skewed losses miss more often."""
+        return ALPHA if self.proportion else ALPHA / 2
 
     @property
     def n_clusters(self) -> int:
@@ -172,7 +177,9 @@ class Loss:
         part, which is no smaller.
         """
         if self.less is None:
-            found = ratio_interval(self.items, seed, level=level, bounds=self.bounds, proportion=self.proportion)
+            found = ratio_interval(
+                self.items, seed, level=level, bounds=self.bounds, proportion=self.proportion, cost=not self.proportion
+            )
         else:
             found = paired_difference(
                 self.items, self.less, seed, level=level, bounds=self.bounds, proportion=self.proportion
@@ -255,14 +262,18 @@ def fixed_sequence(arms: Iterable[tuple[T, bool, bool]]) -> list[T]:
 def _claim(loss: Loss, seed: int) -> Claim:
     spread, n, cost, estimate = loss.spread, loss.n_clusters, loss.cautious, loss.estimate
     # more resamples near the margin; within the error of what they give nothing is decided
-    interval, (low_error, high_error) = settled_interval(lambda s: loss.interval(1 - 2 * ALPHA, s), seed, loss.margin)
+    interval, (low_error, high_error) = settled_interval(
+        lambda s: loss.interval(1 - 2 * loss.level, s), seed, loss.margin
+    )
     detectable, needed = None, None
     if spread is not None and estimate is not None and interval is not None:
         # without a spread, what the exact bound leaves open
-        detectable = detectable_loss(spread.sd, n, ALPHA, POWER, cost=cost) if spread.sd > 0 else interval[1]
+        detectable = (
+            detectable_loss(spread.sd, n, loss.level, POWER, cost=cost) if spread.sd > 0 else max(interval[1], 0.0)
+        )
         room = loss.margin - max(estimate, 0.0)
         if room > 0 and spread.sd > 0:
-            needed = max(clusters_to_certify(spread.sd, room, ALPHA, POWER, cost=cost), MIN_CLUSTERS)
+            needed = max(clusters_to_certify(spread.sd, room, loss.level, POWER, cost=cost), MIN_CLUSTERS)
     state: State
     if interval is not None and interval[0] - low_error >= loss.margin:
         state = "exceeded"

@@ -173,6 +173,7 @@ def ratio_interval(
     transform: Transform = _identity,
     bounds: Interval | None = None,
     proportion: bool = False,
+    cost: bool = False,
 ) -> Interval | None:
     """Two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over clusters, or None (module docstring).
 
@@ -183,6 +184,7 @@ def ratio_interval(
         transform: monotone, rising or falling; the two ends are put in order.
         bounds: what the *ratio* (before the transform) can be: (0, inf) for a mean KL, (0, 1) for a share.
         proportion: the ratio of every item lies in ``bounds`` (finite).
+        cost: its upper end expects skew, as that of a ratio with bounds (0, inf) does.
 
     Returns None for fewer than two clusters and where Σ den is 0.
     """
@@ -192,7 +194,7 @@ def ratio_interval(
         return None
     floor, ceiling = bounds or (-math.inf, math.inf)
     if not proportion:
-        lo, hi = _mean_interval(estimate, resamples, level, cost=(floor, ceiling) == (0.0, math.inf))
+        lo, hi = _mean_interval(estimate, resamples, level, cost=cost or (floor, ceiling) == (0.0, math.inf))
     elif (k := _count(items, floor, ceiling, estimate.n)) is not None:
         lo, hi = (floor + (ceiling - floor) * end for end in binomial_interval(k, estimate.n, level))
     else:

@@ -39,7 +39,7 @@ class CertificateClaim(Record):
     estimate: float | None = None
     """The loss measured; negative where the arm does better than the reference."""
     ci: Interval | None = None
-    """Two-sided 90% interval: each of its ends is that of a one-sided test at 5%."""
+    """Two-sided interval whose ends are those of the one-sided tests: 95% of means, 90% of shares of items."""
     state: CertificateState
     """``holds``: ruled out.  ``exceeded``: shown to be at least the margin.  Neither is shown: ``underpowered``, where
     the sample would not find a loss of the margin or has fewer than ten clusters, else ``undecided``."""

@@ -36,7 +36,7 @@ from fidelab.inputs.corpus import make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.metrics.equivalence import ALPHA, MIN_CLUSTERS, POWER, Claim, Loss, certify
+from fidelab.metrics.equivalence import MIN_CLUSTERS, POWER, Claim, Loss, certify
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.metrics.sample_size import (
     ClusterSpread,
@@ -308,7 +308,7 @@ def _claim(arm: str, claim: Claim, loss: Loss, n: int) -> SizeLine:
     else:
         needed = claim.clusters_needed
         room = claim.margin - max(claim.estimate, 0.0)
-        upper = clusters_to_certify(loss.spread.upper_sd(), room, ALPHA, POWER, cost=loss.cautious)
+        upper = clusters_to_certify(loss.spread.upper_sd(), room, loss.level, POWER, cost=loss.cautious)
     needed = max(needed, claim.clusters + 1)
     upper = max(upper, needed)
     items = (math.ceil(clusters * n / claim.clusters) for clusters in (needed, upper))
