@@ -28,7 +28,7 @@ from fidelab.results.decision_record import (
     Recommendation,
 )
 from fidelab.results.measurement import DECIDING, Measurement
-from fidelab.results.numbers import counted, format_bytes, format_nats, format_share, one_line
+from fidelab.results.numbers import counted, format_bytes, format_nats, format_percent, one_line
 from fidelab.results.record import ArmRecord, Report
 
 __all__ = ["LIMITS", "Sizes", "bytes_in_16_bits", "recommend", "recommended", "serve_command"]
@@ -630,8 +630,8 @@ def _risks(arm: ArmRecord) -> Iterator[str]:
     kld = arm.axes[DECIDING]
     top1, confident = kld.value("top1", {}), kld.value("real_flips", {})
     if top1 is not None:
-        clear = "" if confident is None else f", {format_share(confident)} beyond a near tie"
-        yield f"{format_share(1 - top1)} of top tokens change{clear}"
+        clear = "" if confident is None else f", {format_percent(confident)} beyond a near tie"
+        yield f"{format_percent(1 - top1)} of top tokens change{clear}"
     for axis, certificate in arm.certificates.items():
         for flips in certificate.flips:
             at = f" at {flips.context:,} tokens" if flips.context else ""
