@@ -253,8 +253,9 @@ def flips() -> Iterator[Case]:
 def _flips(rng: Rng, n: int, rate: float, correlation: float) -> Methods:
     total = 1 / correlation - 1
 
-    def happens(mean: float) -> Floats:
-        return rng.random((n, 160)) < rng.beta(mean * total, (1 - mean) * total, n)[:, None]
+    def happens(mean: float) -> NDArray[np.bool_]:
+        rates = rng.beta(mean * total, (1 - mean) * total, n)
+        return np.less(rng.random((n, 160)), rates[:, None])
 
     flipped = happens(rate)
     changed = flipped | happens(3 * rate)  # near ties

@@ -487,8 +487,8 @@ def rows(report: Report, name: str) -> list[Row]:
         add("", "recommendation", "saving", report.recommendation.saving, kind="float")
         for limit, value in report.recommendation.limits.items():
             add("", "recommendation", "limit", value, kind="float", cell=limit)
-        for one in report.recommendation.dominated:
-            add(one.arm, "dominated", one.by, one.difference, one.ci, kind="float")
+        for beaten in report.recommendation.dominated:
+            add(beaten.arm, "dominated", beaten.by, beaten.difference, beaten.ci, kind="float")
     return found
 
 
