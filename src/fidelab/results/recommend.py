@@ -554,17 +554,16 @@ def _limits_in_words(limits: Mapping[str, float]) -> str:
 
 def _none_text(field: _Field) -> str:
     """That nothing is recommended, and which candidate comes nearest."""
+    if field.limits:
+        text = f"No candidate is within the limits ({_limits_in_words(field.limits)})"
+    elif any(_rank(arm) < len(_CLASSES) for arm in field.arms):
+        return "No candidate is recommended"  # their lines say why
+    else:
+        text = "No candidate is safe"
     measured = [arm for arm in field.arms if arm.measured and DECIDING in arm.axes]
-    means = [
-        (mean, one_line(arm.name)) for arm in measured if (mean := arm.axes[DECIDING].value("mean", {})) is not None
-    ]
+    means = [(mean, arm.name) for arm in measured if (mean := arm.axes[DECIDING].value("mean", {})) is not None]
     nearest = min(means, default=None)
-    text = (
-        f"No candidate is within the limits ({_limits_in_words(field.limits)})"
-        if field.limits
-        else "No candidate is safe"
-    )
-    return text if nearest is None else f"{text}; {nearest[1]} comes nearest (KLD {format_nats(nearest[0])})"
+    return text if nearest is None else f"{text}; {one_line(nearest[1])} comes nearest (KLD {format_nats(nearest[0])})"
 
 
 def _evidence(
@@ -631,6 +630,7 @@ def _risks(arm: ArmRecord) -> Iterator[str]:
     top1, confident = kld.value("top1", {}), kld.value("real_flips", {})
     if top1 is not None:
         clear = "" if confident is None else f", {format_percent(confident)} beyond a near tie"
+        clear = ", only at near ties" if confident == 0 else clear
         yield f"{format_percent(1 - top1)} of top tokens change{clear}"
     for axis, certificate in arm.certificates.items():
         for flips in certificate.flips:
