@@ -374,7 +374,8 @@ def _measure_elsewhere(result: ArmResult) -> str | None:
         if not native and not (k16v8.is_pair(kv) and {kv.k.name, kv.v.name} <= {*k16v8.SIDES}):
             return None
         engine = "vllm"
-    return f"fidelab compare {shlex.quote(public_name(arm.model))} --engine {engine} --kv {shlex.quote(kv.text)}"
+    name = kv.text if engine == "llamacpp" or kv.same else "k16v8"
+    return f"fidelab compare {shlex.quote(public_name(arm.model))} --engine {engine} --kv {shlex.quote(name)}"
 
 
 def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -> dict[str, Any]:
