@@ -194,7 +194,7 @@ RUNS: Mapping[str, GoldenRun] = {
             engine_args={"noise": "0.15"},
             control="tilt[q=0.51]",
             floor=0.3,
-            limits={"max_loss": 0.05, "max_flips": "20%", "margin": "5%"},
+            limits={"max_kld": 0.05, "max_flips": "20%", "margin": "5%"},
         ),
         {"text.txt": _documents(10, 6), "prompts.txt": _PROMPTS, **_SHIM},
     ),
@@ -203,7 +203,7 @@ RUNS: Mapping[str, GoldenRun] = {
         _fake(
             {"kld": {"windows": 24, "n_ctx": [16, 24], "protocol": "sliding", "stride": 8}},
             *("tilt[q=0.501]", "tilt[q=0.52]", "tilt[q=0.75]"),
-            limits={"max_loss": 0.02, "max_flips": 0.5, "margin": 0.2},
+            limits={"max_kld": 0.02, "max_flips": 0.5, "margin": 0.2},
             engine_args={"estimator": "hidden"},
             bands="refract",
         ),

@@ -281,3 +281,16 @@ def test_the_default_windows_reach_nearly_every_document(smollm2: Model) -> None
     }
     assert reached["spread"] > 1.4 * reached["start"]
     assert reached["spread"] >= 0.9 * len(text.doc_starts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "remedy"),
+    [
+        (140, "need 6144: use about 44 times more text, or --n-ctx 64"),
+        (9, "need 6144: use about 683 times more text"),
+        (1200, "need 6144: use fewer --windows or a longer text"),
+    ],
+)
+def test_a_text_too_short_for_any_window_is_not_told_to_use_fewer(fake: Tokenizer, tokens: int, remedy: str) -> None:
+    with pytest.raises(InputError, match=f"{remedy}$"):
+        make_windows(fake, _text("x" * tokens), n_ctx=768, n_windows=8)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fidelab.metrics.equivalence import ALPHA, Loss, certify, flip_counts
-from fidelab.metrics.intervals import RatioItems
+from fidelab.metrics.equivalence import ALPHA, Loss, certify, fixed_sequence, flip_counts
+from fidelab.metrics.intervals import RatioItems, mcnemar_mid_p, settled_interval
 from fidelab.metrics.sample_size import clusters_to_certify, detectable_loss
 
 
@@ -22,7 +22,7 @@ def pair(lost: int, won: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def state(lost: int, won: int, n: int, margin: float = 0.01) -> str:
-    return certify({"arm": [Loss.of_accuracy(*pair(lost, won, n), margin)]})["arm"].state
+    return certify([Loss.of_accuracy(*pair(lost, won, n), margin)]).state
 
 
 @pytest.mark.parametrize(("lost", "won"), [(0, 0), (3, 0), (5, 2), (1, 6), (4, 4)])
@@ -44,7 +44,7 @@ def test_clusters_that_flip_as_a_whole_count_once() -> None:
 
 
 def test_no_difference_in_twenty_items_is_underpowered() -> None:
-    [claim] = certify({"arm": [Loss.of_accuracy(*pair(0, 0, 20))]})["arm"].claims
+    [claim] = certify([Loss.of_accuracy(*pair(0, 0, 20))]).claims
     assert claim.state == "underpowered"
     assert claim.interval is not None
     assert claim.interval[1] == pytest.approx(1 - ALPHA ** (1 / 20))
@@ -60,16 +60,16 @@ def test_a_shown_loss_exceeds_the_margin() -> None:
     assert state(100, 0, 1000) == "exceeded"
 
 
-def test_fewer_than_six_clusters_certify_nothing() -> None:
-    clusters = np.repeat(np.arange(5), 10_000)
-    right = np.ones(50_000)
-    assert certify({0: [Loss.of_accuracy(right, right, clusters)]})[0].state == "underpowered"
+def test_fewer_than_ten_clusters_certify_nothing() -> None:
+    clusters = np.repeat(np.arange(9), 10_000)
+    right = np.ones(90_000)
+    assert certify([Loss.of_accuracy(right, right, clusters)]).state == "underpowered"
 
 
 def test_a_loss_that_is_shown_exceeds_the_margin_over_few_clusters_too() -> None:
     clusters = np.repeat(np.arange(3), 100)
     kl = np.random.default_rng(0).gamma(4.0, 0.011, 300)
-    [claim] = certify({0: [Loss.of_kl(RatioItems.of(kl, 1.0, clusters), 0.01)]})[0].claims
+    [claim] = certify([Loss.of_kl(RatioItems.of(kl, 1.0, clusters), 0.01)]).claims
     assert claim.interval is not None
     assert claim.interval[0] > claim.margin
     assert (claim.state, claim.clusters) == ("exceeded", 3)
@@ -77,21 +77,56 @@ def test_a_loss_that_is_shown_exceeds_the_margin_over_few_clusters_too() -> None
 
 def test_one_arm_holds_only_if_all_of_its_claims_do() -> None:
     good, bad = (Loss.of_accuracy(*pair(lost, 0, 1000)) for lost in (0, 50))
-    assert certify({0: [good, good]})[0].state == "holds"
-    assert certify({0: [good, bad]})[0].state == "exceeded"
+    assert certify([good, good]).state == "holds"
+    assert certify([good, bad]).state == "exceeded"
 
 
-def test_arms_are_tested_as_by_holm() -> None:
-    # all right: the p-value of the claim is (1 - margin)^n
-    sizes = (1000, 400, 380, 310)
-    losses = {n: [Loss.of_accuracy(*pair(0, 0, n))] for n in sizes}
-    p = {n: 0.99**n for n in sizes}
-    holding, left = set[int](), sorted(sizes, key=p.__getitem__)
-    while left and p[left[0]] <= ALPHA / len(left):
-        holding.add(left.pop(0))
-    assert 0 < len(holding) < 4 or holding == set(sizes)
-    assert {n for n, found in certify(losses).items() if found.state == "holds"} == holding
-    assert certify({310: losses[310]})[310].state == "holds"  # alone it would
+@pytest.mark.parametrize(
+    ("arms", "confirmed"),
+    [
+        ([("a", True, False), ("b", True, False)], ["a", "b"]),
+        ([("a", True, False), ("b", False, False), ("c", True, False)], ["a"]),  # b is undecided
+        ([("a", False, True), ("b", True, False)], ["b"]),  # a is shown to fail
+        ([("a", False, False), ("b", True, False)], []),
+    ],
+)
+def test_an_undecided_arm_ends_the_sequence_and_a_failed_one_is_passed_over(
+    arms: list[tuple[str, bool, bool]], confirmed: list[str]
+) -> None:
+    assert fixed_sequence(arms) == confirmed
+
+
+@pytest.mark.parametrize(("n", "expected"), [(9, "underpowered"), (10, "holds")])
+def test_below_ten_documents_a_loss_of_probability_is_not_ruled_out(n: int, expected: str) -> None:
+    lost = np.random.default_rng(0).normal(0.0, 0.001, 40 * n)
+    assert certify([Loss.of_probability(lost, np.repeat(np.arange(n), 40))]).state == expected
+
+
+def test_the_loss_when_sampling_is_the_mean_of_p_minus_q_of_the_next_token() -> None:
+    p, q = np.array([0.5, 0.3, 0.9, 0.2]), np.array([0.4, 0.35, 0.9, 0.1])
+    loss = Loss.of_probability(p - q, np.arange(4))
+    assert loss.estimate == pytest.approx((p - q).mean())
+    assert (loss.unit, loss.margin) == ("share", 0.01)
+
+
+def test_a_margin_within_the_resamples_own_error_is_undecided() -> None:
+    items = RatioItems.of(np.random.default_rng(3).gamma(2.0, 0.002, 30), 1.0, np.arange(30))
+    interval, (_, error) = settled_interval(lambda seed: Loss.of_kl(items).interval(0.95, seed), 0, 1e9)
+    assert interval is not None
+    assert error == 0.0  # far from the margin nothing is drawn again
+    near, (_, error) = settled_interval(lambda seed: Loss.of_kl(items).interval(0.95, seed), 0, interval[1])
+    assert near is not None
+    assert error > 0
+    states = [certify([Loss.of_kl(items, near[1] + k * error)]).state for k in (0.5, 1.5)]
+    assert states == ["undecided", "holds"]
+
+
+@pytest.mark.parametrize(("b", "c"), [(0, 0), (3, 0), (5, 2), (4, 4), (9, 1)])
+def test_the_mid_p_leaves_out_half_of_the_counts_own_probability(b: int, c: int) -> None:
+    at = stats.binom.pmf(min(b, c), b + c, 0.5)
+    below = stats.binom.cdf(min(b, c) - 1, b + c, 0.5)
+    expected = 1.0 if b == c == 0 else 2 * (below + at / 2) if b != c else 1 - at / 2
+    assert mcnemar_mid_p(b, c) == pytest.approx(expected)
 
 
 def test_the_detectable_loss_is_that_of_the_t_tests_quantiles() -> None:
@@ -115,8 +150,8 @@ def test_a_mean_kl_is_held_to_its_upper_end() -> None:
     rng = np.random.default_rng(2)
     items = RatioItems.of(rng.lognormal(-8, 0.3, 40), 1.0, np.arange(40))
     loss = Loss.of_kl(items, 0.01)
-    assert certify({0: [loss]})[0].state == "holds"
-    assert certify({0: [Loss.of_kl(items, 1e-5)]})[0].state == "exceeded"
+    assert certify([loss]).state == "holds"
+    assert certify([Loss.of_kl(items, 1e-5)]).state == "exceeded"
 
 
 @pytest.mark.parametrize("margin", [0.0, -1.0, math.inf])
@@ -131,5 +166,5 @@ def test_a_loss_of_the_margin_is_rarely_certified() -> None:
     for _ in range(300):
         ref = np.ones(600)
         test = (rng.random(600) >= 0.02).astype(np.float64)
-        wrong += certify({0: [Loss.of_accuracy(ref, test, np.arange(600), 0.02)]})[0].state == "holds"
+        wrong += certify([Loss.of_accuracy(ref, test, np.arange(600), 0.02)]).state == "holds"
     assert wrong <= stats.binom.ppf(0.999, 300, 0.05)

@@ -22,8 +22,8 @@ from fidelab.results.numbers import (
     format_figure,
     format_interval,
     format_kld,
-    format_odds,
-    format_odds_span,
+    format_percent,
+    format_percent_span,
     format_range,
     format_run,
     format_score,
@@ -97,22 +97,22 @@ def test_an_interval_of_nats_shows_both_ends(interval: tuple[float, float] | Non
 @pytest.mark.parametrize(
     ("share", "interval", "text", "span"),
     [
-        (1 / 17, (1 / 19, 1 / 16), "1 in 17", "16–19"),
-        (0.2, (0.18, 0.25), "1 in 5.0", "4.0–5.6"),
-        (1 / 1234, (0.0, 0.001), "1 in 1,234", "1,000–∞"),
-        (0.0, (0.0, 0.004), "none", "≤ 0.40%"),
-        (0.0, (0.0, 0.26), "none", "≤ 26%"),
-        (0.0, (0.0, 1.0), "none", "≤ 100%"),
-        (0.913, (0.88, 0.94), "91%", "88–94%"),
-        (0.999, None, "> 99%", "–"),
+        (1 / 17, (1 / 19, 1 / 16), "5.88%", "5.3–6.2%"),
+        (0.2, (0.18, 0.25), "20.0%", "18–25%"),
+        (1 / 1234, (0.0, 0.001), "0.081%", "0–0.10%"),
+        (0.0, (0.0, 0.004), "0%", "≤ 0.40%"),
+        (0.0, (0.0, 0.26), "0%", "≤ 26%"),
+        (0.0, (0.0, 1.0), "0%", "≤ 100%"),
+        (0.913, (0.88, 0.94), "91.3%", "88–94%"),
+        (0.999, None, "99.9%", "–"),
         (1.0, (0.9, 1.0), "100%", "90–100%"),
         (None, None, "–", "–"),
     ],
 )
-def test_changes_are_counted_one_in_so_many(
+def test_changes_are_percentages(
     share: float | None, interval: tuple[float, float] | None, text: str, span: str
 ) -> None:
-    assert (format_odds(share), format_odds_span(interval, share)) == (text, span)
+    assert (format_percent(share), format_percent_span(interval, share)) == (text, span)
 
 
 @pytest.mark.parametrize(("failed", "said"), [(0, "0 of 2,040 (≤ 0.10%)"), (40, "0 of 2,000 (≤ 0.10%)")])

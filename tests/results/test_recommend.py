@@ -1,40 +1,66 @@
-"""The recommendation follows from the record: limits, certificates, arms that others beat."""
+"""The recommendation follows from the record: eligibility, dominance, class, limits, and how sure it is."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fidelab.core import KVSpec, Status
-from fidelab.results.decision_record import Certificate, CertificateClaim, CertificateState, Dominance
+from fidelab.metrics.composite import kl_band
+from fidelab.metrics.equivalence import Loss, certify
+from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
+from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
+from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.recommend import recommend
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord, Verdict
 from tests.report.sample import kld_axis
 from tests.report.sample import sample_report as whole_report
 
+POSITIONS = 50  # per document
+LEVELS = 1 + np.random.default_rng(0).gamma(4, 0.1, 40)  # how costly each document is
 
-def arm(name: str, size: float, mean: float, state: CertificateState = "holds") -> ArmRecord:
-    claim = CertificateClaim(
-        name="accuracy loss",
-        unit="share",
-        margin=0.01,
-        estimate=0.001,
-        ci=(-0.002, 0.004 if state == "holds" else 0.03),
-        state=state,
-        detectable=0.005 if state == "holds" else 0.04,
-        clusters=8,
-        clusters_needed=40,
-    )
+
+def arm(
+    name: str, size: float, kl: Sequence[float] | float, loss: Sequence[float] | float = 0.0, documents: int = 24
+) -> ArmRecord:
+    """A candidate with its mean KL (nats) and loss of probability per document; one number: about the same in all."""
+    n = documents if isinstance(kl, float) else len(kl)
+    means = kl * LEVELS[:n] if isinstance(kl, float) else np.asarray(kl)
+    lost = loss * LEVELS[:n] if isinstance(loss, float) else np.asarray(loss)
+    items = RatioItems.of(POSITIONS * means, POSITIONS, np.arange(n))
+    mean, ci = float(means.mean()), ratio_interval(items, bounds=(0.0, np.inf))
+    certificate = certify([Loss.of_kl(items), Loss.of_probability(lost, np.arange(n))])
+    flips = FlipRecord(n=n, harmful=2, beneficial=1, p=1.0, mid_p=1.0, p_clusters=1.0, ci=(-0.001, 0.004))
+    kld = kld_axis(mean, mean / 10)
+    metrics = tuple(m.model_copy(update={"ci": ci}) if m.key == "mean" else m for m in kld.metrics)
+    band = None if ci is None else kl_band(ci[1])
     return ArmRecord(
         status=Status.OK,
         name=name,
         engine="vllm",
         model="m",
-        kv=KVSpec.parse(name),
+        kv=KVSpec.parse("fp8"),
         serve_command=f"vllm serve m --kv-cache-dtype {name}",
         ran=RuntimeRecord(k_dtype=name, v_dtype=name, cache_bytes_per_token=size),
-        axes={"kld": kld_axis(mean, mean / 10)},
-        verdict=Verdict(band="EXCELLENT" if mean < 0.009 else "PASS" if mean < 0.045 else "FAIL", sentence="s"),
-        certificates={"kld": Certificate(state=state, level=0.05, claims=(claim,))},
+        axes={
+            "kld": kld.model_copy(update={"metrics": metrics, "n_clusters": n, "n_failed": 0, "cluster": "document"})
+        },
+        verdict=Verdict.model_validate({"band": band and band.value, "sentence": "s"}),
+        certificates={"kld": Certificate.of(certificate, [512], [flips])},
+        documents=(
+            DocumentSums(
+                context=512,
+                documents=tuple(range(n)),
+                positions=(POSITIONS,) * n,
+                kl=tuple((POSITIONS * means).tolist()),
+                probability_loss=tuple((POSITIONS * lost).tolist()),
+            ),
+        ),
     )
 
 
@@ -52,100 +78,229 @@ def report(*arms: ArmRecord) -> Report:
     )
 
 
-BIG, SMALL, TINY = arm("big", 750, 0.0005), arm("small", 500, 0.0008), arm("tiny", 250, 0.02, "underpowered")
-
-
-def test_without_limits_it_is_the_smallest_arm_whose_certificate_holds() -> None:
-    found = recommend(report(BIG, SMALL, TINY))
+def chosen(*arms: ArmRecord, **limits: float) -> str | None:
+    found = recommend(report(*arms), **limits)
     assert found is not None
-    assert (found.arm, found.basis, found.saving) == ("small", "certificate", 0.5)
+    return found.arm
+
+
+def failing(one: ArmRecord, **verdict: Any) -> ArmRecord:
+    assert one.verdict is not None
+    return one.model_copy(update={"verdict": one.verdict.model_copy(update=verdict)})
+
+
+BIG, SMALL, TINY, BAD = (
+    arm("big", 750, 0.0004),
+    arm("small", 500, 0.0006),
+    arm("tiny", 250, 0.02),
+    arm("bad", 100, 0.2, 0.02),
+)
+
+
+def test_the_smallest_arm_of_the_best_class_is_recommended_with_its_command() -> None:
+    found = recommend(report(BIG, SMALL, TINY, BAD))
+    assert found is not None
+    assert (found.arm, found.saving, found.confidence) == ("small", 0.5, "confirmed")
     assert found.command == "vllm serve m --kv-cache-dtype small"
-    assert found.more == "to decide with probability 0.8: tiny about 40 clusters instead of 8 (accuracy loss)"
+    assert found.stability == 1.0
+    assert found.alternative is None
+
+
+def test_of_the_next_class_one_is_recommended_only_where_the_best_has_none() -> None:
+    assert chosen(TINY, BAD) == "tiny"
+
+
+def test_where_none_is_safe_it_says_which_comes_nearest() -> None:
+    found = recommend(report(BAD, arm("worse", 200, 0.3)))
+    assert found is not None
+    assert (found.arm, found.command) == (None, None)
+    assert found.text.startswith("No candidate is safe; bad comes nearest (KLD 0.2")
 
 
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ({"max_loss": 0.05}, "tiny"),
-        ({"max_loss": 0.001}, "small"),
-        ({"max_loss": 0.0006}, "big"),
-        ({"max_loss": 0.0001}, None),
+        ({"max_kld": 0.05}, "tiny"),
+        ({"max_kld": 0.001}, "small"),
+        ({"max_kld": 0.0007}, "big"),
+        ({"max_kld": 0.0001}, None),
         ({"max_flips": 0.002}, "small"),
-        ({"min_saving": 0.6}, None),
-        ({"max_loss": 0.05, "min_saving": 0.6}, "tiny"),
+        ({"max_accuracy_loss": 0.005}, "tiny"),
+        ({"max_accuracy_loss": 0.003}, None),
+        ({"min_saving": 0.6}, "tiny"),
+        ({"min_saving": 0.8}, None),
+        ({"max_kld": 0.05, "min_saving": 0.6}, "tiny"),
     ],
 )
 def test_limits_choose_the_smallest_arm_that_meets_them(limits: dict[str, float], expected: str | None) -> None:
+    assert chosen(BIG, SMALL, TINY, **limits) == expected
     found = recommend(report(BIG, SMALL, TINY), **limits)
     assert found is not None
-    assert found.arm == expected
     assert set(found.limits) == set(limits)
+
+
+def test_a_limit_on_a_figure_that_was_not_measured_says_so() -> None:
+    found = recommend(report(SMALL), min_tokens_per_s=10.0)
+    assert found is not None
+    assert found.arm is None
+    assert found.others == ("small: tokens per second: not measured, so --min-tokens-per-s cannot be met",)
+
+
+def rated(one: ArmRecord, rate: float) -> ArmRecord:
+    decode = Measurement(status=Status.OK, metrics=(Definition("isolated", "tok/s", "higher")(rate),))
+    return one.model_copy(update={"benches": {"decode": decode}})
+
+
+def test_a_candidate_is_struck_by_one_that_is_no_larger_no_slower_and_shown_to_be_closer() -> None:
+    worse = arm("worse", 750, 0.0012)
+    found = recommend(report(worse, SMALL))
+    assert found is not None
+    assert [(one.arm, one.by) for one in found.dominated] == [("worse", "small")]
+    assert found.others == ("worse: small is smaller and closer",)
+    slow = recommend(report(rated(worse, 100.0), rated(SMALL, 80.0)))
+    assert slow is not None
+    assert slow.dominated == ()
+
+
+@pytest.mark.parametrize(("least", "expected"), [(50.0, "small"), (90.0, "big"), (200.0, None)])
+def test_a_limit_on_speed_holds_for_what_was_measured(least: float, expected: str | None) -> None:
+    assert chosen(rated(BIG, 100.0), rated(SMALL, 80.0), min_tokens_per_s=least) == expected
+
+
+@pytest.mark.parametrize(("size", "expected"), [(545, "closer"), (555, "small")])
+def test_one_up_to_a_tenth_larger_replaces_the_smallest_if_shown_to_be_twice_as_close(size: int, expected: str) -> None:
+    assert chosen(SMALL, arm("closer", size, 0.00025)) == expected
+    assert chosen(SMALL, arm("closer", size, 0.0004)) == "small"
+
+
+def test_of_candidates_that_cannot_be_told_apart_the_smaller_one_is_kept() -> None:
+    noisy = [0.0006 * (1 + 0.3 * (-1) ** n) for n in range(24)]
+    found = recommend(report(arm("same", 750, noisy), SMALL))
+    assert found is not None
+    assert (found.arm, found.dominated) == ("small", ())
 
 
 def test_an_emulated_format_is_ranked_by_what_it_would_take_packed() -> None:
     ran = RuntimeRecord.model_validate(
         {"cache_bytes_per_token": 1000.0, "emulated": True, "packed_bytes_per_token": 400.0}
     )
-    int3 = SMALL.model_copy(update={"name": "int3", "ran": ran})
+    int3 = SMALL.model_copy(update={"name": "int3", "ran": ran, "serve_command": None})
     assert (found := recommend(report(BIG, int3, SMALL))) is not None
     assert (found.arm, found.saving) == ("int3", 0.6)
     assert any("no engine stores it" in risk for risk in found.risks)
-
-
-def test_nothing_is_recommended_where_the_data_cannot_tell_and_it_says_so() -> None:
-    found = recommend(report(TINY))
-    assert found is not None
-    assert found.arm is None
     assert found.command is None
-    assert found.text == "no candidate is certified; of tiny the data cannot tell"
-    assert "40 clusters instead of 8" in found.more
-
-
-def test_an_arm_that_another_one_beats_is_said_so_and_a_tie_is_a_tie() -> None:
-    worse, tied = (
-        BIG.model_copy(
-            update={
-                "name": name,
-                "dominated": Dominance(by="small", difference=0.0002, ci=(low, 3e-4), differs=differs),
-            }
-        )
-        for name, low, differs in (("worse", 1e-4, True), ("tied", -1e-4, False))
+    assert found.command_note == (
+        "No supported server implements this KV format. The best format that one can serve is small."
     )
-    found = recommend(report(worse, tied, SMALL))
-    assert found is not None
-    assert found.arm == "small"
-    assert [line.partition(" here")[0] for line in found.others] == [
-        "worse: larger and worse than small",
-        "tied: larger and tied in KLD with small",
-    ]
 
 
 def test_a_verdict_that_other_axes_lowered_is_not_recommended() -> None:
-    verdict = Verdict(band="PASS", by_kld=False, sentence="s", because=("lost 9 of 36",))
-    lowered = SMALL.model_copy(update={"verdict": verdict})
-    found = recommend(report(BIG, lowered))
+    found = recommend(report(BIG, failing(SMALL, band="PASS", by_kld=False, because=("lost 9 of 36",))))
     assert found is not None
     assert found.arm == "big"
     assert "small: verdict PASS: lost 9 of 36" in found.others
 
 
-@pytest.mark.parametrize("limit", [{"max_loss": 0.2}, {"max_flips": 0.5}])
+@pytest.mark.parametrize("limit", [{"max_kld": 0.5}, {"max_flips": 0.5}])
 def test_a_limit_goes_over_the_klds_band_and_over_no_failed_position_or_garbage(limit: dict[str, float]) -> None:
-    assert TINY.verdict is not None
-    assert (by_kld := recommend(report(TINY), **limit)) is not None
-    assert by_kld.arm == "tiny"
+    assert chosen(BAD, **limit) == "bad"
     for band in ("FAIL", "DEGRADED", "PASS"):
-        broken = TINY.verdict.model_copy(
-            update={"band": band, "by_kld": False, "because": ("3 of 9 positions failed",)}
+        assert chosen(failing(BAD, band=band, by_kld=False, because=("garbage",)), **limit) is None
+    kld = BAD.axes["kld"].model_copy(update={"n_failed": 3})
+    assert chosen(BAD.model_copy(update={"axes": {"kld": kld}}), **limit) is None
+
+
+def test_a_shown_loss_of_probability_excludes_and_an_undecided_one_does_not() -> None:
+    assert chosen(BIG, arm("lossy", 500, 0.0006, 0.03)) == "big"
+    unsteady = [0.05 * (-1) ** n + 0.002 for n in range(24)]
+    found = recommend(report(BIG, arm("unsteady", 500, 0.0006, unsteady)))
+    assert found is not None
+    assert (found.arm, found.confidence) == ("unsteady", "likely")
+
+
+@pytest.mark.parametrize(("documents", "expected"), [(9, "preliminary"), (10, "confirmed")])
+def test_fewer_than_ten_documents_are_preliminary(documents: int, expected: str) -> None:
+    found = recommend(report(arm("small", 500, 0.0006, documents=documents)))
+    assert found is not None
+    assert (found.arm, found.confidence) == ("small", expected)
+
+
+def test_a_larger_candidate_that_is_undecided_ends_the_confirmation_and_one_that_fails_does_not() -> None:
+    unsteady = [0.05 * (-1) ** n + 0.002 for n in range(24)]
+    for first, expected in ((arm("big", 750, 0.0006, unsteady), "likely"), (arm("big", 750, 0.3, 0.05), "confirmed")):
+        found = recommend(report(first, SMALL))
+        assert found is not None
+        assert (found.arm, found.confidence) == ("small", expected)
+
+
+def test_a_choice_that_resamples_do_not_repeat_is_too_close_to_call() -> None:
+    near = arm("near", 500, [0.0002] * 12 + [0.0133] * 12)  # upper end close to the edge of its class
+    found = recommend(report(BIG, near))
+    assert found is not None
+    assert found.stability is not None
+    assert found.stability < 0.8
+    assert {found.arm, found.alternative} == {"big", "near"}
+    assert f"too close to call: {found.arm} or {found.alternative}" in found.evidence
+
+
+def test_reports_without_sums_by_document_get_an_answer_without_its_stability() -> None:
+    found = recommend(report(*(one.model_copy(update={"documents": ()}) for one in (BIG, SMALL))))
+    assert found is not None
+    assert (found.arm, found.stability) == ("small", None)
+
+
+CANDIDATES = st.lists(
+    st.tuples(
+        st.sampled_from([250, 500, 525, 750]),
+        st.sampled_from([1e-4, 3e-4, 1e-3, 5e-3, 0.02, 0.06, 0.2]),
+        st.sampled_from([0.0, 0.004, 0.02]),
+        st.integers(0, 99),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def generated(candidates: Sequence[tuple[int, float, float, int]], documents: int) -> list[ArmRecord]:
+    arms = []
+    for n, (size, mean, loss, seed) in enumerate(candidates):
+        rng = np.random.default_rng(seed)
+        kl = mean * rng.gamma(2.0, 0.5, documents)
+        arms.append(arm(f"arm{n}", size, kl.tolist(), rng.normal(loss, loss / 2 + 1e-3, documents).tolist()))
+    return arms
+
+
+@settings(deadline=None, max_examples=60)
+@given(candidates=CANDIDATES, documents=st.integers(2, 14))
+def test_no_recommended_configuration_is_dominated(candidates: list[Any], documents: int) -> None:
+    arms = generated(candidates, documents)
+    found = recommend(report(*arms))
+    assert found is not None
+    best = next((one for one in arms if one.name == found.arm), None)
+    for other in arms if best is not None else ():
+        assert best is not None
+        shown = [claim.state for claim in other.certificates["kld"].claims if claim.unit == "share"]
+        if other is best or other.verdict is None or other.verdict.band == "FAIL" or "exceeded" in shown:
+            continue
+        assert best.ran is not None
+        assert other.ran is not None
+        sizes = [one.ran.cache_bytes_per_token for one in (other, best) if one.ran and one.ran.cache_bytes_per_token]
+        own, theirs = (
+            RatioItems.of(one.documents[0].kl, one.documents[0].positions, one.documents[0].documents)
+            for one in (best, other)
         )
-        assert (found := recommend(report(TINY.model_copy(update={"verdict": broken})), **limit)) is not None
-        assert found.arm is None
-        assert f"tiny: verdict {band}: 3 of 9 positions failed" in found.others
+        interval = paired_difference(own, theirs, level=0.9999).interval  # clearly, whatever the resamples
+        assert interval is None or sizes[0] > sizes[1] or interval[0] <= 0
 
 
-def test_reports_without_certificates_get_an_answer_to_limits() -> None:
-    old = SMALL.model_copy(update={"certificates": {}})
-    assert (found := recommend(report(old), max_loss=0.01)) is not None
-    assert found.arm == "small"
-    assert (nothing := recommend(report(old))) is not None
-    assert nothing.arm is None
+@settings(deadline=None, max_examples=60)
+@given(candidates=CANDIDATES, size=st.sampled_from([100, 500, 900]), at=st.integers(0, 5))
+def test_a_candidate_whose_verdict_is_fail_never_changes_the_choice(candidates: list[Any], size: int, at: int) -> None:
+    arms = generated(candidates, 12)
+    hopeless = failing(arm("hopeless", size, 0.3, 0.05, documents=12), band="FAIL")
+    before = recommend(report(*arms))
+    after = recommend(report(*arms[:at], hopeless, *arms[at:]))
+    assert before is not None
+    assert after is not None
+    named = ("arm", "confidence", "stability", "alternative", "saving")
+    assert [getattr(before, name) for name in named] == [getattr(after, name) for name in named]

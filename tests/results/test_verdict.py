@@ -119,18 +119,20 @@ CASES: list[tuple[ArmRecord, dict[str, Any], str]] = [
     (
         record("bf16/fp8_e4m3", 3.47, shares={TOP1: 0.087, FLIPS: 0.84}),
         {"n_ctx": 512},
-        "values break: costs 3.47 nats (without an interval); 91% of the top tokens change, 84% beyond a near tie; "
+        "values break: costs 3.47 nats (without an interval); the top token changes at 91.3% of positions, "
+        "84.0% beyond a near tie; "
         "try wider values",
     ),
     (
         record("int4", *COARSE, floor=0.0451, wider_keys=None),  # an engine with one format for keys and values
         {},
-        "do not use: costs 0.712 nats (0.36–0.80; a change of last bits alone: 0.0451); try a wider format",
+        "do not use: costs 0.712 nats (0.36–0.80; rounding noise 0.0451); try a wider format",
     ),
     (
         record(kld=0.00552, ci=(0.005, 0.0061), shares={TOP1: 18 / 19, FLIPS: 1 / 60}),
         {"n_ctx": 2048},
-        "safe: costs 0.00552 nats (0.0050–0.0061); 1 top token in 19 changes, 1 in 60 beyond a near tie; "
+        "safe: costs 0.00552 nats (0.0050–0.0061); the top token changes at 5.26% of positions, "
+        "1.67% beyond a near tie; "
         "up to 2,048 tokens of context, not measured beyond",
     ),
     (
@@ -141,7 +143,7 @@ CASES: list[tuple[ArmRecord, dict[str, Any], str]] = [
     (
         record(kld=0.02, ci=(0.015, 0.025), shares={TOP1: 0.8, FLIPS: 0.0}),
         {},
-        "safe: costs 0.0200 nats (0.015–0.025); 1 top token in 5.0 changes, none beyond a near tie",
+        "safe: costs 0.0200 nats (0.015–0.025); the top token changes at 20.0% of positions, only at near ties",
     ),
     (record("int4", *COARSE), {}, "do not use: costs 0.712 nats (0.36–0.80); try k16v8"),
     (

@@ -274,14 +274,14 @@ def test_bytes_and_ceilings_are_those_of_physics_and_every_cell_says_where_its_l
 
 
 def test_within_a_limit_the_fastest_pair_is_recommended_with_the_command_of_its_arm(tmp_path: Path) -> None:
-    tight = advised(tmp_path, *ARMS, max_loss=0.0024, context=32_768, batch=32)
+    tight = advised(tmp_path, *ARMS, max_kld=0.0024, context=32_768, batch=32)
     assert tight.recommended is not None
     assert (tight.recommended.weights, tight.recommended.kv) == ("native", "int8")
     assert tight.command == "serve --kv int8"
     assert ("int8", "int8") in [(cell.weights, cell.kv) for cell in tight.next]
     assert tight.measure is not None
     assert "weights=int8,kv=int8" in tight.measure
-    loose = advised(tmp_path, *ARMS, max_loss=0.2)
+    loose = advised(tmp_path, *ARMS, max_kld=0.2)
     assert loose.recommended is not None
     assert (loose.recommended.weights, loose.recommended.kv, loose.recommended.loss.source) == (
         "int4",
@@ -290,7 +290,7 @@ def test_within_a_limit_the_fastest_pair_is_recommended_with_the_command_of_its_
     )
     assert loose.command is not None
     assert loose.command.startswith("fidelab compare m --axes kld --engine hf")
-    none = advised(tmp_path, *ARMS[:2], max_loss=0.0001, memory=16e9, context=64, batch=1)
+    none = advised(tmp_path, *ARMS[:2], max_kld=0.0001, memory=16e9, context=64, batch=1)
     assert none.recommended is not None
     assert none.recommended.loss.mean == 0
 
@@ -328,8 +328,8 @@ def test_bytes_that_a_simulation_left_in_32_bits_count_as_16(tmp_path: Path) -> 
         ({"memory": 1e9}, "no pair fits into 1.00 GB at 4,096 tokens × 8: the smallest, int4 with cache int4, takes "),
         ({"batch": 0}, "--batch must be at least 1, not 0"),
         ({"context": -4}, "--context must be at least 1, not -4"),
-        ({"max_loss": -0.1}, "--max-loss must be a mean KL above 0"),
-        ({"max_loss": math.nan}, "--max-loss must be a mean KL above 0"),
+        ({"max_kld": -0.1}, "--max-kld must be a mean KL above 0"),
+        ({"max_kld": math.nan}, "--max-kld must be a mean KL above 0"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(tmp_path: Path, asked: dict[str, Any], message: str) -> None:
@@ -408,7 +408,7 @@ def test_a_real_run_is_found_joined_and_compared_by_its_documents(tiny: Path) ->
 
 
 def test_people_get_a_table_that_says_what_is_predicted(tiny: Path) -> None:
-    flags = ["--device", "h100", "--context", "4k", "--batch", "64", "--max-loss", "0.5"]
+    flags = ["--device", "h100", "--context", "4k", "--batch", "64", "--max-kld", "0.5"]
     done = cli("advise", "./model", *flags, cwd=tiny)
     assert done.code == 0, done.err
     assert "predicted (2)" in done.out

@@ -20,7 +20,9 @@ from scipy import stats
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
+from fidelab.metrics.equivalence import Loss, certify
 from fidelab.metrics.intervals import RatioItems, ratio_interval
+from fidelab.runs.sample_size import _claim
 from tests.captures.sample import tree
 from tests.runs.harness import Done, cli, compare
 from tests.runs.test_run_closed_forms import tilt
@@ -408,8 +410,8 @@ def certificates(pilot: Done, *words: str) -> dict[tuple[str, str], dict[str, An
 
 def test_a_certificate_is_planned_from_the_clusters_that_the_report_names(pilot: Done) -> None:
     """As in the report of a run that was given the margin, and windows in proportion."""
-    found = certificates(pilot, "--max-loss", "0.13", "--margin", "2%")
-    cli("rescore", pilot.folder, "--max-loss", "0.13", "--margin", "2%", cwd=pilot.cwd)
+    found = certificates(pilot, "--max-kld", "0.13", "--margin", "2%")
+    cli("rescore", pilot.folder, "--max-kld", "0.13", "--margin", "2%", cwd=pilot.cwd)
     report = json.loads((pilot.folder / "report.json").read_text())
     seen = 0
     for arm in report["candidates"]:
@@ -426,33 +428,35 @@ def test_a_certificate_is_planned_from_the_clusters_that_the_report_names(pilot:
     assert seen
 
 
-def test_where_no_cluster_differs_the_bound_shrinks_with_their_number(pilot: Done) -> None:
-    line = certificates(pilot, "--margin", "0.5%")["exact", "accuracy loss"]
-    assert line["clusters_needed"] == math.ceil(line["clusters"] * line["half_width"] / 0.005)
-    assert "the figure holds if none does" in line["reason"]
+def test_where_no_cluster_differs_the_bound_shrinks_with_their_number() -> None:
+    loss = Loss.of_accuracy(np.ones(40), np.ones(40), np.arange(40), 0.005)
+    line = _claim("exact", certify([loss]).claims[0], loss, 40)
+    assert line.half_width is not None
+    assert line.clusters_needed == math.ceil(40 * line.half_width / 0.005)
+    assert "the figure holds if none does" in (line.reason or "")
 
 
 def test_a_loss_beyond_the_margin_is_not_planned(pilot: Done) -> None:
-    line = certificates(pilot, "--max-loss", "1e-6")["tilt[q=0.7]", "mean KL"]
+    line = certificates(pilot, "--max-kld", "1e-6")["tilt[q=0.7]", "mean KL"]
     assert line["status"] == "failed"
     assert "mean KL at or beyond the margin is shown: no number of items certifies it" in line["reason"]
 
 
 def test_a_candidate_with_a_claim_that_is_exceeded_sets_no_size(pilot: Done) -> None:
-    found = certificates(pilot, "--max-loss", "1e-6", "--margin", "0.5%")
+    found = certificates(pilot, "--max-kld", "1e-6", "--margin", "0.5%")
     lines = [line for (arm, _), line in found.items() if arm == "tilt[q=0.7]"]
     assert [line["items_needed"] for line in lines] == [None]
 
 
 def test_a_smaller_margin_needs_more_windows(pilot: Done) -> None:
     key = "tilt[q=0.7]", "mean KL"
-    mean = certificates(pilot, "--max-loss", "1")[key]["estimate"]
-    needed = [certificates(pilot, "--max-loss", str(mean * (1 + room)))[key]["items_needed"] for room in (0.05, 0.1)]
+    mean = certificates(pilot, "--max-kld", "1")[key]["estimate"]
+    needed = [certificates(pilot, "--max-kld", str(mean * (1 + room)))[key]["items_needed"] for room in (0.05, 0.1)]
     assert needed[0] > needed[1] > WINDOWS
 
 
 def test_a_table_of_certificates_says_what_it_plans(pilot: Done) -> None:
-    said = cli("plan-size", pilot.folder, "--max-loss", "0.05", cwd=pilot.cwd).out
+    said = cli("plan-size", pilot.folder, "--max-kld", "0.05", cwd=pilot.cwd).out
     assert "certificates with probability 0.8" in said
     assert "mean KL" in said
     assert "nats" in said
@@ -462,7 +466,7 @@ def test_a_table_of_certificates_says_what_it_plans(pilot: Done) -> None:
 def test_either_a_precision_or_margins_are_given(words: tuple[str, ...], pilot: Done) -> None:
     done = cli("plan-size", pilot.folder, *words, cwd=pilot.cwd)
     assert done.code == 2
-    assert "give either --precision P, or margins of a certificate: --margin 1%, --max-loss 0.01" in done.err
+    assert "give either --precision P, or margins of a certificate: --margin 1%, --max-kld 0.01" in done.err
 
 
 def test_a_margin_that_cannot_be_is_refused(pilot: Done) -> None:

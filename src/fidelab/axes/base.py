@@ -131,6 +131,8 @@ class AxisScore:
     ``right``: 1 where the reference and where the arm gives the right answer, else 0, NaN where that is not known; [n]
     each.  Axes that have it get a certificate.
 
+    ``probability_loss`` [n]: P − Q of the text's own next token (axis kld); NaN where that is not known.
+
     ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.
     """
 
@@ -147,6 +149,7 @@ class AxisScore:
     found: Measurement = field(default_factory=lambda: Measurement(status=Status.OK))
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     right: tuple[Floats, Floats] | None = None
+    probability_loss: Floats | None = None
     not_measurable: str = ""
     part: str = ""
     parts: Mapping[str, AxisScore] = field(default_factory=dict)

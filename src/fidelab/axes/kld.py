@@ -265,6 +265,7 @@ class KLD(Axis):
         return replace(
             score,
             right=(rows.right_ref, rows.right_test),
+            probability_loss=-rows.dp,
             positions={
                 "window": windows,
                 "position": positions,

@@ -30,7 +30,7 @@ def advise(
     memory: options.Memory = None,
     overhead: options.Overhead = None,
     tp: options.Sharing = 1,
-    max_loss: options.MaxLoss = None,
+    max_kld: options.MaxKLD = None,
     from_: Annotated[
         list[Path] | None,
         typer.Option(
@@ -46,13 +46,13 @@ def advise(
     """Choose weights and KV cache together: measured losses against memory and decode ceilings.
 
     Losses come from runs of fidelab compare; what no arm ran is predicted as the sum of its parts, and says so.
-    Without --max-loss it is the pair of the least loss that fits, with it the fastest that is shown to lose less.
+    Without --max-kld it is the pair of the least loss that fits, with it the fastest that is shown to lose less.
 
     [bold]Examples[/bold]
 
       fidelab advise smollm2-135m --device H100 --context 8k --batch 32
 
-      fidelab advise ./Qwen3-8B --device H200 --context 32k --batch 32 --memory 80G --max-loss 0.01 --from runs/latest
+      fidelab advise ./Qwen3-8B --device H200 --context 32k --batch 32 --memory 80G --max-kld 0.01 --from runs/latest
     """
     from fidelab.core import parse_bytes
     from fidelab.errors import UsageError
@@ -74,7 +74,7 @@ def advise(
         batch,
         read_runs(model, from_ or (), runs.output_dir, native),
         memory=None if memory is None else parse_bytes(memory),
-        max_loss=max_loss,
+        max_kld=max_kld,
         native=native,
         tp=tp,
         overhead=0.0 if overhead is None else parse_bytes(overhead),

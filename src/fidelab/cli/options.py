@@ -482,7 +482,7 @@ class ScoringOptions(SeedOptions):
     bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab"
 
 
-MaxLoss = Annotated[
+MaxKLD = Annotated[
     float | None, typer.Option(help="Recommend what costs less than this: mean KL, nats.", show_default=False)
 ]
 Memory = Annotated[str | None, typer.Option(help="Memory of each device, such as 80G.")]
@@ -493,12 +493,19 @@ Sharing = Annotated[int, typer.Option("--tp", help="Devices that share the model
 class LimitOptions(Options, panel=SCORING):
     """What the recommendation has to meet."""
 
-    max_loss: MaxLoss = None
+    max_kld: MaxKLD = None
     max_flips: Annotated[
         str | None, typer.Option(help="… and changes fewer top tokens than this: 1%.", show_default=False)
     ] = None
+    max_accuracy_loss: Annotated[
+        str | None, typer.Option(help="… and loses at most this many correct top tokens, net: 1%.", show_default=False)
+    ] = None
     min_saving: Annotated[
         str | None, typer.Option(help="… and saves at least this of the bytes: 40%.", show_default=False)
+    ] = None
+    min_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(help="… and generates at least this many tokens per second.", show_default=False),
     ] = None
 
     def settings(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def report(
 
     [bold]Examples[/bold]
 
-      fidelab report latest --max-loss 0.01 --min-saving 40%
+      fidelab report latest --max-kld 0.01 --min-saving 40%
 
       fidelab report runs/20260101-120000-smollm2-135m/report.json --plot
 

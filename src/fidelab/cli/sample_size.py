@@ -28,7 +28,7 @@ def plan_size(
         ),
     ] = None,
     margin: options.Margin = None,
-    max_loss: options.MaxLoss = None,
+    max_kld: options.MaxKLD = None,
     axis: Annotated[str, typer.Option(help="Axis of the run, such as kld or trajectory.")] = "kld",
     as_json: options.Json = False,
 ) -> None:
@@ -40,13 +40,13 @@ def plan_size(
 
       fidelab plan-size runs/pilot --axis trajectory --precision 5
 
-      fidelab plan-size runs/pilot --margin 0.5% --max-loss 0.005
+      fidelab plan-size runs/pilot --margin 0.5% --max-kld 0.005
     """
     from fidelab.runs.sample_size import plan_size as plan
 
     if sys.stderr.isatty():
         note("fidelab: scoring the run again from its captures")
-    limits = {key: value for key, value in (("margin", margin), ("max_loss", max_loss)) if value is not None}
+    limits = {key: value for key, value in (("margin", margin), ("max_kld", max_kld)) if value is not None}
     size_plan = plan(run_dir, precision, axis, limits=limits)
     if as_json:
         print(json.dumps(asdict(size_plan), indent=2, ensure_ascii=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -204,12 +204,26 @@ class Limits(BaseModel):
 
     model_config = _STRICT
 
-    max_loss: float | None = Field(default=None, gt=0, description="largest mean KL, nats")
+    max_kld: float | None = Field(default=None, gt=0, description="largest mean KL, nats")
     max_flips: Share | None = Field(default=None, gt=0, le=1, description="largest share of changed top tokens: 1%")
+    max_accuracy_loss: Share | None = Field(
+        default=None, gt=0, lt=1, description="largest net loss of correct top tokens: 1%"
+    )
     min_saving: Share | None = Field(default=None, gt=0, lt=1, description="least share of bytes saved: 40%")
+    min_tokens_per_s: float | None = Field(default=None, gt=0, description="least rate of generated tokens, tok/s")
     margin: Share | None = Field(
         default=None, gt=0, lt=1, description="loss of accuracy that a certificate rules out; 1% by default"
     )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        flips, loss = self.max_flips, self.max_accuracy_loss
+        if flips is not None and loss is not None and loss > flips:
+            raise ValueError(
+                f"max_accuracy_loss {loss:.3g} is above max_flips {flips:.3g}: no more than the changed tokens can be "
+                "lost, so leave one of the two out"
+            )
+        return self
 
 
 def merged_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from fidelab.errors import InputError, MismatchError, UsageError
 from fidelab.imports.leave import Imported, Source, leave_run
 from fidelab.metrics.equivalence import MARGIN, Loss, certify, flip_counts
 from fidelab.metrics.intervals import RatioItems, paired_difference
-from fidelab.results.decision_record import Certificate, CertificateClaim, FlipRecord
+from fidelab.results.decision_record import Certificate, FlipRecord
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import ArmRecord, Verdict
 
@@ -84,26 +84,17 @@ def import_samples(
         raise UsageError(f"{ref} is the reference itself: nothing would be compared")
     reference, arms = _read(ref), [_read(test) for test in tests]
     pairs = [_paired(reference, arm) for arm in arms]
-    judged = certify(
-        {
-            (label, key): [Loss.of_accuracy(a, b, np.arange(len(a)), margin)]
-            for label, pair in zip(labels, pairs, strict=True)
-            for key, (a, b) in pair.items()
-        },
-        seed=seed,
-    )
     bare: dict[str, Any] = {"engine": "lm-eval", "model": "unstated model"}
     records = []
     for label, pair in zip(labels, pairs, strict=True):
         axes = {_axis_name(key): _axis(key, *sides, seed) for key, sides in pair.items()}
-        certificates = {}
-        for key, sides in pair.items():
-            judgement = judged[label, key]
-            claims = tuple(map(CertificateClaim.of, judgement.claims))
-            flips = FlipRecord(**vars(flip_counts(*sides, np.arange(len(sides[0])))))
-            certificates[_axis_name(key)] = Certificate(
-                state=judgement.state, level=judgement.level, claims=claims, flips=(flips,)
+        certificates = {
+            _axis_name(key): Certificate.of(
+                certify([Loss.of_accuracy(*sides, np.arange(len(sides[0])), margin)], seed),
+                flips=[FlipRecord.of(*sides, np.arange(len(sides[0])), seed=seed)],
             )
+            for key, sides in pair.items()
+        }
         records.append(
             ArmRecord(
                 status=Status.OK,

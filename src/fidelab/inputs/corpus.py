@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +15,8 @@ from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 
 __all__ = ["Place", "Protocol", "WindowSet", "make_windows"]
+
+_LEAST_CONTEXT = 8  # tokens that a shorter window is worth
 
 Protocol = Literal["half", "full", "sliding"]
 Place = Literal["spread", "start"]
@@ -82,8 +85,8 @@ def make_windows(
     needed = (n_windows - 1) * step + n_ctx
     if len(ids) < needed:
         raise InputError(
-            f"text {text.name} has {len(ids)} tokens, but {n_windows} windows of n_ctx {n_ctx} "
-            f"need {needed}: use fewer --windows or a longer text"
+            f"text {text.name} has {len(ids)} tokens, but {n_windows} windows of n_ctx {n_ctx} need {needed}: "
+            f"{_remedy(len(ids), n_ctx, needed)}"
         )
     first, last = _rows(protocol, n_ctx)
     begins: Sequence[int] = range(0, n_windows * step, step)
@@ -111,6 +114,15 @@ def make_windows(
         text_sha256=text.sha256,
         text_tokens=len(ids),
     )
+
+
+def _remedy(have: int, n_ctx: int, needed: int) -> str:
+    """What to do about a text of ``have`` tokens: fewer windows only where one of them fits."""
+    if have >= n_ctx:
+        return "use fewer --windows or a longer text"
+    times = f"about {math.ceil(needed / have)} times more text" if have else "a text that is not empty"
+    fits = 1 << max(have // 2, 1).bit_length() - 1  # two windows
+    return f"use {times}, or --n-ctx {fits}" if fits >= _LEAST_CONTEXT else f"use {times}"
 
 
 def _step(protocol: Protocol, n_ctx: int, stride: int | None) -> int:

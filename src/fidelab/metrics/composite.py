@@ -22,6 +22,7 @@ from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 
 __all__ = [
     "BANDS",
+    "KL_EDGES",
     "Band",
     "CompositeScore",
     "Ruling",
@@ -67,7 +68,7 @@ BANDS = {"fidelab": Bands(95.0, 85.0, 70.0), "refract": Bands(90.0, 80.0, 60.0)}
 _LEAST_SCORE = 1e-9  # stands for 0 where its reciprocal is wanted
 
 # Upper bounds (nats, exclusive) of the mean KL for each band; from the last one on is FAIL.
-_KL_EDGES = (0.01, 0.05, 0.1)
+KL_EDGES = (0.01, 0.05, 0.1)
 _ALIKE = 0.1  # of the larger mean: costs that differ by less are taken for the same
 
 # ------------------------------------------------------------------------------------------- composite
@@ -160,7 +161,7 @@ def _composite_interval(
 
 def kl_band(upper_mean_kl: float) -> Band:
     """Band of the upper 95% bound of a mean KL in nats; NaN is FAIL. See docs/metrics.md#verdicts."""
-    return next((b for b, edge in zip(_ORDER, _KL_EDGES, strict=False) if upper_mean_kl < edge), Band.FAIL)
+    return next((b for b, edge in zip(_ORDER, KL_EDGES, strict=False) if upper_mean_kl < edge), Band.FAIL)
 
 
 def lower(band: Band) -> Band:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fidelab.metrics.intervals import Interval, RatioItems, ratio_estimate, ratio_interval
+from fidelab.metrics.intervals import Interval, RatioItems, contained_interval, ratio_estimate, ratio_interval
 
 __all__ = [
     "Divergences",
@@ -587,11 +587,11 @@ def summarise_flips(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) 
     )
     if np.isnan(margin).any():
         return flips
-    real = RatioItems.of(~agree & (margin >= REAL_FLIP), 1.0, clusters)
+    changed, real = (RatioItems.of(each, 1.0, clusters) for each in (~agree, ~agree & (margin >= REAL_FLIP)))
     return replace(
         flips,
         real_flips=float(real.num.mean()),
-        real_flips_ci=ratio_interval(real, seed, bounds=(0.0, 1.0), proportion=True),
+        real_flips_ci=contained_interval(real, changed, seed),
     )
 
 

@@ -34,7 +34,7 @@ overlap of two intervals says nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +53,17 @@ __all__ = [
     "PairedDifference",
     "RatioItems",
     "binomial_interval",
+    "contained_interval",
     "critical_value",
     "discordant_interval",
+    "effective_upper_end",
     "mcnemar_exact",
+    "mcnemar_mid_p",
     "paired_difference",
     "ratio_estimate",
     "ratio_interval",
     "resample_weights",
+    "settled_interval",
     "standard_error",
     "wilson_interval",
 ]
@@ -76,6 +80,9 @@ _RESAMPLES = 2000
 _SKEW_CLUSTERS = 12
 _SKEW_REACH = 1.4
 _LARGEST_LOG = 700.0  # of a factor that a float still holds
+_NEAR = 0.1  # of an interval's width: from here on more resamples are drawn
+_BATCHES = 10  # of resamples, then
+_STRIDE = 1_000_003  # between their seeds
 _ROUNDING = 1e-12  # of a value: below it, spread is rounding
 
 
@@ -172,6 +179,7 @@ def ratio_interval(
     transform: Transform = _identity,
     bounds: Interval | None = None,
     proportion: bool = False,
+    cost: bool = False,
 ) -> Interval | None:
     """Two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over clusters, or None (module docstring).
 
@@ -182,6 +190,7 @@ def ratio_interval(
         transform: monotone, rising or falling; the two ends are put in order.
         bounds: what the *ratio* (before the transform) can be: (0, inf) for a mean KL, (0, 1) for a share.
         proportion: the ratio of every item lies in ``bounds`` (finite).
+        cost: its upper end expects skew, as that of a ratio with bounds (0, inf) does.
 
     Returns None for fewer than two clusters and where Σ den is 0.
     """
@@ -191,7 +200,7 @@ def ratio_interval(
         return None
     floor, ceiling = bounds or (-math.inf, math.inf)
     if not proportion:
-        lo, hi = _mean_interval(estimate, resamples, level, cost=(floor, ceiling) == (0.0, math.inf))
+        lo, hi = _mean_interval(estimate, resamples, level, cost=cost or (floor, ceiling) == (0.0, math.inf))
     elif (k := _count(items, floor, ceiling, estimate.n)) is not None:
         lo, hi = (floor + (ceiling - floor) * end for end in binomial_interval(k, estimate.n, level))
     else:
@@ -199,6 +208,36 @@ def ratio_interval(
         lo, hi = _share_interval(estimate, (floor, ceiling), resamples, level, several=several)
     ends = [transform(min(max(end, floor), ceiling)) for end in (lo, hi)]
     return min(ends), max(ends)
+
+
+def contained_interval(events: RatioItems, containing: RatioItems, resamples: Floats | int = 0) -> Interval | None:
+    """95% interval of a share of rare events, each of which is one of more frequent ones (``containing``).
+
+    Its upper end is no higher than that of what contains it.  See docs/metrics.md#changed-tokens.
+    """
+    own, whole = (
+        ratio_interval(items, resamples, bounds=(0.0, 1.0), proportion=True) for items in (events, containing)
+    )
+    return None if own is None or whole is None else (own[0], max(own[0], min(own[1], whole[1])))
+
+
+def settled_interval(
+    find: Callable[[int], Interval | None], seed: int, edge: float
+) -> tuple[Interval | None, tuple[float, float]]:
+    """The interval that ``find(seed)`` gives, with the Monte Carlo error of both ends where one lies near ``edge``.
+
+    An end within a tenth of the interval's width of the edge takes ten times as many resamples: both ends are means
+    over ten seeds, and the errors twice their standard errors.  Elsewhere, and of exact intervals, they are 0.
+    See docs/metrics.md#intervals.
+    """
+    first = find(seed)
+    if first is None or min(abs(end - edge) for end in first) > _NEAR * (first[1] - first[0]):
+        return first, (0.0, 0.0)
+    found = [first, *(find(seed + batch * _STRIDE) for batch in range(1, _BATCHES))]
+    ends = np.array([interval for interval in found if interval is not None])
+    low, high = ends.mean(axis=0).tolist()
+    below, above = (2 * ends.std(axis=0, ddof=1) / math.sqrt(len(ends))).tolist()
+    return (low, high), (below, above)
 
 
 # ---------------------------------------------------------------------------------------------- a pair
@@ -504,6 +543,27 @@ def binomial_interval(k: float, n: int, level: float = 0.95) -> Interval:
     return lo, hi
 
 
+def effective_upper_end(events: RatioItems, companions: Sequence[RatioItems] = (), level: float = 0.95) -> float:
+    """Clopper and Pearson's upper end at the effective sample size (Korn & Graubard, Survey Methodology 24, 1998).
+
+    The design effect is the largest of those of the events and of their ``companions``, and 1 at least: without a
+    single event the data do not show how events cluster, and shares of more frequent ones do.
+    See docs/metrics.md#intervals.
+    """
+    n, clusters = len(events.num), len(np.unique(events.clusters))
+    q = 0.5 + level / 2
+    wider = (float(special.stdtrit(clusters - 1, q)) / float(special.stdtrit(n - 1, q))) ** 2
+    effective = max(1, int(n / (max(1.0, *map(_design_effect, (events, *companions))) * wider)))
+    return binomial_interval(effective * float(events.num.mean()), effective, level)[1]
+
+
+def _design_effect(items: RatioItems) -> float:
+    """Variance of the share over clusters to that of as many independent items; 1 where that is not known."""
+    share, error = float(items.num.mean()), standard_error(items)
+    variance = share * (1 - share) / len(items.num)
+    return 1.0 if error is None or not variance > 0 else error**2 / variance
+
+
 def wilson_interval(k: int, n: int, level: float = 0.95) -> Interval:
     """Wilson's score interval of a share, ``k`` of ``n`` (E. B. Wilson, 1927), without continuity correction.
 
@@ -525,6 +585,20 @@ def mcnemar_exact(b: int, c: int) -> float:
     if b < 0 or c < 0:
         raise ValueError(f"counts must not be negative: {b}, {c}")
     return min(1.0, 2.0 * float(special.bdtr(min(b, c), b + c, 0.5))) if b + c else 1.0
+
+
+def mcnemar_mid_p(b: int, c: int) -> float:
+    """McNemar's mid-p: half of the probability of the counts themselves is left out of either tail.
+
+    M. W. Fagerland et al., BMC Medical Research Methodology 13, 2013.  See docs/metrics.md#paired-differences.
+    """
+    if b < 0 or c < 0:
+        raise ValueError(f"counts must not be negative: {b}, {c}")
+    least, n = min(b, c), b + c
+    if not n:
+        return 1.0
+    same = float(special.bdtr(least, n, 0.5)) - (float(special.bdtr(least - 1, n, 0.5)) if least else 0.0)
+    return 1 - same / 2 if b == c else 2 * float(special.bdtr(least, n, 0.5)) - same
 
 
 def _check_count(k: float, n: int) -> None:

@@ -15,8 +15,8 @@ from fidelab.results.numbers import (
     format_figure,
     format_interval,
     format_kld,
-    format_odds,
-    format_odds_span,
+    format_percent,
+    format_percent_span,
     format_range,
     format_ratio,
     format_run,
@@ -152,20 +152,20 @@ def changed_of(kld: Measurement | None) -> Estimate:
     top1 = kld.metric("top1", {}) if kld else None
     if top1 is None or top1.value is None:
         return Estimate()
-    return _odds(kld, 1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
+    return _changes(kld, 1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
 
 
 def flips_of(kld: Measurement | None) -> Estimate:
     """How many of the changed tokens were no near tie."""
     flips = kld.metric("real_flips", {}) if kld else None
-    return Estimate() if flips is None or flips.value is None else _odds(kld, flips.value, flips.interval)
+    return Estimate() if flips is None or flips.value is None else _changes(kld, flips.value, flips.interval)
 
 
-def _odds(kld: Measurement | None, share: float, interval: tuple[float, float] | None) -> Estimate:
-    """A share as odds; a share of 0 as ``0 of`` the scored positions."""
+def _changes(kld: Measurement | None, share: float, interval: tuple[float, float] | None) -> Estimate:
+    """A share as a percentage; a share of 0 as ``0 of`` the scored positions."""
     scored = (kld.n_items or 0) - (kld.n_failed or 0) if kld else 0
-    text = f"0 of {scored:,}" if share == 0 and scored > 0 else format_odds(share)
-    return Estimate(text, format_odds_span(interval, share), f"{share:g}")
+    text = f"0 of {scored:,}" if share == 0 and scored > 0 else format_percent(share)
+    return Estimate(text, format_percent_span(interval, share), f"{share:g}")
 
 
 def run_of(kld: Measurement | None) -> Estimate:

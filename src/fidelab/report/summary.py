@@ -23,7 +23,7 @@ from fidelab.results.numbers import (
     counted,
     format_figure,
     format_kld,
-    format_odds,
+    format_percent,
     format_span,
     heading,
     one_line,
@@ -117,10 +117,10 @@ _GROUPS = {
 
 
 def _in_group(axis: Measurement, coordinate: str, kind: str) -> str:
-    """``0.0064 (0.0041–0.0093), 1 in 24``."""
+    """``0.0064 (0.0041–0.0093), 4.2%``."""
     at: Coordinates = {coordinate: kind}
     same = axis.metric("top1", at)
-    changed = f", {format_odds(1 - same.value)}" if same is not None and same.value is not None else ""
+    changed = f", {format_percent(1 - same.value)}" if same is not None and same.value is not None else ""
     return f"{kld_of(axis, at)}{changed}"
 
 

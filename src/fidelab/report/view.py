@@ -308,10 +308,11 @@ def _advice(found: Recommendation | None) -> tuple[str, ...]:
     if found is None:
         return ()
     lines = (
-        f"recommendation: {one_line(found.text)}",
-        one_line(found.command_note) if found.arm is not None else "",
+        one_line(found.text),
+        *map(one_line, found.evidence),
         f"risk: {'; '.join(map(one_line, found.risks))}" if found.risks else "",
         f"not tested: {', '.join(map(one_line, found.untested))}" if found.untested else "",
+        one_line(found.command_note) if found.arm is not None else "",
         *map(one_line, found.others),
         one_line(found.more),
     )

@@ -1,24 +1,35 @@
-"""What a report decides: equivalence certificates, arms that another one beats, and the recommendation."""
+"""What a report decides: equivalence certificates, the recommendation, and the sums that it is computed from."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from fidelab.metrics.equivalence import Claim
+from fidelab.metrics.equivalence import Claim, Judgement, Loss, flip_counts
 from fidelab.results.values import Count, Interval, Positive, Record, Share
 
-__all__ = ["Certificate", "CertificateClaim", "CertificateState", "Dominance", "FlipRecord", "Recommendation"]
+__all__ = [
+    "Certificate",
+    "CertificateClaim",
+    "CertificateState",
+    "Confidence",
+    "DocumentSums",
+    "Dominance",
+    "FlipRecord",
+    "Recommendation",
+]
 
 CertificateState = Literal["holds", "exceeded", "underpowered", "undecided"]
+Confidence = Literal["confirmed", "likely", "preliminary"]
 
 
 class CertificateClaim(Record):
     """One claim: the loss lies below the margin.  See docs/metrics.md#equivalence-certificate."""
 
     name: str
-    """``mean KL``, ``accuracy loss`` or ``changed tokens``."""
+    """``mean KL``, ``accuracy loss when sampling``, ``accuracy loss`` or ``changed tokens``."""
     unit: Literal["nats", "share"]
     """Unit of margin, loss, interval and detectable loss."""
     context: Count | None = None
@@ -28,10 +39,10 @@ class CertificateClaim(Record):
     estimate: float | None = None
     """The loss measured; negative where the arm does better than the reference."""
     ci: Interval | None = None
-    """Two-sided interval at the level of the tests (1 - 2 · ``level`` of the certificate)."""
+    """Two-sided interval whose ends are those of the one-sided tests: 95% of means, 90% of shares of items."""
     state: CertificateState
     """``holds``: ruled out.  ``exceeded``: shown to be at least the margin.  Neither is shown: ``underpowered``, where
-    the sample would not find a loss of the margin, else ``undecided``."""
+    the sample would not find a loss of the margin or has fewer than ten clusters, else ``undecided``."""
     detectable: Positive | None = None
     """The smallest true loss that a sample of this size would find with probability 0.8."""
     clusters: Count
@@ -72,8 +83,18 @@ class FlipRecord(Record):
     """Right in the arm alone."""
     p: Share
     """McNemar's exact test over items."""
+    mid_p: Share
+    """McNemar's mid-p over items."""
     p_clusters: Share
     """The exact sign test over clusters that lose more than they win, or the reverse."""
+    ci: Interval | None = None
+    """95% interval of the net loss of accuracy, a share."""
+
+    @classmethod
+    def of(cls, ref: Any, test: Any, clusters: Any, context: int | None = None, seed: int = 0) -> Self:
+        """From right answers of both sides: 1 where that side is right, else 0, and clusters; [n] each."""
+        interval = Loss.of_accuracy(ref, test, clusters).interval(0.95, seed) if len(clusters) else None
+        return cls(context=context, ci=interval, **vars(flip_counts(ref, test, clusters)))
 
 
 class Certificate(Record):
@@ -81,51 +102,89 @@ class Certificate(Record):
 
     state: CertificateState
     """The worst of its claims'."""
-    level: Share
-    """Of each one-sided test: 0.05 divided among the arms that were still tested (Holm)."""
     claims: tuple[CertificateClaim, ...]
-    """What is claimed, together."""
+    """What is claimed, together; each is tested at 5%."""
     flips: tuple[FlipRecord, ...] = ()
     """Harmful and beneficial flips, per context."""
 
+    @classmethod
+    def of(cls, judged: Judgement, contexts: Sequence[int | None] = (), flips: Sequence[FlipRecord] = ()) -> Self:
+        """The record of a judgement; claims that are made once per context get theirs."""
+        seen: dict[str, int] = {}
+        claims = []
+        for claim in judged.claims:
+            number = seen[claim.name] = seen.get(claim.name, -1) + 1
+            alone = sum(other.name == claim.name for other in judged.claims) == len(contexts)
+            claims.append(CertificateClaim.of(claim, contexts[number] if alone else None))
+        return cls(state=judged.state, claims=tuple(claims), flips=tuple(flips))
+
+
+class DocumentSums(Record):
+    """Sums over the usable positions of each document (or block of windows) at one context; lists of one length."""
+
+    context: Count | None = None
+    """Tokens per window."""
+    documents: tuple[int, ...]
+    """Numbers of the documents, rising; the same of all arms of a run."""
+    positions: tuple[Count, ...]
+    """Usable positions."""
+    kl: tuple[float, ...]
+    """Sum of KL, nats."""
+    probability_loss: tuple[float, ...]
+    """Sum of P(x) - Q(x) of the text's own next token x."""
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        if not len(self.documents) == len(self.positions) == len(self.kl) == len(self.probability_loss):
+            raise ValueError("sums by document differ in length")
+        return self
+
 
 class Dominance(Record):
-    """Another candidate that is no larger and, by the paired difference of mean KLs, no worse."""
+    """A candidate that is not recommended because another one is no larger, no slower and closer to the reference."""
 
+    arm: str
+    """Name of the candidate."""
     by: str
-    """Name of that candidate."""
+    """Name of the other one."""
     difference: float
-    """Mean KL of this arm minus that of the other, nats."""
-    ci: Interval | None = None
-    """95% interval of the paired difference."""
-    differs: bool = False
-    """The interval excludes 0: the other one is better.  Else they cannot be told apart."""
-    larger: bool = True
-    """This arm takes more bytes; else both take the same."""
+    """Mean KL of the candidate minus that of the other one, nats."""
+    ci: Interval
+    """99% interval of the paired difference; above 0."""
 
 
 class Recommendation(Record):
-    """The answer of a report: which candidate to run, or that none can be named."""
+    """Which candidate to run, or that none can be named.  See docs/metrics.md#recommendation."""
 
     arm: str | None = None
     """Name of the candidate; null where none qualifies."""
-    basis: Literal["limits", "certificate"]
-    """By which it was chosen: the limits that were given, or its equivalence certificate."""
+    confidence: Confidence | None = None
+    """``confirmed``: its loss is shown to be below the margins, which is wrong in at most 5% of runs.  ``likely``: that
+    is not shown.  ``preliminary``: fewer than ten documents.  Null where no candidate is named."""
+    stability: Share | None = None
+    """Share of resamples by document in which the same candidate is chosen; null without sums by document."""
+    alternative: str | None = None
+    """The candidate chosen second most often, where ``stability`` is below 80%: too close to call."""
     text: str
     """The answer in one sentence."""
+    evidence: tuple[str, ...] = ()
+    """What it rests on and how sure it is, a line each."""
     command: str | None = None
-    """Command line that turns it on, to be copied."""
+    """Command line to copy: the measured engine's server, or the fidelab command that measures such an engine."""
     command_note: str = ""
     """What has to be known of the command."""
     saving: float | None = None
     """Share of the bytes that it saves."""
     limits: dict[str, float] = Field(default_factory=dict)
-    """``max_loss`` (nats), ``max_flips``, ``min_saving`` (shares), as far as they were given."""
+    """``max_kld`` (nats), ``max_flips``, ``max_accuracy_loss``, ``min_saving`` (shares), ``min_tokens_per_s``, as far
+    as they were given."""
     risks: tuple[str, ...] = ()
     """What it costs, a sentence each."""
     untested: tuple[str, ...] = ()
     """What was not measured."""
     others: tuple[str, ...] = ()
     """Why not the other candidates, a sentence each."""
+    dominated: tuple[Dominance, ...] = ()
+    """Candidates that another one beats."""
     more: str = ""
     """How much more data would decide, where that is what is missing."""

@@ -18,8 +18,9 @@ __all__ = [
     "format_interval",
     "format_kld",
     "format_mib",
-    "format_odds",
-    "format_odds_span",
+    "format_nats",
+    "format_percent",
+    "format_percent_span",
     "format_range",
     "format_ratio",
     "format_run",
@@ -44,6 +45,13 @@ def format_kld(value: float | None, *, signed: bool = False, bound: bool = False
         return ABSENT
     sign = MINUS if value < 0 else "+" if signed and value > 0 else ""
     return ("≥ " if bound else "") + sign + _significant(abs(value), digits)
+
+
+def format_nats(value: float | None, *, digits: int = 3) -> str:
+    """Nats in a sentence: ``0.0312``, and ``below 0.0001`` of what has no digit there."""
+    if value is not None and 0 < value < 1e-4:
+        return "0.0001" if value >= 5e-5 else "below 0.0001"
+    return format_kld(value, digits=digits)
 
 
 def format_span(interval: tuple[float, float] | None) -> str:
@@ -92,25 +100,21 @@ def format_share(value: float | None) -> str:
     return f"{text}%"
 
 
-def format_odds(share: float | None) -> str:
-    """A share 0-1 as ``1 in 17``; ``none`` of 0, a percentage where it is more than half."""
+def format_percent(share: float | None) -> str:
+    """A share 0-1 as a percentage of three significant digits at most: ``0.082%``, ``1.52%``, ``15.2%``."""
     if share is None:
         return ABSENT
-    if share > 0.5:
-        return f"{100 * share:.0f}%" if share == 1 or share < 0.995 else "> 99%"
-    return f"1 in {format_run(1 / share)}" if share else "none"
+    if 0.9995 <= share < 1:
+        return "> 99.9%"
+    return f"{_significant(100 * share, 3 if share >= 0.01 else 2)}%" if share < 1 else "100%"
 
 
-def format_odds_span(interval: tuple[float, float] | None, share: float | None) -> str:
-    """What belongs to :func:`format_odds` of ``share``: ``16–19`` of ``1 in 17``, ``≤ 0.40%`` of ``none``."""
+def format_percent_span(interval: tuple[float, float] | None, share: float | None) -> str:
+    """What belongs to :func:`format_percent` of ``share``: ``1.3–1.8%``, and ``≤ 0.40%`` of 0."""
     if interval is None or share is None:
         return ABSENT
-    low, high = interval
-    if share == 0:
-        return f"≤ {_significant(100 * high, 2)}%"
-    if share > 0.5:
-        return f"{100 * low:.0f}–{100 * high:.0f}%"
-    return f"{format_run(1 / high)}–{format_run(1 / low) if low else '∞'}"
+    low, high = (_significant(100 * end, 2) for end in interval)
+    return f"≤ {high}%" if share == 0 else f"{low}–{high}%"
 
 
 def format_run(value: float | None) -> str:

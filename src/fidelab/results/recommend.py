@@ -1,26 +1,60 @@
-"""Report → which candidate to run, why, and what turns it on.  See docs/metrics.md#recommendation.
+"""Report → which candidate to run, how sure that is, and what turns it on.  See docs/metrics.md#recommendation.
 
-Everything follows from the record, so the answer to other limits needs no captures.
+Everything follows from the record, so the answer to other limits needs no captures: paired differences and resamples
+are computed from each candidate's sums by document.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fidelab.core import Status
-from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
-from fidelab.results.decision_record import Certificate, CertificateClaim, Recommendation
+from fidelab.metrics.composite import KL_EDGES
+from fidelab.metrics.equivalence import MIN_CLUSTERS, fixed_sequence
+from fidelab.metrics.intervals import RatioItems, paired_difference, resample_weights, settled_interval
+from fidelab.results.decision_record import (
+    CertificateClaim,
+    Confidence,
+    DocumentSums,
+    Dominance,
+    Recommendation,
+)
 from fidelab.results.measurement import DECIDING, Measurement
-from fidelab.results.numbers import counted, format_bytes, format_kld, format_odds, format_span, one_line
+from fidelab.results.numbers import counted, format_bytes, format_nats, format_percent, one_line
 from fidelab.results.record import ArmRecord, Report
 
-__all__ = ["Sizes", "bytes_in_16_bits", "recommend", "recommended", "serve_command"]
+__all__ = ["LIMITS", "Sizes", "bytes_in_16_bits", "recommend", "recommended", "serve_command"]
 
 _WIDTH = re.compile(r"(?:bf|f|fp|float|bfloat)(16|32)", re.IGNORECASE)
-_MODEL = "MODEL.gguf"
+LIMITS = {
+    "max_kld": "mean KLD",
+    "max_flips": "changed top tokens",
+    "max_accuracy_loss": "net loss of correct top tokens",
+    "min_saving": "saving",
+    "min_tokens_per_s": "tokens per second",
+}
+"""Limits on the recommended candidate, each with the figure that it holds for."""
+
+_LOSS_LIMITS = ("max_kld", "max_flips", "max_accuracy_loss")  # in the place of the class
+_LIMIT_OF_CLAIM = {"mean KL": "max_kld", "changed tokens": "max_flips", "accuracy loss": "max_accuracy_loss"}
+_RATES = ("isolated", "output_rate")  # of generated tokens, of benches decode and load
+_SLOWER = 0.95  # of another rate: repeats differ by 5%
+_LEVEL = 0.99  # of the paired differences that strike a candidate
+_ALIKE_SIZE = 1.1  # up to so many times the smallest one, a candidate of half the KLD is preferred
+_RESAMPLES = 2000
+_STABLE = 0.8  # of the resamples
+_CLASSES = ("EXCELLENT", "PASS")
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 def bytes_in_16_bits(arm: ArmRecord) -> float | None:
@@ -75,13 +109,14 @@ class Sizes:
         return None if size is None or not self.base else 1 - size / self.base
 
     def words(self, name: str) -> str:
-        """``47% less KV cache than 16 bits (12,240 bytes per token)``; empty where it is not known."""
+        """``47% smaller KV cache than 16 bits (12,240 bytes per token)``; empty where it is not known."""
         saving, size = self.saving(name), self.sizes.get(name)
         if saving is None or size is None:
             return ""
         share = f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
         if self.what == "cache":
-            than = "a 16-bit one" if self.base_name.startswith("a 16") else "the reference's"
+            than = "16 bits" if self.base_name.startswith("a 16") else "the reference"
+            share = f"{abs(saving):.0%} {'smaller' if saving >= 0 else 'larger'}"
             return f"{share} KV cache than {than} ({format_bytes(size)} bytes per token)"
         what = "of weights" if self.what == "weights" else f"of weights and cache at {self.n_ctx:,} tokens"
         return f"{share} than the reference ({size / 2**20:,.0f} MiB {what})"
@@ -98,16 +133,312 @@ def reach(arms: Sequence[ArmRecord]) -> int | None:
     return max(found, default=None)
 
 
+# ------------------------------------------------------------------------------------------------- candidates
+
+
+def _why_not(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
+    """What excludes a candidate whatever the resample; empty where nothing does."""
+    kld = arm.deciding
+    if kld is None or not arm.measured or not kld.measured:
+        return "no KLD was measured"  # why stands with its verdict
+    if kld.n_failed:
+        return f"{kld.n_failed:,} positions gave no number"
+    if arm.verdict is not None and not arm.verdict.by_kld and arm.verdict.band is not None:
+        return f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}"
+    mean = kld.metric("mean", {})
+    if mean is None or mean.value is None or mean.bound:
+        return "only a lower bound of its KLD is known"
+    if mean.interval is None:
+        return "its KLD has no interval: measure more windows"
+    if axes := [axis for axis, one in arm.certificates.items() if axis != DECIDING and one.state == "exceeded"]:
+        return f"a loss beyond the margin is shown on {', '.join(map(one_line, axes))}"
+    if why := _unsuitable(arm, sizes, limits):
+        return why
+    reasons = (_beyond(name, limit, arm, None) for name, limit in limits.items() if name.startswith("max"))
+    return next(filter(None, reasons), "")
+
+
+def _unsuitable(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
+    """Why a candidate is too large or too slow; empty where it is not."""
+    saving = sizes.saving(arm.name)
+    if saving is not None and saving <= 0 and sizes.base_name.startswith("the ref"):
+        return "saves nothing"
+    reasons = (_beyond(name, limit, arm, saving) for name, limit in limits.items() if name.startswith("min"))
+    return next(filter(None, reasons), "")
+
+
+def _beyond(name: str, limit: float, arm: ArmRecord, saving: float | None) -> str:
+    """Why a candidate does not meet a limit on anything but its mean KL; empty where it does."""
+    if name == "max_kld":
+        return ""
+    least = name.startswith("min")
+    found = {
+        "max_flips": _flips(arm),
+        "max_accuracy_loss": _net_loss(arm),
+        "min_saving": saving,
+        "min_tokens_per_s": _rate(arm),
+    }[name]
+    if found is None:
+        return f"{LIMITS[name]}: not measured, so --{name.replace('_', '-')} cannot be met"
+    if found >= limit if least else found <= limit:
+        return ""
+    shown = f"{found:,.3g}" if name == "min_tokens_per_s" else f"{100 * found:.2g}%"
+    return f"{LIMITS[name]} {shown}" if least else f"{LIMITS[name]} up to {shown}"
+
+
+def _flips(arm: ArmRecord) -> float | None:
+    """Upper end of the share of changed top tokens."""
+    same = arm.axes[DECIDING].ci("top1", {})
+    return None if same is None else 1 - same[0]
+
+
+def _net_loss(arm: ArmRecord) -> float | None:
+    """Upper end of the net loss of correct top tokens, a share; of several contexts the largest."""
+    certificate = arm.certificates.get(DECIDING)
+    ends = [flips.ci[1] for flips in certificate.flips if flips.ci] if certificate else []
+    return max(ends, default=None)
+
+
+def _rates(arm: ArmRecord) -> dict[tuple[str, str, str], float]:
+    """Rates of generated tokens, tok/s, by bench, metric and shape of work."""
+    return {
+        (bench, metric.key, str(metric.cell)): metric.value
+        for bench, found in arm.benches.items()
+        for metric in found.metrics
+        if metric.key in _RATES and metric.value is not None
+    }
+
+
+def _rate(arm: ArmRecord) -> float | None:
+    """The smallest rate of generated tokens over all shapes of work, tok/s."""
+    return min(_rates(arm).values(), default=None)
+
+
+def _slower(arm: ArmRecord, other: ArmRecord) -> bool:
+    """A bench shows a lower rate than the other's in some shape of work."""
+    own, theirs = _rates(arm), _rates(other)
+    return any(own[at] < _SLOWER * theirs[at] for at in own.keys() & theirs.keys())
+
+
 # ------------------------------------------------------------------------------------------------- choosing
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """One candidate: ``why`` not, empty where it qualifies; ``open``: more data could tell."""
+@dataclass(frozen=True, eq=False)
+class _Choices:
+    """The choice among ``k`` candidates in each of ``R`` resamples, of which the first is the data.
 
-    arm: ArmRecord
-    why: str = ""
-    open: bool = False
+    ``best`` [R]: the candidate's number, -1 for none.  ``eligible`` [R, k].  ``dominated`` [R, k, k]: the first is
+    struck by the second.
+    """
+
+    best: NDArray[np.intp]
+    eligible: Bools
+    dominated: Bools
+
+
+@dataclass(frozen=True, eq=False)
+class _Field:
+    """All candidates of a report under some limits; half-widths of intervals are those of the data throughout."""
+
+    arms: tuple[ArmRecord, ...]
+    sizes: Sizes
+    limits: Mapping[str, float]
+    seed: int
+
+    @classmethod
+    def of(cls, report: Report, limits: Mapping[str, float]) -> _Field:
+        arms = tuple(arm for arm in report.candidates if DECIDING in arm.axes or arm.status is not Status.OK)
+        sizes = Sizes.of(report.reference, arms, [report.control] if report.control else [])
+        seed = report.settings.get("seed", 0)
+        return cls(arms, sizes, limits, seed if isinstance(seed, int) else 0)
+
+    @cached_property
+    def why_not(self) -> list[str]:
+        return [_why_not(arm, self.sizes, self.limits) for arm in self.arms]
+
+    @cached_property
+    def bytes(self) -> Floats:
+        return np.array([self.sizes.sizes.get(arm.name, math.inf) for arm in self.arms])
+
+    @property
+    def by_class(self) -> bool:
+        """No limit on a loss was given, and the class decides."""
+        return not any(name in self.limits for name in _LOSS_LIMITS)
+
+    # ---- sums by document
+
+    @cached_property
+    def _weights(self) -> tuple[list[int], Floats]:
+        """Documents, and how often each is drawn ``[1 + R, documents]``: once in the first row, which is the data."""
+        numbers = sorted({n for arm in self.arms for sums in arm.documents for n in sums.documents})
+        drawn = (
+            resample_weights(len(numbers), _RESAMPLES, self.seed) if len(numbers) > 1 else np.empty((0, len(numbers)))
+        )
+        return numbers, np.vstack([np.ones((1, len(numbers))), drawn])
+
+    def _means(self, sums: DocumentSums, values: Sequence[float]) -> Floats:
+        """Mean of ``values`` per position in each resample ``[1 + R]``."""
+        numbers, weights = self._weights
+        own = weights[:, np.searchsorted(numbers, sums.documents)]
+        totals = own @ np.asarray(sums.positions, dtype=np.float64)
+        whole = sum(values) / max(sum(sums.positions), 1)
+        means: Floats = np.divide(own @ np.asarray(values), totals, out=np.full(len(own), whole), where=totals > 0)
+        return means
+
+    def _pair(self, a: int, b: int) -> tuple[DocumentSums, DocumentSums] | None:
+        """Sums of two candidates over the same documents, at the longest context that both have."""
+        own = {sums.context: sums for sums in self.arms[a].documents}
+        theirs = {sums.context: sums for sums in self.arms[b].documents}
+        context = max(own.keys() & theirs.keys(), key=lambda n: n or 0, default=-1)
+        if context == -1 or own[context].documents != theirs[context].documents:
+            return None
+        return own[context], theirs[context]
+
+    def _difference(self, a: int, b: int, factor: float = 1.0) -> tuple[float, tuple[float, float]] | None:
+        """Mean KL of a minus ``factor`` times that of b with its 99% interval; ends are on the safe side of 0."""
+        pair = self._pair(a, b)
+        if pair is None:
+            return None
+        first = RatioItems.of(pair[0].kl, pair[0].positions, pair[0].documents)
+        second = RatioItems.of(factor * np.asarray(pair[1].kl), pair[1].positions, pair[1].documents)
+        found = paired_difference(first, second, self.seed, level=_LEVEL)
+        interval, (low, high) = settled_interval(
+            lambda seed: paired_difference(first, second, seed, level=_LEVEL).interval, self.seed, 0.0
+        )
+        return None if interval is None else (found.estimate, (interval[0] - low, interval[1] + high))
+
+    @cached_property
+    def differences(self) -> dict[tuple[int, int], tuple[float, tuple[float, float]]]:
+        """Paired differences of mean KLs of candidates and those that are no larger and no slower."""
+        found = {}
+        for a, b in self._pairs():
+            if self.bytes[b] <= self.bytes[a] < math.inf and not _slower(self.arms[b], self.arms[a]):
+                difference = self._difference(a, b)
+                if difference is not None:
+                    found[a, b] = difference
+        return found
+
+    @cached_property
+    def halves(self) -> dict[tuple[int, int], tuple[float, tuple[float, float]]]:
+        """Mean KL of candidates minus half of that of others that are smaller, but alike in size."""
+        found = {}
+        for a, b in self._pairs():
+            if self.bytes[b] < self.bytes[a] <= _ALIKE_SIZE * self.bytes[b]:
+                difference = self._difference(a, b, 0.5)
+                if difference is not None:
+                    found[a, b] = difference
+        return found
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        able = [n for n, why in enumerate(self.why_not) if not why]
+        return ((a, b) for a in able for b in able if a != b)
+
+    # ---- the choice
+
+    @cached_property
+    def choices(self) -> _Choices:
+        """The choice in the data and in each resample."""
+        n_rows, k = len(self._weights[1]) if self._weights[0] else 1, len(self.arms)
+        mean, upper = np.full((n_rows, k), np.inf), np.full((n_rows, k), np.inf)
+        eligible = np.zeros((n_rows, k), dtype=bool)
+        for n, arm in enumerate(self.arms):
+            if self.why_not[n]:
+                continue
+            kld = arm.axes[DECIDING].metric("mean", {})
+            assert kld is not None
+            assert kld.value is not None
+            assert kld.interval is not None
+            sums = _own_sums(arm)
+            shift = np.zeros(n_rows) if sums is None else (drawn := self._means(sums, sums.kl)) - drawn[0]
+            mean[:, n] = kld.value + shift
+            upper[:, n] = kld.interval[1] + shift
+            eligible[:, n] = upper[:, n] < KL_EDGES[-1] if self.by_class else True
+            if "max_kld" in self.limits:
+                eligible[:, n] &= upper[:, n] <= self.limits["max_kld"]
+            if self.by_class:
+                eligible[:, n] &= self._no_loss_shown(arm, n_rows)
+        dominated = np.zeros((n_rows, k, k), dtype=bool)
+        for (a, b), (estimate, (low, _)) in self.differences.items():
+            shown = self._shifted(a, b, 1.0, n_rows) + low > 0
+            dominated[:, a, b] = shown & eligible[:, a] & eligible[:, b]
+            assert not shown[0] or estimate > 0
+        left: Bools = eligible & ~dominated.any(axis=2)
+        if self.by_class:
+            classes: list[Bools] = [left & (upper < edge) for edge in KL_EDGES[: len(_CLASSES)]]
+            left = np.where(classes[0].any(axis=1, keepdims=True), classes[0], classes[1])
+        size = np.where(left, self.bytes, np.inf)
+        least = size.min(axis=1, initial=np.inf)
+        rank = np.where(left & (size == least[:, None]), mean, np.inf)
+        best = np.where(left.any(axis=1), rank.argmin(axis=1), -1) if k else np.full(n_rows, -1)
+        chosen = best.copy()
+        for (a, b), (_, (_, high)) in self.halves.items():
+            better = (best == b) & left[:, a] & (self._shifted(a, b, 0.5, n_rows) + high < 0)
+            current = np.where(chosen >= 0, mean[np.arange(n_rows), chosen], np.inf)
+            chosen[better & (mean[:, a] < current)] = a
+        return _Choices(chosen, eligible, dominated)
+
+    def _shifted(self, a: int, b: int, factor: float, n_rows: int) -> Floats:
+        """How far a resample moves a paired difference from that of the data, nats ``[1 + R]``."""
+        pair = self._pair(a, b)
+        assert pair is not None
+        moved = self._means(pair[0], pair[0].kl) - factor * self._means(pair[1], pair[1].kl)
+        return np.asarray(moved - moved[0], dtype=np.float64)
+
+    def _no_loss_shown(self, arm: ArmRecord, n_rows: int) -> Bools:
+        """Whether no claim but the mean KL, which has its class, is shown to exceed its margin ``[1 + R]``."""
+        none, certificate = np.ones(n_rows, dtype=bool), arm.certificates.get(DECIDING)
+        for claim in certificate.claims if certificate else ():
+            if claim.unit == "nats" or claim.ci is None:
+                continue
+            shift = np.zeros(n_rows)
+            if claim.name == "accuracy loss when sampling" and (sums := _own_sums(arm)) is not None:
+                drawn = self._means(sums, sums.probability_loss)
+                shift = drawn - drawn[0]
+            exceeded: Bools = np.greater_equal(shift, claim.margin - claim.ci[0])
+            exceeded[0] = claim.state == "exceeded"
+            none &= ~exceeded
+        return none
+
+    # ---- how sure
+
+    @cached_property
+    def confirmed(self) -> set[str]:
+        """Names of the candidates that are shown to lose less than the margins or limits, tested largest first."""
+        known = sorted(
+            range(len(self.arms)), key=lambda n: -self.bytes[n] if math.isfinite(self.bytes[n]) else math.inf
+        )
+        return {*fixed_sequence((self.arms[n].name, self._holds(n), self._passed_over(n)) for n in known)}
+
+    def _holds(self, n: int) -> bool:
+        arm = self.arms[n]
+        if self.why_not[n]:
+            return False
+        if arm.status is Status.IDENTICAL:
+            return True
+        certificate = arm.certificates.get(DECIDING)
+        return certificate is not None and all(self._claim_holds(claim) for claim in certificate.claims)
+
+    def _claim_holds(self, claim: CertificateClaim) -> bool:
+        """By its own margin, or by the limit that was given in its place."""
+        margin = self.limits.get(_LIMIT_OF_CLAIM.get(claim.name, ""), claim.margin)
+        if margin == claim.margin:
+            return claim.state == "holds"
+        return claim.ci is not None and claim.ci[1] < margin and (claim.clusters >= MIN_CLUSTERS or claim.ci == (0, 0))
+
+    def _passed_over(self, n: int) -> bool:
+        """It cannot be recommended, whatever comes after it: shown to fail, too large, too slow, or not measured."""
+        arm = self.arms[n]
+        failed = arm.verdict is None or arm.verdict.band in (None, "FAIL")
+        return failed or bool(_unsuitable(arm, self.sizes, self.limits))
+
+
+def _own_sums(arm: ArmRecord) -> DocumentSums | None:
+    """Sums by document at the context that the arm's figures are from."""
+    n_ctx = arm.axes[DECIDING].facts.get("n_ctx")
+    return next((sums for sums in arm.documents if sums.context == n_ctx), None)
+
+
+# ------------------------------------------------------------------------------------------------- the answer
 
 
 def recommended(report: Report, **limits: float | None) -> Report:
@@ -115,190 +446,200 @@ def recommended(report: Report, **limits: float | None) -> Report:
     return report.model_copy(update={"recommendation": recommend(report, **limits)})
 
 
-def recommend(
-    report: Report, *, max_loss: float | None = None, max_flips: float | None = None, min_saving: float | None = None
-) -> Recommendation | None:
-    """The smallest candidate that qualifies; ``None`` where no candidate was compared by its KLD.
+def recommend(report: Report, **limits: float | None) -> Recommendation | None:
+    """The candidate to run; ``None`` where no candidate was compared by its KLD.
 
-    With ``max_loss`` (mean KL, nats) or ``max_flips`` (share of changed top tokens) an arm qualifies whose 95%
-    intervals end below them; without, one whose certificate holds.  ``min_saving``: share of the bytes.  An arm with
-    failed positions or garbage, or whose verdict other axes lowered, never does; one whose mean KL alone is FAIL does
-    by a limit that was set.  See docs/metrics.md#recommendation.
+    Of the candidates that are eligible, not dominated and of the best class it is the smallest, or one up to 10% larger
+    with less than half of its KLD.  ``limits`` (:data:`LIMITS`): those on a loss replace the class, and every candidate
+    has to meet them.  See docs/metrics.md#recommendation.
+
+    Raises:
+        TypeError: a limit of another name.
     """
-    arms = [arm for arm in report.candidates if DECIDING in arm.axes or arm.status is not Status.OK]
-    if not any(DECIDING in arm.axes and arm.axes[DECIDING].measured for arm in arms):
+    if unknown := limits.keys() - LIMITS.keys():
+        raise TypeError(f"no limit is called {', '.join(sorted(unknown))}")
+    asked = {name: value for name, value in limits.items() if value is not None}
+    field = _Field.of(report, asked)
+    if not any(DECIDING in arm.axes and arm.axes[DECIDING].measured for arm in field.arms):
         return None
-    asked = {"max_loss": max_loss, "max_flips": max_flips, "min_saving": min_saving}
-    limits = {name: value for name, value in asked.items() if value is not None}
-    certified = max_loss is None and max_flips is None
-    sizes = Sizes.of(report.reference, arms, [report.control] if report.control else [])
-    judged = [
-        _judge(arm, sizes, max_loss=max_loss, max_flips=max_flips, min_saving=min_saving, certified=certified)
-        for arm in arms
-    ]
-    fitting = [one.arm for one in judged if not one.why]
-    fitting.sort(key=lambda arm: (sizes.sizes.get(arm.name, float("inf")), _mean(arm)))
-    basis: Literal["limits", "certificate"] = "certificate" if certified else "limits"
-    wanted = _wanted(limits, certified)
-    if not fitting:
-        opened = [one for one in judged if one.open]
-        text = f"no candidate is {wanted}"
-        if opened:
-            text += f"; of {', '.join(one_line(one.arm.name) for one in opened)} the data cannot tell"
+    chosen = int(field.choices.best[0])
+    struck = tuple(_struck(field))
+    if chosen < 0:
         return Recommendation(
-            basis=basis,
-            text=text,
-            limits=limits,
-            others=tuple(_others(judged, None, sizes)),
-            untested=_untested(report, arms),
-            more=_more([one.arm for one in opened]),
+            text=_none_text(field),
+            limits=asked,
+            others=tuple(_others(field, None, struck)),
+            dominated=struck,
+            untested=_untested(report, field.arms),
+            more=_more([arm for n, arm in enumerate(field.arms) if not field.why_not[n]]),
         )
-    best = fitting[0]
+    best = field.arms[chosen]
+    assert all(one.arm != best.name for one in struck), "a dominated candidate was chosen"
+    stability, alternative = _stability(field)
+    confidence = _confidence(field, best)
     command, note = serve_command(best)
-    saved = sizes.words(best.name)
+    if command is None and (served := _best_served(report, asked)):
+        note = f"{note} {served}"
+    saved = field.sizes.words(best.name)
     return Recommendation(
         arm=best.name,
-        basis=basis,
-        text=f"run {one_line(best.name)}: {f'{saved}; ' if saved else ''}{wanted}: {_evidence(best, certified)}",
+        confidence=confidence,
+        stability=stability,
+        alternative=alternative,
+        text=f"Use {one_line(best.name)}{f': {saved}' if saved else ''}",
+        evidence=tuple(_evidence(field, best, confidence, stability, alternative)),
         command=command,
         command_note=note,
-        saving=sizes.saving(best.name),
-        limits=limits,
+        saving=field.sizes.saving(best.name),
+        limits=asked,
         risks=tuple(_risks(best)),
         untested=_untested(report, [best]),
-        others=tuple(_others(judged, best, sizes)),
-        more=_more([one.arm for one in judged if one.open]),
+        others=tuple(_others(field, best, struck)),
+        dominated=struck,
+        more="" if confidence == "confirmed" else _more([best]),
     )
 
 
-def _wanted(limits: dict[str, float], certified: bool) -> str:
-    parts = []
-    if "max_loss" in limits:
-        parts.append(f"a mean KLD below {format_kld(limits['max_loss'])} nats")
-    if "max_flips" in limits:
-        parts.append(f"changed tokens below {100 * limits['max_flips']:.3g}%")
-    if "min_saving" in limits:
-        parts.append(f"a saving of {limits['min_saving']:.0%} or more")
-    if certified:
-        return " with ".join(["certified", *parts])
-    return f"within the limits ({', '.join(parts)})"
+def _struck(field: _Field) -> Iterator[Dominance]:
+    """Each dominated candidate with the closest one that dominates it."""
+    dominated = field.choices.dominated[0]
+    for a, arm in enumerate(field.arms):
+        rivals = np.flatnonzero(dominated[a])
+        if len(rivals):
+            b = max(rivals.tolist(), key=lambda n: field.differences[a, n][0])
+            difference, ci = field.differences[a, b]
+            yield Dominance(arm=arm.name, by=field.arms[b].name, difference=difference, ci=ci)
 
 
-def _judge(
-    arm: ArmRecord,
-    sizes: Sizes,
-    *,
-    max_loss: float | None,
-    max_flips: float | None,
-    min_saving: float | None,
-    certified: bool,
-) -> _Judged:
-    kld = arm.deciding
-    if kld is None or not arm.measured or not kld.measured:
-        return _Judged(arm, "no KLD was measured")  # why stands with its verdict
-    if arm.verdict is not None and not arm.verdict.by_kld and arm.verdict.band is not None:
-        return _Judged(arm, f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}")
-    if arm.verdict is not None and arm.verdict.band == "FAIL" and certified:
-        return _Judged(arm, "verdict FAIL")
-    mean, top1 = kld.metric("mean", {}), kld.metric("top1", {})
-    if axes := [axis for axis in arm.certificates if axis != DECIDING and arm.certificates[axis].state == "exceeded"]:
-        return _Judged(arm, f"a loss beyond the margin is shown on {', '.join(axes)}")
-    saving = sizes.saving(arm.name)
-    if min_saving is not None and (saving is None or saving < min_saving):
-        return _Judged(arm, "its size is not known" if saving is None else f"saves {saving:.0%}")
-    if saving is not None and saving <= 0 and sizes.base_name.startswith("the ref"):
-        return _Judged(arm, "saves nothing")
-    if max_loss is not None:
-        ends = None if mean is None or mean.bound else mean.interval
-        if (why := _beyond("mean KLD", ends, max_loss, "nats")) is not None:
-            return _Judged(arm, *why)
-    if max_flips is not None:
-        same = None if top1 is None else top1.interval
-        if (why := _beyond("changed tokens", same and (1 - same[1], 1 - same[0]), max_flips, "")) is not None:
-            return _Judged(arm, *why)
-    if not certified:
-        return _Judged(arm)
-    certificate = arm.certificates.get(DECIDING)
-    if arm.status is Status.IDENTICAL:
-        return _Judged(arm)
-    if certificate is None:
-        return _Judged(arm, "no certificate: only a lower bound of its KLD is known, or the report is an older one")
-    if certificate.state == "holds":
-        return _Judged(arm)
-    return _Judged(arm, f"not certified, {_state(certificate)}", certificate.state != "exceeded")
+def _stability(field: _Field) -> tuple[float | None, str | None]:
+    """Share of resamples with the same choice, and the second most frequent one where that share is small."""
+    best = field.choices.best
+    if len(best) == 1:
+        return None, None
+    counts = Counter(best[1:].tolist())
+    share = counts[int(best[0])] / (len(best) - 1)
+    others = [(count, -n) for n, count in counts.items() if n not in (-1, int(best[0]))]
+    return share, field.arms[-max(others)[1]].name if share < _STABLE and others else None
 
 
-def _beyond(what: str, ends: tuple[float, float] | None, limit: float, unit: str) -> tuple[str, bool] | None:
-    """Why an interval is not below a limit, and whether more data could tell."""
-    if ends is None:
-        return f"{what}: no interval", True
-    if ends[1] <= limit:
-        return None
-    shown = format_span(ends) if unit else f"{100 * ends[0]:.2g}–{100 * ends[1]:.2g}%"
-    return f"{what} {shown}{f' {unit}' if unit else ''}", ends[0] <= limit
+def _confidence(field: _Field, best: ArmRecord) -> Confidence:
+    if best.name in field.confirmed:
+        return "confirmed"
+    clusters = best.axes[DECIDING].n_clusters
+    few = clusters is None or clusters < MIN_CLUSTERS
+    return "preliminary" if few and best.status is not Status.IDENTICAL else "likely"
 
 
-def _state(certificate: Certificate) -> str:
-    """The claims that do not hold."""
-    lacking = [claim for claim in certificate.claims if claim.state != "holds"]
-    few = MIN_STUDENTIZED_CLUSTERS
-    marks = ["exceeded, preliminary" if c.state == "exceeded" and c.clusters < few else c.state for c in lacking]
-    return ", ".join(f"{mark}: {_claim(claim)}" for mark, claim in zip(marks, lacking, strict=True))
+def _best_served(report: Report, limits: Mapping[str, float]) -> str:
+    """The candidate that would be chosen among those that a supported server stores."""
+    served = tuple(arm for arm in report.candidates if serve_command(arm)[0] is not None)
+    found = recommend(report.model_copy(update={"candidates": served}), **limits) if served else None
+    return f"The best format that one can serve is {one_line(found.arm)}." if found and found.arm else ""
 
 
-def _amount(value: float, unit: str) -> str:
-    return format_kld(value, digits=2) if unit == "nats" else f"{100 * value:.2g}"
+# ------------------------------------------------------------------------------------------------- words
+
+
+def _limits_in_words(limits: Mapping[str, float]) -> str:
+    def amount(name: str, value: float) -> str:
+        if name == "max_kld":
+            return f"{format_nats(value)} nats"
+        return f"{value:,.4g}" if name == "min_tokens_per_s" else f"{100 * value:.3g}%"
+
+    bound = {True: "at least", False: "at most"}
+    return ", ".join(
+        f"{LIMITS[name]} {bound[name[:3] == 'min']} {amount(name, value)}" for name, value in limits.items()
+    )
+
+
+def _none_text(field: _Field) -> str:
+    """That nothing is recommended, and which candidate comes nearest."""
+    if field.limits:
+        text = f"No candidate is within the limits ({_limits_in_words(field.limits)})"
+    elif any(_rank(arm) < len(_CLASSES) for arm in field.arms):
+        return "No candidate is recommended"  # their lines say why
+    else:
+        text = "No candidate is safe"
+    measured = [arm for arm in field.arms if arm.measured and DECIDING in arm.axes]
+    means = [(mean, arm.name) for arm in measured if (mean := arm.axes[DECIDING].value("mean", {})) is not None]
+    nearest = min(means, default=None)
+    return text if nearest is None else f"{text}; {one_line(nearest[1])} comes nearest (KLD {format_nats(nearest[0])})"
+
+
+def _evidence(
+    field: _Field, best: ArmRecord, confidence: Confidence, stability: float | None, alternative: str | None
+) -> Iterator[str]:
+    kld = best.axes[DECIDING]
+    if best.status is Status.IDENTICAL:
+        facts = ["its output is identical to the reference's"]
+    else:
+        facts = [f"KLD {format_nats(kld.value('mean', {}))}"]
+        if (same := kld.value("top1", {})) is not None:
+            facts.append(f"same top token {100 * same:.1f}%")
+    if stability is not None:
+        facts.append(f"chosen in {_percent(stability)} of resamples")
+    yield " · ".join(facts)
+    if alternative is not None:
+        yield f"too close to call: {one_line(best.name)} or {one_line(alternative)}"
+    certificate = best.certificates.get(DECIDING)
+    claims = certificate.claims if certificate else ()
+    if confidence == "confirmed":
+        held = dict.fromkeys(_confirmed_claim(field, claim) for claim in claims)
+        yield f"confirmed: {', '.join(held) or 'no change'}"
+    elif confidence == "preliminary":
+        clusters = counted(kld.n_clusters or 0, kld.cluster or "document")
+        yield f"preliminary: {clusters}; at least {MIN_CLUSTERS} are needed to confirm"
+    else:
+        open_claims = [claim for claim in claims if not field._claim_holds(claim)]
+        undecided = "a larger candidate is undecided" if claims else "no certificate"
+        why = _claim(open_claims[0]) if open_claims else undecided
+        yield f"likely, not confirmed: {why}"
+    if field.limits:
+        yield f"limits: {_limits_in_words(field.limits)}"
+
+
+def _percent(share: float) -> str:
+    return "more than 99%" if 0.995 <= share < 1 else f"{share:.0%}"
+
+
+def _confirmed_claim(field: _Field, claim: CertificateClaim) -> str:
+    limit = field.limits.get(_LIMIT_OF_CLAIM.get(claim.name, ""), claim.margin)
+    return f"{claim.name} below {_amount(limit, claim)}"
+
+
+def _amount(value: float, claim: CertificateClaim) -> str:
+    if claim.unit == "nats":
+        return f"{value:.2g} nats" if value >= 1e-4 else f"{format_nats(value)} nats"
+    return f"{100 * value:.2g}%" if claim.name == "changed tokens" else _points(value)
+
+
+def _points(value: float) -> str:
+    text = f"{100 * value:.2g}"
+    return f"{text} point{'' if text == '1' else 's'}"
 
 
 def _claim(claim: CertificateClaim) -> str:
-    """``mean KL 0.0082 nats at 2,048 tokens (at most 0.013, margin 0.01)``."""
-    unit = "nats" if claim.unit == "nats" else "points" if claim.name == "accuracy loss" else "%"
+    """``mean KL at 2,048 tokens up to 0.013 nats, margin 0.01 nats``."""
     at = f" at {claim.context:,} tokens" if claim.context else ""
-    value = (
-        "not known" if claim.estimate is None else f"{_amount(claim.estimate, claim.unit)} {unit}".replace(" %", "%")
-    )
-    most = "" if claim.ci is None else f"at most {_amount(claim.ci[1], claim.unit)}, "
-    return f"{claim.name} {value}{at} ({most}margin {_amount(claim.margin, claim.unit)})"
-
-
-def _evidence(arm: ArmRecord, certified: bool) -> str:
-    certificate, kld = arm.certificates.get(DECIDING), arm.axes[DECIDING]
-    if arm.status is Status.IDENTICAL:
-        return "its output is identical to the reference's"
-    if certified and certificate is not None:
-        worst: dict[str, CertificateClaim] = {}
-        for claim in certificate.claims:
-            seen = worst.get(claim.name)
-            if seen is None or (claim.ci and seen.ci and claim.ci[1] > seen.ci[1]):
-                worst[claim.name] = claim
-        return "; ".join(map(_claim, worst.values()))
-    mean = kld.metric("mean", {})
-    interval = None if mean is None else mean.interval
-    return f"mean KLD {format_kld(kld.value('mean', {}))} nats ({format_span(interval) if interval else 'no interval'})"
-
-
-def _mean(arm: ArmRecord) -> float:
-    value = arm.axes[DECIDING].value("mean", {}) if DECIDING in arm.axes else None
-    return float("inf") if value is None else value
+    most = "has no interval" if claim.ci is None else f"up to {_amount(claim.ci[1], claim)}"
+    return f"{claim.name}{at} {most}, margin {_amount(claim.margin, claim)}"
 
 
 def _risks(arm: ArmRecord) -> Iterator[str]:
     kld = arm.axes[DECIDING]
-    top1, real = kld.value("top1", {}), kld.value("real_flips", {})
+    top1, confident = kld.value("top1", {}), kld.value("real_flips", {})
     if top1 is not None:
-        beyond = "" if real is None else f", {format_odds(real)} beyond a near tie"
-        yield f"{format_odds(1 - top1)} top tokens change{beyond}"
+        clear = "" if confident is None else f", {format_percent(confident)} beyond a near tie"
+        clear = ", only at near ties" if confident == 0 else clear
+        yield f"{format_percent(1 - top1)} of top tokens change{clear}"
     for axis, certificate in arm.certificates.items():
         for flips in certificate.flips:
             at = f" at {flips.context:,} tokens" if flips.context else ""
-            items = "next tokens" if axis == DECIDING else f"items of {one_line(axis)}"
-            yield (
-                f"of {flips.n:,} {items}{at}, {flips.harmful:,} right ones are lost and {flips.beneficial:,} won "
-                f"(McNemar's exact p = {flips.p:.2g}, by clusters {flips.p_clusters:.2g})"
-            )
+            items = "correct top tokens" if axis == DECIDING else f"correct answers of {one_line(axis)}"
+            yield f"{items}{at}: {flips.harmful:,} lost, {flips.beneficial:,} gained of {flips.n:,}"
         if axis != DECIDING and certificate.state in ("underpowered", "undecided"):
             found = max((claim.detectable or 1.0 for claim in certificate.claims), default=1.0)
-            yield f"{one_line(axis)} shows nothing: a loss below {100 * found:.2g} points would not be found"
+            yield f"{one_line(axis)}: sample too small, only losses above {_points(found)} are detectable"
     if arm.verdict is not None and arm.verdict.band not in (None, "EXCELLENT"):
         yield f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}"
     if arm.ran is not None and arm.ran.others().get("emulated"):
@@ -313,32 +654,46 @@ _USUAL = ("trajectory", "kld", "rniah", "gsm8k", "degeneration", "paths")
 def _untested(report: Report, arms: Sequence[ArmRecord]) -> tuple[str, ...]:
     measured = {name for arm in arms for name, axis in arm.axes.items() if axis.measured}
     longest = reach(arms)
-    parts = [] if longest is None else [f"contexts beyond {longest:,} tokens"]
+    parts = [] if longest is None else [f"more than {longest:,} tokens"]
     lacking = [name for name in _USUAL if name not in measured]
-    parts += [f"axes {', '.join(lacking)}"] if lacking else []
+    parts += [f"tests {', '.join(lacking)}"] if lacking else []
     return (*parts, *([] if any(arm.benches for arm in arms) else ["speed"]))
 
 
-def _others(judged: Sequence[_Judged], best: ArmRecord | None, sizes: Sizes) -> Iterator[str]:
-    """Why not the others: those that another arm beats, then what keeps smaller ones from qualifying."""
-    for one in judged:
-        arm, beaten = one.arm, one.arm.dominated
+def _others(field: _Field, best: ArmRecord | None, struck: Sequence[Dominance]) -> Iterator[str]:
+    """Why not the others, a line each."""
+    beaten = {one.arm: one for one in struck}
+    for n, arm in enumerate(field.arms):
         name = one_line(arm.name)
         if best is not None and arm.name == best.name:
             continue
-        if beaten is not None:
-            cost = f"{format_kld(beaten.difference, signed=True)} nats"
-            cost += f", {format_span(beaten.ci)}" if beaten.ci else ""
-            size = "larger" if beaten.larger else "as large"
-            than = "worse than" if beaten.differs else "tied in KLD with"
-            also = f"; {one.why}" if one.why else ""
-            yield f"{name}: {size} and {than} {one_line(beaten.by)} here ({cost}){also}"
-        elif one.why:
-            yield f"{name}: {one.why}"
-        elif best is not None:
-            taken, own = sizes.sizes.get(arm.name), sizes.sizes.get(best.name)
-            better = f", {format_kld(_mean(arm))} nats against {format_kld(_mean(best))}"
-            yield f"{name}: qualifies too, and is {'larger' if taken and own and taken > own else 'no smaller'}{better}"
+        if field.why_not[n]:
+            yield f"{name}: {field.why_not[n]}"
+        elif not field.choices.eligible[0, n]:
+            yield f"{name}: {_not_eligible(field, arm)}"
+        elif (one := beaten.get(arm.name)) is not None:
+            by = field.sizes.sizes.get(one.by) == field.sizes.sizes.get(arm.name)
+            yield f"{name}: {one_line(one.by)} is {'as small' if by else 'smaller'} and closer"
+        elif best is None or arm.verdict is None or arm.verdict.band not in _CLASSES[: 1 + _rank(best)]:
+            yield f"{name}: verdict {arm.verdict.band if arm.verdict else 'unknown'}"
+        elif field.bytes[n] < field.sizes.sizes.get(best.name, math.inf):
+            yield f"{name}: hardly smaller than {one_line(best.name)}, and more than twice its KLD"
+        else:
+            yield f"{name}: also acceptable, but not smaller"
+
+
+def _rank(arm: ArmRecord) -> int:
+    band = arm.verdict.band if arm.verdict else None
+    return _CLASSES.index(band) if band in _CLASSES else len(_CLASSES)
+
+
+def _not_eligible(field: _Field, arm: ArmRecord) -> str:
+    mean, limit = arm.axes[DECIDING].metric("mean", {}), field.limits.get("max_kld")
+    if limit is not None and mean is not None and mean.interval is not None and mean.interval[1] > limit:
+        return f"mean KLD up to {format_nats(mean.interval[1], digits=2)} nats"
+    if mean is not None and mean.interval is not None and mean.interval[1] >= KL_EDGES[-1]:
+        return "verdict FAIL"
+    return "an accuracy loss beyond the margin is shown"
 
 
 def _more(arms: Sequence[ArmRecord]) -> str:
@@ -350,11 +705,9 @@ def _more(arms: Sequence[ArmRecord]) -> str:
         word = (kld.cluster if kld else "") or "cluster"
         most = max((claim for claim in claims if claim.clusters_needed), key=_factor, default=None)
         if most is not None and most.clusters_needed is not None and most.clusters_needed > most.clusters:
-            needs.append(
-                f"{one_line(arm.name)} about {counted(most.clusters_needed, word)} instead of {most.clusters:,} "
-                f"({most.name})"
-            )
-    return f"to decide with probability 0.8: {'; '.join(needs)}" if needs else ""
+            needed = counted(most.clusters_needed, word)
+            needs.append(f"{one_line(arm.name)} needs about {needed} (now {most.clusters:,}) for {most.name}")
+    return "; ".join(needs)
 
 
 def _factor(claim: CertificateClaim) -> float:
@@ -362,10 +715,9 @@ def _factor(claim: CertificateClaim) -> float:
 
 
 def serve_command(arm: ArmRecord) -> tuple[str | None, str]:
-    """The command line that turns an arm on, and what has to be known of it."""
+    """The command line that turns an arm on or measures it where it can be, and what has to be known of it."""
     if arm.serve_command:
         return arm.serve_command, ""
-    if arm.elsewhere:
-        note = "Transformers has no server of its own: this one stores the cache so; measure it there too (--engine)"
-        return arm.elsewhere, f"{note}; {_MODEL}: the model as GGUF" if _MODEL in arm.elsewhere else note
-    return None, "no engine's server is known to fidelab that stores the cache so"
+    if arm.measure_elsewhere:
+        return arm.measure_elsewhere, "Measured with Transformers. Before deploying, repeat the run on this engine."
+    return None, "No supported server implements this KV format."

@@ -27,7 +27,7 @@ from pydantic import (
 from fidelab.core import KVSpec, Status, read_file, strict_json
 from fidelab.errors import InputError, OutputError, UsageError
 from fidelab.results import FACES
-from fidelab.results.decision_record import Certificate, Dominance, Recommendation
+from fidelab.results.decision_record import Certificate, DocumentSums, Recommendation
 from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.values import Count, Document, Free, FreeDict, Interval, Outcome, Positive, Record, Score
 
@@ -254,10 +254,10 @@ class ArmRecord(Outcome):
     """Candidates have one, also when nothing ran."""
     certificates: dict[str, Certificate] = Field(default_factory=dict)
     """Axis → whether a candidate is shown to lose less than the margins there; of axes with right and wrong answers."""
-    dominated: Dominance | None = None
-    """A candidate that is no larger and no worse than this one; null where there is none."""
-    elsewhere: str | None = None
-    """Command line of another engine's server that stores the cache so; where the arm's own engine has no server."""
+    documents: tuple[DocumentSums, ...] = ()
+    """Sums by document of axis kld, a record per context: what paired differences and resamples are computed from."""
+    measure_elsewhere: str | None = None
+    """fidelab command that measures the same format on an engine with a server; where the arm's own has none."""
 
     @property
     def deciding(self) -> Measurement | None:

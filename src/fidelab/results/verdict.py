@@ -16,7 +16,7 @@ from fidelab.core import Estimator, Status
 from fidelab.metrics.composite import Ruling, verdict
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
-from fidelab.results.numbers import counted, format_kld, format_odds, format_span, one_line
+from fidelab.results.numbers import counted, format_kld, format_nats, format_percent, format_span, one_line
 from fidelab.results.record import ArmRecord, Report, Verdict
 
 __all__ = ["is_native", "judge", "judged"]
@@ -285,7 +285,7 @@ def _facts(case: _Case) -> list[str]:
     known = format_span(mean.interval) if mean.interval is not None else "without an interval"
     known += f", {clusters}" if (clusters := _clusters(kld)) else ""
     floor = case.arm.floor.mean if case.arm.floor else None
-    last_bits = f"; a change of last bits alone: {format_kld(floor)}" if floor else ""
+    last_bits = f"; rounding noise {format_nats(floor)}" if floor else ""
     return [*facts, f"costs {format_kld(mean.value)} nats ({known}{last_bits})"]
 
 
@@ -312,9 +312,10 @@ def _changes(kld: Measurement) -> list[str]:
     changed = 1 - top1
     if changed == 0:
         return ["no top token changes"]
-    odds = format_odds(changed)
-    text = f"{odds} of the top tokens change" if changed > 0.5 else f"{odds.replace('1 in', '1 top token in')} changes"
-    return [text if real_flips is None else f"{text}, {format_odds(real_flips)} beyond a near tie"]
+    text = f"the top token changes at {format_percent(changed)} of positions"
+    if real_flips is None:
+        return [text]
+    return [f"{text}, {f'{format_percent(real_flips)} beyond a near tie' if real_flips else 'only at near ties'}"]
 
 
 def _worst(kld: Measurement) -> list[str]:

@@ -391,24 +391,24 @@ def frontier(options: Sequence[Option]) -> list[Option]:
     return kept
 
 
-def choose(options: Sequence[Option], memory: float, max_loss: float | None = None) -> Option | None:
+def choose(options: Sequence[Option], memory: float, max_kld: float | None = None) -> Option | None:
     """The option to run within ``memory`` bytes; ``None`` where none qualifies.
 
-    With ``max_loss`` the one of the highest ceiling whose interval ends below it, else the one of the least loss.
+    With ``max_kld`` the one of the highest ceiling whose interval ends below it, else the one of the least loss.
     """
     fitting = [one for one in options if one.bytes <= memory and math.isfinite(one.loss.mean)]
-    if max_loss is None:
+    if max_kld is None:
         return min(fitting, key=lambda one: (one.loss.mean, one.bytes), default=None)
-    qualified = [one for one in fitting if one.loss.high <= max_loss]
+    qualified = [one for one in fitting if one.loss.high <= max_kld]
     return max(qualified, key=lambda one: (one.speedup, -one.bytes, -one.loss.mean), default=None)
 
 
 def next_cells(
-    options: Sequence[Option], chosen: Option | None, memory: float, max_loss: float | None = None, most: int = _NEXT
+    options: Sequence[Option], chosen: Option | None, memory: float, max_kld: float | None = None, most: int = _NEXT
 ) -> list[Option]:
     """The options that were not measured and whose measurement could change the choice, the likeliest first.
 
-    The chosen one, then those that could take its place: with ``max_loss`` faster ones whose interval reaches below
+    The chosen one, then those that could take its place: with ``max_kld`` faster ones whose interval reaches below
     it, else those whose interval reaches below the upper end of the chosen one's.
     """
     found = [chosen] if chosen is not None and chosen.loss.source != "measured" else []
@@ -417,16 +417,16 @@ def next_cells(
         if one is chosen or one.loss.source == "measured" or one.bytes > memory:
             return False
         if chosen is None:
-            return max_loss is None or one.loss.low <= max_loss
-        if max_loss is None:
+            return max_kld is None or one.loss.low <= max_kld
+        if max_kld is None:
             return (one.loss.low, one.bytes) < (chosen.loss.high, chosen.bytes)
         ranks = ((x.speedup, -x.bytes, -loss) for x, loss in ((one, one.loss.low), (chosen, chosen.loss.high)))
-        return one.loss.low <= max_loss and next(ranks) > next(ranks)
+        return one.loss.low <= max_kld and next(ranks) > next(ranks)
 
     def order(one: Option) -> tuple[float, ...]:
-        if max_loss is None:
+        if max_kld is None:
             return (one.loss.mean, one.bytes)
-        return (one.loss.mean > max_loss, -one.speedup if one.loss.mean <= max_loss else one.loss.mean)
+        return (one.loss.mean > max_kld, -one.speedup if one.loss.mean <= max_kld else one.loss.mean)
 
     return [*found, *sorted(filter(could, options), key=order)][:most]
 
@@ -521,7 +521,7 @@ class Advice(Document):
     """Sequences."""
     memory: Positive
     """Bytes of one device that may be used."""
-    max_loss: Positive | None
+    max_kld: Positive | None
     """Mean KL that must not be exceeded, nats; null: the least loss that fits is wanted."""
     runs: tuple[str, ...]
     """Reports that losses come from."""
@@ -558,7 +558,7 @@ def advise(
     runs: Runs,
     *,
     memory: float | None = None,
-    max_loss: float | None = None,
+    max_kld: float | None = None,
     native: str = "bf16",
     tp: int = 1,
     overhead: float = 0.0,
@@ -569,7 +569,7 @@ def advise(
         model: as the user names it, for commands.
         context, batch: tokens per sequence, sequences.
         memory: bytes of each device, instead of the table's.
-        max_loss: mean KL in nats; ``None``: the least loss that fits.
+        max_kld: mean KL in nats; ``None``: the least loss that fits.
         native: the model's own 16-bit type.
         tp, overhead: devices that share the model, and the engine's own bytes on each.
 
@@ -579,8 +579,8 @@ def advise(
     for what, value in (("batch", batch), ("context", context), ("tp", tp)):
         if value < 1:
             raise UsageError(f"--{what} must be at least 1, not {value:,}")
-    if max_loss is not None and not 0 < max_loss < math.inf:
-        raise UsageError(f"--max-loss must be a mean KL above 0 nats, such as 0.01, not {max_loss:g}")
+    if max_kld is not None and not 0 < max_kld < math.inf:
+        raise UsageError(f"--max-kld must be a mean KL above 0 nats, such as 0.01, not {max_kld:g}")
     if geometry.max_positions is not None and context > geometry.max_positions:
         raise UsageError(f"--context {context:,}: {model} takes at most {geometry.max_positions:,} tokens")
     room = device.usable if memory is None else memory
@@ -601,8 +601,8 @@ def advise(
             f"takes {_gb(smallest.bytes)}; use a shorter --context, a smaller --batch or more --memory"
         )
     is_measured = runs.measured
-    chosen = choose(options, room, max_loss) if is_measured else None
-    following = next_cells(options, chosen, room, max_loss) if is_measured else []
+    chosen = choose(options, room, max_kld) if is_measured else None
+    following = next_cells(options, chosen, room, max_kld) if is_measured else []
     edge = {id(one) for one in frontier(options)} if is_measured else set()
 
     def record(one: Option) -> AdviceCell:
@@ -648,11 +648,11 @@ def advise(
         context=context,
         batch=batch,
         memory=room,
-        max_loss=max_loss,
+        max_kld=max_kld,
         runs=tuple(map(str, runs.reports)),
         cells=tuple(map(record, options)),
         recommended=None if chosen is None else record(chosen),
-        text=_answer(chosen, options, room, max_loss, is_measured),
+        text=_answer(chosen, options, room, max_kld, is_measured),
         command=command,
         command_note=note,
         next=tuple(map(record, following)),
@@ -845,12 +845,12 @@ def _words(pair: Pair) -> str:
     return f"{'weights as they are' if pair.weights == NATIVE else pair.weights} with cache {pair.kv}"
 
 
-def _answer(chosen: Option | None, options: Sequence[Option], room: float, max_loss: float | None, known: bool) -> str:
+def _answer(chosen: Option | None, options: Sequence[Option], room: float, max_kld: float | None, known: bool) -> str:
     if not known:
         return "nothing was measured for this model: losses are unknown, and no pair is recommended"
     if chosen is not None:
         end = "no interval" if chosen.loss.interval is None else f"95% {chosen.loss.low:.2g} to {chosen.loss.high:.2g}"
-        within = "the least loss that fits" if max_loss is None else f"within {max_loss:g} nats"
+        within = "the least loss that fits" if max_kld is None else f"within {max_kld:g} nats"
         return (
             f"run {_words(chosen.pair)}: {_gb(chosen.bytes)}, at most {chosen.speedup:.2f} times as fast, "
             f"{chosen.loss.source} loss {chosen.loss.mean:.3g} nats ({end}); {within}"
@@ -858,7 +858,7 @@ def _answer(chosen: Option | None, options: Sequence[Option], room: float, max_l
     fitting = [one for one in options if one.bytes <= room]
     best = min(fitting, key=lambda one: (one.loss.high, one.loss.mean))
     end = f"at most {best.loss.high:.3g} nats" if math.isfinite(best.loss.high) else "without a bound"
-    return f"no pair that fits is shown to lose less than {max_loss:g} nats: the surest, {_words(best.pair)}, {end}"
+    return f"no pair that fits is shown to lose less than {max_kld:g} nats: the surest, {_words(best.pair)}, {end}"
 
 
 def _measuring(model: str, pairs: Sequence[Pair], runs: Runs) -> str | None:

@@ -37,7 +37,7 @@ from fidelab.inputs.corpus import make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.metrics.equivalence import POWER, Claim, Loss, certify
+from fidelab.metrics.equivalence import MIN_CLUSTERS, POWER, Claim, Loss, certify
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.metrics.sample_size import (
     ClusterSpread,
@@ -173,7 +173,7 @@ def plan_size(
     Args:
         precision: half-width in the axis' own unit (kld: nats, trajectory: points of the score), or ``5%`` of each
             candidate's estimate; its excess over the control is held to the same half-width.
-        limits: instead, the margins of certificates (``margin``, ``max_loss``, ``max_flips``) as an experiment has
+        limits: instead, the margins of certificates (``margin``, ``max_kld``, ``max_flips``) as an experiment has
             them.
 
     Raises:
@@ -182,7 +182,7 @@ def plan_size(
         CaptureError: a capture is gone or damaged; names it.
     """
     if (precision is None) == (not limits):
-        raise UsageError("give either --precision P, or margins of a certificate: --margin 1%, --max-loss 0.01")
+        raise UsageError("give either --precision P, or margins of a certificate: --margin 1%, --max-kld 0.01")
     asked = None if precision is None else Precision.parse(precision)
     folder = RunFolder.open(run_dir.absolute())
     report, experiment = folder.read_report(run_dir), load(folder.config)
@@ -274,29 +274,25 @@ def _lines(report: Report, pilot: _Pilot, asked: Precision) -> Iterator[SizeLine
 
 
 def _claims(report: Report, pilot: _Pilot, limits: Limits) -> Iterator[SizeLine]:
-    """The claims of all candidates' certificates, tested together."""
-    scores, failed = dict[str, AxisScore](), dict[str, str | None]()
+    """The claims of all candidates' certificates."""
     for arm in report.candidates:
-        failed[arm.name] = _why_not(arm, pilot.axis)
-        if failed[arm.name] is None:
-            scores[arm.name] = pilot.score(f"candidate:{arm.name}")
-    losses = {name: losses_of(pilot.axis, score, limits) for name, score in scores.items()}
-    judged = certify(losses, seed=pilot.experiment.seed)
-    for arm in report.candidates:
-        if (one := judged.get(arm.name)) is None:
-            yield SizeLine(arm.name, "certificate", "failed", failed[arm.name] or "has no certificate on this axis")
+        reason = _why_not(arm, pilot.axis)
+        losses = [] if reason else losses_of(pilot.axis, pilot.score(f"candidate:{arm.name}"), limits)
+        if not losses:
+            yield SizeLine(arm.name, "certificate", "failed", reason or "has no certificate on this axis")
             continue
+        one = certify(losses, seed=pilot.experiment.seed)
         if one.state == "exceeded":
             [shown, *_] = (claim for claim in one.claims if claim.state == "exceeded")
             reason = f"{shown.name} at or beyond the margin is shown: no number of items certifies it"
             said = (shown.estimate, shown.detectable, shown.margin, shown.clusters)
             yield SizeLine(arm.name, shown.name, "failed", reason, *said)
             continue
-        for claim, loss in zip(one.claims, losses[arm.name], strict=True):
-            yield _claim(arm.name, claim, loss, one.level, pilot.n_items)
+        for claim, loss in zip(one.claims, losses, strict=True):
+            yield _claim(arm.name, claim, loss, pilot.n_items)
 
 
-def _claim(arm: str, claim: Claim, loss: Loss, level: float, n: int) -> SizeLine:
+def _claim(arm: str, claim: Claim, loss: Loss, n: int) -> SizeLine:
     said = (claim.estimate, claim.detectable, claim.margin, claim.clusters)
     if claim.state == "holds":
         return SizeLine(arm, claim.name, "enough", None, *said)
@@ -309,11 +305,11 @@ def _claim(arm: str, claim: Claim, loss: Loss, level: float, n: int) -> SizeLine
     note = None
     if claim.clusters_needed is None:  # no cluster differs: the exact bound is nearly as 1 over their number
         note = f"{claim.name}: no cluster differs yet; the figure holds if none does"
-        upper = needed = max(math.ceil(claim.clusters * claim.detectable / claim.margin), MIN_STUDENTIZED_CLUSTERS)
+        upper = needed = max(math.ceil(claim.clusters * claim.detectable / claim.margin), MIN_CLUSTERS)
     else:
         needed = claim.clusters_needed
         room = claim.margin - max(claim.estimate, 0.0)
-        upper = clusters_to_certify(loss.spread.upper_sd(), room, level, POWER, cost=loss.cautious)
+        upper = clusters_to_certify(loss.spread.upper_sd(), room, loss.level, POWER, cost=loss.cautious)
     needed = max(needed, claim.clusters + 1)
     upper = max(upper, needed)
     items = (math.ceil(clusters * n / claim.clusters) for clusters in (needed, upper))

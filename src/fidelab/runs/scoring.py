@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -21,15 +21,16 @@ from fidelab.core import Arm, Status
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import one_line
 from fidelab.metrics.composite import composite, cost_alike
-from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Judgement, Loss, certify, flip_counts
+from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Loss, certify
 from fidelab.metrics.intervals import RatioItems
 from fidelab.plan.arms import serve_command
 from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.registry import require
-from fidelab.results.decision_record import Certificate, CertificateClaim, Dominance, FlipRecord
+from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
 from fidelab.results.measurement import DECIDING, Measurement, Metric
+from fidelab.results.numbers import public_name
 from fidelab.results.plots import Texts
-from fidelab.results.recommend import Sizes, recommended
+from fidelab.results.recommend import recommended
 from fidelab.results.record import (
     ArmRecord,
     Comparison,
@@ -123,9 +124,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         truth=_truth(experiment, reference, diagnostics),
         floor=summary.axes(measured["floor"]) if "floor" in measured else {},
     )
-    report = recommended(
-        judged(report), max_loss=limits.max_loss, max_flips=limits.max_flips, min_saving=limits.min_saving
-    )
+    report = recommended(judged(report), **limits.model_dump(exclude={"margin"}))
     tables = [
         (result.arm.name, score.positions)
         for result in [*([control] if control else []), *controls, *candidates]
@@ -220,64 +219,27 @@ class _Summary:
         return comparisons
 
     def decided(self, candidates: Sequence[ArmResult]) -> tuple[ArmRecord, ...]:
-        """The candidates' records with their certificates, tested together, and the arms that beat them."""
-        records = {result.role: self.record(result) for result in candidates}
-        certificates: dict[str, dict[str, Certificate]] = {role: {} for role in records}
+        """The candidates' records with their certificates and sums by document."""
+        return tuple(map(self._decided, candidates))
+
+    def _decided(self, result: ArmResult) -> ArmRecord:
+        measured, record = self.measured[result.role], self.record(result)
+        certificates = {}
         for name in self.experiment.axes:
-            scores = {role: score for role in records if (score := self.measured[role].scores.get(name)) is not None}
-            judged = certify(
-                {role: losses_of(name, score, self.experiment.limits) for role, score in scores.items()}, seed=self.seed
-            )
-            for role, one in judged.items():
-                certificates[role][name] = _certificate(one, scores[role])
-        sizes = Sizes.of(self.reference_record(), list(records.values())).sizes
-        return tuple(
-            record.model_copy(
-                update={
-                    "certificates": certificates[role],
-                    "dominated": self._dominance(role, record, records, sizes),
-                    "elsewhere": None if record.serve_command else _elsewhere(self.measured[role].result),
-                }
-            )
-            for role, record in records.items()
+            score = measured.scores.get(name)
+            if score is not None and (losses := losses_of(name, score, self.experiment.limits)):
+                certificates[name] = _certificate(losses, score, self.seed)
+        return record.model_copy(
+            update={
+                "certificates": certificates,
+                "documents": tuple(_sums(measured.deciding)),
+                "measure_elsewhere": None if record.serve_command else _measure_elsewhere(result),
+            }
         )
 
     def reference_record(self) -> ArmRecord:
         """The reference's own record."""
         return _bare_record(self.experiment, self.reference)
-
-    def _dominance(
-        self, role: str, record: ArmRecord, records: Mapping[str, ArmRecord], sizes: Mapping[str, float]
-    ) -> Dominance | None:
-        """The candidate of the least mean KL that is no larger, and not shown to be worse; ``None`` without one.
-
-        Of two of one size, the one that is shown to be worse is beaten.
-        """
-        kld, own = self.measured[role].deciding, sizes.get(record.name)
-        if kld is None or own is None:
-            return None
-        rivals = []
-        for other, rival in records.items():
-            theirs, size = self.measured[other].deciding, sizes.get(rival.name)
-            if other == role or theirs is None or size is None or size > own:
-                continue
-            difference = kld.excess_over(theirs, self.seed)
-            if difference is None or (difference.excludes_zero and difference.estimate < 0):
-                continue
-            if size == own and not difference.excludes_zero:
-                continue
-            mean = theirs.found.value("mean")
-            rivals.append((math.inf if mean is None else mean, rival.name, difference, size < own))
-        if not rivals:
-            return None
-        _, by, difference, larger = min(rivals, key=lambda entry: entry[:2])
-        return Dominance(
-            by=by,
-            difference=difference.estimate,
-            ci=difference.interval,
-            differs=difference.excludes_zero,
-            larger=larger,
-        )
 
     def _excess(self, arm: Measured, name: str, axis: type[Axis]) -> Iterator[Metric]:
         control = control_of(arm, self.measured)
@@ -335,56 +297,88 @@ def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
 def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
     """What an arm must not lose on an axis, at each context; nothing where that cannot be said.
 
-    Accuracy is that of all contexts together where their clusters are the text's documents: flips are rare.
+    Accuracy is that of all contexts together where their clusters are the text's documents.
     """
     losses, parts = list[Loss](), _parts(whole)
     if any(score.right is None or score.bound or score.not_measurable for score in parts):
         return []
-    for score in parts if name == DECIDING else ():
-        losses.append(Loss.of_kl(score.items(), limits.max_loss or KL_MARGIN))
+    margin = MARGIN if limits.margin is None else limits.margin
+    pools = _pools(parts)
+    if not all(len(known[0]) for known in pools):
+        return []
+    if name != DECIDING:
+        return [Loss.of_accuracy(*known, margin) for known in pools]
+    for score in parts:
+        losses.append(Loss.of_kl(score.items(), limits.max_kld or KL_MARGIN))
         same = score.positions.get("top1_agrees")
         if limits.max_flips is not None and same is not None:
             items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
             losses.append(Loss.of_changes(items, limits.max_flips))
-    for known in _pools(parts):
-        if not len(known[0]):
-            return []
-        losses.append(Loss.of_accuracy(*known, MARGIN if limits.margin is None else limits.margin))
+    losses += [Loss.of_probability(lost, clusters, margin) for lost, clusters in _probability_pools(parts)]
+    if limits.max_accuracy_loss is not None:
+        losses += [Loss.of_accuracy(*known, limits.max_accuracy_loss) for known in pools]
     return losses
 
 
-def _certificate(judged: Judgement, whole: AxisScore) -> Certificate:
-    """The record of a judgement; contexts stand with claims and flips that are those of one alone."""
+def _probability_pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any]]:
+    """Losses of probability and their clusters, pooled as right answers are."""
+    found = []
+    for score in parts:
+        assert score.probability_loss is not None
+        known = score.usable & ~np.isnan(score.probability_loss)
+        found.append((score.probability_loss[known], score.clusters[known]))
+    if len(found) > 1 and all(score.found.cluster == "document" for score in parts):
+        lost, clusters = (np.concatenate(column) for column in zip(*found, strict=True))
+        return [(lost, clusters)]
+    return found
+
+
+def _certificate(losses: Sequence[Loss], whole: AxisScore, seed: int) -> Certificate:
+    """The certificate of an arm; contexts stand with claims and flips that are those of one alone."""
     parts = _parts(whole)
     contexts = [n if isinstance(n := part.found.facts.get("n_ctx"), int) else None for part in parts]
-    seen: dict[str, int] = {}
-    claims = []
-    for claim in judged.claims:
-        number = seen[claim.name] = seen.get(claim.name, -1) + 1
-        alone = sum(other.name == claim.name for other in judged.claims) == len(parts)
-        claims.append(CertificateClaim.of(claim, contexts[number] if alone else None))
     pools = _pools(parts)
-    flips = tuple(
-        FlipRecord(context=context if len(pools) == len(parts) else None, **vars(flip_counts(*pool)))
-        for pool, context in zip(pools, contexts, strict=False)
-    )
-    return Certificate(state=judged.state, level=judged.level, claims=tuple(claims), flips=flips)
+    alone = contexts if len(pools) == len(parts) else [None] * len(pools)
+    flips = [FlipRecord.of(*pool, context, seed) for pool, context in zip(pools, alone, strict=True)]
+    return Certificate.of(certify(losses, seed), contexts, flips)
+
+
+def _sums(whole: AxisScore | None) -> Iterator[DocumentSums]:
+    for score in _parts(whole) if whole is not None else ():
+        if score.probability_loss is None or score.bound or not score.usable.any():
+            continue
+        clusters = score.clusters[score.usable]
+        kl = RatioItems.of(score.num[score.usable], 1.0, clusters).by_cluster()
+        lost = RatioItems.of(np.nan_to_num(score.probability_loss[score.usable]), 1.0, clusters).by_cluster()
+        yield DocumentSums(
+            context=n if isinstance(n := score.found.facts.get("n_ctx"), int) else None,
+            documents=tuple(map(int, kl.clusters)),
+            positions=tuple(map(int, kl.den)),
+            kl=tuple(kl.num.tolist()),
+            probability_loss=tuple(lost.num.tolist()),
+        )
 
 
 _LLAMACPP_ALONE = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
 
-def _elsewhere(result: ArmResult) -> str | None:
-    """Command line of a server that stores the cache as an arm of engine hf does; ``None`` where none is known."""
+def _measure_elsewhere(result: ArmResult) -> str | None:
+    """fidelab command that measures an arm of engine hf on an engine whose server stores the cache so.
+
+    ``None`` where no such engine is known.
+    """
     arm, kv = result.arm, result.arm.kv
     if arm.engine != "hf" or arm.options or kv.skip_layers or kv.k.options or kv.v.options:
         return None
     if kv.k.name in _LLAMACPP_ALONE and kv.v.name in (*_LLAMACPP_ALONE, "f16", "bf16", "f32"):
-        return serve_command(None, replace(arm, engine="llamacpp", path="MODEL.gguf", model="MODEL.gguf"))
-    native = kv.k.name in ("fp8_e4m3", "fp8_e5m2") and kv.same
-    if native or (k16v8.is_pair(kv) and {kv.k.name, kv.v.name} <= {*k16v8.SIDES}):
-        return serve_command(None, replace(arm, engine="vllm", dtype="auto"))
-    return None
+        engine = "llamacpp"
+    else:
+        native = kv.k.name in ("fp8_e4m3", "fp8_e5m2") and kv.same
+        if not native and not (k16v8.is_pair(kv) and {kv.k.name, kv.v.name} <= {*k16v8.SIDES}):
+            return None
+        engine = "vllm"
+    name = kv.text if engine == "llamacpp" or kv.same else "k16v8"
+    return f"fidelab compare {shlex.quote(public_name(arm.model))} --engine {engine} --kv {shlex.quote(name)}"
 
 
 def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -> dict[str, Any]:
