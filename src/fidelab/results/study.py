@@ -1,6 +1,6 @@
 """The record of a study, ``study.json``: a question with many answers about one model, a row each.
 
-Three commands write it: the sensitivity of weights, that of keys and values, and the comparison layer by layer.
+Sensitivity of weights, sensitivity of keys and values, the comparison layer by layer, and that of several engines.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
+from fidelab.core import Status
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import Coordinates, Measurement, Metric
 from fidelab.results.numbers import counted
@@ -17,10 +18,12 @@ from fidelab.results.plots import Curve, Heatmap
 from fidelab.results.record import KV, ExperimentReport, RuntimeRecord
 from fidelab.results.values import Count, FreeDict, Outcome, Positive, Record
 
-__all__ = ["SCHEMA", "Study", "StudyArm", "StudyKind", "StudyPlan", "StudyRow"]
+__all__ = ["PART", "SCHEMA", "Study", "StudyArm", "StudyKind", "StudyPlan", "StudyRow"]
 
 SCHEMA: Final = "fidelab.study/0"
-StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect"]
+PART: Final = "part"
+"""Coordinate of rows that stand in tables of their own, one for each of its values."""
+StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect", "cross-engine"]
 
 
 class StudyRow(Measurement):
@@ -91,9 +94,9 @@ class Study(ExperimentReport):
     """The question."""
     title: str
     """The question in words."""
-    windows: Count
-    """Windows of text that the rows rest on."""
-    n_rows: Count
+    windows: Count | None = None
+    """Windows of text that all rows rest on; null where they rest on different ones."""
+    n_rows: Count | None = None
     """Positions of these windows that were compared."""
     documents: Count | None = None
     """Documents that these are from, over which intervals are resampled; null where there are no intervals."""
@@ -102,7 +105,7 @@ class Study(ExperimentReport):
     facts: FreeDict = Field(default_factory=dict)
     """What must be known of the model and the settings."""
     columns: tuple[str, ...]
-    """Coordinates and metrics that a table shows."""
+    """Coordinates, facts and metrics that a table shows, as far as its rows have them."""
     shown: Count | None = None
     """First rows that a terminal shows; null: all."""
     bar: str = ""
@@ -124,8 +127,13 @@ class Study(ExperimentReport):
 
     @property
     def sample(self) -> str:
-        """What figures rest on: ``8 windows, 4,080 rows of 3 documents``, and whether intervals are preliminary."""
-        text = f"{counted(self.windows, 'window')}, {self.n_rows:,} rows"
+        """What figures rest on: ``8 windows, 4,080 rows of 3 documents``, and whether intervals are preliminary.
+
+        Empty where rows rest on different windows.
+        """
+        if self.windows is None:
+            return ""
+        text = f"{counted(self.windows, 'window')}, {self.n_rows or 0:,} rows"
         if self.documents is None:
             return text
         few = f"; intervals over fewer than {MIN_STUDENTIZED_CLUSTERS} documents are preliminary"
@@ -134,10 +142,11 @@ class Study(ExperimentReport):
 
     @property
     def faults(self) -> list[str]:
-        """A line for each row and each compared arm that failed."""
+        """A line for each row and each compared arm that failed; a row that is not supported is a finding."""
         arms = [(arm.name, arm) for role, arm in self.arms.items() if role in ("reference", "candidate")]
         rows = [(" ".join(str(value) for value in row.at.values()), row) for row in self.rows]
-        return [f"{name} failed: {one.reason}" for name, one in (*arms, *rows) if not one.measured]
+        failed = [(name, row) for name, row in rows if row.status is not Status.NOT_SUPPORTED]
+        return [f"{name} failed: {one.reason}" for name, one in (*arms, *failed) if not one.measured]
 
     def row(self, **at: int | float | str) -> StudyRow | None:
         """The first row with these coordinates, and perhaps others."""
