@@ -47,7 +47,7 @@ def render_study(study: Study, console: Console, *, folder: Path | None = None) 
         table = simple_table()
         for name, title in zip(shown.columns, shown.headings, strict=True):
             is_word = any(isinstance(row.at.get(name, row.facts.get(name)), str) for row in shown.rows)
-            justify: JustifyMethod = "left" if is_word or name in shown.rows[0].at else "right"
+            justify: JustifyMethod = "left" if is_word or name == _OUTCOME or name in shown.rows[0].at else "right"
             table.add_column(literal(title, console), justify=justify, overflow="fold")
         table.add_column("", no_wrap=True)
         for row, cells in zip(shown.rows, shown.cells, strict=True):
@@ -127,8 +127,8 @@ def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:
 
 
 def _failures(study: Study) -> list[str]:
-    """Why a row has no figures: a line for each."""
-    lost = (row for row in study.rows if not row.measured)
+    """Why a row has no figures: a line for each, unless the table has it."""
+    lost = (row for row in study.rows if not (row.measured or "why" in row.facts))
     return [f"{one_line(' '.join(map(str, row.at.values())))}: {status_line(row)}" for row in lost]
 
 

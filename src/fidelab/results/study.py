@@ -23,7 +23,7 @@ __all__ = ["PART", "SCHEMA", "Study", "StudyArm", "StudyKind", "StudyPlan", "Stu
 SCHEMA: Final = "fidelab.study/0"
 PART: Final = "part"
 """Coordinate of rows that stand in tables of their own, one for each of its values."""
-StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect", "cross-engine"]
+StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect", "cross-engine", "profile"]
 
 
 class StudyRow(Measurement):
@@ -142,10 +142,13 @@ class Study(ExperimentReport):
 
     @property
     def faults(self) -> list[str]:
-        """A line for each row and each compared arm that failed; a row that is not supported is a finding."""
+        """A line for each row and each compared arm that failed.
+
+        That a row is not supported, or not measurable, is a finding.
+        """
         arms = [(arm.name, arm) for role, arm in self.arms.items() if role in ("reference", "candidate")]
         rows = [(" ".join(str(value) for value in row.at.values()), row) for row in self.rows]
-        failed = [(name, row) for name, row in rows if row.status is not Status.NOT_SUPPORTED]
+        failed = [(name, row) for name, row in rows if row.status in (Status.FAILED, Status.NOT_ENGAGED)]
         return [f"{name} failed: {one.reason}" for name, one in (*arms, *failed) if not one.measured]
 
     def row(self, **at: int | float | str) -> StudyRow | None:
