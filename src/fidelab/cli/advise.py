@@ -15,7 +15,7 @@ from fidelab.cli.physics import parse_counts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fidelab.runs.advise import Advice, AdviceCell
+    from fidelab.studies.advice import Advice, AdviceCell
 
 _MOST_ROWS = 24
 
@@ -58,8 +58,8 @@ def advise(
     from fidelab.errors import UsageError
     from fidelab.physics.devices import find_device
     from fidelab.physics.geometry import named_geometry
-    from fidelab.runs.advise import advise as choose
-    from fidelab.runs.advise import read_runs
+    from fidelab.studies.advice import advise as choose
+    from fidelab.studies.advice import read_runs
 
     row = find_device(device)
     contexts = parse_counts(context, "context")

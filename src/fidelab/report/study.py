@@ -49,7 +49,7 @@ def render_study(study: Study, console: Console, *, folder: Path | None = None) 
             is_word = any(isinstance(row.at.get(name, row.facts.get(name)), str) for row in shown.rows)
             justify: JustifyMethod = "left" if is_word or name == _OUTCOME or name in shown.rows[0].at else "right"
             table.add_column(literal(title, console), justify=justify, overflow="fold")
-        table.add_column("", no_wrap=True)
+        table.add_column("", no_wrap=bool(study.bar))
         for row, cells in zip(shown.rows, shown.cells, strict=True):
             bar = "#" * round(_BAR * (row.value(study.bar) or 0.0) / longest) if longest else ""
             flags = ", ".join(one_line(flag.text) for flag in row.flags)

@@ -23,7 +23,7 @@ __all__ = ["PART", "SCHEMA", "Study", "StudyArm", "StudyKind", "StudyPlan", "Stu
 SCHEMA: Final = "fidelab.study/0"
 PART: Final = "part"
 """Coordinate of rows that stand in tables of their own, one for each of its values."""
-StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect", "cross-engine", "profile"]
+StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect", "cross-engine", "profile", "speculation", "advice"]
 
 
 class StudyRow(Measurement):

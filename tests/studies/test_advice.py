@@ -20,7 +20,7 @@ from fidelab.physics.devices import find_device
 from fidelab.physics.geometry import Geometry
 from fidelab.physics.traffic import Model
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord
-from fidelab.runs.advise import (
+from fidelab.studies.advice import (
     Advice,
     Loss,
     Losses,
