@@ -61,6 +61,9 @@ def render_study(study: Study, console: Console, *, folder: Path | None = None) 
         line(study.note)
     if len(rows) < len(study.rows):
         line(f"{len(rows)} of {len(study.rows)} rows; all are in the files")
+    for what, command in study.commands.items():
+        line(f"{what}:")
+        console.print(literal(f"  {command}", console), soft_wrap=True)  # in one piece, to be copied
     if folder is not None:
         print_path(console, "files", folder)
 

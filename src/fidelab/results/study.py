@@ -118,6 +118,8 @@ class Study(ExperimentReport):
     """What was found, in words."""
     note: str = ""
     """How to read the table."""
+    commands: dict[str, str] = Field(default_factory=dict)
+    """What they are for → command lines that follow from it."""
     plan: StudyPlan | None = None
     """Null without a budget."""
     heatmap: Heatmap | None = None
