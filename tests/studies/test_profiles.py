@@ -226,16 +226,16 @@ def test_a_profile_of_which_nothing_ran_is_undecided(tmp_path: Path) -> None:
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     done = profiles(tmp_path, "--dry-run", "--json")
     assert done.code == 0
-    rows = {row["stage"]: row["skips"] for row in json.loads(done.out)["stages"]}
-    assert [skip["need"] for skip in rows["huge"]] == ["1e+09 GB of memory"]
-    assert rows["quality"] == []
+    skips = {row["at"]["name"]: row["facts"]["skips"] for row in json.loads(done.out)["rows"]}
+    assert [skip["need"] for skip in skips["huge"]] == ["1e+09 GB of memory"]
+    assert skips["quality"] == []
     assert not (tmp_path / "runs").exists()
 
 
 def test_an_estimate_tells_the_time_of_an_experiment(tmp_path: Path) -> None:
     done = profiles(tmp_path, "--estimate", "--json", "--stage", "quality")
-    [row] = json.loads(done.out)["stages"]
-    assert row["seconds"] > 0
+    [row] = json.loads(done.out)["rows"]
+    assert row["metrics"][0]["value"] > 0
     assert not (tmp_path / "runs" / "profiles").exists()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import command_line, duration, exit_on, note, open_console, show_study
+from fidelab.cli.output import command_line, exit_on, note, open_console, show_study
 
 if TYPE_CHECKING:
     from fidelab.config.profiles import Profile, Resolved
@@ -126,7 +125,7 @@ def run_one(
     """
     from fidelab.config.profiles import load_profile, parse_parameters, resolve
     from fidelab.errors import UsageError
-    from fidelab.studies.profiles import resume_profile, run_profile
+    from fidelab.studies.profiles import plan_profile, resume_profile, run_profile
 
     if resume_dir is not None:
         options.refuse_beside_resume(context, "profile", ("as_json", "trusted"))
@@ -137,7 +136,8 @@ def run_one(
         resolved = resolve(name, load_profile(name, trusted or []), variant, parse_parameters(parameters or []))
         _check(resolved, context.find_root().command)
         if dry_run or estimate:
-            _show_plan(resolved, output_dir, stages or [], estimate, as_json)
+            planned = plan_profile(resolved, output_dir, only=stages or [], estimate=estimate, command=command_line())
+            show_study(planned, None, as_json)
             return
         study, folder = run_profile(resolved, output_dir, only=stages or [], command=command_line(), watch=_watch)
     show_study(study, folder, as_json)
@@ -174,52 +174,3 @@ def _check(resolved: Resolved, root: Any) -> None:
         except Exception as error:
             said = error.format_message() if hasattr(error, "format_message") else str(error)
             raise ConfigError(f"{where}: fidelab {shlex.join(map(str, stage.command or ()))}: {said}") from None
-
-
-def _show_plan(resolved: Resolved, output_dir: Path, only: list[str], estimate: bool, as_json: bool) -> None:
-    """Stages with what would become of them; ``estimate``: with their time."""
-    from fidelab.core import Status
-    from fidelab.errors import UnknownNameError
-    from fidelab.studies.profiles import Machine, estimate_profile, judge
-
-    known = [stage.name for stage in resolved.stages]
-    for name in only:
-        if name not in known:
-            raise UnknownNameError(f"stage of profile {resolved.name}", name, known)
-    machine = Machine(output_dir)
-    seconds: dict[str, float | None] = {}
-    if estimate:
-        with tempfile.TemporaryDirectory() as scratch:
-            seconds = estimate_profile(resolved, Path(scratch))
-    rows, would_run = list[dict[str, Any]](), dict[str, Status]()
-    for stage in resolved.stages:
-        if only and stage.name not in only:
-            continue
-        skips = judge(stage, machine, would_run)
-        would_run[stage.name] = Status.NOT_SUPPORTED if skips else Status.OK
-        words = ["run", "EXPERIMENT", "--json"] if stage.experiment is not None else map(str, stage.command or ())
-        rows.append(
-            {
-                "stage": stage.name,
-                "about": stage.about,
-                "command": shlex.join(["fidelab", *words]),
-                "experiment": stage.experiment,
-                "skips": [skip.model_dump() for skip in skips],
-                "needs": stage.needs.model_dump(exclude_defaults=True),
-                "seconds": seconds.get(stage.name, stage.needs.hours and stage.needs.hours * 3600),
-            }
-        )
-    if as_json:
-        print(json.dumps({"profile": resolved.name, "variant": resolved.variant, "stages": rows}, indent=2))
-        return
-    for row in rows:
-        time = "" if row["seconds"] is None else f", {duration(row['seconds'])}"
-        print(f"{row['stage']}: {row['about']}{time}")
-        print(f"  {row['command']}")
-        for skip in row["skips"]:
-            print(f"  skipped: needs {skip['need']}, found {skip['found']}")
-    if estimate:
-        counted = [row["seconds"] for row in rows if not row["skips"]]
-        unknown = sum(value is None for value in counted)
-        total = duration(sum(value for value in counted if value is not None))
-        print(f"in all {total}{f', and {unknown} stages of unknown time' if unknown else ''}")

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,19 +33,20 @@ from fidelab.config.trust import check_own, remember_own
 from fidelab.core import Status, read_file, strict_json, usable_cores
 from fidelab.errors import FidelabError, InputError, OutputError, UnknownNameError
 from fidelab.results.measurement import Definition
-from fidelab.results.numbers import one_line
+from fidelab.results.numbers import counted, one_line
 from fidelab.results.record import write_atomically
 from fidelab.results.store import CONFIG, RunFolder
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.results.values import Record
 from fidelab.runs.conduct import Interrupted
+from fidelab.runs.signals import terminate_as_interrupt
 from fidelab.studies.study import new_study, write_study
 
 __all__ = [
     "Machine",
-    "estimate_profile",
     "find_figure",
     "judge",
+    "plan_profile",
     "resume_profile",
     "run_profile",
     "stage_words",
@@ -212,10 +215,7 @@ def run_profile(
         OutputError: the folder cannot be written.
         Interrupted: stopped by Ctrl-C or SIGTERM; :func:`resume_profile` goes on.
     """
-    known = [stage.name for stage in resolved.stages]
-    for name in only:
-        if name not in known:
-            raise UnknownNameError(f"stage of profile {resolved.name}", name, known)
+    _chosen(resolved, only)
     label = resolved.name.replace("/", "-").removesuffix(".yaml") + (f"-{resolved.variant}" if resolved.variant else "")
     written = {"kind": KIND, "only": list(only), "command": command, "resolved": resolved.model_dump(mode="json")}
     text = yaml.safe_dump(written, sort_keys=False, allow_unicode=True)
@@ -285,31 +285,74 @@ def stage_words(stage: Stage, folder: Path) -> list[str]:
     return ["run", str(file), "--json", "--trust", str(file)]  # whoever runs the profile has trusted it
 
 
-def estimate_profile(resolved: Resolved, scratch: Path) -> dict[str, float | None]:
-    """Stage → seconds: of an experiment what its dry run says, of another command what the profile tells.
+def plan_profile(
+    resolved: Resolved, output_dir: Path, *, only: Sequence[str] = (), estimate: bool = False, command: str = ""
+) -> Study:
+    """The stages and what would become of them, without running any.
 
-    ``None`` where neither can tell.
+    ``estimate``: with the time of experiments by their dry runs; else, and of other commands, it is what the profile
+    tells.
+
+    Raises:
+        UnknownNameError: ``only`` names a stage that the profile does not have.
     """
-    found: dict[str, float | None] = {}
-    machine = Machine(scratch)
-    for stage in resolved.stages:
-        told = stage.needs.hours
-        found[stage.name] = None if told is None else told * 3600
-        if stage.experiment is None or judge(stage, machine, dict.fromkeys(stage.needs.stages, Status.OK)):
-            continue
-        done = subprocess.run(
-            [*_fidelab(), *stage_words(stage, scratch), "--dry-run"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
+    machine, rows, commands = Machine(output_dir), dict[str, StudyRow](), dict[str, str]()
+    for stage in _chosen(resolved, only):
+        skips = judge(stage, machine, {name: row.status for name, row in rows.items()})
+        words = ["run", "EXPERIMENT", "--json"] if stage.experiment is not None else map(str, stage.command or ())
+        commands[stage.name] = shlex.join(["fidelab", *words])
+        seconds = _dry_run(stage) if estimate and not skips and stage.experiment is not None else None
+        if seconds is None and stage.needs.hours is not None:
+            seconds = 3600 * stage.needs.hours
+        rows[stage.name] = _stage(
+            stage,
+            Status.NOT_SUPPORTED if skips else Status.OK,
+            _lacking(skips) or None,
+            seconds,
+            about=stage.about,
+            experiment=stage.experiment,
+            skips=[skip.model_dump() for skip in skips],
+            needs=stage.needs.model_dump(mode="json", exclude_defaults=True),
         )
-        try:
-            plan = strict_json(done.stdout)
-            found[stage.name] = float(plan["seconds"])
-        except (ValueError, KeyError, TypeError):  # what the profile tells stands
-            continue
-    return found
+    times = [row.value("seconds") for row in rows.values() if row.measured]
+    unknown = f", and {counted(n, 'stage')} of unknown time" if (n := times.count(None)) else ""
+    return new_study(
+        command=command,
+        settings=resolved.model_dump(mode="json"),
+        kind=KIND,
+        title=_title(resolved),
+        columns=("name", "about", "seconds"),
+        rows=tuple(rows.values()),
+        sentences=(f"in all {sum(filter(None, times)):,.0f} s{unknown}",) if any(times) else (),
+        commands=commands,
+    )
+
+
+def _dry_run(stage: Stage) -> float | None:
+    """Seconds that the dry run of an experiment tells; ``None`` where it tells none."""
+    with tempfile.TemporaryDirectory() as scratch:
+        words = [*_fidelab(), *stage_words(stage, Path(scratch)), "--dry-run"]
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        return float(strict_json(done.stdout)["seconds"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _chosen(resolved: Resolved, only: Sequence[str]) -> list[Stage]:
+    known = [stage.name for stage in resolved.stages]
+    for name in only:
+        if name not in known:
+            raise UnknownNameError(f"stage of profile {resolved.name}", name, known)
+    return [stage for stage in resolved.stages if not only or stage.name in only]
+
+
+def _title(resolved: Resolved) -> str:
+    return f"{resolved.name}{f' ({resolved.variant})' if resolved.variant else ''}: {resolved.purpose}"
+
+
+def _lacking(skips: Sequence[Skip]) -> str:
+    return "; ".join(f"needs {skip.need}, found {skip.found}" for skip in skips)
 
 
 def _fidelab() -> list[str]:
@@ -322,7 +365,7 @@ def _conduct(
     machine = Machine(folder)
     ended: dict[str, StudyRow] = {}
     skips: list[Skip] = []
-    chosen = [stage for stage in resolved.stages if not only or stage.name in only]
+    chosen = _chosen(resolved, only)
     for number, stage in enumerate(chosen, 1):
         place = f"{stage.name} ({number} of {len(chosen)})"
         kept = _kept(folder, stage)
@@ -332,7 +375,7 @@ def _conduct(
             ended[stage.name] = kept
         elif lacking:
             skips += lacking
-            reason = "; ".join(f"needs {skip.need}, found {skip.found}" for skip in lacking)
+            reason = _lacking(lacking)
             watch(f"{place}: skipped, {reason}")
             ended[stage.name] = _stage(stage, Status.NOT_SUPPORTED, reason)
         else:
@@ -368,36 +411,20 @@ def _run_stage(stage: Stage, folder: Path) -> StudyRow:
     own.mkdir(parents=True, exist_ok=True)
     words = stage_words(stage, folder)
     began = time.monotonic()
-    with (own / "out.json").open("wb") as out, (own / "log.txt").open("ab") as log:
+    with (own / "out.json").open("wb") as out, (own / "log.txt").open("ab") as log, terminate_as_interrupt():
         process = subprocess.Popen(  # a session of its own: Ctrl-C reaches it once, from here
             [*_fidelab(), *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True
         )
-        before = _sigterm_as_interrupt()
         try:
             code = process.wait()
         except KeyboardInterrupt:
             _stop(process)
             raise Interrupted(folder, "fidelab profiles run") from None
-        finally:
-            if before is not None:
-                signal.signal(signal.SIGTERM, before)
     reason = None if code == 0 else _reason(own / "log.txt", code)
     seconds = round(time.monotonic() - began, 3)
     row = _stage(stage, Status.FAILED if code else Status.OK, reason, seconds, command=words, exit_code=code)
     write_atomically(own / "stage.json", row.model_dump_json(indent=2, exclude_defaults=True) + "\n")
     return row
-
-
-def _sigterm_as_interrupt() -> Any:
-    import threading
-
-    if threading.current_thread() is not threading.main_thread():
-        return None
-
-    def interrupt(_number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    return signal.signal(signal.SIGTERM, interrupt)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -484,7 +511,7 @@ def _study(
         command=command,
         settings=resolved.model_dump(mode="json"),
         kind=KIND,
-        title=f"{resolved.name}{f' ({resolved.variant})' if resolved.variant else ''}: {resolved.purpose}",
+        title=_title(resolved),
         columns=_COLUMNS,
         rows=(*ended.values(), *(_figure(figure, ended, outputs) for figure in resolved.expected)),
         sentences=tuple(filter(None, said)),
