@@ -1,22 +1,24 @@
-"""The record of a study, ``study.json``: a question with many answers about one model, a row each.
+"""The record of a study, ``study.json``: a question with many answers, a row each.
 
-Sensitivity of weights, sensitivity of keys and values, the comparison layer by layer, and that of several engines.
+Sensitivity of weights and of keys and values, layer by layer, engine by engine, profiles, advice, speculation with
+quantization.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from fidelab.core import Status
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import Coordinates, Measurement, Metric
 from fidelab.results.numbers import counted
 from fidelab.results.plots import Curve, Heatmap
-from fidelab.results.record import KV, ExperimentReport, RuntimeRecord
-from fidelab.results.values import Count, FreeDict, Outcome, Positive, Record
+from fidelab.results.record import KV, RuntimeRecord, write_atomically
+from fidelab.results.values import Count, Document, FreeDict, Outcome, Positive, Record
 
 __all__ = ["PART", "SCHEMA", "Study", "StudyArm", "StudyKind", "StudyPlan", "StudyRow"]
 
@@ -83,13 +85,21 @@ class StudyPlan(Record):
     """``--tensor-type`` arguments of llama-quantize, where it has all formats."""
 
 
-class Study(ExperimentReport):
+class Study(Document):
     """Everything that was found."""
-
-    file_name: ClassVar[str] = "study.json"
 
     schema_name: Literal["fidelab.study/0"] = Field(alias="schema")
     """Name and version of this schema."""
+    run_id: str
+    """Name of its folder; empty where it was only printed."""
+    created: AwareDatetime
+    """When it was started."""
+    fidelab_version: str
+    """Version that made it."""
+    command: str
+    """The command that was given."""
+    settings: FreeDict = Field(default_factory=dict)
+    """What was asked, defaults included."""
     kind: StudyKind
     """The question."""
     title: str
@@ -156,6 +166,14 @@ class Study(ExperimentReport):
     def row(self, **at: int | float | str) -> StudyRow | None:
         """The first row with these coordinates, and perhaps others."""
         return next((row for row in self.rows if at.items() <= row.at.items()), None)
+
+    def write(self, folder: Path) -> Path:
+        """Write ``study.json`` into a folder.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        return write_atomically(folder / "study.json", self.to_json())
 
     def to_json(self) -> str:
         """Strict JSON, indented; fields that have their default are left out, as there are thousands of metrics."""
