@@ -20,9 +20,10 @@ from fidelab.results.plots import Curve, Heatmap
 from fidelab.results.record import KV, RuntimeRecord, write_atomically
 from fidelab.results.values import Count, Document, FreeDict, Outcome, Positive, Record
 
-__all__ = ["PART", "SCHEMA", "Study", "StudyArm", "StudyKind", "StudyPlan", "StudyRow"]
+__all__ = ["PART", "SCHEMA", "STUDY", "Study", "StudyArm", "StudyKind", "StudyPlan", "StudyRow"]
 
 SCHEMA: Final = "fidelab.study/0"
+STUDY: Final = "study.json"
 PART: Final = "part"
 """Coordinate of rows that stand in tables of their own, one for each of its values."""
 StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect", "cross-engine", "profile", "speculation", "advice"]
@@ -173,7 +174,7 @@ class Study(Document):
         Raises:
             OutputError: it cannot be written.
         """
-        return write_atomically(folder / "study.json", self.to_json())
+        return write_atomically(folder / STUDY, self.to_json())
 
     def to_json(self) -> str:
         """Strict JSON, indented; fields that have their default are left out, as there are thousands of metrics."""
