@@ -26,7 +26,7 @@ import torch
 from fidelab.core import FormatSpec
 from fidelab.physics.geometry import named_geometry
 from fidelab.physics.traffic import Model
-from fidelab.runs.advise import Losses, Measured, Option, Pair, choose, next_cells
+from fidelab.studies.advice import Losses, Measured, Option, Pair, choose, next_cells
 
 WEIGHTS = ("native", "int8", "int6", "int5[group=64]", "int4[group=64]", "int3[group=64]")
 SIDES = ("bf16", "q8_0", "fp8_e4m3", "int6", "q5_0", "q4_1", "q4_0", "int3", "int2")

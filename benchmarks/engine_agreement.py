@@ -45,8 +45,8 @@ def main() -> None:
 def _measure(options: argparse.Namespace, folder: Path) -> None:
     from fidelab.core import Status
     from fidelab.errors import FidelabError
-    from fidelab.runs.cross_engine import agreement
     from fidelab.runs.pairing import Scorer, engaged
+    from fidelab.studies.cross_engine import agreement
 
     arms: dict[str, ArmResult] = {}
     first: Experiment | None = None
@@ -74,14 +74,15 @@ def _measure(options: argparse.Namespace, folder: Path) -> None:
         )
     assert first is not None
     for pair in agreement(first, arms):
-        within = pair.kld is not None and pair.kld <= LIMIT
+        mean_kl = pair.value("kld")
+        within = mean_kl is not None and mean_kl <= LIMIT
         _say(
-            reference=pair.reference,
-            other=pair.other,
-            mean_kl=pair.kld,
-            ci=pair.ci,
-            top1=pair.top1,
-            positions=pair.n_positions,
+            reference=pair.at["from"],
+            other=pair.at["engine"],
+            mean_kl=mean_kl,
+            ci=pair.ci("kld"),
+            top1=pair.value("top1"),
+            positions=pair.n_items,
             limit=LIMIT,
             within=within,
             reason=pair.reason,

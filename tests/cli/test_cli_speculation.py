@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ from fidelab.bench.load_figures import OUTPUT_RATE, load_at, load_metrics, servi
 from fidelab.core import KVSpec, Status
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.study import Study, StudyRow
 from tests.runs.harness import Done, cli
 
 RATES: Mapping[str, float] = {"plain": 40.0, "quantized": 50.0, "speculative": 80.0, "both": 90.0}
@@ -83,50 +83,64 @@ def run(root: Path, *words: object) -> Done:
     return cli("bench", "speculation", *words, cwd=root)
 
 
-def records(root: Path, *words: object, code: int = 0) -> list[dict[str, Any]]:
+def study(root: Path, *words: object, code: int = 0) -> Study:
     done = run(root, *words, "--json")
     assert done.code == code, done.err
-    return list(json.loads(done.out)["compositions"])
+    return Study.model_validate_json(done.out)
+
+
+def ratios(root: Path, *words: object, code: int = 0) -> list[StudyRow]:
+    """The row of each load that has the ratio."""
+    return [row for row in study(root, *words, code=code).rows if row.at["part"] == "together"]
+
+
+def values(found: Study, key: str) -> dict[str, float]:
+    """Arm → one of its metrics."""
+    rows = {str(row.at["arm"]): row.value(key) for row in found.rows if row.at["part"] == "arm"}
+    return {name: value for name, value in rows.items() if value is not None}
 
 
 # ------------------------------------------------------------------------------------------------ figures
 
 
 def test_four_runs_give_the_ratio(tmp_path: Path) -> None:
-    (found,) = records(tmp_path, *four(tmp_path))
-    assert found["rho"] == pytest.approx(90 * 40 / (50 * 80))
-    assert (found["kind"], found["ci"]) == ("cannot tell", None)
-    assert found["rates"] == pytest.approx(RATES)
-    assert found["acceptance_lengths"] == {"speculative": 2.2, "both": 2.2}
-    assert (found["context"], found["output"], found["concurrency"]) == (256, 16, 2)
+    found = study(tmp_path, *four(tmp_path))
+    ratio = found.rows[-1]
+    assert ratio.value("rho") == pytest.approx(90 * 40 / (50 * 80))
+    assert (ratio.facts["together"], ratio.ci("rho")) == ("cannot tell", None)
+    assert values(found, "rate") == pytest.approx(RATES)
+    assert values(found, "acceptance_length") == {"speculative": 2.2, "both": 2.2}
+    assert values(found, "speedup") == pytest.approx({"quantized": 1.25, "speculative": 2.0, "both": 2.25})
+    assert [ratio.at[name] for name in ("context", "output", "concurrency")] == [256, 16, 2]
 
 
 def test_repeats_give_an_interval(tmp_path: Path) -> None:
-    (found,) = records(tmp_path, *four(tmp_path, **{name: [standard(name, repeats=3)] for name in ARMS}))
-    low, high = found["ci"]
-    assert found["rho"] == pytest.approx(0.9)
+    (found,) = ratios(tmp_path, *four(tmp_path, **{name: [standard(name, repeats=3)] for name in ARMS}))
+    low, high = found.ci("rho") or (0.0, 0.0)
+    assert found.value("rho") == pytest.approx(0.9)
     assert 0.85 < low < 0.9 < high < 0.95
-    assert found["kind"] == "cannot tell"
-    assert found["flags"] == []
+    assert found.facts["together"] == "cannot tell"
+    assert found.flags == ()
 
 
 def test_arms_measured_once_are_said_to_have_no_interval(tmp_path: Path) -> None:
-    (found,) = records(tmp_path, *four(tmp_path))
-    assert [flag["kind"] for flag in found["flags"]] == ["noise"]
+    (found,) = ratios(tmp_path, *four(tmp_path))
+    assert [flag.kind for flag in found.flags] == ["noise"]
 
 
 def test_each_shared_cell_has_a_ratio_of_its_own(tmp_path: Path) -> None:
     cells = {name: [standard(name), standard(name, concurrency=4, repeats=3)] for name in ARMS}
     cells["both"] = [standard("both", concurrency=4, factor=0.5, repeats=3), standard("both")]
-    one, two = records(tmp_path, *four(tmp_path, **cells))
-    assert (one["concurrency"], one["rho"]) == (2, pytest.approx(0.9))
-    assert (two["concurrency"], two["rho"], two["kind"]) == (4, pytest.approx(0.45), "sub-multiplicative")
+    one, two = ratios(tmp_path, *four(tmp_path, **cells))
+    assert [row.at["concurrency"] for row in (one, two)] == [2, 4]
+    assert [row.value("rho") for row in (one, two)] == pytest.approx([0.9, 0.45])
+    assert two.facts["together"] == "sub-multiplicative"
 
 
 def test_the_table_has_the_rates_the_ratio_and_where_they_are_from(tmp_path: Path) -> None:
     done = run(tmp_path, *four(tmp_path))
     assert (done.code, done.err) == (0, "")
-    for word in ("40.0", "50.0", "80.0", "90.0", "1.25×", "2.00×", "2.25×", "0.900", "2.20", "cannot tell"):
+    for word in ("40.0", "50.0", "80.0", "90.0", "1.25", "2.00", "2.25", "0.900", "2.20", "cannot tell"):
         assert word in done.out
     for name in ARMS:
         assert f"{name}: {tmp_path / name}" in done.out.replace("\n", "")
@@ -134,14 +148,14 @@ def test_the_table_has_the_rates_the_ratio_and_where_they_are_from(tmp_path: Pat
 
 def test_report_files_do_as_well_as_folders(tmp_path: Path) -> None:
     words = [word / "report.json" if isinstance(word, Path) else word for word in four(tmp_path)]
-    assert len(records(tmp_path, *words)) == 1
+    assert len(ratios(tmp_path, *words)) == 1
 
 
 def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
     arms = [arm(standard(name), name=f"{name}[kv:8]") for name in ARMS]
     folder = write(tmp_path / "all", *arms)
     words = [word for name in ARMS for word in (f"--{name}", f"{folder}:{name}[kv:8]")]
-    assert records(tmp_path, *words)[0]["rho"] == pytest.approx(0.9)
+    assert ratios(tmp_path, *words)[0].value("rho") == pytest.approx(0.9)
     done = run(tmp_path, *words[:-1], folder)
     assert done.code == 2
     assert (
@@ -180,48 +194,48 @@ def test_without_evidence_there_is_no_ratio(
     tmp_path: Path, name: str, server: Mapping[str, Any] | None, why: str
 ) -> None:
     words = four(tmp_path, **{name: [standard(name, server=server)]})
-    (found,) = records(tmp_path, *words, code=3)
-    assert (found["rho"], found["ci"], found["kind"]) == (None, None, "cannot tell")
-    assert found["flags"] == [{"kind": "not-engaged", "text": f"{name}: {why}"}]
+    (found,) = ratios(tmp_path, *words, code=3)
+    assert (found.metrics, found.facts["together"], found.status) == ((), "cannot tell", "not_measurable")
+    assert found.flags == (Flag(kind="not-engaged", text=f"{name}: {why}"),)
     done = run(tmp_path, *words)
     assert done.code == 3
     assert "fidelab: 1 of 1 cells have no ratio" in done.err
     assert "0.900" not in done.out
-    assert f"{name}: {why} (not-engaged)" in " ".join(done.out.split())
+    assert f"not measurable: {name}: {why}" in " ".join(done.out.split())
 
 
 def test_counters_that_stand_still_show_that_an_arm_did_not_speculate(tmp_path: Path) -> None:
     server = said("sglang", {"drafted": 0, "accepted": 0})
-    assert records(tmp_path, *four(tmp_path, plain=[standard("plain", server=server)]))[0]["rho"] == pytest.approx(0.9)
+    (found,) = ratios(tmp_path, *four(tmp_path, plain=[standard("plain", server=server)]))
+    assert found.value("rho") == pytest.approx(0.9)
 
 
 def test_a_cell_without_a_ratio_leaves_the_others_theirs(tmp_path: Path) -> None:
     cells = {name: [standard(name), standard(name, concurrency=4)] for name in ARMS}
     cells["both"][1] = standard("both", concurrency=4, server=None)
-    one, two = records(tmp_path, *four(tmp_path, **cells), code=3)
-    assert one["rho"] is not None
-    assert two["rho"] is None
+    one, two = ratios(tmp_path, *four(tmp_path, **cells), code=3)
+    assert [row.value("rho") is None for row in (one, two)] == [False, True]
 
 
 def test_an_invalid_cell_gives_no_ratio_and_says_why(tmp_path: Path) -> None:
     flag = Flag(kind="depth", text="the server counted other lengths")
     words = four(tmp_path, quantized=[standard("quantized", valid=False, flags=(flag,))])
-    (found,) = records(tmp_path, *words, code=3)
-    assert found["rho"] is None
-    assert found["flags"] == [{"kind": "depth", "text": "quantized: the server counted other lengths"}]
+    (found,) = ratios(tmp_path, *words, code=3)
+    assert found.value("rho") is None
+    assert found.flags == (Flag(kind="depth", text="quantized: the server counted other lengths"),)
 
 
 def test_a_failed_cell_says_its_reason(tmp_path: Path) -> None:
     failed = standard("both", status=Status.FAILED, reason="all requests timed out", rates=())
-    (found,) = records(tmp_path, *four(tmp_path, both=[failed]), code=3)
-    assert "both" not in found["rates"]
-    assert found["flags"] == [{"kind": "errors", "text": "both: all requests timed out"}]
+    found = study(tmp_path, *four(tmp_path, both=[failed]), code=3)
+    assert "both" not in values(found, "rate")
+    assert found.rows[-1].flags == (Flag(kind="errors", text="both: all requests timed out"),)
 
 
 def test_what_makes_a_valid_figure_doubtful_is_carried_on(tmp_path: Path) -> None:
     flag = Flag(kind="lag", text="the client was late")
-    (found,) = records(tmp_path, *four(tmp_path, both=[standard("both", flags=(flag,))]))
-    assert {"kind": "lag", "text": "both: the client was late"} in found["flags"]
+    (found,) = ratios(tmp_path, *four(tmp_path, both=[standard("both", flags=(flag,))]))
+    assert Flag(kind="lag", text="both: the client was late") in found.flags
 
 
 def test_decode_benches_have_rates_and_no_evidence(tmp_path: Path) -> None:
@@ -230,10 +244,11 @@ def test_decode_benches_have_rates_and_no_evidence(tmp_path: Path) -> None:
         at: Coordinates = {"depth": 512, "batch": 4}
         speed = CellResult(Cell(status=Status.OK, at=at, facts={"n": 32}), (ISOLATED.repeated((rate, rate), cell=at),))
         words += [f"--{name}", write(tmp_path / name, armed({"decode": joined([speed], Decode.title)}))]
-    (found,) = records(tmp_path, *words, code=3)
-    assert found["rates"] == pytest.approx(RATES)
-    assert (found["context"], found["output"], found["concurrency"], found["arrival"]) == (512, 32, 4, None)
-    assert {flag["kind"] for flag in found["flags"]} == {"not-engaged"}
+    found = study(tmp_path, *words, code=3)
+    ratio = found.rows[-1]
+    assert values(found, "rate") == pytest.approx(RATES)
+    assert ratio.at == {"depth": 512, "output": 32, "batch": 4, "part": "together"}
+    assert {flag.kind for flag in ratio.flags} == {"not-engaged"}
 
 
 # ---------------------------------------------------------------------------------------------- bad input
@@ -267,7 +282,7 @@ def test_arms_measured_by_another_protocol_are_refused(tmp_path: Path, key: str,
 def test_a_quantized_models_own_tokenizer_is_no_other_protocol(tmp_path: Path) -> None:
     words = four(tmp_path)
     other = write(tmp_path / "other", arm(standard("both")), tokenizer="m-awq", goodput={"ttft": 5})
-    assert records(tmp_path, *words[:-1], other)[0]["rho"] == pytest.approx(0.9)
+    assert ratios(tmp_path, *words[:-1], other)[0].value("rho") == pytest.approx(0.9)
 
 
 def test_the_same_arm_twice_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from fidelab.config.profiles import experiments
 from fidelab.environments.environment import locate
 from fidelab.errors import FidelabError
 from fidelab.models import Model
-from fidelab.results.cross_record import CrossReport, EngineRow
-from fidelab.runs.cross_engine import run_cross
+from fidelab.results.study import Study, StudyRow
+from fidelab.studies.cross_engine import run_cross
 
 pytestmark = [pytest.mark.long, pytest.mark.model]
 
@@ -59,68 +58,75 @@ def experiment(output: Path, engines: list[str]) -> CrossEngine:
 
 
 @pytest.fixture(scope="module")
-def report(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> CrossReport:
+def study(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Study:
     engines = [name for name in LINES if installed(name)]
     found, folder = run_cross(experiment(tmp_path_factory.mktemp("cross"), engines), command="fidelab run")
-    assert json.loads((folder / "cross-engine.json").read_text()) == json.loads(found.to_json())
+    assert (folder.path / "study.json").read_text() == found.to_json()
     return found
 
 
 @pytest.fixture(params=list(LINES))
-def row(request: pytest.FixtureRequest, report: CrossReport) -> EngineRow:
-    """Each engine's row; engines without an environment are skipped."""
-    found = next((row for row in report.engines if row.name == request.param), None)
-    if found is None:
+def engine(request: pytest.FixtureRequest, study: Study) -> str:
+    """Each engine; those without an environment are skipped."""
+    if study.row(engine=request.param) is None:
         pytest.skip(f"engine {request.param} is not installed (fidelab engines install {request.param} --cpu)")
+    return str(request.param)
+
+
+def row(study: Study, engine: str, part: str) -> StudyRow:
+    found = study.row(engine=engine, part=part)
+    assert found is not None
     return found
 
 
-def test_the_reference_runs_and_says_what_ran(row: EngineRow) -> None:
-    assert (row.status, row.reason) == ("ok", None)
-    assert row.version is not None
-    assert row.ran is not None
-    assert row.ran.cache_bytes_per_token == 30 * 3 * 64 * 2 * 2  # layers · KV heads · dimensions · sides · bytes
+def test_the_reference_runs_and_says_what_ran(study: Study, engine: str) -> None:
+    reference, arm = row(study, engine, "reference"), study.arms[f"reference of {engine}"]
+    assert (reference.status, reference.reason) == ("ok", None)
+    assert reference.facts["version"]
+    assert arm.ran is not None
+    assert arm.ran.cache_bytes_per_token == 30 * 3 * 64 * 2 * 2  # layers · KV heads · dimensions · sides · bytes
+    assert reference.value("bytes_per_token") == arm.ran.cache_bytes_per_token
 
 
-def test_it_is_timed_by_both_methods(row: EngineRow) -> None:
-    assert row.speed is not None
-    assert (row.speed.status, row.speed.reason) == ("ok", None)
-    assert row.speed.load_seconds is not None
-    assert row.speed.load_seconds > 0
-    assert row.speed.prefill is not None
-    assert row.speed.decode_isolated is not None
-    assert len(row.speed.prefill.repeats) == len(row.speed.decode_isolated.repeats) == 3
+def test_it_is_timed_by_both_methods(study: Study, engine: str) -> None:
+    timing = row(study, engine, "timing")
+    assert (timing.status, timing.reason) == ("ok", None)
+    assert (timing.value("load") or 0) > 0
+    rates = [timing.metric(key) for key in ("prefill", "decode_isolated")]
+    assert [len(rate.repeats) for rate in rates if rate] == [3, 3]
 
 
-def test_the_long_window_is_counted_exactly(row: EngineRow) -> None:
-    assert row.long is not None
-    assert (row.long.status, row.long.reason) == ("ok", None)
-    assert (row.long.counted, row.long.rows) == (TOKENS, TOKENS)
-    assert row.long.bytes_per_token == row.long.by_hand == 2 * 2 * 32 * 2 * 2
+def test_the_long_window_is_counted_exactly(study: Study, engine: str) -> None:
+    window = row(study, engine, "long window")
+    assert (window.status, window.reason) == ("ok", None)
+    assert (window.value("counted"), window.value("rows")) == (TOKENS, TOKENS)
+    assert window.value("bytes_per_token") == window.value("by_hand") == 2 * 2 * 32 * 2 * 2
 
 
-def test_the_8_bit_cache_costs_little_or_is_not_supported(row: EngineRow) -> None:
-    assert row.candidate is not None
-    if row.name == "sglang":
-        assert row.candidate.status == "not_supported"
-        assert row.candidate.reason
+def test_the_8_bit_cache_costs_little_or_is_not_supported(study: Study, engine: str) -> None:
+    candidate = row(study, engine, "candidate")
+    if engine == "sglang":
+        assert candidate.status == "not_supported"
+        assert candidate.reason
     else:
-        assert (row.candidate.status, row.candidate.reason) == ("ok", None)
-        assert row.candidate.kld is not None
-        assert 0 < row.candidate.kld < 0.5
-        assert row.candidate.composite is not None
+        assert (candidate.status, candidate.reason) == ("ok", None)
+        assert 0 < (candidate.value("kld") or 0) < 0.5
+        assert candidate.value("composite") is not None
 
 
-def test_engines_on_one_checkpoint_agree(report: CrossReport) -> None:
-    pairs = [pair for pair in report.agreement if {pair.reference, pair.other} <= {*SAME_CHECKPOINT}]
+def test_engines_on_one_checkpoint_agree(study: Study) -> None:
+    pairs = [pair for pair in study.rows if {pair.at["engine"], pair.at.get("from")} <= {*SAME_CHECKPOINT}]
     if not pairs:
         pytest.skip("fewer than two engines that load the same checkpoint are installed")
     for pair in pairs:
-        assert pair.kld is not None
-        assert pair.kld < 0.01, (
-            f"{pair.other} from {pair.reference}"
-        )  # the 16-bit types' own rounding is 0.001 to 0.002
-    perplexities = [row.perplexity["128"] for row in report.engines if row.name in SAME_CHECKPOINT]
+        kld = pair.value("kld")
+        assert kld is not None
+        assert kld < 0.01, pair.at  # the 16-bit types' own rounding is 0.001 to 0.002
+    perplexities = [
+        row.value("perplexity")
+        for row in study.rows
+        if row.at["part"] == "perplexity" and row.at["engine"] in SAME_CHECKPOINT
+    ]
     there = [value for value in perplexities if value is not None]
     assert len(there) == len(perplexities)
     assert max(there) < 1.02 * min(there)

@@ -32,12 +32,12 @@ def test_the_tiny_variant_sets_measured_beside_expected(
     smollm2: Model, tmp_path: Path, name: str, stage: str, figures: int
 ) -> None:
     _, record = run(name, tmp_path)
-    outcomes = {row["name"]: row for row in record["stages"]}
-    skipped = {skip["stage"] for skip in record["skips"]}
-    assert skipped == {row for row, found in outcomes.items() if found["status"] == "skipped"}
+    outcomes = {row["at"]["name"]: row for row in record["rows"] if row["at"]["part"] == "stage"}
+    skipped = {skip["stage"] for skip in record["facts"]["skips"]}
+    assert skipped == {row for row, found in outcomes.items() if found["status"] == "not_supported"}
     if stage in skipped:
         pytest.skip(outcomes[stage]["reason"])
-    there = [row for row in record["figures"] if row["stage"] == stage and row["measured"] is not None]
+    there = [row for row in record["rows"] if row["at"].get("stage") == stage and row["status"] == "ok"]
     assert len(there) >= figures
-    assert all(row["expected"] is not None for row in there)
-    assert record["differences"]
+    assert all({metric["key"] for metric in row["metrics"]} == {"expected", "measured"} for row in there)
+    assert record["facts"]["differences"]

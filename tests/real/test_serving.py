@@ -5,7 +5,6 @@ Loads are small.  Where an engine is not installed its tests skip.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from fidelab.models import Model
+from fidelab.results.study import Study
 from tests.real.servers import llamacpp_server, sglang_server, vllm_server
 from tests.runs.harness import Done, cli
 
@@ -112,20 +112,20 @@ def test_vllm_tells_whether_it_speculated(runs: dict[str, Done]) -> None:
 def test_speculation_that_ran_gives_a_ratio(runs: dict[str, Done], tmp_path: Path) -> None:
     words = [word for name, done in runs.items() for word in (f"--{name}", done.folder)]
     done = cli("bench", "speculation", *words, "--json", cwd=tmp_path)
-    (found,) = json.loads(done.out)["compositions"]
+    *arms, together = Study.model_validate_json(done.out).rows
     assert done.code == 0
-    assert found["rho"] > 0
-    assert set(found["acceptance_lengths"]) == {"speculative", "both"}
+    assert (together.value("rho") or 0) > 0
+    assert {row.at["arm"] for row in arms if row.value("acceptance_length")} == {"speculative", "both"}
 
 
 def test_speculation_that_did_not_run_gives_none(runs: dict[str, Done], tmp_path: Path) -> None:
     other = {"plain": "speculative", "quantized": "both", "speculative": "plain", "both": "quantized"}
     words = [word for name, taken in other.items() for word in (f"--{name}", runs[taken].folder)]
     done = cli("bench", "speculation", *words, "--json", cwd=tmp_path)
-    (found,) = json.loads(done.out)["compositions"]
-    assert done.code == 1
-    assert found["rho"] is None
-    assert [flag["kind"] for flag in found["flags"][:4]] == ["not-engaged"] * 4
+    together = Study.model_validate_json(done.out).rows[-1]
+    assert done.code == 3
+    assert together.value("rho") is None
+    assert [flag.kind for flag in together.flags[:4]] == ["not-engaged"] * 4
 
 
 def test_the_capacity_of_a_server_is_its_seats_or_what_its_cache_holds(

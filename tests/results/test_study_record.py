@@ -47,8 +47,10 @@ def test_what_is_written_fits_the_schema_and_reads_as_the_same_study() -> None:
     assert Study.model_validate_json(text) == study()
 
 
-def test_every_row_that_failed_is_a_fault_with_its_reason() -> None:
-    assert study().faults == ["b x failed: it crashed"]
+def test_every_row_that_failed_is_a_fault_with_its_reason_and_what_is_not_supported_is_none() -> None:
+    other = StudyRow(status=Status.NOT_SUPPORTED, reason="no such format", at={"group": "c"})
+    found = study()
+    assert found.model_copy(update={"rows": (*found.rows, other)}).faults == ["b x failed: it crashed"]
 
 
 @pytest.mark.parametrize(

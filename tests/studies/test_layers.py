@@ -202,9 +202,3 @@ def test_states_that_are_not_finite_are_said_so(done: Done) -> None:
     study = Study.model_validate(json.loads(done.out) | findings(LayerCurve(x, x, x), None))
     assert study.sentences[0] == "Layer 2 stands out: states behind it are not finite."
     assert "stands out, not finite" in _rendered(study)
-
-
-def test_names_from_outside_are_no_markup(done: Done) -> None:
-    text = _rendered(Study.model_validate_json(done.out).model_copy(update={"title": "[bold]int4[/bold]\x1b[31m"}))
-    assert "[bold]int4[/bold]" in text
-    assert "\x1b" not in text

@@ -20,8 +20,8 @@ from fidelab.core import Arm, Estimator, looked_up
 from fidelab.metrics.agreement import NEAR_TIE
 from fidelab.metrics.divergence import log_softmax
 from fidelab.metrics.speculation import expected_length, overlap, replay
-from fidelab.results.composition_record import SAMPLED_LENGTH, SAMPLED_RATE, acceptance
 from fidelab.results.measurement import Flag, Metric
+from fidelab.results.speculation import SAMPLED_LENGTH, SAMPLED_RATE, acceptance
 
 __all__ = ["COUNTED", "SPECULATION", "drafted_by", "in_words", "speculated"]
 

@@ -28,8 +28,8 @@ from fidelab.bench.base import (
     unsteady,
 )
 from fidelab.metrics.latency import Rate, decode_rate_by_subtraction, decode_rate_isolated
-from fidelab.results.composition_record import acceptance
 from fidelab.results.measurement import Definition, Flag, Measurement, Metric
+from fidelab.results.speculation import acceptance
 
 __all__ = ["BY_SUBTRACTION", "ISOLATED", "Decode", "DecodeSettings", "decode_complete"]
 

@@ -16,8 +16,8 @@ from fidelab.bench.load.exchange import DriveResult, Exchange, LoadRequest
 from fidelab.bench.load.server_metrics import ServerReading, SpeculationReading
 from fidelab.bench.load_figures import Latency, Values, load_at, load_facts
 from fidelab.metrics.serving import LATENCIES, count_good, effective_concurrency, latencies, percentiles
-from fidelab.results.composition_record import Arrival
 from fidelab.results.measurement import Coordinates
+from fidelab.results.speculation import Arrival
 
 __all__ = ["Drive", "LoadAsked", "Pool"]
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import open_console
+from fidelab.cli.output import command_line, show_study
 from fidelab.cli.physics import parse_counts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fidelab.runs.advise import Advice, AdviceCell
-
-_MOST_ROWS = 24
 
 
 @options.expand_options
@@ -58,8 +50,8 @@ def advise(
     from fidelab.errors import UsageError
     from fidelab.physics.devices import find_device
     from fidelab.physics.geometry import named_geometry
-    from fidelab.runs.advise import advise as choose
-    from fidelab.runs.advise import read_runs
+    from fidelab.studies.advice import advise as choose
+    from fidelab.studies.advice import read_runs
 
     row = find_device(device)
     contexts = parse_counts(context, "context")
@@ -78,87 +70,6 @@ def advise(
         native=native,
         tp=tp,
         overhead=0.0 if overhead is None else parse_bytes(overhead),
+        command=command_line(),
     )
-    if as_json:
-        sys.stdout.write(found.to_json())
-    else:
-        _show(found)
-
-
-def _show(found: Advice) -> None:
-    from fidelab.report.text import literal, print_line, simple_table
-    from fidelab.results.numbers import counted, format_kld, format_ratio, format_span, format_tokens
-
-    console = open_console()
-
-    def line(text: str = "") -> None:
-        print_line(console, text)
-
-    def command(text: str) -> None:
-        """Not wrapped, so that it can be copied."""
-        console.print(literal(f"  {text}", console), soft_wrap=True)
-
-    def table(cells: Sequence[AdviceCell]) -> None:
-        grid = simple_table()
-        for heading in ("", "weights", "cache", "GB", "at most", "tokens", "KL, nats", "95%", "is"):
-            number = heading in ("GB", "at most", "tokens", "KL, nats")
-            grid.add_column(
-                literal(heading, console),
-                justify="right" if number else "left",
-                overflow="fold",
-                no_wrap=number or heading == "95%",
-            )
-        for cell in cells:
-            parts = f" ({len(cell.loss.parts)})" if cell.loss.source == "predicted" else ""
-            row = (
-                "•" if cell.on_frontier else "",
-                cell.weights,
-                cell.kv,
-                f"{cell.bytes / 1e9:,.3f}{' ' if cell.fits else '!'}",
-                format_ratio(cell.speedup),
-                "any" if cell.longest_context is None else f"{cell.longest_context:,}",
-                format_kld(cell.loss.mean),
-                format_span(cell.loss.ci),
-                f"{cell.loss.source}{parts}",
-            )
-            grid.add_row(*(literal(text, console) for text in row))
-        console.print(grid)
-
-    line(
-        f"{found.model} on {found.device}, {format_tokens(found.context)} tokens × {found.batch:,}, "
-        f"{found.memory / 1e9:,.1f} GB: {counted(len(found.cells), 'pair')} of weights and cache"
-    )
-    edge = tuple(cell for cell in found.cells if cell.on_frontier)
-    shown = edge if len(found.cells) > _MOST_ROWS else found.cells
-    line(f"{'the frontier' if shown is edge else 'all pairs'}, by size; at most: decode speed-up over 16 bits;")
-    line("tokens: what fits at this batch; •: on the frontier; !: does not fit; (n): the sum of n measured losses")
-    table(shown)
-    line(found.text)
-    if found.command:
-        command(found.command)
-        if found.command_note:
-            line(f"  ({found.command_note})")
-    for one in found.level_down:
-        verdict = "cannot be told apart"
-        if one.ci is not None and not one.ci[0] <= 0 <= one.ci[1]:
-            verdict = "worse" if one.difference > 0 else "better"
-        line(
-            f"from weights {one.weights}: a cache in {one.kv} (saves {one.saved[0] / 1e9:,.3f} GB) instead of weights "
-            f"in {one.lower} (saves {one.saved[1] / 1e9:,.3f} GB): {verdict}, "
-            f"{format_kld(one.difference, signed=True)} nats, 95% {format_span(one.ci)} ({one.how})"
-        )
-    if found.checks:
-        ratios = sorted(check.measured / check.predicted for check in found.checks)
-        line(
-            f"predictions against measurements, {counted(len(ratios), 'pair')}: measured is {ratios[0]:.2f} to "
-            f"{ratios[-1]:.2f} times the sum"
-        )
-    elif any(cell.loss.source == "predicted" for cell in found.cells):
-        line("no pair was measured that could be predicted: how far sums are wrong is not known here")
-    if found.next:
-        line("the choice hinges on: " + "; ".join(f"{cell.weights} with {cell.kv}" for cell in found.next))
-    if found.measure:
-        line("to measure:")
-        command(found.measure)
-    for text in found.notes:
-        line(f"note: {text}")
+    show_study(found, None, as_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.axes import bench_settings
-from fidelab.cli.output import command_line, exit_on, gate, note, open_console, show_report
+from fidelab.cli.output import command_line, exit_on, gate, note, show_report, show_study
 
 if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
@@ -371,21 +370,11 @@ def _run_cross_engine(cross: CrossEngine, as_json: bool) -> None:
 
     What an engine does not support is a finding; what failed is a fault.
     """
-    from fidelab.report.cross import render_cross
-    from fidelab.runs.cross_engine import run_cross
+    from fidelab.studies.cross_engine import run_cross
 
-    report, folder = run_cross(cross, command=command_line(), watch=_watch)
-    if as_json:
-        sys.stdout.write(report.to_json())
-    else:
-        render_cross(report, open_console(), folder=folder)
-    faults = [
-        f"{row.name} failed: {part.reason}"
-        for row in report.engines
-        for part in (row, row.candidate, row.speed, row.long)
-        if part is not None and part.status in ("failed", "not_engaged")
-    ]
-    exit_on(dict.fromkeys(faults))
+    study, folder = run_cross(cross, command=command_line(), watch=_watch)
+    show_study(study, folder.path, as_json)
+    exit_on(study.faults)
 
 
 def _watch(what: str) -> Listener:

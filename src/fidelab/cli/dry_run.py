@@ -37,7 +37,7 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
 def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
     """Print the plan of every engine of a cross-engine experiment, one after another, and the time of all together."""
     from fidelab.plan.estimate import Estimate
-    from fidelab.runs.cross_engine import plan_cross
+    from fidelab.studies.cross_engine import plan_cross
 
     planned = plan_cross(cross)
     lines: dict[str, dict[str, Any]] = {

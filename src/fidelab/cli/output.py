@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
     from fidelab.results.record import ArmRecord, Report
+    from fidelab.results.study import Study
 
 _PIPE = 400  # a table of loads with everything in it
 _BAR = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # how tqdm begins what it writes
@@ -142,6 +143,16 @@ def exit_on(faults: Collection[str], undecided: Collection[str] = ()) -> None:
         note(f"fidelab: {line}")
     if faults or undecided:
         raise typer.Exit(1 if faults else UNDECIDED)
+
+
+def show_study(study: Study, folder: Path | None, as_json: bool) -> None:
+    """Print a study as tables or as its JSON; ``folder`` is where its files lie."""
+    if as_json:
+        sys.stdout.write(study.to_json())
+        return
+    from fidelab.report.study import render_study
+
+    render_study(study, open_console(), folder=folder)
 
 
 def show_report(report: Report, *, as_json: bool, folder: Path | None = None, plot: bool = False) -> None:

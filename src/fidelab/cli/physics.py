@@ -416,7 +416,7 @@ def list_devices(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="First put in what somebody measured: profile.json of profile hardware-report, or the JSON of physics "
+            help="First put in what somebody measured: study.json of profile hardware-report, or the JSON of physics "
             "probe.",
         ),
     ] = None,
@@ -429,7 +429,7 @@ def list_devices(
 
       fidelab physics devices
 
-      fidelab physics devices --add profile.json --as MI300X
+      fidelab physics devices --add study.json --as MI300X
     """
     from fidelab.physics.devices import add_measured, devices, own_table
 

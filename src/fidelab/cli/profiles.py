@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +11,10 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import command_line, duration, exit_on, note, open_console
+from fidelab.cli.output import command_line, exit_on, note, open_console, show_study
 
 if TYPE_CHECKING:
     from fidelab.config.profiles import Profile, Resolved
-    from fidelab.runs.profiles import FigureRecord, ProfileReport
 
 app = Commands(help="List, show and run profiles: published protocols in stages, expected against measured.")
 
@@ -128,27 +125,24 @@ def run_one(
     """
     from fidelab.config.profiles import load_profile, parse_parameters, resolve
     from fidelab.errors import UsageError
-    from fidelab.runs.profiles import resume_profile, run_profile
+    from fidelab.studies.profiles import plan_profile, resume_profile, run_profile
 
     if resume_dir is not None:
         options.refuse_beside_resume(context, "profile", ("as_json", "trusted"))
-        report, folder = resume_profile(resume_dir, trusted=trusted or [], watch=_watch), resume_dir.absolute()
+        study, folder = resume_profile(resume_dir, trusted=trusted or [], watch=_watch), resume_dir.absolute()
     elif name is None:
         raise UsageError("name a profile: fidelab profiles run NAME (fidelab profiles list shows them)")
     else:
         resolved = resolve(name, load_profile(name, trusted or []), variant, parse_parameters(parameters or []))
         _check(resolved, context.find_root().command)
         if dry_run or estimate:
-            _show_plan(resolved, output_dir, stages or [], estimate, as_json)
+            planned = plan_profile(resolved, output_dir, only=stages or [], estimate=estimate, command=command_line())
+            show_study(planned, None, as_json)
             return
-        report, folder = run_profile(resolved, output_dir, only=stages or [], command=command_line(), watch=_watch)
-    if as_json:
-        sys.stdout.write(report.to_json())
-    else:
-        _show(report, folder)
-    faults = [f"stage {stage.name} failed: {stage.reason}" for stage in report.failed]
-    ran = any(stage.status == "ok" for stage in report.stages)
-    exit_on(faults, [] if faults or ran else ["no stage could be run here"])
+        study, folder = run_profile(resolved, output_dir, only=stages or [], command=command_line(), watch=_watch)
+    show_study(study, folder, as_json)
+    ran = any(row.measured for row in study.rows if row.at["part"] == "stage")
+    exit_on(study.faults, [] if study.faults or ran else ["no stage could be run here"])
 
 
 def _watch(text: str) -> None:
@@ -180,100 +174,3 @@ def _check(resolved: Resolved, root: Any) -> None:
         except Exception as error:
             said = error.format_message() if hasattr(error, "format_message") else str(error)
             raise ConfigError(f"{where}: fidelab {shlex.join(map(str, stage.command or ()))}: {said}") from None
-
-
-def _show_plan(resolved: Resolved, output_dir: Path, only: list[str], estimate: bool, as_json: bool) -> None:
-    """Stages with what would become of them; ``estimate``: with their time."""
-    from fidelab.errors import UnknownNameError
-    from fidelab.runs.profiles import Machine, estimate_profile, judge
-
-    known = [stage.name for stage in resolved.stages]
-    for name in only:
-        if name not in known:
-            raise UnknownNameError(f"stage of profile {resolved.name}", name, known)
-    machine = Machine(output_dir)
-    seconds: dict[str, float | None] = {}
-    if estimate:
-        with tempfile.TemporaryDirectory() as scratch:
-            seconds = estimate_profile(resolved, Path(scratch))
-    rows, would_run = [], dict[str, str]()
-    for stage in resolved.stages:
-        if only and stage.name not in only:
-            continue
-        skips = judge(stage, machine, would_run)  # type: ignore[arg-type]
-        would_run[stage.name] = "skipped" if skips else "ok"
-        words = ["run", "EXPERIMENT", "--json"] if stage.experiment is not None else map(str, stage.command or ())
-        rows.append(
-            {
-                "stage": stage.name,
-                "about": stage.about,
-                "command": shlex.join(["fidelab", *words]),
-                "experiment": stage.experiment,
-                "skips": [skip.model_dump() for skip in skips],
-                "needs": stage.needs.model_dump(exclude_defaults=True),
-                "seconds": seconds.get(stage.name, stage.needs.hours and stage.needs.hours * 3600),
-            }
-        )
-    if as_json:
-        print(json.dumps({"profile": resolved.name, "variant": resolved.variant, "stages": rows}, indent=2))
-        return
-    for row in rows:
-        time = "" if row["seconds"] is None else f", {duration(row['seconds'])}"  # type: ignore[arg-type]
-        print(f"{row['stage']}: {row['about']}{time}")
-        print(f"  {row['command']}")
-        for skip in row["skips"]:  # type: ignore[union-attr]
-            print(f"  skipped: needs {skip['need']}, found {skip['found']}")  # type: ignore[index]
-    if estimate:
-        counted = [row["seconds"] for row in rows if not row["skips"]]
-        unknown = sum(value is None for value in counted)
-        total = duration(sum(value for value in counted if value is not None))  # type: ignore[misc]
-        print(f"in all {total}{f', and {unknown} stages of unknown time' if unknown else ''}")
-
-
-def _show(report: ProfileReport, folder: Path) -> None:
-    from fidelab.report.text import literal, print_line, print_path, simple_table
-    from fidelab.results.numbers import one_line
-
-    console = open_console()
-    title = f"{report.profile}{f' ({report.variant})' if report.variant else ''}: {report.purpose}"
-    print_line(console, one_line(title), "bold")
-    stages = simple_table()
-    for heading in ("stage", "outcome", "time", "why"):
-        stages.add_column(heading, overflow="fold", no_wrap=heading != "why")
-    styles = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
-    for stage in report.stages:
-        time = "" if stage.seconds is None else duration(stage.seconds)
-        row = (stage.name, stage.status, time, one_line(stage.reason or ""))
-        stages.add_row(*(literal(cell, console, styles[stage.status] if cell == stage.status else "") for cell in row))
-    console.print(stages)
-    if report.figures:
-        table = simple_table()
-        for heading in ("figure", "expected", "measured", "95% interval"):
-            table.add_column(heading, overflow="fold", justify="left" if heading == "figure" else "right")
-        for figure in report.figures:
-            table.add_row(*(literal(one_line(cell), console) for cell in _row(figure)))
-        console.print(table)
-    if report.source.url:
-        print_line(console, one_line(f"Expected: {report.source.title}, {report.source.url}"))
-    if report.source.setup:
-        print_line(console, one_line(f"Measured there on: {report.source.setup}"))
-    if report.differences:
-        print_line(console, "Differences of the protocol:")
-    for difference in report.differences:
-        print_line(console, one_line(f"  - {difference}"))
-    print_path(console, "files", folder)
-
-
-def _row(figure: FigureRecord) -> tuple[str, str, str, str]:
-    name = f"{figure.name}{f' ({figure.unit})' if figure.unit else ''}"
-    if figure.measured is None:
-        return name, _number(figure.expected), "–", figure.reason or ""
-    interval = "" if figure.ci is None else f"{_number(figure.ci[0])} to {_number(figure.ci[1])}"
-    return name, _number(figure.expected), _number(figure.measured), interval
-
-
-def _number(value: float | None) -> str:
-    """Four significant digits, as a plain number where that is short."""
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"

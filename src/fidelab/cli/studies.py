@@ -12,12 +12,11 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
-from fidelab.cli.output import command_line, exit_on, note, open_console
+from fidelab.cli.output import command_line, exit_on, note, open_console, show_study
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
-    from fidelab.results.store import RunFolder
-    from fidelab.results.study import Study, StudyPlan
+    from fidelab.results.study import StudyPlan
     from fidelab.studies.cache import Place
     from fidelab.studies.weights import By, Export
 
@@ -37,15 +36,6 @@ def _experiment(command: str, model: str, kld: dict[str, Any], *more: dict[str, 
     for settings in more:
         data |= settings
     return experiment_from(data, command)
-
-
-def _show(study: Study, folder: RunFolder, as_json: bool) -> None:
-    if as_json:
-        sys.stdout.write(study.to_json())
-        return
-    from fidelab.report.study import render_study
-
-    render_study(study, open_console(), folder=folder.path)
 
 
 @options.expand_options
@@ -140,7 +130,7 @@ def sensitivity(
 
         exports: Export | None = None if export is None else "recipe" if export.suffix in _YAML else "llama-quantize"
         study, folder = measure(experiment, weights or [], by=cast("By", by), budget=budget, exports=exports, **watched)
-    _show(study, folder, as_json)
+    show_study(study, folder.path, as_json)
     if export is not None and study.plan is not None:
         _export(study.plan, export)
     exit_on(study.faults)
@@ -308,5 +298,5 @@ def bisect(
         runs.settings(),
     )
     study, folder = run_bisect(experiment, command=command_line(), listener=watcher())
-    _show(study, folder, as_json)
+    show_study(study, folder.path, as_json)
     exit_on(study.faults)  # a layer that stands out is a finding, that there is nothing to compare is a fault

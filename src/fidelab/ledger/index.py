@@ -28,7 +28,7 @@ from fidelab.core import Status, digest, read_file, strict_json
 from fidelab.errors import FidelabError, InputError
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import CONFIG, OUTCOMES, REPORT, RunFolder
-from fidelab.results.study import Study
+from fidelab.results.study import STUDY
 from fidelab.results.table import arms
 from fidelab.results.values import NEEDS_REASON
 
@@ -262,9 +262,8 @@ def _read(folder: Path, path: str) -> LedgerRow:
         row["captures"] = _captures(place)
         if (place / REPORT).is_file():
             row |= _of_report(Report.from_json(place / REPORT))
-        for record in (place / Study.file_name, place / f"{row['kind']}.json"):
-            if record.is_file():
-                row |= _of_experiment(strict_json(read_file(record, _MOST_BYTES)))
+        if (place / STUDY).is_file():
+            row |= _of_study(strict_json(read_file(place / STUDY, _MOST_BYTES)))
     except (FidelabError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         row |= {"status": "damaged", "problem": " ".join(str(error).split())[:300]}
     return LedgerRow(**row)
@@ -312,8 +311,7 @@ def _verdict(arm: ArmRecord) -> str:
     return (arm.verdict.band if arm.verdict else None) or "no verdict"
 
 
-def _of_experiment(record: Any) -> dict[str, Any]:
-    """Of an experiment that is no run what all their records have."""
+def _of_study(record: Any) -> dict[str, Any]:
     return {"created": _utc(record["created"]), "status": "ok"}
 
 

@@ -116,7 +116,7 @@ def add_measured(path: Path, name: str | None = None) -> tuple[str, Device]:
     know, or knows with another memory, becomes a row of its own.
 
     Args:
-        path: ``profile.json`` of profile ``hardware-report``, or what ``fidelab physics probe --json`` printed.
+        path: ``study.json`` of profile ``hardware-report``, or what ``fidelab physics probe --json`` printed.
         name: of the row; by default the one whose name the device's contains, else the device's.
 
     Raises:
@@ -128,11 +128,12 @@ def add_measured(path: Path, name: str | None = None) -> tuple[str, Device]:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise InputError(f"{path}: no JSON ({error})") from None
-    outputs = content.get("outputs") if isinstance(content, dict) else None
+    facts = content.get("facts") if isinstance(content, dict) else None
+    outputs = facts.get("outputs") if isinstance(facts, dict) else None
     probe = outputs.get("probe") if isinstance(outputs, dict) else content
     if not isinstance(probe, dict) or not isinstance(probe.get("name"), str) or "sustained" not in probe:
         raise InputError(
-            f"{path} holds no rates of a device: give profile.json of fidelab profiles run hardware-report, or what "
+            f"{path} holds no rates of a device: give study.json of fidelab profiles run hardware-report, or what "
             "fidelab physics probe --json printed"
         )
     told, row = probe["name"], {key: value for key, value in probe.items() if key != "name"}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 
-from fidelab.report.cells import estimate_of, status_line
+from fidelab.report.cells import STATUS, estimate_of, status_line
 from fidelab.report.charts import ChartLine, draw_lines, line_style
 from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.html import templates
@@ -18,36 +19,51 @@ from fidelab.report.text import literal, print_line, print_path, simple_table
 from fidelab.results.numbers import heading, one_line
 from fidelab.results.plots import Curve
 from fidelab.results.record import write_atomically
-from fidelab.results.study import Study, StudyRow
+from fidelab.results.study import PART, Study, StudyRow
 
 __all__ = ["render_study", "study_html", "write_study_html"]
 
+_OUTCOME = "outcome"
 _BAR = 24  # characters of the longest bar
 
 
 def render_study(study: Study, console: Console, *, folder: Path | None = None) -> None:
-    """Print what was found and the first rows; ``folder`` is where its files lie."""
+    """Print what was found and the first rows; ``folder`` is where its files lie.
+
+    Nothing of the record is read as markup.
+    """
     line = partial(print_line, console)
-    line(f"{one_line(study.run_id)}: {one_line(study.title)}; {study.sample}", "bold")
+    head = f"{one_line(study.run_id)}: {one_line(study.title)}".removeprefix(": ")
+    line("; ".join(filter(None, (head, study.sample))), "bold")
     for n, text in enumerate(study.sentences):
-        line(text, "bold red" if n == 0 and _doubtful(study) else "")
+        line(one_line(text), "bold red" if n == 0 and _doubtful(study) else "")
+    for text in _failures(study):
+        line(f"  {text}")
     rows = study.rows[: study.shown]
-    if rows:
-        table, drawn = simple_table(), [row.value(study.bar) or 0.0 for row in rows]
-        longest = max(drawn)
-        for name in study.columns:
-            table.add_column(literal(_heading(study, name), console), justify="left" if name in rows[0].at else "right")
-        table.add_column("", no_wrap=True)
-        for n, row in enumerate(rows):
-            bar = "#" * round(_BAR * drawn[n] / longest) if longest else ""
-            flags = ", ".join(flag.text for flag in row.flags)
-            cells = [*_cells(study, row), f"{bar} <- {flags}".lstrip() if flags else bar]
-            table.add_row(*(literal(cell, console, "bold red" if flags else "") for cell in cells))
+    longest = max((row.value(study.bar) or 0.0 for row in rows), default=0.0)
+    for shown in _tables(study, rows):
+        if shown.title:
+            line(shown.title, "bold")
+        table = simple_table()
+        for name, title in zip(shown.columns, shown.headings, strict=True):
+            is_word = any(isinstance(row.at.get(name, row.facts.get(name)), str) for row in shown.rows)
+            justify: JustifyMethod = "left" if is_word or name == _OUTCOME or name in shown.rows[0].at else "right"
+            table.add_column(literal(title, console), justify=justify, overflow="fold")
+        table.add_column("", no_wrap=bool(study.bar))
+        for row, cells in zip(shown.rows, shown.cells, strict=True):
+            bar = "#" * round(_BAR * (row.value(study.bar) or 0.0) / longest) if longest else ""
+            flags = ", ".join(one_line(flag.text) for flag in row.flags)
+            style = "bold red" if flags else ""
+            end = f"{bar} <- {flags}".lstrip() if flags else bar
+            table.add_row(*(literal(cell, console, style) for cell in (*cells, end)))
         console.print(table)
     if study.note:
         line(study.note)
     if len(rows) < len(study.rows):
         line(f"{len(rows)} of {len(study.rows)} rows; all are in the files")
+    for what, command in study.commands.items():
+        line(f"{what}:")
+        console.print(literal(f"  {command}", console), soft_wrap=True)  # in one piece, to be copied
     if folder is not None:
         print_path(console, "files", folder)
 
@@ -67,8 +83,8 @@ def study_html(study: Study) -> str:
             chart=_chart(study.curves),
             scale_of=scale_of,
             shades_of=shades_of,
-            columns=[_heading(study, name) for name in study.columns],
-            rows=[("word fail" if row.flags else "", _cells(study, row)) for row in study.rows],
+            failures=_failures(study),
+            tables=_tables(study, study.rows),
         )
     )
 
@@ -87,23 +103,51 @@ def _doubtful(study: Study) -> bool:
     return bool(study.faults) or any(row.flags for row in study.rows)
 
 
-def _heading(study: Study, name: str) -> str:
-    metric = next((metric for row in study.rows if (metric := row.metric(name)) is not None), None)
+@dataclass(frozen=True)
+class _Table:
+    """Rows of one part of a study."""
+
+    title: str
+    columns: tuple[str, ...]
+    headings: tuple[str, ...]
+    rows: tuple[StudyRow, ...]
+    cells: tuple[tuple[str, ...], ...]
+
+
+def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:
+    """A table for each part, with the columns that any of its rows has, and with the outcome where a row failed."""
+    tables = []
+    for part in dict.fromkeys(row.at.get(PART) for row in rows):
+        own = tuple(row for row in rows if row.at.get(PART) == part)
+        columns = tuple(name for name in study.columns if any(_has(row, name) for row in own))
+        headings = tuple(_heading(own, name) for name in columns)
+        cells = tuple(tuple(_cell(row, name) for name in columns) for row in own)
+        if not all(row.measured for row in own):
+            columns, headings = (*columns, _OUTCOME), (*headings, _OUTCOME)
+            cells = tuple((*line, STATUS[row.status]) for line, row in zip(cells, own, strict=True))
+        tables.append(_Table(one_line(str(part or "")), columns, headings, own, cells))
+    return tables
+
+
+def _failures(study: Study) -> list[str]:
+    """Why a row has no figures: a line for each, unless the table has it."""
+    lost = (row for row in study.rows if not (row.measured or "why" in row.facts))
+    return [f"{one_line(' '.join(map(str, row.at.values())))}: {status_line(row)}" for row in lost]
+
+
+def _has(row: StudyRow, name: str) -> bool:
+    return name in row.at or name in row.facts or row.metric(name) is not None
+
+
+def _heading(rows: Sequence[StudyRow], name: str) -> str:
+    metric = next((metric for row in rows if (metric := row.metric(name)) is not None), None)
     return name if metric is None else heading(metric.name, metric.unit)
 
 
-def _cells(study: Study, row: StudyRow) -> list[str]:
-    """Coordinates and metrics; why a row failed stands in place of its first metric."""
-    cells, failure = [], "" if row.measured else status_line(row)
-    for name in study.columns:
-        if name in row.at:
-            cells.append(one_line(str(row.at[name])))
-        elif failure:
-            cells.append(failure)
-            failure = ""
-        else:
-            cells.append(str(estimate_of(row.metric(name))))
-    return cells
+def _cell(row: StudyRow, name: str) -> str:
+    """A coordinate, a fact, or a metric with its interval."""
+    known = row.at.get(name, row.facts.get(name))
+    return str(estimate_of(row.metric(name))) if known is None else one_line(str(known))
 
 
 def _chart(curves: Sequence[Curve]) -> Drawing | None:

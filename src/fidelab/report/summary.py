@@ -8,14 +8,6 @@ from dataclasses import dataclass
 from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, shared, text_of
 from fidelab.report.sections import ReportArm
 from fidelab.report.tables import SPEEDS, TextTable, counts
-from fidelab.results.composition_record import (
-    ACCEPTANCE_LENGTH,
-    ACCEPTANCE_RATE,
-    FORECAST_LENGTH,
-    FORECAST_RATE,
-    SAMPLED_LENGTH,
-    SAMPLED_RATE,
-)
 from fidelab.results.measurement import DECIDING, Coordinates, Measurement, Metric, label
 from fidelab.results.numbers import (
     ABSENT,
@@ -29,6 +21,14 @@ from fidelab.results.numbers import (
     one_line,
 )
 from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Contrast, Report
+from fidelab.results.speculation import (
+    ACCEPTANCE_LENGTH,
+    ACCEPTANCE_RATE,
+    FORECAST_LENGTH,
+    FORECAST_RATE,
+    SAMPLED_LENGTH,
+    SAMPLED_RATE,
+)
 
 __all__ = [
     "Performance",

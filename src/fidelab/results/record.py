@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     AwareDatetime,
@@ -45,7 +45,6 @@ __all__ = [
     "Comparison",
     "Composite",
     "Contrast",
-    "ExperimentReport",
     "NoiseFloor",
     "Report",
     "RuntimeRecord",
@@ -444,32 +443,6 @@ class Report(Document):
         schema = cls.model_json_schema(by_alias=True, mode="serialization")
         head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA}
         return {**head, **schema, "title": SCHEMA}
-
-
-class ExperimentReport(Document):
-    """What the records of experiments that are no run have in common."""
-
-    file_name: ClassVar[str]
-    schema_name: str = Field(alias="schema")
-    """Name and version of this schema."""
-    run_id: str
-    """Name of the experiment's folder."""
-    created: AwareDatetime
-    """When it was started."""
-    fidelab_version: str
-    """Version that made it."""
-    command: str
-    """The command that started it."""
-    settings: FreeDict = Field(default_factory=dict)
-    """The experiment, defaults included."""
-
-    def write(self, folder: Path) -> Path:
-        """Write :attr:`file_name` into a folder.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
-        return write_atomically(folder / self.file_name, self.to_json())
 
 
 def _in_this_schema(path: Path, text: str) -> str:

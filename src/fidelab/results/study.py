@@ -1,26 +1,32 @@
-"""The record of a study, ``study.json``: a question with many answers about one model, a row each.
+"""The record of a study, ``study.json``: a question with many answers, a row each.
 
-Three commands write it: the sensitivity of weights, that of keys and values, and the comparison layer by layer.
+Sensitivity of weights and of keys and values, layer by layer, engine by engine, profiles, advice, speculation with
+quantization.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
+from fidelab.core import Status
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import Coordinates, Measurement, Metric
 from fidelab.results.numbers import counted
 from fidelab.results.plots import Curve, Heatmap
-from fidelab.results.record import KV, ExperimentReport, RuntimeRecord
-from fidelab.results.values import Count, FreeDict, Outcome, Positive, Record
+from fidelab.results.record import KV, RuntimeRecord, write_atomically
+from fidelab.results.values import Count, Document, FreeDict, Outcome, Positive, Record
 
-__all__ = ["SCHEMA", "Study", "StudyArm", "StudyKind", "StudyPlan", "StudyRow"]
+__all__ = ["PART", "SCHEMA", "STUDY", "Study", "StudyArm", "StudyKind", "StudyPlan", "StudyRow"]
 
 SCHEMA: Final = "fidelab.study/0"
-StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect"]
+STUDY: Final = "study.json"
+PART: Final = "part"
+"""Coordinate of rows that stand in tables of their own, one for each of its values."""
+StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect", "cross-engine", "profile", "speculation", "advice"]
 
 
 class StudyRow(Measurement):
@@ -80,20 +86,28 @@ class StudyPlan(Record):
     """``--tensor-type`` arguments of llama-quantize, where it has all formats."""
 
 
-class Study(ExperimentReport):
+class Study(Document):
     """Everything that was found."""
-
-    file_name: ClassVar[str] = "study.json"
 
     schema_name: Literal["fidelab.study/0"] = Field(alias="schema")
     """Name and version of this schema."""
+    run_id: str
+    """Name of its folder; empty where it was only printed."""
+    created: AwareDatetime
+    """When it was started."""
+    fidelab_version: str
+    """Version that made it."""
+    command: str
+    """The command that was given."""
+    settings: FreeDict = Field(default_factory=dict)
+    """What was asked, defaults included."""
     kind: StudyKind
     """The question."""
     title: str
     """The question in words."""
-    windows: Count
-    """Windows of text that the rows rest on."""
-    n_rows: Count
+    windows: Count | None = None
+    """Windows of text that all rows rest on; null where they rest on different ones."""
+    n_rows: Count | None = None
     """Positions of these windows that were compared."""
     documents: Count | None = None
     """Documents that these are from, over which intervals are resampled; null where there are no intervals."""
@@ -102,7 +116,7 @@ class Study(ExperimentReport):
     facts: FreeDict = Field(default_factory=dict)
     """What must be known of the model and the settings."""
     columns: tuple[str, ...]
-    """Coordinates and metrics that a table shows."""
+    """Coordinates, facts and metrics that a table shows, as far as its rows have them."""
     shown: Count | None = None
     """First rows that a terminal shows; null: all."""
     bar: str = ""
@@ -115,6 +129,8 @@ class Study(ExperimentReport):
     """What was found, in words."""
     note: str = ""
     """How to read the table."""
+    commands: dict[str, str] = Field(default_factory=dict)
+    """What they are for → command lines that follow from it."""
     plan: StudyPlan | None = None
     """Null without a budget."""
     heatmap: Heatmap | None = None
@@ -124,8 +140,13 @@ class Study(ExperimentReport):
 
     @property
     def sample(self) -> str:
-        """What figures rest on: ``8 windows, 4,080 rows of 3 documents``, and whether intervals are preliminary."""
-        text = f"{counted(self.windows, 'window')}, {self.n_rows:,} rows"
+        """What figures rest on: ``8 windows, 4,080 rows of 3 documents``, and whether intervals are preliminary.
+
+        Empty where rows rest on different windows.
+        """
+        if self.windows is None:
+            return ""
+        text = f"{counted(self.windows, 'window')}, {self.n_rows or 0:,} rows"
         if self.documents is None:
             return text
         few = f"; intervals over fewer than {MIN_STUDENTIZED_CLUSTERS} documents are preliminary"
@@ -134,14 +155,26 @@ class Study(ExperimentReport):
 
     @property
     def faults(self) -> list[str]:
-        """A line for each row and each compared arm that failed."""
+        """A line for each row and each compared arm that failed.
+
+        That a row is not supported, or not measurable, is a finding.
+        """
         arms = [(arm.name, arm) for role, arm in self.arms.items() if role in ("reference", "candidate")]
         rows = [(" ".join(str(value) for value in row.at.values()), row) for row in self.rows]
-        return [f"{name} failed: {one.reason}" for name, one in (*arms, *rows) if not one.measured]
+        failed = [(name, row) for name, row in rows if row.status in (Status.FAILED, Status.NOT_ENGAGED)]
+        return [f"{name} failed: {one.reason}" for name, one in (*arms, *failed) if not one.measured]
 
     def row(self, **at: int | float | str) -> StudyRow | None:
         """The first row with these coordinates, and perhaps others."""
         return next((row for row in self.rows if at.items() <= row.at.items()), None)
+
+    def write(self, folder: Path) -> Path:
+        """Write ``study.json`` into a folder.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        return write_atomically(folder / STUDY, self.to_json())
 
     def to_json(self) -> str:
         """Strict JSON, indented; fields that have their default are left out, as there are thousands of metrics."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -40,6 +39,7 @@ from fidelab.runs.pairing import ArmResult, drop_compared_rows, drop_rows_there
 from fidelab.runs.prepare import Prepared, now, prepare
 from fidelab.runs.runner import Listener, Silent, needs_of
 from fidelab.runs.scoring import RunFacts, Scored, score_run
+from fidelab.runs.signals import terminate_as_interrupt
 from fidelab.workers.fork_server import ForkServers
 
 
@@ -193,7 +193,7 @@ def capture(experiment: Experiment, *, follow: Path | None = None, listener: Lis
         asking.follow(captures)
     watcher.start(prepared.plan, None)
     try:
-        with _terminate_as_interrupt():
+        with terminate_as_interrupt():
             return [asking.run(job, logs / f"{slug(job.arm.name)}.log")]
     finally:
         watcher.close()
@@ -218,7 +218,7 @@ def _conduct(
     listener.start(plan, folder)
     ahead = threading.Thread(target=_prepare_scoring, name="scoring")
     try:
-        with _terminate_as_interrupt(), folder.writing():
+        with terminate_as_interrupt(), folder.writing():
             if plan.settings.axes:
                 ahead.start()
             asking = prepared.asking(listener, folder.event, cluster=cluster)
@@ -387,20 +387,3 @@ def _environment() -> dict[str, Any]:
         **graphics(),
         "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
     }
-
-
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends children and leaves a resumable run, as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def raise_interrupt(_number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, raise_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

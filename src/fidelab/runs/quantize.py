@@ -12,9 +12,8 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from fidelab.results.recommend import recommended
 from fidelab.results.record import Report
 from fidelab.runs.conduct import execute
 from fidelab.runs.runner import Listener
+from fidelab.runs.signals import terminate_as_interrupt
 
 __all__ = ["RECORD", "Quantized", "quantize"]
 
@@ -197,7 +197,7 @@ def _worker(environment: Environment, work: Path, say: Callable[[str], None]) ->
     }
     command = [*environment.command("fidelab.checkpoints.quantizer"), str(work / "job.json")]
     last: dict[str, Any] = {}
-    with log.open("ab") as errors, _terminate_as_interrupt():
+    with log.open("ab") as errors, terminate_as_interrupt():
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=variables, cwd=work,
             start_new_session=True,
@@ -231,23 +231,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends the worker, as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(_number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _check_plan(planned: Plan, made: Path) -> None:

@@ -26,13 +26,12 @@ from fidelab.report.cells import status_line
 from fidelab.results.measurement import Definition, Flag, Metric
 from fidelab.results.numbers import counted, format_amount, format_kld, one_line
 from fidelab.results.plots import Curve
-from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyArm, StudyRow
-from fidelab.runs.pairing import ArmResult, engaged
+from fidelab.runs.pairing import ArmResult
 from fidelab.runs.prepare import prepare
 from fidelab.runs.runner import Listener, Silent
-from fidelab.studies.study import OpenStudy, run_jobs, why_none, with_requests
+from fidelab.studies.study import OpenStudy, arm_of, run_jobs, why_none, with_requests
 
 __all__ = ["bisect", "capture_qkv", "findings"]
 
@@ -73,7 +72,7 @@ def bisect(experiment: Experiment, *, command: str, listener: Listener | None = 
     results.setdefault("candidate", ArmResult("candidate", candidate, Status.FAILED, "not asked: the reference failed"))
     request = _over_states(prepared.plan.jobs[0])
     n_rows = len(request.windows) * (request.last - request.first + 1)
-    arms = {role: _arm(result) for role, result in results.items()}
+    arms = {role: arm_of(result) for role, result in results.items()}
     pair = arms["reference"], arms["candidate"]
     fields: dict[str, Any] = {"columns": ("layer",), "sentences": tuple(_failures(arms))}
     if all(arm.measured for arm in pair):
@@ -284,21 +283,6 @@ def _compare(reference: ArmResult, other: ArmResult) -> LayerCurve:
 def _rows(capture: Capture, items: Sequence[int], place: int) -> NDArray[np.float32]:
     """States ``[rows, d]`` at one place (0: before the first layer) of all windows."""
     return np.concatenate([capture.floats(item, "states", place, place + 1)[0] for item in items])
-
-
-def _arm(result: ArmResult) -> StudyArm:
-    arm, ran = result.arm, result.ran
-    status, reason = engaged(result)
-    return StudyArm(
-        status=status,
-        reason=None if status is Status.OK else reason or why_none(result),
-        name=arm.name,
-        engine=arm.engine,
-        model=arm.model,
-        dtype=arm.dtype,
-        kv=arm.kv,
-        ran=None if ran is None else RuntimeRecord.model_validate(dict(ran)),
-    )
 
 
 def _failures(arms: dict[str, StudyArm]) -> Iterator[str]:

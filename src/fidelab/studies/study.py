@@ -19,13 +19,14 @@ from fidelab.config.load import dump
 from fidelab.core import Status, slug
 from fidelab.plan.build import TWIN, PlannedCapture, PlannedJob
 from fidelab.report.study import write_study_html
+from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
-from fidelab.results.study import SCHEMA, Study
-from fidelab.runs.pairing import ArmResult
+from fidelab.results.study import SCHEMA, Study, StudyArm
+from fidelab.runs.pairing import ArmResult, engaged
 from fidelab.runs.prepare import Prepared
 from fidelab.runs.runner import Listener, Silent
 
-__all__ = ["OpenStudy", "run_jobs", "why_none", "with_requests"]
+__all__ = ["OpenStudy", "arm_of", "new_study", "run_jobs", "why_none", "with_requests", "write_study"]
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,47 @@ class OpenStudy:
 
     def write(self, **fields: Any) -> Study:
         """Write the record and its page; ``fields`` are those of :class:`~fidelab.results.study.Study`."""
-        study = Study(
-            schema=SCHEMA,
+        study = new_study(
             run_id=self.folder.run_id,
             created=self.created,
-            fidelab_version=fidelab.__version__,
             command=self.command,
             settings=self.prepared.settings.experiment.model_dump(mode="json"),
             **fields,
         )
-        study.write(self.folder.path)
-        write_study_html(study, self.folder.html)
-        return study
+        return write_study(study, self.folder)
+
+
+def new_study(**fields: Any) -> Study:
+    """A record of this version, made now unless ``created`` says when."""
+    now = {"schema": SCHEMA, "created": datetime.now(UTC).replace(microsecond=0), "run_id": ""}
+    return Study.model_validate({**now, "fidelab_version": fidelab.__version__, **fields})
+
+
+def write_study(study: Study, folder: RunFolder) -> Study:
+    """Write a record and its page into a run folder.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    study.write(folder.path)
+    write_study_html(study, folder.html)
+    return study
+
+
+def arm_of(result: ArmResult) -> StudyArm:
+    """The record of an arm."""
+    arm, ran = result.arm, result.ran
+    status, reason = engaged(result)
+    return StudyArm(
+        status=status,
+        reason=None if status is Status.OK else reason or why_none(result),
+        name=arm.name,
+        engine=arm.engine,
+        model=arm.model,
+        dtype=arm.dtype,
+        kv=arm.kv,
+        ran=None if ran is None else RuntimeRecord.model_validate(dict(ran)),
+    )
 
 
 def with_requests(prepared: Prepared, job: PlannedJob, requests: Sequence[Request]) -> PlannedJob:

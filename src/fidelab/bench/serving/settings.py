@@ -15,7 +15,7 @@ from fidelab.config.load import explain_validation
 from fidelab.errors import UsageError
 from fidelab.inputs.traffic import Trace, read_conversations, read_trace
 from fidelab.metrics.serving import LATENCIES
-from fidelab.results.composition_record import Arrival
+from fidelab.results.speculation import Arrival
 
 __all__ = ["ServingSettings"]
 

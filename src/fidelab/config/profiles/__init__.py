@@ -179,7 +179,7 @@ class Profile(BaseModel):
 
 
 class Resolved(BaseModel):
-    """A profile in one variant, its parameters put in; :func:`fidelab.runs.profiles.run_profile` takes it."""
+    """A profile in one variant, its parameters put in; :func:`fidelab.studies.profiles.run_profile` takes it."""
 
     model_config = _STRICT
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fidelab.core import FormatSpec, KVSpec
+from fidelab.core import FormatSpec, KVSpec, Status
 from fidelab.errors import FidelabError, InputError, UsageError
 from fidelab.formats import create
 from fidelab.formats.weights import weight_format
@@ -32,14 +32,15 @@ from fidelab.physics.devices import Device
 from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
 from fidelab.registry import require
-from fidelab.results.measurement import DECIDING
+from fidelab.results.measurement import DECIDING, Coordinates, Definition
+from fidelab.results.numbers import counted, format_tokens
 from fidelab.results.recommend import serve_command
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RUNS, RunFolder, find_run
-from fidelab.results.values import Document, Interval, Positive, Record
+from fidelab.results.study import PART, Study, StudyRow
+from fidelab.studies.study import new_study
 
 __all__ = [
-    "Advice",
     "Loss",
     "Losses",
     "Measured",
@@ -52,7 +53,9 @@ __all__ = [
     "read_runs",
 ]
 
+KIND = "advice"
 NATIVE = "native"
+_MOST_ROWS = 24  # that a terminal shows, besides the frontier
 _WIDE = ("f32", "f16", "bf16")
 _NEXT, _ENOUGH = 5, 3  # cells that are proposed; cells that a correlation is estimated from
 _EIGHT = (7.5, 9.0)  # bits per element, scales included, of a cache "at 8 bits"
@@ -434,119 +437,36 @@ def next_cells(
 # ------------------------------------------------------------------------------------------------- advice
 
 
-class LossRecord(Record):
-    """The mean KL of a pair over the reference, nats."""
-
-    mean: float | None = None
-    """Nats; null where it is unknown."""
-    ci: Interval | None = None
-    """95% interval; null where there is none."""
-    source: Literal["measured", "predicted", "unknown"]
-    """``measured`` by an arm, ``predicted`` as the sum of ``parts``, ``unknown``: a part was never measured."""
-    parts: tuple[str, ...] = ()
-    """Names of the arms that it comes from."""
-
-    @classmethod
-    def of(cls, loss: Loss) -> LossRecord:
-        """The record of a loss."""
-        mean = loss.mean if math.isfinite(loss.mean) else None
-        return cls(mean=mean, ci=loss.interval, source=loss.source, parts=tuple(part.arm for part in loss.parts))
-
-
-class AdviceCell(Record):
-    """One pair of weights and cache at the context and batch that were asked about."""
-
-    weights: str
-    """Format of the weights as an option ``weights`` takes it, or another checkpoint; ``native``: as they are."""
-    kv: str
-    """Formats of the cache as ``--kv`` takes them."""
-    bytes: Positive
-    """Bytes on one device: weights, caches, overhead."""
-    weight_bytes: Positive
-    """Of these the weights."""
-    speedup: Positive
-    """Decode ceiling: the least time of a step of the 16-bit pair on this device over that of this pair."""
-    longest_context: int | None
-    """Tokens per sequence that fit at this batch; null: no limit."""
-    fits: bool
-    """Whether it fits into the memory."""
-    on_frontier: bool
-    """No cell that is as small loses less."""
-    loss: LossRecord
-    """What it costs."""
-
-
-class LevelDown(Record):
-    """An 8-bit cache against the next smaller weights: which costs more?"""
-
-    weights: str
-    """The weights to begin from."""
-    kv: str
-    """The 8-bit cache for these weights."""
-    lower: str
-    """The next smaller weights, with a 16-bit cache."""
-    difference: float
-    """Mean KL with the 8-bit cache minus that with the smaller weights, nats: above 0, the cache is worse."""
-    ci: Interval | None
-    """95% interval."""
-    how: str
-    """Where the interval comes from."""
-    saved: tuple[float, float]
-    """Bytes saved by the cache and by the weights at this context and batch."""
-
-
-class Check(Record):
-    """A pair that was measured and can be predicted from others."""
-
-    weights: str
-    """As in a cell."""
-    kv: str
-    """As in a cell."""
-    measured: float
-    """Nats."""
-    predicted: float
-    """The sum of its parts, nats."""
-
-
-class Advice(Document):
-    """What ``fidelab advise --json`` prints."""
-
-    model: str
-    """As the user names it."""
-    device: str
-    """Row of the device table."""
-    context: int
-    """Tokens per sequence."""
-    batch: int
-    """Sequences."""
-    memory: Positive
-    """Bytes of one device that may be used."""
-    max_kld: Positive | None
-    """Mean KL that must not be exceeded, nats; null: the least loss that fits is wanted."""
-    runs: tuple[str, ...]
-    """Reports that losses come from."""
-    cells: tuple[AdviceCell, ...]
-    """Every pair, by size."""
-    recommended: AdviceCell | None
-    """What to run; null where no pair qualifies."""
-    text: str
-    """The answer in one sentence."""
-    command: str | None
-    """Command line that runs the recommended pair; where it is predicted, the one that measures it."""
-    command_note: str = ""
-    """What has to be known of the command."""
-    next: tuple[AdviceCell, ...]
-    """Cells that were not measured and on which the choice hinges, the likeliest first."""
-    measure: str | None
-    """Command line that measures these; where nothing was, one to begin with."""
-    checks: tuple[Check, ...]
-    """Predictions against measurements."""
-    correlation: tuple[float, float]
-    """ρ of the next prediction: 95% interval from the checks, -1 … 1 with fewer than three."""
-    level_down: tuple[LevelDown, ...]
-    """Whether a cache at 8 bits is worse than the next smaller weights."""
-    notes: tuple[str, ...]
-    """What has to be known of the figures."""
+_BYTES = Definition("bytes", "bytes", "lower", "Bytes on one device: weights, caches, overhead.")
+_WEIGHTS = Definition("weight_bytes", "bytes", "lower", "Of these the weights.")
+_SPEEDUP = Definition(
+    "speedup",
+    "ratio",
+    "higher",
+    "Decode ceiling: time of a step of the 16-bit pair over that of this pair.",
+    name="at most",
+)
+_LONGEST = Definition(
+    "longest_context", "tokens", "higher", "Tokens per sequence that fit at this batch; none: no limit."
+)
+_LOSS = Definition("kld", "nats", "lower", "Mean KL over the reference.", name="KL")
+_DIFFERENCE = Definition(
+    "difference", "nats", "lower", "Mean KL with the 8-bit cache minus that with the smaller weights."
+)
+_SAVED = tuple(
+    Definition(f"saved_by_{side}", "bytes", "higher", f"Bytes saved by the {side}.") for side in ("cache", "weights")
+)
+_MEASURED = Definition("measured", "nats", "lower", "Mean KL of the pair.")
+_PREDICTED = Definition("predicted", "nats", "lower", "The sum of the losses of its parts.")
+_COLUMNS = (
+    *("weights", "kv", "instead of", "bytes", "fits", "speedup", "longest_context", "kld", "loss is"),
+    *("measured", "predicted", "difference", "saved_by_cache", "saved_by_weights", "cache is", "how"),
+)
+_NOTE = (
+    "at most: decode speed-up over 16 bits; longest context: tokens that fit at this batch; predicted (n): the sum of "
+    "n measured losses; frontier: no pair that is as small loses less"
+)
+_FRONTIER, _OTHERS, _LEVEL, _CHECK = "frontier", "other pairs", "8-bit cache instead of smaller weights", "check"
 
 
 def advise(
@@ -562,7 +482,8 @@ def advise(
     native: str = "bf16",
     tp: int = 1,
     overhead: float = 0.0,
-) -> Advice:
+    command: str = "",
+) -> Study:
     """Join losses with bytes, and choose.
 
     Args:
@@ -572,6 +493,11 @@ def advise(
         max_kld: mean KL in nats; ``None``: the least loss that fits.
         native: the model's own 16-bit type.
         tp, overhead: devices that share the model, and the engine's own bytes on each.
+        command: the one that was given.
+
+    Returns:
+        Rows of the pairs on the frontier, of 8-bit caches against the next smaller weights, of predictions that were
+        checked, and of all other pairs.  ``facts`` has what is recommended, what to measure next, and ρ.
 
     Raises:
         UsageError: a size that cannot be, a context beyond the model's, or memory that no pair fits into.
@@ -605,25 +531,29 @@ def advise(
     following = next_cells(options, chosen, room, max_kld) if is_measured else []
     edge = {id(one) for one in frontier(options)} if is_measured else set()
 
-    def record(one: Option) -> AdviceCell:
-        return AdviceCell(
-            weights=one.pair.weights,
-            kv=one.pair.kv,
-            bytes=one.bytes,
-            weight_bytes=sizes[one.pair.weights] / tp,
-            speedup=one.speedup,
-            longest_context=shape.longest(one.pair, sizes, room),
-            fits=one.bytes <= room,
-            on_frontier=id(one) in edge,
-            loss=LossRecord.of(one.loss),
+    def row(one: Option) -> StudyRow:
+        loss, longest = one.loss, shape.longest(one.pair, sizes, room)
+        parts = f" ({len(loss.parts)})" if loss.source == "predicted" else ""
+        figures = [_BYTES(one.bytes), _WEIGHTS(sizes[one.pair.weights] / tp), _SPEEDUP(one.speedup)]
+        figures += [_LONGEST(longest)] if longest is not None else []
+        figures += [_LOSS(loss.mean, loss.interval)] if math.isfinite(loss.mean) else []
+        return StudyRow(
+            status=Status.OK,
+            at={**_at(one.pair), PART: _FRONTIER if id(one) in edge else _OTHERS},
+            metrics=tuple(figures),
+            facts={
+                "fits": "yes" if one.bytes <= room else "no",
+                "loss is": f"{loss.source}{parts}",
+                "source": loss.source,
+                "parts": [part.arm for part in loss.parts],
+            },
         )
 
-    if chosen is None:
-        command, note = None, ""
-    elif chosen.loss.source == "measured" and chosen.pair in runs.arms:
-        command, note = serve_command(runs.arms[chosen.pair])
-    else:
-        command, note = _measuring(model, [chosen.pair], runs), "its loss is predicted: this measures it first"
+    run, why = None, ""
+    if chosen is not None and chosen.loss.source == "measured" and chosen.pair in runs.arms:
+        run, why = serve_command(runs.arms[chosen.pair])
+    elif chosen is not None:
+        run, why = _measuring(model, [chosen.pair], runs), "its loss is predicted: this measures it first"
     starts = [replace(base, k=k, v=k) for k in ("q8_0", "fp8_e4m3")] + [
         replace(base, weights=w) for w in _UNMEASURED[0]
     ]
@@ -642,29 +572,63 @@ def advise(
         )
     if any(arm.ran is not None and arm.ran.simulated_weight_bytes for arm in runs.arms.values()):
         notes.append("weights=… rounds without calibration: a checkpoint quantized with it costs less")
-    return Advice(
-        model=model,
-        device=device.name,
-        context=context,
-        batch=batch,
-        memory=room,
-        max_kld=max_kld,
-        runs=tuple(map(str, runs.reports)),
-        cells=tuple(map(record, options)),
-        recommended=None if chosen is None else record(chosen),
-        text=_answer(chosen, options, room, max_kld, is_measured),
+    pairs = [row(one) for one in options]
+    best, others = ([one for one in pairs if one.at[PART] == part] for part in (_FRONTIER, _OTHERS))
+    levels, checks = list(_level_down(options, sizes, base, runs)), [_check(*each) for each in runs.losses.checks]
+    first = (*best, *levels, *checks)
+    measuring = _measuring(model, [one.pair for one in following] if is_measured else starts, runs)
+    commands = {"run" if not why else f"run ({why})": run, "to measure": measuring}
+    return new_study(
         command=command,
-        command_note=note,
-        next=tuple(map(record, following)),
-        measure=_measuring(model, [one.pair for one in following] if is_measured else starts, runs),
-        checks=tuple(
-            Check(weights=pair.weights, kv=pair.kv, measured=measured, predicted=added)
-            for pair, measured, added, _ in runs.losses.checks
+        kind=KIND,
+        title=f"{model} on {device.name}, {format_tokens(context)} tokens × {batch:,}, {room / 1e9:,.1f} GB: "
+        f"{counted(len(options), 'pair')} of weights and cache",
+        columns=_COLUMNS,
+        rows=(*first, *others),
+        shown=len(first) if best and len(pairs) > _MOST_ROWS else None,
+        sentences=(
+            _answer(chosen, options, room, max_kld, is_measured),
+            *_doubts(options, following, runs),
+            *(f"note: {note}" for note in notes),
         ),
-        correlation=runs.losses.correlations,
-        level_down=tuple(_level_down(options, sizes, base, runs)),
-        notes=tuple(notes),
+        note=_NOTE,
+        commands={name: line for name, line in commands.items() if line},
+        facts={
+            "model": model,
+            "device": device.name,
+            "context": context,
+            "batch": batch,
+            "memory": room,
+            "max_kld": max_kld,
+            "runs": [str(path) for path in runs.reports],
+            "recommended": None if chosen is None else _at(chosen.pair),
+            "next": [_at(one.pair) for one in following],
+            "correlation": list(runs.losses.correlations),
+        },
     )
+
+
+def _at(pair: Pair) -> Coordinates:
+    return {"weights": pair.weights, "kv": pair.kv}
+
+
+def _check(pair: Pair, measured: float, added: float, _rho: float) -> StudyRow:
+    """A pair that was measured and can be predicted from others."""
+    return StudyRow(status=Status.OK, at={**_at(pair), PART: _CHECK}, metrics=(_MEASURED(measured), _PREDICTED(added)))
+
+
+def _doubts(options: Sequence[Option], following: Sequence[Option], runs: Runs) -> Iterator[str]:
+    """How far predictions were wrong, and what the choice hinges on."""
+    ratios = sorted(measured / added for _, measured, added, _ in runs.losses.checks)
+    if ratios:
+        yield (
+            f"predictions against measurements, {counted(len(ratios), 'pair')}: measured is {ratios[0]:.2f} to "
+            f"{ratios[-1]:.2f} times the sum"
+        )
+    elif any(one.loss.source == "predicted" for one in options):
+        yield "no pair was measured that could be predicted: how far sums are wrong is not known here"
+    if following:
+        yield "the choice hinges on: " + "; ".join(f"{one.pair.weights} with {one.pair.kv}" for one in following)
 
 
 def _contexts(report: Report) -> Iterator[int]:
@@ -763,7 +727,7 @@ class _Shape:
         return limit if found is None else found if limit is None else min(found, limit)
 
 
-def _level_down(options: Sequence[Option], sizes: Mapping[str, float], base: Pair, runs: Runs) -> Iterator[LevelDown]:
+def _level_down(options: Sequence[Option], sizes: Mapping[str, float], base: Pair, runs: Runs) -> Iterator[StudyRow]:
     """Each 8-bit cache against the next smaller weights, from the largest weights on, where both losses are known."""
     by_pair = {one.pair: one for one in options}
     levels = sorted(sizes, key=lambda name: -sizes[name])
@@ -786,14 +750,18 @@ def _level_down(options: Sequence[Option], sizes: Mapping[str, float], base: Pai
                 ends = (a.low - b.high, a.high - b.low) if math.isfinite(a.high) and math.isfinite(b.high) else None
                 if "predicted" in (a.source, b.source):
                     how += "; predicted"
-            yield LevelDown(
-                weights=above,
-                kv=cache.kv,
-                lower=below,
-                difference=difference,
-                ci=ends,
-                how=how,
-                saved=(whole.bytes - quantized.bytes, whole.bytes - smaller.bytes),
+            word = "cannot be told apart"
+            if ends is not None and not ends[0] <= 0 <= ends[1]:
+                word = "worse" if difference > 0 else "better"
+            saved = (whole.bytes - quantized.bytes, whole.bytes - smaller.bytes)
+            yield StudyRow(
+                status=Status.OK,
+                at={"weights": above, "kv": cache.kv, "instead of": below, PART: _LEVEL},
+                metrics=(
+                    _DIFFERENCE(difference, ends),
+                    *(side(size) for side, size in zip(_SAVED, saved, strict=True)),
+                ),
+                facts={"cache is": word, "how": how},
             )
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from fidelab.config.profiles import Needs, load_profile, names, resolve
-from fidelab.runs.profiles import Machine, find_figure, judge
+from fidelab.studies.profiles import Machine, find_figure, judge
 from tests.runs.harness import Done, cli, write_inputs
 
 FAKE = {
@@ -69,8 +69,12 @@ def folder_of(cwd: Path) -> Path:
     return max((cwd / "runs" / "profiles").iterdir(), key=lambda path: path.stat().st_mtime_ns)
 
 
+def rows(record: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    return [row for row in record["rows"] if row["at"]["part"] == part]
+
+
 def record_of(cwd: Path) -> dict[str, Any]:
-    return dict(json.loads((folder_of(cwd) / "profile.json").read_text()))
+    return dict(json.loads((folder_of(cwd) / "study.json").read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +93,18 @@ def record(done: Done) -> dict[str, Any]:
 
 def test_a_failed_stage_fails_the_profile_and_stops_no_other(done: Done, record: dict[str, Any]) -> None:
     assert done.code == 1
-    assert {stage["name"]: stage["status"] for stage in record["stages"]} == {
-        "lost": "failed",
-        "quality": "ok",
-        "huge": "skipped",
-        "after": "skipped",
-    }
+    assert [(row["at"]["name"], row["status"]) for row in rows(record, "stage")] == [
+        ("lost", "failed"),
+        ("quality", "ok"),
+        ("huge", "not_supported"),
+        ("after", "not_supported"),
+    ]
     assert "stage lost failed: exit code 2" in done.err
 
 
 def test_skips_say_what_is_needed_and_what_was_found(done: Done, record: dict[str, Any]) -> None:
     skips = json.loads((folder_of(done.cwd) / "skips.json").read_text())
-    assert skips == record["skips"]
+    assert skips == record["facts"]["skips"]
     huge, after = skips
     assert (huge["stage"], huge["need"]) == ("huge", "1e+09 GB of memory")
     assert re.fullmatch(r"[\d.]+ GB of memory", huge["found"])
@@ -110,18 +114,18 @@ def test_skips_say_what_is_needed_and_what_was_found(done: Done, record: dict[st
 def test_the_record_has_the_figure_of_the_stages_own_report(done: Done, record: dict[str, Any]) -> None:
     report = json.loads((folder_of(done.cwd) / "stages" / "quality" / "out.json").read_text())
     [mean] = [m for m in report["candidates"][0]["axes"]["kld"]["metrics"] if m["name"] == "mean"]
-    figure = record["figures"][0]
-    assert (figure["expected"], figure["measured"], figure["ci"]) == (0.5, mean["value"], mean["ci"])
+    expected, measured = rows(record, "figure")[0]["metrics"]
+    assert (expected["value"], measured["value"], measured["ci"]) == (0.5, mean["value"], mean["ci"])
     assert mean["value"] > 0
 
 
 def test_a_figure_that_was_not_measured_says_why(record: dict[str, Any]) -> None:
-    assert [figure["reason"] for figure in record["figures"]] == [None, "stage skipped", "stage failed"]
+    assert [row.get("reason") for row in rows(record, "figure")] == [None, "stage skipped", "stage failed"]
 
 
 def test_the_table_shows_expected_against_measured_and_the_differences(done: Done) -> None:
     row = next(line for line in done.out.splitlines() if "mean KL" in line)
-    assert "0.5" in row.split()
+    assert "0.500" in row.split()
     assert "another machine" in done.out
     assert "few windows" in done.out
     assert "https://example.org/paper" in done.out
@@ -138,28 +142,28 @@ def test_resume_keeps_what_ended_well_and_runs_the_rest_again(tmp_path: Path) ->
     assert profiles(tmp_path, "--variant", "tiny").code == 1
     folder = folder_of(tmp_path)
     before = (folder / "stages" / "quality" / "stage.json").read_bytes()
-    resolved = json.loads((folder / "profile.resolved.json").read_text())
+    resolved = yaml.safe_load((folder / "config.resolved.yaml").read_text())
     resolved["resolved"]["stages"][0]["command"] = ["formats", "--json"]  # what was wrong has been mended
-    (folder / "profile.resolved.json").write_text(json.dumps(resolved))
+    (folder / "config.resolved.yaml").write_text(yaml.safe_dump(resolved))
     again = cli("profiles", "run", "--resume", folder, "--trust", folder, cwd=tmp_path)
     assert again.code == 0, again.err
     assert "quality (2 of 4): done before" in again.err
     assert (folder / "stages" / "quality" / "stage.json").read_bytes() == before
-    assert [stage["status"] for stage in record_of(tmp_path)["stages"]] == ["ok", "ok", "skipped", "skipped"]
+    assert [row["status"] for row in rows(record_of(tmp_path), "stage")] == ["ok"] * 2 + ["not_supported"] * 2
 
 
 def test_a_profiles_folder_of_somebody_else_runs_nothing(done: Done, tmp_path: Path) -> None:
     shutil.copytree(done.cwd, tmp_path / "room")
     folder = folder_of(tmp_path / "room")
-    resolved = json.loads((folder / "profile.resolved.json").read_text())
+    resolved = yaml.safe_load((folder / "config.resolved.yaml").read_text())
     resolved["resolved"]["stages"][0]["command"] = ["models", "pull", "evil/model"]
-    (folder / "profile.resolved.json").write_text(json.dumps(resolved))
+    (folder / "config.resolved.yaml").write_text(yaml.safe_dump(resolved))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     again = cli("profiles", "run", "--resume", folder, cwd=tmp_path / "room")
     assert (again.code, again.out) == (2, "")
     [line] = again.err.splitlines()
     assert "may run any command of fidelab, and was not written by fidelab for you" in line
-    assert f"--trust {folder / 'profile.resolved.json'}" in line
+    assert f"--trust {folder / 'config.resolved.yaml'}" in line
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -210,7 +214,7 @@ def _alive(folder: Path) -> list[str]:
 def test_only_the_stages_that_are_named_run(tmp_path: Path) -> None:
     done = profiles(tmp_path, "--stage", "quality", "--json")
     assert done.code == 0, done.err
-    assert [stage["name"] for stage in json.loads(done.out)["stages"]] == ["quality"]
+    assert [row["at"]["name"] for row in rows(json.loads(done.out), "stage")] == ["quality"]
 
 
 def test_a_profile_of_which_nothing_ran_is_undecided(tmp_path: Path) -> None:
@@ -222,16 +226,16 @@ def test_a_profile_of_which_nothing_ran_is_undecided(tmp_path: Path) -> None:
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     done = profiles(tmp_path, "--dry-run", "--json")
     assert done.code == 0
-    rows = {row["stage"]: row["skips"] for row in json.loads(done.out)["stages"]}
-    assert [skip["need"] for skip in rows["huge"]] == ["1e+09 GB of memory"]
-    assert rows["quality"] == []
+    skips = {row["at"]["name"]: row["facts"]["skips"] for row in json.loads(done.out)["rows"]}
+    assert [skip["need"] for skip in skips["huge"]] == ["1e+09 GB of memory"]
+    assert skips["quality"] == []
     assert not (tmp_path / "runs").exists()
 
 
 def test_an_estimate_tells_the_time_of_an_experiment(tmp_path: Path) -> None:
     done = profiles(tmp_path, "--estimate", "--json", "--stage", "quality")
-    [row] = json.loads(done.out)["stages"]
-    assert row["seconds"] > 0
+    [row] = json.loads(done.out)["rows"]
+    assert row["metrics"][0]["value"] > 0
     assert not (tmp_path / "runs" / "profiles").exists()
 
 

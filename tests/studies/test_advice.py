@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Mapping
@@ -20,8 +19,8 @@ from fidelab.physics.devices import find_device
 from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord
-from fidelab.runs.advise import (
-    Advice,
+from fidelab.results.study import Study, StudyRow
+from fidelab.studies.advice import (
     Loss,
     Losses,
     Measured,
@@ -246,7 +245,7 @@ ARMS = (
 )
 
 
-def advised(folder: Path, *arms: ArmRecord, **asked: Any) -> Advice:
+def advised(folder: Path, *arms: ArmRecord, **asked: Any) -> Study:
     (folder / "run").mkdir(exist_ok=True)
     file = folder / "run" / "report.json"
     file.write_text(report(*arms).to_json())
@@ -254,62 +253,66 @@ def advised(folder: Path, *arms: ArmRecord, **asked: Any) -> Advice:
     return advise("m", SHAPE, H200, asked.pop("context"), asked.pop("batch"), read_runs("m", [file]), **asked)
 
 
-def test_bytes_and_ceilings_are_those_of_physics_and_every_cell_says_where_its_loss_is_from(tmp_path: Path) -> None:
-    found = advised(tmp_path, *ARMS)
-    assert len(found.cells) == 9
+def pairs(found: Study) -> dict[tuple[str, str], StudyRow]:
+    """(weights, cache) → the row of the pair."""
+    rows = (row for row in found.rows if row.at["part"] in ("frontier", "other pairs"))
+    return {(str(row.at["weights"]), str(row.at["kv"])): row for row in rows}
+
+
+def recommended(found: Study) -> StudyRow:
+    return pairs(found)[found.facts["recommended"]["weights"], found.facts["recommended"]["kv"]]
+
+
+def test_bytes_and_ceilings_are_those_of_physics_and_every_pair_says_where_its_loss_is_from(tmp_path: Path) -> None:
+    found = pairs(advised(tmp_path, *ARMS))
+    assert len(found) == 9
     bits = {"native": 16.0, "int8": 64 / 7.6, "int4": 36 / 7.6}
-    for cell in found.cells:
-        model = Model(SHAPE, bits[cell.weights])
-        kv = KVSpec.parse(cell.kv)
-        assert cell.bytes == pytest.approx(model.device_bytes(kv, 4096, 8))
+    for (weights, cache), row in found.items():
+        model = Model(SHAPE, bits[weights])
+        kv = KVSpec.parse(cache)
+        assert row.value("bytes") == pytest.approx(model.device_bytes(kv, 4096, 8))
         moved = [
             one.step_seconds(spec, 4096, 8, H200)[0]
             for one, spec in ((Model(SHAPE), KVSpec.parse("bf16")), (model, kv))
         ]
-        assert cell.speedup == pytest.approx(moved[0] / moved[1])
-        assert cell.loss.source == ("predicted" if cell.weights != "native" and cell.kv != "bf16" else "measured")
-    both = next(cell for cell in found.cells if (cell.weights, cell.kv) == ("int4", "int8"))
-    assert both.loss.mean == pytest.approx(0.022)
-    assert set(both.loss.parts) == {"int4 weights", "int8 cache"}
+        assert row.value("speedup") == pytest.approx(moved[0] / moved[1])
+        assert row.facts["source"] == ("predicted" if weights != "native" and cache != "bf16" else "measured")
+    both = found["int4", "int8"]
+    assert both.value("kld") == pytest.approx(0.022)
+    assert set(both.facts["parts"]) == {"int4 weights", "int8 cache"}
+    assert both.facts["loss is"] == "predicted (2)"
 
 
 def test_within_a_limit_the_fastest_pair_is_recommended_with_the_command_of_its_arm(tmp_path: Path) -> None:
     tight = advised(tmp_path, *ARMS, max_kld=0.0024, context=32_768, batch=32)
-    assert tight.recommended is not None
-    assert (tight.recommended.weights, tight.recommended.kv) == ("native", "int8")
-    assert tight.command == "serve --kv int8"
-    assert ("int8", "int8") in [(cell.weights, cell.kv) for cell in tight.next]
-    assert tight.measure is not None
-    assert "weights=int8,kv=int8" in tight.measure
+    assert tight.facts["recommended"] == {"weights": "native", "kv": "int8"}
+    assert tight.commands["run"] == "serve --kv int8"
+    assert {"weights": "int8", "kv": "int8"} in tight.facts["next"]
+    assert "weights=int8,kv=int8" in tight.commands["to measure"]
     loose = advised(tmp_path, *ARMS, max_kld=0.2)
-    assert loose.recommended is not None
-    assert (loose.recommended.weights, loose.recommended.kv, loose.recommended.loss.source) == (
-        "int4",
-        "int4",
-        "predicted",
-    )
-    assert loose.command is not None
-    assert loose.command.startswith("fidelab compare m --axes kld --engine hf")
+    assert loose.facts["recommended"] == {"weights": "int4", "kv": "int4"}
+    assert recommended(loose).facts["source"] == "predicted"
+    [command] = [line for what, line in loose.commands.items() if "its loss is predicted" in what]
+    assert command.startswith("fidelab compare m --axes kld --engine hf")
     none = advised(tmp_path, *ARMS[:2], max_kld=0.0001, memory=16e9, context=64, batch=1)
-    assert none.recommended is not None
-    assert none.recommended.loss.mean == 0
+    assert recommended(none).value("kld") == 0
 
 
 def test_memory_alone_decides_where_no_limit_is_given(tmp_path: Path) -> None:
-    whole = advised(tmp_path, *ARMS)
-    sizes = {(cell.weights, cell.kv): cell.bytes for cell in whole.cells}
-    found = advised(tmp_path, *ARMS, memory=sizes["int8", "int8"])
-    fitting = [cell for cell in whole.cells if cell.bytes <= sizes["int8", "int8"]]
-    assert found.recommended is not None
-    assert found.recommended.loss.mean == min(cell.loss.mean for cell in fitting if cell.loss.mean is not None)
+    whole = pairs(advised(tmp_path, *ARMS))
+    room = whole["int8", "int8"].value("bytes") or 0.0
+    found = advised(tmp_path, *ARMS, memory=room)
+    losses = [row.value("kld") for row in whole.values() if (row.value("bytes") or 0.0) <= room]
+    assert recommended(found).value("kld") == min(loss for loss in losses if loss is not None)
 
 
 def test_an_8_bit_cache_is_held_against_the_next_smaller_weights(tmp_path: Path) -> None:
-    first, *_ = advised(tmp_path, *ARMS).level_down
-    assert (first.weights, first.kv, first.lower) == ("native", "int8", "int8")
-    assert first.difference == pytest.approx(0.001)
-    assert first.ci == pytest.approx((0.0018 - 0.0011, 0.0022 - 0.0009))
-    assert "not paired" in first.how
+    first = advised(tmp_path, *ARMS).row(part="8-bit cache instead of smaller weights")
+    assert first is not None
+    assert [first.at[name] for name in ("weights", "kv", "instead of")] == ["native", "int8", "int8"]
+    assert first.value("difference") == pytest.approx(0.001)
+    assert first.ci("difference") == pytest.approx((0.0018 - 0.0011, 0.0022 - 0.0009))
+    assert "not paired" in first.facts["how"]
 
 
 def test_bytes_that_a_simulation_left_in_32_bits_count_as_16(tmp_path: Path) -> None:
@@ -339,9 +342,9 @@ def test_sizes_that_cannot_be_are_refused(tmp_path: Path, asked: dict[str, Any],
 
 
 def test_what_is_missing_from_the_runs_is_said(tmp_path: Path) -> None:
-    assert any("no format of the weights was measured" in note for note in advised(tmp_path, *ARMS[:2]).notes)
-    assert any("no format of the cache was measured" in note for note in advised(tmp_path, *ARMS[2:]).notes)
-    assert any("not at 1,048,576" in note for note in advised(tmp_path, *ARMS, context=1 << 20).notes)
+    assert any("no format of the weights was measured" in note for note in advised(tmp_path, *ARMS[:2]).sentences)
+    assert any("no format of the cache was measured" in note for note in advised(tmp_path, *ARMS[2:]).sentences)
+    assert any("not at 1,048,576" in note for note in advised(tmp_path, *ARMS, context=1 << 20).sentences)
 
 
 def test_a_report_of_another_model_is_refused_by_name_and_left_out_of_a_folder(tmp_path: Path) -> None:
@@ -392,19 +395,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_real_run_is_found_joined_and_compared_by_its_documents(tiny: Path) -> None:
     done = cli("advise", "./model", "--device", "H100", "--context", "4k", "--batch", "2", "--json", cwd=tiny)
     assert done.code == 0, done.err
-    found = json.loads(done.out)
-    by = {(cell["weights"], cell["kv"]): cell for cell in found["cells"]}
+    found = Study.model_validate_json(done.out)
+    by = pairs(found)
     caches = {"bf16", "int8", "int4/bf16", "bf16/int4", "int4"}
     assert set(by) == set(product(("native", "int8", "int4[group=32]"), caches))
-    assert by["native", "int8"]["loss"]["source"] == "measured"
-    sides = [by["native", name]["loss"]["mean"] for name in ("int4/bf16", "bf16/int4")]
-    assert by["native", "int4"]["loss"]["mean"] == pytest.approx(sum(sides))
-    assert found["recommended"]["kv"] == "bf16"
-    first = found["level_down"][0]
-    means = by["native", "int8"]["loss"]["mean"], by["int8", "bf16"]["loss"]["mean"]
-    assert first["difference"] == pytest.approx(means[0] - means[1])
-    assert first["how"].startswith("paired by ")
-    assert first["ci"][0] <= first["difference"] <= first["ci"][1]
+    assert by["native", "int8"].facts["source"] == "measured"
+    sides = [by["native", name].value("kld") or 0.0 for name in ("int4/bf16", "bf16/int4")]
+    assert by["native", "int4"].value("kld") == pytest.approx(sum(sides))
+    assert found.facts["recommended"]["kv"] == "bf16"
+    first = found.row(part="8-bit cache instead of smaller weights")
+    assert first is not None
+    means = [by[name].value("kld") or 0.0 for name in (("native", "int8"), ("int8", "bf16"))]
+    low, high = first.ci("difference") or (math.nan, math.nan)
+    assert first.value("difference") == pytest.approx(means[0] - means[1])
+    assert first.facts["how"].startswith("paired by ")
+    assert low <= means[0] - means[1] <= high
 
 
 def test_people_get_a_table_that_says_what_is_predicted(tiny: Path) -> None:

@@ -1,13 +1,13 @@
 """The cross-engine experiment: one text on several engines, one after another, and what they say together.
 
 For each engine: its candidate against its own reference (an ordinary run), the reference timed, a long prefill through
-a tiny model.  Then the references against one another.  What an engine cannot do stays in its row; the others go on.
+a tiny model.  Then the references against one another.  What an engine cannot do stays in its rows; the others go on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import permutations
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import fidelab
 from fidelab.axes import AXES
 from fidelab.axes.base import parts_of
 from fidelab.axes.perplexity import Perplexity
@@ -25,8 +24,7 @@ from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Timed
-from fidelab.config.cross import CrossEngine, EngineLine
-from fidelab.config.cross import TimingConfig as TimingConfig
+from fidelab.config.cross import KIND, CrossEngine, EngineLine, TimingConfig
 from fidelab.config.load import dump, expand, expand_existing
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.config.trust import remember
@@ -44,44 +42,73 @@ from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.estimate import Estimate, Timings, estimate_job
 from fidelab.plan.resolve import load_axis
-from fidelab.results.cross_record import (
-    Agreement,
-    Candidate,
-    CrossReport,
-    EngineRow,
-    LongCell,
-    ReferenceSpeed,
-    RepeatSpread,
-)
-from fidelab.results.measurement import DECIDING
-from fidelab.results.record import Report, RuntimeRecord
+from fidelab.results.measurement import DECIDING, Coordinates, Definition, Flag, Metric, key_of
+from fidelab.results.numbers import counted
+from fidelab.results.record import Report, Verdict
 from fidelab.results.store import RunFolder
+from fidelab.results.study import PART, Study, StudyRow
 from fidelab.runs.conduct import capture, execute, read_outcomes
 from fidelab.runs.pairing import ArmResult, Scorer, engaged
 from fidelab.runs.prepare import Prepared, prepare
 from fidelab.runs.runner import Listener, Silent
+from fidelab.studies.study import arm_of, new_study, write_study
 
-__all__ = ["PlannedLine", "agreement", "plan_cross", "run_cross"]
+__all__ = ["PlannedLine", "agreement", "plan_cross", "run_cross", "unsteady"]
 
 CrossWatch = Callable[[str], Listener | None]
 Floats = NDArray[np.float64]
 
 _AXES = ("trajectory", DECIDING, "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
+_LONG = "long window"
 _RESERVED = (*TEXTS, "fake", *NAMES)  # names that are no paths, even where a file is called so
 _TINY = {"vocab": 512, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
 _POSITIONS = 40_960
 _ELEMENT = {"float32": 4, "f32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "f16": 2}  # bytes
 _LIBRARY = {"hf": "transformers"}  # of engines that come with this package
 _PREFILL, _DECODE = "timing.prefill", "timing.decode"
+_COLUMNS = (
+    *("engine", "version", "KV", "rows from", "bytes_per_token", "floor"),  # the reference
+    *("context", "perplexity"),
+    *("prompt", "tokens decoded", "load", "prefill", "decode_isolated", "decode_by_subtraction"),
+    *("from", "kld", "top1"),  # of candidates and of references from one another
+)
+_NOTE = (
+    "16-bit references, each engine's 8-bit cache against its own reference, references from one another, "
+    "one window through a tiny model of random weights; timing: medians of prompts answered one at a time"
+)
+_PPL = Definition("perplexity", "", "lower", "Perplexity of the reference over the same windows.")
+_BYTES = Definition("bytes_per_token", "bytes", "lower", "Bytes of cache per token, as stored.", exact=True)
+_LOAD = Definition("load", "s", "lower", "From the job's arrival in the worker to the loaded model, imports included.")
+_PREFILL_RATE = Definition("prefill", "tok/s", "higher", "Prompt tokens / time to the first token.")
+_ISOLATED = Definition("decode_isolated", "tok/s", "higher", "n / (last - first token).")
+_SUBTRACTION = Definition(
+    "decode_by_subtraction",
+    "tok/s",
+    "higher",
+    "n / (whole answer - median of the prefill alone); null where noise is larger than the difference.",
+    optional=True,
+)
+_COMPOSITE = Definition("composite", "points", "higher", "Harmonic mean of the four axes.")
+_COUNTED, _ROWS = (
+    Definition(key, "count", None, about, exact=True)
+    for key, about in (("counted", "Tokens that the engine processed, by itself."), ("rows", "Rows that were stored."))
+)
+_BY_HAND = Definition(
+    "by_hand", "bytes", None, "Layers * KV heads * 2 * head dimension * bytes of an element.", exact=True
+)
+_KV_BYTES = Definition("kv_bytes", "bytes", "lower", "Bytes per token * tokens.", exact=True, name="KV bytes")
+_PEAK = Definition("peak_host_bytes", "bytes", "lower", "The most memory of the host that the worker's processes took.")
+_SECONDS = Definition("seconds", "s", "lower", "The whole capture.")
+_LONG_COLUMNS = ("counted", "rows", "bytes_per_token", "by_hand", "kv_bytes", "peak_host_bytes", "seconds")
 
 
-def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _what: None) -> tuple[CrossReport, Path]:
-    """Run the experiment in a new folder; its ``cross-engine.json`` grows with every engine.
+def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _what: None) -> tuple[Study, RunFolder]:
+    """Run the experiment in a new folder; its ``study.json`` grows with every engine.
 
     ``watch``: told what begins, gives who watches it.
 
     Raises:
-        FidelabError: before anything ran.  What an engine fails at is in its row.
+        FidelabError: before anything ran.  What an engine fails at is in its rows.
         KeyboardInterrupt: stopped; finished captures are kept.
     """
     cross = _filled(cross)
@@ -90,31 +117,36 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
     resolve(cross.model)
     created = datetime.now(UTC).replace(microsecond=0)
     config = dump(cross, {"command": command, "created": created.isoformat()})
-    run_folder = RunFolder.create(Path(cross.output_dir), "cross-engine", config)
-    remember(cross, config, run_folder.config)
-    folder = run_folder.path
-    report = CrossReport(
-        run_id=folder.name,
+    folder = RunFolder.create(Path(cross.output_dir), KIND, config)
+    remember(cross, config, folder.config)
+    axes = tuple(dict.fromkeys(_score_key(name) for name in cross.axes or {}))
+    study = new_study(
+        run_id=folder.run_id,
         created=created,
-        fidelab_version=fidelab.__version__,
         command=command,
         settings=cross.model_dump(mode="json"),
+        kind=KIND,
+        title=f"{Path(cross.model).name}, {counted(len(cross.engines), 'engine')}",
+        columns=tuple(dict.fromkeys((*_COLUMNS, *axes, "composite", "band", "verdict", "tokens", *_LONG_COLUMNS))),
+        note=_NOTE,
     )
     references: dict[str, ArmResult] = {}
     try:
         for line in cross.engines:
-            row, reference = _Line(cross, line, folder, command, watch).measure()
+            rows, reference = _Line(cross, line, folder.path, command, watch).measure()
+            arms = dict(study.arms)
             if reference is not None:
                 references[line.label] = reference
-            report = report.model_copy(update={"engines": (*report.engines, row)})
-            report.write(folder)
+                arms[f"reference of {line.label}"] = arm_of(reference)
+            study = study.model_copy(update={"rows": (*study.rows, *rows), "arms": arms})
+            write_study(study, folder)
         if DECIDING in (cross.axes or {}):
-            pairs = agreement(_experiment(cross, cross.engines[0], folder), references)
-            report = report.model_copy(update={"agreement": pairs})
-            report.write(folder)
+            pairs = agreement(_experiment(cross, cross.engines[0], folder.path), references)
+            study = study.model_copy(update={"rows": (*study.rows, *pairs)})
+            write_study(study, folder)
     except KeyboardInterrupt:  # the folder of the engine's own run is no place to go on from
         raise KeyboardInterrupt from None
-    return report, folder
+    return study, folder
 
 
 @dataclass(frozen=True)
@@ -142,7 +174,7 @@ def plan_cross(cross: CrossEngine) -> list[PlannedLine]:
     return [_Line(cross, line, nowhere, "", lambda _what: None).plan() for line in cross.engines]
 
 
-def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[Agreement, ...]:
+def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[StudyRow, ...]:
     """Mean KL of every arm from every other, over the captures of axis ``kld``; arms without one are left out.
 
     ``experiment``: whose KLD settings and seed hold.  ``arms``: name → result.
@@ -196,61 +228,93 @@ class _Line:
             capture = PlannedCapture(DECIDING, request, {}, self._folder / "long")
             yield PlannedJob(f"{long.tokens:,} tokens", replace(job.resolved, arm=arm, model=model), (capture,))
 
-    def measure(self) -> tuple[EngineRow, ArmResult | None]:
-        """Everything about this engine, what it cannot do included; and its reference, where that was asked."""
+    def measure(self) -> tuple[list[StudyRow], ArmResult | None]:
+        """Rows about this engine, what it cannot do included; and its reference, where that was asked."""
         try:
-            return self._measure()
+            report, run = execute(self._experiment, command=self._command, listener=self._begin("axes"))
+            reference = next(result for result in read_outcomes(run)[0] if result.role == "reference")
+            return list(self._rows(report, run, reference)), reference
         except FidelabError as error:
-            line, failed = self._line, {"status": Status.FAILED, "reason": str(error)}
-            head = {
-                "name": line.label,
-                "engine": line.engine.name,
-                "reference": line.reference.label if line.reference else None,
-            }
-            return EngineRow.model_validate(head | failed), None
+            return [self._row("reference", Status.FAILED, str(error))], None
 
-    def _measure(self) -> tuple[EngineRow, ArmResult]:
-        line, cross = self._line, self._cross
-        report, run = execute(self._experiment, command=self._command, listener=self._begin("axes"))
-        reference = next(result for result in read_outcomes(run)[0] if result.role == "reference")
-        well = report.reference.status is Status.OK
-        floor = report.floor.get(DECIDING)
-        row = EngineRow(
-            name=line.label,
-            engine=line.engine.name,
-            status=report.reference.status,
-            reason=report.reference.reason,
-            reference=str(reference.arm.kv.label),
-            dtype=reference.arm.dtype,
-            estimator=_estimator(reference),
-            version=_version(line.engine, report.reference.ran),
-            run=str(run.path.relative_to(self._folder)),
-            ran=report.reference.ran,
-            perplexity=_perplexity(cross, reference) if well else {},
-            floor=floor.value("mean") if floor else None,
-            floor_ci=floor.ci("mean") if floor else None,
-            speed=self._speed(cross.timing) if cross.timing and well else None,
-            candidate=_candidate(line.candidate.label, report),
-            long=self._long(cross.long.tokens) if cross.long else None,
+    def _rows(self, report: Report, run: RunFolder, reference: ArmResult) -> Iterator[StudyRow]:
+        line, cross, ran = self._line, self._cross, report.reference.ran
+        well, floor = report.reference.status is Status.OK, report.floor.get(DECIDING)
+        facts = {
+            "version": _version(line.engine, ran.versions if ran else {}),
+            "KV": str(reference.arm.kv.label),
+            "dtype": reference.arm.dtype,
+            "rows from": _estimator(reference),
+            "run": str(run.path.relative_to(self._folder)),
+        }
+        metrics = [_BYTES(ran.cache_bytes_per_token)] if ran and ran.cache_bytes_per_token is not None else []
+        if floor is not None and (own := floor.metric("mean")) is not None:
+            metrics.append(own.model_copy(update={"key": "floor", "name": "floor"}))
+        outcome = report.reference.status, report.reference.reason
+        yield self._row("reference", *outcome, metrics, {key: value for key, value in facts.items() if value})
+        for context, perplexity in (_perplexity(cross, reference) if well else {}).items():
+            yield self._row("perplexity", Status.OK, None, [_PPL(perplexity)], context=context)
+        if cross.timing and well:
+            yield self._speed(cross.timing)
+        yield self._candidate(report)
+        if cross.long:
+            yield self._long(cross.long.tokens)
+
+    def _row(
+        self,
+        part: str,
+        status: Status,
+        reason: str | None = None,
+        metrics: Iterable[Metric] = (),
+        facts: Mapping[str, Any] | None = None,
+        flags: Iterable[Flag] = (),
+        **at: int,
+    ) -> StudyRow:
+        return StudyRow(
+            status=status,
+            reason=reason,
+            at={"engine": self._line.label, PART: part, **at},
+            metrics=tuple(metrics),
+            facts=dict(facts or {}),
+            flags=tuple(flags),
         )
-        return row, reference
+
+    def _candidate(self, report: Report) -> StudyRow:
+        """The engine's 8-bit cache against its own 16-bit reference."""
+        [arm] = report.candidates
+        metrics = []
+        for name in report.settings["axes"]:
+            axis = arm.axes.get(name)
+            if axis is not None and name == DECIDING and (mean := axis.metric("mean")) is not None:
+                metrics.append(mean.model_copy(update={"key": "kld", "name": "mean KL"}))
+            if axis is not None and (score := axis.metric("score")) is not None:
+                metrics.append(score.model_copy(update={"key": _score_key(name), "name": f"{name} score"}))
+        facts = {"KV": self._line.candidate.label}
+        if (composite := arm.composite) is not None:
+            metrics.append(_COMPOSITE(composite.value, composite.ci))
+            if composite.band is not None:
+                facts["band"] = composite.band + (", too close" if composite.too_close_to_call else "")
+        if word := _verdict(arm.verdict):
+            facts["verdict"] = word
+        return self._row("candidate", arm.status, arm.reason, metrics, facts)
 
     def _begin(self, what: str) -> Listener | None:
         return self._watch(f"{self._line.label}: {what}")
 
     # -------------------------------------------------------------------------------------------- speed
 
-    def _speed(self, timing: TimingConfig) -> ReferenceSpeed:
+    def _speed(self, timing: TimingConfig) -> StudyRow:
         """Load, prefill and decode of the reference, in a process of its own."""
         try:
             prepared = prepare(self._experiment, only="reference")
-            job = self._timed(prepared, timing)
-            result = self._ask(prepared, job)
+            result = self._ask(prepared, self._timed(prepared, timing))
             if result.status is not Status.OK:
-                return ReferenceSpeed(status=result.status, reason=result.reason)
-            return _speed_of(result, timing)
+                return self._row("timing", result.status, result.reason)
+            metrics = _speed_of(result, timing)
         except (FidelabError, ValueError) as error:  # ValueError: times that no clock gives
-            return ReferenceSpeed(status=Status.FAILED, reason=f"timing: {error}")
+            return self._row("timing", Status.FAILED, str(error))
+        facts = {"prompt": timing.prompt, "tokens decoded": timing.n}
+        return self._row("timing", Status.OK, None, metrics, facts, unsteady(metrics))
 
     def _timed(self, prepared: Prepared, timing: TimingConfig) -> PlannedJob:
         """Two questions over the same prompts: the prefill alone, and the prefill with decoding behind it."""
@@ -278,10 +342,10 @@ class _Line:
 
     # --------------------------------------------------------------------------------------------- long
 
-    def _long(self, tokens: int) -> LongCell:
+    def _long(self, tokens: int) -> StudyRow:
         """One window of so many tokens through the reference's cache, on a model that every engine can load."""
         if engine_class(self._line.engine.name).is_server:
-            return LongCell(status=Status.NOT_SUPPORTED, reason="a server has its own model", tokens=tokens)
+            return self._row(_LONG, Status.NOT_SUPPORTED, "a server has its own model", facts={"tokens": tokens})
         try:
             model = _long_model(self._line.engine, tokens)
             experiment = self._experiment.model_copy(
@@ -295,9 +359,10 @@ class _Line:
                 }
             )
             [result] = capture(experiment, listener=self._begin(f"{tokens:,} tokens"))
-            return _long_cell(result, resolve(model), tokens)
+            status, reason, metrics = _long_window(result, resolve(model), tokens)
+            return self._row(_LONG, status, reason, metrics, {"tokens": tokens})
         except FidelabError as error:
-            return LongCell(status=Status.FAILED, reason=str(error), tokens=tokens)
+            return self._row(_LONG, Status.FAILED, str(error), facts={"tokens": tokens})
 
 
 def _experiment(cross: CrossEngine, line: EngineLine, folder: Path) -> Experiment:
@@ -309,14 +374,13 @@ def _estimator(reference: ArmResult) -> str | None:
     return None if path is None else str(Capture(path, verify=False).estimator)
 
 
-def _version(engine: EngineConfig, ran: RuntimeRecord | None) -> str | None:
+def _version(engine: EngineConfig, versions: Mapping[str, str]) -> str | None:
     """The package that brings the engine."""
-    versions = ran.versions if ran else {}
     packages = engine_class(engine.name).packages or (_LIBRARY.get(engine.name, engine.name),)
     return next((f"{name} {versions[name]}" for name in packages if name in versions), None)
 
 
-def _perplexity(cross: CrossEngine, reference: ArmResult) -> dict[str, float | None]:
+def _perplexity(cross: CrossEngine, reference: ArmResult) -> dict[int, float | None]:
     """Context → perplexity of the reference alone, over all its rows."""
     parts = parts_of("perplexity", reference.captures)
     if not parts:
@@ -324,39 +388,36 @@ def _perplexity(cross: CrossEngine, reference: ArmResult) -> dict[str, float | N
     axis = Perplexity(Perplexity.Settings.model_validate((cross.axes or {})["perplexity"]))
     captures = {part: Capture(path) for part, path in parts.items()}
     score = axis.score_parts({part: Pair.match(own, own) for part, own in captures.items()}, cross.seed)
-    perplexities = (metric for metric in score.found.metrics if metric.name == "reference PPL")
-    return {str(metric.cell["context"]): metric.value for metric in perplexities}
+    perplexities = (metric for metric in score.found.metrics if metric.key == "reference_ppl")
+    return {int(metric.cell["context"]): metric.value for metric in perplexities}
 
 
-def _candidate(kv: str, report: Report) -> Candidate:
-    [arm] = report.candidates
-    axes = {name: arm.axes[name] for name in report.settings["axes"] if name in arm.axes}
-    kld = axes.get(DECIDING)
-    return Candidate(
-        status=arm.status,
-        reason=arm.reason,
-        kv=kv,
-        kld=kld.value("mean") if kld else None,
-        kld_ci=kld.ci("mean") if kld else None,
-        scores={name: axis.value("score") for name, axis in axes.items()},
-        score_ci={name: axis.ci("score") for name, axis in axes.items()},
-        composite=arm.composite,
-        verdict=arm.verdict,
-    )
+def _score_key(axis: str) -> str:
+    return f"{key_of(axis)}_score"
 
 
-def _speed_of(result: ArmResult, timing: TimingConfig) -> ReferenceSpeed:
+def _verdict(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    word = verdict.band or (f"at best {verdict.at_best}" if verdict.at_best else "")
+    return f"{word}, modified" if word and verdict.modified else word
+
+
+def _speed_of(result: ArmResult, timing: TimingConfig) -> list[Metric]:
     prefill, decode = (_seconds(result.captures[axis]) for axis in (_PREFILL, _DECODE))
     subtracted = decode_rate_by_subtraction(decode[:, -1], prefill[:, 0], timing.n)
-    return ReferenceSpeed(
-        status=Status.OK,
-        load_seconds=result.timing.get("load_seconds"),
-        prompt=timing.prompt,
-        n=timing.n,
-        prefill=RepeatSpread.of(prefill_rate(prefill, timing.prompt)),
-        decode_isolated=RepeatSpread.of(decode_rate_isolated(decode)),
-        decode_by_subtraction=None if subtracted is None else RepeatSpread.of(subtracted),
-    )
+    return [
+        _LOAD(result.timing.get("load_seconds")),
+        _PREFILL_RATE.repeated(prefill_rate(prefill, timing.prompt).repeats),
+        _ISOLATED.repeated(decode_rate_isolated(decode).repeats),
+        _SUBTRACTION(None) if subtracted is None else _SUBTRACTION.repeated(subtracted.repeats),
+    ]
+
+
+def unsteady(metrics: Iterable[Metric]) -> list[Flag]:
+    """A flag where the repeats of a rate had not settled."""
+    shaky = ", ".join(metric.name for metric in metrics if metric.steady is False)
+    return [Flag(kind="unsteady", text=f"{shaky}: the last three repeats differ by 5% or more")] if shaky else []
 
 
 def _seconds(folder: Path) -> Floats:
@@ -380,29 +441,28 @@ def _long_model(engine: EngineConfig, tokens: int) -> str:
     return str(folder / GGUF_NAME if engine_class(engine.name).checkpoint_format == "gguf" else folder)
 
 
-def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
+def _long_window(result: ArmResult, model: Model, tokens: int) -> tuple[Status, str | None, list[Metric]]:
+    """The outcome of a window through a model of random weights, and what was counted and held."""
     status, reason = engaged(result)
     if DECIDING not in result.captures:
-        return LongCell(status=status, reason=reason or "no capture", tokens=tokens)
+        return status, reason or "no capture", []
     ran, capture = result.ran or {}, Capture(result.captures[DECIDING])
-    counted, held = capture.manifest["facts"].get("tokens"), ran.get("cache_bytes_per_token")
+    facts, held = capture.manifest["facts"], ran.get("cache_bytes_per_token")
     rows = sum(capture.array_shape(item, str(capture.estimator))[0] for item in range(len(capture.items)))
-    if status is Status.OK and counted not in (None, tokens):
-        status, reason = Status.FAILED, f"the engine processed {counted} tokens, not {tokens}"
+    if status is Status.OK and facts.get("tokens") not in (None, tokens):
+        status, reason = Status.FAILED, f"the engine processed {facts['tokens']} tokens, not {tokens}"
     if status is Status.OK and isinstance(capture.request, Prefill) and rows != capture.request.n_rows:
         status, reason = Status.FAILED, f"{rows} rows were stored, not {capture.request.n_rows}"
-    return LongCell(
-        status=status,
-        reason=reason,
-        tokens=tokens,
-        counted=counted,
-        rows=rows,
-        bytes_per_token=held,
-        by_hand=_bytes_by_hand(model, ran),
-        kv_bytes=None if held is None else held * tokens,
-        peak_host_bytes=ran.get("peak_host_bytes"),
-        seconds=capture.manifest["facts"].get("seconds"),
-    )
+    metrics = [
+        _COUNTED(facts.get("tokens")),
+        _ROWS(rows),
+        _BYTES(held),
+        _BY_HAND(_bytes_by_hand(model, ran)),
+        _KV_BYTES(None if held is None else held * tokens),
+        _PEAK(ran.get("peak_host_bytes")),
+        _SECONDS(facts.get("seconds")),
+    ]
+    return status, reason, metrics
 
 
 def _bytes_by_hand(model: Model, ran: Mapping[str, Any]) -> float | None:
@@ -416,21 +476,20 @@ def _bytes_by_hand(model: Model, ran: Mapping[str, Any]) -> float | None:
     return None if None in sides else model.layers * model.kv_heads * model.head_dim * sum(filter(None, sides))
 
 
-def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> Agreement:
+def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> StudyRow:
     measured = scorer.measure(other)
     score = measured.deciding
+    at: Coordinates = {"engine": name, PART: "agreement", "from": reference}
     if score is None:
-        reason = measured.reason or "no full-vocabulary KLD"
-        return Agreement(status=Status.FAILED, reason=reason, reference=reference, other=name)
-    return Agreement(
+        return StudyRow(status=Status.FAILED, reason=measured.reason or "no full-vocabulary KLD", at=at)
+    kept = {"mean": ("kld", "mean KL"), "top1": ("top1", "top1")}
+    found = ((score.found.metric(own), *to) for own, to in kept.items())
+    return StudyRow(
         status=measured.status,
         reason=measured.reason,
-        reference=reference,
-        other=name,
-        kld=score.found.value("mean"),
-        ci=score.found.ci("mean"),
-        top1=score.found.value("top1"),
-        n_positions=len(score.usable),
+        at=at,
+        metrics=tuple(m.model_copy(update={"key": key, "name": title}) for m, key, title in found if m is not None),
+        n_items=len(score.usable),
         n_failed=int((~score.usable).sum()),
     )
 

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from fidelab.config.cross import CrossEngine, validate_cross
 from fidelab.config.profiles import experiments
-from fidelab.errors import ConfigError
-from fidelab.report.cross import render_cross
-from fidelab.results.cross_record import CrossReport
+from fidelab.report.study import render_study
+from fidelab.results.measurement import Definition
+from fidelab.results.study import Study, StudyRow
 from fidelab.runs.conduct import Interrupted
-from fidelab.runs.cross_engine import run_cross
+from fidelab.studies.cross_engine import run_cross, unsteady
 from tests.runs.harness import Done, cli, write_inputs
 
 TILTED, CANDIDATE = "tilt[q=0.55]", "tilt[q=0.6]"
@@ -74,46 +74,58 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 @pytest.fixture(scope="module")
-def found(done: Done) -> dict[str, Any]:
-    return dict(json.loads((done.folder / "cross-engine.json").read_text()))
+def found(done: Done) -> Study:
+    return study(done)
 
 
-def row(found: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(dict(row) for row in found["engines"] if row["name"] == name)
+def study(done: Done) -> Study:
+    return Study.model_validate_json((done.folder / "study.json").read_text())
+
+
+def row(found: Study, name: str, part: str, **at: Any) -> StudyRow:
+    measured = found.row(engine=name, part=part, **at)
+    assert measured is not None
+    return measured
 
 
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def test_the_references_are_compared_in_both_directions(found: dict[str, Any]) -> None:
-    pairs = {(pair["reference"], pair["other"]): pair for pair in found["agreement"]}
-    assert pairs.keys() == {("one", "two"), ("two", "one")}
-    assert pairs["one", "two"]["kld"] == pytest.approx(kl(0.5, 0.55), rel=1e-4)
-    assert pairs["two", "one"]["kld"] == pytest.approx(kl(0.55, 0.5), rel=1e-4)
-    low, high = pairs["one", "two"]["ci"]
-    assert low <= pairs["one", "two"]["kld"] <= high
-    assert pairs["one", "two"]["n_positions"] == 40 * 7
+@pytest.mark.parametrize(("other", "reference", "p", "q"), [("two", "one", 0.5, 0.55), ("one", "two", 0.55, 0.5)])
+def test_the_references_are_compared_in_both_directions(
+    found: Study, other: str, reference: str, p: float, q: float
+) -> None:
+    pair = row(found, other, "agreement", **{"from": reference})
+    kld, ci = pair.value("kld"), pair.ci("kld")
+    assert kld == pytest.approx(kl(p, q), rel=1e-4)
+    assert kld is not None
+    assert ci is not None
+    assert ci[0] <= kld <= ci[1]
+    assert pair.n_items == 40 * 7
+    assert sum(row.at["part"] == "agreement" for row in found.rows) == 2
 
 
-def test_each_candidate_is_compared_with_its_own_reference(found: dict[str, Any]) -> None:
-    candidate = row(found, "one")["candidate"]
-    assert candidate["kld"] == pytest.approx(kl(0.5, 0.6), rel=1e-4)
-    assert (candidate["kv"], candidate["scores"]["trajectory"]) == (CANDIDATE, 100.0)
-    assert candidate["verdict"]["band"] == "PASS"
+def test_each_candidate_is_compared_with_its_own_reference(found: Study) -> None:
+    candidate = row(found, "one", "candidate")
+    assert candidate.value("kld") == pytest.approx(kl(0.5, 0.6), rel=1e-4)
+    assert (candidate.facts["KV"], candidate.value("trajectory_score")) == (CANDIDATE, 100.0)
+    assert candidate.facts["verdict"].startswith("PASS")
 
 
-def test_perplexity_is_each_references_own(found: dict[str, Any]) -> None:
+def test_perplexity_is_each_references_own(found: Study) -> None:
     """All tokens of the text are bytes below 128, the likelier half of the tilted arm."""
-    assert row(found, "one")["perplexity"]["64"] == pytest.approx(128 / 0.5, rel=1e-4)
-    assert row(found, "two")["perplexity"]["64"] == pytest.approx(128 / 0.55, rel=1e-4)
+    assert row(found, "one", "perplexity", context=64).value("perplexity") == pytest.approx(128 / 0.5, rel=1e-4)
+    assert row(found, "two", "perplexity", context=64).value("perplexity") == pytest.approx(128 / 0.55, rel=1e-4)
 
 
-def test_rates_are_the_clocks(found: dict[str, Any]) -> None:
-    speed = row(found, "two")["speed"]
-    assert [speed[name]["median"] for name in ("prefill", "decode_isolated", "decode_by_subtraction")] == [1024, 64, 64]
-    assert speed["prefill"]["repeats"] == [1024.0] * 3
-    assert speed["prefill"]["steady"] is True
-    assert speed["load_seconds"] >= 0
+def test_rates_are_the_clocks(found: Study) -> None:
+    speed = row(found, "two", "timing")
+    assert [speed.value(key) for key in ("prefill", "decode_isolated", "decode_by_subtraction")] == [1024, 64, 64]
+    prefill = speed.metric("prefill")
+    assert prefill is not None
+    assert (prefill.repeats, prefill.steady, speed.flags) == ((1024.0,) * 3, True, ())
+    assert [flag.kind for flag in unsteady([Definition("rate").repeated([1.0, 1.0, 0.75])])] == ["unsteady"]
+    assert (speed.value("load") or -1) >= 0
 
 
 def test_timed_answers_lie_in_the_folder_of_the_experiment_alone(done: Done) -> None:
@@ -124,45 +136,42 @@ def test_timed_answers_lie_in_the_folder_of_the_experiment_alone(done: Done) -> 
     assert not list((done.cwd / "runs" / "captures").rglob("timing.*"))
 
 
-def test_the_floor_is_the_references_own(found: dict[str, Any]) -> None:
-    assert (row(found, "one")["floor"], row(found, "two")["floor"]) == (0.0, 0.0)
+def test_the_floor_is_the_references_own(found: Study) -> None:
+    assert [row(found, name, "reference").value("floor") for name in ("one", "two")] == [0.0, 0.0]
 
 
-def test_the_long_window_is_stored_row_by_row(found: dict[str, Any]) -> None:
-    cell = row(found, "two")["long"]
-    assert (cell["status"], cell["tokens"], cell["rows"]) == ("ok", 2048, 2048)
-    assert cell["kv_bytes"] == 2048 * cell["bytes_per_token"]
+def test_the_long_window_is_stored_row_by_row(found: Study) -> None:
+    window = row(found, "two", "long window")
+    assert (window.status, window.facts["tokens"], window.value("rows")) == ("ok", 2048, 2048)
+    assert window.value("kv_bytes") == 2048 * (window.value("bytes_per_token") or 0)
 
 
 # ----------------------------------------------------------------------------------------------- failures
 
 
-def test_an_engine_that_cannot_run_leaves_its_reason_and_the_others_go_on(done: Done, found: dict[str, Any]) -> None:
-    assert [(row["name"], row["status"]) for row in found["engines"]] == [
-        ("one", "ok"),
-        ("absent", "failed"),
-        ("crashing", "failed"),
-        ("two", "ok"),
-    ]
-    assert "has no option 'colour'" in row(found, "absent")["reason"]
-    assert "SIGABRT" in row(found, "crashing")["reason"]
+def test_an_engine_that_cannot_run_leaves_its_reason_and_the_others_go_on(done: Done, found: Study) -> None:
+    references = {row.at["engine"]: row for row in found.rows if row.at["part"] == "reference"}
+    statuses = [(name, row.status) for name, row in references.items()]
+    assert statuses == [("one", "ok"), ("absent", "failed"), ("crashing", "failed"), ("two", "ok")]
+    assert "has no option 'colour'" in (references["absent"].reason or "")
+    assert "SIGABRT" in (references["crashing"].reason or "")
     assert done.code == 1
-    assert "fidelab: absent failed: engine fake has no option 'colour'" in done.err
+    assert "fidelab: absent reference failed: engine fake has no option 'colour'" in done.err
 
 
 def test_an_engine_that_is_not_installed_says_how_to_install_it(tmp_path: Path, cache: Path) -> None:
     lines = [{"engine": "vllm", "candidate": "fp8_e4m3"}, EXPERIMENT["engines"][0]]
     done = cross(tmp_path / "room", engines=lines, timing=None, long=None, axes={"kld": {"windows": 4, "n_ctx": 16}})
-    found = json.loads((done.folder / "cross-engine.json").read_text())
-    assert "engine vllm is not installed: fidelab engines install vllm" in row(found, "vllm")["reason"]
-    assert row(found, "one")["status"] == "ok"
+    absent, present = (row(study(done), name, "reference") for name in ("vllm", "one"))
+    assert "engine vllm is not installed: fidelab engines install vllm" in (absent.reason or "")
+    assert present.status == "ok"
 
 
-def test_a_format_that_an_engine_lacks_is_not_supported_and_no_fault(done: Done, found: dict[str, Any]) -> None:
-    candidate = row(found, "two")["candidate"]
-    assert candidate["status"] == "not_supported"
-    assert "refuses this format" in candidate["reason"]
-    assert "two failed" not in done.err
+def test_a_format_that_an_engine_lacks_is_not_supported_and_no_fault(done: Done, found: Study) -> None:
+    candidate = row(found, "two", "candidate")
+    assert candidate.status == "not_supported"
+    assert "refuses this format" in (candidate.reason or "")
+    assert "two candidate failed" not in done.err
 
 
 @pytest.mark.parametrize(
@@ -190,60 +199,35 @@ def test_bad_settings_are_one_line_before_anything_runs(tmp_path: Path, change: 
 def test_a_text_too_short_for_the_timed_prompts_fails_the_timing_alone(tmp_path: Path) -> None:
     lines, axes = [EXPERIMENT["engines"][0]], {"kld": {"windows": 4, "n_ctx": 16}}
     done = cross(tmp_path / "room", engines=lines, axes=axes, timing={"prompt": 9999, "repeats": 3}, long=None)
-    measured = row(json.loads((done.folder / "cross-engine.json").read_text()), "one")
-    assert "3 windows of n_ctx 9999 need 29997" in measured["speed"]["reason"]
-    assert (measured["speed"]["status"], measured["candidate"]["status"]) == ("failed", "ok")
-    assert "one failed: timing: text" in done.err
+    timing, candidate = (row(study(done), "one", part) for part in ("timing", "candidate"))
+    assert "3 windows of n_ctx 9999 need 29997" in (timing.reason or "")
+    assert (timing.status, candidate.status) == ("failed", "ok")
+    assert "one timing failed: text" in done.err
 
 
 # ------------------------------------------------------------------------------------- files and the table
 
 
-def test_the_resolved_file_repeats_the_experiment(done: Done, found: dict[str, Any], tmp_path: Path) -> None:
+def test_the_resolved_file_repeats_the_experiment(done: Done, found: Study, tmp_path: Path) -> None:
     again = cli("run", done.folder / "config.resolved.yaml", "--json", "--set", f"output_dir={tmp_path}", cwd=tmp_path)
-    repeated = json.loads(again.out)
-    for name in ("one", "two"):
-        theirs, ours = row(repeated, name), row(found, name)
-        assert theirs["perplexity"] == ours["perplexity"]
-        assert theirs["candidate"] == ours["candidate"]
-    assert repeated["agreement"] == found["agreement"]
+    repeated = Study.model_validate_json(again.out)
+    parts = ("perplexity", "candidate", "agreement")
+    theirs, ours = ([row for row in one.rows if row.at["part"] in parts] for one in (repeated, found))
+    assert theirs == ours
 
 
-def test_json_is_the_record_and_nothing_else(done: Done, found: dict[str, Any]) -> None:
-    assert json.loads(done.out) == found
+def test_json_is_the_record_and_nothing_else(done: Done, found: Study) -> None:
+    assert Study.model_validate_json(done.out) == found
 
 
-def test_the_tables_say_every_figure(done: Done, found: dict[str, Any]) -> None:
+def test_the_tables_say_every_figure(found: Study) -> None:
     out = io.StringIO()
-    render_cross(CrossReport.model_validate_json(json.dumps(found)), Console(file=out, width=100), folder=done.folder)
+    render_study(found, Console(file=out, width=100))
     text = out.getvalue()
-    for said in ("256.000", "1,024", "64.0", "0.0204", "0.00503", "not supported", "PASS", "itself", "2,048"):
+    for said in ("256", "1,024", "64.0", "0.0204", "0.00503", "not supported", "PASS", "agreement", "2,048"):
         assert said in text
-    assert "two refused: not supported: the fake engine refuses this format" in text
-    assert max(map(len, text.splitlines()[:-1])) <= 100
-
-
-def test_what_noise_hid_and_what_was_not_steady_is_said(found: dict[str, Any]) -> None:
-    report = CrossReport.model_validate_json(json.dumps(found))
-    first = report.engines[0]
-    assert first.speed is not None
-    assert first.speed.prefill is not None
-    shaky = first.speed.prefill.model_copy(update={"steady": False})
-    speed = first.speed.model_copy(update={"prefill": shaky, "decode_by_subtraction": None})
-    out = io.StringIO()
-    changed = report.model_copy(update={"engines": (first.model_copy(update={"speed": speed}),)})
-    render_cross(changed, Console(file=out, width=100))
-    assert "1,024*" in out.getvalue()
-    assert "* the last" in out.getvalue()
-    assert "no subtraction where" in out.getvalue()
-
-
-def test_names_of_lines_are_no_markup(found: dict[str, Any]) -> None:
-    report = CrossReport.model_validate_json(json.dumps(found))
-    rows = tuple(line.model_copy(update={"name": "[red]x"}) for line in report.engines)
-    out = io.StringIO()
-    render_cross(report.model_copy(update={"engines": rows}), Console(file=out, width=100))
-    assert "[red]x" in out.getvalue()
+    assert "two candidate: not supported: the fake engine refuses this format" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 # ------------------------------------------------------------------------------------------------ profiles
@@ -286,12 +270,6 @@ def test_defaults_are_the_four_axes_and_perplexity(tmp_path: Path) -> None:
     assert resolved["axes"]["kld"]["windows"] == 8
 
 
-def test_two_lines_of_one_name_are_refused() -> None:
-    line = {"engine": "hf", "candidate": "q8_0"}
-    with pytest.raises(ConfigError, match="two are called 'hf'"):
-        validate_cross({"kind": "cross-engine", "model": "m", "engines": [line, line]}, "file")
-
-
 def test_one_engine_of_the_list_can_be_changed_from_the_command_line(tmp_path: Path) -> None:
     done = cross(tmp_path / "room", "--set", "engines.3.candidate=tilt[q=2]", "--set", "engines.3.colour=red")
     assert "unknown key 'engines.3.colour'" in done.err
@@ -331,8 +309,7 @@ def test_the_long_window_has_the_bytes_that_follow_by_hand(tmp_path: Path, cache
     }
     (tmp_path / "cross.yaml").write_text(json.dumps(data))
     done = cli("run", "cross.yaml", "--json", cwd=tmp_path)
-    [measured] = json.loads(done.out)["engines"]
-    cell = measured["long"]
-    assert (cell["status"], cell["counted"], cell["rows"]) == ("ok", 1024, 1024)
-    assert cell["bytes_per_token"] == cell["by_hand"] == 2 * 2 * 32 * 2 * 2
-    assert cell["peak_host_bytes"] > 0
+    window = row(Study.model_validate_json(done.out), "hf", "long window")
+    assert (window.status, window.value("counted"), window.value("rows")) == ("ok", 1024, 1024)
+    assert window.value("bytes_per_token") == window.value("by_hand") == 2 * 2 * 32 * 2 * 2
+    assert (window.value("peak_host_bytes") or 0) > 0

@@ -1,8 +1,8 @@
 """Run a profile: its stages one after another, each as a command of fidelab in a process of its own.
 
-A profile's run lies in ``<output_dir>/profiles/<id>``: ``profile.resolved.json`` from its first moment, a folder per
+A profile's run lies in ``<output_dir>/profiles/<id>``: ``config.resolved.yaml`` from its first moment, a folder per
 stage (``stages/<name>``: the command, its JSON, its log, its runs), the captures of all stages, ``skips.json``, and
-``profile.json``, which sets the source's figures beside ours.  A stage that this machine cannot run is skipped with
+``study.json``, which sets the source's figures beside ours.  A stage that this machine cannot run is skipped with
 what it needs and what was found; one that fails fails the profile, and the others run all the same.
 """
 
@@ -11,50 +11,58 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from pydantic import AwareDatetime, Field, ValidationError
+import yaml
+from pydantic import ValidationError
 
-import fidelab
-from fidelab.config.profiles import Figure, Resolved, Source, Stage
+from fidelab.config.profiles import Figure, Resolved, Stage
 from fidelab.config.trust import check_own, remember_own
-from fidelab.core import read_file, strict_json, usable_cores
+from fidelab.core import Status, read_file, strict_json, usable_cores
 from fidelab.errors import FidelabError, InputError, OutputError, UnknownNameError
-from fidelab.results.numbers import one_line
+from fidelab.results.measurement import Definition
+from fidelab.results.numbers import counted, one_line
 from fidelab.results.record import write_atomically
-from fidelab.results.values import Document, Free, FreeDict, Positive, Record
+from fidelab.results.store import CONFIG, RunFolder
+from fidelab.results.study import PART, Study, StudyRow
+from fidelab.results.values import Record
 from fidelab.runs.conduct import Interrupted
+from fidelab.runs.signals import terminate_as_interrupt
+from fidelab.studies.study import new_study, write_study
 
 __all__ = [
     "Machine",
-    "ProfileReport",
-    "estimate_profile",
     "find_figure",
     "judge",
+    "plan_profile",
     "resume_profile",
     "run_profile",
     "stage_words",
 ]
 
-SCHEMA: Final = "fidelab.profile/0"
-RESOLVED, RECORD, SKIPS = "profile.resolved.json", "profile.json", "skips.json"
+SKIPS = "skips.json"
+KIND: Final = "profile"
 _GB = 1e9
 _MOST_BYTES = 256 << 20  # of a stage's JSON
 _GRACE = 60.0  # seconds in which a stopped stage leaves what it has
 _STEP = re.compile(r"[^.\[]+|\[[^\]]*\]")
 
-StageStatus = Literal["ok", "failed", "skipped"]
+_SECONDS = Definition("seconds", "s", None, "Wall time.", name="time")
+_EXPECTED = Definition("expected", "", None, "The source's figure.")
+_MEASURED = Definition("measured", "", None, "The same figure measured here.")
+_COLUMNS = ("name", "stage", "unit", "expected", "measured", "why", "seconds")
 
 
 class Skip(Record):
@@ -66,84 +74,6 @@ class Skip(Record):
     """What it needs."""
     found: str
     """What this machine has."""
-
-
-class StageRecord(Record):
-    """What became of a stage."""
-
-    name: str
-    """Name."""
-    status: StageStatus
-    """How it ended."""
-    reason: str | None = None
-    """Why, in one line; null where it ended well."""
-    command: tuple[str, ...] = ()
-    """Words after ``fidelab``."""
-    exit_code: int | None = None
-    """Exit code of the command; null where it was not run."""
-    seconds: Positive | None = None
-    """Wall time."""
-    hours: Positive | None = None
-    """What the profile expects on the machine that it needs."""
-
-
-class FigureRecord(Record):
-    """A figure of the source beside ours."""
-
-    name: str
-    """What it is."""
-    stage: str
-    """Stage that measures it."""
-    unit: str = ""
-    """Unit."""
-    expected: float | None = None
-    """The source's; null where it has none."""
-    measured: float | None = None
-    """Ours; null where there is none."""
-    ci: tuple[float, float] | None = None
-    """95% interval of ours."""
-    reason: str | None = None
-    """Why there is none of ours."""
-
-
-class ProfileReport(Document):
-    """``profile.json``: expected against measured."""
-
-    schema_name: Literal["fidelab.profile/0"] = Field(default=SCHEMA, alias="schema")
-    """Name and version of this schema."""
-    profile: str
-    """Name of the profile."""
-    variant: str | None = None
-    """Its variant; null: the protocol at its full size."""
-    purpose: str
-    """The question that it answers."""
-    source: Source
-    """Whose protocol it is."""
-    created: AwareDatetime
-    """When this record was made."""
-    fidelab_version: str
-    """Version that made it."""
-    command: str
-    """The command that was given."""
-    machine: FreeDict
-    """What the needs of stages were compared with."""
-    parameters: FreeDict
-    """Parameters of the profile, as they were."""
-    stages: tuple[StageRecord, ...]
-    """Stages, in their order."""
-    skips: tuple[Skip, ...] = ()
-    """What this machine lacked."""
-    figures: tuple[FigureRecord, ...] = ()
-    """Expected against measured."""
-    differences: tuple[str, ...] = ()
-    """How the protocol differs from the source's, and versions from those that the profile was written with."""
-    outputs: dict[str, Free] = Field(default_factory=dict)
-    """Stage → what it printed; only in profiles whose record is sent to somebody."""
-
-    @property
-    def failed(self) -> tuple[StageRecord, ...]:
-        """The stages that failed."""
-        return tuple(stage for stage in self.stages if stage.status == "failed")
 
 
 # ------------------------------------------------------------------------------------------------- needs and machine
@@ -203,7 +133,7 @@ class Machine:
         }
 
 
-def judge(stage: Stage, machine: Machine, ended: Mapping[str, StageStatus]) -> list[Skip]:
+def judge(stage: Stage, machine: Machine, ended: Mapping[str, Status]) -> list[Skip]:
     """What a stage needs and this machine lacks; empty where it can run.
 
     ``ended``: what became of the stages before it.
@@ -232,8 +162,14 @@ def judge(stage: Stage, machine: Machine, ended: Mapping[str, StageStatus]) -> l
     skips += [(f"package {name}", "not installed") for name in needs.packages if util.find_spec(name) is None]
     skips += [(f"engine {name}", why) for name in needs.engines if (why := _lacks_engine(name))]
     skips += [(f"data {name}", why) for name in needs.data if (why := _lacks_data(name))]
-    skips += [(f"stage {name}", ended.get(name, "not run")) for name in needs.stages if ended.get(name) != "ok"]
+    lost = {name: ended.get(name) for name in needs.stages if ended.get(name) is not Status.OK}
+    skips += [(f"stage {name}", "not run" if status is None else word_of(status)) for name, status in lost.items()]
     return [Skip(stage=stage.name, need=need, found=one_line(found)) for need, found in skips]
+
+
+def word_of(status: Status) -> str:
+    """``ok``, ``failed``, or ``skipped`` of a stage that this machine cannot run."""
+    return "skipped" if status is Status.NOT_SUPPORTED else status.value
 
 
 def _lacks_engine(name: str) -> str:
@@ -271,7 +207,7 @@ def run_profile(
     only: Sequence[str] = (),
     command: str = "",
     watch: Callable[[str], None] = lambda text: None,
-) -> tuple[ProfileReport, Path]:
+) -> tuple[Study, Path]:
     """Run the stages that this machine can run, and write the record; ``only``: these stages alone.
 
     Raises:
@@ -279,22 +215,19 @@ def run_profile(
         OutputError: the folder cannot be written.
         Interrupted: stopped by Ctrl-C or SIGTERM; :func:`resume_profile` goes on.
     """
-    known = [stage.name for stage in resolved.stages]
-    for name in only:
-        if name not in known:
-            raise UnknownNameError(f"stage of profile {resolved.name}", name, known)
+    _chosen(resolved, only)
     label = resolved.name.replace("/", "-").removesuffix(".yaml") + (f"-{resolved.variant}" if resolved.variant else "")
-    folder = _create(output_dir.absolute() / "profiles", label.rpartition("-.")[2])
-    written = {"only": list(only), "command": command, "resolved": resolved.model_dump(mode="json")}
-    text = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(folder / RESOLVED, text)
-    remember_own(folder / RESOLVED, text.encode())
-    return _conduct(resolved, folder, only, command, watch), folder
+    written = {"kind": KIND, "only": list(only), "command": command, "resolved": resolved.model_dump(mode="json")}
+    text = yaml.safe_dump(written, sort_keys=False, allow_unicode=True)
+    label = re.sub(r"[^A-Za-z0-9.-]+", "-", label.rpartition("-.")[2])
+    folder = RunFolder.create(output_dir.absolute() / "profiles", label, text)
+    remember_own(folder.config, text.encode())
+    return _conduct(resolved, folder.path, only, command, watch), folder.path
 
 
 def resume_profile(
     folder: Path, *, trusted: Sequence[Path] = (), watch: Callable[[str], None] = lambda text: None
-) -> ProfileReport:
+) -> Study:
     """Go on with a profile: stages that ended well are kept, all others run again and find their own captures.
 
     ``trusted``: files, or their folders, that the user trusts although somebody else began the profile.
@@ -305,16 +238,17 @@ def resume_profile(
         Interrupted: as :func:`run_profile`.
     """
     folder = folder.absolute()
+    file = folder / CONFIG
     try:
-        content = read_file(folder / RESOLVED, _MOST_BYTES)
-        written = strict_json(content)
+        content = read_file(file, _MOST_BYTES)
+        check_own(file, content, "may run any command of fidelab", trusted)
+        written = yaml.safe_load(content)
         resolved = Resolved.model_validate(written["resolved"])
         only, command = [str(name) for name in written["only"]], str(written["command"])
     except FileNotFoundError:
-        raise InputError(f"{folder} is no run of a profile: it holds no {RESOLVED}") from None
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise InputError(f"{folder / RESOLVED} cannot be read: {one_line(str(error))[:200]}") from None
-    check_own(folder / RESOLVED, content, "may run any command of fidelab", trusted)
+        raise InputError(f"{folder} is no run of a profile: it holds no {CONFIG}") from None
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError) as error:
+        raise InputError(f"{file} cannot be read: {one_line(str(error))[:200]}") from None
     return _conduct(resolved, folder, only, command, watch)
 
 
@@ -351,136 +285,146 @@ def stage_words(stage: Stage, folder: Path) -> list[str]:
     return ["run", str(file), "--json", "--trust", str(file)]  # whoever runs the profile has trusted it
 
 
-def estimate_profile(resolved: Resolved, scratch: Path) -> dict[str, float | None]:
-    """Stage → seconds: of an experiment what its dry run says, of another command what the profile tells.
+def plan_profile(
+    resolved: Resolved, output_dir: Path, *, only: Sequence[str] = (), estimate: bool = False, command: str = ""
+) -> Study:
+    """The stages and what would become of them, without running any.
 
-    ``None`` where neither can tell.
+    ``estimate``: with the time of experiments by their dry runs; else, and of other commands, it is what the profile
+    tells.
+
+    Raises:
+        UnknownNameError: ``only`` names a stage that the profile does not have.
     """
-    found: dict[str, float | None] = {}
-    machine = Machine(scratch)
-    for stage in resolved.stages:
-        told = stage.needs.hours
-        found[stage.name] = None if told is None else told * 3600
-        if stage.experiment is None or judge(stage, machine, dict.fromkeys(stage.needs.stages, "ok")):
-            continue
-        done = subprocess.run(
-            [*_fidelab(), *stage_words(stage, scratch), "--dry-run"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
+    machine, rows, commands = Machine(output_dir), dict[str, StudyRow](), dict[str, str]()
+    for stage in _chosen(resolved, only):
+        skips = judge(stage, machine, {name: row.status for name, row in rows.items()})
+        words = ["run", "EXPERIMENT", "--json"] if stage.experiment is not None else map(str, stage.command or ())
+        commands[stage.name] = shlex.join(["fidelab", *words])
+        seconds = _dry_run(stage) if estimate and not skips and stage.experiment is not None else None
+        if seconds is None and stage.needs.hours is not None:
+            seconds = 3600 * stage.needs.hours
+        rows[stage.name] = _stage(
+            stage,
+            Status.NOT_SUPPORTED if skips else Status.OK,
+            _lacking(skips) or None,
+            seconds,
+            about=stage.about,
+            experiment=stage.experiment,
+            skips=[skip.model_dump() for skip in skips],
+            needs=stage.needs.model_dump(mode="json", exclude_defaults=True),
         )
-        try:
-            plan = strict_json(done.stdout)
-            found[stage.name] = float(plan["seconds"])
-        except (ValueError, KeyError, TypeError):  # what the profile tells stands
-            continue
-    return found
+    times = [row.value("seconds") for row in rows.values() if row.measured]
+    unknown = f", and {counted(n, 'stage')} of unknown time" if (n := times.count(None)) else ""
+    return new_study(
+        command=command,
+        settings=resolved.model_dump(mode="json"),
+        kind=KIND,
+        title=_title(resolved),
+        columns=("name", "about", "seconds"),
+        rows=tuple(rows.values()),
+        sentences=(f"in all {sum(filter(None, times)):,.0f} s{unknown}",) if any(times) else (),
+        commands=commands,
+    )
+
+
+def _dry_run(stage: Stage) -> float | None:
+    """Seconds that the dry run of an experiment tells; ``None`` where it tells none."""
+    with tempfile.TemporaryDirectory() as scratch:
+        words = [*_fidelab(), *stage_words(stage, Path(scratch)), "--dry-run"]
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        return float(strict_json(done.stdout)["seconds"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _chosen(resolved: Resolved, only: Sequence[str]) -> list[Stage]:
+    known = [stage.name for stage in resolved.stages]
+    for name in only:
+        if name not in known:
+            raise UnknownNameError(f"stage of profile {resolved.name}", name, known)
+    return [stage for stage in resolved.stages if not only or stage.name in only]
+
+
+def _title(resolved: Resolved) -> str:
+    return f"{resolved.name}{f' ({resolved.variant})' if resolved.variant else ''}: {resolved.purpose}"
+
+
+def _lacking(skips: Sequence[Skip]) -> str:
+    return "; ".join(f"needs {skip.need}, found {skip.found}" for skip in skips)
 
 
 def _fidelab() -> list[str]:
     return [sys.executable, "-m", "fidelab"]
 
 
-def _create(parent: Path, label: str) -> Path:
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9.-]+', '-', label)}"
-    for number in range(1000):
-        folder = parent / (stem if number == 0 else f"{stem}-{number + 1}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise OutputError(
-                f"cannot make a folder in {parent}: {error.strerror or error}; name another --output-dir"
-            ) from None
-        return folder
-    raise OutputError(f"{parent} holds a thousand runs called {stem}")
-
-
 def _conduct(
     resolved: Resolved, folder: Path, only: Sequence[str], command: str, watch: Callable[[str], None]
-) -> ProfileReport:
+) -> Study:
     machine = Machine(folder)
-    ended: dict[str, StageRecord] = {}
+    ended: dict[str, StudyRow] = {}
     skips: list[Skip] = []
-    chosen = [stage for stage in resolved.stages if not only or stage.name in only]
+    chosen = _chosen(resolved, only)
     for number, stage in enumerate(chosen, 1):
         place = f"{stage.name} ({number} of {len(chosen)})"
         kept = _kept(folder, stage)
-        lacking = [] if kept else judge(stage, machine, {name: record.status for name, record in ended.items()})
+        lacking = [] if kept else judge(stage, machine, {name: row.status for name, row in ended.items()})
         if kept is not None:
             watch(f"{place}: done before")
             ended[stage.name] = kept
         elif lacking:
             skips += lacking
-            reason = "; ".join(f"needs {skip.need}, found {skip.found}" for skip in lacking)
+            reason = _lacking(lacking)
             watch(f"{place}: skipped, {reason}")
-            ended[stage.name] = StageRecord(name=stage.name, status="skipped", reason=reason, hours=stage.needs.hours)
+            ended[stage.name] = _stage(stage, Status.NOT_SUPPORTED, reason)
         else:
             watch(f"{place}: {stage.about or 'runs'}; log: {folder / 'stages' / stage.name / 'log.txt'}")
-            ended[stage.name] = _run_stage(stage, folder)
-            result = ended[stage.name]
-            watch(f"{place}: {result.status}{f', {result.reason}' if result.reason else ''}, {result.seconds:.0f} s")
-        report = _report(resolved, folder, ended, skips, machine, command)
-        write_atomically(folder / RECORD, report.to_json())
+            ended[stage.name] = row = _run_stage(stage, folder)
+            why = f", {row.reason}" if row.reason else ""
+            watch(f"{place}: {row.status.value}{why}, {row.value('seconds'):.0f} s")
+        study = _study(resolved, folder, ended, skips, machine, command)
+        write_study(study, RunFolder(folder))
         write_atomically(folder / SKIPS, json.dumps([skip.model_dump() for skip in skips], indent=2) + "\n")
-    return report
+    return study
 
 
-def _kept(folder: Path, stage: Stage) -> StageRecord | None:
-    """The record of a stage that ended well in this folder before."""
+def _stage(stage: Stage, status: Status, reason: str | None, seconds: float | None = None, **facts: Any) -> StudyRow:
+    """What became of a stage; ``hours``: what the profile expects on the machine that it needs."""
+    metrics = () if seconds is None else (_SECONDS(seconds),)
+    told = {"hours": stage.needs.hours, **facts}
+    return StudyRow(status=status, reason=reason, at={PART: "stage", "name": stage.name}, metrics=metrics, facts=told)
+
+
+def _kept(folder: Path, stage: Stage) -> StudyRow | None:
+    """The row of a stage that ended well in this folder before."""
     try:
-        record = StageRecord.model_validate(
-            strict_json(read_file(folder / "stages" / stage.name / "stage.json", 1 << 20))
-        )
+        row = StudyRow.model_validate(strict_json(read_file(folder / "stages" / stage.name / "stage.json", 1 << 20)))
     except (OSError, ValueError):
         return None
-    return record if record.status == "ok" else None
+    return row if row.status is Status.OK else None
 
 
-def _run_stage(stage: Stage, folder: Path) -> StageRecord:
+def _run_stage(stage: Stage, folder: Path) -> StudyRow:
     """One stage in a process of its own, which is stopped when this one is."""
     own = folder / "stages" / stage.name
     own.mkdir(parents=True, exist_ok=True)
     words = stage_words(stage, folder)
     began = time.monotonic()
-    with (own / "out.json").open("wb") as out, (own / "log.txt").open("ab") as log:
+    with (own / "out.json").open("wb") as out, (own / "log.txt").open("ab") as log, terminate_as_interrupt():
         process = subprocess.Popen(  # a session of its own: Ctrl-C reaches it once, from here
             [*_fidelab(), *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True
         )
-        before = _sigterm_as_interrupt()
         try:
             code = process.wait()
         except KeyboardInterrupt:
             _stop(process)
             raise Interrupted(folder, "fidelab profiles run") from None
-        finally:
-            if before is not None:
-                signal.signal(signal.SIGTERM, before)
-    record = StageRecord(
-        name=stage.name,
-        status="ok" if code == 0 else "failed",
-        reason=None if code == 0 else _reason(own / "log.txt", code),
-        command=tuple(words),
-        exit_code=code,
-        seconds=round(time.monotonic() - began, 3),
-        hours=stage.needs.hours,
-    )
-    write_atomically(own / "stage.json", record.model_dump_json(indent=2) + "\n")
-    return record
-
-
-def _sigterm_as_interrupt() -> Any:
-    import threading
-
-    if threading.current_thread() is not threading.main_thread():
-        return None
-
-    def interrupt(_number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    return signal.signal(signal.SIGTERM, interrupt)
+    reason = None if code == 0 else _reason(own / "log.txt", code)
+    seconds = round(time.monotonic() - began, 3)
+    row = _stage(stage, Status.FAILED if code else Status.OK, reason, seconds, command=words, exit_code=code)
+    write_atomically(own / "stage.json", row.model_dump_json(indent=2, exclude_defaults=True) + "\n")
+    return row
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -546,30 +490,37 @@ def _leaf(item: Any, path: str) -> str | None:
     return None if item is None else str(item)
 
 
-def _report(
+def _study(
     resolved: Resolved,
     folder: Path,
-    ended: Mapping[str, StageRecord],
+    ended: Mapping[str, StudyRow],
     skips: Sequence[Skip],
     machine: Machine,
     command: str,
-) -> ProfileReport:
-    outputs = {name: _output(folder, name) for name, record in ended.items() if record.status != "skipped"}
-    return ProfileReport(
-        profile=resolved.name,
-        variant=resolved.variant,
-        purpose=resolved.purpose,
-        source=resolved.source,
-        created=datetime.now(UTC),
-        fidelab_version=fidelab.__version__,
+) -> Study:
+    outputs = {name: _output(folder, name) for name, row in ended.items() if row.status is not Status.NOT_SUPPORTED}
+    source, differences = resolved.source, (*resolved.differences, *_versions(resolved))
+    said = (
+        source.url and f"Expected: {source.title}, {source.url}",
+        source.setup and f"Measured there on: {source.setup}",
+        differences and "Differences of the protocol:",
+        *(f"- {difference}" for difference in differences),
+    )
+    return new_study(
+        run_id=folder.name,
         command=command,
-        machine=machine.record(),
-        parameters=dict(resolved.parameters),
-        stages=tuple(ended.values()),
-        skips=tuple(skips),
-        figures=tuple(_figure(figure, ended, outputs) for figure in resolved.expected),
-        differences=(*resolved.differences, *_versions(resolved)),
-        outputs=outputs if resolved.collect else {},
+        settings=resolved.model_dump(mode="json"),
+        kind=KIND,
+        title=_title(resolved),
+        columns=_COLUMNS,
+        rows=(*ended.values(), *(_figure(figure, ended, outputs) for figure in resolved.expected)),
+        sentences=tuple(filter(None, said)),
+        facts={
+            "machine": machine.record(),
+            "skips": [skip.model_dump() for skip in skips],
+            "differences": list(differences),
+            "outputs": outputs if resolved.collect else {},
+        },
     )
 
 
@@ -580,17 +531,24 @@ def _output(folder: Path, stage: str) -> Any:
         return None
 
 
-def _figure(figure: Figure, ended: Mapping[str, StageRecord], outputs: Mapping[str, Any]) -> FigureRecord:
-    record = ended.get(figure.stage)
-    if record is None or record.status == "skipped":
-        value, interval = None, None
-        reason: str | None = "stage skipped" if record else "stage not run"
+def _figure(figure: Figure, ended: Mapping[str, StudyRow], outputs: Mapping[str, Any]) -> StudyRow:
+    """A figure of the source beside ours, or why there is none of ours."""
+    stage, value, interval = ended.get(figure.stage), None, None
+    if stage is None or stage.status is Status.NOT_SUPPORTED:
+        reason: str | None = "stage skipped" if stage else "stage not run"
     else:
         value, interval, reason = find_figure(outputs.get(figure.stage), figure.at)
-        if value is None and record.status == "failed":
+        if value is None and stage.status is Status.FAILED:
             reason = "stage failed"
-    fields = {"name": figure.name, "stage": figure.stage, "unit": figure.unit, "expected": figure.value}
-    return FigureRecord.model_validate({**fields, "measured": value, "ci": interval, "reason": reason})
+    metrics = [_EXPECTED(figure.value)] if figure.value is not None else []
+    facts = {"unit": figure.unit} if figure.unit else {}
+    return StudyRow(
+        status=Status.OK if value is not None else Status.NOT_MEASURABLE,
+        reason=reason,
+        at={PART: "figure", "name": figure.name, "stage": figure.stage},
+        metrics=(*metrics, _MEASURED(value, interval)) if value is not None else tuple(metrics),
+        facts=facts if value is not None else {**facts, "why": reason},
+    )
 
 
 def _versions(resolved: Resolved) -> list[str]:

@@ -1,0 +1,79 @@
+"""Studies as text and as a page: a table per part, what failed, commands to copy, and no markup from outside."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from fidelab.core import Status
+from fidelab.report.study import render_study, study_html
+from fidelab.results.measurement import Definition
+from fidelab.results.study import Study, StudyRow
+from fidelab.studies.study import new_study
+
+LOSS, RATE = Definition("loss", "nats"), Definition("rate", "tok/s")
+COMMAND = f"fidelab compare {'long-name/' * 12}model"
+ROWS = (
+    StudyRow(
+        status=Status.OK, at={"name": "a", "part": "first"}, metrics=(LOSS(0.25, (0.2, 0.3)),), facts={"kv": "q8"}
+    ),
+    StudyRow(status=Status.NOT_SUPPORTED, reason="no such format", at={"name": "b", "part": "first"}),
+    StudyRow(status=Status.OK, at={"name": "a", "part": "second"}, metrics=(RATE(64.0),)),
+    StudyRow(
+        status=Status.NOT_MEASURABLE, reason="skipped", at={"name": "c", "part": "third"}, facts={"why": "skipped"}
+    ),
+)
+
+
+def study(**changes: object) -> Study:
+    fields = {
+        "kind": "profile",
+        "title": "a question",
+        "command": "fidelab x",
+        "rows": ROWS,
+        "commands": {"next": COMMAND},
+    }
+    return new_study(**{**fields, "columns": ("name", "kv", "loss", "rate", "why"), **changes})
+
+
+def text_of(found: Study) -> str:
+    out = io.StringIO()
+    render_study(found, Console(file=out, width=80))
+    return out.getvalue()
+
+
+def test_each_part_has_a_table_with_the_columns_that_its_rows_have() -> None:
+    headings = [line.split() for line in text_of(study()).splitlines() if line.startswith(" name")]
+    assert headings == [
+        ["name", "kv", "loss,", "nats", "outcome"],
+        ["name", "rate,", "tok/s"],
+        ["name", "why", "outcome"],
+    ]
+    page = study_html(study())
+    assert [f"<h2>{part}</h2>" in page for part in ("first", "second", "third")] == [True] * 3
+
+
+def test_a_metric_stands_with_its_interval_and_a_fact_as_it_is() -> None:
+    assert ["a", "q8", "0.250", "(0.20–0.30)", "ok"] in [line.split() for line in text_of(study()).splitlines()]
+
+
+def test_why_a_row_has_no_figures_is_said_once() -> None:
+    for shown in (text_of(study()), study_html(study())):
+        assert "b first: not supported: no such format" in shown
+        assert "c third: not measurable" not in shown  # its table has a column for it
+
+
+def test_commands_are_in_one_piece() -> None:
+    assert f"  {COMMAND}\n" in text_of(study())
+    assert f'<pre class="command">{COMMAND}</pre>' in study_html(study())
+
+
+@pytest.mark.parametrize("word", ["[red]x", "\x1b[31mx"])
+def test_words_from_outside_are_no_markup(word: str) -> None:
+    rows = (StudyRow(status=Status.FAILED, reason=word, at={"name": word}, facts={"kv": word}),)
+    text = text_of(study(title=word, rows=rows, sentences=(word,)))
+    assert "\x1b" not in text
+    assert text.count("[31mx" if "\x1b" in word else "[red]x") == 6
+    assert "<script" not in study_html(study(title="<script>", rows=rows))
