@@ -27,7 +27,10 @@ def bfloat16(values: NDArray[Any]) -> NDArray[np.float32]:
 def sides(kind: str = "bf16", noise: float = 0.05, **of_head: Any) -> list[States]:
     """The reference and two candidates with one head."""
     rng = np.random.default_rng(0)
-    cast = bfloat16 if kind == "bf16" else np.float32
+
+    def cast(values: NDArray[Any]) -> NDArray[np.float32]:
+        return bfloat16(values) if kind == "bf16" else values.astype(np.float32)
+
     head = Head(cast(0.4 * rng.standard_normal((VOCABULARY, WIDTH))), **of_head)
     states = rng.standard_normal((N, WIDTH))
     moved = [states + noise * k * rng.standard_normal((N, WIDTH)) for k in range(3)]
@@ -40,7 +43,8 @@ def exact(ref: States, test: States, targets: NDArray[np.int64] = TARGETS) -> Ro
     def product(states: NDArray[Any], weight: NDArray[Any]) -> Any:
         return states.astype(np.float64) @ weight.astype(np.float64)
 
-    return compare_rows(*(head_logits(states, head, product=product) for states, head in (ref, test)), targets)
+    p, q = (head_logits(states, head, product=product) for states, head in (ref, test))
+    return compare_rows(p, q, targets)
 
 
 def assert_same(found: RowComparison, expected: RowComparison, atol: float = 1e-5) -> None:

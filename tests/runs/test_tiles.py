@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -65,9 +66,14 @@ def exact(pair: Pair, item: int, targets: NDArray[np.int64]) -> RowComparison:
 
 def test_a_report_has_the_same_figures_by_a_process_of_its_own(done: Done, monkeypatch: pytest.MonkeyPatch) -> None:
     before = mean_kl(scored(done))
-    asked, apart = [], tiles.compare_apart
+    asked = list[tiles.Figures]()
+
+    def apart(groups: Sequence[tiles.Asked], threads: int) -> tiles.Figures:
+        asked.append(tiles.compare_apart(groups, threads))
+        return asked[-1]
+
     monkeypatch.setattr(tiles, "WORTHWHILE", 0.0)
-    monkeypatch.setattr("fidelab.runs.pairing.compare_apart", lambda *a: asked.append(found := apart(*a)) or found)
+    monkeypatch.setattr("fidelab.runs.pairing.compare_apart", apart)
     after = mean_kl(scored(done))
     assert len(asked) == 1
     assert len(asked[0]) == 3  # of both candidates and the floor

@@ -126,7 +126,7 @@ class TileScorer:
         for head in dict.fromkeys(head for _, head in sides):
             own = [side for side, (_, its) in enumerate(sides) if its is head]
             together = torch.from_numpy(np.concatenate([sides[side][0] for side in own]))
-            for side, rows in zip(own, self._head(head).logits(together).unflatten(0, (-1, n)), strict=True):
+            for side, rows in zip(own, self._head(head).logits(together).view(len(own), n, -1), strict=True):
                 logits[side] = rows
         return [self._compared(logits[0], test, targets, kl_alone) for test in logits[1:]]
 
