@@ -278,7 +278,7 @@ class Scorer:
                         if is_comparable(ref, test) and next(iter(self.axes[name].compared(pair)), None):
                             work += operations(test)
                             tests.append((folder, _is_part(result)))
-                    except (FidelabError, *FOREIGN) as error:  # scoring meets it again, and says it
+                    except (FidelabError, OSError, *FOREIGN) as error:  # scoring meets it again, and says it
                         _LOGGER.debug("%s, %s is not compared ahead: %s", result.role, part_name(name, part), error)
                 if tests:
                     asked.append(Asked(name, self.experiment.axes[name], ref.folder, tests))
