@@ -241,7 +241,8 @@ def comparison_of(columns: Floats, top1: Bools, cut: Floats, has_goal: Bools) ->
 
     ``columns [11, n]``: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token; a_P of Q's most likely
     token; KL(Q‖P), Jensen–Shannon divergence, total variation, χ²(P‖Q), overlap of the top tokens.  ``has_goal``: the
-    actual token is in the common vocabulary.  A row whose KL is not finite has failed.
+    actual token is in the common vocabulary.  A row whose KL is not finite has failed.  See
+    docs/metrics.md#mean-kl-divergence.
     """
     kl, norm_p, norm_q, score_p, score_q, flipped, reverse, jsd, tv, chi2, overlap = columns
     failed = ~np.isfinite(kl)

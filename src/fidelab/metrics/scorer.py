@@ -34,7 +34,10 @@ _WORK_BYTES = 8 * 8  # of each logit on an accelerator: float64 numbers that are
 
 
 def fastest_device(say: Say = lambda text: None) -> torch.device:
-    """The device to score on: an accelerator that torch sees and that has float64, else the CPU."""
+    """The device to score on: an accelerator that torch sees and that has float64, else the CPU.
+
+    See docs/metrics.md#estimators.
+    """
     if torch.cuda.is_available():  # ROCm, too
         name = "cuda"
     elif torch.backends.mps.is_available():
@@ -53,7 +56,7 @@ class TileScorer:
     """Compares states of many candidates with the reference's, some rows at a time.
 
     ``threads``: of the CPU.  ``device``: by default :func:`fastest_device`.  ``say`` is called with one line when a
-    device runs out of memory.  Memory: heads, and at most 1.5 GB.
+    device runs out of memory.  Memory: heads, and at most 1.5 GB.  See docs/metrics.md#estimators.
     """
 
     def __init__(self, threads: int, device: torch.device | None = None, say: Say = lambda text: None) -> None:
