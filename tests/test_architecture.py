@@ -53,7 +53,7 @@ THIRD_PARTY: dict[str, set[str]] = {
         "torch",
         "yaml",
     },
-    "metrics": {"numpy", "rapidfuzz", "scipy", "torch"},
+    "metrics": {"numpy", "psutil", "rapidfuzz", "scipy", "torch"},
     "config": {"pydantic", "yaml"},
 }
 LEAN_MODULES = [

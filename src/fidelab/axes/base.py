@@ -297,6 +297,14 @@ class Axis:
             return None
         return request.select(spread(len(request.items()), share))
 
+    def compared(self, pair: Pair) -> Iterable[tuple[int, int, NDArray[np.int64]]]:
+        """Items of a pair whose rows are compared: reference item, test item, actual next tokens ``[rows]``.
+
+        Rows of hidden states may then be compared together with those of other arms, before the axis scores them
+        (:attr:`~fidelab.captures.pair.Pair.figures`).
+        """
+        return ()
+
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
         """All that scoring reads of the rows of a pair: test items with columns ``[rows]``; ``None``: it needs rows.
 

@@ -180,6 +180,9 @@ class ForcedDecode(Axis):
             raise CaptureError("no forced rows: the reference's text was not put to both arms; capture again")
         return self.score(pairs[_KL], seed)
 
+    def compared(self, pair: Pair) -> Iterable[tuple[int, int, NDArray[np.int64]]]:
+        return ((r, t, _targets(pair.ref.request, r)) for r, t in pair.items)
+
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
         return ((item, figures_of(rows)) for item, rows in _compared(pair))
 

@@ -292,6 +292,10 @@ class KLD(Axis):
             },
         )
 
+    def compared(self, pair: Pair) -> Iterable[tuple[int, int, NDArray[np.int64]]]:
+        request = pair.ref.request
+        return ((r, t, _targets(request, r)) for r, t in pair.items) if isinstance(request, Prefill) else ()
+
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
         if self.settings.compat is not None or not isinstance(pair.ref.request, Prefill):
             return None

@@ -6,11 +6,10 @@ difference and no statement of equality.  See docs/metrics.md#estimators.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +31,9 @@ from fidelab.metrics.divergence import (
     log_softmax,
     without_bias,
 )
+
+if TYPE_CHECKING:
+    from fidelab.metrics.scorer import TileScorer
 
 __all__ = [
     "CHUNK",
@@ -129,6 +131,8 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
     if n == 0 or item_rows(pair.ref, r) != n + skip or item_rows(pair.test, t) != n:
         return _none(n)
     sides = ((pair.ref, r, skip), (pair.test, t, 0))
+    if columns := pair.figures.get(t, {}) if skip == 0 else {}:
+        return _comparison(pair.test, columns)
     if columns := pair.test.figures(t, pair.ref):
         return _comparison(pair.test, columns)
     if estimator_of(pair) is Estimator.TOPK:
@@ -172,32 +176,69 @@ def _compact_bias(
     return bias, same
 
 
-def compare_many(ref: Capture, tests: Sequence[Capture], item: int, targets: NDArray[np.int64]) -> list[RowComparison]:
-    """All rows of one item against those of many captures of hidden states that have the reference's head.
+def compare_many(
+    ref: Capture,
+    tests: Sequence[tuple[Capture, int]],
+    item: int,
+    targets: NDArray[np.int64],
+    scorer: TileScorer | None = None,
+    *,
+    kl_alone: bool = False,
+) -> list[RowComparison]:
+    """All rows of one item against those of items of many captures, all of hidden states.
 
-    The figures of :func:`compare_item` but for the order of float32 sums, without the other divergences.  The
-    reference's logits are computed once, and one product with the head, :data:`CHUNK` rows high, serves several
-    captures.
+    The figures of :func:`compare_item` but for the order of float32 sums.  The reference's logits are computed once.
+    ``scorer``: by default one on the CPU, or numpy where torch is not installed.  ``kl_alone``: without the other
+    divergences.
 
     Raises:
-        CaptureError: one has no hidden states, or another head.
+        CaptureError: one has no hidden states, or a head of another width than its states.
     """
-    for capture in (ref, *tests):
-        if capture.estimator is not Estimator.HIDDEN or capture.head is None or capture.head != ref.head:
-            raise CaptureError(f"capture {capture.folder} holds no hidden states of the reference's head")
     n = len(targets)
-    whole = [test for test in tests if item_rows(ref, item) == item_rows(test, item) == n > 0]
-    parts: list[list[RowComparison]] = [[] for _ in whole]
-    for start in range(0, n, CHUNK) if whole else ():
-        at = slice(start, min(start + CHUNK, n))
-        [rows] = _logits_of([ref], item, at)
-        together = max(1, CHUNK // len(rows))
-        for first in range(0, len(whole), together):
-            for k, scores in enumerate(_logits_of(whole[first : first + together], item, at), first):
-                parts[k].append(compare_rows(rows, scores, targets[at], usable_cores(), kl_alone=True))
-            del scores  # two such blocks and no third
-    found = iter(parts)
-    return [RowComparison.concat(next(found)) if test in whole else _none(n) for test in tests]
+    whole = [(test, t) for test, t in tests if item_rows(ref, item) == item_rows(test, t) == n > 0]
+    sides = [_states(capture, index) for capture, index in ((ref, item), *whole)]
+    if scorer := scorer or _cpu_scorer():
+        found = iter(scorer.compare(sides[0], sides[1:], targets, kl_alone=kl_alone))
+    else:
+        found = iter([_compared(sides[0], side, targets, kl_alone) for side in sides[1:]])
+    return [next(found) if test in whole else _none(n) for test in tests]
+
+
+def _states(capture: Capture, item: int) -> tuple[NDArray[np.float32], Head]:
+    """States ``[n, d]`` of an item, and the head that fits them."""
+    if capture.estimator is not Estimator.HIDDEN or capture.head is None:
+        raise CaptureError(f"capture {capture.folder} holds no hidden states with a head")
+    states = capture.floats(item, str(Estimator.HIDDEN), 0, item_rows(capture, item))
+    head, width = _head(capture.head), states.shape[1]
+    if head.weight.shape[1] != width:
+        what = f"hidden states of item {item} are {width} wide, and its head {head.weight.shape[1]}"
+        raise CaptureError(f"capture {capture.folder}: {what}; delete it and capture again")
+    return states, head
+
+
+def _compared(
+    ref: tuple[NDArray[np.float32], Head],
+    test: tuple[NDArray[np.float32], Head],
+    targets: NDArray[np.int64],
+    kl_alone: bool,
+) -> RowComparison:
+    parts = []
+    for start in range(0, len(targets), CHUNK):
+        at = slice(start, start + CHUNK)
+        p, q = (head_logits(states[at], head) for states, head in (ref, test))
+        parts.append(compare_rows(p, q, targets[at], usable_cores(), kl_alone=kl_alone))
+    return RowComparison.concat(parts)
+
+
+@lru_cache(maxsize=1)
+def _cpu_scorer() -> TileScorer | None:
+    try:
+        import torch
+
+        from fidelab.metrics.scorer import TileScorer
+    except ImportError:
+        return None
+    return TileScorer(usable_cores(), torch.device("cpu"))
 
 
 def floored_item(pair: Pair, r: int, t: int, k: int) -> NDArray[np.float64]:
@@ -208,42 +249,6 @@ def floored_item(pair: Pair, r: int, t: int, k: int) -> NDArray[np.float64]:
         at = start, min(start + CHUNK, n)
         parts.append(floored_topk(logits(pair.ref, r, *at), logits(pair.test, t, *at), k))
     return np.concatenate(parts) if parts else np.empty(0)
-
-
-def _logits_of(captures: Sequence[Capture], item: int, at: slice) -> NDArray[np.float32]:
-    """Logits ``[captures, rows, V]`` of the same rows of captures with one head."""
-    head = captures[0].head
-    assert head is not None
-    states = np.stack([capture.floats(item, str(Estimator.HIDDEN), at.start, at.stop) for capture in captures])
-    exact = _is_bfloat16(states) and _has_bfloat16(head)
-    product = _bfloat16_product if exact else operator.matmul
-    scores = head_logits(states.reshape(-1, states.shape[-1]), _head(head), product=product)
-    return scores.reshape(*states.shape[:2], -1)
-
-
-def _is_bfloat16(array: NDArray[np.float32]) -> bool:
-    """Whether every value is one of bfloat16's."""
-    return not (array.view(np.uint32) & 0xFFFF).any()
-
-
-@lru_cache(maxsize=2)
-def _has_bfloat16(file: HeadFile) -> bool:
-    return all(_is_bfloat16(part) for part in np.array_split(_head(file).weight, 64))
-
-
-def _bfloat16_product(states: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A float32 product of factors that are bfloat16, by instructions for these where the processor has any.
-
-    They are several times faster; nothing of the factors is lost, and sums stay in float32.
-    """
-    import torch
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        return (torch.from_numpy(states) @ torch.from_numpy(weight)).numpy()
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def margin(capture: Capture, item: int, row: int, token: int) -> float:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Reweighted, Served
@@ -17,11 +21,15 @@ _RETURNED = "returned"
 
 @dataclass(frozen=True)
 class Pair:
-    """Reference and test capture with their items matched: ``items`` holds (reference index, test index)."""
+    """Reference and test capture with their items matched: ``items`` holds (reference index, test index).
+
+    ``figures``: test item → columns ``[rows]`` of rows that were compared before.
+    """
 
     ref: Capture
     test: Capture
     items: tuple[tuple[int, int], ...]
+    figures: Mapping[int, Mapping[str, NDArray[np.generic]]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def match(cls, ref: Capture, test: Capture, *, subset: bool = False) -> Pair:

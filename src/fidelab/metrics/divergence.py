@@ -30,6 +30,7 @@ __all__ = [
     "RowComparison",
     "compare_rows",
     "compare_topk",
+    "comparison_of",
     "floored_topk",
     "head_logits",
     "kl_by_confidence",
@@ -232,6 +233,17 @@ def compare_rows(
             list(pool.map(fill, spans))
     elif spans:
         fill(spans[0])
+    return comparison_of(columns, top1, cut, has_goal)
+
+
+def comparison_of(columns: Floats, top1: Bools, cut: Floats, has_goal: Bools) -> RowComparison:
+    """Rows from what was computed of them.
+
+    ``columns [11, n]``: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token; a_P of Q's most likely
+    token; KL(Q‖P), Jensen–Shannon divergence, total variation, χ²(P‖Q), overlap of the top tokens.  ``has_goal``: the
+    actual token is in the common vocabulary.  A row whose KL is not finite has failed.  See
+    docs/metrics.md#mean-kl-divergence.
+    """
     kl, norm_p, norm_q, score_p, score_q, flipped, reverse, jsd, tv, chi2, overlap = columns
     failed = ~np.isfinite(kl)
     with np.errstate(invalid="ignore"):
@@ -288,8 +300,7 @@ class _Work:
     ) -> tuple[Bools, Floats | float]:
         """Whether both rows have the same top token, and the probability that is cut off.
 
-        Fills ``columns [11, rows]``: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token; a_P of Q's
-        most likely token; KL(Q‖P), Jensen–Shannon divergence, total variation, χ²(P‖Q), overlap of the top tokens.
+        Fills ``columns [11, rows]``, those of :func:`comparison_of`.
         """
         vocab, n = self._vocab, len(ref)
         whole, rows = ref if ref.shape[1] > vocab else test if test.shape[1] > vocab else None, np.arange(n)

@@ -8,7 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture, key_name
 from fidelab.captures.store import drop_rows
 from fidelab.config.schema import Experiment
-from fidelab.core import Arm, Estimator, Status
+from fidelab.core import Arm, Estimator, Status, usable_cores
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
 from fidelab.errors import CaptureError, FidelabError, MismatchError
@@ -29,7 +29,9 @@ from fidelab.plan.build import FLOOR, TWIN, base_of
 from fidelab.plan.resolve import load_axis
 from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.record import NO_REFERENCE, RuntimeRecord, Timing
+from fidelab.runs import tiles
 from fidelab.runs.cluster import Cluster, Lost, Needs
+from fidelab.runs.tiles import Asked, Figures, compare_apart, is_comparable, operations
 
 __all__ = [
     "FOREIGN",
@@ -251,6 +253,7 @@ class Scorer:
         self._reference: dict[str, dict[str, Capture]] = {
             name: {part: Capture(folder) for part, folder in parts_of(name, captures).items()} for name in self.axes
         }
+        self._figures: Figures = {}
 
     def comparability(self) -> dict[str, Any]:
         return {
@@ -258,6 +261,29 @@ class Scorer:
             for axis, captures in self._reference.items()
             for part, capture in captures.items()
         }
+
+    def compare_ahead(self, results: Sequence[ArmResult]) -> None:
+        """Compare the rows of hidden states of all arms at once, where that is worth a process of its own."""
+        asked, work = [], 0.0
+        for name, captures in self._reference.items():
+            for part, ref in captures.items():
+                tests = []
+                for result in results:
+                    folder = parts_of(name, result.captures).get(part)
+                    if folder is None or name in self.unavailable or engaged(result)[0] is not Status.OK:
+                        continue
+                    try:
+                        test = Capture(folder, verify=False)
+                        pair = Pair.match(ref, test, subset=_is_part(result))
+                        if is_comparable(ref, test) and next(iter(self.axes[name].compared(pair)), None):
+                            work += operations(test)
+                            tests.append((folder, _is_part(result)))
+                    except (FidelabError, OSError, *FOREIGN) as error:  # scoring meets it again, and says it
+                        _LOGGER.debug("%s, %s is not compared ahead: %s", result.role, part_name(name, part), error)
+                if tests:
+                    asked.append(Asked(name, self.experiment.axes[name], ref.folder, tests))
+        if work >= tiles.WORTHWHILE:
+            self._figures = compare_apart(asked, self.experiment.threads or usable_cores())
 
     def measure(self, result: ArmResult) -> Measured:
         scores: dict[str, AxisScore] = {}
@@ -346,7 +372,10 @@ class Scorer:
         if failed.keys() - lost.keys() or not (parts and answered):
             raise FidelabError(_of_axis(name, result.failures) or result.reason or "no capture")
         pairs = {
-            part: Pair.match(capture, Capture(parts[part]), subset=partial)
+            part: replace(
+                Pair.match(capture, Capture(parts[part]), subset=partial),
+                figures=self._figures.get((capture.folder, parts[part]), {}),
+            )
             for part, capture in reference.items()
             if part in parts
         }

@@ -102,6 +102,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     candidates = [result for result in results if result.role.startswith("candidate:")]
     diagnostics = [result for result in results if is_diagnostic(result.role)]
     others = [result for result in results if result.role != "reference" and result not in diagnostics]
+    scorer.compare_ahead(others)
     measured = {result.role: scorer.measure(result) for result in others}
     floors = floors_of(experiment, results)
     summary = _Summary(experiment, measured, reference, floors)

@@ -132,7 +132,7 @@ class Answers:
                     said = time.monotonic()
                 after = list(window[low:high])
                 targets = np.array(after + [-1] * (self.request.n_rows - len(after)), dtype=np.int64)
-                parts.append(compare_many(native, captures, index, targets))
+                parts.append(compare_many(native, [(c, index) for c in captures], index, targets, kl_alone=True))
             for text, each in zip(some, zip(*parts, strict=True), strict=True):
                 rows = RowComparison.concat(each)
                 failed = int(rows.failed.sum())

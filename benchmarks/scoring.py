@@ -1,0 +1,157 @@
+"""Scoring of hidden states by torch against numpy, on the same states, in turn: seconds, ratio, memory, error.
+
+python benchmarks/scoring.py [--run FOLDER] [--vocabulary 151936] [--width 896] [--windows 8] [--candidates 1,4]
+
+Without ``--run`` states and head are random bfloat16 numbers, and candidates are the reference with noise.  With it,
+they are those of a run's KLD captures.  Other work on the machine makes the ratio of
+processor time the steadier one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.axes.rows import CHUNK
+from fidelab.captures.reader import Capture
+from fidelab.core import usable_cores
+from fidelab.metrics.divergence import Head, RowComparison, compare_rows, head_logits
+from fidelab.metrics.scorer import States, TileScorer
+
+EXACT_ROWS = 64  # of a window, whose logits are computed in float64
+
+
+def main() -> None:
+    """Measure and print a line of a table for each number of candidates."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="folder of a run with hidden states")
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--width", type=int, default=896)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=512, help="positions of a window")
+    parser.add_argument("--candidates", default="1,4")
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    counts = [int(count) for count in given.candidates.split(",")]
+    windows = _captured(given.run, max(counts), given.windows) if given.run else _random(given, max(counts))
+    scorer = TileScorer(usable_cores())
+    held = _peak()
+    scorer.compare(windows[0][0], windows[0][1:], _targets(windows[0][0]))
+    print(f"device {scorer.device}, {usable_cores()} threads; {held:.2f} GiB with head and states before torch")
+    print("| candidates | numpy, s | torch, s | ratio | ratio of processor time | memory of torch, GiB |")
+    for count in counts:
+        some = [window[: count + 1] for window in windows]
+        pairs = [(_timed(_by_numpy, some), _timed(lambda w: _by_torch(scorer, w), some)) for _ in range(given.repeats)]
+        wall, processor = (
+            [statistics.median(side) for side in zip(*([one[k] for one in pair] for pair in pairs), strict=True)]
+            for k in (0, 1)
+        )
+        print(
+            f"| {count} | {wall[0]:.1f} | {wall[1]:.1f} | {wall[0] / wall[1]:.1f} | {processor[0] / processor[1]:.1f} "
+            f"| {_peak() - held:.2f} |",
+            flush=True,
+        )
+    _print_errors(scorer, windows[0])
+
+
+def _random(given: argparse.Namespace, candidates: int) -> list[list[States]]:
+    rng = np.random.default_rng(0)
+    scale = np.float32(2.5 / given.width**0.5)
+    head = Head(_bfloat16(rng.standard_normal((given.vocabulary, given.width), dtype=np.float32) * scale))
+
+    def window() -> list[States]:
+        states = rng.standard_normal((given.rows, given.width), dtype=np.float32)
+        moved = (
+            states + np.float32(noise) * rng.standard_normal(states.shape, dtype=np.float32)
+            for noise in _noises(candidates)
+        )
+        return [(_bfloat16(each), head) for each in (states, *moved)]
+
+    return [window() for _ in range(given.windows)]
+
+
+def _noises(candidates: int) -> list[float]:
+    return [0.01 * 2**k for k in range(candidates)]
+
+
+def _captured(run: Path, candidates: int, most: int) -> list[list[States]]:
+    arms = json.loads((run / "outcomes.json").read_text("utf-8"))["arms"]
+    paths = [run / arm["captures"]["kld"] for arm in arms if arm["role"].startswith(("reference", "candidate:"))]
+    captures = [Capture(path) for path in paths[: candidates + 1]]
+    heads: dict[object, Head] = {}
+    for capture in captures:
+        if capture.head is None:
+            raise SystemExit(f"{capture.folder} holds no hidden states")
+        if capture.head not in heads:
+            heads[capture.head] = Head(*capture.head.load(), capture.head.softcap, capture.head.scale)
+
+    def states(capture: Capture, item: int) -> States:
+        return capture.floats(item, "hidden", 0, capture.array_shape(item, "hidden")[0]), heads[capture.head]
+
+    return [[states(capture, item) for capture in captures] for item in range(min(most, len(captures[0].items)))]
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _targets(side: States) -> NDArray[np.int64]:
+    return np.arange(len(side[0]), dtype=np.int64)
+
+
+def _by_numpy(windows: Sequence[Sequence[States]]) -> None:
+    for ref, *tests in windows:
+        for test in tests:
+            _numpy(ref, test)
+
+
+def _numpy(ref: States, test: States) -> RowComparison:
+    targets, parts = _targets(ref), []
+    for start in range(0, len(targets), CHUNK):
+        at = slice(start, start + CHUNK)
+        p, q = (head_logits(states[at], head) for states, head in (ref, test))
+        parts.append(compare_rows(p, q, targets[at], usable_cores()))
+    return RowComparison.concat(parts)
+
+
+def _by_torch(scorer: TileScorer, windows: Sequence[Sequence[States]]) -> None:
+    for ref, *tests in windows:
+        scorer.compare(ref, tests, _targets(ref))
+
+
+def _timed(work: Callable[[Sequence[Sequence[States]]], None], windows: list[list[States]]) -> tuple[float, float]:
+    """Seconds by the clock, and of the processor."""
+    began = time.perf_counter(), time.process_time()
+    work(windows)
+    return time.perf_counter() - began[0], time.process_time() - began[1]
+
+
+def _print_errors(scorer: TileScorer, window: list[States]) -> None:
+    """How far the mean KL of some rows is from that of a float64 product, by numpy and by torch."""
+    ref, *tests = [(states[:EXACT_ROWS], head) for states, head in window]
+    targets = _targets(ref)
+    weights = ref[1].weight.astype(np.float64)
+    print("| mean KL, nats | error by numpy | by torch | allowed |")
+    for test in tests:
+        exact = compare_rows(ref[0].astype(np.float64) @ weights.T, test[0].astype(np.float64) @ weights.T, targets)
+        mean = float(exact.kl.mean())
+        by_torch = scorer.compare(ref, [test], targets)[0].kl.mean()
+        errors = abs(_numpy(ref, test).kl.mean() - mean), abs(by_torch - mean)
+        print(f"| {mean:.3g} | {errors[0]:.1e} | {errors[1]:.1e} | {1e-8 + 1e-5 * mean:.1e} |")
+
+
+def _peak() -> float:
+    """GiB that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+
+
+if __name__ == "__main__":
+    main()

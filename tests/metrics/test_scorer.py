@@ -1,0 +1,205 @@
+"""States scored by torch: the figures of the definition on every device, and what becomes of a device that fails."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from fidelab.metrics import scorer
+from fidelab.metrics.divergence import Head, RowComparison, compare_rows, head_logits
+from fidelab.metrics.scorer import States, TileScorer, fastest_device
+from pretend_cuda import pretend_cuda
+
+N, VOCABULARY, WIDTH = 48, 3000, 64
+TARGETS = np.arange(N) - 1  # the first row has no next token
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def bfloat16(values: NDArray[Any]) -> NDArray[np.float32]:
+    return (values.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def sides(kind: str = "bf16", noise: float = 0.05, **of_head: Any) -> list[States]:
+    """The reference and two candidates with one head."""
+    rng = np.random.default_rng(0)
+
+    def cast(values: NDArray[Any]) -> NDArray[np.float32]:
+        return bfloat16(values) if kind == "bf16" else values.astype(np.float32)
+
+    head = Head(cast(0.4 * rng.standard_normal((VOCABULARY, WIDTH))), **of_head)
+    states = rng.standard_normal((N, WIDTH))
+    moved = [states + noise * k * rng.standard_normal((N, WIDTH)) for k in range(3)]
+    return [(cast(each), head) for each in moved]
+
+
+def exact(ref: States, test: States, targets: NDArray[np.int64] = TARGETS) -> RowComparison:
+    """The definition on a float64 product."""
+
+    def product(states: NDArray[Any], weight: NDArray[Any]) -> Any:
+        return states.astype(np.float64) @ weight.astype(np.float64)
+
+    p, q = (head_logits(states, head, product=product) for states, head in (ref, test))
+    return compare_rows(p, q, targets)
+
+
+def assert_same(found: RowComparison, expected: RowComparison, atol: float = 1e-5) -> None:
+    for field in fields(RowComparison):
+        a, b = getattr(found, field.name), getattr(expected, field.name)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=atol, err_msg=field.name)
+
+
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"softcap": 5.0, "scale": 0.5},
+    {"bias": np.linspace(-1, 1, VOCABULARY, dtype=np.float32)},
+]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f32"])
+@pytest.mark.parametrize("of_head", HEADS)
+def test_the_mean_kl_is_that_of_a_float64_product(kind: str, of_head: dict[str, Any]) -> None:
+    ref, *tests = sides(kind, **of_head)
+    for test, found in zip(tests, TileScorer(2, CPU).compare(ref, tests, TARGETS), strict=True):
+        expected = exact(ref, test)
+        assert abs(found.kl.mean() - expected.kl.mean()) <= 1e-8 + 1e-5 * expected.kl.mean()
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("of_head", HEADS)
+def test_a_device_gives_the_figures_of_the_definition_and_mixes_with_no_other(of_head: dict[str, Any]) -> None:
+    ref, *tests = sides("f32", **of_head)
+    with pretend_cuda():
+        found = TileScorer(1, CUDA).compare(ref, tests, TARGETS)
+    for test, rows in zip(tests, found, strict=True):
+        assert_same(rows, exact(ref, test))
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_equal_states_have_a_kl_of_exactly_0(device: torch.device) -> None:
+    [ref, *_] = sides()
+    with pretend_cuda():
+        [rows] = TileScorer(1, device).compare(ref, [ref], TARGETS)
+    for name in ("kl", "reverse_kl", "jsd", "tv", "chi2"):
+        assert (getattr(rows, name) == 0.0).all(), name
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_broken_rows_fail_and_no_others(device: torch.device, broken: float) -> None:
+    ref, (states, head), _ = sides("f32")
+    states = states.copy()
+    states[[3, 17], 0] = broken
+    with pretend_cuda():
+        [rows] = TileScorer(1, device).compare(ref, [(states, head)], TARGETS)
+    assert np.flatnonzero(rows.failed).tolist() == [3, 17]
+    assert_same(rows, exact(ref, (states, head)))
+
+
+def test_tokens_that_both_sides_mask_cost_nothing_on_a_device() -> None:
+    bias = np.zeros(VOCABULARY, dtype=np.float32)
+    bias[100:200] = -np.inf
+    ref, test, _ = sides("f32", bias=bias)
+    with pretend_cuda():
+        [rows] = TileScorer(1, CUDA).compare(ref, [test], TARGETS)
+    assert not rows.failed.any()
+    assert_same(rows, exact(ref, test))
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_heads_of_other_vocabularies_are_compared_over_the_common_ids(device: torch.device) -> None:
+    ref, (states, head), _ = sides("f32")
+    shorter = states, Head(head.weight[:-8])
+    with pretend_cuda():
+        [rows] = TileScorer(1, device).compare(ref, [shorter], TARGETS)
+    assert_same(rows, exact(ref, shorter))
+
+
+def test_a_head_of_another_width_is_refused() -> None:
+    ref, (states, head), _ = sides()
+    with pytest.raises(ValueError, match=r"states \[48, 63\] do not fit 48 rows and a head of width 64"):
+        TileScorer(1, CPU).compare(ref, [(states[:, 1:], head)], TARGETS)
+
+
+def test_logits_of_the_reference_are_computed_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, logits = [], scorer._DeviceHead.logits
+
+    def counted(self: Any, states: torch.Tensor) -> torch.Tensor:
+        computed.append(len(states))
+        return logits(self, states)
+
+    monkeypatch.setattr(scorer._DeviceHead, "logits", counted)
+    ref, *tests = sides()
+    TileScorer(1, CPU).compare(ref, tests, TARGETS)
+    assert sum(computed) == (1 + len(tests)) * N
+
+
+def test_a_tile_takes_a_part_of_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    tall, logits = [], scorer._DeviceHead.logits
+
+    def counted(self: Any, states: torch.Tensor) -> torch.Tensor:
+        tall.append(len(states))
+        return logits(self, states)
+
+    monkeypatch.setattr(scorer._DeviceHead, "logits", counted)
+    monkeypatch.setattr(scorer, "_free_memory", lambda: 4 * 30 * VOCABULARY * 4)
+    ref, *tests = sides()
+    TileScorer(1, CPU).compare(ref, tests, TARGETS)
+    assert max(tall) <= 30
+
+
+@pytest.mark.parametrize(("most", "device"), [(5, "cuda"), (0, "cpu")])
+def test_a_device_that_runs_out_of_memory_gets_smaller_tiles_and_then_the_cpu_goes_on(
+    most: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns, said = scorer._columns, list[str]()
+
+    def full(p: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        if len(p) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return columns(p, *rest)
+
+    monkeypatch.setattr(scorer, "_columns", full)
+    ref, *tests = sides("f32")
+    with pretend_cuda():
+        scoring = TileScorer(1, CUDA, said.append)
+        found = scoring.compare(ref, tests, TARGETS)
+    assert scoring.device.type == device
+    assert said[0] == "cuda is out of memory: scoring goes on with 24 rows at a time"
+    assert ("cuda is out of memory: scoring goes on with the CPU" in said) == (device == "cpu")
+    for test, rows in zip(tests, found, strict=True):
+        assert_same(rows, exact(ref, test))
+
+
+def test_a_device_without_float64_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, ones = list[str](), torch.ones
+
+    def no_doubles(*size: Any, **more: Any) -> torch.Tensor:
+        if more.get("dtype") is torch.float64:
+            raise TypeError("Cannot convert to float64")
+        return ones(*size, **more)
+
+    with pretend_cuda():
+        assert fastest_device().type == "cuda"
+        monkeypatch.setattr(torch, "ones", no_doubles)
+        assert fastest_device(said.append).type == "cpu"
+    assert said == ["scoring on the CPU: cuda has no float64 (Cannot convert to float64)"]
+
+
+def test_products_of_bfloat16_lose_nothing_of_their_factors() -> None:
+    (states, head), *_ = sides()
+    product = states.astype(np.float64) @ head.weight.astype(np.float64).T
+    with scorer._float32_products(1):
+        found = scorer._DeviceHead(head, CPU).logits(torch.from_numpy(states)).numpy()
+    assert np.abs(found - product).max() <= 2 * np.abs(states @ head.weight.T - product).max()
+
+
+def test_torch_is_left_as_it_was() -> None:
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    ref, *tests = sides()
+    TileScorer(before[0] + 1, CPU).compare(ref, tests, TARGETS)
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
