@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
-    from fidelab.runs.pairing import ArmResult
+    from fidelab.run.pairing import ArmResult
 
 LIMIT = 0.006  # nats
 LINES: dict[str, dict[str, Any]] = {
@@ -44,8 +44,8 @@ def main() -> None:
 
 def _measure(options: argparse.Namespace, folder: Path) -> None:
     from fidelab.core import Status
-    from fidelab.errors import FidelabError
-    from fidelab.runs.pairing import Scorer, engaged
+    from fidelab.core.errors import FidelabError
+    from fidelab.run.pairing import Scorer, engaged
     from fidelab.studies.cross_engine import agreement
 
     arms: dict[str, ArmResult] = {}
@@ -112,8 +112,8 @@ def _experiment(line: dict[str, Any], options: argparse.Namespace, folder: Path)
 
 def _ask(experiment: Experiment, logs: Path) -> dict[str, ArmResult]:
     """The reference, and a quarter of it again in another process."""
-    from fidelab.runs.prepare import prepare
-    from fidelab.runs.runner import Silent
+    from fidelab.run.prepare import prepare
+    from fidelab.run.runner import Silent
 
     prepared = prepare(experiment)
     asking = prepared.asking(Silent(), lambda *_a, **_k: None)

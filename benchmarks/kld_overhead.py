@@ -56,7 +56,7 @@ def _overhead(options: argparse.Namespace) -> dict[str, Any]:
 
     from fidelab.config.experiment import validate
     from fidelab.engines.hf.adapter import HFEngine
-    from fidelab.runs.prepare import prepare
+    from fidelab.run.prepare import prepare
 
     engines = []
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +112,7 @@ def _pipeline(jobs: list[Any], engines: list[Any], store: Path) -> dict[str, flo
     """One run; returns seconds by step."""
     from fidelab.captures.writer import CaptureWriter, store_head
     from fidelab.core import Vocabulary
-    from fidelab.runs.phases import score_captures
+    from fidelab.run.phases import score_captures
 
     folders, spent = [], {"answers of the reference": 0.0, "answers of the candidate": 0.0, "heads, checksums": 0.0}
     for job, engine in zip(jobs, engines, strict=True):
@@ -180,7 +180,7 @@ def _random_capture(store: Path, windows: int, name: str) -> Path:
 
 
 def _score_here(ref: Path, test: Path) -> None:
-    from fidelab.runs.phases import score_captures
+    from fidelab.run.phases import score_captures
 
     score_captures(ref, [test], ["test"])
     # VmHWM, not ru_maxrss: that one is inherited from the process that started us

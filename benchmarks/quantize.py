@@ -16,7 +16,7 @@ from fidelab import compare
 from fidelab.checkpoints.convert import convert
 from fidelab.inputs.texts import load_text
 from fidelab.results.record import Comparison, Report
-from fidelab.runs.quantize import quantize
+from fidelab.run.quantize import quantize
 
 
 def write_texts(folder: Path) -> None:

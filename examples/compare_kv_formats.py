@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 import fidelab
-from fidelab.errors import FidelabError
+from fidelab.core.errors import FidelabError
 
 SHOWN = ["role", "name", "band", "kld_mean", "kld_mean_ci_high", "kld_over_control", "cache_bytes_per_token"]
 

@@ -16,7 +16,7 @@ import fidelab
 
 SOURCE = Path(fidelab.__file__).parent
 ROOT = Path(__file__).parents[1]
-MOST_ROOMS, MOST_FLOORS, MOST_UNBOUND = 30, 10, 3
+MOST_ROOMS, MOST_FLOORS, MOST_UNBOUND = 24, 8, 2
 
 
 def _table() -> dict[str, set[str] | None]:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.errors import MissingPackageError
+from fidelab.core.errors import MissingPackageError
+from fidelab.core.registry import late, require
 from fidelab.models.tiny import GGUF_NAME, make_tiny
-from fidelab.registry import late, require
 from fidelab.results.store import RunFolder
 from tests.imports.sample import refract_report, write
-from tests.runs.harness import cli, compare
+from tests.run.harness import cli, compare
 
 HF = ("torch", "transformers", "pyarrow", "accelerate", "tokenizers")
 EXTRAS = (*HF, "scipy", "PIL", "ray", "llama_cpp", "pandas")

@@ -33,7 +33,7 @@ from fidelab.config.experiment import load
 from fidelab.config.load import read_yaml
 from fidelab.config.presets import find_preset, load_preset
 from fidelab.config.profiles import load_profile, resolve
-from fidelab.errors import FidelabError
+from fidelab.core.errors import FidelabError
 from fidelab.imports import lm_eval
 from fidelab.imports.kld_base import BaseFile
 from fidelab.imports.refract_axes import read_kld, read_plad, read_rniah, read_trajectory
@@ -55,7 +55,7 @@ from tests.captures import sample
 from tests.imports.sample import refract_report
 from tests.imports.test_lm_eval import samples
 from tests.models.tiny_gguf import write_gguf
-from tests.runs.harness import Done, cli, compare
+from tests.run.harness import Done, cli, compare
 from tests.test_hostile_files import MUTATIONS, attack, changed, scrambled
 
 DATA = Path(__file__).parent / "imports" / "data"

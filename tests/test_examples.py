@@ -15,7 +15,7 @@ import pytest
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from tests.report.sample import sample_report
-from tests.runs.harness import cli, write_inputs
+from tests.run.harness import cli, write_inputs
 
 EXPERIMENT = Path(__file__).parents[1] / "examples" / "experiment.yaml"
 SCRIPT = Path(__file__).parents[1] / "examples" / "compare_kv_formats.py"

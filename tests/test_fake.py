@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Timed
 from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core.errors import UsageError
 from fidelab.engines.fake import FakeEngine
-from fidelab.errors import UsageError
 
 WINDOWS = Prefill("kld", ((1, 2, 3, 4, 5), (6, 7, 8, 9, 10)), 1, 3, ((0, 0, 0), (1, 1, 1)))
 PROMPTS = Generate("trajectory", ((10, 20), (30,), (5, 5, 5)), max_tokens=8, stop=())

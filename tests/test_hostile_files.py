@@ -29,12 +29,12 @@ import yaml
 from fidelab.captures.container import write_tensors
 from fidelab.captures.manifest import MANIFEST, PROBE, dump_manifest
 from fidelab.core import digest
-from fidelab.errors import FidelabError
+from fidelab.core.errors import FidelabError
 from fidelab.models.gguf import read_header
 from tests.captures import sample
 from tests.conftest import MakeFolder
 from tests.models.tiny_gguf import write_gguf
-from tests.runs.harness import Done, cli, compare
+from tests.run.harness import Done, cli, compare
 
 MUTATIONS = int(os.environ.get("FIDELAB_MUTATIONS", "10"))
 SEED = int(os.environ.get("FIDELAB_SEED", "0"))

@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from fidelab.api import compare
 from fidelab.core import Status
 from fidelab.models import Model
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
-from fidelab.runs.conduct import rescore
+from fidelab.run.api import compare
+from fidelab.run.conduct import rescore
 
 pytestmark = [pytest.mark.model, pytest.mark.long, pytest.mark.processes]
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fidelab.api import compare
     from fidelab.results.record import Report
+    from fidelab.run.api import compare
 
 __version__ = "0.1.0.dev0"
 __all__ = ["Report", "__version__", "compare"]
 
-_LAZY = {"compare": "fidelab.api", "Report": "fidelab.results.record"}
+_LAZY = {"compare": "fidelab.run.api", "Report": "fidelab.results.record"}
 
 
 def __getattr__(name: str) -> Any:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         Timed,
     )
     from fidelab.core import Arm, FormatSpec, KVSpec, Status
+    from fidelab.core.errors import EngineError, FidelabError, InputError, NotSupportedError, UsageError
     from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, answer_with_head
-    from fidelab.errors import EngineError, FidelabError, InputError, NotSupportedError, UsageError
     from fidelab.formats.base import Format, Parts
     from fidelab.results.measurement import Cell, Definition, Flag, Measurement, Metric
     from fidelab.results.plots import Bars, Curve, Grid, Heatmap, TablePlot, TextPair, Texts

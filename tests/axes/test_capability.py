@@ -23,7 +23,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
-from fidelab.errors import CaptureError, InputError
+from fidelab.core.errors import CaptureError, InputError
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
@@ -32,7 +32,7 @@ from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot, Texts
 from tests.axes.capability.test_checks import PROGRAMS
 from tests.engines import tiny
-from tests.runs.harness import Done, cli, write_inputs
+from tests.run.harness import Done, cli, write_inputs
 
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 RIGHT = {

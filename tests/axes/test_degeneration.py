@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import yaml
 
-from fidelab.api import compare
 from fidelab.axes.base import AxisScore
 from fidelab.axes.degeneration import Degeneration
 from fidelab.captures.manifest import capture_key
@@ -28,7 +27,8 @@ from fidelab.metrics.degeneration import degeneration_onset, distinct_floor
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model
 from fidelab.results.plots import Curve, TablePlot, Texts
-from tests.runs.harness import Done, cli, write_inputs
+from fidelab.run.api import compare
+from tests.run.harness import Done, cli, write_inputs
 
 V, LENGTH, STOP = 8192, 400, 0
 AXIS = Degeneration(Degeneration.Settings())

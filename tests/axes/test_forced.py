@@ -12,7 +12,6 @@ import pytest
 import yaml
 from numpy.typing import NDArray
 
-from fidelab.api import compare
 from fidelab.axes.base import AxisInputs, AxisScore
 from fidelab.axes.forced import ForcedDecode, greedy_probe
 from fidelab.captures.manifest import capture_key
@@ -21,14 +20,15 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Request
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
-from fidelab.errors import CaptureError, InputError
+from fidelab.core.errors import CaptureError, InputError
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve
-from tests.runs.harness import Done, cli, write_inputs
+from fidelab.run.api import compare
+from tests.run.harness import Done, cli, write_inputs
 
 V = 8
 GROWTH = "KL growth in 1,000 tokens"

@@ -22,7 +22,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Tokens
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import wilson_interval
@@ -30,7 +30,7 @@ from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot, Texts
 from tests.engines import tiny
-from tests.runs.harness import Done, cli, write_inputs
+from tests.run.harness import Done, cli, write_inputs
 
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 STOP = 0

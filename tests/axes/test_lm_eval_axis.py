@@ -20,7 +20,7 @@ from fidelab.cli.axes import axis_settings
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import demands
 from fidelab.core import Estimator
-from fidelab.errors import CaptureError, InputError, UsageError
+from fidelab.core.errors import CaptureError, InputError, UsageError
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve

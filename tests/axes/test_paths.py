@@ -19,11 +19,11 @@ from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Served
 from fidelab.captures.writer import CaptureWriter
 from fidelab.core import Arm, KVSpec, Vocabulary
-from fidelab.errors import MismatchError
+from fidelab.core.errors import MismatchError
 from fidelab.metrics.divergence import parting
 from fidelab.results.measurement import Coordinates
 from fidelab.results.record import Report
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 V, N = 16, 64
 Rows = NDArray[np.float64]

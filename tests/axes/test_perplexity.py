@@ -23,14 +23,14 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Request
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, KVSpec, Vocabulary
+from fidelab.core.errors import InputError
 from fidelab.engines.hf.adapter import HFEngine
-from fidelab.errors import InputError
 from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement
 from tests.engines import tiny
-from tests.runs.harness import Done, cli, write_inputs
+from tests.run.harness import Done, cli, write_inputs
 
 V = 8
 Rows = NDArray[np.float64]

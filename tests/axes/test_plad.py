@@ -21,7 +21,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Tokens
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
-from fidelab.errors import InputError, UnknownNameError
+from fidelab.core.errors import InputError, UnknownNameError
 from fidelab.inputs.perturb import perturb
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.texts import Text
@@ -29,7 +29,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot, Texts
-from tests.runs.harness import Done, cli, write_inputs
+from tests.run.harness import Done, cli, write_inputs
 
 PIECES = [f"<0x{i:02X}>" for i in range(256)]
 PLAIN = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]

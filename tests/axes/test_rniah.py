@@ -18,14 +18,14 @@ from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, KVSpec
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.inputs.needles import draw_needles
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.plots import Heatmap, TablePlot, Texts
-from fidelab.runs.conduct import capture
-from tests.runs.harness import Done, cli
+from fidelab.run.conduct import capture
+from tests.run.harness import Done, cli
 
 TOKENIZER = Tokenizer.load(resolve("fake"))
 

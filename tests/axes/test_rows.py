@@ -15,7 +15,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import store_head
-from fidelab.errors import CaptureError
+from fidelab.core.errors import CaptureError
 from fidelab.metrics.divergence import RowComparison
 from tests.captures.sample import named, writer
 

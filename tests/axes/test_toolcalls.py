@@ -19,13 +19,13 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
-from fidelab.errors import UnavailableError
+from fidelab.core.errors import UnavailableError
 from fidelab.inputs.conversations import load_traffic
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import resolve
-from tests.runs.harness import cli, write_inputs
+from tests.run.harness import cli, write_inputs
 
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 STOP = 0

@@ -21,7 +21,7 @@ from fidelab.models.tiny import make_tiny
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot
 from tests.engines.openai_server import serving
-from tests.runs.harness import Done, cli, write_inputs
+from tests.run.harness import Done, cli, write_inputs
 
 pytest.importorskip("PIL", reason="Pillow is not installed (extra vision)")
 

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fidelab import registry
 from fidelab.bench import BENCHES
 from fidelab.bench.base import Answers, BenchInputs, Facts
-from fidelab.core import Status
+from fidelab.core import Status, registry
 from fidelab.results.record import Report
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 from tests.thirdparty.bench import FirstWord, FirstWordSettings
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import fidelab
 from fidelab.core import KVSpec
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 from fidelab.physics.devices import devices
 from fidelab.physics.explainer import KNOWN_MODELS, PUBLISHED_HILL, explainer, measured_points
 from fidelab.physics.fits import HillFit, fit_affine, fit_hill, read_points

@@ -16,7 +16,7 @@ from safetensors import numpy as oracle
 from safetensors import torch as torch_oracle
 
 from fidelab.captures.container import BFloat16, TensorFile, array_bytes, to_float32, write_tensors
-from fidelab.errors import CaptureError
+from fidelab.core.errors import CaptureError
 
 DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?"]
 arrays = st.sampled_from(DTYPES).flatmap(

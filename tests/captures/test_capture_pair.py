@@ -11,7 +11,7 @@ import pytest
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Prefill, Request
-from fidelab.errors import MismatchError
+from fidelab.core.errors import MismatchError
 from tests.captures import sample
 
 W, P = sample.WINDOWS, sample.PROMPTS

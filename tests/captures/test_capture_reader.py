@@ -14,7 +14,7 @@ from fidelab.captures.container import BFloat16
 from fidelab.captures.manifest import load_manifest
 from fidelab.captures.reader import Capture, find_captures, is_complete
 from fidelab.captures.writer import store_head
-from fidelab.errors import CaptureError
+from fidelab.core.errors import CaptureError
 from tests.captures import sample
 
 HEAD = {"weight": np.arange(32, dtype=np.float32).reshape(8, 4), "bias": np.ones(8, np.float32)}

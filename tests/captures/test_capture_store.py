@@ -12,7 +12,7 @@ import pytest
 from fidelab.captures.manifest import PARTIAL
 from fidelab.captures.reader import find_captures
 from fidelab.captures.store import collect_garbage, entries
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from tests.captures import sample
 
 HEAD = {"weight": np.eye(8, dtype=np.float32)}

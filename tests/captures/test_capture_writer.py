@@ -21,7 +21,7 @@ from fidelab.captures.manifest import PARTIAL
 from fidelab.captures.reader import Capture, find_captures, is_complete
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import abandoned, store_head, store_vocabulary
-from fidelab.errors import CaptureError
+from fidelab.core.errors import CaptureError
 from tests.captures import sample
 
 DIES_WHILE_WRITING = """

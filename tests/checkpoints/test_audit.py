@@ -17,7 +17,7 @@ import transformers
 from fidelab.checkpoints.audit import audit
 from fidelab.checkpoints.files import open_checkpoint
 from fidelab.checkpoints.rules import RULES, Finding
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from tests.checkpoints.conversations import CHATML
 from tests.checkpoints.synthetic import (
     EXPERTS,
@@ -34,7 +34,7 @@ from tests.checkpoints.synthetic import (
     replaced,
 )
 from tests.models.tiny_gguf import write_gguf
-from tests.runs.harness import cli
+from tests.run.harness import cli
 from tests.tiny_models import KINDS
 
 DOWN, GATE, QUERY = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.self_attn.q_proj"

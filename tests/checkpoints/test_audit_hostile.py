@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fidelab.checkpoints.audit import audit
-from fidelab.errors import FidelabError
+from fidelab.core.errors import FidelabError
 from tests import test_hostile_files as hostile
 from tests.checkpoints.synthetic import Synthetic, plain, quantized
 from tests.models.tiny_gguf import write_gguf

@@ -23,7 +23,7 @@ from fidelab.checkpoints import convert as module
 from fidelab.checkpoints.convert import CERTIFICATE, convert
 from fidelab.checkpoints.files import open_checkpoint
 from fidelab.checkpoints.layouts import QuantizedLinear, StoredArray, quantized_modules
-from fidelab.errors import InputError, OutputError, UsageError
+from fidelab.core.errors import InputError, OutputError, UsageError
 from tests.checkpoints.quantized import write_quantized
 from tests.models.tiny_gguf import write_gguf
 

@@ -17,7 +17,7 @@ from fidelab.checkpoints import convert as module
 from fidelab.checkpoints.convert import convert
 from fidelab.checkpoints.files import open_checkpoint
 from fidelab.checkpoints.layouts import StoredArray, quantized_modules
-from fidelab.errors import FidelabError, InputError, OutputError
+from fidelab.core.errors import FidelabError, InputError, OutputError
 from fidelab.models import gguf_writer
 from fidelab.models.convert import originals
 from fidelab.models.gguf import read_header, text_folder

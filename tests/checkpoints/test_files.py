@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fidelab.checkpoints.files import Checkpoint, open_checkpoint, to_floats
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from tests.checkpoints.synthetic import plain
 from tests.models.test_hub import COMMITS, REPO, Hub, hub  # noqa: F401
 from tests.models.tiny_gguf import write_gguf

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fidelab.checkpoints.fragile import make_fragile
 from fidelab.core import KVSpec
+from fidelab.core.errors import InputError, UsageError
 from fidelab.engines.hf.cache import EncodedCache
-from fidelab.errors import InputError, UsageError
 from fidelab.formats import create
 from fidelab.models import Model, with_weights
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},

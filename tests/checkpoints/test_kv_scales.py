@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from fidelab.checkpoints.kv_scales import NOTES, SCALES_FILE, write_kv_scales
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.models.tiny import make_tiny
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 LAYERS = 2
 

@@ -27,7 +27,7 @@ from fidelab.checkpoints.layouts import (
     quantized_modules,
     unpack_words,
 )
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 
 N, K = 32, 128
 RNG = np.random.default_rng(18)

@@ -9,7 +9,7 @@ import pytest
 
 from fidelab.checkpoints.files import Checkpoint, TensorInfo
 from fidelab.checkpoints.recipe import Layers, Recipe, balanced, edge_and_global, plan, read_recipe
-from fidelab.errors import ConfigError, InputError
+from fidelab.core.errors import ConfigError, InputError
 
 RTN = {"method": "rtn", "scheme": {"format": "W4A16", "group": 64}}
 

@@ -1,5 +1,5 @@
-"""A run that these tests share with those of tests/runs."""
+"""A run that these tests share with those of tests/run."""
 
-from tests.runs.conftest import plain
+from tests.run.conftest import plain
 
 __all__ = ["plain"]

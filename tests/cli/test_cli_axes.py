@@ -10,8 +10,8 @@ import pytest
 
 from fidelab.axes import AXES
 from fidelab.cli.axes import axis_settings
-from fidelab.errors import UsageError
-from tests.runs.harness import SMALL, cli, write_inputs
+from fidelab.core.errors import UsageError
+from tests.run.harness import SMALL, cli, write_inputs
 
 
 def chosen(axes: str, *limit: str, quick: bool = False, **kld: Any) -> dict[str, dict[str, Any]]:

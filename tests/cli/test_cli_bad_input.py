@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.harness import cli, write_inputs
+from tests.run.harness import cli, write_inputs
 
 FAKE = ("compare", "fake", "--engine", "fake", "--reference", "exact")
 SIZES = ("--windows", 2, "--n-ctx", 16, "--n-predict", 4, "--limit", 1)

@@ -19,7 +19,7 @@ from fidelab.results.record import Report
 from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import candidate, kld_axis, sample_report
 from tests.results.diff_sample import COMPOSITE
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 WAS = candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", composite=COMPOSITE)
 WORSE = candidate("fp8_e4m3", 0.3, "FAIL", 23040, "no", composite=COMPOSITE)

@@ -12,7 +12,7 @@ import pytest
 
 from fidelab.engines import ENGINES
 from fidelab.environments.environment import write_marker
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 
 def refused(*words: object, cwd: Path) -> str:

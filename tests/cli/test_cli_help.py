@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import fidelab
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 COMMANDS = [
     (),

@@ -25,7 +25,7 @@ from tests.bench.load.sse_server import Talk, serve, sized
 from tests.report.hostile import hostile_report as filled_report
 from tests.report.sample import hostile_report, positions_for, sample_report, write_positions
 from tests.report.sample_benches import hostile_benches
-from tests.runs.harness import SMALL, Done, cli, write_inputs
+from tests.run.harness import SMALL, Done, cli, write_inputs
 
 TITLE, CLIPBOARD, COLOUR, CURSOR = "\x1b]0;mine\x07", "\x1b]52;c;bWluZQ==\x1b\\", "\x1b[41m", "\x1b[2J\x1b[3A\r\b"
 CONTROLS = f"{TITLE}{CLIPBOARD}{COLOUR}{CURSOR}\x9b2J\x9d0;mine\x9c\x7f\x00\x0e"

@@ -19,7 +19,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from fidelab.models.tiny import make_tiny
 from tests.engines.tiny import Answers
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 pytest.importorskip("k16v8.cli")
 

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from fidelab.environments.servers import records
-from tests.runs.harness import Done, cli, write_inputs
+from tests.run.harness import Done, cli, write_inputs
 
 SERVER = Path(__file__).parents[1] / "environments" / "small_llama_server.py"
 DEADLINE = 60.0  # seconds: a guard against hangs
@@ -168,7 +168,7 @@ def test_what_ends_a_bench_of_capacity_ends_the_server_that_it_started(tmp_path:
     child, model = tmp_path / "child", tmp_path / "model.gguf"
     model.write_bytes(b"GGUF")
     script = (
-        "import sys; sys.argv[0] = 'fidelab'; import fidelab.runs.capacity as capacity\n"
+        "import sys; sys.argv[0] = 'fidelab'; import fidelab.run.capacity as capacity\n"
         "from fidelab.environments.environment import Environment; from fidelab.cli import main\n"
         "capacity.check = lambda preset, arm: Environment('llamacpp', sys.executable); main()"
     )

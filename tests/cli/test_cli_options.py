@@ -21,7 +21,7 @@ from fidelab.cli.options import (
     expand_options,
     refuse_beside_resume,
 )
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 
 # Commands whose options measure kernels on inputs of their own, with no model, engine or run: names are all they share
 # with the others.

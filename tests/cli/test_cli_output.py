@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.harness import SMALL, Done, cli, compare, write_inputs
+from tests.run.harness import SMALL, Done, cli, compare, write_inputs
 
 SIZES = ("--windows", 4, "--n-ctx", 16, "--n-predict", 4, "--limit", 2)
 

@@ -17,10 +17,10 @@ from fidelab.engines.fake import FakeEngine
 from fidelab.environments.environment import locate
 from fidelab.environments.install import Stage
 from fidelab.models import resolve
-from fidelab.plan.build import PlannedJob
-from fidelab.plan.deploy import ResolvedArm
-from fidelab.runs.conduct import execute
-from tests.runs.harness import write_inputs
+from fidelab.run.build import PlannedJob
+from fidelab.run.conduct import execute
+from fidelab.run.deploy import ResolvedArm
+from tests.run.harness import write_inputs
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.cli import bench, bench_serve
 from fidelab.metrics.serving import saturation
 from tests.engines.openai_server import Served, save_tokenizer, serving
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 if not any(command.callback is bench_serve.serve for command in bench.app.registered_commands):
     bench.app.command("serve")(bench_serve.serve)

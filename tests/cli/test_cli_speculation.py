@@ -16,7 +16,7 @@ from fidelab.core import KVSpec, Status
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.study import Study, StudyRow
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 RATES: Mapping[str, float] = {"plain": 40.0, "quantized": 50.0, "speculative": 80.0, "both": 90.0}
 ARMS = tuple(RATES)

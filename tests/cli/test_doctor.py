@@ -24,6 +24,7 @@ import pytest
 
 from fidelab.doctor import MAIN_JOB, Diagnosis, DoctorCheck, examine, machine, parts, software
 from fidelab.doctor.text import lines, show
+from fidelab.environments import host
 from fidelab.environments.environment import Environment
 from fidelab.environments.listing import Installed
 from tests.sizes import first
@@ -357,11 +358,11 @@ def test_the_lowest_limit_of_all_control_groups_above_counts_and_file_cache_does
     own, mount = tmp_path / "own", tmp_path / "mount"
     own.write_text("0::/a/b\n")
     write(mount / "a" / "b", memory__max="max\n", memory__current="100\n")
-    assert machine.cgroup_memory(own, mount) is None
+    assert host.cgroup_memory(own, mount) is None
     write(mount / "a", memory__max="900\n", memory__current="700\n", memory__stat="anon 1\ninactive_file 300\n")
-    assert machine.cgroup_memory(own, mount) == (900, 500)
+    assert host.cgroup_memory(own, mount) == (900, 500)
     write(mount / "a" / "b", memory__max="400\n")
-    assert machine.cgroup_memory(own, mount) == (400, 300)
+    assert host.cgroup_memory(own, mount) == (400, 300)
 
 
 def test_control_groups_of_version_1_are_read(tmp_path: Path) -> None:
@@ -374,8 +375,8 @@ def test_control_groups_of_version_1_are_read(tmp_path: Path) -> None:
         memory__usage_in_bytes="200\n",
         memory__stat=stat,
     )
-    assert machine.cgroup_memory(own, mount) == (800, 650)
-    assert machine.cgroup_memory(tmp_path / "nothing", mount) is None
+    assert host.cgroup_memory(own, mount) == (800, 650)
+    assert host.cgroup_memory(tmp_path / "nothing", mount) is None
 
 
 class Gpu:

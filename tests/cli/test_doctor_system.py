@@ -14,7 +14,7 @@ from fidelab.doctor import Diagnosis, DoctorCheck, system
 from fidelab.doctor.known_bad import KNOWN_BAD, Pair
 from fidelab.doctor.system import System, examine_system
 from fidelab.doctor.text import lines
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 ROOT = Path(__file__).parents[2]
 KERNEL = "6.14.0-33-generic"

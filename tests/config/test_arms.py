@@ -12,7 +12,7 @@ from fidelab.config.experiment import validate
 from fidelab.config.load import dump
 from fidelab.config.schema import ArmConfig
 from fidelab.core import Arm, KVSpec
-from fidelab.errors import ConfigError, UsageError
+from fidelab.core.errors import ConfigError, UsageError
 
 BASE = {"model": "m", "candidates": ["q8_0"]}
 

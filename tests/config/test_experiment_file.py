@@ -12,7 +12,7 @@ import yaml
 from fidelab.config.experiment import load, validate
 from fidelab.config.load import apply_overrides, dump
 from fidelab.core import KVSpec
-from fidelab.errors import ConfigError
+from fidelab.core.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"model": "m", "reference": "f32", "candidates": ["int4"]}
 

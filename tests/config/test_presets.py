@@ -11,8 +11,8 @@ import yaml
 from fidelab.config.experiment import validate
 from fidelab.config.presets import cells_of, experiment_of, find_preset, listing, load_preset, own_folder
 from fidelab.config.schema import Experiment
+from fidelab.core.errors import ConfigError, UnknownNameError
 from fidelab.engines import ENGINES
-from fidelab.errors import ConfigError, UnknownNameError
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 
 from fidelab.config.experiment import validate
 from fidelab.config.serve import Pasted, read_change, read_served
-from fidelab.errors import ConfigError, InputError, UsageError
+from fidelab.core.errors import ConfigError, InputError, UsageError
 
 CONTROLLED = {"vllm": {"enable-prefix-caching": "every window starts with an empty cache"}}
 VLLM = "vllm serve owner/m --max-model-len 4096 --enable-prefix-caching --port 8001 --dtype half"

@@ -15,10 +15,10 @@ from fidelab.config.experiment import validate
 from fidelab.config.harmless import table
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import demands
+from fidelab.core.errors import UsageError
 from fidelab.engines.openai.http import read_key
-from fidelab.errors import UsageError
 from tests.engines.openai_server import Served, save_model, serving
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 SIZES = {"kld": {"windows": 1, "n_ctx": 16}}
 

@@ -12,7 +12,7 @@ from fidelab.config.load import dump
 from fidelab.config.presets import cells_of
 from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec
-from fidelab.errors import ConfigError
+from fidelab.core.errors import ConfigError
 
 
 def experiment(vary: Any, **more: Any) -> Experiment:

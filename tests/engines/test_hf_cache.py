@@ -14,8 +14,8 @@ from transformers import DeepseekV4ForCausalLM, DeepseekV32ForCausalLM
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, StaticLayer
 
 from fidelab.core import KVSpec
+from fidelab.core.errors import NotSupportedError
 from fidelab.engines.hf.cache import EncodedCache, EncodedStore
-from fidelab.errors import NotSupportedError
 from fidelab.formats import FORMATS, create
 from fidelab.formats.base import Format
 from tests.engines import tiny

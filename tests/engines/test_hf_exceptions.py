@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from fidelab.core import KVSpec
+from fidelab.core.errors import NotSupportedError
 from fidelab.engines.hf import exceptions
 from fidelab.engines.hf.cache import EncodedCache, EncodedStore
-from fidelab.errors import NotSupportedError
 from fidelab.formats import create
 from tests.engines import tiny
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fidelab.captures.requests import Forced, Generate, Prefill
+from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.engines.hf.adapter import HFEngine
-from fidelab.errors import EngineError, NotSupportedError, UsageError
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import Answers

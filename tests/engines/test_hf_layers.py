@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fidelab.captures.container import BFloat16, to_float32
 from fidelab.captures.requests import Layerwise, Prefill
+from fidelab.core.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.structure import decoder_layers
-from fidelab.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.metrics.layers import LayerCurve, Parting, part, relative_errors
 from k16v8.kernels.reference import Attention, attend
 from tests.engines import tiny

@@ -19,11 +19,11 @@ from fidelab.core import Status
 from fidelab.engines.base import RuntimeInfo
 from fidelab.engines.hf import proof
 from fidelab.engines.hf.cache import EncodedCache
-from fidelab.runs.pairing import ArmResult, engaged
+from fidelab.run.pairing import ArmResult, engaged
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import Answers
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 LAYERS = 9
 WINDOWS = Prefill("kld", tuple(tiny.tokens(40, seed=n) for n in range(8)), 0, 38, ((0,) * 39,) * 8)

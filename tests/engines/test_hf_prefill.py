@@ -15,7 +15,7 @@ import torch
 from fidelab.captures.container import BFloat16, to_float32
 from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.core import Estimator
-from fidelab.errors import EngineError
+from fidelab.core.errors import EngineError
 from tests.captures import sample
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint

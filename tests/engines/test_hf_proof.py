@@ -20,14 +20,14 @@ from fidelab.engines.hf.cache import EncodedStore, _EncodedAttention
 from fidelab.formats import FORMATS, create
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.fp8 import Float8
-from fidelab.runs.pairing import ArmResult, engaged
+from fidelab.run.pairing import ArmResult, engaged
 from k16v8.kernels import reference
 from k16v8.kernels.cache import dequantize
 from k16v8.plugins.transformers import cache as paged_cache
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 PREFILL = Prefill("kld", (tiny.tokens(40, seed=1),), 0, 38, ((0,) * 39,))
 PROMPTS = (tiny.tokens(9, seed=2), tiny.tokens(21, seed=3), tiny.tokens(12, seed=4))

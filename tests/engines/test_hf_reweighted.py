@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fidelab.captures.requests import Prefill, Request, Reweighted, request_from_record, request_record
-from fidelab.errors import NotSupportedError, UsageError
+from fidelab.core.errors import NotSupportedError, UsageError
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import Answers

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from fidelab.captures.requests import WAYS, Served
+from fidelab.core.errors import NotSupportedError
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.cache import EncodedCache
-from fidelab.errors import NotSupportedError
 from fidelab.models.tiny import make_tiny
 from tests.engines import tiny
 from tests.engines.tiny import Answers, hidden, opened
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 Checkpoint = Callable[..., Path]
 

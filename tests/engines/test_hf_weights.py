@@ -16,9 +16,9 @@ from fidelab.captures.requests import Prefill
 from fidelab.checkpoints.files import open_checkpoint
 from fidelab.checkpoints.layouts import StoredArray, quantized_modules
 from fidelab.core import FormatSpec
+from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.weights import WEIGHTS, ModelWeight, assigned, parse_rules, weights_of
-from fidelab.errors import NotSupportedError, UsageError
 from fidelab.formats.weights import weight_format
 from tests.checkpoints.quantized import write_quantized
 from tests.engines import tiny

@@ -14,12 +14,12 @@ import transformers
 
 from fidelab.captures.requests import ImageForced, ImageGenerate, request_from_record, request_hash, request_record
 from fidelab.core import Arm, KVSpec
+from fidelab.core.errors import NotSupportedError
 from fidelab.engines.base import Answer
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.model import HFModel
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.openai.adapter import OpenAIEngine
-from fidelab.errors import NotSupportedError
 from fidelab.inputs.images import draw, png
 from fidelab.models.tiny import make_tiny
 from tests.engines.openai_server import Served, serving

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fidelab.core import Arm, KVSpec
+from fidelab.core.errors import UsageError
 from fidelab.engines import k16v8
 from fidelab.engines.k16v8 import K16V8, SWITCH, check_pair, content_bytes, is_pair, read_back_layers
 from fidelab.engines.sglang import launch as sglang_launch
@@ -19,7 +20,6 @@ from fidelab.engines.vllm import launch as vllm_backend
 from fidelab.engines.vllm import read_back as vllm_ran
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.launch import Backend
-from fidelab.errors import UsageError
 
 shared = pytest.importorskip("k16v8.plugins.shared")
 

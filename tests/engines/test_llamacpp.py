@@ -21,17 +21,17 @@ from fidelab.captures.container import to_float32
 from fidelab.captures.requests import Forced, Generate, Prefill, Timed
 from fidelab.config.experiment import validate
 from fidelab.core import Arm, KVSpec, Status
+from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.engines.base import Engine
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.llamacpp.head import LlamaHead
 from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaModel, Seen, function
 from fidelab.engines.llamacpp.proof import CacheSide, decoded, proof, read_state
-from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.models.weights import file_sha256
-from fidelab.plan.arms import resolve_arm
+from fidelab.run.arms import resolve_arm
 from tests.engines.tiny import Answers
 from tests.models import tiny_gguf
 from tests.models.tiny_gguf import HEADS, HIDDEN, write_gguf

@@ -15,10 +15,10 @@ import pytest
 from fidelab.captures.requests import Forced, Generate, Prefill, Timed, Tokens
 from fidelab.captures.requests import Served as Asked
 from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.base import Answer
 from fidelab.engines.openai import http as openai_http
 from fidelab.engines.openai.adapter import OpenAIEngine
-from fidelab.errors import EngineError, UsageError
 from fidelab.metrics.divergence import compare_topk
 from tests.engines.openai_server import BOS, EOS, VOCAB, Served, encode, next_token, save_tokenizer, serving, true_kl
 from tests.engines.tiny import Answers, ids

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from fidelab.captures.requests import Generate, Prefill
+from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.openai import http as openai_http
 from fidelab.engines.openai.adapter import OpenAIEngine
 from fidelab.engines.openai.http import PAGE, Client, Refused, cleaner
 from fidelab.engines.openai.server import identify
-from fidelab.errors import EngineError, UsageError
 from tests.bench.load.sse_server import HEAD, Script, Talk, chunked, serve, sized
 from tests.engines.openai_server import EOS, Served, encode, save_tokenizer, serving
 from tests.engines.test_openai import opened, prefill

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engines.openai_server import VOCAB, Served, save_model, serving, true_kl
-from tests.runs.harness import Done, cli, write_inputs
+from tests.run.harness import Done, cli, write_inputs
 
 Compare = Callable[..., Done]
 

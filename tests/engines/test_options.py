@@ -12,6 +12,7 @@ from fidelab.config.experiment import validate
 from fidelab.config.schema import ArmConfig, Experiment
 from fidelab.config.trust import demands
 from fidelab.core import Arm, KVSpec
+from fidelab.core.errors import ConfigError, UsageError
 from fidelab.engines.base import Engine
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
@@ -20,10 +21,9 @@ from fidelab.engines.options import other_options, parse_options
 from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.engines.variables import NODE_PROCESS, check_env, variables_of
 from fidelab.engines.vllm.adapter import VLLMEngine
-from fidelab.errors import ConfigError, UsageError
 from fidelab.models import resolve
-from fidelab.plan.arms import resolve_arm
-from fidelab.plan.deploy import engine_class
+from fidelab.run.arms import resolve_arm
+from fidelab.run.deploy import engine_class
 
 
 def parser() -> argparse.ArgumentParser:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fidelab.core import Arm, KVSpec
+from fidelab.core.errors import NotSupportedError, UnknownNameError
 from fidelab.engines import ENGINES
 from fidelab.engines.k16v8 import meaning
 from fidelab.engines.llamacpp.serve import python_server
-from fidelab.errors import NotSupportedError, UnknownNameError
 
 
 def arm(engine: str, kv: str = "auto", device: str = "cpu", **options: str) -> Arm:

@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from fidelab.core import Arm, KVSpec
+from fidelab.core.errors import EngineError
 from fidelab.engines.openai.http import Client
 from fidelab.engines.server_settings import Finding, findings, preparation_seconds
-from fidelab.errors import EngineError
 
 Serve = Callable[[Mapping[str, str]], Client]
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fidelab.core import Arm, KVSpec, Speculation
+from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.engines.sglang import capture as sglang_capture
 from fidelab.engines.sglang import launch as sglang_launch
 from fidelab.engines.sglang.adapter import SGLangEngine
@@ -29,7 +30,6 @@ from fidelab.engines.sglang.read_back import _found, _scales
 from fidelab.engines.sglang.session import SGLangRequest, SGLangSession, _counted
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.written import watched
-from fidelab.errors import NotSupportedError, UsageError
 
 WIDTH, VOCAB = 4, 6
 

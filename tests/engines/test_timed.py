@@ -17,12 +17,12 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Timed, Tokens, request_record
 from fidelab.core import Arm, KVSpec, Status
+from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines import timing
 from fidelab.engines.base import Engine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.llamacpp.library import LlamaContext
 from fidelab.engines.timing import time_prompts
-from fidelab.errors import EngineError, NotSupportedError
 from fidelab.workers.messages import Job, Message, ProbeTask
 from fidelab.workers.parent import run_worker
 from tests.captures import sample

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fidelab.core import Arm, KVSpec
+from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.base import read_back_proof
 from fidelab.engines.vllm import capture as vllm_capture
 from fidelab.engines.vllm.adapter import VLLMEngine
@@ -24,7 +25,6 @@ from fidelab.engines.vllm.launch import Backend, least_cache_bytes
 from fidelab.engines.vllm.model import VLLMModel, is_refusal
 from fidelab.engines.vllm.options import size_in_bytes
 from fidelab.engines.vllm.read_back import stored_as
-from fidelab.errors import EngineError, UsageError
 
 WIDTH, VOCAB = 4, 11
 GOOD = Backend("cpu", "CPU_ATTN", ("auto", "fp8_e4m3"), True)

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.vllm import capture as vllm_capture
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, quantizes_queries
 from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend, prepare, serve_command, serve_variables
 from fidelab.engines.vllm.read_back import remarks
 from fidelab.engines.vllm.runners import kernel_block_ids
-from fidelab.errors import EngineError, UsageError
 from tests.engines.test_vllm import VOCAB, WIDTH, Model, asked, rows, states
 
 CUDA = Backend("cuda", "FLASH_ATTN", ("auto", "fp8"), True)

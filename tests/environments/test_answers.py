@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fidelab.core import KVSpec
+from fidelab.core.errors import EngineError, FidelabError, InputError, UsageError
 from fidelab.environments.answers import EngineAnswers, ask
 from fidelab.environments.environment import Environment, link_folder, locate
-from fidelab.errors import EngineError, FidelabError, InputError, UsageError
 from fidelab.workers.messages import PROTOCOL
 from tests.captures import sample
 from tests.environments.conftest import Second

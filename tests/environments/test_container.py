@@ -14,19 +14,19 @@ import pytest
 import yaml
 
 from fidelab.core import Status
+from fidelab.core.errors import EngineError
+from fidelab.core.registry import Registry
 from fidelab.engines import ENGINES
 from fidelab.environments import container
 from fidelab.environments.answers import ask
 from fidelab.environments.container import find_image, named_paths, seen_through
 from fidelab.environments.environment import locate, remember_trial
 from fidelab.environments.trial import Trial, try_out
-from fidelab.errors import EngineError
 from fidelab.models.tiny import make_tiny
-from fidelab.registry import Registry
 from tests.captures import sample
 from tests.environments.conftest import ROOT, Second
 from tests.environments.fake_docker import FakeDocker
-from tests.runs.harness import Done, cli, compare, write_inputs
+from tests.run.harness import Done, cli, compare, write_inputs
 
 IMAGE = ("--image", "engine:1")
 DIGEST = "sha256:" + "d" * 64

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import fidelab
+from fidelab.core.errors import EngineError, InputError, UnknownNameError, UsageError
 from fidelab.engines import ENGINES
 from fidelab.environments.environment import MARKER, Environment, link_folder, locate, write_marker
-from fidelab.errors import EngineError, InputError, UnknownNameError, UsageError
 from tests.environments.conftest import Second
 
 NEEDY = "tests.environments.odd:Odd"  # needs a distribution that is not here

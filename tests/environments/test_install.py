@@ -21,6 +21,7 @@ import pytest
 import fidelab
 from fidelab.config.experiment import validate
 from fidelab.config.schema import EngineConfig
+from fidelab.core.errors import EngineError, OutputError, UsageError
 from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
 from fidelab.environments import install as module
@@ -30,9 +31,8 @@ from fidelab.environments.environment import MARKER, Environment, locate, read_m
 from fidelab.environments.install import Stage, install, remove
 from fidelab.environments.listing import listing
 from fidelab.environments.recipes import RECIPES, Recipe, Step
-from fidelab.errors import EngineError, OutputError, UsageError
-from fidelab.plan.deploy import Engines
-from fidelab.plan.resolve import resolve_experiment
+from fidelab.run.deploy import Engines
+from fidelab.run.resolve import resolve_experiment
 from tests.environments.agreement import RUNS, UNKNOWN, check_agreement
 from tests.environments.conftest import ROOT, Second, add_distribution, add_numpy
 from tests.sizes import first

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fidelab.core import KVSpec
-from fidelab.errors import NotSupportedError, UsageError
+from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.formats import create
 from fidelab.formats.base import Format
 from fidelab.formats.lloyd import levels

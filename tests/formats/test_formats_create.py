@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fidelab.core import FormatSpec, KVSpec
-from fidelab.errors import UnknownNameError, UsageError
+from fidelab.core.errors import UnknownNameError, UsageError
 from fidelab.formats import FORMATS, create
 
 

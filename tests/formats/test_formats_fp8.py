@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fidelab.core import KVSpec
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 from fidelab.formats import create, fp8
 from fidelab.formats.fp8 import Float8, fn_to_fnuz, fnuz_to_fn
 

@@ -10,8 +10,8 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 from fidelab.core import FormatSpec, KVSpec
+from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.engines.hf.kernels import options_of
-from fidelab.errors import NotSupportedError, UsageError
 from fidelab.formats import create
 from fidelab.formats.base import Format
 from fidelab.formats.known import canonical, names_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fidelab.core import FormatSpec
-from fidelab.errors import NotSupportedError, UnknownNameError, UsageError
+from fidelab.core.errors import NotSupportedError, UnknownNameError, UsageError
 from fidelab.formats import FORMATS, K_QUANTS, weights
 from fidelab.formats.weights import weight_format
 

@@ -33,9 +33,9 @@ from fidelab.inputs.traffic import random_prompts
 from fidelab.results.measurement import Measurement, label
 from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord, Report
-from fidelab.runs.conduct import execute, read_outcomes
-from fidelab.runs.pairing import ArmResult
-from fidelab.runs.scoring import RunFacts, score_run
+from fidelab.run.conduct import execute, read_outcomes
+from fidelab.run.pairing import ArmResult
+from fidelab.run.scoring import RunFacts, score_run
 from tests.golden.bundle import Bundle
 from tests.golden.rows import Kind, Row, number
 from tests.golden.runs import BY_ORDER, UNTIED, GoldenRun
@@ -624,7 +624,7 @@ def audit_json(name: str, room: Path) -> dict[str, Any]:
 
 def physics_json(words: Sequence[str], room: Path) -> dict[str, Any]:
     """What ``fidelab physics --json`` prints."""
-    from tests.runs.harness import cli
+    from tests.run.harness import cli
 
     done = cli("physics", *words, "--json", cwd=room)
     assert done.code == 0, done.err
@@ -699,7 +699,7 @@ def plants() -> Mapping[str, tuple[str, Any]]:
     from fidelab.axes import rows as axis_rows
     from fidelab.metrics import agreement, composite, divergence, equivalence, intervals, retrieval
     from fidelab.metrics.perplexity import row_nll
-    from fidelab.runs import pairing, scoring
+    from fidelab.run import pairing, scoring
 
     compare, logits, of = divergence.compare_rows, axis_rows.logits, intervals.RatioItems.of
     targets, certify, first = kld._targets, equivalence.certify, agreement.first_divergence

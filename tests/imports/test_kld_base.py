@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax, rel_entr
 
 from fidelab.captures.requests import Prefill
-from fidelab.errors import FidelabError, InputError, MismatchError, UsageError
+from fidelab.core.errors import FidelabError, InputError, MismatchError, UsageError
 from fidelab.imports.dump_folder import export_base, open_dump
 from fidelab.imports.kld_base import BaseFile, write_base
 from fidelab.imports.kld_dumps import import_dumps
 from fidelab.results.measurement import Measurement
 from tests.captures.sample import named, writer
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 DATA = Path(__file__).parent / "data"
 F32, Q4 = DATA / "llama-perplexity-f32.kld", DATA / "llama-perplexity-q4_0.kld"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fidelab.core import Estimator, Status
-from fidelab.errors import FidelabError, InputError, MismatchError, UsageError
+from fidelab.core.errors import FidelabError, InputError, MismatchError, UsageError
 from fidelab.imports import kld_dumps
 from fidelab.imports.kld_dumps import import_dumps
 from fidelab.imports.leave import Imported
@@ -24,7 +24,7 @@ from fidelab.report.positions import read_positions
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 VOCAB, ROWS = 50, 8
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from fidelab.errors import FidelabError, InputError, MismatchError, UsageError
+from fidelab.core.errors import FidelabError, InputError, MismatchError, UsageError
 from fidelab.imports.leave import Imported
 from fidelab.imports.lm_eval import import_samples
 from fidelab.results.measurement import Measurement
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 Change = Callable[[dict[str, Any]], object]
 

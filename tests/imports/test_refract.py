@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fidelab.core import KVSpec, Status
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.imports.leave import Imported
 from fidelab.imports.refract import import_refract
 from fidelab.metrics.intervals import binomial_interval
@@ -28,7 +28,7 @@ from tests.imports.sample import (
     with_axis,
     write,
 )
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 EXAMPLES = Path(__file__).parents[3] / "shared" / "data" / "refract"
 

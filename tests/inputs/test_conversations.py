@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.conversations import (
     domain_of,
     load_traffic,

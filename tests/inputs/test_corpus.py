@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.inputs.corpus import Place, Protocol, WindowSet, make_windows
 from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fidelab.errors import InputError, UnavailableError
+from fidelab.core.errors import InputError, UnavailableError
 from fidelab.inputs.gsm8k import Problem, ask, extract_answer, load_problems, load_shots, own_words
 from fidelab.models import hub
 

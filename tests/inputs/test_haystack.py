@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.haystack import LEAST_SHIFT, generate_paragraphs, load_haystack, sentences
 from fidelab.inputs.needles import CODES
 from fidelab.inputs.tokens import Tokenizer

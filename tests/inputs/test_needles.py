@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.haystack import Haystack, load_haystack, space_before
 from fidelab.inputs.needles import CODES, FIXED_CODE, OTHERS, Needles, Style, build_prompt, draw_needles
 from fidelab.inputs.tokens import Tokenizer

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from fidelab.errors import UnknownNameError
+from fidelab.core.errors import UnknownNameError
 from fidelab.inputs.perturb import PERTURBATIONS, differences, perturb, perturb_prompt, stop_words, synonyms
 from fidelab.inputs.prompts import Prompt, load_prompts
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.inputs.prompts import Prompt, load_prompts
 
 

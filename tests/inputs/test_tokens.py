@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fidelab.core import Vocabulary, digest
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs import tokens
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import arrivals, mixed_prompts, random_prompts, read_trace, text_prompts, word_prompts
 from fidelab.models import Model, resolve

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.harness import Done, compare
+from tests.run.harness import Done, compare
 
 
 @pytest.fixture(scope="session")

@@ -13,14 +13,14 @@ import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from fidelab.core import Status
-from fidelab.errors import UnknownNameError, UsageError
+from fidelab.core.errors import UnknownNameError, UsageError
 from fidelab.report.exports import choose_arm, hub_files, lm_eval_results
 from fidelab.report.markdown import code_span
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Report
 from tests.report.sample import hostile_report, sample_report
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 SVG = "{http://www.w3.org/2000/svg}"
 

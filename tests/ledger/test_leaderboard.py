@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fidelab.core import KVSpec, Status
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.report.leaderboard import render_leaderboard_html, render_leaderboard_markdown
 from fidelab.results.leaderboard import Leaderboard, LeaderboardRow, rank
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord
 from tests.report.sample import HOSTILE, sample_report
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 MEAN = Definition("mean", "nats", "lower")
 RATE = Definition("rate", "tok/s", "higher")

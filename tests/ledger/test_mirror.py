@@ -21,7 +21,7 @@ from fidelab.ledger.mirror import mirrored
 from fidelab.results.record import Report
 from fidelab.results.table import tabulate
 from tests.report.sample import sample_report
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 wandb_here = pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb: pip install 'fidelab[wandb]'")
 trackio_here = pytest.mark.skipif(find_spec("trackio") is None, reason="needs trackio: pip install 'fidelab[trackio]'")

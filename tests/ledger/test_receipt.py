@@ -20,8 +20,8 @@ from fidelab.ledger import receipt as ledger
 from fidelab.ledger.receipt import Verified, json_schema
 from fidelab.results.leaderboard import rank
 from fidelab.results.record import Report
-from fidelab.runs.conduct import recompute
-from tests.runs.harness import Done, cli
+from fidelab.run.conduct import recompute
+from tests.run.harness import Done, cli
 
 Lines = list[dict[str, Any]]
 SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.receipt-0.schema.json"

@@ -13,11 +13,11 @@ from unittest import mock
 
 import pytest
 
-from fidelab.doctor.machine import graphics, source_commit
+from fidelab.environments.host import graphics, source_commit
 from fidelab.ledger import index
 from fidelab.ledger.index import INDEX, LedgerRow, list_runs
 from fidelab.results.store import RunFolder
-from tests.runs.harness import cli, compare
+from tests.run.harness import cli, compare
 
 
 def only(folder: Path) -> LedgerRow:

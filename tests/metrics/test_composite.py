@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fidelab.errors import UnknownNameError
+from fidelab.core.errors import UnknownNameError
 from fidelab.metrics.composite import (
     BANDS,
     Band,

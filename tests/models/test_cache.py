@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.errors import InputError, OutputError
+from fidelab.core.errors import InputError, OutputError
 from fidelab.models.cache import build_once, cache_dir
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.models import embedded, listing, path, pull, resolve
 from tests.models.tiny_gguf import write_gguf
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fidelab.errors import InputError, OutputError
+from fidelab.core.errors import InputError, OutputError
 from fidelab.models import Model, check_conversion, pull, resolve, with_weights
 from fidelab.models.convert import to_safetensors
 from fidelab.models.gguf import hf_config, read_header, text_folder

@@ -148,7 +148,7 @@ def hub(tmp_path: Path, make_folder: MakeFolder) -> Iterator[Hub]:
 
 SCRIPT = """
 import json, sys
-from fidelab.errors import FidelabError
+from fidelab.core.errors import FidelabError
 from fidelab.inputs.texts import load_text
 from fidelab.models import resolve
 try:

@@ -12,7 +12,7 @@ import pytest
 from fidelab.models import collect_garbage, listing, pull, resolve
 from fidelab.models.store import gguf_dir
 from tests.models.tiny_gguf import write_gguf
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 
 def _names() -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.models import Model, listing, path, pull, resolve
 from tests.conftest import MakeFolder
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from fidelab.captures.container import to_float32
 from fidelab.captures.requests import Prefill
 from fidelab.core import Arm, KVSpec
+from fidelab.core.errors import UsageError
 from fidelab.engines.base import Engine
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
-from fidelab.errors import UsageError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from fidelab.models.tiny import GGUF_NAME, make_tiny

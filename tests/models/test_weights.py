@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.models.weights import file_sha256, folder_sha256, measure, weight_files
 from tests.conftest import MakeFolder
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.models.gguf import header_config, hf_config, read_header
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.physics.architectures import MODEL_TYPES, geometry_of_config

@@ -13,7 +13,7 @@ import transformers
 from typer.testing import CliRunner
 
 from fidelab.cli import app
-from fidelab.errors import FidelabError, InputError
+from fidelab.core.errors import FidelabError, InputError
 from fidelab.physics.explainer import KNOWN_MODELS, measured_points
 from fidelab.physics.fits import fit_affine, fit_hill, read_points
 from fidelab.physics.geometry import model_geometry

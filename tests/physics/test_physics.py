@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from fidelab.cli import app
 from fidelab.core import KVSpec, cache_parameter
-from fidelab.errors import FidelabError, InputError, NotSupportedError, UsageError
+from fidelab.core.errors import FidelabError, InputError, NotSupportedError, UsageError
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.physics import devices, geometry
 from fidelab.physics.devices import Device, find_device, remember_device

@@ -15,8 +15,8 @@ import numpy as np
 from fidelab.captures.container import Array, to_float32
 from fidelab.captures.requests import request_from_record
 from fidelab.core import finite
+from fidelab.core.errors import FidelabError
 from fidelab.engines.base import Engine
-from fidelab.errors import FidelabError
 
 
 class Answers:

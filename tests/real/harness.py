@@ -23,14 +23,14 @@ from fidelab import compare
 from fidelab.captures.container import to_float32
 from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Served, Timed, request_record
 from fidelab.core import Arm, KVSpec
+from fidelab.core.errors import EngineError
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.environments.environment import Environment, locate
-from fidelab.errors import EngineError
 from fidelab.models.tiny import make_tiny
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.study import Study
 from tests.engines import tiny
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 VOCAB = 515  # odd: vLLM pads it to a multiple of 64 for each rank, SGLang pads it too
 BAD = 9  # a token whose embedding is NaN

@@ -13,8 +13,8 @@ from typing import Any
 
 from fidelab.captures.requests import Request, request_from_record
 from fidelab.core import Arm
+from fidelab.core.errors import FidelabError
 from fidelab.engines.sglang.adapter import SGLangEngine
-from fidelab.errors import FidelabError
 from tests.real.answers import Answers, answering
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from fidelab.config.cross import CrossEngine, validate_cross
 from fidelab.config.profiles import experiments
+from fidelab.core.errors import FidelabError
 from fidelab.environments.environment import locate
-from fidelab.errors import FidelabError
 from fidelab.models import Model
 from fidelab.results.study import Study, StudyRow
 from fidelab.studies.cross_engine import run_cross

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fidelab.models.tiny import make_tiny
 from tests.real.harness import installed
-from tests.runs.harness import cli
+from tests.run.harness import cli
 from tests.tiny_models import randomised
 
 pytestmark = pytest.mark.long

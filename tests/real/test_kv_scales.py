@@ -11,7 +11,7 @@ from fidelab.checkpoints.fragile import make_fragile
 from fidelab.checkpoints.kv_scales import NOTES
 from fidelab.models import Model
 from tests.real.harness import NEEDS_FP8, installed
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 pytestmark = [pytest.mark.long, pytest.mark.model]
 SMALL = ("--axes", "kld", "--windows", 2, "--n-ctx", 128, "--control", "none", "--no-floor", "--threads", 1)

@@ -16,7 +16,7 @@ import pytest
 from fidelab.environments.servers import records
 from fidelab.models import Model
 from tests.real.harness import installed
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 pytestmark = [pytest.mark.long, pytest.mark.model]
 SECONDS = 5.0  # within which a server that answers has to be checked

@@ -11,7 +11,7 @@ from fidelab.environments.environment import engines_dir
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from tests.models.tiny_gguf import write_gguf
 from tests.real.harness import installed
-from tests.runs.harness import Done, axis_of, cli
+from tests.run.harness import Done, axis_of, cli
 
 WIKI = Path(__file__).parents[3] / "shared" / "data" / "wiki.test.raw"
 

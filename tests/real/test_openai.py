@@ -17,7 +17,7 @@ from fidelab.metrics.divergence import compare_topk
 from fidelab.models import Model
 from tests.engines.tiny import Answers, ids
 from tests.real.servers import llamacpp_server
-from tests.runs.harness import cli, write_inputs
+from tests.run.harness import cli, write_inputs
 
 pytestmark = pytest.mark.model
 

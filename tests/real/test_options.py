@@ -8,7 +8,7 @@ import pytest
 
 from fidelab.models.tiny import make_tiny
 from tests.real.harness import NEEDS_FP8, installed
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 pytestmark = pytest.mark.long
 

@@ -14,10 +14,10 @@ from fidelab.config.schema import Experiment
 from fidelab.config.serve import read_served
 from fidelab.engines.llamacpp.serve import python_server
 from fidelab.models import Model, resolve
-from fidelab.plan.arms import resolve_arm
+from fidelab.run.arms import resolve_arm
 from tests.real.harness import NEEDS_FP8, installed
 from tests.real.servers import HERE, serving
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 pytestmark = [pytest.mark.long, pytest.mark.model]
 SMALL = ("--axes", "kld", "--windows", 2, "--n-ctx", 64, "--control", "none", "--no-floor", "--device", "cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fidelab.models import Model
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 pytestmark = [pytest.mark.long, pytest.mark.engines]
 

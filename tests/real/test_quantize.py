@@ -15,7 +15,7 @@ from fidelab.checkpoints.audit import audit
 from fidelab.environments.environment import engines_dir, read_marker
 from fidelab.environments.recipes import variants
 from fidelab.models.tiny import make_tiny
-from fidelab.runs.quantize import quantize
+from fidelab.run.quantize import quantize
 
 pytestmark = pytest.mark.long
 

@@ -14,7 +14,7 @@ import pytest
 from fidelab.models import Model
 from fidelab.results.study import Study
 from tests.real.servers import llamacpp_server, sglang_server, vllm_server
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 pytestmark = [pytest.mark.long, pytest.mark.model]
 

@@ -11,9 +11,9 @@ import torch
 
 from fidelab import compare
 from fidelab.captures.requests import Forced, Request
+from fidelab.core.errors import UsageError
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
-from fidelab.errors import UsageError
 from fidelab.results.record import ArmRecord
 from tests.engines import tiny
 from tests.real import harness

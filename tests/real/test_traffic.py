@@ -10,7 +10,7 @@ import pytest
 from fidelab.captures.reader import Capture
 from fidelab.models import Model
 from tests.real.harness import installed
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 pytestmark = [pytest.mark.long, pytest.mark.model]
 

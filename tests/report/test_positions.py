@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.report.html import render_html, write_html
 from fidelab.report.plots import tail
 from fidelab.report.positions import EDGES, N_WORST, Worst, read_positions

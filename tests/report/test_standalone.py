@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fidelab.cli import app
 from fidelab.core import Status
-from fidelab.errors import OutputError, UsageError
+from fidelab.core.errors import OutputError, UsageError
 from fidelab.report.standalone import draw_charts, write_charts
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve

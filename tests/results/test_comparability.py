@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fidelab.core import Status
-from fidelab.errors import MismatchError
+from fidelab.core.errors import MismatchError
 from fidelab.results.comparability import in_words
 from fidelab.results.compare import compare
 from fidelab.results.measurement import Definition, Measurement

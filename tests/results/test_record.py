@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from fidelab.core import KVSpec, Status
-from fidelab.errors import InputError, OutputError
+from fidelab.core.errors import InputError, OutputError
 from fidelab.results.measurement import Definition, Measurement, Metric
 from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord, Composite, Report, RuntimeRecord, write_atomically

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from fidelab.core import Status
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 from fidelab.results.measurement import Cell, Coordinates, Definition, Measurement
 from fidelab.results.record import ArmRecord, Report, Timing, Verdict
 from fidelab.results.table import columns

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fidelab.core import KVSpec, Status
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.models.tiny import make_tiny
 from fidelab.physics.devices import find_device
 from fidelab.physics.shapes import Geometry
@@ -34,7 +34,7 @@ from fidelab.studies.advice import (
 )
 from tests.report.sample import kld_axis
 from tests.report.sample import sample_report as whole_report
-from tests.runs.harness import cli
+from tests.run.harness import cli
 
 SHAPE = Geometry.of_sizes(28, 4, 128, 7.6e9)
 H200 = find_device("H200")

@@ -10,7 +10,7 @@ import pytest
 from fidelab.checkpoints.fragile import make_fragile
 from fidelab.models.tiny import make_tiny
 from fidelab.results.study import Study
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 from tests.sizes import first
 
 LAYERS = 3

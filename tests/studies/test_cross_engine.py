@@ -17,9 +17,9 @@ from fidelab.config.profiles import experiments
 from fidelab.report.study import render_study
 from fidelab.results.measurement import Definition
 from fidelab.results.study import Study, StudyRow
-from fidelab.runs.conduct import Interrupted
+from fidelab.run.conduct import Interrupted
 from fidelab.studies.cross_engine import run_cross, unsteady
-from tests.runs.harness import Done, cli, write_inputs
+from tests.run.harness import Done, cli, write_inputs
 
 TILTED, CANDIDATE = "tilt[q=0.55]", "tilt[q=0.6]"
 EXPERIMENT: dict[str, Any] = {

@@ -16,7 +16,7 @@ from fidelab.models.tiny import make_tiny
 from fidelab.report.study import render_study
 from fidelab.results.study import Study
 from fidelab.studies.layers import findings
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 LAYERS, FAULTY = 4, 2
 SKIP_OTHERS = "0,1,3"

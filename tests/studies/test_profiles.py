@@ -18,7 +18,7 @@ import yaml
 
 from fidelab.config.profiles import Needs, load_profile, names, resolve
 from fidelab.studies.profiles import Machine, find_figure, judge
-from tests.runs.harness import Done, cli, write_inputs
+from tests.run.harness import Done, cli, write_inputs
 
 FAKE = {
     "model": "fake",

@@ -10,7 +10,7 @@ import pytest
 from fidelab.checkpoints.recipe import read_recipe
 from fidelab.models.tiny import make_tiny
 from fidelab.results.study import Study
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 LAYERS = 3
 KINDS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fidelab import registry
-from tests.runs.harness import Done, cli, write_inputs
+from fidelab.core import registry
+from tests.run.harness import Done, cli, write_inputs
 
 
 @pytest.fixture(scope="package")

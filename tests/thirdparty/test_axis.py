@@ -9,7 +9,7 @@ import pytest
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
-from tests.runs.harness import Done, cli
+from tests.run.harness import Done, cli
 
 SHORT = "short[at=3,every=4]"  # of eight answers two end after 3 tokens
 

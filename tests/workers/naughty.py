@@ -14,8 +14,8 @@ import numpy as np
 
 from fidelab.captures.requests import Request
 from fidelab.core import Arm, Estimator
+from fidelab.core.errors import NotSupportedError
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support
-from fidelab.errors import NotSupportedError
 
 LIES = b'{"type": "Done", "ran": {}}\n{"type": "Captured", "index": 0, "path": "/", "seconds": 0}\nnonsense\n'
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fidelab.core import Status
-from fidelab.errors import EngineError
+from fidelab.core.errors import EngineError
 from fidelab.workers.messages import (
     Captured,
     Done,

@@ -1,6 +1,6 @@
 """Axes: each one builds the requests for all arms and scores pairs of captures.  No axis depends on an engine."""
 
-from fidelab.registry import Registry
+from fidelab.core.registry import Registry
 
 AXES = Registry(
     "axis",

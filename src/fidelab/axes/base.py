@@ -25,7 +25,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request, Timed, Tokens
 from fidelab.core import Status, canonical_json
-from fidelab.errors import CaptureError, InputError
+from fidelab.core.errors import CaptureError, InputError
 from fidelab.metrics.intervals import (
     PairedDifference,
     RatioItems,
@@ -42,26 +42,6 @@ if TYPE_CHECKING:
     from fidelab.inputs.prompts import Prompt
     from fidelab.inputs.texts import Text
     from fidelab.inputs.tokens import Template, Tokenizer
-
-__all__ = [
-    "OVER_CONTROL",
-    "SCORE",
-    "Axis",
-    "AxisInputs",
-    "AxisScore",
-    "AxisSettings",
-    "SampleSize",
-    "answer_text",
-    "image_files",
-    "image_messages",
-    "lost_and_gained",
-    "part_name",
-    "parts_of",
-    "prompt_ids",
-    "select_groups",
-    "texts",
-    "written_text",
-]
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]

@@ -21,7 +21,7 @@ from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSet
 from fidelab.axes.forced import greedy_probe
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Generate
-from fidelab.errors import CaptureError
+from fidelab.core.errors import CaptureError
 from fidelab.metrics.degeneration import (
     EARLIER,
     Onset,
@@ -34,8 +34,6 @@ from fidelab.metrics.degeneration import (
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
 from fidelab.results.measurement import Definition, Metric, key_of
 from fidelab.results.plots import Curve, TablePlot, TextPair, Texts
-
-__all__ = ["Degeneration"]
 
 _SHOWN = 8  # onsets per arm whose text the report shows
 _BEFORE, _AFTER = 48, 64  # tokens of it before and after the onset

@@ -23,8 +23,6 @@ from fidelab.metrics.speculation import expected_length, overlap, replay
 from fidelab.results.measurement import Flag, Metric
 from fidelab.results.speculation import SAMPLED_LENGTH, SAMPLED_RATE, acceptance
 
-__all__ = ["COUNTED", "SPECULATION", "drafted_by", "in_words", "speculated"]
-
 COUNTED = "drafts"  # kind of the sentence about drafts
 SPECULATION = "speculation"  # in the facts of an answer; kind of the sentence about the text
 _NAMED = 3  # changed texts that the sentence names

@@ -22,7 +22,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Request
 from fidelab.core import Estimator
-from fidelab.errors import CaptureError, UnavailableError
+from fidelab.core.errors import CaptureError, UnavailableError
 from fidelab.inputs.conversations import recorded
 from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, kl_by_position, summarise_kl
@@ -31,8 +31,6 @@ from fidelab.metrics.structure import turns
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Curve
-
-__all__ = ["ForcedDecode", "greedy_probe"]
 
 _BINS = 32
 _LIMIT = 0.01  # nats

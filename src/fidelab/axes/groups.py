@@ -14,8 +14,6 @@ from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval
 from fidelab.metrics.structure import STRUCTURES, structures
 from fidelab.results.measurement import Definition, Metric
 
-__all__ = ["STRUCTURE", "by_group", "domains", "structure_labels"]
-
 STRUCTURE = "structure"
 """Coordinate of metrics over one kind of structure token."""
 

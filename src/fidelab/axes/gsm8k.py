@@ -29,7 +29,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
 from fidelab.core import canonical_json
-from fidelab.errors import CaptureError, InputError
+from fidelab.core.errors import CaptureError, InputError
 from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, own_words
 from fidelab.metrics.intervals import (
     PairedDifference,
@@ -42,8 +42,6 @@ from fidelab.metrics.intervals import (
 )
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
-
-__all__ = ["GSM8K"]
 
 _MEASURABLE = 0.05  # accuracy of the reference; below, a loss could not be seen
 _HARM = -5.0  # points; see docs/metrics.md#verdicts

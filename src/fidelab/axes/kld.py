@@ -24,7 +24,7 @@ from fidelab.axes.rows import compare_item, estimator_of, figures_of, floored_it
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
 from fidelab.core import Estimator
-from fidelab.errors import CaptureError
+from fidelab.core.errors import CaptureError
 from fidelab.metrics.composite import Band, verdict
 from fidelab.metrics.divergence import (
     RowComparison,
@@ -37,8 +37,6 @@ from fidelab.metrics.divergence import (
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.results.measurement import DOMAIN, Coordinates, Definition, Metric
 from fidelab.results.plots import Curve
-
-__all__ = ["KLD", "KLD_METRICS", "kl_curve"]
 
 _DEFAULT_CONTEXTS = (512, 2048)
 _LEAST_CONTEXT = 8  # tokens

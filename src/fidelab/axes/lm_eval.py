@@ -42,7 +42,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Request, Tokens
 from fidelab.core import Estimator, canonical_json, digest
-from fidelab.errors import CaptureError, InputError, UsageError
+from fidelab.core.errors import CaptureError, InputError, UsageError
 from fidelab.inputs.tokens import Template, Tokenizer
 from fidelab.metrics.divergence import log_softmax
 from fidelab.metrics.equivalence import flip_counts
@@ -50,8 +50,6 @@ from fidelab.metrics.intervals import PairedDifference, RatioItems, paired_diffe
 from fidelab.results.measurement import Coordinates, Definition, Metric
 from fidelab.results.numbers import counted
 from fidelab.results.plots import Plot, TablePlot
-
-__all__ = ["LMEval"]
 
 _LIKELIHOOD, _ANSWERS = "loglikelihood", "generate"
 _CONTEXT = 2048  # tokens, where the model's limit is unknown; as the harness takes it

@@ -25,14 +25,12 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import WAYS, Request, Served, Tokens
 from fidelab.core import Estimator, Status
-from fidelab.errors import CaptureError, InputError
+from fidelab.core.errors import CaptureError, InputError
 from fidelab.metrics.divergence import parting
 from fidelab.metrics.intervals import RatioItems, ratio_interval
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Metric
 from fidelab.results.numbers import counted
 from fidelab.results.plots import Curve
-
-__all__ = ["Paths"]
 
 _COLD = "cold"
 _BATCH = "batch"

@@ -23,14 +23,12 @@ from fidelab.axes.rows import CHUNK, compare_item, estimator_of, item_rows, logi
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
 from fidelab.core import Estimator
-from fidelab.errors import CaptureError, InputError
+from fidelab.core.errors import CaptureError, InputError
 from fidelab.metrics.divergence import kl_by_position
 from fidelab.metrics.perplexity import PerplexityPair, compare_nll, exponential, row_nll
 from fidelab.results.measurement import Coordinates, Definition, Metric
 from fidelab.results.numbers import format_amount, format_score
 from fidelab.results.plots import Curve
-
-__all__ = ["Perplexity"]
 
 _DEFAULT_CONTEXTS = (512, 2048)
 _UNREPORTED = "the server does not report the actual token at {} of {} positions; those where it does are likely ones"

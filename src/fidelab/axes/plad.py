@@ -19,7 +19,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request, Tokens
 from fidelab.core import canonical_json
-from fidelab.errors import CaptureError, InputError, UnknownNameError
+from fidelab.core.errors import CaptureError, InputError, UnknownNameError
 from fidelab.inputs.perturb import PERTURBATIONS, differences, perturb_prompt
 from fidelab.inputs.prompts import Prompt
 from fidelab.metrics.drift import LOWEST_CELL, cell_scores, commonest, drift, ignores_prompts, sign_test
@@ -27,8 +27,6 @@ from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.measurement import Definition
 from fidelab.results.numbers import format_share
 from fidelab.results.plots import TablePlot, TextPair, Texts
-
-__all__ = ["PLAD"]
 
 _SHOWN = 8  # cells per arm whose answers the report shows
 _LONGEST = 96  # tokens of an answer that it shows

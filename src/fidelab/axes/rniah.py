@@ -31,7 +31,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request, Timed
 from fidelab.core import canonical_json
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.inputs.haystack import load_haystack
 from fidelab.inputs.needles import FIXED_CODE, Needles, Style, build_prompt, draw_needles
 from fidelab.metrics.intervals import PairedDifference
@@ -45,8 +45,6 @@ from fidelab.metrics.retrieval import (
     returned,
 )
 from fidelab.results.measurement import Definition, Metric
-
-__all__ = ["RNIAH"]
 
 _SHORT = (512, 2048, 4096)  # for models of up to 8,192 positions
 _LONG = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones are to be asked for

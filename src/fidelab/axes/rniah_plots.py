@@ -10,8 +10,6 @@ import numpy as np
 from fidelab.inputs.needles import Style
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot, TextPair, Texts
 
-__all__ = ["NeedlePlace", "Trial", "needle_plots"]
-
 NeedlePlace = tuple[int, float]
 _SHOWN = 12  # answers per arm
 

@@ -19,7 +19,7 @@ from fidelab.captures.manifest import FIGURES
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, HeadFile
 from fidelab.core import Estimator, usable_cores
-from fidelab.errors import CaptureError
+from fidelab.core.errors import CaptureError
 from fidelab.metrics.divergence import (
     Head,
     RowComparison,
@@ -34,21 +34,6 @@ from fidelab.metrics.divergence import (
 
 if TYPE_CHECKING:
     from fidelab.metrics.scorer import TileScorer
-
-__all__ = [
-    "CHUNK",
-    "compare_item",
-    "compare_many",
-    "estimator_of",
-    "figures_of",
-    "floored_item",
-    "item_rows",
-    "kl_score",
-    "logits",
-    "margin",
-    "not_measurable",
-    "reported",
-]
 
 _CUT = 1e-3  # probability of ids of one side alone: beyond it, distributions are not identical
 CHUNK = 256  # rows at a time: 50 MB of float32 per side at 49,152 tokens

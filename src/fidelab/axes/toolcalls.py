@@ -29,13 +29,11 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request
 from fidelab.core import canonical_json
-from fidelab.errors import CaptureError, InputError, UnavailableError
+from fidelab.core.errors import CaptureError, InputError, UnavailableError
 from fidelab.metrics.equivalence import flip_counts
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_estimate, ratio_interval, wilson_interval
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import TextPair
-
-__all__ = ["ToolCalls", "fits_schema"]
 
 _SHOWN = 8  # lost turns whose text the report shows
 

@@ -41,8 +41,6 @@ from fidelab.metrics.agreement import (
 from fidelab.results.measurement import Definition
 from fidelab.results.plots import Curve, TextPair, Texts
 
-__all__ = ["TRAJECTORY_METRICS", "Trajectory", "divergence_texts", "survival_plot"]
-
 _SHOWN = 16  # divergences per arm whose text the report shows
 _BEFORE, _AFTER = 32, 48  # tokens of it before and after the fork
 

@@ -39,7 +39,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import ImageForced, ImageGenerate, Request, Tokens
 from fidelab.core import Estimator, canonical_json
-from fidelab.errors import CaptureError, InputError, UnavailableError
+from fidelab.core.errors import CaptureError, InputError, UnavailableError
 from fidelab.inputs.images import (
     MOST_IN_ALL,
     ImagePrompt,
@@ -54,8 +54,6 @@ from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate,
 from fidelab.results.measurement import Definition, Flag, Metric
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Plot, TablePlot, TextPair
-
-__all__ = ["Vision"]
 
 _ANSWER = "answer"
 _RIGHT, _WRONG, _NONE = "right", "wrong", "none"

@@ -1,6 +1,6 @@
 """Benches: each measures an arm by itself: speed, start-up, memory.  No bench ever sees an engine."""
 
-from fidelab.registry import Registry
+from fidelab.core.registry import Registry
 
 BENCHES = Registry(
     "bench",

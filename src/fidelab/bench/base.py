@@ -21,26 +21,6 @@ from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Me
 from fidelab.results.plots import Curve, Plot
 from fidelab.results.values import Outcome
 
-__all__ = [
-    "Answers",
-    "Bench",
-    "BenchInputs",
-    "BenchSettings",
-    "CellResult",
-    "Counts",
-    "CurvePoint",
-    "Facts",
-    "Question",
-    "against",
-    "complete",
-    "curves",
-    "doubt_of",
-    "joined",
-    "largest",
-    "outcome_of",
-    "unsteady",
-]
-
 Floats = NDArray[np.float64]
 
 _DOUBTFUL = frozenset({"depth", "not-engaged", "inconsistent", "cache"})  # flags: the figure is one of something else

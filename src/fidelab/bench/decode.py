@@ -31,8 +31,6 @@ from fidelab.metrics.latency import Rate, decode_rate_by_subtraction, decode_rat
 from fidelab.results.measurement import Definition, Flag, Measurement, Metric
 from fidelab.results.speculation import acceptance
 
-__all__ = ["BY_SUBTRACTION", "ISOLATED", "Decode", "DecodeSettings", "decode_complete"]
-
 ISOLATED = Definition(
     "isolated",
     "tok/s",

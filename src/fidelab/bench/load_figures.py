@@ -16,31 +16,6 @@ from fidelab.metrics.serving import percentiles, saturation
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric, key_of, label
 from fidelab.results.plots import Curve
 
-__all__ = [
-    "ACCEPTANCE",
-    "COMPLETED_RATE",
-    "COUNTED_CONTEXT",
-    "ERRORS",
-    "FAILED_REQUESTS",
-    "GOODPUT",
-    "GOOD_REQUESTS",
-    "IN_FLIGHT",
-    "OUTPUT_RATE",
-    "REQUESTS",
-    "SERVER_RATE",
-    "TITLE",
-    "TOTAL_RATE",
-    "Latency",
-    "Values",
-    "apart",
-    "latency",
-    "load_at",
-    "load_facts",
-    "load_metrics",
-    "saturated",
-    "serving_measurement",
-]
-
 TITLE = "How fast is it behind its server?"
 
 OUTPUT_RATE = Definition(

@@ -11,8 +11,6 @@ from fidelab.bench.load_pool import Pool
 from fidelab.metrics.serving import fill, sent_rate
 from fidelab.results.measurement import Flag
 
-__all__ = ["FAILED", "SPOILS", "find_flags"]
-
 _DEPTH = 0.05  # relative difference of the prompts' length from the requested one
 _FILLED = 0.9  # of the requested concurrency
 FAILED = 0.05  # of all requests, beyond which a cell is invalid

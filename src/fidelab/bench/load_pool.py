@@ -19,8 +19,6 @@ from fidelab.metrics.serving import LATENCIES, count_good, effective_concurrency
 from fidelab.results.measurement import Coordinates
 from fidelab.results.speculation import Arrival
 
-__all__ = ["Drive", "LoadAsked", "Pool"]
-
 
 @dataclass(frozen=True)
 class LoadAsked:

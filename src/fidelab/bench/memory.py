@@ -22,8 +22,6 @@ from fidelab.bench.base import (
 from fidelab.core import Status
 from fidelab.results.measurement import Cell, Coordinates, Definition, Measurement, Metric
 
-__all__ = ["AT_LENGTH", "WHOLE", "Memory", "MemorySettings", "memory_complete", "sizes"]
-
 _KV = Definition("kv", "bytes", "lower", "Measured bytes per token × tokens × sequences.", exact=True, name="KV")
 _PER_TOKEN = Definition(
     "kv_bytes_per_token",

@@ -25,8 +25,6 @@ from fidelab.bench.base import (
 from fidelab.metrics.latency import prefill_rate
 from fidelab.results.measurement import Definition, Measurement
 
-__all__ = ["RATE", "PrefillBench", "PrefillSettings", "prefill_complete"]
-
 RATE = Definition(
     "rate",
     "tok/s",

@@ -24,8 +24,6 @@ from fidelab.bench.base import (
 from fidelab.results.measurement import Definition, Flag, Measurement, Metric, key_of
 from fidelab.results.plots import Bars
 
-__all__ = ["COLD", "TOTAL", "WARM", "Startup", "StartupSettings", "part", "startup_complete"]
-
 COLD, WARM = "cold", "warm"
 _PROMPT = 16  # tokens
 

@@ -25,8 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BIAS", "COMPACT", "LEAST_VOCABULARY", "NAMES", "decode_rows", "encode_rows", "row_shape", "seed_of"]
-
 BIAS = 5e-6
 """Nats: KL(P̂‖P) of a row whose entries all have steps of c/√p; real rows have less, since entries are exact or wide."""
 

@@ -19,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.core import strict_json
-from fidelab.errors import CaptureError
-
-__all__ = ["Array", "BFloat16", "Entry", "TensorFile", "array_bytes", "read_header", "to_float32", "write_tensors"]
+from fidelab.core.errors import CaptureError
 
 
 @dataclass(frozen=True)

@@ -16,22 +16,7 @@ from typing import Any
 
 from fidelab.captures.requests import KINDS, Request, request_hash
 from fidelab.core import Arm, Estimator, canonical_json, digest, read_file, slug, strict_json
-from fidelab.errors import CaptureError, OtherSchemaError, UsageError
-
-__all__ = [
-    "FIGURES",
-    "MANIFEST",
-    "PARTIAL",
-    "PROBE",
-    "SCHEMA",
-    "capture_folder",
-    "capture_key",
-    "dump_manifest",
-    "key_digest",
-    "load_manifest",
-    "ran_faults",
-    "seed_of",
-]
+from fidelab.core.errors import CaptureError, OtherSchemaError, UsageError
 
 SCHEMA = "fidelab.capture/0"
 MANIFEST = "manifest.json"

@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Reweighted, Served
 from fidelab.core import Estimator, digest
-from fidelab.errors import MismatchError
-
-__all__ = ["Pair", "comparability_key"]
+from fidelab.core.errors import MismatchError
 
 _RETURNED = "returned"
 

@@ -34,19 +34,7 @@ from fidelab.captures.requests import (
     token_hashes,
 )
 from fidelab.core import Estimator, Vocabulary, digest, read_file, strict_json
-from fidelab.errors import CaptureError
-
-__all__ = [
-    "Capture",
-    "Detokenizer",
-    "HeadFile",
-    "check_answers",
-    "find_captures",
-    "is_complete",
-    "key_name",
-    "why_no_distribution",
-]
-
+from fidelab.core.errors import CaptureError
 
 MOST_LOGPROB = 1e-3  # nats: what rounding may lift a log-probability above 0
 MOST_MASS = 1.01  # and the sum of the probabilities of a row above 1

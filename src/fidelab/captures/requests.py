@@ -27,28 +27,6 @@ import numpy as np
 
 from fidelab.core import canonical_json, digest
 
-__all__ = [
-    "KINDS",
-    "WAYS",
-    "Forced",
-    "Generate",
-    "ImageForced",
-    "ImageGenerate",
-    "Layerwise",
-    "Prefill",
-    "Recached",
-    "Request",
-    "Reweighted",
-    "Sampling",
-    "Served",
-    "Timed",
-    "Tokens",
-    "request_from_record",
-    "request_hash",
-    "request_record",
-    "token_hashes",
-]
-
 Tokens = tuple[int, ...]
 
 

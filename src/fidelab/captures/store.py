@@ -19,9 +19,7 @@ from fidelab.captures.manifest import FIGURES, PARTIAL, key_digest
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.writer import CaptureWriter, abandoned
-from fidelab.errors import CaptureError, InputError, OtherSchemaError
-
-__all__ = ["Entry", "collect_garbage", "drop_rows", "entries"]
+from fidelab.core.errors import CaptureError, InputError, OtherSchemaError
 
 _ROWS = {"hidden", "logprobs"}
 _GRACE = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished

@@ -27,9 +27,7 @@ from fidelab.captures.manifest import MANIFEST, PARTIAL, PROBE, SCHEMA, dump_man
 from fidelab.captures.reader import is_complete
 from fidelab.captures.requests import Prefill, Request, request_record, token_hashes
 from fidelab.core import Vocabulary, canonical_json, finite
-from fidelab.errors import CaptureError
-
-__all__ = ["CaptureWriter", "abandoned", "store_head", "store_vocabulary", "sweep_partial"]
+from fidelab.core.errors import CaptureError
 
 _PART_BYTES = 32 << 20
 _STALE_SECONDS = 86_400  # what nobody touched for a day has no writer, whatever process has its number now

@@ -15,9 +15,7 @@ from fidelab.checkpoints.files import Checkpoint, open_checkpoint
 from fidelab.checkpoints.modules import SCALES, modules_of, scheme_of
 from fidelab.checkpoints.rules import RULES, Finding, Subject
 from fidelab.checkpoints.scan import Statistics, fused, scan, slices
-from fidelab.errors import InputError, UsageError
-
-__all__ = ["SCHEMA", "Audit", "Verdict", "audit", "survey"]
+from fidelab.core.errors import InputError, UsageError
 
 SCHEMA = "fidelab.audit/1"
 Verdict = Literal["ok", "suspicious", "broken"]

@@ -12,8 +12,6 @@ from itertools import groupby
 import fidelab.checkpoints.audit  # noqa: F401 (all rules enter the table)
 from fidelab.checkpoints.rules import RULES, Rule
 
-__all__ = ["page"]
-
 _SECTIONS = {  # module of the rules → heading
     "tensors": "Weights, scales and files",
     "original": "Against the original",

@@ -42,22 +42,10 @@ from fidelab.checkpoints.layouts import (
     method_of,
     quantized_modules,
 )
-from fidelab.errors import InputError, OutputError, UnknownNameError, UsageError
+from fidelab.core.errors import InputError, OutputError, UnknownNameError, UsageError
 from fidelab.models import gguf
 from fidelab.models.convert import originals, to_safetensors
 from fidelab.models.gguf_writer import Tensor, check_tokenizer, load_config, write_gguf
-
-__all__ = [
-    "CERTIFICATE",
-    "DTYPES",
-    "TARGETS",
-    "Certificate",
-    "Compared",
-    "check_room",
-    "check_target",
-    "convert",
-    "whole_folder",
-]
 
 _log = logging.getLogger(__name__)
 

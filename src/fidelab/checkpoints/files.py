@@ -23,12 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.models import embedded, gguf, hub
 from fidelab.models.convert import dequantized
 from fidelab.models.weights import INDEX, read_entries, read_index, read_json, weight_files
-
-__all__ = ["RAW", "Checkpoint", "TensorInfo", "open_checkpoint", "to_floats"]
 
 RAW: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),

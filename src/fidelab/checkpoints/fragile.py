@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 
 from fidelab.checkpoints.convert import check_room, check_target, whole_folder
 from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo, open_checkpoint
-from fidelab.errors import InputError, UsageError
-
-__all__ = ["Fragile", "make_fragile"]
+from fidelab.core.errors import InputError, UsageError
 
 _HALVES = frozenset(
     ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "granite", "smollm3", "starcoder2", "phi")

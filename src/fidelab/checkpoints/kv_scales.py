@@ -19,9 +19,7 @@ from safetensors.numpy import save_file
 
 from fidelab.checkpoints.convert import check_room, check_target, whole_folder
 from fidelab.checkpoints.files import Checkpoint, open_checkpoint
-from fidelab.errors import InputError
-
-__all__ = ["NOTES", "SCALES_FILE", "refuse_unscalable", "write_kv_scales"]
+from fidelab.core.errors import InputError
 
 SCALES_FILE = "model-kv-scales.safetensors"
 NOTES = "kv-calibration.json"

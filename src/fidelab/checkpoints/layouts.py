@@ -32,21 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.checkpoints.files import to_floats
-from fidelab.errors import InputError
-
-__all__ = [
-    "ACTIVATION_PARTS",
-    "LAYOUTS",
-    "Layout",
-    "QuantizedLinear",
-    "QuantizedModule",
-    "Settings",
-    "StoredArray",
-    "method_of",
-    "pack_words",
-    "quantized_modules",
-    "unpack_words",
-]
+from fidelab.core.errors import InputError
 
 ACTIVATION_PARTS = ("input_scale", "input_zero_point", "input_global_scale")
 """Parts of a quantized module that say how its inputs are rounded, not what its weights are."""

@@ -14,25 +14,7 @@ from typing import Any
 
 from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo
 from fidelab.checkpoints.layouts import method_of
-from fidelab.errors import InputError
-
-__all__ = [
-    "IGNORING",
-    "METHODS",
-    "SCALES",
-    "Module",
-    "Packing",
-    "Scheme",
-    "bare_name",
-    "generates",
-    "kind_of",
-    "leaf_of",
-    "modules_of",
-    "scheme_of",
-    "tensor_in",
-    "text_config",
-    "weight_in",
-]
+from fidelab.core.errors import InputError
 
 METHODS = {
     "gptq": "gptq",

@@ -30,7 +30,7 @@ from fidelab.checkpoints.layouts import (
 )
 from fidelab.checkpoints.modules import Module, bare_name, kind_of, modules_of, tensor_in, text_config, weight_in
 from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, counted, rule, some_are
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 
 __all__: list[str] = []
 

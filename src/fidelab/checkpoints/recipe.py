@@ -19,9 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from fidelab.checkpoints.files import Checkpoint
 from fidelab.checkpoints.modules import Module, modules_of
 from fidelab.config.load import read_yaml, validate_as
-from fidelab.errors import ConfigError, InputError
-
-__all__ = ["Plan", "Recipe", "balanced", "edge_and_global", "plan", "read_recipe"]
+from fidelab.core.errors import ConfigError, InputError
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk|block)\.(\d+)\.")

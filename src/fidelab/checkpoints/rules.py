@@ -18,8 +18,6 @@ from fidelab.checkpoints.files import Checkpoint
 from fidelab.checkpoints.modules import Module, Scheme
 from fidelab.checkpoints.scan import Statistics
 
-__all__ = ["RULES", "Finding", "Rule", "Severity", "Subject", "and_more", "are", "counted", "rule", "some_are"]
-
 Severity = Literal["broken", "suspicious", "information"]
 
 

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo, to_floats
 
-__all__ = ["MOST_SLICES", "Statistics", "fused", "scan", "slices"]
-
 MOST_SLICES = 4096  # experts of a layer
 
 _CHUNK = 1 << 20  # bytes: what stays in a core's cache between the reductions

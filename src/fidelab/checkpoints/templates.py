@@ -17,9 +17,9 @@ from fidelab.checkpoints.files import Checkpoint
 from fidelab.checkpoints.modules import generates
 from fidelab.checkpoints.rules import Finding, Subject, rule
 from fidelab.core import read_file
-from fidelab.errors import InputError, MissingPackageError
+from fidelab.core.errors import InputError, MissingPackageError
+from fidelab.core.registry import require
 from fidelab.models.bounds import bounded
-from fidelab.registry import require
 
 __all__: list[str] = []
 

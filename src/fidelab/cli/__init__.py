@@ -149,8 +149,8 @@ def main() -> None:
     """Run the command line; turn every error that a user can mend into one line and exit code 2."""
     from fidelab.cli.output import guard_streams
     from fidelab.core import waiting_variables
-    from fidelab.errors import FidelabError
-    from fidelab.registry import missing_package
+    from fidelab.core.errors import FidelabError
+    from fidelab.core.registry import missing_package
 
     guard_streams()
     os.environ |= waiting_variables(os.environ)  # read when torch is first imported

@@ -47,7 +47,7 @@ def advise(
       fidelab advise ./Qwen3-8B --device H200 --context 32k --batch 32 --memory 80G --max-kld 0.01 --from runs/latest
     """
     from fidelab.core import parse_bytes
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
     from fidelab.physics.devices import find_device
     from fidelab.physics.geometry import named_geometry
     from fidelab.studies.advice import advise as choose

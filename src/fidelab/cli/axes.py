@@ -24,7 +24,7 @@ def axis_settings(
         UsageError: no axis, a flag without its axis, a limit that is no number.
     """
     from fidelab.axes import AXES
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     words, tasks = _tasks_named(axes, AXES.names())
     every = [name for name in AXES.names() if name != _HARNESS]  # which has no tasks that go without saying
@@ -77,7 +77,7 @@ def _tasks_named(text: str, axes: Collection[str]) -> tuple[str, list[str]]:
 
 def _must_have_limit(axis: str, text: str) -> None:
     from fidelab.axes import AXES
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     fields = AXES.load(axis).Settings.model_fields
     if "limit" not in fields:
@@ -94,7 +94,7 @@ def bench_settings(benches: str, flags: Mapping[str, Mapping[str, Any]] | None =
     Raises:
         UsageError: a flag without its bench.
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     chosen: dict[str, dict[str, Any]] = {name: {} for name in _names(benches, _BENCHES)}
     for flag, owners in (flags or {}).items():
@@ -114,7 +114,7 @@ def counts(flag: str, text: str, *, least: int = 1) -> tuple[int, ...]:
     Raises:
         UsageError: a part is no number, or below ``least``.
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     numbers = []
     for part in text.lower().split(","):

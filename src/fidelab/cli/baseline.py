@@ -59,7 +59,7 @@ def list_baselines(folder: Folder = _DIR, as_json: Json = False) -> None:
 
 def _entry(store: Baselines, name: str) -> dict[str, Any]:
     """One baseline as data; a damaged one is listed with its problem."""
-    from fidelab.errors import FidelabError
+    from fidelab.core.errors import FidelabError
     from fidelab.results.table import tabulate
 
     try:
@@ -119,7 +119,7 @@ def diff(
 
       fidelab diff runs/before runs/after --max-kld-increase 0.001 --markdown
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
     from fidelab.results.baselines import Baselines
     from fidelab.results.compare import compare
     from fidelab.results.diff_record import Thresholds
@@ -158,7 +158,7 @@ def _percentage(flag: str, text: str) -> float:
     Raises:
         UsageError: anything else.
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     value = _number(text.strip().removesuffix("%")) if text.strip().endswith("%") else None
     if value is None:
@@ -168,7 +168,7 @@ def _percentage(flag: str, text: str) -> float:
 
 def _divergence(text: str) -> tuple[float, float]:
     """``10%`` → (0.1, 0); ``0.001`` → (0, 0.001)."""
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     if text.strip().endswith("%"):
         return _percentage("--max-kld-increase", text), 0.0

@@ -105,7 +105,7 @@ def offline(
 
       fidelab bench --preset smollm2-cpu --benches decode
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     if model is None and preset is None:
         raise UsageError("name a model: fidelab bench MODEL --kv FORMAT (or --preset NAME)")

@@ -185,7 +185,7 @@ class _OneRunOptions(_RunOptions):
             UsageError: a place for a file that was not asked for.
             OutputError: there can be no such folder.
         """
-        from fidelab.errors import OutputError, UsageError
+        from fidelab.core.errors import OutputError, UsageError
 
         if not self.save_result:
             if self.result_dir is not None or self.result_filename is not None:
@@ -325,7 +325,7 @@ def capacity(
       fidelab bench capacity owner/model --engine vllm --kv auto --kv fp8_e4m3
     """
     from fidelab.bench.serving import measure_capacity, reach
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     contexts = () if load.contexts is None else counts("--contexts", load.contexts)
     if (started is None) == (server.base_url is None):
@@ -352,7 +352,7 @@ def _refuse_other_mode(context: typer.Context, starts: bool) -> None:
     Raises:
         UsageError: one was given, which would be ignored.
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     others = _AnyServerOptions if starts else EngineOptions
     ignored = {parameter.name for parameter in others.parameters()} | ({"name"} if starts else set())
@@ -380,7 +380,7 @@ def _start_and_measure(
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Preset
     from fidelab.engines import ENGINES
-    from fidelab.runs.capacity import capacity_of_arms
+    from fidelab.run.capacity import capacity_of_arms
 
     given = engine.settings()
     controlled = getattr(ENGINES.load(engine.engine), "controlled", {})
@@ -417,7 +417,7 @@ _PATIENCE = 1800.0  # seconds until a server must answer: a first start may comp
 
 
 def _single(flag: str, text: str) -> int:
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     first, *rest = counts(flag, text)
     if rest:
@@ -426,7 +426,7 @@ def _single(flag: str, text: str) -> int:
 
 
 def _number(flag: str, text: str) -> float:
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     try:
         return float(text)
@@ -435,7 +435,7 @@ def _number(flag: str, text: str) -> float:
 
 
 def _rate(text: str) -> float | None:
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     rate = _number("--request-rate", text)
     if not rate > 0:
@@ -445,7 +445,7 @@ def _rate(text: str) -> float | None:
 
 def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
     """``["ttft:500 tpot:50"]`` → {"ttft": 500, "tpot": 50}; ``more``: words that follow the option."""
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     if more and not goodput:
         raise UsageError(f"unexpected {more[0]!r}: all settings are options (see: fidelab bench serve --help)")
@@ -473,8 +473,8 @@ def _run(
     """Measure and report; ``measure``: the bench, where it is not the load itself."""
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.cli.bench_watch import watcher
+    from fidelab.core.errors import EngineError, UsageError
     from fidelab.engines.openai.http import read_key
-    from fidelab.errors import EngineError, UsageError
 
     options = {**server.settings(), **load.settings(), **figures.settings(), **run.settings()}
     key = server.api_key

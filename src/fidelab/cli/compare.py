@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
     from fidelab.config.schema import Experiment
     from fidelab.config.trust import Trust
-    from fidelab.runs.runner import Listener
+    from fidelab.run.runner import Listener
 
 
 @options.expand_options
@@ -149,7 +149,7 @@ def compare(
 
       fidelab compare --resume runs/20260101-120000-smollm2-135m
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     if resume_dir is not None:
         named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts", "traffic")
@@ -215,8 +215,8 @@ def _pasted(
     """
     from fidelab.config.serve import read_change, read_served
     from fidelab.config.trust import Trust, check_pasted
+    from fidelab.core.errors import UsageError
     from fidelab.engines import ENGINES
-    from fidelab.errors import UsageError
 
     for name, flag in options.given_flags(context).items():
         if name in ("model", "engine", "reference", "preset"):
@@ -261,7 +261,7 @@ def run(
     from fidelab.config.profiles import find_experiment
     from fidelab.config.schema import Experiment
     from fidelab.config.trust import load_trusted
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     settings = load_trusted(find_experiment(experiment), overrides or [], trusted or [], _settings)
     if isinstance(settings, Experiment):
@@ -284,7 +284,7 @@ def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
     """
     from fidelab.config.cross import KIND, validate_cross
     from fidelab.config.experiment import validate
-    from fidelab.errors import ConfigError
+    from fidelab.core.errors import ConfigError
 
     if "kind" not in data:
         return validate(data, where)
@@ -312,7 +312,7 @@ def launch(
 
     ``secrets``: what stands in the flags and is kept out of the record.
     """
-    from fidelab.runs.repeat import execute_all
+    from fidelab.run.repeat import execute_all
 
     if dry_run:
         from fidelab.cli.dry_run import show_plan
@@ -347,7 +347,7 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
 
 def _go_on(run_dir: Path, trust: Trust, fail_under: float | None, as_json: bool, plot: bool) -> None:
     from fidelab.config.experiment import load
-    from fidelab.runs.repeat import resume_all
+    from fidelab.run.repeat import resume_all
 
     report, folder = resume_all(run_dir, watch=_watch_run, trust=trust)
     show_report(report, as_json=as_json, folder=folder.path, plot=plot)

@@ -40,9 +40,9 @@ def doctor(
 
       fidelab doctor --system
     """
+    from fidelab.core.errors import UsageError
     from fidelab.doctor import examine, examine_image, examine_machine
     from fidelab.doctor.text import show
-    from fidelab.errors import UsageError
 
     if system and (trial or image):
         raise UsageError("--system looks at the machine, --trial and --image at engines: give one of them")

@@ -13,13 +13,13 @@ from fidelab.cli.output import duration, note
 if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
     from fidelab.config.schema import Experiment
-    from fidelab.plan.estimate import Estimate
-    from fidelab.runs.prepare import Prepared
+    from fidelab.run.estimate import Estimate
+    from fidelab.run.prepare import Prepared
 
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
     """Print the plan; nothing is run and nothing is written."""
-    from fidelab.runs.prepare import prepare
+    from fidelab.run.prepare import prepare
 
     began = time.monotonic()
     prepared = prepare(experiment, convert=False)
@@ -36,7 +36,7 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
 
 def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
     """Print the plan of every engine of a cross-engine experiment, one after another, and the time of all together."""
-    from fidelab.plan.estimate import Estimate
+    from fidelab.run.estimate import Estimate
     from fidelab.studies.cross_engine import plan_cross
 
     planned = plan_cross(cross)
@@ -78,7 +78,7 @@ def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
 def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
     """What will be done."""
     from fidelab.axes.base import Axis
-    from fidelab.plan.estimate import conversion_bytes, needed_bytes
+    from fidelab.run.estimate import conversion_bytes, needed_bytes
 
     settings = prepared.settings
     leading = [name for name, axis in settings.axes.items() if axis.follows]

@@ -38,7 +38,7 @@ class _EnvironmentOptions(options.Options):
         Raises:
             UsageError: several were.
         """
-        from fidelab.errors import UsageError
+        from fidelab.core.errors import UsageError
 
         chosen = [name for name in ("cuda", "rocm", "cpu") if getattr(self, name)]
         if len(chosen) > 1:
@@ -149,9 +149,9 @@ def _only(engine: str) -> Recipe:
     Raises:
         UsageError: several are installed.
     """
+    from fidelab.core.errors import UsageError
     from fidelab.environments.environment import engines_dir
     from fidelab.environments.recipes import RECIPES, machine_variant, recipe
-    from fidelab.errors import UsageError
 
     recipes = [entry for entry in RECIPES.values() if entry.engine == engine and (engines_dir() / entry.name).exists()]
     if len(recipes) > 1:

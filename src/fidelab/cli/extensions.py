@@ -48,7 +48,7 @@ def _command(point: EntryPoint) -> Callable[[typer.Context], None]:
 
 
 def _load(point: EntryPoint) -> Callable[[list[str]], int]:
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     package = _package(point)
     try:

@@ -121,7 +121,7 @@ def _weight_rows() -> list[dict[str, Any]]:
     import torch
 
     from fidelab.core import FormatSpec
-    from fidelab.errors import NotSupportedError
+    from fidelab.core.errors import NotSupportedError
     from fidelab.formats import FORMATS, K_QUANTS
     from fidelab.formats.weights import weight_format
 
@@ -143,7 +143,7 @@ def _weight_rows() -> list[dict[str, Any]]:
 def _geometry(name: str | None) -> _Geometry:
     if name is None:
         return _EMBEDDED
-    from fidelab.errors import InputError
+    from fidelab.core.errors import InputError
     from fidelab.models import resolve
 
     model = resolve(name)

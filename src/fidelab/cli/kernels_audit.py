@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fidelab.errors import UnknownNameError, UsageError
+from fidelab.core.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor

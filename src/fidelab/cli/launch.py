@@ -16,7 +16,7 @@ from fidelab.cli.output import note, open_console
 if TYPE_CHECKING:
     from fidelab.config.schema import Preset
     from fidelab.engines.server_settings import Finding
-    from fidelab.runs.launch import Launched
+    from fidelab.run.launch import Launched
 
 _SERVE = "serve."  # before an option of the server alone
 
@@ -66,7 +66,7 @@ class PresetOptions(options.Options, panel="Preset"):
         from fidelab.config.presets import find_preset, load_preset
         from fidelab.config.schema import merged_fields
         from fidelab.config.trust import Trust, check_trust
-        from fidelab.errors import UsageError
+        from fidelab.core.errors import UsageError
 
         found = find_preset(name, self.engine)
         changes: dict[str, Any] = {}
@@ -135,8 +135,8 @@ def launch(
 
       fidelab launch ./preset.yaml --port 8000 --dry-run
     """
-    from fidelab.runs.launch import arm_of, check, check_servable, plan
-    from fidelab.runs.launch import launch as start
+    from fidelab.run.launch import arm_of, check, check_servable, plan
+    from fidelab.run.launch import launch as start
 
     chosen = preset.preset(name, trusted or [])
     arm = arm_of(chosen, device=preset.device, threads=preset.threads)
@@ -179,8 +179,8 @@ def stop(
     everything: Annotated[bool, typer.Option("--all", help="Every server that fidelab started.")] = False,
 ) -> None:
     """End servers that fidelab launch has started; never a process that merely has the same number."""
+    from fidelab.core.errors import UnknownNameError, UsageError
     from fidelab.environments.servers import end, records
-    from fidelab.errors import UnknownNameError, UsageError
 
     running = records()
     if everything and name is not None:

@@ -199,7 +199,7 @@ def _moment(text: str) -> datetime:
     Raises:
         UsageError: it is none of these.
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     if match := re.fullmatch(r"(\d{1,5})([dh])", text.strip()):
         amount = int(match[1])
@@ -236,7 +236,7 @@ def publish(
 
       fidelab publish latest -o new.jsonl --supersedes old.jsonl --because "…"
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
     from fidelab.ledger.receipt import publish as write
     from fidelab.results.store import RunFolder
 
@@ -272,9 +272,9 @@ def verify(
 
       fidelab verify receipt.jsonl --run runs/20260101-120000-smollm2-135m
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
     from fidelab.ledger import receipt as ledger
-    from fidelab.runs.conduct import recompute
+    from fidelab.run.conduct import recompute
 
     if run is not None and len(receipts) > 1:
         raise UsageError("--run is the run of one receipt: verify the others by themselves")
@@ -349,7 +349,7 @@ def leaderboard(
       fidelab leaderboard runs/a runs/b --by benches.decode
     """
     from fidelab.bench import BENCHES
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
     from fidelab.report.leaderboard import render_leaderboard_markdown, write_leaderboard
     from fidelab.results.leaderboard import rank
     from fidelab.results.table import BENCH
@@ -397,7 +397,7 @@ def _reports(paths: list[Path]) -> Iterator[Report]:
     Raises:
         InputError: one that was named is none; of those in a folder, damaged and unfinished ones are left out.
     """
-    from fidelab.errors import InputError
+    from fidelab.core.errors import InputError
     from fidelab.results.baselines import read_run
     from fidelab.results.store import CONFIG, REPORT, find_run
 
@@ -451,7 +451,7 @@ def export(
 
       fidelab export latest --format hub -o card
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
     from fidelab.report.exports import choose_arm, hub_files, lm_eval_results
     from fidelab.results.baselines import read_run
     from fidelab.results.record import write_atomically
@@ -479,7 +479,7 @@ def _write_files(files: dict[str, str], folder: Path | None) -> None:
     Raises:
         UsageError: several are to be printed, or one is there already.
     """
-    from fidelab.errors import OutputError, UsageError
+    from fidelab.core.errors import OutputError, UsageError
     from fidelab.results.record import write_atomically
 
     if folder is None:

@@ -110,7 +110,7 @@ def refuse_beside_resume(context: typer.Context, owner: str, allowed: Collection
     Raises:
         UsageError: a parameter that is not ``allowed`` was given; it would be ignored.
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     for name, flag in given_flags(context).items():
         if name not in ("resume_dir", *allowed):
@@ -130,7 +130,7 @@ def begin_from_preset(
     from fidelab.config.load import read_yaml
     from fidelab.config.presets import experiment_of, find_preset, load_preset
     from fidelab.config.trust import Trust, check_trust
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     given = given_flags(context)
     engine = data["engine"]["name"] if "engine" in given else None
@@ -346,7 +346,7 @@ def _pairs(arguments: Sequence[str], flag: str) -> dict[str, str]:
     Raises:
         UsageError: an entry without "=".
     """
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     pairs = {}
     for argument in arguments:

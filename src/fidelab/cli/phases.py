@@ -45,7 +45,7 @@ def capture(
     """
     from fidelab.axes import AXES
     from fidelab.cli.progress import watcher
-    from fidelab.runs.conduct import capture as run_capture
+    from fidelab.run.conduct import capture as run_capture
 
     data = {
         "model": model,
@@ -93,7 +93,7 @@ def score(
 
       fidelab score --ref captures/smollm2-135m-hf-bf16-0a1b2c3d4e --test other/int4
     """
-    from fidelab.runs.phases import score_captures
+    from fidelab.run.phases import score_captures
 
     labels = [name.strip() for name in names.split(",")] if names else None
     report, folder = score_captures(

@@ -15,7 +15,7 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.commands import Commands, Group
 from fidelab.cli.output import note, open_console
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 
 if TYPE_CHECKING:
     from fidelab.physics.shapes import Geometry
@@ -474,7 +474,7 @@ def probe(
 
       fidelab physics probe --device cuda:0 --as H100-here
     """
-    from fidelab.doctor.machine import cpu_name
+    from fidelab.environments.host import cpu_name
     from fidelab.physics.devices import remember_device
     from fidelab.physics.probe import probe_device
 

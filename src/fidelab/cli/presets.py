@@ -27,7 +27,7 @@ app = Commands(help="List, show and check presets: arms by name, for compare, be
 def list_presets(as_json: options.Json = False) -> None:
     """The presets that come with fidelab, and your own (~/.config/fidelab/presets)."""
     from fidelab.config.presets import listing, load_preset, own_folder
-    from fidelab.errors import ConfigError
+    from fidelab.core.errors import ConfigError
 
     rows, broken = [], []
     for found in listing().values():
@@ -68,8 +68,8 @@ def show(*, name: Name, preset: PresetOptions, trusted: options.Trusted = None) 
 
     import yaml
 
-    from fidelab.errors import FidelabError
-    from fidelab.runs.launch import arm_of, server_command
+    from fidelab.core.errors import FidelabError
+    from fidelab.run.launch import arm_of, server_command
 
     chosen = preset.preset(name, trusted or [])
     written = chosen.model_dump(mode="json", exclude_defaults=True)
@@ -108,10 +108,10 @@ def check_preset(
 
       fidelab presets check ./preset.yaml --base-url http://127.0.0.1:8000
     """
+    from fidelab.core.errors import InputError
     from fidelab.engines.server_settings import KV
     from fidelab.environments.servers import records, written_log
-    from fidelab.errors import InputError
-    from fidelab.runs.launch import arm_of, check, check_server
+    from fidelab.run.launch import arm_of, check, check_server
 
     chosen = preset.preset(name, trusted or [])
     arm = arm_of(chosen, device=preset.device, threads=preset.threads)

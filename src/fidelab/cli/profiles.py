@@ -124,7 +124,7 @@ def run_one(
       fidelab profiles run --resume runs/profiles/20260101-120000-decode-tiny
     """
     from fidelab.config.profiles import load_profile, parse_parameters, resolve
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
     from fidelab.studies.profiles import plan_profile, resume_profile, run_profile
 
     if resume_dir is not None:
@@ -157,7 +157,7 @@ def _check(resolved: Resolved, root: Any) -> None:
     """
     from fidelab.config.cross import validate_cross
     from fidelab.config.experiment import validate
-    from fidelab.errors import ConfigError
+    from fidelab.core.errors import ConfigError
 
     for stage in resolved.stages:
         where = f"{resolved.name}: stage {stage.name}"

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fidelab.environments.install import Stage
-    from fidelab.plan.build import Plan, PlannedJob
     from fidelab.results.store import RunFolder
-    from fidelab.runs.pairing import ArmResult
-    from fidelab.runs.runner import Listener
+    from fidelab.run.build import Plan, PlannedJob
+    from fidelab.run.pairing import ArmResult
+    from fidelab.run.runner import Listener
 
 _LINE_EVERY = 30.0  # seconds between plain progress lines of one job
 _TRUSTED = 10.0  # seconds for which the plan is believed before the run's own pace counts for more

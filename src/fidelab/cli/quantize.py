@@ -31,7 +31,7 @@ def quantize(
       fidelab quantize ./model --recipe w4a16.yaml -o ./model-w4a16
     """
     from fidelab.cli.output import exit_on, note, show_report, waiting
-    from fidelab.runs.quantize import quantize as run
+    from fidelab.run.quantize import quantize as run
 
     target = output or Path(f"{Path(model).name}-{recipe.stem}")
     with waiting(f"quantizing {model}") as say:

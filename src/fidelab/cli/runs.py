@@ -34,7 +34,7 @@ def rescore(
 
       fidelab rescore latest --margin 0.5%
     """
-    from fidelab.runs.repeat import rescore_all as run_rescore
+    from fidelab.run.repeat import rescore_all as run_rescore
 
     result, folder = run_rescore(run_dir, limits.settings().get("limits"))
     show_report(result, as_json=as_json, folder=folder.path, plot=plot)
@@ -62,7 +62,7 @@ def report(
     """
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Limits
-    from fidelab.errors import OutputError, UsageError
+    from fidelab.core.errors import OutputError, UsageError
     from fidelab.report.html import write_html
     from fidelab.results.recommend import recommended
     from fidelab.results.record import Report
@@ -104,7 +104,7 @@ def charts(
 
       fidelab charts runs/my-run --output-dir figures --format png
     """
-    from fidelab.errors import InputError
+    from fidelab.core.errors import InputError
     from fidelab.report.standalone import draw_charts, write_charts
     from fidelab.results.store import RunFolder
 

@@ -14,7 +14,7 @@ from fidelab.cli import options
 from fidelab.cli.output import duration, note, open_console
 
 if TYPE_CHECKING:
-    from fidelab.runs.sample_size import Advice, SizeLine, SizePlan
+    from fidelab.run.sample_size import Advice, SizeLine, SizePlan
 
 
 def plan_size(
@@ -42,7 +42,7 @@ def plan_size(
 
       fidelab plan-size runs/pilot --margin 0.5% --max-kld 0.005
     """
-    from fidelab.runs.sample_size import plan_size as plan
+    from fidelab.run.sample_size import plan_size as plan
 
     if sys.stderr.isatty():
         note("fidelab: scoring the run again from its captures")

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from fidelab.studies.cache import Place
     from fidelab.studies.weights import By, Export
 
-__all__ = ["bisect", "calibrate", "sensitivity"]
-
 _YAML = (".yaml", ".yml")
 _PER_VALUE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:bpv|bits?)?", re.IGNORECASE)
 _Model = Annotated[
@@ -90,7 +88,7 @@ def sensitivity(
       fidelab sensitivity ./model --weights q4_k --weights q6_k --weights q8_0 --budget 5bpw --export types.txt
     """
     from fidelab.cli.progress import watcher
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     if (weights is None) == (bits is None):
         raise UsageError("name formats of weights, --weights int4, or widths of keys and values, --bits 8,7,6,5,4,3,2")
@@ -137,7 +135,7 @@ def sensitivity(
 
 
 def _widths(bits: str) -> list[int]:
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     words = [word.strip() for word in bits.split(",")]
     if wrong := next((word for word in words if not (word.isdecimal() and len(word) < 4)), None):
@@ -146,7 +144,7 @@ def _widths(bits: str) -> list[int]:
 
 
 def _per_value(budget: str | None) -> float | None:
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
 
     if budget is None:
         return None
@@ -158,7 +156,7 @@ def _per_value(budget: str | None) -> float | None:
 def _export(plan: StudyPlan, file: Path) -> None:
     import yaml
 
-    from fidelab.errors import OutputError, UsageError
+    from fidelab.core.errors import OutputError, UsageError
     from fidelab.studies.weights import recipe_of
 
     if file.suffix in _YAML:
@@ -277,7 +275,7 @@ def bisect(
       fidelab bisect ./model --engine vllm --reference engine=hf --kv fp8_e4m3
     """
     from fidelab.cli.progress import watcher
-    from fidelab.errors import UsageError
+    from fidelab.core.errors import UsageError
     from fidelab.studies.layers import bisect as run_bisect
 
     candidates = [*(kv or []), *(candidate or [])]

@@ -11,7 +11,7 @@ from fidelab.config.load import read_yaml, validate_as
 from fidelab.config.presets import cells_of, expand_presets
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import Trust, check_trust
-from fidelab.errors import ConfigError, FidelabError
+from fidelab.core.errors import ConfigError, FidelabError
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:

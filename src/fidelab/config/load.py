@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from fidelab.core import read_file
-from fidelab.errors import ConfigError, InputError, nearest_first
+from fidelab.core.errors import ConfigError, InputError, nearest_first
 
 Model = TypeVar("Model", bound=BaseModel)
 _MOST_BYTES, _MOST_LEVELS, _MOST_VALUES = 1 << 20, 40, 100_000  # of settings: far beyond what people write

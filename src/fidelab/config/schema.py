@@ -25,7 +25,7 @@ from pydantic import (
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, parse_vary
 from fidelab.core import KVSpec
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.config.load import expand, read_text
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 
 Controlled = Callable[[str], Mapping[str, str]]
 """Engine → option → why fidelab has to set that option itself."""

@@ -27,7 +27,7 @@ from fidelab.config.load import apply_overrides, expand, read_yaml
 from fidelab.config.presets import cells_of
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
 from fidelab.core import digest, state_dir
-from fidelab.errors import ConfigError, InputError, UsageError
+from fidelab.core.errors import ConfigError, InputError, UsageError
 
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
 Asking = Experiment | CrossEngine | Preset

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fidelab.errors import FidelabError
+from fidelab.core.errors import FidelabError
 from fidelab.results.numbers import one_line
-
-__all__ = ["CAUGHT", "DoctorCheck", "Finding", "guarded", "guarded_section", "reason"]
 
 Finding = Literal["ok", "warning", "missing", "broken"]
 CAUGHT = (Exception, SystemExit)  # what importing somebody else's package may raise

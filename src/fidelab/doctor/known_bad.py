@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from fidelab.doctor.software import release
 
-__all__ = ["KNOWN_BAD", "Facts", "Pair"]
-
 Facts = Mapping[str, tuple[str, ...]]
 """What was found → its versions: several where GPUs differ; for a thing without versions the name of what it is."""
 

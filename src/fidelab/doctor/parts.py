@@ -14,12 +14,10 @@ from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding, reason
 from fidelab.results.numbers import one_line
 
 if TYPE_CHECKING:
+    from fidelab.core.registry import Registry
     from fidelab.engines.base import Engine
     from fidelab.environments.environment import Environment
     from fidelab.environments.listing import Installed
-    from fidelab.registry import Registry
-
-__all__ = ["asked_engines", "axes", "engines_and_formats", "image_engines", "try_format"]
 
 # What the main job asks for, by its defaults: k16v8 of a bfloat16 model is bf16 / fp8_e4m3.
 _ENGINE = "hf"

@@ -16,8 +16,6 @@ from pathlib import Path
 import fidelab
 from fidelab.doctor.check import CAUGHT, DoctorCheck, guarded, reason
 
-__all__ = ["contender", "packages", "release", "untested", "versions"]
-
 _MODULES = {"pyyaml": "yaml"}  # elsewhere the module has the package's name
 # Name, extras in brackets, and the floor. An upper bound is not enforced here: newer versions are reported as untested.
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?(?:.*?>=\s*(?P<floor>[\w.]+))?")

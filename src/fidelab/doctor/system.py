@@ -20,8 +20,6 @@ from fidelab.doctor.check import CAUGHT, DoctorCheck, reason
 from fidelab.doctor.known_bad import KNOWN_BAD
 from fidelab.results.numbers import one_line
 
-__all__ = ["System", "examine_system"]
-
 _GROUP = "system"
 _TOOLS = ("usr/bin", "usr/local/bin", "opt/rocm/bin")
 _NVIDIA, _AMD = "0x10de", "0x1002"

@@ -13,8 +13,6 @@ from fidelab.doctor import Diagnosis
 from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding
 from fidelab.results.numbers import printable
 
-__all__ = ["by_reason", "lines", "show"]
-
 _WIDTH = 100
 _NARROWEST = 60
 _STYLES: dict[str, str] = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "red"}

@@ -3,7 +3,7 @@
 An adapter imports its third-party package inside ``open``; importing this room needs the standard library and numpy.
 """
 
-from fidelab.registry import Registry
+from fidelab.core.registry import Registry
 
 ENGINES = Registry(
     "engine",

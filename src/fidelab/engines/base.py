@@ -20,26 +20,8 @@ import numpy as np
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Recached, Request, Reweighted, Served
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
+from fidelab.core.errors import NotSupportedError
 from fidelab.engines.installed import without_vision
-from fidelab.errors import NotSupportedError
-
-__all__ = [
-    "IMAGE_KINDS",
-    "Answer",
-    "Engine",
-    "Observed",
-    "RuntimeInfo",
-    "Sink",
-    "Support",
-    "add_sequence",
-    "answer_with_head",
-    "device_name",
-    "dtype_name",
-    "one_line",
-    "raw_bytes",
-    "read_back_proof",
-]
-
 
 IMAGE_KINDS = frozenset(("imagegenerate", "imageforced"))
 """Kinds of requests that only engines answer which take images."""

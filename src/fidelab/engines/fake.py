@@ -47,11 +47,9 @@ from numpy.typing import NDArray
 
 from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, Served, Timed
 from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core.errors import UsageError
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence
 from fidelab.engines.timing import groups
-from fidelab.errors import UsageError
-
-__all__ = ["FakeEngine"]
 
 Floats = NDArray[np.float64]
 

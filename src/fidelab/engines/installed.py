@@ -20,8 +20,6 @@ from pathlib import Path
 import fidelab
 from fidelab.core import Arm, canonical_json, digest
 
-__all__ = ["build", "device", "is_installed", "provenance", "shims", "state", "unknown_architecture", "without_vision"]
-
 _GPU_FILES = {"cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvmap"), "hip": ("/dev/kfd",)}
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one after every start of the machine
 _LLAMA_LIBRARIES = {"cuda": "libggml-cuda", "hip": "libggml-hip"}

@@ -15,30 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from fidelab.core import Arm, FormatSpec, KVSpec
-from fidelab.errors import EngineError, NotSupportedError, UsageError
-
-__all__ = [
-    "K16V8",
-    "NATIVE",
-    "PLUGIN",
-    "SIDES",
-    "SWITCH",
-    "check_pair",
-    "content_bytes",
-    "holds_pair",
-    "installed_version",
-    "is_pair",
-    "kernel_names",
-    "meaning",
-    "missing",
-    "pair_refusal",
-    "read_back_layers",
-    "scales_of",
-    "set_switch",
-    "switch_variables",
-    "translated_errors",
-    "versions_for",
-]
+from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 
 K16V8 = "k16v8"  # the format, the package, its attention in Transformers, its backends in vLLM and SGLang
 PLUGIN = K16V8  # entry point in vLLM and SGLang

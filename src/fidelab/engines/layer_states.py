@@ -18,8 +18,6 @@ from fidelab.captures.container import Array, BFloat16
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LayerStates", "read_states", "stream_of", "write_states"]
-
 State = Callable[[Any, Sequence[Any]], "Tensor"]
 """(what is handed on, all arguments of the layer) → the residual stream, which the caller may keep."""
 

@@ -12,29 +12,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fidelab.core import Arm
-from fidelab.errors import UsageError
-
-__all__ = [
-    "NAME",
-    "NUMBER",
-    "OBJECT",
-    "SHARE",
-    "SWITCH",
-    "TOKENS",
-    "TRUST",
-    "YES_NO",
-    "Value",
-    "check_options",
-    "flags",
-    "is_count",
-    "one_of",
-    "other_options",
-    "parse_options",
-    "switched",
-    "trusts_code",
-    "unknown_option",
-    "with_default",
-]
+from fidelab.core.errors import UsageError
 
 TRUST = "trust-remote-code"  # the option of engines that can run code of a checkpoint
 _MOST_LISTED = 40

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from fidelab.captures.requests import Sampling
 
-__all__ = ["draw"]
-
 
 def draw(logits: NDArray[Any], sampling: Sampling, prompt: Sequence[int], step: int) -> int:
     """Token ``step`` behind ``prompt``, from logits ``[V]``; a token with NaN where there is one.

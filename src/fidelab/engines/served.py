@@ -11,8 +11,6 @@ from typing import Any, Generic, TypeVar
 
 from fidelab.captures.requests import Served, Tokens
 
-__all__ = ["Counted", "Ways", "other_prompt", "proof"]
-
 Asked = TypeVar("Asked")
 """An engine's request."""
 

@@ -19,12 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Arm, canonical_json
+from fidelab.core.errors import EngineError
 from fidelab.engines.openai.http import Client
 from fidelab.engines.openai.server import cache_labels, optional_object
 from fidelab.engines.options import switched
-from fidelab.errors import EngineError
-
-__all__ = ["KV", "Finding", "findings", "preparation_seconds"]
 
 KV, CONTEXT, BACKEND, POOL, SPECULATION = "KV type", "context", "attention backend", "pool size", "speculation"
 _NONE = "none"

@@ -12,9 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from fidelab.core import Speculation
-from fidelab.errors import UsageError, nearest_first
-
-__all__ = ["Drafts", "json_object", "known_word", "speculation_record"]
+from fidelab.core.errors import UsageError, nearest_first
 
 _NAMED = 8  # words that an error names
 

@@ -11,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.requests import Timed, Tokens
+from fidelab.core.errors import EngineError
 from fidelab.engines.base import Sink
-from fidelab.errors import EngineError
-
-__all__ = ["groups", "time_prompts"]
 
 TimingGroup = tuple[Tokens, ...]
 

@@ -11,10 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from fidelab.core import waiting_variables
+from fidelab.core.errors import UsageError
 from fidelab.engines.base import Engine
-from fidelab.errors import UsageError
-
-__all__ = ["NODE_PROCESS", "check_env", "thread_variables", "variables_of"]
 
 NODE_PROCESS = "FIDELAB_NODE_PROCESS"
 """Variable of a worker on a cluster's node: the process of the cluster that has its job."""

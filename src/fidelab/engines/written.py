@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Ledger", "watched"]
-
 
 class Ledger:
     """Addresses of storages that were written, and of the parameters' storages before loading."""

@@ -19,17 +19,14 @@ from functools import cached_property
 from typing import IO, Any
 
 import fidelab
-from fidelab import errors
-from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core import Arm, Estimator, KVSpec, errors
+from fidelab.core.errors import EngineError, FidelabError
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Support
 from fidelab.engines.k16v8 import meaning
 from fidelab.environments.environment import Environment
-from fidelab.errors import EngineError, FidelabError
 from fidelab.workers.ask import answer
 from fidelab.workers.messages import PROTOCOL, check_text, fits
-
-__all__ = ["About", "EngineAnswers", "ask", "start"]
 
 _LIMIT = 120.0  # seconds for one answer: it may import the engine
 _GRACE = 5.0  # seconds to end by itself

@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from fidelab.errors import EngineError, UsageError
-
-__all__ = ["CHOICE", "Container", "Image", "find_image", "named_paths", "new_name", "seen_through"]
+from fidelab.core.errors import EngineError, UsageError
 
 CHOICE = "FIDELAB_CONTAINER"
 _PROGRAMS = ("docker", "podman")

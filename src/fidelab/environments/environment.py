@@ -14,33 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fidelab.core import Arm, digest
+from fidelab.core.errors import EngineError, InputError, UsageError
 from fidelab.engines import ENGINES
 from fidelab.engines.installed import is_installed
 from fidelab.engines.k16v8 import K16V8, missing
 from fidelab.environments.container import Container, Image, find_image, named_paths, new_name, seen_through
 from fidelab.environments.recipes import RECIPES, data_path, install_command, recipe_command, variants
-from fidelab.errors import EngineError, InputError, UsageError
 from fidelab.models.cache import build_once, cache_dir
 
 if TYPE_CHECKING:
     from fidelab.engines.base import Engine
-
-__all__ = [
-    "MARKER",
-    "Environment",
-    "candidates",
-    "engines_dir",
-    "interpreter",
-    "link_folder",
-    "locate",
-    "provided_here",
-    "read_marker",
-    "recipe_shims",
-    "remember_trial",
-    "shim",
-    "update_command",
-    "write_marker",
-]
 
 MARKER = "fidelab-environment.json"  # in the folder of an environment that fidelab made
 _PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")  # groups of entry points

@@ -23,16 +23,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from fidelab.core import digest
+from fidelab.core.errors import EngineError, OutputError, UsageError
 from fidelab.engines import ENGINES
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, read_marker, write_marker
 from fidelab.environments.listing import listing
 from fidelab.environments.recipes import Recipe, data_path
 from fidelab.environments.trial import faults_of, try_out
-from fidelab.errors import EngineError, OutputError, UsageError
 from fidelab.models.cache import cache_dir
-
-__all__ = ["Stage", "install", "remove"]
 
 Say = Callable[[str], None]
 

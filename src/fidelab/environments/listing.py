@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
+from fidelab.core.errors import EngineError, FidelabError
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.environments.answers import About, EngineAnswers, start
@@ -25,10 +26,7 @@ from fidelab.environments.environment import (
     update_command,
 )
 from fidelab.environments.recipes import install_command, variants
-from fidelab.errors import EngineError, FidelabError
 from fidelab.models.cache import cache_dir
-
-__all__ = ["Installed", "asking", "chosen", "listing"]
 
 _TEST_ENGINE = "fake"
 

@@ -12,20 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fidelab.core import canonical_json, digest
+from fidelab.core.errors import UsageError
 from fidelab.engines.installed import device
-from fidelab.errors import UsageError
-
-__all__ = [
-    "RECIPES",
-    "Recipe",
-    "Step",
-    "data_path",
-    "install_command",
-    "machine_variant",
-    "recipe",
-    "recipe_command",
-    "variants",
-]
 
 _VLLM = "0.32.0"
 _SGLANG = "0.5.23"

@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import digest, read_file, slug, state_dir, strict_json
+from fidelab.core.errors import EngineError, OutputError
 from fidelab.engines.openai.http import Client, Refused
-from fidelab.errors import EngineError, OutputError
 from fidelab.workers.causes import explain, explain_exit
-
-__all__ = ["Served", "Starts", "died", "end", "first_answer", "records", "start", "wait_until_healthy", "written_log"]
 
 _GRACE = 15.0  # seconds between asking a server to end and killing its group
 _PAUSE = 0.2  # seconds between two looks whether it answers

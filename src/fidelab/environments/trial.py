@@ -18,15 +18,13 @@ from fidelab.captures.manifest import capture_key
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Generate, Prefill, Request, request_record
 from fidelab.core import Arm, KVSpec, Status, digest, usable_cores
+from fidelab.core.errors import CaptureError
 from fidelab.engines.k16v8 import meaning
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
-from fidelab.errors import CaptureError
 from fidelab.workers.messages import Job, ProbeTask
 from fidelab.workers.parent import run_worker
-
-__all__ = ["Trial", "faults_of", "try_out"]
 
 _PREFILL = 64  # tokens: more than one, since the kernels of one token and of many differ
 _DECODE = 8

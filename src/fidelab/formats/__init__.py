@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
-from fidelab.registry import Registry
+from fidelab.core.registry import Registry
 
 if TYPE_CHECKING:
     from fidelab.formats.base import Format

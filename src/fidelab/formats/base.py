@@ -16,15 +16,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, TypeAlias
 
-from fidelab.registry import late
+from fidelab.core.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["Format", "Parts"]
 
 Parts: TypeAlias = "tuple[Tensor, ...]"
 

@@ -22,19 +22,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fidelab.core import FormatSpec
+from fidelab.core.registry import late
 from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import FLOAT32_SLACK, divide, narrow, round_half_away
 from fidelab.formats.scale import grouped, groups_of, ungrouped
-from fidelab.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["Block", "Block8", "BlockAffine", "BlockSigned", "create"]
 
 SIZE = 32  # values per block
 

@@ -25,19 +25,17 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from fidelab.core import FormatSpec
+from fidelab.core.registry import late
 from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import FLOAT32_SLACK, divide, narrow
 from fidelab.formats.scale import finite_amax, grouped, groups_of, ungrouped
-from fidelab.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["Float4", "MXFloat4", "NVFloat4", "create"]
 
 _TOP = 6.0
 _E4M3_TOP, _E4M3_SMALLEST = 448.0, 2.0**-9

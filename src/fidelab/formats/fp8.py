@@ -30,19 +30,17 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
+from fidelab.core.registry import late
 from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import FLOAT32_SLACK, divide, narrow, rounding_bound
 from fidelab.formats.scale import finite_amax, half_scale
-from fidelab.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["Float8", "create", "fn_to_fnuz", "fnuz_to_fn"]
 
 _TYPES = {  # in torch
     "fp8_e4m3": "float8_e4m3fn",

@@ -24,19 +24,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
+from fidelab.core.registry import late
 from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import FLOAT32_SLACK, divide, narrow
 from fidelab.formats.scale import grouped, groups_of, half_scale, ungrouped
-from fidelab.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["GroupedInt", "create", "pack", "unpack"]
 
 _BITS = {f"int{bits}": bits for bits in range(2, 9)}
 

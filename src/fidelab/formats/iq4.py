@@ -20,20 +20,18 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
+from fidelab.core.registry import late
 from fidelab.formats import options
 from fidelab.formats.base import Format
 from fidelab.formats.block import SIZE, Block, finite, inverse, largest, pack_halves, unpack_halves
 from fidelab.formats.rounding import FLOAT32_SLACK, divide
 from fidelab.formats.scale import grouped, ungrouped
-from fidelab.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["LEVELS", "BlockLevels", "create"]
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _BOTTOM, _TOP = LEVELS[0], LEVELS[-1]

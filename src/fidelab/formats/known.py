@@ -22,8 +22,6 @@ from torch import Tensor
 
 from fidelab.core import FormatSpec
 
-__all__ = ["KNOWN", "canonical", "encodes_like", "equal_bits", "names_of", "values_of"]
-
 Parts = tuple[Tensor, ...]
 _Decode = Callable[[Parts, int, Tensor | None], Tensor]
 

@@ -17,20 +17,18 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
+from fidelab.core.registry import late
 from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.intn import pack, unpack
 from fidelab.formats.rounding import FLOAT32_SLACK, narrow
 from fidelab.formats.scale import HALF_MAX
-from fidelab.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["LloydMax", "create", "levels"]
 
 _BITS = {f"lloyd{bits}": bits for bits in range(1, 5)}
 

@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
+from fidelab.core.registry import late
 from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import narrow, rounding_bound
-from fidelab.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["Native", "create"]
 
 _TYPES = {"f32": ("float32", 4), "f16": ("float16", 2), "bf16": ("bfloat16", 2)}  # torch's name, bytes
 

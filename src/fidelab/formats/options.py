@@ -6,9 +6,7 @@ import re
 from collections.abc import Sequence
 
 from fidelab.core import FormatSpec
-from fidelab.errors import UsageError
-
-__all__ = ["choice", "multiple", "only"]
+from fidelab.core.errors import UsageError
 
 # Canonical decimal numbers only: "032" would give an equal format another fingerprint than "32".
 _POSITIVE = re.compile(r"[1-9][0-9]{0,8}")

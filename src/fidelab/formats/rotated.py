@@ -24,20 +24,18 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from fidelab.core import FormatSpec
-from fidelab.errors import NotSupportedError, UsageError
+from fidelab.core.errors import NotSupportedError, UsageError
+from fidelab.core.registry import late
 from fidelab.formats import options
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import FLOAT32_SLACK, narrow
 from fidelab.formats.scale import grouped, ungrouped
-from fidelab.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["OPTIONS", "Rotated", "rotated"]
 
 OPTIONS = ("rotate", "seed")
 _ROTATIONS = ("none", "hadamard", "hadamard-64")

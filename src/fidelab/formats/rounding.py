@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fidelab.registry import late
+from fidelab.core.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["FLOAT32_SLACK", "divide", "half_step", "narrow", "round_half_away", "rounding_bound"]
 
 # Relative error of a few float32 operations in a row (2^-24 each): what a bound adds for x / s and q * s.
 FLOAT32_SLACK = 2.0**-22

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fidelab.registry import late
+from fidelab.core.registry import late
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     torch = late("torch")
-
-__all__ = ["HALF_MAX", "HALF_MIN", "finite_amax", "grouped", "groups_of", "half_scale", "ungrouped"]
 
 HALF_MAX = 65504.0  # largest float16
 HALF_MIN = 2.0**-24  # smallest float16 above zero (subnormal)

@@ -30,12 +30,10 @@ import torch
 from torch import Tensor
 
 from fidelab.core import FormatSpec, cache_dir
-from fidelab.errors import NotSupportedError, UnknownNameError, UsageError
+from fidelab.core.errors import NotSupportedError, UnknownNameError, UsageError
 from fidelab.formats import FORMATS, K_QUANTS, create, options
 from fidelab.formats.base import Format
 from fidelab.formats.scale import finite_amax
-
-__all__ = ["WeightFormat", "weight_format"]
 
 _CHUNK = 1 << 22  # values that are rounded at once: some 100 MB of intermediate results
 _GROUP = "128"

@@ -3,7 +3,7 @@
 Figures whose data a file holds are recomputed; figures without data stay absent.
 """
 
-from fidelab.registry import Registry
+from fidelab.core.registry import Registry
 
 IMPORTS = Registry(
     "import",

@@ -19,20 +19,8 @@ from fidelab.captures.manifest import MANIFEST
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.core import Estimator
-from fidelab.errors import CaptureError, InputError, MismatchError
+from fidelab.core.errors import CaptureError, InputError, MismatchError
 from fidelab.imports.kld_base import BaseFile, is_base_file, write_base
-
-__all__ = [
-    "KEY",
-    "CaptureDump",
-    "Dump",
-    "DumpFolder",
-    "WindowFile",
-    "WindowRows",
-    "export_base",
-    "open_dump",
-    "pair_windows",
-]
 
 KEY: Final = "log_probs"
 _NUMBERED = re.compile(r"(0|[1-9]\d*)\.safetensors")

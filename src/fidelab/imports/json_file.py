@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import read_file, strict_json
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.results.measurement import Coordinates, Definition, Metric
-
-__all__ = ["JsonFile", "Node", "metrics_of", "read_json"]
 
 _MOST_BYTES = 128 << 20
 _MOST = 1_000_000  # tokens of one answer, chunks: more than this is no count

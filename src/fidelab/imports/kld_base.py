@@ -20,10 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.errors import InputError, MismatchError, OutputError
+from fidelab.core.errors import InputError, MismatchError, OutputError
 from fidelab.metrics.divergence import log_softmax
-
-__all__ = ["BaseFile", "is_base_file", "write_base"]
 
 _MAGIC = b"_logits_"
 _HEADER = np.dtype("<i4")

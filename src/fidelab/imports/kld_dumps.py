@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fidelab.axes.kld import KLD_METRICS, kl_curve
 from fidelab.captures.manifest import MANIFEST
 from fidelab.core import Estimator, Status, usable_cores
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 from fidelab.imports.dump_folder import Dump, open_dump, pair_windows
 from fidelab.imports.json_file import metrics_of
 from fidelab.imports.kld_base import BaseFile
@@ -43,8 +43,6 @@ from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_estim
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import ArmRecord, Comparison, Composite
 from fidelab.results.verdict import judge
-
-__all__ = ["import_dumps"]
 
 Places = Mapping[str, NDArray[np.int32]]
 

@@ -19,8 +19,6 @@ from fidelab.report.html import write_html
 from fidelab.results.record import ArmRecord, Comparison, Report
 from fidelab.results.store import RunFolder
 
-__all__ = ["Imported", "Source", "leave_run", "window_blocks"]
-
 
 @dataclass(frozen=True)
 class Imported:

@@ -20,15 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.core import Status
-from fidelab.errors import InputError, MismatchError, UsageError
+from fidelab.core.errors import InputError, MismatchError, UsageError
 from fidelab.imports.leave import Imported, Source, leave_run
 from fidelab.metrics.equivalence import MARGIN, Loss, certify, flip_counts
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.decision_record import Certificate, FlipRecord
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import ArmRecord, Verdict
-
-__all__ = ["import_samples"]
 
 _NAMED = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl")
 _MOST = 1 << 30  # bytes of a file

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import Status, digest
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.imports.leave import Imported, Source, leave_run
 from fidelab.imports.refract_axes import Recomputed, RefractLine, read_kld, read_plad, read_rniah, read_trajectory
 from fidelab.imports.refract_file import RefractFile, read_refract
@@ -22,8 +22,6 @@ from fidelab.results.numbers import format_kld
 from fidelab.results.plots import TablePlot
 from fidelab.results.record import ArmRecord, Composite
 from fidelab.results.verdict import judge
-
-__all__ = ["AXIS", "import_refract"]
 
 AXIS = "refract"
 """Axis of our report that holds the comparison of the three values."""

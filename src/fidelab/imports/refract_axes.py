@@ -37,8 +37,6 @@ from fidelab.metrics.retrieval import Cells, retrieval_interval, retrieval_score
 from fidelab.results.measurement import Definition, Measurement, key_of
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot
 
-__all__ = ["Recomputed", "RefractLine", "read_kld", "read_plad", "read_rniah", "read_trajectory"]
-
 TOPK_BACKENDS = ("vllm", "sglang")
 """Backends through which REFRACT sees the most likely tokens alone."""
 _ROUNDING = 1e-6  # relative: the files hold doubles, some of them made from figures of seven digits

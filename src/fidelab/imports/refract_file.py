@@ -7,10 +7,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Final
 
 from fidelab.core import KVSpec
-from fidelab.errors import FidelabError, InputError
+from fidelab.core.errors import FidelabError, InputError
 from fidelab.imports.json_file import JsonFile, Node, read_json
-
-__all__ = ["READABLE", "RefractFile", "read_refract"]
 
 READABLE: Final = ("refract.report.v0.2", "refract.report.v0.3")
 

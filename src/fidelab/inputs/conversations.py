@@ -16,22 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import strict_json
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.files import numbered_lines, read_utf8
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
-
-__all__ = [
-    "Conversation",
-    "Response",
-    "Traffic",
-    "load_traffic",
-    "recorded",
-    "traffic_prompts",
-    "traffic_remarks",
-    "traffic_text",
-]
 
 _WHAT = "traffic file"
 _ROLES = {"system", "developer", "user", "assistant", "tool"}

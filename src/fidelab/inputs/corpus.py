@@ -10,11 +10,9 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from fidelab.captures.requests import Tokens
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
-
-__all__ = ["Place", "Protocol", "WindowSet", "make_windows"]
 
 _LEAST_CONTEXT = 8  # tokens that a shorter window is worth
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import read_file, strict_json
-from fidelab.errors import InputError
-
-__all__ = ["DATA", "json_lines", "numbered_lines", "read_utf8"]
+from fidelab.core.errors import InputError
 
 _MOST_BYTES = 1 << 30
 DATA = Path(__file__).parent / "data"

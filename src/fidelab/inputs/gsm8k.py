@@ -13,11 +13,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
+from fidelab.core.registry import require
 from fidelab.inputs.files import DATA, json_lines
-from fidelab.registry import require
-
-__all__ = ["Problem", "ask", "extract_answer", "load_problems", "load_shots", "own_words"]
 
 _HUB = ("openai/gsm8k", "main/test-00000-of-00001.parquet")
 _MARK = "####"

@@ -18,12 +18,10 @@ from functools import cache
 from itertools import chain
 
 from fidelab.captures.requests import Tokens
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.files import DATA
 from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
-
-__all__ = ["LEAST_SHIFT", "Haystack", "Stretch", "generate_paragraphs", "load_haystack", "sentences", "space_before"]
 
 LEAST_SHIFT = 64  # tokens between the haystacks of two trials, at least
 _PIECE = 400  # characters: text without sentences, such as code or tables, is cut here at the latest

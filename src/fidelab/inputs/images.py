@@ -21,27 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.requests import Tokens
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 
 if TYPE_CHECKING:
     from fidelab.inputs.conversations import Traffic
     from fidelab.inputs.tokens import Template, Tokenizer
-
-__all__ = [
-    "MOST_BYTES",
-    "MOST_IN_ALL",
-    "MOST_PIXELS",
-    "ImagePrompt",
-    "PromptTokens",
-    "draw",
-    "draw_digit",
-    "drawn_prompts",
-    "placeholder",
-    "png",
-    "read_url",
-    "tokens_around",
-    "traffic_image_prompts",
-]
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fidelab.captures.requests import Tokens
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.haystack import Haystack, space_before
 from fidelab.inputs.tokens import Tokenizer
-
-__all__ = ["CODES", "FIXED_CODE", "OTHERS", "NeedlePrompt", "Needles", "Style", "build_prompt", "draw_needles"]
 
 Style = Literal["question", "cloze"]
 

@@ -21,11 +21,9 @@ from functools import cache
 from itertools import pairwise
 from typing import TypeVar
 
-from fidelab.errors import InputError, UnknownNameError
+from fidelab.core.errors import InputError, UnknownNameError
 from fidelab.inputs.files import DATA, read_utf8
 from fidelab.inputs.prompts import Prompt
-
-__all__ = ["PERTURBATIONS", "differences", "perturb", "perturb_prompt", "stop_words", "synonyms"]
 
 T = TypeVar("T")
 

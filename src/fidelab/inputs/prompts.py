@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.inputs.files import DATA, json_lines, numbered_lines
-
-__all__ = ["Prompt", "load_prompts"]
 
 
 @dataclass(frozen=True)

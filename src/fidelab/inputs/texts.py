@@ -11,10 +11,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
+from fidelab.core.registry import require
 from fidelab.inputs.files import DATA, json_lines, read_utf8
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.registry import require
 
 TEXTS = ("default", "domains", "wikitext-2")
 """Names of texts that are no files."""

@@ -15,13 +15,11 @@ from typing import Any, Literal, Protocol
 
 from fidelab.captures.requests import Tokens
 from fidelab.core import Vocabulary, digest
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.models import Model
 from fidelab.models.bounds import bounded
 from fidelab.models.cache import cache_dir
 from fidelab.models.hub import first_line
-
-__all__ = ["ChatMessage", "Template", "Tokenizer", "Tools", "apply_template"]
 
 _TEMPLATE_TEXT = 1 << 20  # characters that a template may write besides eight times what it was given
 

@@ -18,20 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.requests import Tokens
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.files import DATA, json_lines, read_utf8
 from fidelab.inputs.tokens import Tokenizer
-
-__all__ = [
-    "Trace",
-    "arrivals",
-    "mixed_prompts",
-    "random_prompts",
-    "read_conversations",
-    "read_trace",
-    "text_prompts",
-    "word_prompts",
-]
 
 Floats = NDArray[np.float64]
 TraceUnit = Literal["ms", "s"]

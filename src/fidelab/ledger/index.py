@@ -25,14 +25,12 @@ import yaml
 from fidelab.captures.manifest import MANIFEST
 from fidelab.captures.store import collect_garbage
 from fidelab.core import Status, digest, read_file, strict_json
-from fidelab.errors import FidelabError, InputError
+from fidelab.core.errors import FidelabError, InputError
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import CONFIG, OUTCOMES, REPORT, RunFolder
 from fidelab.results.study import STUDY
 from fidelab.results.table import arms
 from fidelab.results.values import NEEDS_REASON
-
-__all__ = ["INDEX", "LedgerRow", "collect_captures", "list_runs", "provenance", "read_row"]
 
 INDEX = ".ledger.sqlite"
 RUN = "run"

@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from fidelab.core import slug
-from fidelab.errors import FidelabError, InputError, OutputError, UsageError
+from fidelab.core.errors import FidelabError, InputError, OutputError, UsageError
 from fidelab.ledger.receipt import public
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.results.table import Key, arms, tabulate
-
-__all__ = ["TARGETS", "Mirrored", "mirror", "mirrored"]
 
 Table = tuple[tuple[str, ...], list[tuple[str | float | None, ...]]]
 """Columns and rows."""

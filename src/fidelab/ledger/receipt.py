@@ -24,7 +24,7 @@ from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from fidelab.captures.manifest import load_manifest
 from fidelab.core import canonical_json, read_file, strict_json
-from fidelab.errors import CaptureError, FidelabError, InputError, MissingPackageError, OutputError, UsageError
+from fidelab.core.errors import CaptureError, FidelabError, InputError, MissingPackageError, OutputError, UsageError
 from fidelab.metrics.composite import Band, kl_band
 from fidelab.metrics.divergence import kld_score
 from fidelab.results.decision_record import Recommendation
@@ -33,22 +33,6 @@ from fidelab.results.record import ArmRecord, Attribution, Comparison, Report, w
 from fidelab.results.store import CONFIG, OUTCOMES, RUNS, RunFolder
 from fidelab.results.table import arms
 from fidelab.results.values import Count, FreeDict, Record
-
-__all__ = [
-    "SCHEMA",
-    "ArmLine",
-    "CaptureLine",
-    "EndLine",
-    "HeadLine",
-    "Receipt",
-    "Recompute",
-    "Verified",
-    "json_schema",
-    "public",
-    "publish",
-    "read_receipt",
-    "verify",
-]
 
 SCHEMA: Final = "fidelab.receipt/0"
 

@@ -15,18 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "NEAR_TIE",
-    "PairAgreement",
-    "exact_match_rate",
-    "first_divergence",
-    "median_first_divergence",
-    "near_tie_share",
-    "positional_agreement",
-    "survival_curve",
-    "trajectory_score",
-]
-
 NEAR_TIE = 0.1
 """Margin (nats) under which a divergence is a near tie.  See docs/metrics.md#real-flips."""
 

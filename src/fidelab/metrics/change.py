@@ -22,25 +22,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.registry import late
+from fidelab.core.registry import late
 
 if TYPE_CHECKING:
     from scipy import special
 else:
     special = late("scipy.special")
-
-__all__ = [
-    "Allowance",
-    "Change",
-    "Estimate",
-    "Judgement",
-    "difference_interval",
-    "judge_intervals",
-    "judge_log_ratio",
-    "judge_values",
-    "log_ratio",
-    "welch_reach",
-]
 
 Interval = tuple[float, float]
 Judgement = Literal["regressed", "improved", "unchanged", "cannot tell"]

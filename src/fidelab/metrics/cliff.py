@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from fidelab.metrics.intervals import resample_weights
 
-__all__ = ["PER_BIT", "Cliff", "asymmetry", "cliff", "rank_correlation"]
-
 Floats = NDArray[np.float64]
 
 PER_BIT = 0.1

@@ -17,22 +17,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.errors import UnknownNameError
+from fidelab.core.errors import UnknownNameError
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
-
-__all__ = [
-    "BANDS",
-    "KL_EDGES",
-    "Band",
-    "CompositeScore",
-    "Ruling",
-    "composite",
-    "cost_alike",
-    "harmonic_mean",
-    "kl_band",
-    "lower",
-    "verdict",
-]
 
 Floats = NDArray[np.float64]
 

@@ -30,21 +30,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "EARLIER",
-    "WINDOW",
-    "Onset",
-    "change_point",
-    "degeneration_onset",
-    "distinct_floor",
-    "distinct_ratios",
-    "is_earlier",
-    "loop_onset",
-    "noise_onset",
-    "repetition_onset",
-    "still_clean",
-]
-
 Floats = NDArray[np.float64]
 _Kind = Literal["loop", "repetition", "noise"]
 

@@ -22,29 +22,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from fidelab.metrics.intervals import Interval, RatioItems, contained_interval, ratio_estimate, ratio_interval
 
-__all__ = [
-    "Divergences",
-    "Flips",
-    "Head",
-    "KLSummary",
-    "RowComparison",
-    "compare_rows",
-    "compare_topk",
-    "comparison_of",
-    "floored_topk",
-    "head_logits",
-    "kl_by_confidence",
-    "kl_by_position",
-    "kld_score",
-    "log_softmax",
-    "parting",
-    "summarise_divergences",
-    "summarise_flips",
-    "summarise_kl",
-    "topk_lower_bound",
-    "without_bias",
-]
-
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 Estimate = tuple[float | None, Interval | None]

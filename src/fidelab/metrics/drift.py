@@ -15,8 +15,6 @@ from rapidfuzz.distance import Levenshtein
 
 from fidelab.metrics.intervals import mcnemar_exact
 
-__all__ = ["LOWEST_CELL", "cell_scores", "commonest", "drift", "ignores_prompts", "sign_test"]
-
 Floats = NDArray[np.float64]
 
 _STEEPNESS = 5.0  # REFRACT's constant: a tenth of the answer costs 39 points

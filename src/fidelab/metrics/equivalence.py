@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fidelab.core.registry import late
 from fidelab.metrics.intervals import (
     RatioItems,
     effective_upper_end,
@@ -31,27 +32,11 @@ from fidelab.metrics.intervals import (
     settled_interval,
 )
 from fidelab.metrics.sample_size import ClusterSpread, clusters_to_certify, detectable_loss, paired_spread, ratio_spread
-from fidelab.registry import late
 
 if TYPE_CHECKING:
     from scipy import special
 else:
     special = late("scipy.special")
-
-__all__ = [
-    "ALPHA",
-    "KL_MARGIN",
-    "MARGIN",
-    "MIN_CLUSTERS",
-    "POWER",
-    "Claim",
-    "FlipCounts",
-    "Judgement",
-    "Loss",
-    "certify",
-    "fixed_sequence",
-    "flip_counts",
-]
 
 ALPHA = 0.05
 """Probability that a certificate is wrong, at most."""

@@ -41,32 +41,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fidelab.registry import late
+from fidelab.core.registry import late
 
 if TYPE_CHECKING:
     from scipy import special
 else:
     special = late("scipy.special")
-
-__all__ = [
-    "MIN_STUDENTIZED_CLUSTERS",
-    "PairedDifference",
-    "RatioItems",
-    "binomial_interval",
-    "contained_interval",
-    "critical_value",
-    "discordant_interval",
-    "effective_upper_end",
-    "mcnemar_exact",
-    "mcnemar_mid_p",
-    "paired_difference",
-    "ratio_estimate",
-    "ratio_interval",
-    "resample_weights",
-    "settled_interval",
-    "standard_error",
-    "wilson_interval",
-]
 
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]

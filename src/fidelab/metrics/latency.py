@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Rate", "decode_rate_by_subtraction", "decode_rate_isolated", "is_steady", "prefill_rate"]
-
 Floats = NDArray[np.float64]
 
 STEADY = 0.05  # what the last three repeats of a steady measurement may differ by, relative

@@ -28,8 +28,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["TIMES", "LayerCurve", "Parting", "added_errors", "outlier_ratios", "part", "relative_errors"]
-
 Floats = NDArray[np.float64]
 
 TIMES = 3.0  # multiple of the other layers' root mean square, and of the noise floor

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from fidelab.metrics.divergence import log_softmax
 from fidelab.metrics.intervals import Interval, RatioItems, ratio_estimate, ratio_interval, standard_error
 
-__all__ = ["PerplexityPair", "compare_nll", "exponential", "row_nll"]
-
 Floats = NDArray[np.float64]
 
 _BLOCK = 1 << 19  # float64 elements at a time: 4 MiB

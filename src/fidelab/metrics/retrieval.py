@@ -28,17 +28,6 @@ from numpy.typing import NDArray
 
 from fidelab.metrics.intervals import PairedDifference, RatioItems, binomial_interval, paired_difference
 
-__all__ = [
-    "Cells",
-    "accuracy_difference",
-    "chance_score",
-    "hits",
-    "judged",
-    "retrieval_interval",
-    "retrieval_score",
-    "returned",
-]
-
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 

@@ -27,25 +27,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fidelab.core.registry import late
 from fidelab.metrics.intervals import RatioItems, binomial_interval, critical_value, ratio_estimate, standard_error
-from fidelab.registry import late
 
 if TYPE_CHECKING:
     from scipy import special
 else:
     special = late("scipy.special")
-
-__all__ = [
-    "ClusterSpread",
-    "agreement_reach",
-    "clusters_for",
-    "clusters_to_agree",
-    "clusters_to_certify",
-    "detectable_loss",
-    "half_width",
-    "paired_spread",
-    "ratio_spread",
-]
 
 # More clusters where quantiles are resampled, which err besides Student's: with them benchmarks/certificate.py
 # certifies as many twins as asked.

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from fidelab.metrics.divergence import TOP, Head, RowComparison, compare_rows, comparison_of
 
-__all__ = ["States", "TileScorer", "fastest_device"]
-
 States = tuple[NDArray[np.float32], Head]
 """Final-norm states ``[n, d]`` of one side, and the head that makes logits of them."""
 

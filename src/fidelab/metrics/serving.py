@@ -24,18 +24,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "LATENCIES",
-    "Latencies",
-    "count_good",
-    "effective_concurrency",
-    "fill",
-    "latencies",
-    "percentiles",
-    "saturation",
-    "sent_rate",
-]
-
 Floats = NDArray[np.float64]
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from fidelab.metrics.change import welch_reach
 
-__all__ = ["ARMS", "Composed", "CompositionKind", "compose", "expected_length", "overlap", "replay"]
-
 CompositionKind = Literal["sub-multiplicative", "multiplicative", "super-multiplicative", "cannot tell"]
 
 ARMS = ("plain", "quantized", "speculative", "both")

@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-__all__ = ["STRUCTURES", "TURNS", "structures", "turns"]
-
 STRUCTURES = ("tool call", "JSON key", "JSON punctuation", "role or stop", "indentation")
 """The kinds, the first of which a token belongs to counts."""
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RANGES", "Unmoved"]
-
 RANGES = 4
 """Into how many ranges the positions of windows of one length are divided."""
 

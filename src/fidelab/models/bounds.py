@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["bounded"]
-
 SECONDS, NBYTES = 10.0, 1 << 30  # processor time and memory that rendering may take
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fidelab.core import cache_dir
-from fidelab.errors import OutputError
+from fidelab.core.errors import OutputError
 
 __all__ = ["build_once", "cache_dir"]
 

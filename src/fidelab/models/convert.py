@@ -25,14 +25,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.errors import InputError, OutputError
+from fidelab.core.errors import InputError, OutputError
 from fidelab.models.cache import build_once
 from fidelab.models.gguf import Header, StoredTensor, cannot_convert, hf_config, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["check_room", "dequantized", "originals", "to_safetensors"]
 
 _log = logging.getLogger(__name__)
 

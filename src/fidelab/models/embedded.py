@@ -13,11 +13,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.models.cache import build_once, cache_dir
 from fidelab.models.weights import file_sha256, sha256_of
-
-__all__ = ["NAMES", "gguf_file", "home"]
 
 _log = logging.getLogger(__name__)
 

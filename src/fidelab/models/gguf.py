@@ -17,20 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.models.cache import build_once
 from fidelab.models.hub import first_line
-
-__all__ = [
-    "ORIGIN",
-    "Header",
-    "StoredTensor",
-    "cannot_convert",
-    "header_config",
-    "hf_config",
-    "read_header",
-    "text_folder",
-]
 
 ORIGIN = "origin.txt"  # in what is made from a GGUF file: where that lay
 

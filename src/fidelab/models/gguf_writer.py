@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.models.hub import first_line
-
-__all__ = ["ARCHITECTURES", "Tensor", "check_tokenizer", "load_config", "write_gguf"]
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """Transformers' model types, and llama.cpp's architectures."""

@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fidelab.errors import InputError, UnavailableError
-
-__all__ = ["dataset_file", "first_line", "read_range", "sizes", "snapshot"]
+from fidelab.core.errors import InputError, UnavailableError
 
 _TEXTS = ["*.json", "*.model", "*.txt", "*.jinja"]
 _ALLOWED = [*_TEXTS, "*.safetensors"]

@@ -8,8 +8,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["evict", "resident_share"]
-
 _ALLOWED_SHARE = 0.01  # of a file's pages that may stay in the cache: other processes hold some
 
 

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.models import embedded, hub
 from fidelab.models.convert import check_room, to_safetensors
 from fidelab.models.gguf import read_header, text_folder
 from fidelab.models.store import TEXT, gguf_dir
 from fidelab.models.weights import file_sha256, folder_sha256, measure, read_json, weight_files
-
-__all__ = ["HUB_ID", "Model", "check_conversion", "path", "pull", "resolve", "with_weights"]
 
 HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 _FORMS = (

@@ -16,8 +16,6 @@ from fidelab.models import embedded
 from fidelab.models.cache import cache_dir
 from fidelab.models.gguf import ORIGIN
 
-__all__ = ["TEXT", "Listed", "collect_garbage", "gguf_dir", "listing"]
-
 TEXT = ".text"  # the end of the names of folders without weights
 _PART, _LOCK = ".part", ".lock"  # of cache.build_once
 

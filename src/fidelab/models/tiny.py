@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.errors import UsageError
-
-__all__ = ["GGUF_NAME", "make_tiny"]
+from fidelab.core.errors import UsageError
 
 GGUF_NAME = "model.gguf"
 

@@ -12,22 +12,8 @@ from typing import Any
 
 from fidelab.captures.container import Entry, read_header
 from fidelab.core import canonical_json, digest, read_file, strict_json
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.models.cache import cache_dir
-
-__all__ = [
-    "INDEX",
-    "WeightSize",
-    "content_sha256",
-    "file_sha256",
-    "folder_sha256",
-    "measure",
-    "read_entries",
-    "read_index",
-    "read_json",
-    "sha256_of",
-    "weight_files",
-]
 
 INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

@@ -13,8 +13,6 @@ from typing import Any
 
 from fidelab.physics.shapes import Geometry, KVLayer
 
-__all__ = ["MODEL_TYPES", "geometry_of_config"]
-
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _ON = "always"  # in place of a field's name
 _BIAS, _INNER = "attention_bias", "intermediate_size"

@@ -13,9 +13,7 @@ from typing import Any
 import yaml
 
 from fidelab.core import read_file, state_dir, strict_json
-from fidelab.errors import InputError, UsageError, nearest_first
-
-__all__ = ["Device", "add_measured", "devices", "find_device", "own_table", "remember_device"]
+from fidelab.core.errors import InputError, UsageError, nearest_first
 
 _MOST_BYTES = 2**20
 _MOST_REPORT = 64 * 2**20

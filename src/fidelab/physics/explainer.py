@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import KVSpec
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from fidelab.physics.devices import devices
 from fidelab.physics.fits import Points, compare_fits
 from fidelab.physics.shapes import Geometry, KVLayer
 from fidelab.physics.traffic import Model
-
-__all__ = ["KNOWN_MODELS", "PUBLISHED_HILL", "explainer", "measured_points"]
 
 WEIGHT_BITS = (16.0, 8.0, 4.25)
 _MOST_POINTS = 5_000

@@ -19,20 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.core import read_file, strict_json
-from fidelab.errors import InputError, UsageError, nearest_first
+from fidelab.core.errors import InputError, UsageError, nearest_first
 from fidelab.physics.devices import Device
-
-__all__ = [
-    "AffineFit",
-    "HillFit",
-    "Points",
-    "compare_fits",
-    "fit_affine",
-    "fit_hill",
-    "impossible_rate",
-    "impossible_speedup",
-    "read_points",
-]
 
 Floats = NDArray[np.float64]
 _MOST_BYTES = 2**27

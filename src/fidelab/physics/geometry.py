@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fidelab.core import cache_parameter
-from fidelab.errors import FidelabError, InputError
+from fidelab.core.errors import FidelabError, InputError
+from fidelab.core.registry import require
 from fidelab.models import embedded, hub
 from fidelab.models.gguf import header_config, hf_config, read_header
 from fidelab.models.resolve import HUB_ID
 from fidelab.models.weights import read_json
 from fidelab.physics.architectures import geometry_of_config
 from fidelab.physics.shapes import Geometry, KVLayer
-from fidelab.registry import require
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-__all__ = ["model_geometry", "named_geometry"]
 
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "num_selected_experts")
 _CHUNK = 2**16  # an expert count beyond this is no expert count

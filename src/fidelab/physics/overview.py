@@ -10,8 +10,6 @@ from fidelab.physics.devices import Device
 from fidelab.physics.fits import impossible_rate, impossible_speedup
 from fidelab.physics.traffic import Model, interconnect_shortfall, required_link_bandwidth
 
-__all__ = ["overview"]
-
 
 def overview(
     model: Model,

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from fidelab.errors import UsageError
-
-__all__ = ["Probe", "probe_device"]
+from fidelab.core.errors import UsageError
 
 _BYTES = 2**29  # of one array: more than any cache holds
 _ROWS = {"cpu": 2048, "cuda": 8192}  # of the largest matrices

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from fidelab.errors import UsageError
-
-__all__ = ["Geometry", "KVLayer"]
+from fidelab.core.errors import UsageError
 
 
 @dataclass(frozen=True)

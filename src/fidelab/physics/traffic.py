@@ -12,12 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fidelab.core import FormatSpec, KVSpec
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 from fidelab.formats import create
 from fidelab.physics.devices import Device
 from fidelab.physics.shapes import Geometry, KVLayer
-
-__all__ = ["Model", "composition", "interconnect_shortfall", "required_link_bandwidth"]
 
 _MOST_TOKENS = 2**40
 

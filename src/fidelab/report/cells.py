@@ -28,27 +28,6 @@ from fidelab.results.record import NO_REFERENCE, ArmRecord
 from fidelab.results.table import OVER_CONTROL
 from fidelab.results.values import Outcome
 
-__all__ = [
-    "STATUS",
-    "Estimate",
-    "changed_of",
-    "estimate_of",
-    "excess_of",
-    "fact_of",
-    "flips_of",
-    "kld_of",
-    "kv_of",
-    "kv_sides",
-    "plain",
-    "ratio_of",
-    "run_of",
-    "scored",
-    "shared",
-    "status_line",
-    "text_of",
-    "told_already",
-]
-
 STATUS = {
     Status.OK: "ok",
     Status.IDENTICAL: "identical",

@@ -15,19 +15,6 @@ from fidelab.report.sections import BarGroup
 from fidelab.results.numbers import format_amount
 from fidelab.results.plots import Curve
 
-__all__ = [
-    "Chart",
-    "ChartLine",
-    "ChartSize",
-    "ShadedBand",
-    "draw_bars",
-    "draw_frame",
-    "draw_lines",
-    "element",
-    "line_style",
-    "text",
-]
-
 COLOURS, DASHES = 8, 3
 FEW_POINTS = 12
 Y_TICKS = 6

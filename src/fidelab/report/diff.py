@@ -20,8 +20,6 @@ from fidelab.results.diff_record import ChangeOutcome, Diff, MetricChange, Refus
 from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line, printable
 from fidelab.results.table import BENCH
 
-__all__ = ["render_diff", "render_diff_markdown"]
-
 _SHOWN = 40  # of a value that differs: hashes and lists are long
 _STYLES: dict[ChangeOutcome, str] = {
     "regressed": "bold red",

@@ -11,8 +11,6 @@ from fidelab.core import finite
 from fidelab.report.html import data_block, script_of, templates
 from fidelab.results.record import write_atomically
 
-__all__ = ["render_explainer", "write_explainer"]
-
 
 def render_explainer(found: Mapping[str, Any], version: str) -> str:
     """The page; ``found`` is what :func:`fidelab.physics.explainer.explainer` gives."""

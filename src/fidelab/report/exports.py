@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fidelab.errors import UnknownNameError, UsageError
+from fidelab.core.errors import UnknownNameError, UsageError
 from fidelab.report.markdown import code_span
 from fidelab.results.measurement import Measurement, Metric, label
 from fidelab.results.numbers import format_interval, heading, public_name
@@ -17,8 +17,6 @@ from fidelab.results.values import NEEDS_REASON
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
-
-__all__ = ["choose_arm", "hub_files", "lm_eval_results"]
 
 _STDERRS = 2 * 1.959964  # in the width of a 95% interval
 _NO_FILTER = "none"

@@ -12,8 +12,6 @@ from fidelab.report.scales import ChartAxis, Scale, round_step, scale_for
 from fidelab.report.view import FrontierPoint
 from fidelab.results.numbers import format_bytes, format_kld, format_span
 
-__all__ = ["draw_frontier", "pareto"]
-
 
 def pareto(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
     """Arms that no other beats in size and in KL, smallest first; of equal ones, all."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fidelab.core import slug
-from fidelab.errors import InputError, MissingPackageError
+from fidelab.core.errors import InputError, MissingPackageError
 from fidelab.report.plots import Drawing, draw_plots, frontier, noise, tail
 from fidelab.report.positions import ArmPositions, read_positions
 from fidelab.report.sections import ReportArm, Section, arms_of
@@ -16,8 +16,6 @@ from fidelab.report.view import View
 from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.results.record import Report
-
-__all__ = ["Part", "gallery_of"]
 
 LEFT_OUT = "the tail of KL and the worst positions are left out"
 REMEDY = f"{LEFT_OUT}; where the run's folder is kept, fidelab rescore RUN_DIR makes them"

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from fidelab.results.numbers import MINUS
 from fidelab.results.plots import Grid, Heatmap
 
-__all__ = ["Shade", "colour", "ink", "scale_of", "shades_of"]
-
 RGB = tuple[float, float, float]
 
 # Dark blue to yellow, and orange to blue over white: legible with common colour vision deficiencies and in grey.

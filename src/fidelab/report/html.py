@@ -24,8 +24,6 @@ from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.record import Report, write_atomically
 from fidelab.results.store import POSITIONS
 
-__all__ = ["data_block", "render_html", "render_notebook", "script_of", "templates", "write_html"]
-
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["LETTER", "Labels", "shorten", "spread"]
-
 LETTER = 6.7
 """Mean width of a letter at the labels' 12 units."""
 

@@ -30,8 +30,6 @@ from fidelab.results.numbers import (
 )
 from fidelab.results.record import write_atomically
 
-__all__ = ["render_leaderboard_html", "render_leaderboard_markdown", "write_leaderboard"]
-
 _TIES = (
     "Ranks follow from 95% intervals (of repeats from the smallest to the largest): an arm is tied with those whose "
     "intervals overlap with its own, and its rank is a range. Only figures that were measured alike stand in one table."

@@ -18,8 +18,6 @@ from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable, public_name
 from fidelab.results.record import Report
 
-__all__ = ["code_cell", "code_span", "escaped", "pipe_table", "render_markdown"]
-
 _LEGEND = (
     "KLD: mean KL divergence from the reference per position with its 95% interval, whose upper end sets the verdict. "
     "Over control: the paired excess over the arm that should cost nothing. Changed tokens: positions with another "

@@ -18,8 +18,6 @@ from fidelab.results.numbers import format_kld, format_tokens, one_line
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 
-__all__ = ["Drawing", "draw_plots", "frontier", "noise", "tail"]
-
 WIDE, NARROW = ChartSize(560, 330), ChartSize(360, 300, labels=False)
 FULL = ChartSize(1120, 430, labels=False)
 FRONTIER = (ChartSize(1120, 430), ChartSize(360, 400))

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.errors import InputError
-from fidelab.registry import require
-
-__all__ = ["EDGES", "ArmPositions", "Worst", "read_positions"]
+from fidelab.core.errors import InputError
+from fidelab.core.registry import require
 
 PER_DECADE = 10
 EDGES: NDArray[np.float64] = 10.0 ** (np.arange(-12 * PER_DECADE, 3 * PER_DECADE + 1) / PER_DECADE)

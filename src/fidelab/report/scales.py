@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from fidelab.report.labels import LETTER
 from fidelab.results.numbers import format_bytes
 
-__all__ = ["ChartAxis", "Scale", "Tick", "round_step", "scale_for"]
-
 MOST_DECADES = 12
 MARGIN = 0.15
 """Decades beyond the extreme values."""

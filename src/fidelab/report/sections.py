@@ -20,8 +20,6 @@ from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Tex
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.values import Record
 
-__all__ = ["BarGroup", "Curves", "ReportArm", "Section", "Shown", "arm_id", "arms_of", "sections_of", "table_of"]
-
 _Words = TypeVar("_Words", bound=Record)
 _Shared = TypeVar("_Shared", Curve, Bars)
 Role = Literal["reference", "control", "candidate", "floor"]

@@ -16,7 +16,7 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from fidelab.errors import OutputError, UsageError
+from fidelab.core.errors import OutputError, UsageError
 from fidelab.report.charts import element, text
 from fidelab.report.gallery import gallery_of
 from fidelab.report.html import templates
@@ -26,8 +26,6 @@ from fidelab.report.tables import free
 from fidelab.report.view import build_view
 from fidelab.results.numbers import printable
 from fidelab.results.record import Report
-
-__all__ = ["FileFormat", "draw_charts", "write_charts"]
 
 FileFormat = Literal["svg", "png"]
 FAMILIES = "Arial, Helvetica, DejaVu Sans, Liberation Sans, Noto Sans, Segoe UI, Roboto, Ubuntu, Cantarell"

@@ -21,8 +21,6 @@ from fidelab.results.plots import Curve
 from fidelab.results.record import write_atomically
 from fidelab.results.study import PART, Study, StudyRow
 
-__all__ = ["render_study", "study_html", "write_study_html"]
-
 _OUTCOME = "outcome"
 _BAR = 24  # characters of the longest bar
 

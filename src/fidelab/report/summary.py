@@ -30,25 +30,6 @@ from fidelab.results.speculation import (
     SAMPLED_RATE,
 )
 
-__all__ = [
-    "Performance",
-    "attribution_of",
-    "bench_headlines",
-    "contexts_of",
-    "engine_remarks_of",
-    "groups_of",
-    "joined",
-    "others_in_words",
-    "others_of",
-    "partings_of",
-    "performance_of",
-    "remarks_of",
-    "speculation_of",
-    "titled",
-    "truth_line",
-    "ways_of",
-]
-
 """The axis of the main table, the frontier and the verdict."""
 
 

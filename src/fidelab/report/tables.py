@@ -15,8 +15,6 @@ from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, fo
 from fidelab.results.record import ArmRecord
 from fidelab.results.values import Outcome
 
-__all__ = ["NOTES", "SPEEDS", "VALID", "Notes", "TextTable", "counts", "free", "ran_of", "tables_of", "timing_of"]
-
 NOTES, VALID = "notes", "valid"
 RATIO = "× ref."
 SPEEDS = frozenset({"tok/s", "req/s", "ms", "s", "bytes"})

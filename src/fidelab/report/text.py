@@ -29,8 +29,6 @@ from fidelab.report.view import ArmRow, Performance, View, build_view
 from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.record import Report
 
-__all__ = ["literal", "print_line", "print_path", "render_text", "simple_table", "wrap_name"]
-
 _NAME_WIDTH = 17
 _HEADINGS = {
     "KLD, nats": "KLD\nnats",

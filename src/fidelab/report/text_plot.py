@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from fidelab.report.view import FrontierPoint
 from fidelab.results.numbers import MINUS, format_bytes
 
-__all__ = ["plot_frontier"]
-
 _LEFT = 8  # columns of the tick labels
 _HEIGHT = 14
 _MARKS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

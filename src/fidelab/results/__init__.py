@@ -3,7 +3,7 @@
 This package neither measures nor judges: axes compute the metrics, ``runs`` the verdicts.
 """
 
-from fidelab.registry import Registry
+from fidelab.core.registry import Registry
 
 FACES = Registry(
     "face",

@@ -6,11 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fidelab.errors import InputError, OutputError, UnknownNameError, UsageError
+from fidelab.core.errors import InputError, OutputError, UnknownNameError, UsageError
 from fidelab.results.record import Report
 from fidelab.results.store import CONFIG, REPORT, RunFolder, find_run
-
-__all__ = ["Baselines"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@=-]{0,99}")
 

@@ -14,8 +14,6 @@ from fidelab.results.record import ArmRecord, Report
 from fidelab.results.table import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, arms
 from fidelab.results.values import Free, Record
 
-__all__ = ["COUNTED", "Difference", "beside", "fields", "in_words", "same_place"]
-
 COUNTED = "composite.axes"
 _MEANINGS = {  # of fields whose values tell a person nothing
     "items": "other questions were asked (another text, other prompts, or more or fewer of them)",

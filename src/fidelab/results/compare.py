@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fidelab.core import canonical_json
-from fidelab.errors import MismatchError
+from fidelab.core.errors import MismatchError
 from fidelab.metrics.change import (
     Allowance,
     Estimate,
@@ -43,8 +43,6 @@ from fidelab.results.measurement import Metric
 from fidelab.results.record import Report
 from fidelab.results.table import CACHE, Key, MetricTable, tabulate
 from fidelab.results.values import Interval
-
-__all__ = ["compare"]
 
 _WORST_FIRST: Mapping[ChangeOutcome, int] = {
     **{"regressed": 0, "lost": 1, "cannot tell": 2},

@@ -10,17 +10,6 @@ from pydantic import Field, model_validator
 from fidelab.metrics.equivalence import Claim, Judgement, Loss, flip_counts
 from fidelab.results.values import Count, Interval, Positive, Record, Share
 
-__all__ = [
-    "Certificate",
-    "CertificateClaim",
-    "CertificateState",
-    "Confidence",
-    "DocumentSums",
-    "Dominance",
-    "FlipRecord",
-    "Recommendation",
-]
-
 CertificateState = Literal["holds", "exceeded", "underpowered", "undecided"]
 Confidence = Literal["confirmed", "likely", "preliminary"]
 

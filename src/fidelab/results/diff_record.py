@@ -12,8 +12,6 @@ from fidelab.results.comparability import Difference
 from fidelab.results.measurement import Better, Limit, Unit
 from fidelab.results.values import Count, Document, Free, Interval, Positive, Record
 
-__all__ = ["SCHEMA", "Basis", "ChangeOutcome", "Diff", "DiffSide", "MetricChange", "Refusal", "Thresholds"]
-
 SCHEMA: Final = "fidelab.diff/0"
 
 ChangeOutcome = Literal["regressed", "improved", "unchanged", "cannot tell", "lost", "new"]

@@ -15,24 +15,13 @@ from typing import Any, Final, Literal
 from pydantic import AwareDatetime, Field
 
 from fidelab.core import canonical_json
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.results.comparability import fields
 from fidelab.results.measurement import DECIDING, Better, Measurement, Metric, Unit, label
 from fidelab.results.numbers import public_name
 from fidelab.results.record import ArmRecord, BandName, Report
 from fidelab.results.table import BENCH, CACHE, tabulate
 from fidelab.results.values import NEEDS_REASON, Count, Document, FreeDict, OpenInterval, Positive, Record
-
-__all__ = [
-    "SCHEMA",
-    "Leaderboard",
-    "LeaderboardColumn",
-    "LeaderboardFigure",
-    "LeaderboardGroup",
-    "LeaderboardRow",
-    "Unranked",
-    "rank",
-]
 
 SCHEMA: Final = "fidelab.leaderboard/0"
 

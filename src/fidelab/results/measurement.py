@@ -20,23 +20,6 @@ from fidelab.metrics.latency import is_steady
 from fidelab.results.plots import Plot
 from fidelab.results.values import Count, FreeDict, OpenInterval, Outcome, Record
 
-__all__ = [
-    "DECIDING",
-    "DOMAIN",
-    "Better",
-    "Cell",
-    "Coordinates",
-    "Definition",
-    "Flag",
-    "Limit",
-    "Measurement",
-    "Metric",
-    "Unit",
-    "key_of",
-    "label",
-    "walk",
-]
-
 Better = Literal["higher", "lower"]
 Unit = Literal["", "nats", "points", "share", "tok/s", "req/s", "ms", "s", "bytes", "tokens", "count", "ratio", "p"]
 Aggregate = Literal["mean", "geometric mean", "median", "sum", "min", "max", "none"]

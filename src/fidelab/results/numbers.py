@@ -6,34 +6,6 @@ import math
 import unicodedata
 from pathlib import PurePath
 
-__all__ = [
-    "ABSENT",
-    "MIB",
-    "MINUS",
-    "counted",
-    "format_amount",
-    "format_bytes",
-    "format_count",
-    "format_figure",
-    "format_interval",
-    "format_kld",
-    "format_mib",
-    "format_nats",
-    "format_percent",
-    "format_percent_span",
-    "format_range",
-    "format_ratio",
-    "format_run",
-    "format_score",
-    "format_share",
-    "format_span",
-    "format_tokens",
-    "heading",
-    "one_line",
-    "printable",
-    "public_name",
-]
-
 ABSENT = "–"
 MINUS = "−"
 MIB = 2**20

@@ -12,8 +12,6 @@ from pydantic import Field, model_validator
 
 from fidelab.results.values import Record
 
-__all__ = ["Bars", "Curve", "Grid", "Heatmap", "Plot", "TablePlot", "TextPair", "Texts"]
-
 TableValue = str | int | float | None
 
 

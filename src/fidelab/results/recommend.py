@@ -31,8 +31,6 @@ from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.numbers import counted, format_bytes, format_nats, format_percent, one_line
 from fidelab.results.record import ArmRecord, Report
 
-__all__ = ["LIMITS", "Sizes", "bytes_in_16_bits", "recommend", "recommended", "serve_command"]
-
 _WIDTH = re.compile(r"(?:bf|f|fp|float|bfloat)(16|32)", re.IGNORECASE)
 LIMITS = {
     "max_kld": "mean KLD",

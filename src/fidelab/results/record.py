@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from fidelab.core import KVSpec, Status, read_file, strict_json
-from fidelab.errors import InputError, OutputError, UsageError
+from fidelab.core.errors import InputError, OutputError, UsageError
 from fidelab.results import FACES
 from fidelab.results.decision_record import Certificate, DocumentSums, Recommendation
 from fidelab.results.measurement import DECIDING, Measurement
@@ -33,25 +33,6 @@ from fidelab.results.values import Count, Document, Free, FreeDict, Interval, Ou
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = [
-    "KV",
-    "NO_REFERENCE",
-    "SCHEMA",
-    "ArmRecord",
-    "Attribution",
-    "AttributionPart",
-    "BandName",
-    "Comparison",
-    "Composite",
-    "Contrast",
-    "NoiseFloor",
-    "Report",
-    "RuntimeRecord",
-    "Timing",
-    "Verdict",
-    "write_atomically",
-]
 
 SCHEMA: Final = "fidelab.report/1"
 

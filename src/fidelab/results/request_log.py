@@ -10,9 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.errors import OutputError
-
-__all__ = ["REQUESTS", "append_requests", "request_row"]
+from fidelab.core.errors import OutputError
 
 REQUESTS = "requests.jsonl"
 _DIGITS = 6  # microseconds

@@ -6,17 +6,6 @@ from typing import Literal
 
 from fidelab.results.measurement import Coordinates, Definition, Metric
 
-__all__ = [
-    "ACCEPTANCE_LENGTH",
-    "ACCEPTANCE_RATE",
-    "FORECAST_LENGTH",
-    "FORECAST_RATE",
-    "SAMPLED_LENGTH",
-    "SAMPLED_RATE",
-    "Arrival",
-    "acceptance",
-]
-
 ACCEPTANCE_LENGTH = Definition(
     "acceptance_length",
     "tokens",

@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 
 from fidelab.core import digest, read_file, slug, strict_json
-from fidelab.errors import InputError, MissingPackageError, OutputError
-from fidelab.registry import require
+from fidelab.core.errors import InputError, MissingPackageError, OutputError
+from fidelab.core.registry import require
 from fidelab.results.record import Report, write_atomically
-
-__all__ = ["RUNS", "RunFolder", "find_run"]
 
 RUNS = Path("runs")  # where runs are written unless told otherwise
 _LATEST = "latest"

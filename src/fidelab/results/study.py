@@ -20,8 +20,6 @@ from fidelab.results.plots import Curve, Heatmap
 from fidelab.results.record import KV, RuntimeRecord, write_atomically
 from fidelab.results.values import Count, Document, FreeDict, Outcome, Positive, Record
 
-__all__ = ["PART", "SCHEMA", "STUDY", "Study", "StudyArm", "StudyKind", "StudyPlan", "StudyRow"]
-
 SCHEMA: Final = "fidelab.study/0"
 STUDY: Final = "study.json"
 PART: Final = "part"

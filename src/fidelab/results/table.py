@@ -11,27 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 from fidelab.results.measurement import Cell, Definition, Measurement, Metric, label
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.values import NEEDS_REASON
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = [
-    "BENCH",
-    "CACHE",
-    "COMPOSITE",
-    "OVER_CONTROL",
-    "Column",
-    "Key",
-    "MetricTable",
-    "arms",
-    "build_frame",
-    "columns",
-    "tabulate",
-]
 
 BENCH = "benches."
 CACHE = "cache"

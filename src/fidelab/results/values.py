@@ -9,21 +9,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fidelab.core import Status
 
-__all__ = [
-    "NEEDS_REASON",
-    "Count",
-    "Document",
-    "Free",
-    "FreeDict",
-    "Interval",
-    "OpenInterval",
-    "Outcome",
-    "Positive",
-    "Record",
-    "Score",
-    "Share",
-]
-
 
 class Record(BaseModel):
     """Frozen, strict, without NaN: the base of everything in ``report.json``."""

@@ -19,8 +19,6 @@ from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
 from fidelab.results.numbers import counted, format_kld, format_nats, format_percent, format_span, one_line
 from fidelab.results.record import ArmRecord, Report, Verdict
 
-__all__ = ["is_native", "judge", "judged"]
-
 _ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
 _MUCH_CUT = 1e-3  # probability
 _MUCH = 0.5  # share of keys and values from which on nothing is said

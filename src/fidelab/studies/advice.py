@@ -24,14 +24,14 @@ from typing import Any, Literal
 import numpy as np
 
 from fidelab.core import FormatSpec, KVSpec, Status
-from fidelab.errors import FidelabError, InputError, UsageError
+from fidelab.core.errors import FidelabError, InputError, UsageError
+from fidelab.core.registry import require
 from fidelab.formats import create
 from fidelab.formats.weights import weight_format
 from fidelab.metrics.intervals import RatioItems, critical_value, paired_difference
 from fidelab.physics.devices import Device
 from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
-from fidelab.registry import require
 from fidelab.results.measurement import DECIDING, Coordinates, Definition
 from fidelab.results.numbers import counted, format_tokens
 from fidelab.results.recommend import serve_command
@@ -39,19 +39,6 @@ from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RUNS, RunFolder, find_run
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.studies.study import new_study
-
-__all__ = [
-    "Loss",
-    "Losses",
-    "Measured",
-    "Option",
-    "Pair",
-    "advise",
-    "choose",
-    "frontier",
-    "next_cells",
-    "read_runs",
-]
 
 KIND = "advice"
 NATIVE = "native"

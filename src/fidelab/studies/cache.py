@@ -18,8 +18,8 @@ from fidelab.captures.requests import Prefill, Recached, Tokens
 from fidelab.checkpoints.kv_scales import refuse_unscalable, write_kv_scales
 from fidelab.config.schema import Experiment
 from fidelab.core import FormatSpec
+from fidelab.core.errors import EngineError, InputError, NotSupportedError, UsageError
 from fidelab.engines.hf.weights import NATIVE
-from fidelab.errors import EngineError, InputError, NotSupportedError, UsageError
 from fidelab.formats import create
 from fidelab.metrics.cliff import asymmetry, cliff, rank_correlation
 from fidelab.results.measurement import Coordinates, Definition, Metric
@@ -27,8 +27,8 @@ from fidelab.results.numbers import counted
 from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
-from fidelab.runs.prepare import prepare
-from fidelab.runs.runner import Listener
+from fidelab.run.prepare import prepare
+from fidelab.run.runner import Listener
 from fidelab.studies.roundings import (
     Cell,
     Choices,
@@ -42,8 +42,6 @@ from fidelab.studies.roundings import (
     windows_of,
 )
 from fidelab.studies.study import OpenStudy
-
-__all__ = ["Place", "calibrate", "kv_sensitivity"]
 
 Place = Literal["cache", "layer", "head"]
 Side = Literal["keys", "values", "both"]

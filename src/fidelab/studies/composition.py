@@ -15,15 +15,13 @@ from statistics import geometric_mean
 from typing import Any, Final
 
 from fidelab.core import Status
-from fidelab.errors import InputError, MismatchError, UsageError
+from fidelab.core.errors import InputError, MismatchError, UsageError
 from fidelab.metrics.speculation import ARMS, compose
 from fidelab.results.measurement import Coordinates, Definition, Flag, label
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import REPORT
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.studies.study import new_study
-
-__all__ = ["compose_runs"]
 
 KIND: Final = "speculation"
 _RATE = Definition("rate", "tok/s", "higher", "Output rate: geometric mean of the repeats.")

@@ -29,7 +29,7 @@ from fidelab.config.load import dump, expand, expand_existing
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.config.trust import remember
 from fidelab.core import Status, slug, usable_cores
-from fidelab.errors import FidelabError, InputError
+from fidelab.core.errors import FidelabError, InputError
 from fidelab.inputs.corpus import make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import TEXTS, load_text
@@ -38,22 +38,20 @@ from fidelab.models import Model, resolve
 from fidelab.models.cache import build_once, cache_dir
 from fidelab.models.embedded import NAMES
 from fidelab.models.tiny import GGUF_NAME, make_tiny
-from fidelab.plan.build import PlannedCapture, PlannedJob
-from fidelab.plan.deploy import engine_class
-from fidelab.plan.estimate import Estimate, Timings, estimate_job
-from fidelab.plan.resolve import load_axis
 from fidelab.results.measurement import DECIDING, Coordinates, Definition, Flag, Metric, key_of
 from fidelab.results.numbers import counted
 from fidelab.results.record import Report, Verdict
 from fidelab.results.store import RunFolder
 from fidelab.results.study import PART, Study, StudyRow
-from fidelab.runs.conduct import capture, execute, read_outcomes
-from fidelab.runs.pairing import ArmResult, Scorer, engaged
-from fidelab.runs.prepare import Prepared, prepare
-from fidelab.runs.runner import Listener, Silent
+from fidelab.run.build import PlannedCapture, PlannedJob
+from fidelab.run.conduct import capture, execute, read_outcomes
+from fidelab.run.deploy import engine_class
+from fidelab.run.estimate import Estimate, Timings, estimate_job
+from fidelab.run.pairing import ArmResult, Scorer, engaged
+from fidelab.run.prepare import Prepared, prepare
+from fidelab.run.resolve import load_axis
+from fidelab.run.runner import Listener, Silent
 from fidelab.studies.study import arm_of, new_study, write_study
-
-__all__ = ["PlannedLine", "agreement", "plan_cross", "run_cross", "unsteady"]
 
 CrossWatch = Callable[[str], Listener | None]
 Floats = NDArray[np.float64]

@@ -31,26 +31,16 @@ from pydantic import ValidationError
 from fidelab.config.profiles import Figure, Resolved, Stage
 from fidelab.config.trust import check_own, remember_own
 from fidelab.core import Status, read_file, strict_json, usable_cores
-from fidelab.errors import FidelabError, InputError, OutputError, UnknownNameError
+from fidelab.core.errors import FidelabError, InputError, OutputError, UnknownNameError
 from fidelab.results.measurement import Definition
 from fidelab.results.numbers import counted, one_line
 from fidelab.results.record import write_atomically
 from fidelab.results.store import CONFIG, RunFolder
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.results.values import Record
-from fidelab.runs.conduct import Interrupted
-from fidelab.runs.signals import terminate_as_interrupt
+from fidelab.run.conduct import Interrupted
+from fidelab.run.signals import terminate_as_interrupt
 from fidelab.studies.study import new_study, write_study
-
-__all__ = [
-    "Machine",
-    "find_figure",
-    "judge",
-    "plan_profile",
-    "resume_profile",
-    "run_profile",
-    "stage_words",
-]
 
 SKIPS = "skips.json"
 KIND: Final = "profile"
@@ -107,7 +97,7 @@ class Machine:
         """Bytes of the host that this process may use."""
         import psutil
 
-        from fidelab.doctor.machine import cgroup_memory
+        from fidelab.environments.host import cgroup_memory
 
         total = int(psutil.virtual_memory().total)
         group = cgroup_memory()

@@ -18,8 +18,8 @@ from fidelab.axes.rows import compare_many
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Recached, Reweighted
 from fidelab.core import Status, digest
+from fidelab.core.errors import EngineError, InputError, UsageError
 from fidelab.engines.hf.weights import NATIVE
-from fidelab.errors import EngineError, InputError, UsageError
 from fidelab.metrics.allocation import allocate
 from fidelab.metrics.divergence import RowComparison
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
@@ -27,11 +27,9 @@ from fidelab.results.measurement import Coordinates, Definition, Measurement, Me
 from fidelab.results.numbers import format_figure, format_kld, format_span, one_line
 from fidelab.results.plots import Grid, Heatmap
 from fidelab.results.study import Study, StudyKind, StudyPlan, StudyRow
-from fidelab.runs.pairing import ArmResult
-from fidelab.runs.prepare import Prepared
+from fidelab.run.pairing import ArmResult
+from fidelab.run.prepare import Prepared
 from fidelab.studies.study import OpenStudy, why_none, with_requests
-
-__all__ = ["Answers", "Cell", "Choices", "Found", "Question", "Rows", "Say", "ask", "heatmap", "measure", "windows_of"]
 
 KLD = Definition("kld", "nats", "lower", "mean KL(native‖rounded)")
 TOP1 = Definition("top1", "share", "higher", "share of rows whose most likely token is the same")

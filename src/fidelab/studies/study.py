@@ -17,16 +17,14 @@ from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.requests import Request
 from fidelab.config.load import dump
 from fidelab.core import Status, slug
-from fidelab.plan.build import TWIN, PlannedCapture, PlannedJob
 from fidelab.report.study import write_study_html
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.results.study import SCHEMA, Study, StudyArm
-from fidelab.runs.pairing import ArmResult, engaged
-from fidelab.runs.prepare import Prepared
-from fidelab.runs.runner import Listener, Silent
-
-__all__ = ["OpenStudy", "arm_of", "new_study", "run_jobs", "why_none", "with_requests", "write_study"]
+from fidelab.run.build import TWIN, PlannedCapture, PlannedJob
+from fidelab.run.pairing import ArmResult, engaged
+from fidelab.run.prepare import Prepared
+from fidelab.run.runner import Listener, Silent
 
 
 @dataclass(frozen=True)

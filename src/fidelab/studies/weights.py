@@ -15,8 +15,8 @@ import numpy as np
 from fidelab.captures.requests import Reweighted
 from fidelab.config.schema import Experiment
 from fidelab.core import FormatSpec, parse_bytes
+from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.engines.hf.weights import NATIVE, ModelWeight, parse_rules, weights_of
-from fidelab.errors import NotSupportedError, UsageError
 from fidelab.formats import K_QUANTS
 from fidelab.formats.weights import WeightFormat, weight_format
 from fidelab.results.measurement import Definition, Metric
@@ -24,12 +24,10 @@ from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyPlan, StudyRow
-from fidelab.runs.prepare import prepare
-from fidelab.runs.runner import Listener
+from fidelab.run.prepare import prepare
+from fidelab.run.runner import Listener
 from fidelab.studies.roundings import KLD, Cell, Choices, Found, Question, Say, heatmap, measure, windows_of
 from fidelab.studies.study import OpenStudy
-
-__all__ = ["By", "Export", "recipe_of", "sensitivity"]
 
 By = Literal["module", "layer", "kind"]
 Export = Literal["llama-quantize", "recipe"]

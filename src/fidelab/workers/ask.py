@@ -21,15 +21,13 @@ from typing import Any
 
 import fidelab
 from fidelab.core import Arm, KVSpec, digest
+from fidelab.core.errors import FidelabError
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.engines.installed import build, device, provenance, shims, state
 from fidelab.engines.k16v8 import K16V8, meaning
 from fidelab.engines.variables import variables_of
-from fidelab.errors import FidelabError
 from fidelab.workers.messages import PROTOCOL
-
-__all__ = ["answer", "kv_names", "main", "reply"]
 
 _NATIVE = "bf16"  # of the model that formats are asked about
 

@@ -11,8 +11,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["crashed_in_code", "explain", "explain_exit", "kernel_fault", "split_dump"]
-
 _CAUSES: tuple[tuple[str, str], ...] = (
     # memory and disk
     (

@@ -24,10 +24,10 @@ from fidelab.captures.container import Array
 from fidelab.captures.requests import Generate, Request, Served, request_from_record
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, Status, Vocabulary, finite
+from fidelab.core.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Answer, Engine
 from fidelab.engines.variables import variables_of
-from fidelab.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.workers.memory import peak_bytes, resident_bytes
 from fidelab.workers.messages import (
     PROTOCOL,

@@ -27,8 +27,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["ForkServer", "ForkServers", "Forked"]
-
 _LOST = -signal.SIGKILL  # return code of a worker whose server has gone before it
 
 

@@ -15,8 +15,6 @@ from typing import IO
 
 from fidelab.workers import child
 
-__all__ = ["LocalWorker"]
-
 _END_WAIT = 30.0  # seconds for a worker to notice that nothing more is asked
 
 

@@ -11,8 +11,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["peak_bytes", "resident_bytes"]
-
 _PROC = Path("/proc")
 _PEAK, _NOW = "VmHWM", "VmRSS"
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in what getrusage counts

@@ -13,29 +13,8 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fidelab.core import Status
+from fidelab.core.errors import EngineError
 from fidelab.engines.base import RuntimeInfo
-from fidelab.errors import EngineError
-
-__all__ = [
-    "PROTOCOL",
-    "Captured",
-    "Done",
-    "Failed",
-    "Hello",
-    "Idle",
-    "Job",
-    "Message",
-    "More",
-    "Opened",
-    "ProbeFailed",
-    "ProbeTask",
-    "Progress",
-    "check_ran",
-    "check_text",
-    "decode",
-    "encode",
-    "fits",
-]
 
 PROTOCOL = 9
 _DEEPEST = 32  # objects and lists within one another

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from fidelab.captures.writer import sweep_partial
 from fidelab.core import Status
-from fidelab.errors import EngineError
+from fidelab.core.errors import EngineError
 from fidelab.workers.causes import crashed_in_code, explain, explain_exit, kernel_fault, split_dump
 from fidelab.workers.fork_server import Forked
 from fidelab.workers.local import LocalWorker
@@ -38,8 +38,6 @@ from fidelab.workers.messages import (
     decode,
     encode,
 )
-
-__all__ = ["JobOutcome", "Spawn", "Worker", "run_worker"]
 
 _CHILD = (sys.executable, "-m", "fidelab.workers.child")
 _GRACE = 5.0  # seconds between asking a process group to end and killing it

@@ -10,7 +10,7 @@ import pytest
 
 from fidelab.axes.capability.checks import TOOL
 from fidelab.axes.capability.template import NotApplicable, thinking_prompt, tool_prompt
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import bounds, resolve
 from tests.conftest import MakeFolder

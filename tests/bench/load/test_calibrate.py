@@ -15,7 +15,7 @@ from fidelab.bench.load.calibrate import Accuracy, Calibration, ClientSpeed, Del
 from fidelab.bench.load.exchange import Exchange
 from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.cli.bench_calibrate import calibrate as command
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 
 SPEED = ClientSpeed(1, 8, 0, 1.0, 8.0, 0.1, 0.1)
 

@@ -13,7 +13,7 @@ import pytest
 
 from fidelab.bench.load.drive import Load, ServerRefusedError, Target, drive
 from fidelab.bench.load.exchange import Exchange
-from fidelab.errors import InputError, UsageError
+from fidelab.core.errors import InputError, UsageError
 from tests.bench.load.sse_server import (
     DONE,
     HEAD,

@@ -20,7 +20,7 @@ import pytest
 
 from fidelab.bench.load.drive import BEHIND, Load, ServerRefusedError, Target, drive, workers_for
 from fidelab.bench.load.exchange import Exchange, LoadRequest
-from fidelab.errors import FidelabError, InputError, UsageError
+from fidelab.core.errors import FidelabError, InputError, UsageError
 from tests.bench.load.sse_server import (
     HEAD,
     Script,

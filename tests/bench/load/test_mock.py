@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fidelab.bench.load.mock import Mock, MockServer, MockSettings
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 

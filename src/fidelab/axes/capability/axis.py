@@ -34,13 +34,11 @@ from fidelab.axes.capability.vision import QUESTIONS
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Generate, ImageGenerate, Tokens
 from fidelab.core import Status, canonical_json
-from fidelab.errors import InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.images import draw, png, tokens_around
 from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exact, paired_difference
 from fidelab.results.measurement import Cell, Definition
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
-
-__all__ = ["Capability"]
 
 _WORSE = -5.0  # points; a paired interval wholly below costs a band; see docs/metrics.md#verdicts
 _BATCH = 8

@@ -13,8 +13,6 @@ from fidelab.axes.capability import parse
 from fidelab.axes.capability.code import TASKS, Task, run_task
 from fidelab.axes.capability.vision import QUESTIONS
 
-__all__ = ["CHECKS", "KINDS", "SET_VERSION", "TOOL", "Check", "CheckKind", "Judged", "long_prompt"]
-
 SET_VERSION = "1"
 """Changes with the questions: answers to another set are not scored with this one."""
 

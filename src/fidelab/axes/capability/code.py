@@ -13,8 +13,6 @@ from typing import Any
 from fidelab.axes.capability import sandbox
 from fidelab.axes.capability.parse import python_source
 
-__all__ = ["TASKS", "Task", "run_task"]
-
 
 @dataclass(frozen=True, eq=False)
 class Task:

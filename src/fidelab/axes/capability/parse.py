@@ -12,19 +12,6 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
-__all__ = [
-    "REASONING",
-    "after_reasoning",
-    "after_thinking",
-    "first_number",
-    "json_value",
-    "lines_of",
-    "named",
-    "python_source",
-    "tool_call",
-    "tool_calls",
-]
-
 REASONING = (
     ("<think>", "</think>"),  # DeepSeek-R1, Qwen3, SmolLM3, Kimi K2
     ("<thinking>", "</thinking>"),

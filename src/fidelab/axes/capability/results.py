@@ -12,9 +12,7 @@ from fidelab.axes.capability.parse import after_thinking
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Timed
-from fidelab.errors import CaptureError
-
-__all__ = ["ORDER", "PARTS", "WITHOUT", "CheckResult", "read_results"]
+from fidelab.core.errors import CaptureError
 
 WITHOUT = "without "
 """Settings of this prefix say why a check, or a kind of checks, was not asked."""

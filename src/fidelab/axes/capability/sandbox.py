@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from fidelab.axes.capability.launcher import MACHINES, READY
-from fidelab.errors import FidelabError
-
-__all__ = ["Execution", "Limits", "SandboxUnavailable", "run", "unavailable"]
+from fidelab.core.errors import FidelabError
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 

@@ -12,8 +12,6 @@ from fidelab.inputs.tokens import apply_template
 if TYPE_CHECKING:
     from fidelab.inputs.tokens import ChatMessage, Tokenizer
 
-__all__ = ["NotApplicable", "thinking_prompt", "tool_prompt"]
-
 
 class NotApplicable(Exception):
     """The model cannot do it; the message says why."""

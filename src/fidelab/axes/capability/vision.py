@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["QUESTIONS", "VisionQuestion"]
-
 
 @dataclass(frozen=True)
 class VisionQuestion:

@@ -14,8 +14,6 @@ import numpy as np
 from fidelab.bench.load.exchange import Exchange
 from fidelab.engines.openai.http import message_of, parse_json
 
-__all__ = ["read_stream", "split_events"]
-
 _DONE = b"[DONE]"
 
 

@@ -21,19 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from fidelab.bench.load.drive import Load, Target, drive
 from fidelab.bench.load.exchange import DriveResult, Exchange, LoadRequest
 from fidelab.bench.load.mock import MockServer, MockSettings
-from fidelab.errors import EngineError, UsageError
-
-__all__ = [
-    "GOAL_P50",
-    "GOAL_P99",
-    "Accuracy",
-    "Calibration",
-    "ClientLatency",
-    "ClientSpeed",
-    "Delay",
-    "calibrate",
-    "compare",
-]
+from fidelab.core.errors import EngineError, UsageError
 
 Floats = NDArray[np.float64]
 

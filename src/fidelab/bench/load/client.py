@@ -32,10 +32,8 @@ from numpy.typing import NDArray
 
 from fidelab.bench.load.answer import read_stream
 from fidelab.bench.load.exchange import Exchange, LoadRequest, ServerRefusedError, Target
+from fidelab.core.errors import InputError, UsageError
 from fidelab.engines.openai.http import cleaner, said, split_url
-from fidelab.errors import InputError, UsageError
-
-__all__ = ["ClientPart", "ClientShare", "run_here"]
 
 Go = Callable[[], Awaitable[float]]
 

@@ -15,7 +15,7 @@ import numpy as np
 from fidelab.bench.load.client import ClientPart, ClientShare, run_here
 from fidelab.bench.load.exchange import DriveResult, Exchange, Load, ServerRefusedError, Target
 from fidelab.bench.load.workers import run_workers
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 
 __all__ = ["BEHIND", "Load", "ServerRefusedError", "Target", "drive", "workers_for"]
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.errors import InputError
-
-__all__ = ["DriveResult", "Exchange", "Load", "LoadRequest", "ServerRefusedError", "Target"]
+from fidelab.core.errors import InputError
 
 
 class ServerRefusedError(InputError):

@@ -34,9 +34,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import Any, Self
 
-from fidelab.errors import UsageError
-
-__all__ = ["MockServer", "MockSettings"]
+from fidelab.core.errors import UsageError
 
 # running, waiting, share of the cache, prompt tokens, generated tokens, generated tok/s since the last reading
 _METRICS = {

@@ -21,8 +21,6 @@ import numpy as np
 
 from fidelab.engines.openai.http import Session, TooLargeError
 
-__all__ = ["Scraper", "ServerReading", "SpeculationReading", "understand"]
-
 _TIMEOUT = 5.0  # seconds for one reading; a server under load answers late
 _LARGEST = 4 << 20  # bytes that are read of one answer
 _LINE = 1 << 12  # bytes of a line; longer ones are none of interest

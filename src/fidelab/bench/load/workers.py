@@ -21,9 +21,7 @@ from typing import Any
 
 from fidelab.bench.load.client import ClientPart, ClientShare, run_here
 from fidelab.bench.load.exchange import Target
-from fidelab.errors import FidelabError
-
-__all__ = ["run_workers"]
+from fidelab.core.errors import FidelabError
 
 _LEAD = 0.1  # seconds between the message to begin and the beginning: all must have read it
 _SILENCE = 120.0  # seconds without any sign of life after which a worker counts as hung

@@ -13,8 +13,6 @@ from fidelab.captures.requests import Generate, Request
 from fidelab.core import Status
 from fidelab.results.measurement import Measurement
 
-__all__ = ["LoadSettings", "Serving"]
-
 
 class LoadSettings(BenchSettings):
     """Settings of bench ``serving``: a sweep in a closed loop; ``fidelab bench serve`` has them all."""

@@ -20,14 +20,12 @@ from fidelab.bench.load_pool import Drive
 from fidelab.bench.serving.conduct import ServingWatch
 from fidelab.bench.serving.contact import Contact, cache_room
 from fidelab.core import Status
+from fidelab.core.errors import EngineError, InputError
 from fidelab.engines.openai.http import split_url
 from fidelab.engines.openai.server import identify
-from fidelab.errors import EngineError, InputError
 from fidelab.metrics.serving import count_good
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric
 from fidelab.results.plots import TablePlot
-
-__all__ = ["MOST", "measure_capacity"]
 
 TITLE = "How much does its server take?"
 MOST = 256  # requests at once that are tried, unless told

@@ -24,13 +24,11 @@ from fidelab.bench.load_figures import serving_measurement
 from fidelab.bench.serving.contact import Asked, Contact, cache_room, reach
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.core import Status
+from fidelab.core.errors import EngineError, InputError
 from fidelab.engines.openai.http import split_url
 from fidelab.engines.openai.server import identify
-from fidelab.errors import EngineError, InputError
 from fidelab.inputs.traffic import arrivals
 from fidelab.results.measurement import Cell, Flag, Measurement
-
-__all__ = ["ServingWatch", "measure_serving"]
 
 _TOO_LONG = re.compile(
     r"context|max_model_len|maximum.{0,20}(length|token)|too (long|many tokens)|exceed|longer than", re.IGNORECASE

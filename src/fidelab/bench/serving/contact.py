@@ -22,17 +22,15 @@ from urllib.parse import urlsplit
 from fidelab.bench.load.exchange import LoadRequest, Target
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.captures.requests import Tokens
+from fidelab.core.errors import EngineError, InputError
 from fidelab.engines.openai.dialects import number
 from fidelab.engines.openai.http import Client, Refused, split_url
 from fidelab.engines.openai.server import Server, identify
-from fidelab.errors import EngineError, InputError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import mixed_prompts, text_prompts, word_prompts
 from fidelab.models import Model, listing, resolve
 from fidelab.models.embedded import NAMES
 from fidelab.models.hub import first_line
-
-__all__ = ["Contact", "cache_room", "reach"]
 
 Asked = tuple[Tokens | str, int, int]  # a prompt, its tokens as the server counts, and those of its answer
 Form = Literal["ids", "text", "words"]

@@ -27,8 +27,6 @@ from fidelab.results.record import ArmRecord, Report, RuntimeRecord, write_atomi
 from fidelab.results.request_log import append_requests, request_row
 from fidelab.results.store import RunFolder
 
-__all__ = ["Keeper", "Requests"]
-
 
 class Requests(ServingWatch):
     """Only keeps the requests of one arm's load, in a run folder that others look after."""

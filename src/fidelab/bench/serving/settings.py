@@ -12,12 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fidelab.bench.load_cell import LoadAsked
 from fidelab.config.load import explain_validation
-from fidelab.errors import UsageError
+from fidelab.core.errors import UsageError
 from fidelab.inputs.traffic import Trace, read_conversations, read_trace
 from fidelab.metrics.serving import LATENCIES
 from fidelab.results.speculation import Arrival
-
-__all__ = ["ServingSettings"]
 
 Latency = Literal["ttft", "tpot", "itl", "e2el"]
 Tokens = Annotated[int, Field(ge=1)]

@@ -16,7 +16,7 @@ from fidelab.config.arms import arm_fields
 from fidelab.config.grid import cell_fields, levels_of
 from fidelab.config.load import read_yaml, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset, merged_fields
-from fidelab.errors import ConfigError, FidelabError, UnknownNameError
+from fidelab.core.errors import ConfigError, FidelabError, UnknownNameError
 
 Check = Callable[[Preset, Mapping[str, Any], Path], None]
 """Refuses a preset, its file's content and the file; :func:`fidelab.config.trust.check_trust` is one."""

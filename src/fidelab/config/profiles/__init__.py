@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fidelab.config.load import read_yaml, validate_as
-from fidelab.errors import ConfigError, UnknownNameError, UsageError, nearest_first
+from fidelab.core.errors import ConfigError, UnknownNameError, UsageError, nearest_first
 
 _HERE = Path(__file__).parent
 _EXPERIMENTS = _HERE / "experiments"

@@ -41,6 +41,7 @@ from fidelab.captures.requests import (
     Tokens,
 )
 from fidelab.core import Arm, Estimator, FormatSpec, KVSpec
+from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.engines.base import (
     IMAGE_KINDS,
     Answer,
@@ -71,7 +72,6 @@ from fidelab.engines.options import (
 )
 from fidelab.engines.sampling import draw
 from fidelab.engines.timing import time_prompts
-from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import FORMATS, create
 
 if TYPE_CHECKING:

@@ -23,12 +23,10 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from fidelab.core.errors import NotSupportedError
 from fidelab.engines.base import dtype_name
 from fidelab.engines.hf.exceptions import Band
-from fidelab.errors import NotSupportedError
 from fidelab.formats.base import Format, Parts
-
-__all__ = ["EncodedCache", "EncodedStore"]
 
 
 class EncodedStore:

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fidelab.errors import EngineError
+from fidelab.core.errors import EngineError
 from fidelab.formats.base import Format
-
-__all__ = ["ATTENTION", "Band", "register_attention"]
 
 ATTENTION = "exceptions"  # its name in Transformers
 _QUERIES = 256  # at once

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from fidelab.captures.container import Array, BFloat16
-from fidelab.errors import EngineError
-
-__all__ = ["USE_LOGPROBS", "ReplayedHead", "to_array"]
+from fidelab.core.errors import EngineError
 
 USE_LOGPROBS = "pass --engine-arg estimator=logprobs"
 _COSINE = 0.9999

@@ -9,14 +9,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fidelab.captures.requests import ImageForced, ImageGenerate, Tokens
+from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import Sink, add_sequence, one_line
 from fidelab.engines.hf.model import HFModel
-from fidelab.errors import EngineError, NotSupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["answer_images"]
 
 
 def answer_images(model: HFModel, request: ImageGenerate | ImageForced, sink: Sink) -> dict[str, Any]:

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.core.errors import NotSupportedError
 from fidelab.engines import k16v8
-from fidelab.errors import NotSupportedError
-
-__all__ = ["DEQUANT", "NAME", "THEIRS", "Shape", "dequant_refusal", "options_of", "refusal", "shape_of"]
 
 NAME = k16v8.K16V8  # engine option attention=k16v8
 THEIRS = "transformers"  # attention=transformers: Transformers' own choice, on a GPU, too

@@ -15,13 +15,11 @@ from transformers import AttentionInterface
 
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Layerwise
+from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import Sink
 from fidelab.engines.hf.head import to_array
 from fidelab.engines.hf.model import HFModel
 from fidelab.engines.hf.structure import decoder_layers
-from fidelab.errors import EngineError, NotSupportedError
-
-__all__ = ["answer_layerwise", "jitter"]
 
 _JITTERED = 1 / 1024  # share of a layer's weights whose last bit is flipped
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fidelab.captures.container import Array
 from fidelab.core import Arm, cache_parameter
+from fidelab.core.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.engines import k16v8
 from fidelab.engines.base import one_line
 from fidelab.engines.hf import exceptions
@@ -30,16 +31,10 @@ from fidelab.engines.hf.proof import Proof
 from fidelab.engines.hf.structure import auto_class
 from fidelab.engines.hf.weights import WEIGHTS, round_weights
 from fidelab.engines.options import trusts_code
-from fidelab.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.formats import create
 
 if TYPE_CHECKING:
     from fidelab.engines.hf.paged import ArmCache
-
-__all__ = [
-    "HFModel",
-    "keep_freed_memory",
-]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 

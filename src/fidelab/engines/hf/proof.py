@@ -35,8 +35,6 @@ from fidelab.formats import create
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.known import KNOWN, canonical, encodes_like, equal_bits, names_of, values_of
 
-__all__ = ["Proof"]
-
 _QUESTIONS = ("received", "stored", "named")
 _WORDS = ("keys", "values")
 _About = Mapping[str, Any]

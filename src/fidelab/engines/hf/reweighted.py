@@ -20,18 +20,16 @@ from transformers.cache_utils import DynamicCache
 
 from fidelab.captures.requests import Recached, Reweighted, Tokens
 from fidelab.core import KVSpec
+from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.engines.base import Sink
 from fidelab.engines.hf import exceptions
 from fidelab.engines.hf.cache import EncodedStore
 from fidelab.engines.hf.model import HFModel
 from fidelab.engines.hf.structure import decoder_layers
 from fidelab.engines.hf.weights import NATIVE, ModelWeight, assigned, parse_rules, weights_of
-from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import create
 from fidelab.formats.base import Format
 from fidelab.formats.weights import weight_format
-
-__all__ = ["Reweighing"]
 
 _SHARE = 4  # kept states take at most 1 / 4 of the memory that is available
 

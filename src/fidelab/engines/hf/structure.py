@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import one_line
-from fidelab.errors import EngineError, NotSupportedError
 
 
 def auto_class(config: Any) -> tuple[Any, Any]:

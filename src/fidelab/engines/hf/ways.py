@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 from fidelab.captures.requests import Served, Tokens
+from fidelab.core.errors import NotSupportedError
 from fidelab.engines.base import Sink
 from fidelab.engines.served import Counted, proof
-from fidelab.errors import NotSupportedError
 
 if TYPE_CHECKING:
     from fidelab.engines.hf.cache import EncodedCache
     from fidelab.engines.hf.model import HFModel
     from fidelab.engines.hf.paged import ArmCache
-
-__all__ = ["answer_served"]
 
 _TOGETHER = 8  # windows that are decoded together
 

@@ -23,25 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fidelab.core import Arm, FormatSpec
-from fidelab.errors import FidelabError, NotSupportedError, UsageError
+from fidelab.core.errors import FidelabError, NotSupportedError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fidelab.formats.weights import WeightFormat
-
-__all__ = [
-    "NATIVE",
-    "WEIGHTS",
-    "ModelWeight",
-    "WeightRule",
-    "assigned",
-    "check_weights",
-    "parse_rules",
-    "round_weights",
-    "rounding_of",
-    "weights_of",
-]
 
 WEIGHTS, NATIVE = "weights", "native"  # the option's name, and its value that rounds nothing
 _SPAN = re.compile(r"(?P<first>[0-9]{1,6})(?:-(?P<last>[0-9]{1,6}))?")

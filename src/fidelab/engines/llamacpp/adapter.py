@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from fidelab.captures.container import Array
 from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, Served, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
+from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.engines.base import Answer, Engine, Observed, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.llamacpp import serve
 from fidelab.engines.llamacpp.drafting import Drafter, DraftModel, Lookup, speculation_of, verified
@@ -64,9 +65,6 @@ from fidelab.engines.served import Counted
 from fidelab.engines.served import proof as proof_of_way
 from fidelab.engines.speculation import Drafts, speculation_record
 from fidelab.engines.timing import time_prompts
-from fidelab.errors import EngineError, NotSupportedError, UsageError
-
-__all__ = ["LlamaCppEngine"]
 
 _PACKAGE = "llama-cpp-python"
 _LIBRARY = "LLAMA_CPP_LIB_PATH"

@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from fidelab.core import Speculation, looked_up
+from fidelab.core.errors import UsageError
 from fidelab.engines.llamacpp.library import Floats, LlamaContext
 from fidelab.engines.options import is_count
 from fidelab.engines.speculation import Drafts, known_word
-from fidelab.errors import UsageError
-
-__all__ = ["DraftModel", "Drafter", "Lookup", "speculation_of", "verified"]
 
 _TYPES = ("ngram-simple",)
 _MOST = 16  # tokens of a draft, llama-server's default; so is the next

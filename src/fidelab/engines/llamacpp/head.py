@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16, to_float32
+from fidelab.core.errors import EngineError
 from fidelab.engines.llamacpp.library import USE_LOGPROBS, LlamaModel, function
-from fidelab.errors import EngineError
-
-__all__ = ["LlamaHead"]
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

@@ -17,23 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.engines.options import Value, other_options, switched, unknown_option
-from fidelab.errors import EngineError, NotSupportedError, UsageError
-
-__all__ = [
-    "ENUMERATIONS",
-    "GGML_TYPES",
-    "USE_LOGPROBS",
-    "GraphReads",
-    "LlamaContext",
-    "LlamaModel",
-    "Seen",
-    "States",
-    "build",
-    "can_offload",
-    "function",
-    "parameters",
-]
 
 Floats = NDArray[np.float32]
 

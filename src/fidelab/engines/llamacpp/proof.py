@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 
 from fidelab.engines.llamacpp.library import GGML_TYPES
 
-__all__ = ["CacheSide", "decoded", "proof", "read_recurrent", "read_state"]
-
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 

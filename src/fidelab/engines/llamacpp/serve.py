@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fidelab.core import Arm
+from fidelab.core.errors import NotSupportedError, UnknownNameError
 from fidelab.engines.llamacpp.library import ENUMERATIONS, GGML_TYPES
 from fidelab.engines.options import flags, switched
-from fidelab.errors import NotSupportedError, UnknownNameError
-
-__all__ = ["PROGRAM", "python_server", "serve_command"]
 
 PROGRAM = "llama-server"
 # Fields of llama.cpp's parameters that its command line calls otherwise, or negates under another name.

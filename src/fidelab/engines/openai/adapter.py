@@ -49,6 +49,7 @@ from fidelab.captures.requests import (
     Tokens,
 )
 from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
@@ -60,9 +61,6 @@ from fidelab.engines.openai.words import Words
 from fidelab.engines.options import NAME, TOKENS, Value, check_options, is_count, one_of
 from fidelab.engines.served import other_prompt
 from fidelab.engines.timing import groups
-from fidelab.errors import EngineError, NotSupportedError, UsageError
-
-__all__ = ["OpenAIEngine"]
 
 Result = TypeVar("Result")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fidelab.captures.requests import Tokens
+from fidelab.core.errors import EngineError
 from fidelab.engines.openai.dialects import (
     NO_LOGPROBS,
     SAMPLE,
@@ -27,9 +28,6 @@ from fidelab.engines.openai.dialects import (
 )
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.engines.openai.words import Words
-from fidelab.errors import EngineError
-
-__all__ = ["Completions"]
 
 _ADDITIONS: dict[str, Any] = {
     "return_token_ids": True,  # vLLM

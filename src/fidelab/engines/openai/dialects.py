@@ -11,20 +11,6 @@ from fidelab.captures.requests import Tokens
 from fidelab.engines.openai.http import PAGE, Refused
 from fidelab.engines.openai.words import Words
 
-__all__ = [
-    "NO_LOGPROBS",
-    "SAMPLE",
-    "Completed",
-    "Dialect",
-    "Top",
-    "check_length",
-    "ended",
-    "largest_answer",
-    "mapping",
-    "number",
-    "top_of",
-]
-
 Top = Mapping[int, float]  # log-probabilities (nats) of some tokens at one position
 
 NO_LOGPROBS = "gives no log-probabilities of prompts"

@@ -30,25 +30,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from fidelab.errors import EngineError, UsageError
+from fidelab.core.errors import EngineError, UsageError
 
 if TYPE_CHECKING:
     import httpx
-
-__all__ = [
-    "PAGE",
-    "Answer",
-    "Client",
-    "Refused",
-    "Session",
-    "TooLargeError",
-    "cleaner",
-    "message_of",
-    "parse_json",
-    "read_key",
-    "said",
-    "split_url",
-]
 
 T = TypeVar("T")
 

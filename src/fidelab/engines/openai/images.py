@@ -16,8 +16,6 @@ from fidelab.engines.openai.dialects import Completed, Top, check_length, ended,
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.engines.openai.words import Words
 
-__all__ = ["ImageChats", "UnscoredError"]
-
 _ADDITIONS: dict[str, Any] = {
     "return_token_ids": True,  # vLLM
     "repetition_penalty": 1.0,  # vLLM takes the checkpoint's

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fidelab.core.errors import EngineError
 from fidelab.engines.openai.dialects import mapping
 from fidelab.engines.openai.http import Client, Refused
-from fidelab.errors import EngineError
-
-__all__ = ["Server", "cache_labels", "identify", "optional_object"]
 
 _KINDS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama-server", "me": "llama_cpp.server"}  # by owned_by
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)

@@ -21,8 +21,6 @@ from fidelab.engines.openai.dialects import (
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.engines.openai.words import Words
 
-__all__ = ["SGLangGenerate"]
-
 
 class SGLangGenerate(Dialect):
     """See the module's docstring."""

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from fidelab.errors import EngineError
-
-__all__ = ["Words"]
+from fidelab.core.errors import EngineError
 
 _BROKEN = "\ufffd"  # a token that is part of a character
 _TOKEN_ID = "token_id:"  # vLLM's prefix of tokens that are named by id

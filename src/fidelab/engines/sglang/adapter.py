@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
+from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed, unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair, is_pair
@@ -57,14 +58,11 @@ from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSessio
 from fidelab.engines.sglang.ways import answer_served
 from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
-from fidelab.errors import EngineError, NotSupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fidelab.engines.hf.head import ReplayedHead
-
-__all__ = ["SGLangEngine"]
 
 _TOGETHER = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
 _SENTINEL_ROWS = 8

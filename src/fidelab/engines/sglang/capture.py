@@ -46,8 +46,6 @@ from fidelab.engines.written import watched
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FOLDER", "LOGPROBS", "PREFIX", "SERVING", "register"]
-
 FOLDER = "FIDELAB_CAPTURE"  # environment variable: where instructions and answers lie; unset: nothing is done
 LOGPROBS = "FIDELAB_LOGPROBS"  # environment variable: keep log-probabilities instead of states
 SERVING = "FIDELAB_SERVING"  # environment variable: heed the instructions about the ways of serving

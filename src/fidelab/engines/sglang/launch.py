@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import Arm, Speculation
+from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.base import Support, one_line
 from fidelab.engines.hf.kernels import shape_of
 from fidelab.engines.k16v8 import K16V8, PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
@@ -31,7 +32,6 @@ from fidelab.engines.options import (
     trusts_code,
 )
 from fidelab.engines.speculation import known_word
-from fidelab.errors import EngineError, UsageError
 
 __all__ = [
     "CONTROLLED",

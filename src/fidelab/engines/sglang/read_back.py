@@ -10,8 +10,6 @@ from fidelab.core import Arm
 from fidelab.engines.base import Observed, RuntimeInfo, device_name, read_back_proof
 from fidelab.engines.k16v8 import K16V8, content_bytes, holds_pair, is_pair, scales_of
 
-__all__ = ["ran"]
-
 _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
 _STORED = {"bf16": ("bfloat16",), "bfloat16": ("bfloat16",), "fp8_e4m3": _FP8, "fp8_e5m2": ("float8_e5m2",)}
 _BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "mxfp8": 33 / 32, "nvfp4": 9 / 16}

@@ -22,13 +22,11 @@ import numpy as np
 
 from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import Tokens
+from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import one_line
 from fidelab.engines.layer_states import read_states
 from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX, SERVING
 from fidelab.engines.speculation import Drafts
-from fidelab.errors import EngineError, NotSupportedError
-
-__all__ = ["Response", "SGLangRequest", "SGLangSession"]
 
 _INSTRUCTIONS = ("first", "live", "force", "about", "layers", "counted", "chunk", "squeeze")
 _AT_ONCE = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"  # prompts that are sent together are scheduled together

@@ -14,8 +14,6 @@ from fidelab.captures.requests import Served, Tokens
 from fidelab.engines.served import Counted, Ways, proof
 from fidelab.engines.sglang.session import Response, SGLangRequest
 
-__all__ = ["answer_served"]
-
 
 def answer_served(
     request: Served,

@@ -37,6 +37,7 @@ from typing import Any, ClassVar
 
 from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
+from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair
@@ -59,9 +60,6 @@ from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest
 from fidelab.engines.vllm.options import CONTROLLED, OPTIONS
 from fidelab.engines.vllm.read_back import ran
 from fidelab.engines.vllm.ways import answer_served
-from fidelab.errors import EngineError, NotSupportedError
-
-__all__ = ["VLLMEngine"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _FP8 = ("fp8", "fp8_e4m3")  # caches with which vLLM may quantize queries

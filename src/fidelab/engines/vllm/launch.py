@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm, Speculation
+from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.k16v8 import (
     K16V8,
     NATIVE,
@@ -25,7 +26,6 @@ from fidelab.engines.k16v8 import (
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
 from fidelab.engines.speculation import json_object, known_word
 from fidelab.engines.vllm.options import CONTROLLED, MODEL_RUNNER, OPTIONS, SPECULATIVE
-from fidelab.errors import EngineError, UsageError
 
 __all__ = [
     "COMPILES",

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import Sampling
 from fidelab.core import Arm, Speculation
+from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import one_line
 from fidelab.engines.k16v8 import is_pair, missing, translated_errors
 from fidelab.engines.layer_states import read_states
@@ -27,19 +28,11 @@ from fidelab.engines.speculation import Drafts
 from fidelab.engines.vllm.capture import FOLDER, KEY, register
 from fidelab.engines.vllm.launch import COMPILES, engine_options, least_cache_bytes, speculation_of
 from fidelab.engines.vllm.options import SPECULATIVE, size_in_bytes
-from fidelab.errors import EngineError, NotSupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fidelab.engines.hf.head import ReplayedHead
-
-__all__ = [
-    "SEQUENCES",
-    "VLLMModel",
-    "VLLMRequest",
-    "is_refusal",
-]
 
 SEQUENCES = 16  # in one batch, unless told otherwise
 _SERVED = 64  # the same where requests are answered as servers do

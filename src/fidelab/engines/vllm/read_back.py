@@ -16,8 +16,6 @@ from fidelab.engines.speculation import speculation_record
 from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend
 from fidelab.engines.vllm.model import VLLMModel
 
-__all__ = ["ran", "remarks", "stored_as"]
-
 _MATCHES = 0.999  # share of the numbers in the cache that must be what was written
 _RECEIVED = "vLLM's kernels read the cache themselves"
 _KERNELS = {"FLASH_ATTN": "FlashAttention", "FLASHINFER": "FlashInfer", "TRITON_ATTN": "vLLM's Triton attention"}

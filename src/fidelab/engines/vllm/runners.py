@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fidelab.errors import EngineError
+from fidelab.core.errors import EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["KEY", "RunnerV1", "RunnerV2", "Share", "Step", "kernel_block_ids", "kernel_block_size", "wrap_runner"]
 
 KEY = "fidelab"  # in SamplingParams.extra_args
 _REJECTED = -1  # in place of a token in V1: vLLM's PLACEHOLDER_TOKEN_ID

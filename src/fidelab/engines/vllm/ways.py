@@ -12,15 +12,13 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 from fidelab.captures.requests import Served, Tokens
+from fidelab.core.errors import NotSupportedError
 from fidelab.engines.base import Sink
 from fidelab.engines.served import Counted, Ways, proof
 from fidelab.engines.vllm.model import SEQUENCES, VLLMRequest
-from fidelab.errors import NotSupportedError
 
 if TYPE_CHECKING:
     from fidelab.engines.vllm.model import VLLMModel
-
-__all__ = ["answer_served"]
 
 
 def answer_served(model: VLLMModel, request: Served, sink: Sink) -> dict[str, Any]:

@@ -1,0 +1,460 @@
+"""Shared nouns: arms, KV specs, statuses.  Standard library only.
+
+All records are frozen and have a canonical JSON form: captures are looked up by the fingerprints of these records, in
+this process and in engine processes of other environments.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import inspect
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from fidelab.core.errors import NotSupportedError, UsageError
+
+_CACHE_PARAMETERS = ("cache", "past_key_values", "cache_params")
+
+
+class Status(StrEnum):
+    """The outcome of an arm, an axis or a bench."""
+
+    OK = "ok"
+    IDENTICAL = "identical"  # same output as the reference, with positive proof that the format ran
+    FAILED = "failed"
+    NOT_ENGAGED = "not_engaged"  # evidence that the format ran is absent or contradicting
+    NOT_SUPPORTED = "not_supported"
+    NOT_MEASURABLE = "not_measurable"
+
+
+class Estimator(StrEnum):
+    """How a next-token distribution was obtained, best first. See docs/metrics.md#estimators."""
+
+    HIDDEN = "hidden"
+    LOGPROBS = "logprobs"
+    TOPK = "topk"
+
+
+_LONGEST_SLUG = 60  # three of them and two digests make a folder's name; file systems allow 255 bytes
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal records give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def digest(*parts: bytes | str) -> str:
+    """SHA-256 over the parts, each preceded by its length, as hexadecimal text."""
+    h = hashlib.sha256()
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        h.update(len(raw).to_bytes(8, "little"))
+        h.update(raw)
+    return h.hexdigest()
+
+
+def slug(text: str) -> str:
+    """A file name for a text: of an absolute path the last part, ``_`` for other characters, at most 60 characters."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(text).name if Path(text).is_absolute() else text).strip("_") or "x"
+    return name if len(name) <= _LONGEST_SLUG else f"{name[: _LONGEST_SLUG - 9]}-{digest(text)[:8]}"
+
+
+def cache_dir() -> Path:
+    """``$FIDELAB_CACHE``, else ``fidelab`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; it may not exist."""
+    folder = os.environ.get("FIDELAB_CACHE")
+    if folder:
+        return Path(folder).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "fidelab"
+
+
+def state_dir() -> Path:
+    """``fidelab`` in ``$XDG_STATE_HOME``, else in ``~/.local/state``: what is remembered for this user alone.
+
+    The cache may be a folder that several users share.
+    """
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "fidelab"
+
+
+def finite(value: Any) -> Any:
+    """Plain data as strict JSON can hold it: NaN and infinities become ``None``, tuples lists."""
+    match value:
+        case Mapping():
+            return {key: finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [finite(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+        case _:
+            return value
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The bytes of a regular file.  A pipe or a device, which may never end, is not opened.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or has more than ``most`` bytes.
+    """
+    try:
+        kind = path.stat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a folder says what is wrong with it
+            raise OSError(errno.EINVAL, "a pipe or a device, where a regular file is expected", str(path))
+        with path.open("rb") as file:
+            raw = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+            while len(raw) <= most and (more := file.read(1 << 16)):  # /proc and the like tell no size
+                raw += more
+    except ValueError as error:  # a zero byte in the path
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    if len(raw) > most:
+        raise OSError(errno.EFBIG, f"more than {most:,} bytes, the most that is read", str(path))
+    return raw
+
+
+_MOST_LEVELS, _MOST_CONTAINERS = 64, 1_000_000  # of JSON: what is deeper or larger than anything that is written
+_LONG_NUMBER, _SURROGATE = re.compile(r"\d{19}"), re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def strict_json(
+    raw: bytes | str,
+    not_finite: Callable[[str], Any] | None = None,
+    *,
+    half_pairs: bool = False,
+    most_values: int | None = None,
+) -> Any:
+    """The value of a JSON text that may come from anybody.
+
+    Args:
+        not_finite: gives what stands for NaN and the infinities, which are refused by default.
+        half_pairs: whether texts may hold half a surrogate pair, which UTF-8 cannot encode.
+        most_values: bound of the number of values, where a text of many short ones would need too much memory.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, a number that is not finite, a whole number beyond 64 bits, half a surrogate
+            pair, more than 64 levels, more than a million lists and objects, or more than ``most_values`` values.
+    """
+
+    def refuse(text: str) -> Any:
+        raise ValueError(f"{text[:20]} is not JSON")
+
+    def number(text: str) -> Any:
+        value = float(text)
+        return value if math.isfinite(value) else (not_finite or refuse)(text)
+
+    def whole(text: str) -> int:
+        if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 64:
+            raise ValueError(f"{text[:20]}… is not a number of 64 bits")
+        return int(text)
+
+    text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
+    if text.count("[") + text.count("{") > _MOST_CONTAINERS:
+        raise ValueError(f"more than {_MOST_CONTAINERS:,} lists and objects")
+    if most_values is not None and text.count(",") > most_values:
+        raise ValueError(f"more than {most_values:,} values")
+    parse_int = whole if _LONG_NUMBER.search(text) else None  # asked for every number, it would be slow
+    try:
+        value = json.loads(text, parse_constant=not_finite or refuse, parse_float=number, parse_int=parse_int)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {_MOST_LEVELS} levels") from None
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+    if level:
+        raise ValueError(f"nested deeper than {_MOST_LEVELS} levels")
+    if not half_pairs and _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    return value
+
+
+_SIZE = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> float:
+    """``80G`` and ``80GB`` (10^9), ``80GiB`` (2^30), ``24e9`` → bytes.
+
+    Raises:
+        UsageError: it is no size above 0.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not 0 < float(match["number"]) < math.inf:
+        raise UsageError(f"{text!r} is no size; write 80G (10^9), 80GiB (2^30) or a number of bytes")
+    power = " kmgt".index(match["unit"].lower() or " ")
+    return float(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+
+
+def cache_parameter(model: Any) -> str:
+    """Return the name by which a Transformers model's ``forward`` takes its cache.
+
+    Transformers 5.24 renamed ``past_key_values`` and ``cache_params`` to ``cache``. Where ``forward`` ends in
+    ``**kwargs``, a name that it does not list is dropped without a warning, and the model runs without a cache.
+
+    Raises:
+        NotSupportedError: ``forward`` lists none of these names.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    for name in _CACHE_PARAMETERS:
+        if name in parameters:
+            return name
+    raise NotSupportedError(
+        f"{type(model).__name__}.forward takes no cache: none of {', '.join(_CACHE_PARAMETERS)} is a parameter"
+    )
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that let threads sleep soon after they begin to wait, OpenMP's and OpenBLAS's, but those that are set.
+
+    Threads that spin fall to a tenth of their speed as soon as anything else wants a core.  Threads that sleep at once
+    lose as much between the many small operations of a decoded token (llama.cpp on two idle cores: 35 ms instead of
+    12), which is why GNU's library may look 1,000 times, some ten microseconds, before it lets a thread sleep.  Those
+    of OpenBLAS look for 2²⁶ cycles by default, and take a core from the comparison of rows that follows a product.
+    """
+    libraries = ({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}, {"OPENBLAS_THREAD_TIMEOUT": "20"})
+    return {name: of[name] for of in libraries if not of.keys() & environment.keys() for name in of}
+
+
+# ---------------------------------------------------------------------------------------------- KV spec
+
+_FORMAT = re.compile(r"^(?P<name>[A-Za-z0-9_.\-]+)(?:\[(?P<options>[^\[\]]*)\])?$")
+_LAYERS = re.compile(r"^(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?$")
+_MOST_LAYERS = 100_000  # keeps a mistyped range from exhausting memory
+
+
+@dataclass(frozen=True)
+class FormatSpec:
+    """One number format by name, with its options as sorted ``(key, value)`` text pairs."""
+
+    name: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str, whole: str = "") -> FormatSpec:
+        """Read ``name`` or ``name[key=value,…]``; a value may itself be a list: ``skip=0,29``.
+
+        ``whole``: what errors quote, where the text is part of something.
+
+        Raises:
+            UsageError: the text does not have that form.
+        """
+        match = _FORMAT.match(text.strip())
+        if match is None:
+            raise UsageError(
+                f"KV format {whole or text!r}: write a name, K/V, or options in brackets, as in 'int4[group=32]' or "
+                "'f16/q8_0'"
+            )
+        options: dict[str, list[str]] = {}
+        key = ""
+        for item in filter(None, (piece.strip() for piece in (match["options"] or "").split(","))):
+            head, eq, value = item.partition("=")
+            if eq:
+                key = head.strip().replace("_", "-")
+                options.setdefault(key, []).append(value.strip())
+            elif key:  # "skip-layers=0,29": a piece without "=" continues the list before it
+                options[key].append(item)
+            else:
+                raise UsageError(f"KV format {whole or text!r}: option {item!r} has no value; write key=value")
+        return cls(match["name"], tuple(sorted((key, ",".join(values)) for key, values in options.items())))
+
+    def without(self, *keys: str) -> FormatSpec:
+        """The same format without some options."""
+        return FormatSpec(self.name, tuple(pair for pair in self.options if pair[0] not in keys))
+
+    def __str__(self) -> str:
+        if not self.options:
+            return self.name
+        return f"{self.name}[{','.join(f'{k}={v}' for k, v in self.options)}]"
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """K format and V format, and the layers that keep the compute type.
+
+    ``label`` is what the user wrote (``k16v8``); ``k`` and ``v`` are what it means.
+    """
+
+    label: str
+    k: FormatSpec
+    v: FormatSpec
+    skip_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> KVSpec:
+        """Read ``name``, ``K/V`` and options in brackets: ``int4[group=32,skip-layers=0,4-29]``.
+
+        Names are not checked here: only the engine knows which it has.
+
+        Raises:
+            UsageError: the text does not have that form.
+        """
+        label = text.strip()
+        sides = label.split("/")
+        if len(sides) > 2:
+            raise UsageError(f"KV format {text!r}: expected one name or K/V, found {len(sides)} parts")
+        parsed = [_parse_side(side, label) for side in sides]
+        (k, k_skip), (v, v_skip) = parsed[0], parsed[-1]
+        return cls(label=label, k=k, v=v, skip_layers=tuple(sorted({*k_skip, *v_skip})))
+
+    @property
+    def same(self) -> bool:
+        """K and V are of one format."""
+        return self.k == self.v
+
+    @property
+    def text(self) -> str:
+        """The formats in words: ``bf16/int4[group=32], not in layers 0, 29``."""
+        skipped = f", not in layers {', '.join(map(str, self.skip_layers))}" if self.skip_layers else ""
+        return (str(self.k) if self.same else f"{self.k}/{self.v}") + skipped
+
+    def content(self) -> dict[str, Any]:
+        """What the spec means, without the label: the part that fingerprints see."""
+        return {"k": str(self.k), "v": str(self.v), "skip_layers": list(self.skip_layers)}
+
+    def record(self) -> dict[str, Any]:
+        """The form that job files and reports carry."""
+        return {"label": self.label, **self.content()}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> KVSpec:
+        """The inverse of :meth:`record`.
+
+        Raises:
+            KeyError, TypeError, UsageError: it is not such a record.
+        """
+        texts, layers = [record[key] for key in ("label", "k", "v")], record["skip_layers"]
+        if not all(isinstance(text, str) for text in texts) or {type(layer) for layer in layers} - {int}:
+            raise TypeError("a KV spec has texts in label, k and v, and whole numbers in skip_layers")
+        label, k, v = texts
+        return cls(label=label, k=_parse_side(k, k)[0], v=_parse_side(v, v)[0], skip_layers=tuple(layers))
+
+
+def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
+    spec = FormatSpec.parse(side, whole)
+    skipped = dict(spec.options).get("skip-layers")
+    items = () if skipped is None else skipped.split(",")
+    return spec.without("skip-layers"), [layer for item in items for layer in _layers(item, whole)]
+
+
+def _layers(item: str, whole: str) -> range:
+    """``7``, or ``0-6`` with both ends."""
+    match = _LAYERS.match(item)
+    first, last = (int(match["first"]), int(match["last"] or match["first"])) if match else (1, 0)
+    if not first <= last < _MOST_LAYERS:
+        raise UsageError(f"KV format {whole!r}: skip-layers takes layer numbers from 0 or ranges as 0-6, not {item!r}")
+    return range(first, last + 1)
+
+
+# -------------------------------------------------------------------------------------------------- arm
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing that can be run: engine + model + KV spec + engine options.
+
+    ``weights`` is the hash of the checkpoint's content, ``model`` the name a user knows it by and ``path`` where
+    it lies on this machine; the fingerprint sees only the hash.  ``env``: environment variables of its process alone.
+    ``draft``: where the model lies that drafts for it, which the options name.
+    """
+
+    name: str
+    engine: str
+    model: str
+    path: str
+    weights: str
+    kv: KVSpec
+    dtype: str
+    device: str
+    threads: int
+    options: tuple[tuple[str, str], ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    draft: str = ""
+
+    def fingerprint(self) -> str:
+        """SHA-256 of what the arm computes: not its name, nor where its files lie."""
+        return digest(
+            canonical_json(
+                {
+                    "engine": self.engine,
+                    "weights": self.weights,
+                    "kv": self.kv.content(),
+                    "dtype": self.dtype,
+                    "device": self.device,
+                    "threads": self.threads,
+                    "options": dict(self.options),
+                    **({"env": dict(self.env)} if self.env else {}),
+                }
+            )
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for job files and manifests."""
+        record = {**asdict(self), "kv": self.kv.record(), "options": dict(self.options), "env": dict(self.env)}
+        return {key: value for key, value in record.items() if value or key not in ("env", "draft")}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Arm:
+        """The inverse of :meth:`record`.
+
+        Raises:
+            KeyError, TypeError, UsageError: it is not such a record.
+        """
+        fields = dict(record)
+        options, env = dict(fields["options"]), dict(fields.get("env", {}))
+        texts = [value for key, value in fields.items() if key not in ("kv", "options", "env", "threads")]
+        if not all(isinstance(text, str) for text in (*texts, *options, *options.values(), *env, *env.values())):
+            raise TypeError("an arm has texts in all fields but kv, options, env and threads, and in options and env")
+        if type(fields["threads"]) is not int:
+            raise TypeError(f"an arm has a number of threads, not {fields['threads']!r:.60}")
+        fields["kv"] = KVSpec.from_record(fields["kv"])
+        fields |= {"options": tuple(sorted(options.items())), "env": tuple(sorted(env.items()))}
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What proposes an arm's tokens: ``method`` in the engine's own word, at most ``tokens`` in one draft.
+
+    ``lookup``: lengths of the shortest and the longest n-gram that is looked up in the text so far, without a model;
+    ``draft``: the name of the model that drafts; ``options``: the names of the arm's options that say all this.
+    """
+
+    method: str
+    tokens: int | None = None
+    lookup: tuple[int, int] | None = None
+    draft: str = ""
+    options: tuple[str, ...] = ()
+
+
+def looked_up(tokens: Sequence[int], lookup: tuple[int, int], most: int) -> Sequence[int]:
+    """The draft of prompt lookup: at most ``most`` tokens that followed the end of ``tokens`` before; or none.
+
+    ``lookup``: the longest n-gram that ends the text and occurs in it earlier counts, of these lengths, and of its
+    occurrences the first.  They may overlap.  (Saxena, Prompt Lookup Decoding, 2023; vLLM's method ``ngram``.)
+    """
+    shortest, longest = lookup
+    for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        end = tokens[-n:]
+        for start in range(len(tokens) - n):
+            if tokens[start] == end[0] and tokens[start : start + n] == end:
+                return tokens[start + n : start + n + most]
+    return tokens[:0]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Size and hash of a vocabulary; the list of strings is stored beside the captures."""
+
+    size: int
+    sha256: str

@@ -1,0 +1,116 @@
+"""Name → object, imported on first use; optional packages, and the extra that installs each.
+
+Each pluggable room holds a plain table ``{"name": "package.module:Object"}`` in its ``__init__``; a
+third-party package adds a row through an entry point (groups ``fidelab.engines``, ``fidelab.axes``,
+``fidelab.benches``, ``fidelab.formats``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from fidelab.core.errors import MissingPackageError, UnknownNameError
+
+# package → its name for people, the extra of fidelab that installs it
+_EXTRAS = {
+    "accelerate": ("Accelerate", "hf"),
+    "llama_cpp": ("llama-cpp-python", "llamacpp"),
+    "lm_eval": ("lm-evaluation-harness", "lm-eval"),
+    "PIL": ("Pillow", "vision"),
+    "pyarrow": ("pyarrow", "parquet"),
+    "ray": ("Ray", "ray"),
+    "resvg_py": ("resvg-py", "charts"),
+    "scipy": ("SciPy", "stats"),
+    "tokenizers": ("tokenizers", "hf"),
+    "torch": ("PyTorch", "hf"),
+    "transformers": ("Transformers", "hf"),
+}
+
+
+class Registry:
+    """One table of implementations.
+
+    ``kind`` is the word used in error messages ("engine"); ``group`` the entry-point group, or ``None``.
+    """
+
+    def __init__(self, kind: str, table: Mapping[str, str], group: str | None = None) -> None:
+        self.kind = kind
+        self.group = group
+        self._table = dict(table)
+
+    @property
+    def built_in(self) -> list[str]:
+        """The built-in names in table order."""
+        return [*self._table]
+
+    def names(self) -> list[str]:
+        """All names: the built-in ones in table order, then third-party ones in alphabetical order."""
+        return [*self._table, *sorted(set(_foreign(self.group)) - set(self._table))]
+
+    def load(self, name: str) -> Any:
+        """The object behind ``name``.
+
+        Raises:
+            UnknownNameError: no table and no entry point has this name.
+        """
+        target = self._table.get(name) or _foreign(self.group).get(name)
+        if target is None:
+            raise UnknownNameError(self.kind, name, self.names())
+        module, _, attribute = target.partition(":")
+        return getattr(import_module(module), attribute)
+
+
+@cache
+def _foreign(group: str | None) -> dict[str, str]:
+    if group is None:
+        return {}
+    from importlib.metadata import entry_points  # slow, and built-in names do not need it
+
+    return {point.name: point.value for point in entry_points(group=group)}
+
+
+def require(module: str, user: str = "this command") -> Any:
+    """Import ``module`` of an optional package and return it.
+
+    ``user``: what needs it, the subject of the message.
+
+    Raises:
+        MissingPackageError: the package, or an optional package that it imports, is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (found := missing_package(error, user)) is None:
+            raise
+        raise found from None
+
+
+def missing_package(error: ImportError, user: str = "this command") -> MissingPackageError | None:
+    """Return the line for a failed import of an optional package; ``None`` for any other import."""
+    package = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package not in _EXTRAS:
+        return None
+    title, extra = _EXTRAS[package]
+    return MissingPackageError(f"{user} needs {title}: pip install 'fidelab[{extra}]'")
+
+
+def late(module: str) -> Any:
+    """Return a stand-in for ``module`` of an optional package, which is imported when an attribute is first read.
+
+    Raises:
+        MissingPackageError: on first use, if the package is not installed.
+    """
+    return _Late(module)
+
+
+class _Late(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by tools that look at modules, not by code that uses this one
+            raise AttributeError(name)
+        value = getattr(require(self.__name__), name)
+        setattr(self, name, value)  # the next look-up is an ordinary one
+        return value

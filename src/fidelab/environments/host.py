@@ -1,0 +1,112 @@
+"""What this machine is: its processor, GPUs and memory, and the commit that runs."""
+
+from __future__ import annotations
+
+import platform
+import re
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+def cpu_name() -> str:
+    """The processor's model as the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return " ".join(next(names, "").split()) or platform.processor() or platform.machine()
+
+
+def graphics(root: Path = Path("/")) -> dict[str, Any]:
+    """``gpus`` (names) and ``gpu_driver`` (version) as the kernel's drivers for NVIDIA and AMD name them.
+
+    Without a GPU nothing.  Files are read alone, so that it costs no start of a driver.
+    """
+    nvidia = root / "proc/driver/nvidia"
+    named = [_file_text(path) for path in sorted(nvidia.glob("gpus/*/information"))]
+    gpus = [name for text in named for name in re.findall(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE)]
+    version = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", _file_text(nvidia / "version"))
+    driver = version[1] if version else _file_text(root / "sys/module/amdgpu/version").strip()
+    if driver and not gpus:
+        names = (_file_text(path).strip() for path in sorted(root.glob("sys/class/drm/card*/device/product_name")))
+        gpus = [name for name in names if name]
+    return {**({"gpus": gpus} if gpus else {}), **({"gpu_driver": driver} if driver else {})}
+
+
+def _file_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+@cache
+def source_commit() -> str | None:
+    """The commit that fidelab's own code is of, ``…-dirty`` where tracked files differ from it.
+
+    Of a checkout git says it, of a package installed from a repository its metadata; of any other it is unknown.
+    """
+    import json
+    import subprocess
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    import fidelab
+
+    root = Path(fidelab.__file__).resolve().parents[2]
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            return " ".join(done.stdout.split()) or None
+    with suppress(PackageNotFoundError, LookupError, TypeError, ValueError):
+        origin = json.loads(distribution("fidelab").read_text("direct_url.json") or "{}")
+        return str(origin["vcs_info"]["commit_id"])
+    return None
+
+
+def cgroup_memory(
+    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int] | None:
+    """The lowest memory limit of this process' control groups and the least that is left below one, both in bytes.
+
+    File cache that the kernel would give up counts as left.  ``None`` without a limit or without control groups.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    limits, left = [], []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            root, names = mount, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):  # the limits of all groups above hold as well
+            limit, used = (_number(root / folder / name) for name in names[:2])
+            if limit is not None and used is not None:
+                limits.append(limit)
+                left.append(max(0, limit - used + _statistic(root / folder / "memory.stat", names[2])))
+    return (min(limits), min(left)) if limits else None
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _statistic(file: Path, key: str) -> int:
+    try:
+        pairs = dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(pairs.get(key, 0))

@@ -1,0 +1,215 @@
+"""Settings → jobs: captures that are needed and do not exist, one model load per arm, twins and the noise floor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
+from fidelab.captures.manifest import capture_folder, capture_key, key_digest, seed_of
+from fidelab.captures.reader import Capture, is_complete
+from fidelab.captures.requests import Generate, Request, Served, request_record
+from fidelab.core import Arm
+from fidelab.core.errors import FidelabError, UnavailableError
+from fidelab.engines.base import IMAGE_KINDS, one_line
+from fidelab.run.arms import twins_of
+from fidelab.run.deploy import ResolvedArm
+from fidelab.run.resolve import EXACT, QUERIES, TRUTH, Settings
+from fidelab.workers.messages import ProbeTask
+
+FLOOR = "floor"
+TWIN = "twin"  # "twin:NAME": that candidate with other last bits
+_DIAGNOSED = ("kld",)  # the axes of diagnostic arms and twins
+_FLOOR_REPLICATE, _TWIN_REPLICATE = 1, 2
+
+
+@dataclass(frozen=True)
+class PlannedCapture:
+    """One capture of one arm: the request, the replicate, and the folder.
+
+    ``axis``: the axis that makes the request, or one of its parts (``perplexity.2048``).  ``against``: digest of the
+    key of the capture that it will be compared with, and which it may have been compared with before its rows were
+    dropped; empty: it needs rows.
+    """
+
+    axis: str
+    request: Request
+    key: Mapping[str, Any]
+    folder: Path
+    against: str = ""
+
+    def is_complete(self) -> bool:
+        """The store has an undamaged copy that can be scored."""
+        return is_complete(self.folder, self.key, self.against)
+
+    def task(self) -> ProbeTask:
+        """The form in which a worker gets it."""
+        return ProbeTask(request_record(self.request), str(self.folder), self.key, seed_of(self.key))
+
+    @property
+    def tokens(self) -> int:
+        """Upper bound of the tokens that the engine has to process."""
+        if isinstance(self.request, Served):
+            return self.request.n_tokens
+        extra = len(self.request.prompts) * self.request.max_tokens if isinstance(self.request, Generate) else 0
+        return sum(map(len, self.request.items())) + extra
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """One fresh process: a resolved arm, under the role it plays (``reference``, ``floor``, a candidate's name).
+
+    ``refused``: captures that it is not asked for as its engine cannot take them, and why.
+    """
+
+    role: str
+    resolved: ResolvedArm
+    captures: tuple[PlannedCapture, ...]
+    replicate: int = 0
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def arm(self) -> Arm:
+        """What is run."""
+        return self.resolved.arm
+
+    def missing(self) -> list[PlannedCapture]:
+        """Captures of which the store has no undamaged copy."""
+        return [capture for capture in self.captures if not capture.is_complete()]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs of a run, in order: reference, control, candidates, diagnostic arms, twins, noise floor.
+
+    ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
+    ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose requests cannot be made as
+    their data are not available, and why.  ``remarks``: further lines to show before the run.
+    """
+
+    settings: Settings
+    jobs: tuple[PlannedJob, ...]
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+    def job(self, role: str) -> PlannedJob | None:
+        """The job of a role, if the plan has it."""
+        return next((job for job in self.jobs if job.role == role), None)
+
+
+def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0) -> Plan:
+    """Turn settings into jobs, whose replicate numbers count from ``first_replicate``.
+
+    An arm that computes what the reference computes (the reference itself as a candidate) gets a fresh replicate,
+    so that "identical" is seen in two real captures.
+    """
+    resolved = settings.resolved
+    able = {role: arm for role, arm in settings.roles.items() if arm.name not in settings.unsupported}
+    jobs = [PlannedJob(role, resolved[arm.name], ()) for role, arm in able.items()]
+    if settings.experiment.twins > 0 and any(axis in settings.axes for axis in _DIAGNOSED):
+        candidates = [arm for arm in settings.candidates if arm in able.values()]
+        twins = {name: replace(resolved[name], arm=arm) for name, arm in twins_of(candidates).items()}
+        jobs += [PlannedJob(f"{TWIN}:{name}", twin, ()) for name, twin in twins.items()]
+    if settings.experiment.floor > 0 and settings.axes:
+        jobs.append(PlannedJob(FLOOR, resolved[settings.reference.name], ()))
+    requests: dict[str, Mapping[str, Request]] = {}
+    unavailable: dict[str, str] = {}
+    for name, axis in settings.axes.items():
+        try:
+            requests[name] = axis.requests(inputs)
+        except UnavailableError as error:
+            unavailable[name] = str(error)
+    if not requests and settings.axes:
+        raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
+    numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]
+    remarks = tuple(filter(None, (_beyond(name, settings.axes[name], inputs) for name in requests)))
+    return Plan(settings, tuple(with_probes(settings, job, requests) for job in numbered), unavailable, remarks)
+
+
+def _beyond(name: str, axis: Axis, inputs: AxisInputs) -> str:
+    """A remark on a requested limit above the number of items there are; empty for the axis' own limits."""
+    limit = getattr(axis.settings, "limit", None)
+    if limit is None or "limit" not in axis.settings.model_fields_set or limit == axis.quick.get("limit"):
+        return ""
+    there = axis.available(inputs)
+    return (
+        "" if there is None or limit <= there else f"{name}: limit {limit}, but there are only {there}: all are asked"
+    )
+
+
+def _offset(settings: Settings, job: PlannedJob) -> int:
+    if job.role == FLOOR:
+        return _FLOOR_REPLICATE
+    twin = job.role != "reference" and job.arm.fingerprint() == settings.reference.fingerprint()
+    return _TWIN_REPLICATE if twin else 0
+
+
+def follow_ups(
+    settings: Settings, inputs: AxisInputs, reference: Mapping[str, Path]
+) -> tuple[dict[str, Mapping[str, Request]], dict[str, str]]:
+    """The requests that follow from the reference's answers, by axis; and why some axes have none."""
+    requests: dict[str, Mapping[str, Request]] = {}
+    failures: dict[str, str] = {}
+    for name, axis in settings.axes.items():
+        if axis.follows and parts_of(name, reference):
+            try:
+                captures = {part: Capture(folder) for part, folder in parts_of(name, reference).items()}
+                requests[name] = axis.follow_up(inputs, captures)
+            except FidelabError as error:
+                failures[name] = str(error)
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # another process wrote the answers
+                failures[name] = f"the reference's answers cannot be read ({one_line(error)})"
+    return requests, failures
+
+
+def foreseen(settings: Settings, inputs: AxisInputs) -> dict[str, Mapping[str, Request]]:
+    """Requests of about the size of those that the reference's answers will lead to, by axis; none of them is asked."""
+    requests: dict[str, Mapping[str, Request]] = {}
+    for name, axis in settings.axes.items():
+        with suppress(FidelabError):
+            requests[name] = axis.foreseen(inputs)
+    return {name: parts for name, parts in requests.items() if parts}
+
+
+def base_of(role: str) -> str:
+    """The role of the arm that one is compared with; empty for an arm that others are compared with in other ways."""
+    kind, _, name = role.partition(":")
+    return {"reference": "", TRUTH: "", EXACT: "", TWIN: f"candidate:{name}"}.get(kind, "reference")
+
+
+def _against(settings: Settings, job: PlannedJob, asked: Request) -> str:
+    """See :class:`PlannedCapture`."""
+    if (arm := settings.roles.get(base_of(job.role))) is None:
+        return ""
+    base = settings.resolved[arm.name]
+    first = job.replicate - _offset(settings, job)
+    replicate = first + _offset(settings, PlannedJob(base_of(job.role), base, ()))
+    return key_digest(capture_key(base.arm, asked, base.versions, replicate))
+
+
+def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]]) -> PlannedJob:
+    """The job with further requests, by axis and part."""
+    captures, refused = list(job.captures), dict(job.refused)
+    for axis, parts in requests.items():
+        for part, asked in parts.items():
+            if job.role != "reference" and part in settings.axes[axis].reference_only:
+                continue
+            kind = job.role.partition(":")[0]
+            if kind in (TRUTH, EXACT, QUERIES, TWIN) and axis not in _DIAGNOSED:
+                continue
+            share = {FLOOR: settings.experiment.floor, TWIN: settings.experiment.twins}.get(kind)
+            request = asked if share is None else settings.axes[axis].repeated(asked, share)
+            if request is None:
+                continue
+            if request.axis != part_name(axis, part):
+                raise ValueError(f"axis {axis} names the probe of its part {part!r} {request.axis!r}")
+            if request.kind in IMAGE_KINDS and (why := job.resolved.engine_class.images_refused(job.arm)):
+                refused[request.axis] = why
+                continue
+            key = capture_key(job.arm, request, job.resolved.versions, job.replicate)
+            folder = capture_folder(settings.captures_dir, job.arm, request, key)
+            captures.append(PlannedCapture(request.axis, request, key, folder, _against(settings, job, asked)))
+    return replace(job, captures=tuple(captures), refused=refused)

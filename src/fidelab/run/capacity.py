@@ -1,0 +1,146 @@
+"""How much the servers of several arms take: each is started in turn, measured, and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import fidelab
+from fidelab.bench.serving import Requests, ServingSettings, ServingWatch, measure_capacity, reach
+from fidelab.config.schema import Preset
+from fidelab.core import Arm, Status, slug
+from fidelab.core.errors import FidelabError, NotSupportedError
+from fidelab.environments.environment import Environment
+from fidelab.environments.servers import end
+from fidelab.report.html import write_html
+from fidelab.results.measurement import Measurement
+from fidelab.results.record import ArmRecord, Report, RuntimeRecord
+from fidelab.results.store import RunFolder
+from fidelab.run.arms import serve_command
+from fidelab.run.launch import arm_of, check, check_servable, launch, plan
+
+_HOST = "127.0.0.1"
+
+
+def capacity_of_arms(
+    presets: Sequence[Preset],
+    load: Mapping[str, Any],
+    contexts: Sequence[int],
+    most: int,
+    *,
+    device: str,
+    threads: int | None,
+    patience: float,
+    output_dir: Path,
+    command: str,
+    watch: ServingWatch,
+    say: Callable[[str], None],
+) -> tuple[Report, RunFolder]:
+    """Measure the capacity of each arm's own server; an arm whose server cannot run or fails leaves the others alone.
+
+    Args:
+        presets: the arms; the first is what the others are compared with.
+        load: settings of :class:`ServingSettings` but for the server.
+        contexts, most: as :func:`measure_capacity` has them.
+        patience: seconds until a server must answer.
+
+    Raises:
+        FidelabError: an arm that is not what it should be, before any server is started.
+        KeyboardInterrupt, SystemExit: stopped; the server is ended, and the arms so far are in the folder's report.
+    """
+    arms = [arm_of(preset, device=device, threads=threads) for preset in presets]
+    for preset, arm in zip(presets, arms, strict=True):
+        check_servable(preset, arm)
+    environments = [_environment(preset, arm) for preset, arm in zip(presets, arms, strict=True)]
+    settings = {"arms": [preset.arm_fields() for preset in presets], "load": dict(load)}
+    folder = RunFolder.create(output_dir, f"capacity-{slug(presets[0].model)}", yaml.safe_dump(settings))
+    created, records = datetime.now(UTC).replace(microsecond=0), list[ArmRecord]()
+    report: Report | None = None
+    try:
+        for preset, arm, environment in zip(presets, arms, environments, strict=True):
+            records.append(_measure(preset, arm, environment, load, contexts, most, patience, folder, watch, say))
+            report = Report(
+                run_id=folder.run_id,
+                created=created,
+                fidelab_version=fidelab.__version__,
+                command=command,
+                settings=settings,
+                comparability_key={"benches.capacity": {**load, "most": most}},
+                reference=records[0],
+                candidates=tuple(records[1:]),
+            )
+            report.write(folder.report)
+    finally:
+        if report is not None:
+            write_html(report, folder.html)
+            if len(records) < len(arms):
+                say(f"fidelab: the arms so far are in {folder.path}")
+    assert report is not None
+    return report, folder
+
+
+def _environment(preset: Preset, arm: Arm) -> Environment | NotSupportedError:
+    """Where an arm's server is started, or why it cannot run here, which is a finding of this arm alone."""
+    try:
+        return check(preset, arm)
+    except NotSupportedError as error:
+        return error
+
+
+def _measure(
+    preset: Preset,
+    arm: Arm,
+    environment: Environment | NotSupportedError,
+    load: Mapping[str, Any],
+    contexts: Sequence[int],
+    most: int,
+    patience: float,
+    folder: RunFolder,
+    watch: ServingWatch,
+    say: Callable[[str], None],
+) -> ArmRecord:
+    """One arm's server, from its start to its end."""
+    ran: RuntimeRecord | None = None
+    try:
+        if isinstance(environment, NotSupportedError):
+            raise environment
+        planned = plan(preset, arm, _HOST, None, environment)
+        with launch(planned, patience, say) as launched:
+            try:
+                contact = reach(ServingSettings.of(**load, base_url=planned.url), None)
+                watch.reached(contact)
+                kept = _Kept(folder.path, arm.name, watch)
+                found = measure_capacity(contact, contexts, most, watch=kept)
+                k, v = contact.server.kv or (None, None)
+                facts = {"k_dtype": k, "v_dtype": v, "server": contact.server.kind, **contact.server.facts}
+                ran = RuntimeRecord.model_validate(facts)
+            finally:
+                end(launched.server)
+    except NotSupportedError as error:
+        found = Measurement(status=Status.NOT_SUPPORTED, reason=str(error))
+    except FidelabError as error:
+        found = Measurement(status=Status.FAILED, reason=str(error))
+    return ArmRecord(
+        status=found.status,
+        reason=found.reason,
+        name=arm.name,
+        engine=arm.engine,
+        model=arm.model,
+        kv=arm.kv,
+        serve_command=serve_command(None, arm),
+        ran=ran,
+        benches={"capacity": found},
+    )
+
+
+class _Kept(Requests):
+    """Keeps the requests, and shows what goes on."""
+
+    def __init__(self, folder: Path, arm: str, shown: ServingWatch) -> None:
+        super().__init__(folder, arm)
+        self.begin, self.advance = shown.begin, shown.advance  # type: ignore[method-assign]
+        self.measured, self.close = shown.measured, shown.close  # type: ignore[method-assign]

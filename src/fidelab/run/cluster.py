@@ -1,0 +1,456 @@
+"""Jobs on other machines: on a Ray cluster.
+
+A node runs a job as this machine would: the same worker process, which writes captures to the same folder.  So all
+machines see the folder of runs, fidelab and the engines' environments under the same paths.  What goes over is the
+text of a job, and the text of its outcome comes back; the worker's messages are lines of a file beside its log.  A job
+whose node is lost is given to another one, without the captures that are complete.
+
+A worker outlives the process of the cluster that started it for some seconds, with its memory on a GPU.  So each
+carries the name of that process, and a node ends the workers of those that are gone before it starts another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from fidelab.captures.reader import is_complete
+from fidelab.core import Status, usable_cores
+from fidelab.core.errors import EngineError, UsageError
+from fidelab.engines.variables import NODE_PROCESS
+from fidelab.workers.messages import Captured, Job, Message, ProbeFailed, ProbeTask, decode, encode
+from fidelab.workers.parent import JobOutcome, run_worker
+
+_ATTEMPTS = 4  # of one job, where nodes are lost
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LOOK = 0.2  # seconds between two looks at a job
+_PROC = Path("/proc")
+_NUMBERS = _PROC / "self" / "ns" / "pid"  # names the processes among which a number is unique
+_GONE_WAIT = 60.0  # seconds for an ended process to disappear: the driver frees its memory first
+_ANSWER_WAIT = 180.0  # seconds for an engine's word on whether it can run an arm, its import included
+
+
+Task = Callable[[str], str]
+
+
+class Lost(Exception):
+    """The process or the machine that had a job is gone, and not by the job's own fault."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a job asks of a node; GPUs are whole, or a share of one that other jobs have, too."""
+
+    cpus: int
+    gpus: float
+
+
+class Handle(Protocol):
+    """A job that was given away."""
+
+    def done(self) -> bool:
+        """Whether :meth:`result` has something to say."""
+
+    def result(self) -> str:
+        """What the task returned; waits for it.
+
+        Raises:
+            Lost: it was not heard to the end.
+        """
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+
+
+class Cluster(Protocol):
+    """Where jobs are given; ``closed``: nobody waits for any of them any more."""
+
+    closed: bool
+
+    def submit(self, text: str, needs: Needs, task: Task = ...) -> Handle:
+        """Give a job away; ``text`` is for ``task``, a function of this package (:func:`answer`).
+
+        Raises:
+            UsageError: no node has what it needs.
+        """
+
+    def has_gpu(self) -> bool:
+        """Whether any node has a GPU."""
+
+    def close(self) -> None:
+        """Nothing more will be given away."""
+
+
+def run_job(
+    cluster: Cluster,
+    job: Job,
+    needs: Needs,
+    *,
+    log: Path,
+    env: Mapping[str, str],
+    deadline: float | None,
+    listen: Callable[[Message], None],
+    lost: Callable[[str], None],
+    command: Sequence[str],
+    asker: Sequence[str] | None = None,
+    follow_up: Callable[[], list[ProbeTask]] | None = None,
+) -> JobOutcome:
+    """Run one job on some node; arguments and result as of :func:`~fidelab.workers.parent.run_worker`.
+
+    Tasks of ``follow_up`` are a job of their own: the model is loaded once more.
+
+    Args:
+        lost: called each time that the job was lost, with the reason.
+        asker: the command that asks the engine about itself (:mod:`fidelab.workers.ask`): the node asks whether the
+            engine can run the arm there, before it does.  ``None``: that is known.
+    """
+    how = {
+        "log": str(log),
+        "env": dict(env),
+        "deadline": deadline,
+        "command": list(command),
+        "shared": 0 < needs.gpus < 1,
+    }
+    asking = None if asker is None else list(asker)
+    outcome = _answered(cluster, job, needs, {**how, "asker": asking}, listen, lost, 0)
+    if follow_up is None or outcome.status is not Status.OK:
+        return outcome
+    known, tasks = len(job.tasks), follow_up()
+    if not tasks:
+        return outcome
+    return _joined(outcome, _answered(cluster, replace(job, tasks=tasks), needs, how, listen, lost, known))
+
+
+def _answered(
+    cluster: Cluster,
+    job: Job,
+    needs: Needs,
+    how: Mapping[str, Any],
+    listen: Callable[[Message], None],
+    lost: Callable[[str], None],
+    first: int,
+) -> JobOutcome:
+    """The outcome of a job whose tasks are numbered from ``first`` on, however many nodes it takes."""
+    whole, left, why = JobOutcome(), [*range(len(job.tasks))], ""
+    for _ in range(_ATTEMPTS):
+        numbers = [first + i for i in left]
+        messages = Path(how["log"]).with_suffix(f".{secrets.token_hex(4)}.messages")
+        part = replace(job, tasks=[job.tasks[i] for i in left])
+        try:
+            return _joined(whole, _submitted(cluster, part, needs, how, messages, _numbered(listen, numbers)), numbers)
+        except Lost as error:
+            why = str(error)
+            lost(why)
+        except UsageError as error:
+            return replace(whole, status=Status.FAILED, reason=str(error))
+        finally:
+            messages.unlink(missing_ok=True)
+        tasks = {i: job.tasks[i] for i in left}
+        complete = {i: task.target for i, task in tasks.items() if is_complete(Path(task.target), task.key)}
+        whole.captured |= {first + i: target for i, target in complete.items()}
+        left = [i for i in left if i not in complete]
+        if not left:
+            return whole
+    whole.status = Status.FAILED
+    whole.reason = f"the node that had this job was lost {_ATTEMPTS} times; last: {why}"
+    return whole
+
+
+def _submitted(
+    cluster: Cluster,
+    job: Job,
+    needs: Needs,
+    how: Mapping[str, Any],
+    messages: Path,
+    listen: Callable[[Message], None],
+) -> JobOutcome:
+    store = Path(job.store)
+    store.mkdir(parents=True, exist_ok=True)
+    messages.parent.mkdir(parents=True, exist_ok=True)
+    marker = store / f".partial-seen-by-nodes-{secrets.token_hex(4)}"
+    marker.write_text(marker.name)
+    from pydantic import TypeAdapter  # here alone: nodes import this module, too
+
+    ticket = {**how, "job": encode(job).decode(), "messages": str(messages), "marker": str(marker)}
+    heard = 0
+    handle = cluster.submit(json.dumps(ticket), needs)
+    try:
+        while True:
+            if cluster.closed:
+                raise UsageError("the run was stopped")
+            over = handle.done()
+            heard = _hear(messages, heard, listen)
+            if over:
+                break
+            time.sleep(_LOOK)
+        return TypeAdapter(JobOutcome).validate_json(handle.result())
+    except BaseException:
+        handle.cancel()
+        raise
+    finally:
+        marker.unlink(missing_ok=True)
+
+
+def _hear(messages: Path, heard: int, listen: Callable[[Message], None]) -> int:
+    """Tell of the lines behind byte ``heard``; returns how far they were read."""
+    with suppress(OSError), messages.open("rb") as file:
+        file.seek(heard)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            heard += len(line)
+            with suppress(EngineError):
+                listen(decode(line))
+    return heard
+
+
+def _numbered(listen: Callable[[Message], None], numbers: Sequence[int]) -> Callable[[Message], None]:
+    """Messages about the tasks as they are numbered among all of a job."""
+
+    def tell(message: Message) -> None:
+        if isinstance(message, Captured | ProbeFailed):
+            message = replace(message, index=numbers[message.index])
+        listen(message)
+
+    return tell
+
+
+def _joined(whole: JobOutcome, part: JobOutcome, numbers: Sequence[int] | None = None) -> JobOutcome:
+    """Two outcomes as that of one job; ``numbers``: how the tasks of the second are numbered among all."""
+
+    def renamed(tasks: Mapping[int, str]) -> dict[int, str]:
+        return {i if numbers is None else numbers[i]: text for i, text in tasks.items()}
+
+    return replace(
+        part,
+        captured=whole.captured | renamed(part.captured),
+        failed=whole.failed | renamed(part.failed),
+        load_seconds=whole.load_seconds or part.load_seconds,
+        phases=whole.phases or part.phases,
+        seconds=whole.seconds + part.seconds,
+    )
+
+
+def answer(text: str) -> str:
+    """What a node does: run the worker, write its messages down, and return the outcome."""
+    ticket = json.loads(text)
+    marker = Path(ticket["marker"])
+    if not marker.is_file():
+        reason = (
+            f"node {os.uname().nodename} does not see {marker.parent}: put --output-dir on a file system that all "
+            "nodes share under one path"
+        )
+        return json.dumps(asdict(JobOutcome(status=Status.FAILED, reason=reason)))
+    if os.environ.get(_VISIBLE) == "":  # set by the cluster for jobs without GPUs; it says nothing about the arm
+        del os.environ[_VISIBLE]
+    job = decode(ticket["job"].encode())
+    assert isinstance(job, Job)
+    _end_orphans()
+    variables = {**ticket["env"], NODE_PROCESS: _identity(os.getpid())}
+    if ticket.get("asker") and (refused := _refused(job, ticket["asker"], variables)) is not None:
+        return json.dumps(asdict(refused))
+    with Path(ticket["messages"]).open("ab", buffering=0) as file:
+        outcome = run_worker(
+            job,
+            log=Path(ticket["log"]),
+            env=variables,
+            deadline=ticket["deadline"],
+            listen=lambda message: (file.write(encode(message)), None)[1],
+            command=ticket["command"],
+            alone=not ticket["shared"],
+        )
+    return json.dumps(asdict(outcome))
+
+
+def _refused(job: Job, asker: Sequence[str], variables: Mapping[str, str]) -> JobOutcome | None:
+    """The outcome of an arm that its engine cannot run on this node, in its own words; ``None`` where it can."""
+    question = {"ask": "supports", "engine": job.arm["engine"], "arm": job.arm}
+    try:
+        done = subprocess.run(
+            asker,
+            input=json.dumps(question).encode() + b"\n",
+            capture_output=True,
+            env={**os.environ, "PYTHONSAFEPATH": "1", **variables},
+            timeout=_ANSWER_WAIT,
+        )
+        reply = json.loads(done.stdout.splitlines()[1])
+        if "error" in reply:
+            return JobOutcome(status=Status.FAILED, reason=str(reply["text"]))
+        able, reason = reply["value"]
+    except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError) as error:
+        why = f"engine {job.arm['engine']} did not say on node {os.uname().nodename} whether it can run this arm"
+        return JobOutcome(status=Status.FAILED, reason=f"{why} ({type(error).__name__}: {' '.join(asker)})")
+    return None if able else JobOutcome(status=Status.NOT_SUPPORTED, reason=str(reason))
+
+
+# ---------------------------------------------------------------------------------- what lost jobs left
+
+
+def _end_orphans() -> None:
+    """End this user's processes that belong to a process of a cluster that is gone, and wait until they are, too."""
+    ended: dict[int, str] = {}
+    for folder in _PROC.glob("[0-9]*"):
+        pid = int(folder.name)
+        name = _identity(pid)
+        if name and (owner := _owner(pid)) and not _lives(owner):
+            with suppress(OSError):  # it has ended, or is another user's
+                os.kill(pid, signal.SIGKILL)
+                ended[pid] = name
+    end = time.monotonic() + _GONE_WAIT
+    while any(_identity(pid) == name for pid, name in ended.items()) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _owner(pid: int) -> str:
+    """What a process' variable says of who has its job; empty of a process that has none, or is over."""
+    try:
+        variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    name = f"{NODE_PROCESS}=".encode()
+    return next((text.removeprefix(name).decode("ascii", "replace") for text in variables if text.startswith(name)), "")
+
+
+def _identity(pid: int) -> str:
+    """A process as no other is called: by number, the clock tick of its start, and where its number counts.
+
+    Empty where the system does not tell, and of a process that is over.
+    """
+    try:
+        state, *fields = (_PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        return "" if state == "Z" else f"{pid}.{fields[18]}.{_NUMBERS.readlink()}"
+    except (OSError, LookupError, ValueError):
+        return ""
+
+
+def _lives(owner: str) -> bool:
+    """Whether a process of :func:`_identity` is there; yes of one in another container, which is not seen here."""
+    pid, _, rest = owner.partition(".")
+    return rest.partition(".")[2] != str(_NUMBERS.readlink()) or not pid.isdecimal() or _identity(int(pid)) == owner
+
+
+# ------------------------------------------------------------------------------------------------- Ray
+
+
+class RayCluster:
+    """A Ray cluster.  ``address``: ``auto`` (one that runs here), ``host:port``, or ``local`` (one for this run)."""
+
+    def __init__(self, address: str) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a question after the end would start another cluster
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of jobs for whose answer nobody waits any more
+        try:
+            import ray
+        except ImportError:
+            raise UsageError("--executor ray needs Ray: pip install 'fidelab[ray]'") from None
+        self._ray: Any = ray
+        self.closed = False
+        self._own = not ray.is_initialized()  # not by the program that calls us
+        if not self._own:
+            return
+        _reach(address)
+        _say_nothing(ray)
+        start: Any = ray.init
+        own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 80 << 20, "num_cpus": usable_cores()}
+        try:
+            start(address=address, log_to_driver=False, logging_level="error", **(own if address == "local" else {}))
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise UsageError(
+                f"no Ray cluster answers at {address} ({' '.join(str(error).split())[:160]}); start one with ray start "
+                "--head, name another with --address HOST:PORT, or say --address local"
+            ) from None
+
+    def submit(self, text: str, needs: Needs, task: Task = answer) -> Handle:
+        """See :class:`Cluster`."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        has = max((node.get("GPU", 0) for node in nodes), default=0)
+        if needs.gpus > has:
+            raise UsageError(f"it needs {needs.gpus:g} GPUs, and no node of the Ray cluster has more than {has:g}")
+        asked = {"num_cpus": _cpus(needs, nodes), "num_gpus": needs.gpus, "max_retries": 0, "max_calls": 1}
+        return _RayJob(self._ray, self._ray.remote(**asked)(task).remote(text))
+
+    def has_gpu(self) -> bool:
+        """See :class:`Cluster`."""
+        return any(node["Resources"].get("GPU", 0) > 0 for node in self._ray.nodes() if node["Alive"])
+
+    def close(self) -> None:
+        """See :class:`Cluster`."""
+        self.closed = True
+        if self._own:
+            self._ray.shutdown()
+
+
+def _cpus(needs: Needs, nodes: Sequence[Mapping[str, float]]) -> float:
+    """The CPUs that a job reserves: those it needs, but no more than a node has for it, lest GPUs stay idle.
+
+    A node has for a job with GPUs the share of its CPUs that these are of its GPUs.  Ray takes whole numbers above 1.
+    """
+    if needs.gpus:
+        able = [node for node in nodes if node.get("GPU", 0) >= needs.gpus]
+        room = min((node.get("CPU", 1) * needs.gpus / node["GPU"] for node in able), default=1)
+    else:
+        room = max((node.get("CPU", 1) for node in nodes), default=1)
+    cpus = min(needs.cpus, room)
+    return math.floor(cpus) if cpus >= 1 else math.floor(cpus * 1000) / 1000
+
+
+def _say_nothing(ray: Any) -> None:
+    """Keep Ray from writing ``(raylet)`` lines between ours: it has no setting for those on lost workers."""
+    inner = ray._private.worker
+    if hasattr(inner, "listen_error_messages"):
+        inner.listen_error_messages = lambda *_: None
+
+
+def _reach(address: str) -> None:
+    """Ask for a connection first: Ray's own client waits for minutes, and then ends the process.
+
+    Raises:
+        UsageError: nobody listens there.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        with socket.create_connection((host, int(port)), timeout=10):
+            pass
+    except (OSError, OverflowError) as error:
+        why = f"no Ray cluster answers at {address} ({error})"
+        raise UsageError(f"{why}; --address names the host and port of its head") from None
+
+
+class _RayJob:
+    def __init__(self, ray: Any, ref: Any) -> None:
+        self._ray, self._ref = ray, ref
+
+    def done(self) -> bool:
+        return bool(self._ray.wait([self._ref], timeout=0)[0])
+
+    def result(self) -> str:
+        gone = self._ray.exceptions
+        reasons = {
+            gone.OutOfMemoryError: "Ray ended its process, because the node was short of memory",
+            gone.WorkerCrashedError: "its Ray worker died",
+            gone.NodeDiedError: "its node died",
+            gone.ObjectLostError: "its answer was lost with the node",
+            gone.LocalRayletDiedError: "the Ray process of its node died",
+        }
+        try:
+            return str(self._ray.get(self._ref))
+        except tuple(reasons) as error:
+            raise Lost(next(why for kind, why in reasons.items() if isinstance(error, kind))) from None
+
+    def cancel(self) -> None:
+        with suppress(Exception):  # the cluster may be what is gone
+            self._ray.cancel(self._ref, force=True)

@@ -1,0 +1,389 @@
+"""The conductor: plan, run, score, store, report.  Read this first.
+
+A run's life: an :class:`~fidelab.config.schema.Experiment` is resolved into settings and a plan; each job of the plan
+runs in a fresh process that leaves captures; captures are scored into a report.  Everything between the
+first and the last step is on disk, so a run that was stopped anywhere goes on with :func:`resume`, and
+:func:`rescore` needs no engine at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import fidelab
+from fidelab.axes import AXES
+from fidelab.captures.reader import Capture, find_captures
+from fidelab.config.experiment import load, validate
+from fidelab.config.load import dump, read_text, read_yaml, validate_as
+from fidelab.config.schema import Experiment, Limits
+from fidelab.config.trust import Trust, check_trust, remember
+from fidelab.core import Status, slug, usable_cores
+from fidelab.core.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
+from fidelab.core.registry import require
+from fidelab.results.record import Report
+from fidelab.results.store import RunFolder
+from fidelab.run.benches import BENCHES, Benching
+from fidelab.run.build import Plan
+from fidelab.run.cluster import Cluster, RayCluster
+from fidelab.run.estimate import Timings
+from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_rows_there
+from fidelab.run.prepare import Prepared, now, prepare
+from fidelab.run.resolve import Settings
+from fidelab.run.runner import Listener, Silent, needs_of
+from fidelab.run.scoring import RunFacts, Scored, score_run
+from fidelab.run.signals import terminate_as_interrupt
+from fidelab.workers.fork_server import ForkServers
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was stopped by Ctrl-C or SIGTERM; no process is left, and :func:`resume` of ``folder`` goes on with it.
+
+    ``command``: the words before ``--resume FOLDER`` that do so.
+    """
+
+    def __init__(self, folder: Path, command: str = "fidelab compare") -> None:
+        super().__init__(f"stopped; go on with the run in {folder}")
+        self.folder = folder
+        self.command = command
+
+
+def execute(
+    experiment: Experiment, *, command: str, listener: Listener | None = None, replicate: int = 0
+) -> tuple[Report, RunFolder]:
+    """Run an experiment in a new run folder, which remembers ``replicate`` (see :func:`prepare`).
+
+    Raises:
+        FidelabError: before anything ran.  What fails later is in the report.
+        Interrupted: stopped; the children are ended and the folder can be resumed.
+    """
+    require("scipy", "scoring")  # before hours of captures, not after them
+    created = now()
+    with _cluster(experiment) as cluster:
+        experiment = _placed(experiment, cluster)
+        prepared = prepare(experiment, replicate=replicate, created=created, servers=ForkServers())
+        _check_placed(prepared.settings)
+        head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
+        config = dump(prepared.settings.experiment, head)
+        folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
+        remember(prepared.settings.experiment, config, folder.config)
+        facts = RunFacts(folder.run_id, created, command, _environment())
+        return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
+
+
+def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
+    """Resume a stopped run: finished captures are kept, missing ones are made, and all are scored.
+
+    ``trust``: what the person allows a folder that somebody else made (:mod:`fidelab.config.trust`).
+
+    Raises:
+        FidelabError: no run folder, its settings no longer hold, or they ask for what is not trusted.
+        Interrupted: stopped again.
+    """
+    folder = RunFolder.open(run_dir.absolute())
+    written = read_yaml(folder.config)
+    experiment = validate(written, str(folder.config))
+    check_trust(experiment, written, folder.config, trust)
+    folder.sweep()
+    facts = _stored_facts(folder)
+    with _cluster(experiment) as cluster:
+        prepared = prepare(_placed(experiment, cluster), replicate=first_replicate(folder), created=facts.created)
+        _check_placed(prepared.settings)
+        folder.event("resumed")
+        return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
+
+
+def first_replicate(folder: RunFolder) -> int:
+    """Where the numbers of this run's captures begin; 0 but in a repeat.
+
+    Raises:
+        InputError: the settings file names something that is no number.
+    """
+    text = _head(folder).get("replicate", "0")
+    if not (text.isdecimal() and len(text) < 10):
+        raise InputError(f"{folder.config}: the head line 'replicate: {text}' is no number; mend or remove it")
+    return int(text)
+
+
+def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Report, RunFolder]:
+    """Compute all scores again from the captures, and write the report; no engine and no model are needed.
+
+    ``limits``: fields of :class:`~fidelab.config.schema.Limits` in the place of the run's own.
+
+    Raises:
+        InputError: the folder is no run, or an unfinished one.
+        CaptureError: a capture is gone, damaged, or not its arm's; names it.
+    """
+    folder = RunFolder.open(run_dir.absolute())
+    with folder.writing():
+        return _write(folder, recompute(folder, limits)), folder
+
+
+def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Scored:
+    """The scores of a run, computed again from its captures as :func:`rescore` does; nothing is written.
+
+    Raises:
+        FidelabError: as :func:`rescore`.
+    """
+    results, facts, planned = read_outcomes(folder)
+    left = planned - {result.role for result in results}
+    remedy = f"go on with: fidelab compare --resume {folder.path}"
+    if left:
+        raise InputError(f"{folder.path} was stopped before {min(left)} was captured; {remedy}")
+    experiment = load(folder.config)
+    if limits:
+        merged = experiment.limits.model_dump() | dict(limits)
+        experiment = experiment.model_copy(update={"limits": validate_as(Limits, merged, "limits")})
+    if experiment.benches and not any(result.benches for result in results):
+        raise InputError(f"{folder.path} was stopped before its benches were measured; {remedy}")
+    for result in results:
+        try:
+            result.check_captures()
+        except MismatchError as error:
+            raise type(error)(f"{error}: captures were mixed up; {remedy}") from None
+    return score_run(experiment, facts, results)
+
+
+def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str]]:
+    """The results that a run folder holds, the facts about the run, and the planned roles.
+
+    Raises:
+        InputError: no outcomes yet, or a damaged file.
+    """
+    record = folder.read_outcomes()
+    try:
+        results = [ArmResult.from_record(arm, folder.path) for arm in record["arms"]]
+        facts, planned = RunFacts.from_record(record["facts"]), set(record["planned"])
+        roles = [result.role for result in results]
+        if len({*roles}) < len(roles) or "reference" not in (roles or planned) or {*map(type, planned)} - {str}:
+            raise ValueError("its arms are not those of a run")
+    except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
+        raise InputError(
+            f"{folder.path}: outcomes.json is damaged ({str(error)[:200]}); mend it with: "
+            f"fidelab compare --resume {folder.path}"
+        ) from None
+    return results, facts, planned
+
+
+def capture(experiment: Experiment, *, follow: Path | None = None, listener: Listener | None = None) -> list[ArmResult]:
+    """Make only the reference arm's captures, in ``captures_dir``; nothing is scored.
+
+    ``follow``: a folder with another arm's captures.  That arm is then the reference, and requests that depend on the
+    reference's answers are made from its answers.
+
+    Raises:
+        CaptureError: no capture lies in ``follow``.
+    """
+    prepared = prepare(experiment, only="reference" if follow is None else "candidate")
+    [job] = prepared.plan.jobs
+    logs = prepared.settings.captures_dir / "logs"
+    watcher = listener or Silent()
+    asking = prepared.asking(watcher, lambda *_a, **_k: None)
+    if follow is not None:
+        captures = {capture.axis: capture.folder for capture in map(Capture, find_captures(follow))}
+        if not captures:
+            raise CaptureError(f"{follow} holds no capture to follow")
+        asking.follow(captures)
+    watcher.start(prepared.plan, None)
+    try:
+        with terminate_as_interrupt():
+            return [asking.run(job, logs / f"{slug(job.arm.name)}.log")]
+    finally:
+        watcher.close()
+
+
+# ----------------------------------------------------------------------------------------------- inside
+
+
+def _conduct(
+    prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener, cluster: Cluster | None
+) -> Report:
+    plan = prepared.plan
+    expected = prepared.estimate()
+    facts = replace(facts, unavailable=dict(plan.unavailable))
+    results: list[ArmResult] = []
+    folder.event(
+        "planned",
+        jobs=[job.role for job in plan.jobs],
+        unsupported=dict(plan.settings.unsupported),
+        unavailable=facts.unavailable,
+    )
+    listener.start(plan, folder)
+    ahead = threading.Thread(target=_prepare_scoring, name="scoring")
+    try:
+        with terminate_as_interrupt(), folder.writing():
+            if plan.settings.axes:
+                ahead.start()
+            asking = prepared.asking(listener, folder.event, cluster=cluster)
+            asking.pace.expect({job.role: job.seconds for job in expected.jobs})
+            asking.pace.expect({BENCHES: sum(expected.benches.values())} if expected.benches else {})
+            asking.pace.expect({"scoring": expected.scoring})
+            if plan.settings.axes:
+                answered = asking.run_all(plan.jobs, folder.log)
+            else:  # only benches ask the arms
+                answered = (ArmResult(job.role, job.arm, Status.OK) for job in plan.jobs)
+            for result in answered:
+                results.append(result)
+                _store_outcomes(folder, facts, plan, results)
+                if not plan.settings.experiment.keep_rows and cluster is None:
+                    drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
+            if plan.settings.axes:
+                ahead.join()  # it would slow what is timed
+            if plan.settings.benches:
+                tokenizer, timed = prepared.inputs.tokenizer, folder.path / "timed"
+                benching = Benching(plan.settings, tokenizer, asking, timed, folder.log, listener, folder.event)
+                results = benching.run(results)
+                _store_outcomes(folder, facts, plan, results)
+            listener.scoring()
+            began = time.monotonic()
+            if not plan.settings.experiment.keep_rows and cluster is not None:
+                drop_rows_there(cluster, plan.settings.experiment.axes, results, folder.path)
+            scored = score_run(plan.settings.experiment, facts, _every(plan, results))
+            report = _write(folder, scored)
+            if all(result.status is Status.OK for result in results):
+                Timings().add_scoring((time.monotonic() - began) / expected.scoring)
+            return report
+    except KeyboardInterrupt:
+        folder.event("interrupted")
+        raise Interrupted(folder.path) from None
+    finally:
+        prepared.servers.close()
+        listener.close()
+
+
+@contextlib.contextmanager
+def _cluster(experiment: Experiment) -> Iterator[Cluster | None]:
+    """Where the jobs run, if not here.
+
+    Raises:
+        UsageError: the cluster cannot be reached.
+    """
+    if experiment.executor.name == "local":
+        yield None
+        return
+    cluster = RayCluster(experiment.executor.address or "auto")
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def _placed(experiment: Experiment, cluster: Cluster | None) -> Experiment:
+    """The experiment with the device that a cluster has.
+
+    Raises:
+        UsageError: arms shall have GPUs, and it has none.
+    """
+    if cluster is None or experiment.device != "auto":
+        return experiment
+    device = "cuda" if cluster.has_gpu() else "cpu"
+    if device == "cpu" and experiment.executor.gpus is not None:
+        raise UsageError("executor.gpus: no node of the Ray cluster has a GPU; leave out --gpus-per-arm")
+    return experiment.model_copy(update={"device": device})
+
+
+def _check_placed(settings: Settings) -> None:
+    """Refuse arms that no cluster can run.
+
+    Raises:
+        UsageError: names the arm.
+    """
+    executor = settings.experiment.executor
+    if executor.name == "local":
+        return
+    for arm in settings.roles.values():
+        needs_of(arm, executor.gpus)
+    for name, resolved in settings.resolved.items():
+        if resolved.environment.image or resolved.environment.prefix:
+            raise UsageError(
+                f"arm {name} starts behind an image or a prefix, which executor {executor.name} cannot reach: give the "
+                "cluster's nodes the engine itself, or use --executor local"
+            )
+
+
+def _prepare_scoring() -> None:
+    """Import what scores and the report need, for two seconds, while the first worker opens its model."""
+    with contextlib.suppress(Exception):  # the main thread meets it again, and says it
+        for name in AXES.built_in:
+            AXES.load(name)
+        from fidelab.report.html import templates
+
+        for name in templates().list_templates():
+            templates().get_template(name)
+
+
+def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
+    """The results so far and the arms that cannot run at all, in the order in which they were given."""
+    settings = plan.settings
+    by_role = {result.role: result for result in results}
+    for role, arm in settings.roles.items():
+        if arm.name in settings.unsupported:
+            by_role[role] = ArmResult(role, arm, Status.NOT_SUPPORTED, settings.unsupported[arm.name])
+    order = dict.fromkeys([*settings.roles, *(job.role for job in plan.jobs)])
+    return [by_role[role] for role in order if role in by_role]
+
+
+def _store_outcomes(folder: RunFolder, facts: RunFacts, plan: Plan, results: list[ArmResult]) -> None:
+    planned = [job.role for job in plan.jobs]
+    arms = [result.record(folder.path) for result in _every(plan, results)]
+    folder.write_outcomes({"facts": vars(facts), "planned": planned, "arms": arms})
+
+
+def _stored_facts(folder: RunFolder) -> RunFacts:
+    """Facts of the first start.
+
+    A run that was stopped before its first arm, or whose outcomes are damaged, has its settings' head lines, and what
+    cannot be read there is as of now.
+    """
+    with contextlib.suppress(FidelabError, KeyError, TypeError, ValueError, AttributeError):
+        return RunFacts.from_record(folder.read_outcomes()["facts"])
+    head_lines = _head(folder)
+    facts = RunFacts(folder.run_id, head_lines.get("created", ""), head_lines.get("command", ""), _environment())
+    try:
+        return RunFacts.from_record(vars(facts))
+    except ValueError:
+        return replace(facts, created=now())
+
+
+def _head(folder: RunFolder) -> dict[str, str]:
+    """The comments above the settings."""
+    lines = takewhile(lambda line: line.startswith("# "), read_text(folder.config).splitlines())
+    return dict(line[2:].split(": ", 1) for line in lines if ": " in line)
+
+
+def _write(folder: RunFolder, scored: Scored) -> Report:
+    from fidelab.report.html import write_html
+
+    folder.write_positions(scored.positions)
+    write_html(scored.report, folder.html)
+    scored.report.write(folder.report)  # last: a run folder with a report is complete
+    folder.event("reported", report=folder.report.name)
+    return scored.report
+
+
+def _environment() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    import psutil
+
+    from fidelab.environments.host import cpu_name, graphics, source_commit
+
+    return {
+        "fidelab": fidelab.__version__,
+        "commit": source_commit(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "processor": cpu_name(),
+        "usable_cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        **graphics(),
+        "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
+    }

@@ -1,0 +1,156 @@
+"""Where arms run: each engine in its environment, asked there about itself before anything loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fidelab.config.schema import EngineConfig
+from fidelab.core import Arm, Estimator
+from fidelab.core.errors import EngineError
+from fidelab.engines import ENGINES
+from fidelab.engines.base import Engine
+from fidelab.engines.variables import thread_variables, variables_of
+from fidelab.environments.answers import EngineAnswers, ask
+from fidelab.environments.environment import Environment, candidates
+from fidelab.models import Model
+
+_STOCK = "stock"
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The adapter; what it says about itself without its engine (class variables) holds in every environment."""
+    cls: type[Engine] = ENGINES.load(name)
+    return cls
+
+
+def loads_safetensors(engine: type[Engine]) -> bool:
+    """Whether the engine loads a safetensors folder; of a server's model only the tokenizer is loaded here."""
+    return engine.checkpoint_format == "hf" and not engine.is_server
+
+
+@dataclass(frozen=True)
+class ResolvedArm:
+    """An arm with its engine's adapter, its model, the environment of its engine, and the versions that stand there.
+
+    ``versions`` says, too, where an engine is not the stock one, what goes before its packages, and which variables of
+    the worker's environment may change what it computes: captures of another build, or made under other variables, are
+    others.  ``about``: how it is installed in full, for the record.  ``draft``: the model that drafts for it.
+    ``unasked``: whether the engine can run the arm is to be asked where it runs, on a device that is not here.
+    """
+
+    arm: Arm
+    engine_class: type[Engine]
+    model: Model
+    environment: Environment
+    versions: Mapping[str, str]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    draft: Model | None = None
+    unasked: bool = False
+
+    @property
+    def estimator(self) -> Estimator:
+        """How the engine tells this arm's distributions."""
+        return self.engine_class.estimator_for(self.arm)
+
+    @property
+    def lacks_weights(self) -> bool:
+        """The engine loads safetensors, and the model, or the one that drafts, has its weights in a GGUF file."""
+        models = [model for model in (self.model, self.draft) if model is not None]
+        return any(model.text_only for model in models) and loads_safetensors(self.engine_class)
+
+
+class Engines:
+    """The engines of an experiment; each environment is asked by one process, for as long as this is open.
+
+    ``files``: names models and other files that they may be asked about, for those that run in containers.
+    """
+
+    def __init__(self, files: Callable[[], Sequence[str]] = tuple) -> None:
+        self._files = files
+        self._stack = ExitStack()
+        self._found: dict[EngineConfig, EngineAnswers] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)  # an interrupt ends the processes without waiting for them
+
+    def ask(self, config: EngineConfig) -> EngineAnswers:
+        """Who answers for this engine, in its environment.
+
+        Raises:
+            EngineError: it is not installed, or its environment does not work; says what to do.
+        """
+        if config not in self._found:
+            found = candidates(
+                config.name,
+                python=config.python,
+                prefix=config.prefix,
+                pythonpath=config.pythonpath,
+                image=config.image,
+            )
+            guessed = bool(config.prefix) and config.python is None and config.image is None
+            self._found[config] = self._first(found) if guessed else self._enter(found[0])
+        return self._found[config]
+
+    def _enter(self, environment: Environment) -> EngineAnswers:
+        files = self._files() if environment.image else ()
+        return self._stack.enter_context(ask(environment, files=files))
+
+    def _first(self, environments: Sequence[Environment]) -> EngineAnswers:
+        """Who answers in the first interpreter behind a prefix that has the engine.
+
+        Raises:
+            EngineError: none has; names each that was tried.
+        """
+        failures = []
+        for environment in environments:
+            try:
+                asked = self._enter(environment)
+                asked.versions()
+            except EngineError as error:
+                why = str(error).removeprefix(f"the environment of engine {environment.engine} ")
+                failures.append(why if environment.interpreter in why else f"({environment.interpreter}) {why}")
+            else:
+                return asked
+        raise EngineError(
+            f"engine {environments[0].engine} was not found behind the prefix: {'; '.join(failures)}; "
+            "name its interpreter there with --python"
+        )
+
+
+def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:
+    """Versions of an engine and what it computes with, and variables of the arm's worker that numbers may depend on."""
+    builds = {f"{name} build": text for name, text in asked.about.provenance.items() if text != _STOCK}
+    image = asked.environment.image
+    environment = {**asked.about.variables, **thread_variables(arm.threads), **dict(arm.env)}
+    return {
+        **asked.versions(),
+        **builds,
+        **({"image": image.digest} if image else {}),
+        **{f"shim {shim['folder']}": shim["sha256"] for shim in _named(asked)},
+        **{f"${name}": value for name, value in variables_of(engine_class(arm.engine), environment).items()},
+    }
+
+
+def about_there(asked: EngineAnswers) -> dict[str, Any]:
+    """An engine's installation, for the record of what ran."""
+    shims, image = _named(asked), asked.environment.image
+    return {
+        **({"image": {"name": image.name, "digest": image.digest}} if image else {}),
+        **({"provenance": dict(asked.about.provenance)} if asked.about.provenance else {}),
+        **({"pythonpath": shims} if shims else {}),
+    }
+
+
+def _named(asked: EngineAnswers) -> list[dict[str, str]]:
+    """Shim folders by their last part: where they lie on this machine is nobody's business."""
+    return [{**shim, "folder": Path(shim["folder"]).name} for shim in asked.about.shims]

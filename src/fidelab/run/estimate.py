@@ -1,0 +1,404 @@
+"""What a run will take: seconds, from what arms took on this machine before, and bytes on disk.
+
+Seconds follow from two rates of an arm: seconds per token that passes through the model many at once (a prompt, a
+window), and seconds that each decoding forward takes besides, whatever the number of its sequences.  Every run leaves
+the work and the seconds of its captures in ``timings.json`` of fidelab's cache, from which both follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from fidelab.axes.base import AxisInputs
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed
+from fidelab.core import Arm, Estimator
+from fidelab.core.errors import OutputError
+from fidelab.models import Model, check_conversion
+from fidelab.models.cache import cache_dir
+from fidelab.run.build import Plan, PlannedJob, base_of, follow_ups, foreseen, with_probes
+from fidelab.run.deploy import ResolvedArm
+
+DEFAULT = "defaults: nothing like it has run on this machine"
+
+_MOST_RUNS = 256  # in the file; the oldest go
+_SHORTEST = 0.05  # seconds; what took less says nothing of a rate
+_FORWARD_TOKENS = {"cpu": 40.0, "cuda": 150.0}  # a decoding forward takes as long as reading so many tokens
+_OPERATIONS = {"cpu": 3e10, "cuda": 5e13}  # per second: of one core, of one GPU
+_UNKNOWN_READ = 1e-3  # seconds per token of a model whose parameters are not known, such as a server's
+_READ_BYTES = 5e8  # of a checkpoint per second
+_SCORING_START, _SCORING_RATE = 3.0, 1e11  # seconds of imports, bootstraps and the page; operations per second
+_TOPK_BYTES = 20 * 8  # token ids and log-probabilities of the top 20, the most that servers return
+
+# ---------------------------------------------------------------------------------------------- work and rates
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an engine does to answer a request.
+
+    ``read``: tokens that pass through the model many at once.  ``written``: tokens that are decoded or fed one by one,
+    at most.  ``forwards``: in how many forwards that happens.  ``stretch``: how much longer a token takes than one
+    with an empty cache, for the attention to what is before it.
+    """
+
+    read: int = 0
+    written: int = 0
+    forwards: int = 0
+    stretch: float = 1.0
+
+
+def work_of(request: Request, model: Model) -> Work:
+    """The work in a request to a model, if no sequence stops early and sequences of a batch are decoded together."""
+    lengths = list(map(len, request.items()))
+    read, written, forwards = sum(lengths), 0, 0
+    match request:
+        case Generate():
+            written = len(lengths) * request.max_tokens
+            forwards = _batches(lengths, request.batch) * request.max_tokens
+        case Forced():
+            written = forwards = sum(map(len, request.continuations))
+            read = sum(map(len, request.prompts))
+        case Timed():
+            groups = request.groups()
+            read += sum(lengths[: request.warmup])
+            forwards = (len(groups) + len(groups[: request.warmup])) * request.n
+            written = forwards * request.batch
+            lengths = list(map(len, request.prompts))
+        case Served():
+            written = forwards = request.n_stepped
+            read = request.n_tokens - written
+        case _:
+            pass
+    mean = sum(n * n for n in lengths) / max(1, sum(lengths))  # of the sequences' lengths, by token
+    # Per token 2 · parameters operations, and for attention 4 · d · layers per token before it: half a sequence.
+    attention = 2 * mean * model.hidden_size * (model.layers or 0)
+    return Work(read, written, forwards, 1 + attention / (2 * model.parameters) if model.parameters else 1.0)
+
+
+def _batches(lengths: Sequence[int], most: int) -> int:
+    """In how many batches engines that pad answer: prompts of similar length go together."""
+    batches, size, shortest = 0, 0, 0
+    for length in sorted(lengths):
+        if not batches or size >= most or length > shortest + max(32, shortest // 2):
+            batches, size, shortest = batches + 1, 0, length
+        size += 1
+    return batches
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast an arm is, as far as that is known.
+
+    ``load``: seconds from a worker's start to its end that answer nothing.  ``read``: seconds per token;
+    ``forward``: seconds of a decoding forward besides those of its tokens.  ``factors``: capture → what it took over
+    what the rates say, such as where answers end early.  ``source``: where that is from.
+    """
+
+    load: float
+    read: float
+    forward: float
+    source: str
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    def parts(self, work: Work, name: str = "") -> tuple[float, float]:
+        """Seconds of reading and of decoding, in the capture of this name."""
+        factor = self.factors.get(name, 1.0)
+        token = factor * self.read * work.stretch
+        return token * work.read, token * work.written + factor * self.forward * work.forwards
+
+
+@dataclass(frozen=True)
+class _Run:
+    arm: dict[str, Any]
+    parameters: int
+    rates: Rates
+
+
+@dataclass
+class _Stored:
+    """The content of ``timings.json``; ``scoring``: what scoring took the last time, over what the default says."""
+
+    runs: list[_Run] = field(default_factory=list)
+    scoring: float = 1.0
+
+
+class Timings:
+    """What arms took on this machine, newest last; ``path`` keeps it.  A file that cannot be read is an empty one."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or cache_dir() / "timings.json"
+        self._stored = _Stored()
+        with contextlib.suppress(OSError, ValueError):
+            self._stored = TypeAdapter(_Stored).validate_json(self._path.read_bytes())
+
+    @property
+    def scoring(self) -> float:
+        """What scoring took the last time, over what the default says."""
+        return self._stored.scoring
+
+    def rates(self, resolved: ResolvedArm) -> Rates:
+        """Of this arm's last run, else of the most similar arm of its engine, else defaults: :attr:`Rates.source`.
+
+        Another model's rates are scaled by the number of parameters.
+        """
+        arm, parameters, device = resolved.arm, resolved.model.parameters, _device(resolved.arm)
+        start = resolved.engine_class.start_seconds + resolved.model.weight_bytes / _READ_BYTES
+        wanted = _identity(arm)
+        near = [run for run in self._stored.runs if all(run.arm.get(key) == wanted[key] for key in _KEYS[:3])]
+        if not near:
+            cores = arm.threads if device == "cpu" else 1
+            read = 2 * parameters / (cores * _OPERATIONS[device]) or _UNKNOWN_READ
+            return Rates(start, read, _FORWARD_TOKENS[device] * read, DEFAULT)
+        run = min(reversed(near), key=lambda run: [run.arm.get(key) != wanted[key] for key in _KEYS[3:]])
+        if run.arm.get("weights") == wanted["weights"]:
+            words = f"the last run of {run.arm.get('kv')} in {run.arm.get('dtype')} on {arm.engine}"
+            return replace(run.rates, source="its last run here" if run.arm == wanted else words)
+        scale = parameters / run.parameters if parameters and run.parameters else 1.0
+        read, forward = scale * run.rates.read, scale * run.rates.forward
+        return Rates(start, read, forward, f"another model on engine {arm.engine}", run.rates.factors)
+
+    def add(self, resolved: ResolvedArm, load: float | None, captures: Mapping[str, tuple[Work, float]]) -> None:
+        """Keep what an arm took.  Nothing is kept of captures too short to measure, nor of an arm without others."""
+        long = {name: took for name, took in captures.items() if took[1] >= _SHORTEST}
+        reading = [(work.read * work.stretch, seconds) for work, seconds in long.values() if not work.forwards]
+        decoding = [(work, seconds) for work, seconds in long.values() if work.forwards]
+        identity = _identity(resolved.arm)
+        known = self.rates(resolved)  # of what this run does not tell
+        before = known if any(run.arm == identity for run in self._stored.runs) else None
+        read, forward, spent = known.read, known.forward, sum(seconds for _, seconds in decoding)
+        tokens = sum((work.read + work.written) * work.stretch for work, _ in decoding)
+        forwards, equal = sum(work.forwards for work, _ in decoding), _FORWARD_TOKENS[_device(resolved.arm)]
+        if reading:
+            read = sum(seconds for _, seconds in reading) / max(1.0, sum(count for count, _ in reading))
+        elif before is None and decoding:
+            read = spent / (tokens + equal * forwards)
+        if decoding:
+            forward = max(spent - read * tokens, 0.1 * spent) / forwards
+        elif before is None:
+            forward = equal * read
+        plain = Rates(known.load if load is None else load, read, forward, "")
+        factors = {name: seconds / sum(plain.parts(work)) for name, (work, seconds) in long.items()}
+        rates = replace(plain, factors={**(before.factors if before else {}), **factors})
+        if long:
+            others = [run for run in self._stored.runs if run.arm != identity]
+            self._stored.runs = [*others, _Run(identity, resolved.model.parameters, rates)][-_MOST_RUNS:]
+            self._write()
+
+    def add_scoring(self, ratio: float) -> None:
+        """Keep what scoring took over what was expected."""
+        self._stored.scoring = min(4.0, max(0.5, self.scoring * ratio))  # a small run says little of a large one
+        self._write()
+
+    def _write(self) -> None:
+        """A cache that cannot be written costs an estimate, not a run."""
+        scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                scratch.write_text(json.dumps(asdict(self._stored)), "utf-8")
+                scratch.replace(self._path)
+            finally:
+                scratch.unlink(missing_ok=True)
+
+
+_KEYS = ("node", "engine", "device", "weights", "threads", "dtype", "kv", "options")  # the first three have to agree
+
+
+def _identity(arm: Arm) -> dict[str, Any]:
+    """What tells two arms apart as far as their speed goes."""
+    options = {key: text for key, text in arm.options if key != "jitter"}
+    values = platform.node(), arm.engine, arm.device, arm.weights, arm.threads, arm.dtype, arm.kv.label, options
+    return dict(zip(_KEYS, values, strict=True))
+
+
+def _device(arm: Arm) -> str:
+    return "cuda" if arm.device.startswith("cuda") else "cpu"
+
+
+# ---------------------------------------------------------------------------------------------------- seconds
+
+Benched = tuple[str, ResolvedArm, int, Request | None, int]
+"""What a bench does: its name (``""``: loads for all), arm, loads, request, how often that is answered."""
+
+
+@dataclass(frozen=True)
+class JobEstimate:
+    """Tokens of one job, and its seconds by part of a run (``loads``, ``prefill`` …) and capture (``""``: the load)."""
+
+    role: str
+    label: str
+    tokens: int
+    took: Mapping[tuple[str, str], float]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self.took.values())
+
+    @property
+    def captures(self) -> set[str]:
+        """Those that are missing."""
+        return {name for _, name in self.took if name}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a run by what takes them.
+
+    ``benches``: bench → seconds, and the arms' loads under ``""``.  ``sources``: where rates are from → the arms that
+    have them.
+    """
+
+    jobs: tuple[JobEstimate, ...] = ()
+    benches: Mapping[str, float] = field(default_factory=dict)
+    scoring: float = 0.0
+    sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of loads, prefill, decoding, questions that follow, benches and scoring."""
+        took = _sums((part, seconds) for job in self.jobs for (part, _), seconds in job.took.items())
+        others = {"benches": sum(self.benches.values()), "scoring": self.scoring}
+        return {**dict.fromkeys(("loads", "prefill", "decoding", "follow-up questions"), 0.0), **took, **others}
+
+    def axes(self) -> dict[str, float]:
+        """Seconds of each axis, over all arms and without loads."""
+        return _sums((name.split(".")[0], s) for job in self.jobs for (_, name), s in job.took.items() if name)
+
+
+def estimate(
+    plan: Plan, inputs: AxisInputs, benched: Iterable[Benched] = (), timings: Timings | None = None
+) -> Estimate:
+    """What the plan will take; quick, and nothing runs.  ``benched``: what its benches will do."""
+    timings = timings or Timings()
+    settings, reference = plan.settings, plan.job("reference")
+    later = foreseen(settings, inputs)
+    if reference is not None and reference.captures and not reference.missing():
+        answered = {c.axis: c.folder for c in reference.captures if c.is_complete()}
+        later |= follow_ups(settings, inputs, answered)[0]
+    jobs = [with_probes(settings, job, later) for job in plan.jobs] if settings.axes else []
+    expected = [estimate_job(job, timings, planned) for job, planned in zip(jobs, plan.jobs, strict=False)]
+    asked = [(timings.rates(job.resolved).source, job.role) for job in jobs if job.missing()]
+    benches = list[tuple[str, float]]()
+    for name, arm, loads, request, times in benched:
+        rates = timings.rates(arm)
+        answer = 0.0 if request is None else sum(rates.parts(work_of(request, arm.model), request.axis))
+        benches.append((name, loads * rates.load + times * answer))
+        asked.append((rates.source, f"benches of {arm.arm.name}"))
+    sources = {source: list(dict.fromkeys(one for of, one in asked if of == source)) for source, _ in asked}
+    return Estimate(tuple(expected), _sums(benches), timings.scoring * _scoring(jobs), sources)
+
+
+def estimate_job(job: PlannedJob, timings: Timings, planned: PlannedJob | None = None) -> JobEstimate:
+    """One job; ``planned``: the same without the questions that follow."""
+    missing, rates = job.missing(), timings.rates(job.resolved)
+    first = {capture.axis for capture in (planned or job).captures}
+    took = {("loads", ""): rates.load} if missing else {}
+    for capture in missing:
+        reading, decoding = rates.parts(work_of(capture.request, job.resolved.model), capture.axis)
+        if capture.axis in first:
+            took |= {("prefill", capture.axis): reading, ("decoding", capture.axis): decoding}
+        else:
+            took["follow-up questions", capture.axis] = reading + decoding
+    return JobEstimate(job.role, job.arm.kv.label, sum(capture.tokens for capture in missing), took)
+
+
+def _scoring(jobs: Iterable[PlannedJob]) -> float:
+    """What scoring the jobs' captures takes by default: rows are compared over the vocabulary, pair by pair."""
+    operations = 0.0
+    for job in jobs:
+        compared = [c.request for c in job.captures if isinstance(c.request, Prefill | Forced | Served)]
+        rows = 0 if job.role == "reference" else sum(map(_rows, compared))
+        width = 4 * job.resolved.model.hidden_size if job.resolved.estimator is Estimator.HIDDEN else 8
+        operations += rows * job.resolved.model.vocab_size * width
+    return _SCORING_START + operations / _SCORING_RATE
+
+
+def _sums(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, seconds in pairs:
+        found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- disk
+
+
+def check_disk(plan: Plan, runs: int = 1) -> None:
+    """Check that the captures of a plan, or of several runs of it, will fit.
+
+    Raises:
+        OutputError: they will not; says what is needed and what is free.
+    """
+    folder, need = plan.settings.captures_dir, runs * needed_bytes(plan)
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    what, remedy = "captures", "fewer --windows, --drop-rows, or another --output-dir"
+    if runs > 1:
+        what, remedy = f"captures of {runs} runs", "fewer --runs, or another output_dir"
+    if need > free:
+        sizes = f"about {need / 2**30:.2f} GiB in {folder}, {free / 2**30:.2f} GiB are free"
+        raise OutputError(f"{what} need {sizes}: use {remedy}")
+
+
+def conversion_bytes(plan: Plan) -> int:
+    """Bytes that the weights of GGUF files will take as safetensors, for engines that need them so.
+
+    Raises:
+        OutputError: they will not fit.
+    """
+    models = {job.resolved.model.weights: job.resolved.model for job in plan.jobs if job.resolved.lacks_weights}
+    return sum(map(check_conversion, models.values()))
+
+
+def needed_bytes(plan: Plan) -> int:
+    """Bytes that the captures still to be made will take at most, output heads included.
+
+    Where rows are dropped, an arm's are there until it and its twin are compared.
+    """
+    need, passing, heads = 0, 0, {}
+    for job in plan.jobs:
+        model, estimator = job.resolved.model, job.resolved.estimator
+        # llama.cpp, which reads GGUF files, computes states in 32 bits
+        wide = job.arm.dtype == "float32" or job.resolved.engine_class.checkpoint_format == "gguf"
+        row = {
+            Estimator.HIDDEN: model.hidden_size * (4 if wide else 2),
+            Estimator.LOGPROBS: model.vocab_size * 2,
+            Estimator.TOPK: _TOPK_BYTES,
+        }[estimator]
+        here = row * sum(_rows(capture.request) for capture in job.missing())
+        waits = not base_of(job.role) or any(base_of(other.role) == job.role for other in plan.jobs)
+        if plan.settings.experiment.keep_rows or waits or estimator is not Estimator.LOGPROBS:
+            need += here
+        else:
+            passing = max(passing, here)
+        if here and estimator is Estimator.HIDDEN:
+            heads[model.weights] = model.head_bytes * (2 if wide else 1)
+    has_heads = any((plan.settings.captures_dir / "heads").glob("*.safetensors"))
+    return need + passing + (0 if has_heads else sum(heads.values()))
+
+
+def _rows(request: Request) -> int:
+    """Rows that a request's capture holds, at most."""
+    match request:
+        case Prefill() | Served():
+            return len(request.windows) * request.n_rows
+        case Generate():
+            return len(request.prompts) * request.max_tokens if request.rows else 0
+        case Forced():
+            return sum(map(len, request.continuations))
+        case _:
+            return 0

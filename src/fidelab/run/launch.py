@@ -1,0 +1,306 @@
+"""An arm's own server: started in its engine's environment, waited for, and compared with what was declared."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fidelab.config.load import expand
+from fidelab.config.schema import Preset
+from fidelab.core import Arm, usable_cores
+from fidelab.core.errors import InputError, NotSupportedError, UsageError
+from fidelab.engines import k16v8
+from fidelab.engines.base import Engine
+from fidelab.engines.installed import gpu_files
+from fidelab.engines.llamacpp import serve as llamacpp_serve
+from fidelab.engines.openai.http import Client
+from fidelab.engines.server_settings import Finding, findings, preparation_seconds
+from fidelab.engines.variables import check_env
+from fidelab.environments.environment import Environment, locate, read_marker
+from fidelab.environments.servers import Served, Starts, first_answer, start, wait_until_healthy, written_log
+from fidelab.models import embedded
+from fidelab.models import path as model_path
+from fidelab.run.arms import check_kv_name, native_kv
+from fidelab.run.deploy import Engines, engine_class
+
+_ANSWER = 10.0  # seconds for one address of a server's settings
+_PYTHON = "python"  # how server commands call the interpreter of the engine's environment
+_VLLM = "vllm"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A server that can be started: the arm with the server's own options, and what its process is called with.
+
+    ``shown``: the engine's own command, for people.
+    """
+
+    arm: Arm
+    url: str
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+    shown: str
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A server that answers, and what it says about its settings.
+
+    ``seconds``: until it answered; ``earlier``: those of earlier starts of the same command; ``prepared``: seconds of
+    compilation, graphs and warm-up that its log names; ``checked``: seconds from then, and one completion, to the last
+    finding.
+    """
+
+    server: Served
+    process: subprocess.Popen[bytes]
+    seconds: float
+    earlier: tuple[float, ...]
+    prepared: float | None
+    checked: float
+    findings: tuple[Finding, ...] = field(default=())
+
+
+def arm_of(preset: Preset, *, device: str = "auto", threads: int | None = None) -> Arm:
+    """The arm of a preset with its server's own options; nothing of a model on a hub is fetched.
+
+    Raises:
+        InputError: the engine needs a GGUF file and the model has none here.
+        FidelabError: the model or the format is not what it should be.
+    """
+    cls = engine_class(preset.engine_name)
+    check_env(preset.env)
+    kv = preset.kv or native_kv(preset.engine)
+    native = "f16" if preset.dtype == "float16" else "bf16"
+    return Arm(
+        name=str(preset.name),
+        engine=preset.engine_name,
+        model=preset.model,
+        path=_model(preset.model, cls),
+        weights="",
+        kv=k16v8.meaning(kv, native),
+        dtype=preset.dtype or "auto",
+        device=_device(device),
+        threads=threads or usable_cores(),
+        options=tuple(sorted({**preset.engine_args, **preset.serve}.items())),
+        env=tuple(sorted(preset.env.items())),
+    )
+
+
+def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Environment | None = None) -> Plan:
+    """What would be started; nothing is.  ``port`` ``None``: a free one; ``environment``: the one of :func:`check`.
+
+    Raises:
+        UsageError: the port is taken, or the address is none of this machine.
+        NotSupportedError: as :func:`check_servable`.
+        EngineError: the engine is not installed.
+    """
+    cls, engine = engine_class(preset.engine_name), preset.engine
+    port = _port(host, port)
+    words, variables = cls.serve_command(arm, host, port), cls.serve_variables(arm)
+    if environment is None:
+        environment = locate(engine.name, python=engine.python, prefix=engine.prefix, pythonpath=engine.pythonpath)
+    command = _there(environment, arm, words, host, port)
+    shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return Plan(
+        arm,
+        f"http://{shown_host}:{port}",
+        tuple(command),
+        {**environment.variables(), **variables},
+        server_command(arm, host, port),
+    )
+
+
+def server_command(arm: Arm, host: str, port: int) -> str:
+    """The command of the engine's own server with its variables, to copy; raises as :meth:`Engine.serve_command`."""
+    cls = engine_class(arm.engine)
+    variables = [f"{name}={shlex.quote(value)}" for name, value in cls.serve_variables(arm).items()]
+    return " ".join([*variables, shlex.join(cls.serve_command(arm, host, port))])
+
+
+def check_servable(preset: Preset, arm: Arm) -> None:
+    """Refuse an arm of which no server can be started here; the engine is not asked.
+
+    Raises:
+        NotSupportedError: its engine has no server, or none with these options; or it names an image.
+    """
+    cls = engine_class(preset.engine_name)
+    if cls.is_server:
+        raise NotSupportedError(f"engine {cls.name} is for servers that run: give the address of one with --base-url")
+    cls.serve_command(arm, "127.0.0.1", 0)
+    if preset.engine.image:
+        raise NotSupportedError(
+            f"image {preset.engine.image}: fidelab starts servers of installed engines only: leave the image out, or "
+            "start its container and give the address with --base-url"
+        )
+
+
+def check(preset: Preset, arm: Arm) -> Environment:
+    """The engine's environment, after asking it whether it can run this arm there, as a comparison does.
+
+    Raises:
+        NotSupportedError: it cannot; says why.
+        FidelabError: the engine is not installed, or an option or a format is none of its.
+    """
+    with Engines() as engines:
+        asked = engines.ask(preset.engine)
+        environment = asked.environment
+        check_kv_name(preset, preset.engine, asked)
+        asked.check_kv(arm.kv)
+        known = replace(arm, options=tuple(sorted(preset.engine_args.items())))
+        verdict = asked.verdict(replace(known, dtype="bfloat16") if arm.dtype == "auto" else known)
+    if not verdict.ok:
+        raise NotSupportedError(f"{arm.name} cannot run here: {verdict.reason}")
+    return environment
+
+
+@contextmanager
+def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[Launched]:
+    """Start the server, wait until it answers and read its settings; what differs does not end it.
+
+    On any exception inside, Ctrl-C included, and on signals that end this process it is ended.  Without one it is left
+    as it is.
+
+    Args:
+        planned: what is started.
+        limit: seconds until it must answer.
+        say: gets a line for each step.
+
+    Raises:
+        EngineError: it cannot be started, ends while it starts, or does not answer.
+        OutputError: its log or its record cannot be written.
+    """
+    arm = planned.arm
+    command = [word for word in planned.command if word not in (planned.url.rpartition(":")[2],)]
+    variables = {name: value for name, value in planned.variables.items() if not name.startswith("PYTHON")}
+    starts = Starts(arm.engine, str(_installed_versions(planned.command)), str(variables), *command)
+    known = f"earlier starts took {_seconds(starts.earlier)}" if starts.earlier else _FIRST
+    say(f"starting {arm.name} on engine {arm.engine}; {known}")
+    started = start(arm.name, planned.command, planned.variables, planned.url, arm.record())
+    with _signals_as_exceptions(), started as (server, process):
+        seconds = wait_until_healthy(server, process, limit, say)
+        starts.add(seconds)
+        first_answer(server, limit, say)
+        answered = time.monotonic()
+        log = written_log(server.log)
+        found = check_server(arm, planned.url, log)
+        yield Launched(
+            server,
+            process,
+            seconds,
+            tuple(starts.earlier),
+            preparation_seconds(log),
+            time.monotonic() - answered,
+            tuple(found),
+        )
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """What would end this process without a word ends it by ``SystemExit``, as Ctrl-C does by ``KeyboardInterrupt``."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # handlers are the main thread's
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check_server(arm: Arm, url: str, log: str = "", key: str | None = None) -> list[Finding]:
+    """A running server's settings beside an arm's; ``log``: what it printed, where that is known.
+
+    Raises:
+        EngineError: it cannot be reached, or is none of this engine.
+    """
+    return findings(arm, Client(url, key, _ANSWER), log)
+
+
+_FIRST = "the first start of this command here, which may compile"
+
+
+def _seconds(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.0f} s" if f"{low:.0f}" == f"{high:.0f}" else f"{low:.0f} to {high:.0f} s"
+
+
+def _model(name: str, cls: type[Engine]) -> str:
+    """What a server is told to load: the path of an embedded model or a local one, the name of one on a hub."""
+    form = cls.checkpoint_format
+    if name in embedded.NAMES:
+        return str(model_path(name, form))
+    path = expand(name)
+    if path.exists():
+        return str(path)
+    if form == "gguf":
+        raise InputError(f"{name} is no file here; this engine's server loads a .gguf file: name one with model=PATH")
+    return name
+
+
+def _device(asked: str) -> str:
+    if asked != "auto":
+        return asked
+    if not gpu_files():
+        return "cpu"
+    try:
+        import torch
+    except ModuleNotFoundError:  # the engine has a torch of its own
+        return "cuda"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _port(host: str, port: int | None) -> int:
+    """The port that was asked for, or a free one.
+
+    Raises:
+        UsageError: it is taken, or the address is none of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind((host, port or 0))
+            return int(free.getsockname()[1])
+    except OSError as error:
+        where = f"--host {host}" + (f" --port {port}" if port else "")
+        raise UsageError(f"{where}: {error.strerror or error}; name another, or leave --port away") from None
+    except OverflowError:
+        raise UsageError(f"--port {port}: ports go to 65535") from None
+
+
+def _there(environment: Environment, arm: Arm, words: list[str], host: str, port: int) -> list[str]:
+    """The engine's command as it is called in its environment."""
+    if words[0] == _VLLM:
+        return [*environment.command("fidelab.engines.vllm.serve"), *words[1:]]
+    if words[0] == llamacpp_serve.PROGRAM:
+        if environment.prefix:
+            return [*environment.prefix, *words]
+        if (program := shutil.which(words[0])) is not None:
+            return [program, *words[1:]]
+        words = llamacpp_serve.python_server(arm, host, port)
+    if words[:2] == [_PYTHON, "-m"]:
+        return [*environment.command(words[2]), *words[3:]]
+    return [*environment.prefix, *words]
+
+
+def _installed_versions(command: tuple[str, ...]) -> dict[str, str]:
+    """Versions in the environment of a command, where fidelab made it."""
+    with contextlib.suppress(IndexError):
+        marker = read_marker(Path(command[0]).parents[1])
+        return dict((marker or {}).get("versions", {}))
+    return {}

@@ -1,0 +1,491 @@
+"""Captures → axis scores of each arm: pairing, proof of engagement, failures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
+from fidelab.captures.manifest import ran_faults
+from fidelab.captures.pair import Pair, comparability_key
+from fidelab.captures.reader import Capture, key_name
+from fidelab.captures.store import drop_rows
+from fidelab.config.schema import Experiment
+from fidelab.core import Arm, Estimator, Status, usable_cores
+from fidelab.core.errors import CaptureError, FidelabError, MismatchError
+from fidelab.engines import ENGINES
+from fidelab.engines.base import one_line
+from fidelab.metrics.unmoved import Unmoved
+from fidelab.results.measurement import DECIDING, Measurement
+from fidelab.results.record import NO_REFERENCE, RuntimeRecord, Timing
+from fidelab.run import tiles
+from fidelab.run.build import FLOOR, TWIN, base_of
+from fidelab.run.cluster import Cluster, Lost, Needs
+from fidelab.run.resolve import load_axis
+from fidelab.run.tiles import Asked, Figures, compare_apart, is_comparable, operations
+
+FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading an answer may raise that is not what it should be: another process wrote it, perhaps asking a server."""
+
+_LOGGER = logging.getLogger(__name__)
+_BYTES_TOLERANCE = 1e-3
+_MUCH = 0.01  # share of changed numbers from which on equal rows are no accident
+_FIRST = 2  # the first token reads its own value alone, whatever its key
+_BLOCK = "32"  # tokens of a block of formats with axis=channel, unless group= is given
+_REFUTED = "refuted: "
+_PLACED = re.compile(r"-[0-9a-f]{12}-r\d+$")  # ends a name that captures.manifest.capture_folder gave
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """The result of one arm: its captures by axis, or why there are none.
+
+    ``role``: as in :class:`~fidelab.run.build.Plan`.  ``benches``: the result of each bench, a
+    :class:`~fidelab.results.measurement.Measurement` as plain data.  ``refused``: captures that it was not asked for
+    as its engine cannot take them, and why.
+    """
+
+    role: str
+    arm: Arm
+    status: Status
+    reason: str | None = None
+    ran: Mapping[str, Any] | None = None
+    captures: Mapping[str, Path] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+    timing: Mapping[str, float | None] = field(default_factory=dict)
+    benches: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def record(self, base: Path) -> dict[str, Any]:
+        """Plain data; capture paths relative to ``base``, so that runs and captures can move together."""
+        return {
+            "role": self.role,
+            "arm": self.arm.record(),
+            "status": str(self.status),
+            "reason": self.reason,
+            "ran": self.ran,
+            "captures": {axis: os.path.relpath(path, base) for axis, path in self.captures.items()},
+            "failures": dict(self.failures),
+            "timing": dict(self.timing),
+            "benches": dict(self.benches),
+            **({"refused": dict(self.refused)} if self.refused else {}),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], base: Path) -> ArmResult:
+        """The inverse of :meth:`record`.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError, UsageError: it is not such a record.
+        """
+        ran, timing, benches = record["ran"], record["timing"], record.get("benches", {})
+        if ran is not None:
+            RuntimeRecord.model_validate(ran)
+            if fault := next(ran_faults(ran), None):
+                raise TypeError(f"{fault} of what ran is not what it should be")
+        Timing.model_validate(timing)
+        for bench in benches.values():
+            Measurement.model_validate(bench)
+        refused = record.get("refused", {})
+        texts = [record["role"], record["reason"] or "", *record["captures"].values(), *record["failures"].values()]
+        if not all(isinstance(text, str) for text in (*texts, *refused.values())):
+            raise TypeError("role, reason, captures and failures are texts")
+        return cls(
+            role=record["role"],
+            arm=Arm.from_record(record["arm"]),
+            status=Status(record["status"]),
+            reason=record["reason"],
+            ran=ran,
+            captures={axis: (base / path).resolve() for axis, path in record["captures"].items()},
+            failures=record["failures"],
+            timing=timing,
+            benches=benches,
+            refused=refused,
+        )
+
+    def check_captures(self) -> None:
+        """Open every capture, and refuse one that is not this arm's.
+
+        Raises:
+            CaptureError: one is gone or damaged.  MismatchError: one is another arm's, another axis', or was moved
+                here from another place; names the capture.
+        """
+        for axis, folder in self.captures.items():
+            capture = Capture(folder)
+            theirs = Arm.from_record(capture.manifest["asked"])
+            if capture.axis != axis or theirs.fingerprint() != self.arm.fingerprint():
+                raise MismatchError(
+                    f"capture {folder} holds axis {capture.axis} of {theirs.name} ({theirs.kv.label} on "
+                    f"{theirs.engine}), not {axis} of {self.role}"
+                )
+            if _PLACED.search(folder.name) and folder.name != key_name(capture):
+                raise MismatchError(f"capture {folder} holds what belongs into {key_name(capture)}, not {self.role}")
+
+
+def drop_compared_rows(axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str]) -> None:
+    """Put figures in the place of rows of log-probabilities with which no arm of ``roles`` is still to be compared.
+
+    ``results``: the arms that have answered, of those that will.  An arm whose twin is to come keeps its rows until
+    then; so do axes that read more of rows than figures, and rows that cannot be compared.
+    """
+    for result, base in _to_drop(results, roles):
+        _drop(axes, result, base, (Estimator.LOGPROBS,))
+
+
+def drop_rows_there(
+    cluster: Cluster, axes: Mapping[str, Mapping[str, Any]], results: Sequence[ArmResult], folder: Path
+) -> None:
+    """The same on a cluster, where all arms have answered, hidden states included: rows are compared by its nodes.
+
+    ``axes``: their settings by name.  ``folder``: that all nodes see.  What a node did not do is left to scoring.
+    """
+    twins = [result for result in results if result.role.partition(":")[0] == TWIN]
+    for wave in (twins, [result for result in results if result not in twins]):
+        running = []
+        for result, base in _to_drop(results, ()):
+            if result in wave:
+                arms = {"result": result.record(folder), "base": base.record(folder)}
+                ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
+                running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0), _drop_here))
+        for handle in running:
+            try:
+                handle.result()
+            except (Lost, *FOREIGN) as error:
+                _LOGGER.debug("rows are compared here: %s", error)
+
+
+def _drop_here(ticket: str) -> str:
+    """What a node does for :func:`drop_rows_there`."""
+    asked = json.loads(ticket)
+    result, base = (ArmResult.from_record(asked[name], Path(asked["folder"])) for name in ("result", "base"))
+    axes = {name: load_axis(name, values) for name, values in asked["axes"].items()}
+    _drop(axes, result, base, (Estimator.LOGPROBS, Estimator.HIDDEN))
+    return ""
+
+
+def _to_drop(results: Sequence[ArmResult], roles: Sequence[str]) -> Iterator[tuple[ArmResult, ArmResult]]:
+    """Arms whose rows nobody waits for, with the arms that they are compared with; twins before whose they are."""
+    by_role = {result.role: result for result in results}
+    for result in reversed(results):
+        base = by_role.get(base_of(result.role))
+        waited_for = {role for role in roles if base_of(role) == result.role} - by_role.keys()
+        if base is not None and not waited_for:
+            yield result, base
+
+
+def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimators: Collection[Estimator]) -> None:
+    for name, axis in axes.items():
+        theirs = parts_of(name, base.captures)
+        for part, folder in parts_of(name, result.captures).items():
+            if part not in theirs:
+                continue
+            try:
+                test = Capture(folder)
+                if test.estimator not in estimators or test.against:
+                    continue
+                pair = Pair.match(Capture(theirs[part]), test, subset=_is_part(result))
+                if (figures := axis.figures(pair)) is not None:
+                    drop_rows(pair, figures)
+            except (FidelabError, *FOREIGN) as error:  # scoring meets it again, and says it
+                _LOGGER.debug("%s, %s keeps its rows: %s", result.role, part_name(name, part), error)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm's axis scores, or why an axis has none.  ``broken``: axis → that this arm alone gave no usable item."""
+
+    result: ArmResult
+    status: Status
+    reason: str | None
+    scores: Mapping[str, AxisScore]
+    failures: Mapping[str, tuple[Status, str]]
+    broken: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def deciding(self) -> AxisScore | None:
+        """The score by which the arm is judged."""
+        return self.scores.get(DECIDING)
+
+
+class Scorer:
+    """Pairs every arm's captures with the reference's and scores the pairs.
+
+    ``reference``: role of the arm that all others are compared with.  ``strict``: captures that must not be compared
+    raise; otherwise they are a failure of that arm on that axis.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        results: Sequence[ArmResult],
+        unavailable: Mapping[str, str],
+        *,
+        strict: bool,
+        reference: str = "reference",
+    ) -> None:
+        self.experiment = experiment
+        self.strict = strict
+        self._role = reference
+        self.unavailable = unavailable
+        self.by_role = {result.role: result for result in results}
+        self.axes: dict[str, Axis] = {name: load_axis(name, values) for name, values in experiment.axes.items()}
+        captures = self.by_role[reference].captures
+        self._reference: dict[str, dict[str, Capture]] = {
+            name: {part: Capture(folder) for part, folder in parts_of(name, captures).items()} for name in self.axes
+        }
+        self._figures: Figures = {}
+
+    def comparability(self) -> dict[str, Any]:
+        return {
+            part_name(axis, part): comparability_key(capture)
+            for axis, captures in self._reference.items()
+            for part, capture in captures.items()
+        }
+
+    def compare_ahead(self, results: Sequence[ArmResult]) -> None:
+        """Compare the rows of hidden states of all arms at once, where that is worth a process of its own."""
+        asked, work = [], 0.0
+        for name, captures in self._reference.items():
+            for part, ref in captures.items():
+                tests = []
+                for result in results:
+                    folder = parts_of(name, result.captures).get(part)
+                    if folder is None or name in self.unavailable or engaged(result)[0] is not Status.OK:
+                        continue
+                    try:
+                        test = Capture(folder, verify=False)
+                        pair = Pair.match(ref, test, subset=_is_part(result))
+                        if is_comparable(ref, test) and next(iter(self.axes[name].compared(pair)), None):
+                            work += operations(test)
+                            tests.append((folder, _is_part(result)))
+                    except (FidelabError, OSError, *FOREIGN) as error:  # scoring meets it again, and says it
+                        _LOGGER.debug("%s, %s is not compared ahead: %s", result.role, part_name(name, part), error)
+                if tests:
+                    asked.append(Asked(name, self.experiment.axes[name], ref.folder, tests))
+        if work >= tiles.WORTHWHILE:
+            self._figures = compare_apart(asked, self.experiment.threads or usable_cores())
+
+    def measure(self, result: ArmResult) -> Measured:
+        scores: dict[str, AxisScore] = {}
+        failures: dict[str, tuple[Status, str]] = {}
+        status, reason = engaged(result)
+        for name, axis in self.axes.items():
+            if status in (Status.NOT_SUPPORTED, Status.NOT_ENGAGED):
+                failures[name] = (status, reason or "")
+                continue
+            if name in self.unavailable:
+                failures[name] = (Status.NOT_MEASURABLE, self.unavailable[name])
+                continue
+            if (why := self._refused(axis, name, result)) is not None:
+                failures[name] = (Status.NOT_MEASURABLE, why)
+                continue
+            if _is_part(result) and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
+                continue  # this axis is not repeated
+            try:
+                scores[name] = self._score(axis, name, result)
+            except FidelabError as error:
+                if self.strict and isinstance(error, MismatchError):
+                    raise
+                failures[name] = (Status.FAILED, str(error))
+            except FOREIGN as error:
+                _LOGGER.debug("%s, %s", result.arm.name, name, exc_info=True)
+                failures[name] = (Status.FAILED, f"its answers cannot be scored ({one_line(error)})")
+        if status is Status.OK and (unmoved := self._unmoved(result, scores)):
+            status, reason = Status.NOT_ENGAGED, unmoved
+            failures |= dict.fromkeys(scores, (status, unmoved))
+            scores = {}
+        faults = [text for kind, text in failures.values() if kind is not Status.NOT_MEASURABLE]
+        if status is Status.OK and faults:
+            status, reason = Status.FAILED, "; ".join(dict.fromkeys(faults))
+        elif status is Status.OK and scores and all(score.identical for score in scores.values()):
+            status = Status.IDENTICAL
+        return Measured(result, status, reason, scores, failures, self._broken(result, scores))
+
+    def _refused(self, axis: Axis, name: str, result: ArmResult) -> str | None:
+        """Why an arm was not asked what an axis cannot do without; ``None`` where it was."""
+        refused, answered = parts_of(name, result.refused), parts_of(name, result.captures)
+        return next((why for part, why in refused.items() if axis.lost(part, why) is None or not answered), None)
+
+    def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
+        """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
+        rows = [score for name, score in scores.items() if self.axes[name].distributions]
+        reference = self.by_role[self._role]
+        if not rows or result.arm.kv.content() == reference.arm.kv.content():
+            return None
+        two = (result, reference)
+        where = "everywhere" if all(score.identical for score in rows) and not all(map(_lossless, two)) else None
+        if where is None and any(map(_loses_much, two)):
+            first = max(map(_exact_tokens, two))
+            where = next(filter(None, (_unmoved_part(score, first) for score in rows)), None)
+        if where is None:
+            return None
+        pair = f"{result.arm.kv.label} and {reference.arm.kv.label}"
+        return f"{pair} keep different numbers, but their KL is exactly 0 {where}: one of them did not reach attention"
+
+    def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> dict[str, tuple[str, ...]]:
+        """No usable item, such as no token at all, where the reference has usable output."""
+        broken: dict[str, tuple[str, ...]] = {}
+        for name, score in scores.items():
+            if name == DECIDING or score.usable.any() or score.not_measurable:
+                continue
+            reference = [item for capture in self._reference[name].values() for item in capture.items]
+            captures = [Capture(path) for path in parts_of(name, result.captures).values()]
+            reasons = [str(item["failed"]) for capture in captures for item in capture.items if item["failed"]]
+            if reasons and any(item["failed"] is None for item in reference):
+                broken[name] = (f"{name}: no item was usable, first {reasons[0]}",)
+        return broken
+
+    def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
+        reference = self._reference[name]
+        shared = reference.keys() - {*axis.reference_only}
+        if not shared:
+            first = self.by_role[self._role]
+            why = _of_axis(name, first.failures) or first.reason or "no capture"
+            raise FidelabError(f"{NO_REFERENCE}: {why}")
+        partial = _is_part(result)
+        parts = parts_of(name, result.captures)
+        failed = {**parts_of(name, result.failures), **parts_of(name, result.refused)}
+        theirs = parts_of(name, self.by_role[self._role].failures)
+        reasons = {part: f"{NO_REFERENCE}: {why}" for part, why in theirs.items()} | failed
+        lost = {part: cell for part, why in reasons.items() if (cell := axis.lost(part, why)) is not None}
+        answered = parts.keys() >= (set() if partial else shared - lost.keys())
+        if failed.keys() - lost.keys() or not (parts and answered):
+            raise FidelabError(_of_axis(name, result.failures) or result.reason or "no capture")
+        pairs = {
+            part: replace(
+                Pair.match(capture, Capture(parts[part]), subset=partial),
+                figures=self._figures.get((capture.folder, parts[part]), {}),
+            )
+            for part, capture in reference.items()
+            if part in parts
+        }
+        try:
+            score = axis.score_parts(pairs, self.experiment.seed)
+            return score.with_found(cells=(*score.found.cells, *lost.values())) if lost else score
+        except FidelabError:
+            raise
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            MemoryError,
+        ) as error:
+            # Only the axis knows what the settings and notes of its requests hold, and a capture may be anybody's.
+            place, folder = traceback.extract_tb(error.__traceback__)[-1], next(iter(parts.values()))
+            raise CaptureError(
+                f"{name} cannot be scored from {folder} against {self.by_role[self._role].arm.name}: "
+                f"the captures do not hold what this axis asks ({type(error).__name__}: {str(error)[:200]}; "
+                f"{Path(place.filename).name}, line {place.lineno})"
+            ) from error
+
+
+def _is_part(result: ArmResult) -> bool:
+    """Whether the arm answers only some of the items, as a repeat or a twin does."""
+    return result.role.partition(":")[0] in (FLOOR, TWIN)
+
+
+def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:
+    """Why the captures of an axis, or of one of its parts, are lacking."""
+    return next(iter(parts_of(name, failures).values()), None)
+
+
+def _lossless(result: ArmResult) -> bool:
+    """Whether this arm's formats are lossless: by definition, or where that is undecided, by the runtime info."""
+    arm, ran = result.arm, result.ran or {}
+    lossless = ENGINES.load(arm.engine).lossless(arm) if arm.engine in ENGINES.names() else None
+    return ran.get("k_changed") == 0 == ran.get("v_changed") if lossless is None else bool(lossless)
+
+
+def _loses_much(result: ArmResult) -> bool:
+    """Whether this arm's formats change so many numbers that every row has to differ."""
+    arm, ran = result.arm, result.ran or {}
+    if arm.engine not in ENGINES.names() or ENGINES.load(arm.engine).lossless(arm) is not False:
+        return False
+    shares = [share for side in "kv" if (share := ran.get(f"{side}_changed")) is not None]
+    return not shares or max(shares) >= _MUCH
+
+
+def _exact_tokens(result: ArmResult) -> int:
+    """An upper bound of the first tokens of a sequence behind which the format has changed nothing that a row reads.
+
+    Tokens that options keep as they are, and those that read nothing but themselves.
+    """
+    sides = (dict(spec.options) for spec in (result.arm.kv.k, result.arm.kv.v))
+    return _FIRST + max(sum(_kept(side, name) for name in ("sinks", "tail", "group")) for side in sides)
+
+
+def _kept(side: Mapping[str, str], option: str) -> int:
+    """Tokens that an option of a format leaves as they are; ``group`` those that wait until a block of them is full."""
+    if option == "group" and side.get("axis") != "channel":
+        return 0
+    text = side.get(option, _BLOCK if option == "group" else "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _unmoved_part(score: AxisScore, first: int) -> str | None:
+    """Where this score's rows are all equal to the reference's, of those from position ``first`` on."""
+    if score.bound:
+        return None
+    if {"kl", "window", "position", "n_ctx"} <= score.positions.keys():
+        kl, window, position, n_ctx = (score.positions[name] for name in ("kl", "window", "position", "n_ctx"))
+        return Unmoved(kl, window, position, n_ctx, first).first()
+    if first > _FIRST:  # how long the prompts are is not known here
+        return None
+    nothing = np.zeros(len(score.num), dtype=np.int64)
+    return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.found.cluster or "item").first()
+
+
+def engaged(result: ArmResult) -> tuple[Status, str | None]:
+    """Whether there is proof that the requested format ran.  See docs/metrics.md#proof-of-engagement."""
+    if result.status is not Status.OK or result.ran is None:
+        return result.status, result.reason
+    ran, kv = result.ran, result.arm.kv
+    answers = map(str, (ran.get("proof") or {}).values())
+    refuted = next((text.removeprefix(_REFUTED) for text in answers if text.startswith(_REFUTED)), None)
+    for side, asked in (("k", kv.k), ("v", kv.v)):
+        stored = ran.get(f"{side}_format")
+        if stored is None:
+            return (
+                Status.NOT_ENGAGED,
+                refuted or f"the engine gave no evidence that {side.upper()} was stored as {asked}",
+            )
+        if stored != str(asked):
+            return Status.NOT_ENGAGED, f"asked for {side.upper()} = {asked}, the engine stored {stored}"
+    if refuted:
+        return Status.NOT_ENGAGED, refuted
+    held, expected = ran.get("cache_bytes_per_token"), ran.get("expected_bytes_per_token")
+    if held and expected and abs(held - expected) > _BYTES_TOLERANCE * expected:
+        return Status.NOT_ENGAGED, f"the cache holds {held:g} bytes per token, the asked format takes {expected:g}"
+    return result.status, result.reason
+
+
+def most_telling(arm: Arm, rans: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The runtime info to judge an arm by, out of those of its captures.
+
+    Captures of a run that was stopped and resumed are from several processes, each of which has its own evidence.  So a
+    record that contradicts the format takes precedence over the last one, and so does one that shows changed numbers in
+    attention (:meth:`Scorer._unmoved`).  A record without evidence contradicts nothing.
+    """
+    asked = {"k_format": str(arm.kv.k), "v_format": str(arm.kv.v)}
+
+    def refutes(ran: Mapping[str, Any]) -> bool:
+        record = {**ran, **{side: ran.get(side) or name for side, name in asked.items()}}
+        return engaged(ArmResult("", arm, Status.OK, ran=record))[0] is Status.NOT_ENGAGED
+
+    def changes(ran: Mapping[str, Any]) -> bool:
+        return bool(ran.get("k_changed") or ran.get("v_changed"))
+
+    latest = list(reversed(rans))
+    return next((ran for tells in (refutes, changes) for ran in latest if tells(ran)), latest[0] if latest else None)

@@ -1,0 +1,177 @@
+"""Scoring captures that were made apart: no run, no engine, no model."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fidelab
+from fidelab.axes import AXES
+from fidelab.captures.reader import Capture, find_captures
+from fidelab.config.experiment import validate
+from fidelab.config.load import dump
+from fidelab.config.schema import Experiment
+from fidelab.core import Arm, Status
+from fidelab.core.errors import CaptureError, UsageError
+from fidelab.report.html import write_html
+from fidelab.results.record import Report
+from fidelab.results.store import RunFolder
+from fidelab.run.pairing import ArmResult
+from fidelab.run.scoring import RunFacts, score_run
+
+
+def score_captures(
+    ref: Path,
+    tests: Sequence[Path],
+    names: Sequence[str] | None = None,
+    *,
+    seed: int = 42,
+    bands: str = "fidelab",
+    limits: Mapping[str, Any] | None = None,
+    output_dir: Path | None = None,
+    command: str = "",
+    note: Callable[[str], None] = lambda _text: None,
+) -> tuple[Report, Path | None]:
+    """Score test captures against a reference capture.
+
+    Args:
+        ref, tests: capture folders, or folders that hold one arm's captures.
+        names: one per test; by default what the captures say.
+        limits: fields of :class:`~fidelab.config.schema.Limits`.
+        output_dir: where to leave a run folder; ``None`` for none.
+        note: told about axes that are left out, because not every arm has a capture of them.
+
+    Raises:
+        CaptureError: no capture there, a damaged one, or (MismatchError) two that must not be compared.
+        UsageError: names that do not fit, or the reference's own capture as a test.
+    """
+    if names is not None and len(names) != len(tests):
+        raise UsageError(f"--names has {len(names)} names for {len(tests)} --test captures")
+    arms = [_find("reference", ref, None)]
+    arms += [_find("candidate", path, names[index] if names else None) for index, path in enumerate(tests)]
+    results = _choose(arms, note)
+    experiment = _experiment(results, list(results[0].captures), seed, bands, limits or {})
+    facts = RunFacts(
+        run_id="score",
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        command=command,
+        environment={"fidelab": fidelab.__version__, "python": platform.python_version()},
+    )
+    scored = score_run(experiment, facts, results, strict=True)
+    if output_dir is None:
+        return scored.report, None
+    config = dump(experiment, {"command": command, "created": facts.created})
+    folder = RunFolder.create(output_dir.absolute(), "score", config)
+    report = scored.report.model_copy(update={"run_id": folder.run_id})
+    folder.write_outcomes(
+        {
+            "facts": {**vars(facts), "run_id": folder.run_id},
+            "planned": [result.role for result in results],
+            "arms": [result.record(folder.path) for result in results],
+        }
+    )
+    folder.write_positions(scored.positions)
+    write_html(report, folder.html)
+    report.write(folder.report)
+    return report, folder.path
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One arm's captures on disk: axis → request hash → capture, of replicates the first."""
+
+    role: str
+    arm: Arm
+    path: Path
+    captures: Mapping[str, Mapping[str, Capture]]
+
+    def result(self, chosen: Mapping[str, Capture]) -> ArmResult:
+        """The arm as scoring wants it."""
+        ran = next(iter(chosen.values())).manifest["ran"]
+        folders = {axis: capture.folder for axis, capture in chosen.items()}
+        return ArmResult(role=self.role, arm=self.arm, status=Status.OK, ran=ran, captures=folders)
+
+
+def _find(role: str, path: Path, name: str | None) -> _Found:
+    """One arm from a capture folder or a folder of captures."""
+    path = path.resolve()
+    captures: dict[str, dict[str, Capture]] = {}
+    asked: dict[str, Any] = {}
+    for folder in find_captures(path) if path.is_dir() else []:
+        capture = Capture(folder)
+        key = capture.manifest["key"]
+        asked = asked or {"arm": key["arm"], **capture.manifest["asked"]}
+        if asked["arm"] != key["arm"]:
+            raise CaptureError(f"{path} holds captures of several arms; name the folder of one")
+        same = captures.setdefault(capture.axis, {})
+        known = same.get(key["probe"])
+        if known is None or key["replicate"] < known.manifest["key"]["replicate"]:
+            same[key["probe"]] = capture
+    if not captures:
+        Capture(path)  # says what is wrong with the path
+    arm = Arm.from_record({field: value for field, value in asked.items() if field != "arm"})
+    arm = replace(arm, name=name or arm.name)
+    return _Found(role if role == "reference" else f"{role}:{arm.name}", arm, path, captures)
+
+
+def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResult]:
+    """Per axis one capture of every arm: those that answer the same question, where there are several."""
+    every = list(dict.fromkeys(axis for arm in arms for axis in arm.captures))
+    common = [axis for axis in every if all(axis in arm.captures for arm in arms)]
+    if not common:
+        listed = "; ".join(f"{arm.path} has {', '.join(arm.captures)}" for arm in arms)
+        raise CaptureError(f"the captures have no axis in common: {listed}")
+    for axis in every:
+        if axis not in common and not _of_reference_alone(axis):
+            lacking = next(arm for arm in arms if axis not in arm.captures)
+            note(f"axis {axis} is left out: {lacking.path} has no capture of it")
+    chosen: list[dict[str, Capture]] = [{} for _ in arms]
+    for axis in common:
+        requests = set.intersection(*(set(arm.captures[axis]) for arm in arms))
+        for arm, picked in zip(arms, chosen, strict=True):
+            captures = [c for request, c in arm.captures[axis].items() if request in requests or not requests]
+            if len(captures) > 1:
+                raise CaptureError(f"{arm.path} holds several {axis} captures; name one, such as {captures[0].folder}")
+            picked[axis] = captures[0]
+    for axis, reference in chosen[0].items():
+        if any(picked[axis].folder == reference.folder for picked in chosen[1:]):
+            raise UsageError(f"--ref and --test name the same capture {reference.folder}; capture that arm once more")
+    return [arm.result(picked) for arm, picked in zip(arms, chosen, strict=True)]
+
+
+def _of_reference_alone(capture: str) -> bool:
+    """No other arm is asked this part of its axis."""
+    axis, _, part = capture.partition(".")
+    return axis in AXES.names() and part in AXES.load(axis).reference_only
+
+
+def _experiment(
+    results: Sequence[ArmResult], axes: Sequence[str], seed: int, bands: str, limits: Mapping[str, Any]
+) -> Experiment:
+    """The experiment that these captures amount to."""
+    arms = [{"kv": result.arm.kv, "name": result.arm.name} for result in results]
+    names = [arm["name"] for arm in arms[1:]]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two --test captures are named {twice!r}; tell them apart with --names")
+    first = results[0].arm
+    data: dict[str, Any] = {
+        "model": first.model,
+        "engine": first.engine,
+        "reference": arms[0],
+        "control": "none",
+        "candidates": arms[1:],
+        "axes": {name.split(".", 1)[0]: {} for name in axes},  # parts of one axis are scored together
+        "seed": seed,
+        "bands": bands,
+        "limits": dict(limits),
+        "dtype": first.dtype,
+        "device": first.device,
+        "floor": 0.0,
+        "twins": 0.0,
+    }
+    return validate(data, "score")

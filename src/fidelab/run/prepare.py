@@ -1,0 +1,132 @@
+"""Experiment → a plan with its inputs; nothing runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fidelab.axes.base import AxisInputs
+from fidelab.config.load import expand, expand_existing
+from fidelab.config.schema import Experiment
+from fidelab.core import Status
+from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
+from fidelab.inputs.images import placeholder
+from fidelab.inputs.prompts import load_prompts
+from fidelab.inputs.texts import TEXTS, load_text
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models.embedded import NAMES
+from fidelab.run.benches import BenchPlan
+from fidelab.run.build import Plan, build_plan
+from fidelab.run.cluster import Cluster
+from fidelab.run.estimate import Estimate, check_disk, estimate
+from fidelab.run.pairing import ArmResult
+from fidelab.run.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
+from fidelab.run.runner import Asking, Listener, spawner
+from fidelab.workers.fork_server import ForkServers
+
+_SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with what it was made from."""
+
+    plan: Plan
+    inputs: AxisInputs
+    sample: str
+    servers: ForkServers = field(default_factory=ForkServers)
+
+    @property
+    def settings(self) -> Settings:
+        """The resolved experiment."""
+        return self.plan.settings
+
+    def estimate(self) -> Estimate:
+        """What the plan will take; quick, and nothing runs."""
+        if not self.settings.benches:
+            return estimate(self.plan, self.inputs)
+        results = [ArmResult(job.role, job.arm, Status.OK) for job in self.plan.jobs]
+        return estimate(self.plan, self.inputs, BenchPlan(self.settings, self.inputs.tokenizer).expected(results))
+
+    def asking(
+        self, listener: Listener, event: Callable[..., None], *, fresh: bool = False, cluster: Cluster | None = None
+    ) -> Asking:
+        """What runs the plan's jobs; ``fresh``: each in an interpreter of its own, imports included."""
+        servers = None if fresh else self.servers
+        return Asking(self.settings, self.inputs, self.sample, servers, listener, event, cluster)
+
+
+def prepare(
+    experiment: Experiment,
+    only: str | None = None,
+    *,
+    replicate: int = 0,
+    created: str | None = None,
+    convert: bool = True,
+    servers: ForkServers | None = None,
+) -> Prepared:
+    """Resolve and plan; nothing runs and nothing is written (but a model may be fetched and converted).
+
+    ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
+    this run's captures begin.  ``created``: when the run was first started; now unless told.  ``convert``: convert the
+    weights of GGUF files where an arm needs that; without it, captures of such an arm count as missing.  ``servers``:
+    one of them imports the reference's engine meanwhile.
+
+    Raises:
+        FidelabError: anything a user can mend, in one line.
+    """
+    settings = resolve_experiment(_absolute(experiment), created or now())
+    if servers is not None and settings.axes and experiment.executor.name == "local":
+        spawner(settings.resolved[settings.reference.name], servers)
+    tokenizer = Tokenizer.load(settings.model)
+    inputs = _inputs(settings, tokenizer)
+    plan = build_plan(convert_weights(settings, convert), inputs, replicate)
+    if inputs.traffic is not None:
+        plan = replace(plan, remarks=(*traffic_remarks(tokenizer, inputs.traffic), *plan.remarks))
+    if only is None:
+        refuse_same_server(settings)
+    else:
+        plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
+    check_disk(plan)
+    return Prepared(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS], servers or ForkServers())
+
+
+def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
+    """Text and prompts, or what a log of requests holds of both."""
+    experiment, limit = settings.experiment, settings.model.max_positions
+    if experiment.traffic is None:
+        prompts = None if experiment.prompts == "default" else Path(experiment.prompts)
+        text = load_text(experiment.text, tokenizer)
+        return _with_images(AxisInputs(tokenizer, text, load_prompts(prompts), limit), settings)
+    traffic = load_traffic(Path(experiment.traffic), tokenizer, skip_bad=experiment.skip_bad)
+    asked = traffic_prompts(traffic) or load_prompts()
+    private = not experiment.keep_text
+    inputs = AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
+    return _with_images(inputs, settings)
+
+
+def _with_images(inputs: AxisInputs, settings: Settings) -> AxisInputs:
+    """The inputs with what is known of images: why the reference can be shown none, or what stands for one."""
+    reference = settings.resolved[settings.reference.name]
+    refused = reference.engine_class.images_refused(reference.arm)
+    return replace(inputs, no_images=refused, placeholder="" if refused else placeholder(inputs.tokenizer))
+
+
+def _absolute(experiment: Experiment) -> Experiment:
+    """Paths that hold from any folder, so that the resolved file can be run from anywhere."""
+    updates: dict[str, Any] = {"output_dir": str(expand(experiment.output_dir))}
+    words = {"text": TEXTS, "prompts": ("default",), "model": ("fake", *NAMES)}
+    updates |= {name: expand_existing(getattr(experiment, name), reserved) for name, reserved in words.items()}
+    if experiment.traffic is not None:
+        updates["traffic"] = expand_existing(experiment.traffic, ())
+    if experiment.captures_dir is not None:
+        updates["captures_dir"] = str(expand(experiment.captures_dir))
+    return experiment.model_copy(update=updates)
+
+
+def now() -> str:
+    """The time in UTC, as records have it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,342 @@
+"""``fidelab quantize``: a recipe's plan, the quantization in its tool's environment, an audit and a comparison.
+
+Everything is made in ``OUT.work`` beside the output: what is finished there is not done again by a resumed run, and the
+output appears under its name when all of it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fidelab.checkpoints.audit import audit
+from fidelab.checkpoints.convert import convert
+from fidelab.checkpoints.files import open_checkpoint
+from fidelab.checkpoints.layouts import quantized_modules
+from fidelab.checkpoints.modules import modules_of
+from fidelab.checkpoints.quantizer import tail
+from fidelab.checkpoints.recipe import Fidelity, Plan, Recipe, plan, read_recipe
+from fidelab.config.experiment import validate
+from fidelab.core import canonical_json, digest
+from fidelab.core.errors import EngineError, InputError, OutputError, UsageError
+from fidelab.environments.environment import Environment, engines_dir, interpreter, link_folder, read_marker
+from fidelab.environments.recipes import install_command, variants
+from fidelab.models.resolve import path as model_path
+from fidelab.report.html import write_html
+from fidelab.results.recommend import recommended
+from fidelab.results.record import Report
+from fidelab.run.conduct import execute
+from fidelab.run.runner import Listener
+from fidelab.run.signals import terminate_as_interrupt
+
+SCHEMA, RECORD = "fidelab.quantize/1", "fidelab-quantize.json"
+_TOOL = "llm-compressor"
+_GRACE = 10.0  # seconds between asking the worker to end and killing it
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The outcome: where it lies, what was quantized, what the audit says, and the comparison with the original."""
+
+    output: Path
+    plan: Plan
+    verdict: str
+    experts: Mapping[str, Any]
+    report: Report | None
+
+
+def quantize(
+    model: str,
+    recipe_file: Path,
+    output: Path,
+    *,
+    resume: bool = False,
+    python: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    listener: Listener | None = None,
+) -> Quantized:
+    """Quantize a model by a recipe, audit the result and compare it with the original.
+
+    Args:
+        model: a folder, a hub id or an embedded model.
+        recipe_file: see :func:`fidelab.checkpoints.recipe.read_recipe`.
+        output: folder to be made.
+        resume: go on with what an earlier call left; its recipe and model have to be the same.
+        python: the interpreter of an environment with llm-compressor; found by itself.
+        say: gets a line for what is being done.
+        listener: of the comparison.
+
+    Raises:
+        ConfigError, InputError: before anything is loaded: the recipe is wrong, or does not fit the model.
+        UsageError: the output is there, or there is nothing, or something else, to resume.
+        EngineError: the tool is not installed, or failed.
+    """
+    recipe = read_recipe(recipe_file)
+    output = output.expanduser().absolute()
+    work = output.with_name(f"{output.name}.work")
+    if output.exists():
+        raise UsageError(f"{output} exists; name another folder with --output")
+    source = model_path(model)
+    with open_checkpoint(source) as checkpoint:
+        planned = plan(recipe, checkpoint)
+        identity = _identity(recipe, [*checkpoint.files, checkpoint.folder / "config.json"])
+    environment = _environment(python)
+    _prepare(work, identity, resume)
+    about = _quantized(recipe, planned, source, work, environment, say)
+    made = work / "model"
+    _check_plan(planned, made)
+    say("auditing")
+    audited = audit(made, tp=recipe.tp)
+    _write(made / "fidelab-audit.json", audited.as_json())
+    bits = _bits(planned, made)
+    report = _compared(model, recipe.fidelity, made, output, work, say, listener) if recipe.fidelity else None
+    if report is not None:
+        report = _described(report, in_words(recipe, planned, bits))
+    record = {
+        "schema": SCHEMA,
+        "model": model,
+        "recipe": recipe.model_dump(mode="json"),
+        "quantized": list(planned.quantized),
+        "kept": dict(planned.kept),
+        "kept_layers": list(planned.layers),
+        "bits_per_weight": bits,
+        "tool": about,
+        "verdict": audited.verdict,
+        "fidelity": None if report is None else "fidelab-report.json",
+    }
+    if report is not None:
+        _write_text(made / "fidelab-report.json", report.to_json())
+        write_html(report, made / "fidelab-report.html")
+    _write(made / RECORD, record)
+    made.rename(output)
+    shutil.rmtree(work, ignore_errors=True)
+    return Quantized(output, planned, audited.verdict, about.get("experts", {}), report)
+
+
+def _environment(python: str | None) -> Environment:
+    if python is not None:
+        return Environment(_TOOL, interpreter(python))
+    for name in variants(_TOOL):
+        folder = engines_dir() / name
+        if read_marker(folder) is not None:
+            return Environment(_TOOL, str(folder / "bin" / "python"))
+    raise EngineError(f"{_TOOL} is not installed: {install_command(_TOOL)} (or name its Python with --python)")
+
+
+def _identity(recipe: Recipe, files: list[Path]) -> str:
+    """Changes with the recipe, the texts it names and the model's files; large files by size and time."""
+    texts = [source.text for source in recipe.calibration.sources] if recipe.calibration else []
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return digest(
+        canonical_json([recipe.model_dump(mode="json"), [digest(Path(t).read_bytes()) for t in texts], stats])
+    )
+
+
+def _prepare(work: Path, identity: str, resume: bool) -> None:
+    state = work / "state.json"
+    if work.exists() and not resume:
+        raise UsageError(f"{work} is left from an interrupted run: go on with --resume, or remove it")
+    if resume:
+        if not state.is_file():
+            raise UsageError(f"{work}: there is nothing to resume")
+        if json.loads(state.read_text("utf-8")).get("identity") != identity:
+            raise UsageError(f"{work} was begun with another recipe, text or model: remove it to begin anew")
+        return
+    try:
+        work.mkdir(parents=True)
+        _write(state, {"identity": identity})
+    except OSError as error:
+        raise OutputError(f"cannot write {work} ({error.strerror or error})") from error
+
+
+def _quantized(
+    recipe: Recipe, planned: Plan, source: Path, work: Path, environment: Environment, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """What the worker says of its work; the checkpoint is ``work / "model"``."""
+    answer = work / "tool.json"
+    if answer.is_file() and (work / "model").is_dir():
+        say("already quantized")
+        kept: dict[str, Any] = json.loads(answer.read_text("utf-8"))
+        return kept
+    for name in ("model", "model.part"):
+        shutil.rmtree(work / name, ignore_errors=True)
+    content = recipe.model_dump(mode="json")
+    job = {
+        **{key: content[key] for key in ("method", "scheme", "calibration", "keep_kinds")},
+        "seed": recipe.calibration.seed if recipe.calibration else 0,
+        "model": str(source),
+        "kept": list(planned.kept),
+        "samples": str(work / "samples.json"),
+        "output": str(work / "model"),
+    }
+    _write(work / "job.json", job)
+    about = _worker(environment, work, say)
+    _write(answer, about)
+    return about
+
+
+def _worker(environment: Environment, work: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    log = work / "log.txt"
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(link_folder()),
+        "PYTHONSAFEPATH": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [*environment.command("fidelab.checkpoints.quantizer"), str(work / "job.json")]
+    last: dict[str, Any] = {}
+    with log.open("ab") as errors, terminate_as_interrupt():
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=variables, cwd=work,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            for line in process.stdout or ():
+                last = json.loads(line)
+                if stage := last.get("stage"):
+                    say(f"{stage} {last['done']}/{last['of']}" if "of" in last else str(stage))
+            process.wait()
+        finally:
+            _end(process)
+    if "done" in last and process.returncode == 0:
+        done: dict[str, Any] = last["done"]
+        return done
+    reason = last.get("failed") or f"it ended with {process.returncode} while {last.get('stage', 'starting')}"
+    if process.returncode == 2 and "failed" in last:
+        raise InputError(str(reason))
+    raise EngineError(f"{_TOOL}: {reason}; go on with --resume; log: {log}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the worker with all that it started, also where a second Ctrl-C interrupts."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _check_plan(planned: Plan, made: Path) -> None:
+    """Whether the tool quantized what the plan says.  It may call what wraps the language model otherwise.
+
+    Raises:
+        EngineError: it did not; names the first module.
+    """
+    with open_checkpoint(made) as checkpoint:
+        found = {tail(name) for name in quantized_modules(checkpoint.tensors, checkpoint.quantization)}
+    wanted = {tail(name) for name in planned.quantized}
+    if missing := sorted(wanted - found):
+        raise EngineError(
+            f"{_TOOL} left {missing[0]} in 16 bits, and {len(missing) - 1} more that the recipe quantizes"
+        )
+    if extra := sorted(found - wanted):
+        raise EngineError(f"{_TOOL} quantized {extra[0]}, and {len(extra) - 1} more that the recipe keeps")
+
+
+def _bits(planned: Plan, made: Path) -> float:
+    """Stored bits per quantized weight, scales and zero points included."""
+    wanted = {tail(name) for name in planned.quantized}
+    with open_checkpoint(made) as checkpoint:
+        modules = [module.parts for name, module in modules_of(checkpoint).items() if tail(name) in wanted]
+        sizes = (part.nbytes for parts in modules for name, part in parts.items() if name != "weight_shape")
+        return 8 * sum(sizes) / planned.weights
+
+
+def in_words(recipe: Recipe, planned: Plan, bits: float) -> str:
+    """The recipe in a sentence: method, scheme, bits per quantized weight, and what keeps its 16 bits."""
+    scheme, kept = recipe.scheme, Counter(planned.kept.values())
+    groups = "" if scheme.group is None else f" in groups of {scheme.group}"
+    left = ", ".join(f"{why} ({count})" for why, count in kept.items()) or "no module"
+    return (
+        f"quantized by {recipe.method} to {scheme.format}{groups}: {len(planned.quantized)} modules at {bits:.2f} bits "
+        f"per weight, scales included; kept in 16 bits: {left}"
+    )
+
+
+def _described(report: Report, remark: str) -> Report:
+    """The report, with the remark at its candidate: people read it without the files beside it."""
+    arms = (
+        arm.model_copy(update={"ran": arm.ran.model_copy(update={"remarks": (*arm.ran.remarks, remark)})})
+        if arm.ran
+        else arm
+        for arm in report.candidates
+    )
+    return report.model_copy(update={"candidates": tuple(arms)})
+
+
+def _compared(
+    model: str,
+    fidelity: Fidelity,
+    made: Path,
+    output: Path,
+    work: Path,
+    say: Callable[[str], None],
+    listener: Listener | None,
+) -> Report:
+    """The result against the original, both in float32 on engine hf: its weights are read as dense ones, exactly.
+
+    The report tells the bytes that the result's own files have.
+    """
+    finished = work / "report.json"
+    if finished.is_file():
+        say("already compared")
+        return Report.from_json(finished)
+    dense = work / "dense"
+    if not dense.is_dir():
+        say("dequantizing for the comparison")
+        convert(made, dense, "safetensors", dtype="float32", lossy=True)
+    say("comparing with the original")
+    experiment = validate(
+        {
+            "model": model,
+            "engine": "hf",
+            "dtype": "float32",
+            "reference": {},
+            "control": "none",
+            "candidates": [{"name": "quantized", "model": str(dense)}],
+            "axes": {"kld": {"windows": fidelity.windows, "n_ctx": fidelity.n_ctx}},
+            "text": fidelity.text,
+            "output_dir": str(work / "runs"),
+        },
+        "the comparison of fidelab quantize",
+    )
+    report = execute(experiment, command="fidelab quantize", listener=listener)[0]
+    with open_checkpoint(made) as checkpoint:
+        size = checkpoint.nbytes
+    arms = [
+        arm.model_copy(
+            update={
+                "model": str(output),  # the dense copy is removed
+                "ran": arm.ran and arm.ran.model_copy(update={"weight_bytes": size}),
+            }
+        )
+        for arm in report.candidates
+    ]
+    report = recommended(report.model_copy(update={"candidates": tuple(arms)}))
+    _write_text(finished, report.to_json())
+    return report
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    _write_text(file, json.dumps(content, indent=1) + "\n")
+
+
+def _write_text(file: Path, text: str) -> None:
+    part = file.with_name(f".{file.name}.part")
+    part.write_text(text, "utf-8")
+    part.replace(file)

@@ -1,0 +1,565 @@
+"""Schema → settings with nothing optional left; what an engine cannot do is found here, before anything runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fidelab.axes import AXES
+from fidelab.axes.base import Axis
+from fidelab.bench import BENCHES
+from fidelab.bench.base import Bench
+from fidelab.config.grid import levels_of
+from fidelab.config.load import expand, validate_as
+from fidelab.config.presets import cells_of
+from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
+from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
+from fidelab.core.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
+from fidelab.engines.base import Engine, Support
+from fidelab.engines.installed import gpu_files
+from fidelab.engines.k16v8 import versions_for
+from fidelab.environments.answers import EngineAnswers
+from fidelab.environments.container import named_paths
+from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
+from fidelab.models.weights import content_sha256
+from fidelab.run.arms import (
+    ATTENTION,
+    AUTO,
+    DTYPES,
+    check_kv_name,
+    inherited_kv,
+    native_kv,
+    other_attention,
+    resolve_arm,
+    same_attention,
+    served_name,
+    with_kv,
+)
+from fidelab.run.deploy import Engines, ResolvedArm, about_there, engine_class, loads_safetensors, versions_there
+
+CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
+TRUTH = "truth"  # the role of the reference's 32-bit twin
+EXACT = "exact"  # the role of the 32-bit cache under exact attention; "exact:NAME": a candidate's format there
+QUERIES = "queries"  # "queries:NAME": a candidate on a kernel that leaves queries in the model's type
+
+NODE_THREADS = 4  # of an arm on a cluster, unless told: few enough that arms do not keep each other from GPUs
+
+_BITS32 = KVSpec.parse("f32")
+_EXACT_ENGINE = EngineConfig(name="hf")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A resolved experiment.
+
+    ``roles``: all arms under their roles, in the order in which they run: reference, control, controls of other kernel
+    paths, candidates, and with ``control: full`` diagnostic arms, which separate format loss from kernel loss.
+    ``resolved`` and ``unsupported`` go by the arm's name: where it runs, and why it cannot.
+    """
+
+    experiment: Experiment
+    model: Model
+    roles: Mapping[str, Arm]
+    axes: Mapping[str, Axis]
+    benches: Mapping[str, Bench]
+    unsupported: Mapping[str, str]
+    resolved: Mapping[str, ResolvedArm]
+    output_dir: Path
+    captures_dir: Path
+
+    @property
+    def reference(self) -> Arm:
+        """The arm that all others are compared with."""
+        return self.roles["reference"]
+
+    @property
+    def candidates(self) -> list[Arm]:
+        """The arms in question, cells of a grid among them."""
+        return [arm for role, arm in self.roles.items() if role.startswith("candidate:")]
+
+
+def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
+    """Resolve names, formats, models and environments; ``created`` marks captures that only this run may use.
+
+    Raises:
+        FidelabError: one line naming what was wrong and what to do.
+    """
+    configs = (*experiment.candidates, *cells_of(experiment))
+    for config in (experiment.engine, *(arm.engine for arm in configs if arm.engine)):
+        engine_class(config.name)
+    axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
+    benches = {name: _load_bench(name, values) for name, values in experiment.benches.items()}
+    with Engines(lambda: _files(experiment)) as engines:
+        _check_kv_names(experiment, engines)
+        return _Resolver(experiment, axes, benches, engines, created).settings()
+
+
+def _files(experiment: Experiment) -> list[str]:
+    """What engines may be asked about: local models, those in the caches, and files that options name."""
+    configs = (experiment.reference, *experiment.candidates, *cells_of(experiment))
+    names = {experiment.model, *(config.model for config in configs if config.model)}
+    tables = (experiment.engine_args, *(config.engine_args for config in configs))
+    options = {value for table in tables for value in table.values()}
+    local = [str(expand(name)) for name in sorted(names) if expand(name).exists()]
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return [*local, *named_paths(sorted(options)), str(cache_dir() / "models"), str(Path(HF_HUB_CACHE).absolute())]
+
+
+class _Resolver:
+    """Resolves the arms, and where each of them runs."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        axes: Mapping[str, Axis],
+        benches: Mapping[str, Bench],
+        engines: Engines,
+        created: str,
+    ) -> None:
+        self._engines = engines
+        self._created = created
+        self._asked_dtype = experiment.dtype
+        self._models: dict[str, Model] = {}
+        self._model = self._find_model(experiment.model)
+        self._axes = axes
+        self._benches = benches
+        self._experiment = _fill(experiment, self._model, axes, benches)
+        self._resolved: dict[str, ResolvedArm] = {}
+        self._unsupported: dict[str, str] = {}
+
+    def settings(self) -> Settings:
+        experiment = self._experiment
+        reference = self._arm(experiment.reference)
+        candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
+        _refuse_twins(candidates, self._resolved)
+        control = self._control(reference)
+        controls = self._path_controls(reference, control, candidates[: len(experiment.candidates)])
+        diagnostics = self._diagnostics(reference, candidates) if experiment.control == "full" else {}
+        _refuse_namesakes([reference, *([control] if control else []), *controls.values(), *candidates])
+        if reference.name in self._unsupported:
+            why = self._unsupported[reference.name]
+            raise UsageError(f"the reference cannot run on engine {reference.engine}: {why}")
+        output = _folder(Path(experiment.output_dir), "--output-dir")
+        roles = {
+            "reference": reference,
+            **({CONTROL: control} if control else {}),
+            **controls,
+            **{f"candidate:{arm.name}": arm for arm in candidates},
+            **diagnostics,
+        }
+        self._give_one_attention([arm for role, arm in roles.items() if not role.startswith(EXACT)])
+        self._give_one_attention([arm for role, arm in roles.items() if role.startswith(EXACT)])  # a group of their own
+        settings = Settings(
+            experiment=experiment,
+            model=self._model,
+            roles=roles,
+            axes=self._axes,
+            benches=self._benches,
+            unsupported=self._unsupported,
+            resolved=self._resolved,
+            output_dir=output,
+            captures_dir=_folder(Path(experiment.captures_dir or output / "captures"), "captures_dir"),
+        )
+        return _with_resolved(settings, self._resolved)
+
+    def _find_model(self, name: str) -> Model:
+        if name not in self._models:
+            self._models[name] = resolve(name)
+        return self._models[name]
+
+    def _candidate(self, config: ArmConfig) -> Arm:
+        """A candidate; one whose own engine or model is unavailable is unsupported and does not affect the others."""
+        try:
+            return self._arm(config)
+        except (EngineError, UnavailableError) as error:
+            if config.engine is None and config.model is None:
+                raise
+            arm = replace(self._bare(config, self._model), weights=config.model or self._model.weights)
+            self._unsupported[arm.name] = str(error)
+            return arm
+
+    def _cells(self) -> list[Arm]:
+        """The arms of the grid.  A level that one engine lacks is a cell that is not supported; one that no cell can
+        have is a mistake."""
+        experiment = self._experiment
+        arms: list[Arm] = []
+        refused: list[UsageError | None] = []
+        grid = levels_of(experiment.vary)
+        for config in cells_of(experiment):
+            config = with_kv(config, inherited_kv(config, experiment.reference, experiment))
+            try:
+                arms.append(self._candidate(config))
+                refused.append(None)
+            except UsageError as error:
+                arms.append(self._bare(config, self._model))
+                self._unsupported[arms[-1].name] = str(error)
+                refused.append(error)
+        for key, values in experiment.vary.items():
+            for value in values:
+                errors = [error for levels, error in zip(grid, refused, strict=True) if levels[key] == value]
+                if errors[0] is not None and all(errors):
+                    raise errors[0]
+        return arms
+
+    def _arm(self, config: ArmConfig) -> Arm:
+        """One arm with nothing optional left, and where it runs."""
+        engine = config.engine or self._experiment.engine
+        cls = engine_class(engine.name)
+        config = served_name(config, engine)
+        model = self._find_model(config.model or self._experiment.model)
+        answers = self._engines.ask(engine)
+        if (model.kind == "fake") != (engine.name == "fake"):
+            raise UsageError("model 'fake' and engine 'fake' go together: give both or neither")
+        check_kv_name(config, engine, answers)
+        arm, draft, drafting = self._drafting(self._bare(config, model), cls)
+        answers.check_kv(arm.kv)
+        if model.text_only and not model.convertible and loads_safetensors(cls):
+            reason = f"Transformers reads no GGUF files of architecture {model.architecture!r}"
+            verdict = Support(False, f"{reason}: use engine llamacpp, or the model's safetensors")
+        elif draft and (unlike := _other_vocabulary(draft, model)):
+            verdict = Support(False, unlike)
+        else:
+            verdict = self._verdict(arm, answers)
+            if not verdict.ok and self._experiment.force:
+                arm, verdict = self._forced(arm, answers)
+        if not verdict.ok:
+            self._unsupported[arm.name] = verdict.reason
+        self._resolved[arm.name] = ResolvedArm(
+            arm=arm,
+            engine_class=cls,
+            model=model,
+            environment=answers.environment,
+            versions={
+                **versions_there(answers, arm),
+                **versions_for(arm),
+                **({"draft": drafting} if drafting else {}),
+                # behind the same URL another server may run tomorrow: its captures are this run's alone
+                **({"asked": self._created} if cls.is_server else {}),
+            },
+            about={**about_there(answers), **_weight_bytes(cls, model)},
+            draft=draft,
+            unasked=self._elsewhere(arm),
+        )
+        return arm
+
+    def _verdict(self, arm: Arm, answers: EngineAnswers) -> Support:
+        """Whether an arm may run, as far as it can be told here.
+
+        For an arm of a cluster's GPUs an engine is asked on the node; here, where it may find no GPU, only for options
+        that it does not have.
+        """
+        if not self._elsewhere(arm):
+            return answers.verdict(arm)
+        with contextlib.suppress(EngineError):
+            answers.supports(arm)
+        return Support(True)
+
+    def _elsewhere(self, arm: Arm) -> bool:
+        """Whether an arm runs on a device that this machine does not have."""
+        return self._experiment.executor.name != "local" and arm.device.startswith("cuda") and not gpu_files()
+
+    def _drafting(self, arm: Arm, engine: type[Engine]) -> tuple[Arm, Model | None, str]:
+        """The arm with the place of what drafts, its model where it drafts by itself, and the hash of the weights.
+
+        Heads that draft may be no model by themselves; of such a folder or file all bytes count.
+        """
+        speculation = engine.speculation(dict(arm.options))
+        if speculation is None or not speculation.draft:
+            return arm, None, ""
+        try:
+            draft = self._find_model(speculation.draft)
+        except InputError:
+            if speculation.method == "draft_model":
+                raise
+            return arm, None, content_sha256(expand(speculation.draft))
+        path = draft.gguf if engine.checkpoint_format == "gguf" and draft.gguf else draft.path
+        alone = speculation.method == "draft_model"
+        return replace(arm, draft=str(path)), draft if alone else None, draft.weights
+
+    def _forced(self, arm: Arm, answers: EngineAnswers) -> tuple[Arm, Support]:
+        """The arm with option ``force``, if its engine then accepts what it otherwise refuses.
+
+        What was refused because it did not run in its trial needs no option.
+        """
+        verdict = answers.supports(arm)
+        if verdict.ok:
+            return arm, verdict
+        forced = replace(arm, options=tuple(sorted({**dict(arm.options), "force": "yes"}.items())))
+        try:
+            again = answers.supports(forced)
+        except UsageError:  # this engine knows no force
+            return arm, verdict
+        return (forced, again) if again.ok else (arm, verdict)
+
+    def _bare(self, config: ArmConfig, model: Model) -> Arm:
+        return resolve_arm(self._experiment, config, model, self._asked_dtype)
+
+    # ------------------------------------------------------------------------ control and diagnostic arms
+
+    def _control(self, reference: Arm) -> Arm | None:
+        experiment = self._experiment
+        if experiment.control == "none":
+            return None
+        if isinstance(experiment.control, ArmConfig):
+            return self._arm(experiment.control)
+        answers = self._engines.ask(experiment.reference.engine or experiment.engine)
+        name = answers.control_for(reference.kv, self._model.native)
+        return None if name is None else self._arm(_with_cache(experiment.reference, KVSpec.parse(name), name))
+
+    def _path_controls(self, reference: Arm, control: Arm | None, candidates: Sequence[Arm]) -> dict[str, Arm]:
+        """A control for each attention that a candidate asks for and the reference does not.
+
+        None for the cells of a grid, which measures the effects of its factors itself.
+        """
+        experiment, controls = self._experiment, dict[str, Arm]()
+        if experiment.control not in ("auto", "full"):
+            return controls
+        kv = (control or reference).kv
+        for arm in candidates:
+            attention = other_attention(reference, arm)
+            if attention is None or f"{CONTROL}:{attention}" in controls or arm.name in self._unsupported:
+                continue
+            options = {key: text for key, text in experiment.reference.engine_args.items() if key != ATTENTION}
+            config = _with_cache(experiment.reference, kv, f"{kv.label} {ATTENTION}={attention}")
+            named = options if attention == AUTO else {**options, ATTENTION: attention}
+            nearest = self._arm(config.model_copy(update={"engine_args": named}))
+            if nearest.fingerprint() != arm.fingerprint():
+                controls[f"{CONTROL}:{attention}"] = nearest
+        return controls
+
+    def _give_one_attention(self, arms: Sequence[Arm]) -> None:
+        """Resolve the attention of arms that are compared; records say why they lack k16v8's kernels."""
+        chosen, refused = same_attention([arm for arm in arms if arm.name not in self._unsupported])
+        for arm in chosen:
+            if (resolved := self._resolved[arm.name]).arm != arm:
+                about = {**resolved.about, "kernels_refused": f"one attention for all arms; {refused}"}
+                self._resolved[arm.name] = replace(resolved, arm=arm, about=about)
+
+    def _diagnostics(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
+        """The arms that show where a loss comes from.
+
+        They are the reference's 32-bit twin, candidates on a kernel that quantizes no queries, and every candidate's
+        format under exact attention, on the same weights.
+        """
+        diagnostics = self._native_queries(candidates)
+        answers = self._engines.ask(self._experiment.reference.engine or self._experiment.engine)
+        if _BITS32.label in answers.kv_names() and reference.kv.k != _BITS32.k:
+            diagnostics[TRUTH] = self._arm(_with_cache(self._experiment.reference, _BITS32, f"{_BITS32.label} (truth)"))
+        if reference.engine in (_EXACT_ENGINE.name, "fake"):  # computes attention exactly itself
+            return diagnostics
+        known = set(self._engines.ask(_EXACT_ENGINE).kv_names())
+        for arm in candidates:
+            if {arm.kv.k.name, arm.kv.v.name} <= known and arm.model == reference.model:
+                diagnostics[f"{EXACT}:{arm.name}"] = self._exact(arm.kv, f"{arm.name} (exact attention)")
+        if any(role.startswith(EXACT) for role in diagnostics):
+            diagnostics = {EXACT: self._exact(_BITS32, f"{_BITS32.label} (exact attention)"), **diagnostics}
+        return diagnostics
+
+    def _native_queries(self, candidates: Sequence[Arm]) -> dict[str, Arm]:
+        """Candidates whose engine may quantize queries, on a kernel that does not; cells of a grid have none."""
+        experiment, found = self._experiment, dict[str, Arm]()
+        for config, arm in zip(experiment.candidates, candidates, strict=False):
+            options = engine_class(arm.engine).native_query_options(arm)
+            if options and arm.name not in self._unsupported:
+                changed = {"name": f"{arm.name} (16-bit queries)", "engine_args": {**config.engine_args, **options}}
+                found[f"{QUERIES}:{arm.name}"] = self._arm(config.model_copy(update=changed))
+        return found
+
+    def _exact(self, kv: KVSpec, name: str) -> Arm:
+        return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))
+
+
+def convert_weights(settings: Settings, make: bool = True) -> Settings:
+    """The settings with the weights of GGUF files converted for the arms whose engines cannot load these files.
+
+    An arm whose weights cannot be converted is not supported; the others are not affected.  ``make``: whether to
+    convert what is not in the cache yet.
+
+    Raises:
+        InputError: that arm is the reference.  OutputError: the disk has no room for the weights.
+    """
+    resolved, unsupported = dict(settings.resolved), dict(settings.unsupported)
+    for arm in settings.roles.values():
+        if arm.name in unsupported or not resolved[arm.name].lacks_weights:
+            continue
+        before = resolved[arm.name]
+        whole, draft = before.model, before.draft
+        if not make and any(check_conversion(each) for each in (whole, draft) if each):
+            continue
+        try:
+            model, draft = with_weights(whole), draft and with_weights(draft)
+        except InputError as error:
+            if arm == settings.reference:
+                raise
+            unsupported[arm.name] = str(error)
+        else:
+            drafting = str(draft.path) if draft else arm.draft
+            arm = replace(arm, path=str(model.path), weights=model.weights, draft=drafting)
+            about = {**before.about, **_weight_bytes(before.engine_class, model)}
+            resolved[arm.name] = replace(before, arm=arm, model=model, about=about, draft=draft)
+    return _with_resolved(replace(settings, unsupported=unsupported), resolved)
+
+
+def _with_resolved(settings: Settings, resolved: Mapping[str, ResolvedArm]) -> Settings:
+    """The settings with arms as they were resolved last; an arm whose engine is not there was not."""
+    roles = {role: resolved[arm.name].arm if arm.name in resolved else arm for role, arm in settings.roles.items()}
+    return replace(settings, roles=roles, resolved=resolved)
+
+
+def refuse_same_server(settings: Settings) -> None:
+    """Refuse a candidate that is the reference's server: the two would measure repeatability.
+
+    Raises:
+        UsageError: a candidate asks the reference's server and model with the same settings.
+    """
+    reference = settings.reference
+    if not settings.resolved[reference.name].engine_class.is_server:
+        return
+    for arm in settings.candidates:
+        if arm.engine == reference.engine and arm.options == reference.options:
+            raise UsageError(
+                f"candidate {arm.name!r} asks the same server and model in the same way as the reference: that "
+                "measures repeatability, which the floor does; give the candidate a base-url or model of its own"
+            )
+
+
+def _other_vocabulary(draft: Model, model: Model) -> str:
+    """Why a model's drafts would be no tokens of the model that verifies them; empty where they are."""
+    if draft.vocab_size == model.vocab_size:
+        return ""
+    sizes = ", ".join(f"{Path(each.name).name} has {each.vocab_size:,} tokens" for each in (draft, model))
+    return f"the draft model has another vocabulary: {sizes}; draft with a smaller model of the same family"
+
+
+def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, int]:
+    """The size of the weights that an engine loads, for the record; empty where a server has them, or nobody."""
+    if engine.is_server or model.kind == "fake":
+        return {}
+    gguf = model.gguf if engine.checkpoint_format == "gguf" else None
+    return {"weight_bytes": gguf.stat().st_size if gguf else model.weight_bytes}
+
+
+def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:
+    """The same arm with another cache."""
+    return config.model_copy(update={"kv": kv, "name": name})
+
+
+def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]) -> Experiment:
+    """The experiment with every default and "auto" resolved, as the resolved file shows it."""
+    reference = with_kv(experiment.reference, native_kv(experiment.reference.engine or experiment.engine))
+    here = experiment.executor.name == "local"
+    return experiment.model_copy(
+        update={
+            "reference": reference,
+            "candidates": [with_kv(arm, inherited_kv(arm, reference, experiment)) for arm in experiment.candidates],
+            "dtype": DTYPES[model.native] if experiment.dtype == "auto" else experiment.dtype,
+            "threads": experiment.threads or (usable_cores() if here else NODE_THREADS),
+            "device": _device(experiment.device, model) if here else _device_there(experiment.device),
+            "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
+            "benches": {name: bench.settings.model_dump(mode="json") for name, bench in benches.items()},
+        }
+    )
+
+
+def _device(asked: str, model: Model) -> str:
+    if model.kind == "fake" or asked == "cpu" or (asked == "auto" and not gpu_files()):
+        return "cpu"  # without torch, whose import takes a second
+    import torch
+
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(asked).type
+    except RuntimeError:
+        raise UsageError(f"--device {asked!r} is not a device; write cpu, cuda or cuda:0") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {asked}: no usable GPU here; pass --device cpu")
+    return asked
+
+
+def _device_there(asked: str) -> str:
+    """A device of a cluster's nodes, which are not looked at."""
+    if asked == "auto":
+        raise UsageError("--device auto: which devices the cluster has is asked when the run starts; say cuda or cpu")
+    if re.fullmatch(r"cuda:\d+", asked):
+        raise UsageError(f"--device {asked}: the cluster chooses the GPU; pass --device cuda")
+    if asked not in ("cpu", "cuda"):
+        raise UsageError(f"--device {asked!r} is not a device of a cluster; write cpu or cuda")
+    return asked
+
+
+def _check_kv_names(experiment: Experiment, engines: Engines) -> None:
+    """Refuse unknown format names before a model is fetched."""
+    for config in _configs(experiment):
+        engine = config.engine or experiment.engine
+        try:
+            check_kv_name(config, engine, engines.ask(engine))
+        except EngineError:
+            if config.engine is None:
+                raise
+            continue  # this arm cannot run; the resolver says so
+
+
+def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
+    yield experiment.reference
+    yield from experiment.candidates
+    if "engine" not in experiment.vary:  # else a name that one engine lacks is a cell that is not supported
+        yield from cells_of(experiment)
+    if isinstance(experiment.control, ArmConfig):
+        yield experiment.control
+
+
+def _refuse_twins(candidates: tuple[Arm, ...], resolved: Mapping[str, ResolvedArm]) -> None:
+    """Refuse what would be captured twice: the same arm, in environments of the same versions."""
+    names: set[str] = set()
+    prints: dict[str, str] = {}
+    for arm in candidates:
+        versions = resolved[arm.name].versions if arm.name in resolved else {}
+        fingerprint = digest(arm.fingerprint(), canonical_json(dict(versions)))
+        twin = prints.get(fingerprint)
+        if twin is not None or arm.name in names:
+            same = f" (it means the same as {twin!r})" if twin not in (None, arm.name) else ""
+            raise UsageError(f"candidate {arm.name!r} is given twice{same}; name each once")
+        names.add(arm.name)
+        prints[fingerprint] = arm.name
+
+
+def _refuse_namesakes(arms: Sequence[Arm]) -> None:
+    """Refuse two different arms of one name: reports refer to arms by name."""
+    prints: dict[str, str] = {}
+    for arm in arms:
+        if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():
+            raise UsageError(f"two different arms are named {arm.name!r}; give one of them another 'name'")
+
+
+def load_axis(name: str, values: Mapping[str, object]) -> Axis:
+    """An axis with its settings.
+
+    Raises:
+        UnknownNameError: there is no such axis.  ConfigError: it has no such setting, or not of this value.
+    """
+    cls: type[Axis] = AXES.load(name)
+    return cls(validate_as(cls.Settings, values, "settings", f"axes.{name}"))
+
+
+def _load_bench(name: str, values: Mapping[str, object]) -> Bench:
+    cls: type[Bench] = BENCHES.load(name)
+    return cls(validate_as(cls.Settings, values, "settings", f"benches.{name}"))
+
+
+def _folder(path: Path, what: str) -> Path:
+    """An existing or creatable folder, absolute."""
+    path = path.expanduser().absolute()
+    for part in (path, *path.parents):
+        if part.exists():
+            if not part.is_dir():
+                raise OutputError(f"{what} {path}: {part} is a file; name a folder")
+            if not os.access(part, os.W_OK):
+                raise OutputError(f"{what} {path}: {part} is not writable; name another folder")
+            break
+    return path

@@ -1,0 +1,504 @@
+"""Runs the jobs of a plan, each in its own process, and collects their results."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from fidelab.axes.base import AxisInputs
+from fidelab.captures.reader import Capture, check_answers
+from fidelab.captures.requests import Request
+from fidelab.captures.writer import store_vocabulary
+from fidelab.core import Arm, Status
+from fidelab.core.errors import CaptureError, UsageError
+from fidelab.engines.base import one_line
+from fidelab.engines.variables import thread_variables
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import Model
+from fidelab.results.record import RuntimeRecord
+from fidelab.results.store import RunFolder
+from fidelab.run.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
+from fidelab.run.cluster import Cluster, Needs, run_job
+from fidelab.run.deploy import ResolvedArm, engine_class
+from fidelab.run.estimate import Rates, Timings, Work, estimate_job, work_of
+from fidelab.run.pairing import ArmResult, most_telling
+from fidelab.run.resolve import Settings
+from fidelab.workers.fork_server import ForkServers
+from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
+from fidelab.workers.parent import JobOutcome, Spawn, Worker, run_worker
+
+_SIDE_BY_SIDE = 512  # jobs that are given to a cluster at once, each followed by a thread
+
+
+class Listener(Protocol):
+    """Callbacks that follow a run, such as a progress bar's."""
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+        """The plan is made."""
+
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+        """A job begins with ``tokens`` to process; ``reused``: all its captures exist already."""
+
+    def lost(self, job: PlannedJob, reason: str) -> None:
+        """The node that had a job on a cluster is gone; another one gets it, if that was not the last attempt."""
+
+    def opened(self, job: PlannedJob, seconds: float) -> None:
+        """The model is loaded, after ``seconds``."""
+
+    def extended(self, job: PlannedJob, tokens: int) -> None:
+        """The reference's answers led to further requests, which add ``tokens`` to this job."""
+
+    def progress(self, job: PlannedJob, tokens: int) -> None:
+        """``tokens`` were processed since the last call."""
+
+    def advanced(self, done: float, total: float) -> None:
+        """Of ``total`` seconds that the whole run was expected to take, what takes ``done`` of them is done."""
+
+    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
+        """A job is over, whatever its outcome."""
+
+    def bench(self, text: str, done: int, total: int) -> None:
+        """A bench works on what ``text`` names; ``done`` of ``total`` steps are finished."""
+
+    def scoring(self) -> None:
+        """All captures exist and scores are computed next."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Silent:
+    """Ignores everything."""
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
+    def lost(self, job: PlannedJob, reason: str) -> None: ...
+    def opened(self, job: PlannedJob, seconds: float) -> None: ...
+    def extended(self, job: PlannedJob, tokens: int) -> None: ...
+    def progress(self, job: PlannedJob, tokens: int) -> None: ...
+    def advanced(self, done: float, total: float) -> None: ...
+    def job_ended(self, job: PlannedJob, result: ArmResult) -> None: ...
+    def bench(self, text: str, done: int, total: int) -> None: ...
+    def scoring(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Told(Silent):
+    """Tells a function what is being done, and how much of the run's expected time is over."""
+
+    def __init__(self, tell: Callable[[str, float], None]) -> None:
+        self._tell = tell
+        self._what = "starting"
+        self._share = 0.0
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+        self._say(self._what)
+
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+        self._say(job.role.removeprefix("candidate:"))
+
+    def bench(self, text: str, done: int, total: int) -> None:
+        self._say(text)
+
+    def scoring(self) -> None:
+        self._say("scoring")
+
+    def close(self) -> None:
+        if self._what == "scoring":
+            self._share = 1.0
+            self._say(self._what)
+
+    def advanced(self, done: float, total: float) -> None:
+        self._share = min(1.0, done / total) if total else 1.0
+        self._say(self._what)
+
+    def _say(self, what: str) -> None:
+        self._what = what
+        self._tell(what, self._share)
+
+
+class _Pace:
+    """How far a run is, in seconds of the time that it was expected to take; the listener is told of every step.
+
+    A prompt's tokens are read together and an answer's decoded one by one, so that tokens alone say little.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._planned: dict[str, float] = {}  # role → seconds of a job that has not begun
+        self._done = self._total = 0.0
+        self._job = (0.0, 0.0)  # where the running job begins and ends
+        self._left = 0.0  # of the capture that is being made
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """What will take how long, by role or by the name of a bench."""
+        self._planned |= seconds
+        self._total += sum(seconds.values())
+
+    def begin(self, role: str, seconds: float) -> None:
+        """A job or bench begins; ``seconds``: what it is expected to take where it was not planned."""
+        if role not in self._planned:
+            self.expect({role: seconds})
+        self._job = (self._done, self._done + self._planned.pop(role))
+        self.step(0.0)
+
+    def capture(self, seconds: float) -> None:
+        """The next capture begins; what is left of the one before is done."""
+        self.step(self._left)
+        self._left = seconds
+
+    def part(self, seconds: float) -> None:
+        """Some of the capture that is being made is done."""
+        seconds = min(seconds, self._left)
+        self._left -= seconds
+        self.step(seconds)
+
+    def step(self, seconds: float) -> None:
+        """So much more of the job is done."""
+        self._done = min(self._done + seconds, self._job[1])
+        self._listener.advanced(self._done, self._total)
+
+    def share(self, share: float) -> None:
+        """So much of what runs is done, 0…1."""
+        began, end = self._job
+        self._done = began + share * (end - began)
+        self._listener.advanced(self._done, self._total)
+
+
+class _Clocked:
+    """The captures of a running job: what each was expected to take, and what it took.
+
+    ``missing``: in the order in which they are made; the list may grow.
+    """
+
+    def __init__(self, job: PlannedJob, missing: Sequence[PlannedCapture], rates: Rates) -> None:
+        self.rates = rates
+        self.took: dict[str, tuple[Work, float]] = {}
+        self._missing, self._model = missing, job.resolved.model
+        self._work, self._parts = Work(), (0.0, 0.0)
+
+    def begin(self, index: int) -> float:
+        """The capture of this index is next, if there is one; returns the seconds that it is expected to take."""
+        self._work, self._parts = Work(), (0.0, 0.0)
+        if index < len(self._missing):
+            capture = self._missing[index]
+            self._work = work_of(capture.request, self._model)
+            self._parts = self.rates.parts(self._work, capture.axis)
+        return sum(self._parts)
+
+    def part(self, tokens: int, decoded: int) -> float:
+        """Expected seconds of so many tokens of this capture."""
+        reading, decoding = self._parts
+        read, written = self._work.read, self._work.written
+        return (reading * (tokens - decoded) / read if read else 0.0) + (decoding * decoded / written if written else 0)
+
+    def ended(self, index: int, seconds: float) -> None:
+        """A capture is complete."""
+        capture = self._missing[index]
+        self.took[capture.axis] = work_of(capture.request, self._model), seconds
+
+
+class Asking:
+    """Runs jobs one after another; the reference comes first, because its answers lead to requests for all arms.
+
+    ``sample``: text on which engine and parent compare tokenizers.  ``servers``: fork the workers; ``None``: each
+    starts afresh.  ``event``: called with the name and the fields of each event.  ``cluster``: runs the jobs.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        inputs: AxisInputs,
+        sample: str,
+        servers: ForkServers | None,
+        listener: Listener,
+        event: Callable[..., None],
+        cluster: Cluster | None = None,
+    ) -> None:
+        self._settings = settings
+        self._cluster = cluster
+        self._lock = threading.RLock()  # jobs on a cluster run at once, each heard by a thread of its own
+        self._inputs = inputs
+        self._sample = sample
+        self._servers = servers
+        self._listener = listener
+        self._event = event
+        self._tokenizers = {settings.model.path: inputs.tokenizer}
+        self._later: dict[str, Mapping[str, Request]] = {}
+        self._timings = Timings()
+        self.pace = _Pace(listener)
+        self._without: dict[str, str] = {}  # axes without a follow-up, and why
+
+    def follow(self, reference: Mapping[str, Path]) -> None:
+        """Take the questions that follow from a reference which answered before: its captures by part."""
+        self._later, self._without = follow_ups(self._settings, self._inputs, reference)
+
+    def run_all(self, jobs: Sequence[PlannedJob], log: Callable[[str], Path]) -> Iterator[ArmResult]:
+        """All jobs from start to end: one after another, or on a cluster all at once behind the reference.
+
+        ``log``: the log file of a role.
+        """
+        alone = len(jobs) if self._cluster is None else sum(job.role == "reference" for job in jobs)
+        for job in jobs[:alone]:
+            yield self.run(job, log(job.role))
+        if not jobs[alone:]:
+            return
+        with ThreadPoolExecutor(min(len(jobs) - alone, _SIDE_BY_SIDE)) as pool:
+            running = [pool.submit(self.run, job, log(job.role)) for job in jobs[alone:]]
+            try:
+                for done in as_completed(running):
+                    yield done.result()
+            except BaseException:
+                assert self._cluster is not None
+                self._cluster.close()  # which ends the waiting of the threads
+                raise
+
+    def run(self, job: PlannedJob, log: Path) -> ArmResult:
+        """One job from start to end."""
+        leads = job.role == "reference" and any(axis.follows for axis in self._settings.axes.values())
+        if leads and not job.missing():
+            job = self._follow_up(job)
+            leads = False
+        elif not leads:
+            job = with_probes(self._settings, job, self._later)
+        missing = job.missing()
+        tokens = sum(capture.tokens for capture in missing)
+        outcome = JobOutcome()
+        clocked = _Clocked(job, missing, self._timings.rates(job.resolved))
+        with self._lock:
+            self._listener.job_started(job, tokens, reused=not missing)
+            self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
+            self.pace.begin(job.role, estimate_job(job, self._timings).seconds)
+        if missing:
+
+            def more() -> list[ProbeTask]:
+                nonlocal job
+                known = len(job.captures)
+                job = self._follow_up(job)
+                added = [capture for capture in job.captures[known:] if not capture.is_complete()]
+                first = len(missing)
+                missing.extend(added)
+                self._listener.extended(job, sum(capture.tokens for capture in added))
+                self.pace.capture(clocked.begin(first))
+                return [capture.task() for capture in added]
+
+            def hear(received: Message) -> None:
+                with self._lock:
+                    self._hear(job, missing, clocked, received)
+
+            with self._lock:
+                message, process = self._message(job, missing), self._process(job, log)
+            if self._cluster is None:
+                spawn = spawner(job.resolved, self._servers)
+                outcome = run_worker(message, **process, spawn=spawn, listen=hear, follow_up=more if leads else None)
+            else:
+
+                def lost(reason: str) -> None:
+                    with self._lock:
+                        self._event("lost", role=job.role, reason=reason)
+                        self._listener.lost(job, reason)
+
+                process.pop("end")
+                outcome = run_job(
+                    self._cluster,
+                    message,
+                    needs_of(job.arm, self._settings.experiment.executor.gpus),
+                    **process,
+                    listen=hear,
+                    lost=lost,
+                    asker=job.resolved.environment.command("fidelab.workers.ask") if job.resolved.unasked else None,
+                    follow_up=more if leads else None,
+                )
+        with self._lock:
+            return self._ended(job, missing, outcome, clocked)
+
+    def _ended(
+        self, job: PlannedJob, missing: Sequence[PlannedCapture], outcome: JobOutcome, clocked: _Clocked
+    ) -> ArmResult:
+        """What became of a job, which everybody is told."""
+        result = _result(job, [c.axis for c in missing], outcome)
+        result = replace(result, failures={**result.failures, **self._without})
+        self._event(
+            "job_ended",
+            role=job.role,
+            status=str(result.status),
+            reason=result.reason,
+            seconds=round(outcome.seconds, 3),
+        )
+        self.pace.share(1.0)
+        if result.status is Status.OK and job.role.partition(":")[0] not in (FLOOR, TWIN):  # which repeat a quarter
+            self.remember(
+                job.resolved, outcome.seconds - sum(spent for _, spent in clocked.took.values()), clocked.took
+            )
+        self._listener.job_ended(job, result)
+        return result
+
+    def remember(self, resolved: ResolvedArm, load: float | None, took: Mapping[str, tuple[Work, float]]) -> None:
+        """Keep for later estimates what captures took, and the seconds that its worker took besides."""
+        Timings().add(resolved, load, took)
+
+    def worker(self, job: PlannedJob, log: Path) -> Worker:
+        """A process with the job's arm that takes any requests; its tokenizer is not compared with the parent's."""
+        message = replace(self._message(job, []), sample_text="", sample_ids=[])
+        spawn = spawner(job.resolved, None)
+        return Worker(message, **self._process(job, log), spawn=spawn, listen=lambda _message: None)
+
+    def _process(self, job: PlannedJob, log: Path) -> dict[str, Any]:
+        """How the worker process of a job is started."""
+        environment = job.resolved.environment
+        variables = {**thread_variables(job.arm.threads), **dict(job.arm.env)}
+        container = environment.container(job.arm, self._settings.captures_dir, env=variables)
+        return {
+            "command": environment.command("fidelab.workers.child", container),
+            "end": container.end if container else None,
+            "log": log,
+            "env": _variables(job.resolved),
+            "deadline": self._settings.experiment.deadline,
+        }
+
+    def _follow_up(self, job: PlannedJob) -> PlannedJob:
+        """The reference's job with the requests that follow from its own answers."""
+        self.follow({c.axis: c.folder for c in job.captures if c.is_complete()})
+        return with_probes(self._settings, job, self._later)
+
+    def _message(self, job: PlannedJob, missing: Sequence[PlannedCapture]) -> Job:
+        store, tokenizer = self._settings.captures_dir, self._tokenizer(job.resolved.model)
+        vocabulary = tokenizer.vocabulary()
+        store_vocabulary(store, vocabulary, tokenizer.pieces())
+        return Job(
+            arm=job.arm.record(),
+            store=str(store),
+            tasks=[capture.task() for capture in missing],
+            vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
+            sample_text=self._sample,
+            sample_ids=list(self._inputs.tokenizer.encode(self._sample)),  # what the requests are made with
+            env={**thread_variables(job.arm.threads), **dict(job.arm.env)},
+            about=job.resolved.about,
+        )
+
+    def _tokenizer(self, model: Model) -> Tokenizer:
+        """The arm's own tokenizer: a checkpoint may have more or fewer tokens than the reference's."""
+        if model.path not in self._tokenizers:
+            self._tokenizers[model.path] = Tokenizer.load(model)
+        return self._tokenizers[model.path]
+
+    def _hear(self, job: PlannedJob, missing: Sequence[PlannedCapture], clocked: _Clocked, received: Message) -> None:
+        match received:
+            case Progress(tokens=done, decoded=decoded):
+                self._listener.progress(job, done)
+                self.pace.part(clocked.part(done, decoded))
+            case Opened(seconds=seconds):
+                self._listener.opened(job, seconds)
+                self.pace.step(clocked.rates.load)
+                self.pace.capture(clocked.begin(0))
+                self._event("opened", role=job.role, seconds=round(seconds, 3))
+            case Captured(index=index, seconds=seconds):
+                self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
+                clocked.ended(index, seconds)
+                self.pace.capture(clocked.begin(index + 1))
+            case ProbeFailed(index=index):
+                self.pace.capture(clocked.begin(index + 1))
+
+
+def needs_of(arm: Arm, gpus: float | None) -> Needs:
+    """What an arm asks of a cluster's node; ``gpus``: of each arm on a GPU, its tensor parallel size if ``None``.
+
+    Raises:
+        UsageError: the arm's tensor parallel size needs more than ``gpus``.
+    """
+    if not arm.device.startswith("cuda") or engine_class(arm.engine).is_server:
+        return Needs(cpus=arm.threads or 1, gpus=0)
+    ranks = int(dict(arm.options).get("tp", 1))
+    if gpus is not None and 1 < ranks > gpus:
+        raise UsageError(f"arm {arm.name} has tp={ranks} and may have {gpus:g} GPUs: leave out --gpus-per-arm")
+    return Needs(cpus=arm.threads or 1, gpus=ranks if gpus is None else gpus)
+
+
+def spawner(resolved: ResolvedArm, servers: ForkServers | None) -> Spawn | None:
+    """Return what starts an arm's workers; ``None`` for a fresh interpreter each.
+
+    It is what forks them, started now where it is the first of its kind.
+    """
+    environment = resolved.environment
+    if servers is None or environment.prefix or environment.image:  # where descriptors do not lead, perhaps
+        return None
+    command = environment.command("fidelab.workers.fork_server")
+    server = servers.get(command, resolved.arm.engine, _variables(resolved))
+    return None if server is None else server.start
+
+
+def _variables(resolved: ResolvedArm) -> dict[str, str]:
+    """Variables that are set for an arm's worker."""
+    arm = resolved.arm
+    return {**thread_variables(arm.threads), **dict(arm.env), **resolved.environment.variables()}
+
+
+def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult:
+    """The result as the store shows it, not as the worker reported it, so that a resumed run has the same result."""
+    captures, failures = {}, {}
+    status, reason = outcome.status, outcome.reason
+    rans = [] if outcome.ran is None else [outcome.ran]
+    if status is Status.OK and rans and (fault := unreadable(rans[0])):
+        status, reason, rans = Status.FAILED, f"the worker answered, but {fault}", []
+    for capture in job.captures:
+        index = asked.index(capture.axis) if capture.axis in asked else -1
+        try:
+            ran = _answer(capture).manifest["ran"]
+        except CaptureError as error:
+            claimed = index in outcome.captured
+            found = absent(capture.folder) if claimed and not capture.folder.exists() else str(error)
+            why = outcome.failed.get(index) or (found if claimed else outcome.reason)
+            failures[capture.axis] = why or "the worker left no capture"
+        else:
+            captures[capture.axis] = capture.folder
+            rans.append(ran)
+    if status is Status.OK and failures:
+        status, reason = Status.FAILED, reason or "; ".join(dict.fromkeys(failures.values()))
+    told = most_telling(job.arm, rans)
+    last = outcome.log_tail[-1] if outcome.log_tail else ""
+    if status is not Status.OK and last and reason and reason.startswith("the worker") and last not in reason:
+        reason = f"{reason} (last log line: {last[:200]})"
+    timing = {"load_seconds": outcome.load_seconds, "seconds": outcome.seconds} if asked else {}
+    return ArmResult(job.role, job.arm, status, reason, told, captures, failures, timing, refused=job.refused)
+
+
+def absent(folder: Path) -> str:
+    """What to say of an answer that a worker reported, and that is not here or is none."""
+    if folder.exists():
+        try:
+            check_answers(Capture(folder))
+        except CaptureError as error:
+            return str(error)
+    return (
+        f"the worker reported its answer, but none is in {folder}: do both sides see this folder? "
+        "Behind a --prefix (docker, ssh, srun) it has to be shared, under the same path"
+    )
+
+
+def _answer(planned: PlannedCapture) -> Capture:
+    """The capture of a planned one.
+
+    Raises:
+        CaptureError: it is not there, is another one, or holds what is no answer to the request.
+    """
+    found = Capture(planned.folder)
+    if found.manifest["key"] != dict(planned.key):
+        raise CaptureError(f"capture {planned.folder} is the answer to another request; delete it and capture again")
+    check_answers(found)
+    if fault := unreadable(found.manifest["ran"]):
+        raise CaptureError(f"capture {planned.folder}: {fault}; delete it and capture again")
+    return found
+
+
+def unreadable(ran: Mapping[str, Any]) -> str:
+    """Why a record of what ran cannot go into a report; empty where it can."""
+    try:
+        check_ran(ran)
+        RuntimeRecord.model_validate(dict(ran))
+    except (TypeError, ValueError) as error:
+        return f"what it says of itself cannot be read ({one_line(error)})"
+    return ""

@@ -1,0 +1,445 @@
+"""Captures → report without an engine: the common part of ``run``, ``rescore`` and ``score``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+import fidelab
+from fidelab.axes import AXES
+from fidelab.axes.base import Axis, AxisScore
+from fidelab.bench import BENCHES
+from fidelab.config.schema import Experiment, Limits
+from fidelab.core import Arm, Status
+from fidelab.core.registry import require
+from fidelab.engines import ENGINES, k16v8
+from fidelab.engines.base import one_line
+from fidelab.metrics.composite import composite, cost_alike
+from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Loss, certify
+from fidelab.metrics.intervals import RatioItems
+from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
+from fidelab.results.measurement import DECIDING, Measurement, Metric
+from fidelab.results.numbers import public_name
+from fidelab.results.plots import Texts
+from fidelab.results.recommend import recommended
+from fidelab.results.record import (
+    ArmRecord,
+    Comparison,
+    Composite,
+    NoiseFloor,
+    Report,
+    RuntimeRecord,
+    Timing,
+)
+from fidelab.results.verdict import judged
+from fidelab.run.arms import serve_command
+from fidelab.run.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
+from fidelab.run.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
+from fidelab.run.resolve import CONTROL, TRUTH
+from fidelab.run.speculation import with_forecast
+
+_SHA256 = re.compile("[0-9a-f]{64}")  # what could not be found has a name there
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about the run itself; ``unavailable``: axes that could not be measured, and why."""
+
+    run_id: str
+    created: str
+    command: str
+    environment: Mapping[str, Any]
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> RunFacts:
+        """The facts as ``outcomes.json`` holds them (``vars`` of them).
+
+        Raises:
+            TypeError, ValueError: they are not such a record.
+        """
+        facts = cls(**record)
+        texts = [facts.run_id, facts.created, facts.command, *dict(facts.unavailable).values()]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(facts.environment, dict):
+            raise TypeError("the facts of the run are not what they should be")
+        if datetime.fromisoformat(facts.created).tzinfo is None:
+            raise ValueError(f"{facts.created!r} has no time zone")
+        return facts
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The report, and per arm the columns of ``positions.parquet``."""
+
+    report: Report
+    positions: Sequence[tuple[str, Mapping[str, Any]]]
+
+
+def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResult], *, strict: bool = False) -> Scored:
+    """Score every arm against the reference, control and floor included.
+
+    A failed reference leaves every candidate without scores; a failed candidate leaves the others theirs.
+
+    Raises:
+        MismatchError: ``strict``, and two captures must not be compared.
+        MissingPackageError: SciPy is not installed.
+    """
+    require("scipy", "scoring")
+    scorer = Scorer(experiment, results, facts.unavailable, strict=strict)
+    reference = scorer.by_role["reference"]
+    status, reason = engaged(reference)
+    control = scorer.by_role.get(CONTROL)
+    controls = [result for result in results if result.role.startswith(f"{CONTROL}:")]
+    candidates = [result for result in results if result.role.startswith("candidate:")]
+    diagnostics = [result for result in results if is_diagnostic(result.role)]
+    others = [result for result in results if result.role != "reference" and result not in diagnostics]
+    scorer.compare_ahead(others)
+    measured = {result.role: scorer.measure(result) for result in others}
+    floors = floors_of(experiment, results)
+    summary = _Summary(experiment, measured, reference, floors)
+    records = summary.decided(candidates)
+    limits = experiment.limits
+    report = Report(
+        run_id=facts.run_id,
+        created=datetime.fromisoformat(facts.created),
+        fidelab_version=fidelab.__version__,
+        command=facts.command,
+        environment=dict(facts.environment),
+        settings=experiment.model_dump(mode="json"),
+        comparability_key={**scorer.comparability(), **_bench_keys(experiment, facts, reference)},
+        reference=_bare_record(experiment, replace(reference, status=status, reason=reason)),
+        control=None if control is None else summary.record(control),
+        controls=tuple(summary.record(result) for result in controls),
+        candidates=records,
+        comparisons=tuple(summary.comparisons(candidates)),
+        attribution=attribute(experiment, reference, measured, diagnostics, floors),
+        truth=_truth(experiment, reference, diagnostics),
+        floor=summary.axes(measured["floor"]) if "floor" in measured else {},
+    )
+    report = recommended(judged(report), **limits.model_dump(exclude={"margin"}))
+    tables = [
+        (result.arm.name, score.positions)
+        for result in [*([control] if control else []), *controls, *candidates]
+        if (score := measured[result.role].deciding) is not None and score.positions
+    ]
+    return Scored(report, tables)
+
+
+_UNRECORDED = "its figures cannot be recorded"
+
+
+class _Summary:
+    """Axis scores → records, with what needs other arms: excess over control, composite, verdict, sentence."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        measured: Mapping[str, Measured],
+        reference: ArmResult,
+        floors: Mapping[str, NoiseFloor],
+    ) -> None:
+        self.experiment = experiment
+        self._private = experiment.traffic is not None and not experiment.keep_text
+        self.seed = experiment.seed
+        self.measured = measured
+        self.reference = reference
+        self.floors = floors
+
+    def record(self, result: ArmResult) -> ArmRecord:
+        arm = self.measured[result.role]
+        floor = self.floors.get(result.arm.name) if result.role.startswith("candidate:") else None
+        axes = self.axes(arm)
+        status, reason = arm.status, arm.reason
+        reasons = [str(axes[name].reason) for name in axes if name in arm.scores]
+        broken = [why for why in reasons if why.startswith(_UNRECORDED)]
+        if broken and status in (Status.OK, Status.IDENTICAL):
+            status, reason = Status.FAILED, "; ".join(dict.fromkeys(broken))
+        if floor is not None and DECIDING in axes:
+            axes[DECIDING] = _with_noise(axes[DECIDING], floor.mean or 0.0)
+        if "trajectory" in axes:
+            others = [measured.result for measured in self.measured.values()]
+            axes["trajectory"] = with_forecast(axes["trajectory"], result, self.reference, others)
+        base = _bare_record(self.experiment, result)
+        return base.model_copy(
+            update={
+                "status": status,
+                "reason": reason,
+                "axes": axes,
+                "floor": floor,
+                "control": control.result.arm.name if (control := control_of(arm, self.measured)) else None,
+                "composite": self._composite(arm),
+            }
+        )
+
+    def axes(self, arm: Measured) -> dict[str, Measurement]:
+        """All axes of one arm."""
+        axes: dict[str, Measurement] = {}
+        for name in self.experiment.axes:
+            axis: type[Axis] = AXES.load(name)
+            if name in arm.failures:
+                status, reason = arm.failures[name]
+                axes[name] = Measurement(status=status, reason=reason, title=axis.title)
+            elif name in arm.scores:
+                try:
+                    found = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
+                    found = found.model_copy(update={"fails": (*found.fails, *arm.broken.get(name, ()))})
+                    axes[name] = _without_texts(found) if self._private else found
+                except FOREIGN as error:
+                    reason = f"{_UNRECORDED} ({one_line(error)})"
+                    axes[name] = Measurement(status=Status.FAILED, reason=reason, title=axis.title)
+        return axes
+
+    def comparisons(self, candidates: Sequence[ArmResult]) -> list[Comparison]:
+        """Candidates in the order of their mean KL, each against the next, by paired difference."""
+        scored = [arm for c in candidates if DECIDING in (arm := self.measured[c.role]).scores]
+        means = [(mean, arm) for arm in scored if (mean := arm.scores[DECIDING].found.value("mean")) is not None]
+        comparisons = []
+        for (_, better), (mean, worse) in pairwise(sorted(means, key=lambda entry: entry[0])):
+            difference = worse.scores[DECIDING].excess_over(better.scores[DECIDING], self.seed)
+            if difference is not None:
+                comparisons.append(
+                    Comparison(
+                        axis=DECIDING,
+                        better=better.result.arm.name,
+                        worse=worse.result.arm.name,
+                        difference=difference.estimate,
+                        ci=difference.interval,
+                        differs=difference.excludes_zero,
+                        equivalent=cost_alike(difference.interval, mean),
+                    )
+                )
+        return comparisons
+
+    def decided(self, candidates: Sequence[ArmResult]) -> tuple[ArmRecord, ...]:
+        """The candidates' records with their certificates and sums by document."""
+        return tuple(map(self._decided, candidates))
+
+    def _decided(self, result: ArmResult) -> ArmRecord:
+        measured, record = self.measured[result.role], self.record(result)
+        certificates = {}
+        for name in self.experiment.axes:
+            score = measured.scores.get(name)
+            if score is not None and (losses := losses_of(name, score, self.experiment.limits)):
+                certificates[name] = _certificate(losses, score, self.seed)
+        return record.model_copy(
+            update={
+                "certificates": certificates,
+                "documents": tuple(_sums(measured.deciding)),
+                "measure_elsewhere": None if record.serve_command else _measure_elsewhere(result),
+            }
+        )
+
+    def reference_record(self) -> ArmRecord:
+        """The reference's own record."""
+        return _bare_record(self.experiment, self.reference)
+
+    def _excess(self, arm: Measured, name: str, axis: type[Axis]) -> Iterator[Metric]:
+        control = control_of(arm, self.measured)
+        if control is not None and name in control.scores:
+            difference = arm.scores[name].excess_over(control.scores[name], self.seed)
+            if difference is not None:
+                yield axis.excess(difference.estimate, difference.interval)
+
+    def _composite(self, arm: Measured) -> Composite | None:
+        wanted = _composed(self.experiment)
+        counted = {
+            name: score
+            for name, score in arm.scores.items()
+            if name in wanted and not score.not_measurable and not score.bound
+        }
+        faults = [name for name, (kind, _) in arm.failures.items() if kind is not Status.NOT_MEASURABLE]
+        lost = [name for name in faults if name in wanted]
+        scores = {name: score.found.value("score") for name, score in counted.items()}
+        if not counted or lost or None in scores.values():
+            return None  # the mean of what happened to be usable would flatter
+        intervals = {name: score.found.ci("score") for name, score in counted.items()}
+        whole = composite(
+            {name: scores.get(name) for name in wanted},
+            {name: ends for name, ends in intervals.items() if ends is not None},
+            bands=self.experiment.bands,
+        )
+        return Composite(
+            value=whole.value,
+            ci=whole.interval,
+            axes=tuple(name for name in wanted if name in scores),
+            band=None if whole.band is None else whole.band.value,
+            too_close_to_call=whole.too_close_to_call,
+        )
+
+
+def _parts(score: AxisScore) -> list[AxisScore]:
+    """The scores of all contexts."""
+    return list(score.parts.values()) or [score]
+
+
+def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
+    """Right answers of both sides and their clusters: of all contexts together, or of each where clusters differ."""
+    pools: list[tuple[Any, Any, Any]] = []
+    for score in parts:
+        assert score.right is not None
+        ref, test = score.right
+        known = score.usable & ~np.isnan(ref) & ~np.isnan(test)
+        pools.append((ref[known], test[known], score.clusters[known]))
+    if len(pools) > 1 and all(score.found.cluster == "document" for score in parts):
+        ref, test, clusters = (np.concatenate(column) for column in zip(*pools, strict=True))
+        return [(ref, test, clusters)]
+    return pools
+
+
+def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
+    """What an arm must not lose on an axis, at each context; nothing where that cannot be said.
+
+    Accuracy is that of all contexts together where their clusters are the text's documents.
+    """
+    losses, parts = list[Loss](), _parts(whole)
+    if any(score.right is None or score.bound or score.not_measurable for score in parts):
+        return []
+    margin = MARGIN if limits.margin is None else limits.margin
+    pools = _pools(parts)
+    if not all(len(known[0]) for known in pools):
+        return []
+    if name != DECIDING:
+        return [Loss.of_accuracy(*known, margin) for known in pools]
+    for score in parts:
+        losses.append(Loss.of_kl(score.items(), limits.max_kld or KL_MARGIN))
+        same = score.positions.get("top1_agrees")
+        if limits.max_flips is not None and same is not None:
+            items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
+            losses.append(Loss.of_changes(items, limits.max_flips))
+    losses += [Loss.of_probability(lost, clusters, margin) for lost, clusters in _probability_pools(parts)]
+    if limits.max_accuracy_loss is not None:
+        losses += [Loss.of_accuracy(*known, limits.max_accuracy_loss) for known in pools]
+    return losses
+
+
+def _probability_pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any]]:
+    """Losses of probability and their clusters, pooled as right answers are."""
+    found = []
+    for score in parts:
+        assert score.probability_loss is not None
+        known = score.usable & ~np.isnan(score.probability_loss)
+        found.append((score.probability_loss[known], score.clusters[known]))
+    if len(found) > 1 and all(score.found.cluster == "document" for score in parts):
+        lost, clusters = (np.concatenate(column) for column in zip(*found, strict=True))
+        return [(lost, clusters)]
+    return found
+
+
+def _certificate(losses: Sequence[Loss], whole: AxisScore, seed: int) -> Certificate:
+    """The certificate of an arm; contexts stand with claims and flips that are those of one alone."""
+    parts = _parts(whole)
+    contexts = [n if isinstance(n := part.found.facts.get("n_ctx"), int) else None for part in parts]
+    pools = _pools(parts)
+    alone = contexts if len(pools) == len(parts) else [None] * len(pools)
+    flips = [FlipRecord.of(*pool, context, seed) for pool, context in zip(pools, alone, strict=True)]
+    return Certificate.of(certify(losses, seed), contexts, flips)
+
+
+def _sums(whole: AxisScore | None) -> Iterator[DocumentSums]:
+    for score in _parts(whole) if whole is not None else ():
+        if score.probability_loss is None or score.bound or not score.usable.any():
+            continue
+        clusters = score.clusters[score.usable]
+        kl = RatioItems.of(score.num[score.usable], 1.0, clusters).by_cluster()
+        lost = RatioItems.of(np.nan_to_num(score.probability_loss[score.usable]), 1.0, clusters).by_cluster()
+        yield DocumentSums(
+            context=n if isinstance(n := score.found.facts.get("n_ctx"), int) else None,
+            documents=tuple(map(int, kl.clusters)),
+            positions=tuple(map(int, kl.den)),
+            kl=tuple(kl.num.tolist()),
+            probability_loss=tuple(lost.num.tolist()),
+        )
+
+
+_LLAMACPP_ALONE = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+
+
+def _measure_elsewhere(result: ArmResult) -> str | None:
+    """fidelab command that measures an arm of engine hf on an engine whose server stores the cache so.
+
+    ``None`` where no such engine is known.
+    """
+    arm, kv = result.arm, result.arm.kv
+    if arm.engine != "hf" or arm.options or kv.skip_layers or kv.k.options or kv.v.options:
+        return None
+    if kv.k.name in _LLAMACPP_ALONE and kv.v.name in (*_LLAMACPP_ALONE, "f16", "bf16", "f32"):
+        engine = "llamacpp"
+    else:
+        native = kv.k.name in ("fp8_e4m3", "fp8_e5m2") and kv.same
+        if not native and not (k16v8.is_pair(kv) and {kv.k.name, kv.v.name} <= {*k16v8.SIDES}):
+            return None
+        engine = "vllm"
+    name = kv.text if engine == "llamacpp" or kv.same else "k16v8"
+    return f"fidelab compare {shlex.quote(public_name(arm.model))} --engine {engine} --kv {shlex.quote(name)}"
+
+
+def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -> dict[str, Any]:
+    """What must agree before two speeds are compared: the work, the weights, and the machine."""
+    arm, ran = reference.arm, reference.ran or {}
+    machine = {key: facts.environment.get(key) for key in ("processor", "usable_cores")}
+    machine |= {"device": ran.get("device"), "threads": arm.threads}
+    work = {"weights": arm.weights, "dtype": arm.dtype}
+    protocols = {name: BENCHES.load(name).protocol for name in experiment.benches}
+    return {
+        f"benches.{name}": {**{key: experiment.benches[name].get(key) for key in protocol}, **work, **machine}
+        for name, protocol in protocols.items()
+    }
+
+
+def _composed(experiment: Experiment) -> list[str]:
+    """The axes that the composite averages, measured or not; third-party axes only where they were requested."""
+    names = dict.fromkeys([*AXES.built_in, *experiment.axes])
+    return [name for name in names if AXES.load(name).in_composite]
+
+
+def _with_noise(kld: Measurement, floor: float) -> Measurement:
+    """The KLD with its noise floor."""
+    metrics = (m.model_copy(update={"noise": floor}) if m.unit == "nats" else m for m in kld.metrics)
+    return kld.model_copy(update={"metrics": tuple(metrics)})
+
+
+def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[ArmResult]) -> ArmRecord | None:
+    """How far the reference itself is from a 32-bit cache on its engine."""
+    truth = next((result for result in diagnostics if result.role == TRUTH), None)
+    if truth is None:
+        return None
+    arm = measure_diagnostic(experiment, reference, truth)
+    axes = _Summary(experiment, {TRUTH: arm}, reference, {}).axes(arm)
+    return _bare_record(experiment, truth).model_copy(update={"status": arm.status, "reason": arm.reason, "axes": axes})
+
+
+def _wider_keys(arm: Arm) -> str | None:
+    """Native keys and values of about this width, in the words of an engine that has formats for each."""
+    if arm.engine not in ENGINES.names() or not ENGINES.load(arm.engine).separate_kv:
+        return None
+    return "k16v8" if arm.kv.v.name.startswith("fp8") else f"bf16/{arm.kv.v}"
+
+
+def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
+    return ArmRecord(
+        status=result.status,
+        reason=result.reason,
+        name=result.arm.name,
+        engine=result.arm.engine,
+        model=result.arm.model,
+        weights_sha256=result.arm.weights if _SHA256.fullmatch(result.arm.weights) else None,
+        kv=result.arm.kv,
+        forced=dict(result.arm.options).get("force") == "yes",
+        wider_keys=_wider_keys(result.arm),
+        serve_command=None if result.status is Status.NOT_SUPPORTED else serve_command(experiment, result.arm),
+        ran=None if result.ran is None else RuntimeRecord.model_validate(dict(result.ran)),
+        benches={name: Measurement.model_validate(found) for name, found in result.benches.items()},
+        timing=Timing.model_validate(dict(result.timing)) if result.timing else None,
+    )
+
+
+def _without_texts(found: Measurement) -> Measurement:
+    """Without plots that show words of the user's log."""
+    return found.model_copy(update={"plots": tuple(plot for plot in found.plots if not isinstance(plot, Texts))})

@@ -1,0 +1,120 @@
+"""Rows of hidden states of all arms compared at once, in a process of their own, with torch.
+
+Of each item the reference's logits are computed once for all arms.  The process may use a device, which engines have
+left by then, and gives its memory back when it ends.  ``python -m fidelab.run.tiles TICKET FIGURES`` is that process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.axes.base import Axis
+from fidelab.axes.rows import compare_many, figures_of, item_rows
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.core import Estimator
+from fidelab.run.resolve import load_axis
+
+Figures = Mapping[tuple[Path, Path], Mapping[int, Mapping[str, NDArray[np.generic]]]]
+"""Columns of rows, by test item, of pairs of folders of captures."""
+
+WORTHWHILE = 5e11
+"""Operations of the tests' products with the head, from which on torch is faster by more than its start takes."""
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One capture of the reference, and those that are compared with it, of which some hold only part of the items."""
+
+    axis: str
+    settings: Mapping[str, Any]
+    ref: Path
+    tests: Sequence[tuple[Path, bool]]
+
+
+def is_comparable(ref: Capture, test: Capture) -> bool:
+    """Whether both hold hidden states."""
+    return all(side.estimator is Estimator.HIDDEN and not side.against for side in (ref, test))
+
+
+def operations(capture: Capture) -> float:
+    """Floating-point operations of a capture's product with the head."""
+    shapes = [capture.array_shape(i, "hidden") for i in range(len(capture.items)) if item_rows(capture, i)]
+    return sum(2.0 * rows * width for rows, width in shapes) * capture.vocabulary.size
+
+
+def compare_apart(asked: Sequence[Asked], threads: int) -> Figures:
+    """The figures of all rows that ``asked`` names; none of what could not be compared, which scoring meets again.
+
+    ``threads``: of the CPU.
+    """
+    with tempfile.TemporaryDirectory(prefix="fidelab-") as room:
+        ticket, found = Path(room) / "ticket.json", Path(room) / "figures.npz"
+        groups = [{**vars(one), "ref": str(one.ref), "tests": [[str(t), p] for t, p in one.tests]} for one in asked]
+        ticket.write_text(json.dumps({"threads": threads, "groups": groups}), "utf-8")
+        words = [sys.executable, "-m", "fidelab.run.tiles", str(ticket), str(found)]
+        variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run(words, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        for line in done.stdout.splitlines():
+            _LOGGER.warning("%s", line)
+        if done.returncode or not found.is_file():
+            why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            _LOGGER.warning("scoring goes on without torch: %s", why)
+            return {}
+        figures: dict[tuple[Path, Path], dict[int, dict[str, NDArray[np.generic]]]] = {}
+        with np.load(found, allow_pickle=False) as columns:
+            for name in columns.files:
+                group, test, item, column = name.split(".")
+                one = asked[int(group)]
+                pair = figures.setdefault((one.ref, one.tests[int(test)][0]), {})
+                pair.setdefault(int(item), {})[column] = columns[name]
+        return figures
+
+
+def main(ticket: str, found: str) -> None:
+    """Compare what a ticket asks, and write the columns under the names ``group.test.item.column``."""
+    from fidelab.metrics.scorer import TileScorer
+
+    asked = json.loads(Path(ticket).read_text("utf-8"))
+    scorer = TileScorer(asked["threads"], say=lambda line: print(line, flush=True))
+    columns: dict[str, Any] = {}
+    for group, one in enumerate(asked["groups"]):
+        axis = load_axis(one["axis"], one["settings"])
+        ref = Capture(Path(one["ref"]), verify=False)
+        tests = [(Capture(Path(folder), verify=False), bool(partial)) for folder, partial in one["tests"]]
+        pairs = [Pair.match(ref, test, subset=partial) for test, partial in tests]
+        for item, some, targets in _by_item(axis, pairs):
+            rows = compare_many(ref, [(pairs[k].test, t) for k, t in some], item, targets, scorer)
+            for (k, t), comparison in zip(some, rows, strict=True):
+                for name, column in figures_of(comparison).items():
+                    columns[f"{group}.{k}.{t}.{name}"] = column
+    np.savez(found, **columns)
+
+
+def _by_item(axis: Axis, pairs: Iterable[Pair]) -> Iterator[tuple[int, list[tuple[int, int]], NDArray[np.int64]]]:
+    """Items of the reference, with the numbers of the pairs that have them and their test items, and their targets."""
+    some: dict[int, list[tuple[int, int]]] = {}
+    after: dict[int, NDArray[np.int64]] = {}
+    for k, pair in enumerate(pairs):
+        for r, t, targets in axis.compared(pair):
+            some.setdefault(r, []).append((k, t))
+            after[r] = targets
+    return ((r, some[r], after[r]) for r in some)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

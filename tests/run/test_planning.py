@@ -1,0 +1,488 @@
+"""From what users wrote to jobs: names, controls, replicates, the floor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fidelab.cli.dry_run import show_plan
+from fidelab.config.experiment import validate
+from fidelab.config.schema import EngineConfig, Experiment
+from fidelab.core import Arm, KVSpec, Speculation, waiting_variables
+from fidelab.core.errors import ConfigError, InputError, OutputError, UnknownNameError, UsageError
+from fidelab.engines.fake import FakeEngine
+from fidelab.models import pull, resolve
+from fidelab.run.arms import native_kv, same_attention
+from fidelab.run.build import Plan
+from fidelab.run.prepare import prepare
+from fidelab.run.resolve import Settings, convert_weights, resolve_experiment
+from tests.models.tiny_gguf import write_gguf
+
+FAKE: dict[str, Any] = {
+    "model": "fake",
+    "engine": "fake",
+    "reference": "exact",
+    "control": "none",
+    "candidates": ["tilt"],
+    "axes": {"kld": {"windows": 8, "n_ctx": 32}, "trajectory": {"limit": 8, "n_predict": 4}},
+}
+
+
+def _settings(tmp_path: Path, **change: Any) -> Settings:
+    return resolve_experiment(validate({**FAKE, "output_dir": str(tmp_path), **change}, "test"))
+
+
+def _plan(tmp_path: Path, **change: Any) -> Plan:
+    return prepare(validate({**FAKE, "output_dir": str(tmp_path), **change}, "test")).plan
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, make_folder: Callable[..., Path]) -> Path:
+    """A model folder that resolves without being loaded."""
+    return make_folder(tmp_path / "tiny")
+
+
+def _hf(tmp_path: Path, tiny: Path, **change: Any) -> Settings:
+    base = {
+        "model": str(tiny),
+        "reference": "f32",
+        "candidates": ["int4"],
+        "output_dir": str(tmp_path),
+        "dtype": "float32",
+    }
+    return resolve_experiment(validate({**base, **change}, "test"))
+
+
+# ------------------------------------------------------------------------------------------------ arms
+
+
+def test_k16v8_is_native_keys_and_unscaled_fp8_values(tmp_path: Path, tiny: Path) -> None:
+    [arm] = _hf(tmp_path, tiny, candidates=["k16v8"]).candidates
+    assert (arm.kv.label, str(arm.kv.k), str(arm.kv.v)) == ("k16v8", "bf16", "fp8_e4m3")
+
+
+def test_a_32_bit_reference_gets_the_native_cache_as_control(tmp_path: Path, tiny: Path) -> None:
+    control = _hf(tmp_path, tiny).roles["control"]
+    assert control.kv == KVSpec.parse("bf16")
+
+
+def test_a_16_bit_reference_on_transformers_has_no_nearer_control(tmp_path: Path, tiny: Path) -> None:
+    assert "control" not in _hf(tmp_path, tiny, reference="bf16").roles
+
+
+def test_a_cache_that_nobody_names_on_llama_cpp_is_its_own_default() -> None:
+    assert native_kv(EngineConfig(name="llamacpp")).label == "f16"
+
+
+def test_an_unknown_model_type_is_refused_before_anything_runs(
+    tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    odd = make_folder(tmp_path / "odd", model_type="frobnicate")
+    with pytest.raises(UsageError, match=r"odd has model_type 'frobnicate', which is unknown to transformers [\d.]+: "):
+        _hf(tmp_path, odd)
+
+
+def test_auto_settings_are_written_out(tmp_path: Path, tiny: Path) -> None:
+    experiment = _hf(tmp_path, tiny, dtype="auto").experiment
+    assert experiment.dtype in ("bfloat16", "float16")
+    assert experiment.device != "auto"
+    assert experiment.threads is not None
+
+
+@pytest.mark.parametrize("twins", [["tilt", "tilt"], ["tilt[q=0.6]", "tilt[q=0.6]"]])
+def test_a_candidate_given_twice_is_refused(tmp_path: Path, twins: list[str]) -> None:
+    with pytest.raises(UsageError, match="given twice"):
+        _settings(tmp_path, candidates=twins)
+
+
+def test_one_format_under_two_spellings_is_one_candidate(tmp_path: Path, tiny: Path) -> None:
+    with pytest.raises(UsageError, match="means the same as 'k16v8'"):
+        _hf(tmp_path, tiny, candidates=["k16v8", "bf16/fp8_e4m3"])
+
+
+def test_the_reference_may_be_a_candidate(tmp_path: Path) -> None:
+    assert _settings(tmp_path, candidates=["exact"]).candidates[0].kv == KVSpec.parse("exact")
+
+
+def test_an_unknown_format_lists_what_exists_nearest_first(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError) as error:
+        _hf_unknown(tmp_path)
+    assert "did you mean 'fp8_e4m3'?" in str(error.value)
+    assert str(error.value).index("fp8_e4m3") < str(error.value).index("int2")
+
+
+def _hf_unknown(tmp_path: Path) -> Settings:
+    # the name is refused before the model is looked for
+    data = {"model": "no-such-model", "reference": "f32", "candidates": ["fp8_e4m4"], "output_dir": str(tmp_path)}
+    return resolve_experiment(validate(data, "test"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"engine": "hff"}, UnknownNameError, "did you mean 'hf'"),
+        ({"axes": {"kdl": {}}}, UnknownNameError, "did you mean 'kld'"),
+        ({"axes": {"kld": {"window": 3}}}, ConfigError, "unknown key 'axes.kld.window'; did you mean 'windows'"),
+        ({"axes": {"kld": {"windows": "few"}}}, ConfigError, "axes.kld.windows"),
+        ({"engine_args": {"colour": "red"}}, UsageError, "no option 'colour'"),
+        ({"candidates": ["tilt[p=1]"]}, UsageError, "no option 'p'"),
+        ({"reference": "refused"}, UsageError, "the reference cannot run"),
+        ({"engine": "hf", "reference": "f32", "candidates": ["int4"]}, UsageError, "go together"),
+    ],
+)
+def test_what_cannot_be_is_found_before_anything_runs(
+    tmp_path: Path, change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words.replace("[", r"\[")):
+        _settings(tmp_path, **change)
+
+
+def test_an_unsupported_candidate_is_kept_with_its_reason(tmp_path: Path) -> None:
+    assert "refuses this format" in _settings(tmp_path, candidates=["tilt", "refused"]).unsupported["refused"]
+
+
+def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="is a file"):
+        _settings(tmp_path, output_dir=str(tmp_path / "file" / "runs"))
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+
+def _on_gpu(tmp_path: Path, tiny: Path, *formats: str, reference: str = "bf16", **options: str) -> list[Arm]:
+    """Resolved arms of engine hf as they would be on a GPU."""
+    settings = _hf(tmp_path, tiny, reference=reference, candidates=list(formats), dtype="bfloat16")
+    arms = [replace(arm, device="cuda") for arm in settings.roles.values()]
+    return [replace(arm, options=(("attention", options[arm.name]),)) if arm.name in options else arm for arm in arms]
+
+
+def _attention(arms: Sequence[Arm]) -> dict[str, str | None]:
+    return {arm.name: dict(arm.options).get("attention") for arm in arms}
+
+
+def test_arms_that_the_package_k16v8_may_run_have_its_version_in_their_keys(tmp_path: Path, tiny: Path) -> None:
+    import k16v8
+
+    settings = _hf(tmp_path, tiny, candidates=["k16v8", "kv=k16v8,attention=k16v8,name=paged"], dtype="bfloat16")
+    assert "k16v8" not in settings.resolved["k16v8"].versions
+    assert settings.resolved["paged"].versions["k16v8"] == k16v8.__version__
+
+
+def test_on_a_gpu_our_kernels_stay_where_they_hold_every_arm(tmp_path: Path, tiny: Path) -> None:
+    arms = _on_gpu(tmp_path, tiny, "k16v8", "fp8_e4m3")
+    assert same_attention(arms) == (arms, None)
+
+
+@pytest.mark.parametrize("other", ["q8_0", "iq4_nl", "nvfp4"])
+def test_on_a_gpu_one_arm_that_our_kernels_cannot_hold_takes_them_from_all(
+    tmp_path: Path, tiny: Path, other: str
+) -> None:
+    arms, reason = same_attention(_on_gpu(tmp_path, tiny, "k16v8", other))
+    assert _attention(arms) == dict.fromkeys(("bf16", "k16v8", other), "transformers")
+    assert reason is not None
+    assert reason.startswith(f"{other}: attention=k16v8")
+
+
+def test_arms_that_name_their_attention_keep_it_and_bind_nobody(tmp_path: Path, tiny: Path) -> None:
+    arms, reason = same_attention(_on_gpu(tmp_path, tiny, "k16v8", "q8_0", q8_0="sdpa"))
+    assert (_attention(arms), reason) == ({"bf16": None, "k16v8": None, "q8_0": "sdpa"}, None)
+
+
+def test_on_a_processor_attention_stays_transformers_own(tmp_path: Path, tiny: Path) -> None:
+    settings = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8", "q8_0"], dtype="bfloat16")
+    assert {dict(arm.options).get("attention") for arm in settings.roles.values()} == {None}
+
+
+def test_the_resolved_arms_share_one_attention_and_the_record_says_whose_format_decided(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fidelab.run.resolve._device", lambda _asked, _model: "cuda")
+    settings = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8", "q8_0"], dtype="bfloat16")
+    assert _attention(list(settings.roles.values())) == dict.fromkeys(("bf16", "k16v8", "q8_0"), "transformers")
+    said = settings.resolved["bf16"].about["kernels_refused"]
+    assert "one attention for all arms; q8_0: attention=k16v8 does not hold q8_0" in said
+
+
+def _beside(tmp_path: Path, tiny: Path, *arms: dict[str, Any], **change: Any) -> Settings:
+    return _hf(tmp_path, tiny, reference="bf16", candidates=list(arms), dtype="bfloat16", **change)
+
+
+EAGER = {"attention": "eager"}
+
+
+def test_candidates_on_another_kernel_path_get_one_control_there(tmp_path: Path, tiny: Path) -> None:
+    arms = [{"kv": kv, "engine_args": EAGER} for kv in ("q8_0", "int4")]
+    settings = _beside(tmp_path, tiny, *arms, {"kv": "q8_0"})
+    control = settings.roles["control:eager"]
+    assert (str(control.kv.k), dict(control.options)) == ("bf16", EAGER)
+    assert list(settings.roles)[:2] == ["reference", "control:eager"]
+
+
+def test_the_control_of_another_kernel_path_is_the_nearest_arm_there(tmp_path: Path, tiny: Path) -> None:
+    settings = _hf(tmp_path, tiny, candidates=[{"kv": "int4", "engine_args": EAGER}])
+    assert settings.roles["control"].kv == settings.roles["control:eager"].kv == KVSpec.parse("bf16")
+
+
+@pytest.mark.parametrize(
+    ("arms", "change"),
+    [
+        ([{"kv": "q8_0"}], {"engine_args": EAGER}),
+        ([{"kv": "q8_0", "engine_args": EAGER}], {"control": "none"}),
+        ([{"kv": "bf16", "engine_args": EAGER}], {}),
+        ([], {"vary": {"kv": ["q8_0", "int4"], "attention": ["sdpa", "eager"]}}),
+    ],
+    ids=["the reference's path", "no control wanted", "is its own control", "a grid"],
+)
+def test_no_control_of_another_path_where_there_is_none_to_be_had(
+    tmp_path: Path, tiny: Path, arms: list[dict[str, Any]], change: dict[str, Any]
+) -> None:
+    assert not any(role.startswith("control:") for role in _beside(tmp_path, tiny, *arms, **change).roles)
+
+
+def test_a_reference_that_names_its_attention_leaves_the_others_a_path_without(tmp_path: Path, tiny: Path) -> None:
+    reference = {"kv": "bf16", "engine_args": EAGER}
+    settings = _hf(tmp_path, tiny, reference=reference, candidates=["q8_0"], dtype="bfloat16")
+    found = {role: dict(arm.options) for role, arm in settings.roles.items() if role.startswith("control:")}
+    assert found == {"control:auto": {}}
+
+
+# ------------------------------------------------------------------------------------------------ jobs
+
+
+def test_jobs_run_reference_first_and_floor_last(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, control="tilt[q=0.51]", candidates=["tilt", "exact"])
+    assert [job.role for job in plan.jobs] == ["reference", "control", "candidate:tilt", "candidate:exact", "floor"]
+
+
+def test_a_candidate_whose_queries_may_be_quantized_gets_a_diagnostic_arm_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def options(_engine: type[FakeEngine], arm: Arm) -> dict[str, str]:
+        return {"noise": "0.5"} if arm.kv.k.name == "tilt" else {}
+
+    monkeypatch.setattr(FakeEngine, "native_query_options", classmethod(options))
+    candidates = [{"kv": "tilt", "name": "tilt", "engine_args": {"delay": "0"}}, "exact"]
+    plan = _plan(tmp_path, control="full", candidates=candidates, floor=0)
+    found = {job.role: job for job in plan.jobs}
+    assert [role for role in found if role.startswith("queries")] == ["queries:tilt"]
+    job = found["queries:tilt"]
+    assert (job.arm.name, job.arm.kv) == ("tilt (16-bit queries)", found["candidate:tilt"].arm.kv)
+    assert dict(job.arm.options) == {"delay": "0", "noise": "0.5"}
+    assert {capture.request.axis for capture in job.captures} == {"kld"}
+    plan = _plan(tmp_path, candidates=candidates, floor=0)
+    assert not any(job.role.startswith("queries") for job in plan.jobs)
+
+
+def test_an_identical_candidate_gets_a_capture_of_its_own(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, candidates=["exact"])
+    folders = {capture.folder for job in plan.jobs for capture in job.captures}
+    assert len(folders) == 3 * 2
+
+
+def test_the_floor_takes_a_quarter_of_the_items_spread_evenly(tmp_path: Path) -> None:
+    plan = _plan(tmp_path)
+    floor, reference = plan.job("floor"), plan.job("reference")
+    assert floor is not None
+    assert reference is not None
+    whole, part = reference.captures[0].request.items(), floor.captures[0].request.items()
+    assert part == (whole[0], whole[7])
+
+
+def test_without_a_floor_the_reference_runs_once(tmp_path: Path) -> None:
+    assert [job.role for job in _plan(tmp_path, floor=0).jobs] == ["reference", "candidate:tilt"]
+
+
+def test_an_unsupported_candidate_has_no_job(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, candidates=["tilt", "refused"])
+    assert [job.role for job in plan.jobs] == ["reference", "candidate:tilt", "floor"]
+
+
+def test_captures_of_other_settings_are_other_captures(tmp_path: Path) -> None:
+    one = _plan(tmp_path)
+    two = _plan(tmp_path, axes={"kld": {"windows": 8, "n_ctx": 16}})
+    assert one.jobs[0].captures[0].folder != two.jobs[0].captures[0].folder
+
+
+def _folders(tmp_path: Path) -> set[Path]:
+    return {capture.folder for job in _plan(tmp_path).jobs for capture in job.captures}
+
+
+@pytest.mark.parametrize(("was", "now"), [(None, ""), ("", "1"), ("1", "2")])
+def test_captures_made_under_another_variable_are_other_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was: str | None, now: str
+) -> None:
+    if was is not None:
+        monkeypatch.setenv("FAKE_MOOD", was)
+    before = _folders(tmp_path)
+    assert _folders(tmp_path) == before
+    monkeypatch.setenv("FAKE_MOOD", now)
+    assert not _folders(tmp_path) & before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["FAKE_API_KEY", "FAKE_LOG_LEVEL", "OMP_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT", "VLLM_USE_V2_MODEL_RUNNER"],
+)
+def test_secrets_logs_and_what_others_read_leave_captures_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = _folders(tmp_path)
+    monkeypatch.setenv(name, "7")
+    assert _folders(tmp_path) == before
+
+
+def test_the_wait_policy_counts_as_the_worker_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    ours = _folders(tmp_path)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    assert _folders(tmp_path) == ours
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert not _folders(tmp_path) & ours
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("OMP_WAIT_POLICY", {"OPENBLAS_THREAD_TIMEOUT"}),
+        ("GOMP_SPINCOUNT", {"OPENBLAS_THREAD_TIMEOUT"}),
+        ("OPENBLAS_THREAD_TIMEOUT", {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}),
+        ("HOME", {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OPENBLAS_THREAD_TIMEOUT"}),
+    ],
+)
+def test_how_a_librarys_threads_wait_is_left_to_who_set_it(name: str, ours: set[str]) -> None:
+    assert waiting_variables({name: "x"}).keys() == ours
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_captures_made_with_other_heads_that_draft_are_other_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    heads = tmp_path / "heads" / f"model{suffix}"
+    heads.parent.mkdir()
+    drafted = Speculation("medusa", 2, None, str(heads.parent), ())
+    monkeypatch.setattr(FakeEngine, "speculation", classmethod(lambda cls, options: drafted))
+    heads.write_bytes(b"one")
+    before = _folders(tmp_path)
+    assert _folders(tmp_path) == before
+    heads.write_bytes(b"two")
+    assert not _folders(tmp_path) & before
+
+
+def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("too short")
+    with pytest.raises(InputError, match=r"9 tokens.*need 256"):
+        _plan(tmp_path, text=str(text))
+
+
+# ------------------------------------------------------------------------------------------- GGUF files
+
+
+def _gguf(tmp_path: Path, file: Path, **change: Any) -> Experiment:
+    base = {
+        "model": str(file),
+        "reference": "f32",
+        "candidates": ["int4"],
+        "output_dir": str(tmp_path / "runs"),
+        "axes": {"kld": {"windows": 2, "n_ctx": 32}},
+        "threads": 1,
+    }
+    return validate({**base, **change}, "test")
+
+
+def test_a_dry_run_counts_a_conversion_and_does_not_make_it(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = _gguf(tmp_path, write_gguf(tmp_path / "tiny.gguf"))
+    show_plan(experiment, as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["conversion_bytes"] == 2 * resolve(experiment.model).parameters
+    assert not list(cache.rglob("*.safetensors"))
+    model = pull(experiment.model)
+    show_plan(experiment, as_json=True)
+    assert json.loads(capsys.readouterr().out)["conversion_bytes"] == 0
+    assert prepare(experiment, convert=False).settings.reference.weights == model.weights
+
+
+def test_weights_are_converted_for_an_arm_that_needs_them(tmp_path: Path, cache: Path) -> None:
+    settings = prepare(_gguf(tmp_path, write_gguf(tmp_path / "tiny.gguf"))).settings
+    assert (Path(settings.reference.path) / "model.safetensors").is_file()
+    converted = pull(settings.model.name)
+    assert settings.candidates[0].weights == settings.reference.weights == converted.weights
+    assert settings.resolved[settings.reference.name].about["weight_bytes"] == converted.weight_bytes > 0
+
+
+def test_a_candidate_that_cannot_be_converted_leaves_the_others_alone(tmp_path: Path, tiny: Path, cache: Path) -> None:
+    unknown = write_gguf(tmp_path / "unknown.gguf", architecture="smollm3")
+    partial = write_gguf(tmp_path / "partial.gguf", changed={"blk.0.ffn_up.weight": None})
+    candidates = ["int4", {"model": str(unknown), "kv": "f32"}, {"model": str(partial), "kv": "f32"}]
+    settings = convert_weights(_hf(tmp_path, tiny, candidates=candidates))
+    assert [arm.name in settings.unsupported for arm in settings.candidates] == [False, True, True]
+    reasons = [settings.unsupported[arm.name] for arm in settings.candidates[1:]]
+    assert "reads no GGUF files of architecture 'smollm3': use engine llamacpp" in reasons[0]
+    assert "partial.gguf cannot be converted for Transformers (1 of 11 parameters" in reasons[1]
+
+
+def test_a_reference_that_cannot_be_converted_is_refused(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(UsageError, match=r"reference cannot run on engine hf.*'smollm3': use engine llamacpp"):
+        prepare(_gguf(tmp_path, write_gguf(tmp_path / "unknown.gguf", architecture="smollm3")))
+    file = write_gguf(tmp_path / "partial.gguf", changed={"blk.0.ffn_up.weight": None})
+    with pytest.raises(InputError, match="cannot be converted for Transformers"):
+        prepare(_gguf(tmp_path, file))
+
+
+# ------------------------------------------------------------------------------------------------ cluster
+
+
+@pytest.fixture
+def login(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has no GPU."""
+    monkeypatch.setattr("fidelab.run.resolve.gpu_files", list)
+
+
+@pytest.mark.usefixtures("login")
+def test_gpus_of_a_cluster_are_not_looked_for_here(tmp_path: Path, tiny: Path) -> None:
+    settings = _hf(tmp_path, tiny, device="cuda", executor={"name": "ray"})
+    assert {arm.device for arm in settings.roles.values()} == {"cuda"}
+
+
+@pytest.mark.usefixtures("login")
+def test_an_arm_of_a_cluster_s_gpus_is_refused_where_it_would_run(tmp_path: Path) -> None:
+    there = _settings(tmp_path, candidates=["refused"], device="cuda", executor={"name": "ray"})
+    assert there.unsupported == {}
+    assert there.resolved["refused"].unasked
+    here = _settings(tmp_path, candidates=["refused"])
+    assert list(here.unsupported) == ["refused"]
+    assert not here.resolved["refused"].unasked
+
+
+@pytest.mark.usefixtures("login")
+def test_options_of_arms_on_a_cluster_are_checked_before_they_go_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no option 'colour'"):
+        _settings(tmp_path, engine_args={"colour": "red"}, device="cuda", executor={"name": "ray"})
+
+
+def test_arms_of_a_cluster_have_four_threads_unless_told(tmp_path: Path) -> None:
+    assert _settings(tmp_path, device="cpu", executor={"name": "ray"}).reference.threads == 4
+    assert _settings(tmp_path, device="cpu", executor={"name": "ray"}, threads=7).reference.threads == 7
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("auto", "say cuda or cpu"),
+        ("cuda:1", "the cluster chooses the GPU; pass --device cuda"),
+        ("mps", "write cpu or cuda"),
+    ],
+)
+def test_device_that_is_none_of_a_cluster_is_refused(device: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        _settings(tmp_path, device=device, executor={"name": "ray"})

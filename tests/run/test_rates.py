@@ -1,0 +1,174 @@
+"""What requests take: their work, and rates from what arms took before, in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
+from fidelab.core import Arm, KVSpec
+from fidelab.environments.environment import Environment
+from fidelab.models import Model
+from fidelab.run.deploy import ResolvedArm, engine_class
+from fidelab.run.estimate import DEFAULT, Timings, Work, work_of
+
+MODEL = Model(
+    name="m",
+    path=Path("m"),
+    kind="folder",
+    weights="w",
+    revision=None,
+    vocab_size=100,
+    hidden_size=10,
+    max_positions=None,
+    parameters=1000,
+    native="bf16",
+    architecture="LlamaForCausalLM",
+    layers=5,
+    weight_bytes=10**9,
+)
+ARM = Arm("bf16", "hf", "m", "m", "w", KVSpec.parse("bf16"), "float32", "cpu", 2)
+READ, FORWARD, LOAD = 0.01, 0.2, 7.0
+
+
+def resolved(model: Model = MODEL, **change: Any) -> ResolvedArm:
+    arm = replace(ARM, **change)
+    return ResolvedArm(arm, engine_class(arm.engine), model, Environment(arm.engine, "python"), {})
+
+
+def prefill(windows: int, tokens: int) -> Prefill:
+    return Prefill("kld", ((1,) * tokens,) * windows, 0, tokens - 1, ((0,) * tokens,) * windows)
+
+
+def generate(prompts: int, tokens: int, new: int, batch: int = 4, axis: str = "trajectory") -> Generate:
+    return Generate(axis, ((1,) * tokens,) * prompts, new, (), batch=batch)
+
+
+def truth(request: Request) -> float:
+    """Seconds on a machine with exactly these rates."""
+    work = work_of(request, MODEL)
+    return READ * work.stretch * (work.read + work.written) + FORWARD * work.forwards
+
+
+def took(*requests: Request) -> dict[str, tuple[Work, float]]:
+    return {request.axis: (work_of(request, MODEL), truth(request)) for request in requests}
+
+
+def expected(timings: Timings, request: Request) -> float:
+    return sum(timings.rates(resolved()).parts(work_of(request, MODEL), request.axis))
+
+
+@pytest.fixture
+def timings(tmp_path: Path) -> Timings:
+    """After one run of the arm."""
+    found = Timings(tmp_path / "timings.json")
+    found.add(resolved(), LOAD, took(prefill(4, 64), generate(8, 32, 16)))
+    return Timings(tmp_path / "timings.json")
+
+
+@pytest.mark.parametrize(
+    ("request_", "read", "written", "forwards"),
+    [
+        (prefill(3, 64), 192, 0, 0),
+        (generate(8, 32, 16), 256, 128, 32),  # two batches of four
+        (Generate("x", ((1,) * 10, (1,) * 90, (1,) * 12), 5, (), batch=4), 112, 15, 10),  # unlike lengths apart
+        (Forced("forced.kl", ((1,) * 8,) * 2, ((1,) * 6,) * 2), 16, 12, 12),
+        (Timed("decode", ((1,) * 20,) * 4, n=3, warmup=1, batch=2), 120, 18, 9),
+    ],
+)
+def test_work_counts_what_is_read_what_is_decoded_and_in_how_many_forwards(
+    request_: Request, read: int, written: int, forwards: int
+) -> None:
+    work = work_of(request_, MODEL)
+    assert (work.read, work.written, work.forwards) == (read, written, forwards)
+
+
+def test_tokens_of_long_windows_take_longer_by_their_attention() -> None:
+    # 2 · parameters for the weights, 4 · d · layers · tokens / 2 for attention
+    assert work_of(prefill(1, 100), MODEL).stretch == 1 + (4 * 10 * 5 * 50) / (2 * 1000)
+
+
+@pytest.mark.parametrize("request_", [prefill(40, 64), prefill(2, 512), generate(64, 100, 48), generate(8, 32, 16)])
+def test_work_of_another_size_takes_what_the_rates_of_the_last_run_say(request_: Request, timings: Timings) -> None:
+    assert timings.rates(resolved()).load == LOAD
+    assert timings.rates(resolved()).source == "its last run here"
+    assert expected(timings, request_) == pytest.approx(truth(request_))
+
+
+def test_an_axis_whose_answers_end_early_is_expected_to_do_so_again(timings: Timings) -> None:
+    early = generate(8, 32, 256, axis="gsm8k")
+    timings.add(resolved(), LOAD, {"gsm8k": (work_of(early, MODEL), 0.25 * truth(early))})
+    assert expected(timings, generate(16, 32, 256, axis="gsm8k")) == pytest.approx(0.5 * truth(early), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "scale", "source"),
+    [
+        ({"kv": KVSpec.parse("int4")}, 1, "the last run of bf16 in float32 on hf"),
+        ({"options": (("jitter", "1"),)}, 1, "its last run here"),
+        ({"dtype": "bfloat16"}, 1, "the last run of bf16 in float32 on hf"),
+        ({"weights": "other", "kv": KVSpec.parse("int4")}, 3, "another model on engine hf"),
+        ({"weights": "other"}, 3, "another model on engine hf"),
+    ],
+)
+def test_an_arm_that_never_ran_has_the_rates_of_the_nearest_that_did(
+    change: Mapping[str, Any], scale: int, source: str, timings: Timings
+) -> None:
+    model = replace(MODEL, parameters=scale * MODEL.parameters)
+    rates = timings.rates(resolved(model, **change))
+    assert rates.source == source
+    assert (rates.read, rates.forward) == pytest.approx((scale * READ, scale * FORWARD))
+
+
+def test_of_several_arms_the_one_of_this_model_counts_and_of_equals_the_newest(timings: Timings) -> None:
+    timings.add(resolved(weights="other"), LOAD, {"kld": (work_of(prefill(4, 64), MODEL), 100.0)})
+    assert timings.rates(resolved(dtype="bfloat16")).read == pytest.approx(READ)
+    timings.add(resolved(kv=KVSpec.parse("int4")), LOAD, {"kld": (work_of(prefill(4, 64), MODEL), 100.0)})
+    assert timings.rates(resolved(kv=KVSpec.parse("int8"))).source == "the last run of int4 in float32 on hf"
+
+
+def test_another_engine_of_the_same_model_gives_no_rates(timings: Timings) -> None:
+    assert timings.rates(resolved(engine="vllm")).source == DEFAULT
+
+
+def test_nothing_known_is_said_to_be_a_default_and_loads_as_the_engine_does(tmp_path: Path) -> None:
+    rates = {name: Timings(tmp_path / "none").rates(resolved(engine=name)) for name in ("hf", "vllm")}
+    assert {one.source for one in rates.values()} == {DEFAULT}
+    assert rates["vllm"].load > rates["hf"].load > MODEL.weight_bytes / 1e9
+    assert rates["hf"].forward > rates["hf"].read > 0
+
+
+def test_what_is_too_short_to_measure_leaves_no_rate(tmp_path: Path) -> None:
+    timings = Timings(tmp_path / "timings.json")
+    timings.add(resolved(), LOAD, {"kld": (work_of(prefill(1, 8), MODEL), 0.001)})
+    assert timings.rates(resolved()).source == DEFAULT
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"runs": 3, "scoring": 1}', '{"runs": [{"arm": {}}], "scoring": 1}', "[" * 9000]
+)
+def test_a_file_that_cannot_be_read_is_an_empty_one(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    path.write_text(text)
+    assert Timings(path).rates(resolved()).source == DEFAULT
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_the_estimate(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    Timings(tmp_path / "file" / "timings.json").add(resolved(), LOAD, took(prefill(4, 64)))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("factor", "kept"), [(1.7, 1.7), (0.01, 0.5), (90.0, 4.0)])
+def test_scoring_is_expected_to_take_what_it_took_before_within_bounds(
+    factor: float, kept: float, tmp_path: Path
+) -> None:
+    Timings(tmp_path / "timings.json").add_scoring(factor)
+    again = Timings(tmp_path / "timings.json")
+    assert again.scoring == kept
+    again.add_scoring(0.9)  # it took 90% of what was expected by then
+    assert again.scoring == pytest.approx(max(0.5, 0.9 * kept))

@@ -1,0 +1,68 @@
+"""A run's recommendation and certificates: limits on the command line, what is first in every face, refused limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fidelab.results.record import Report
+from tests.run.harness import Done, cli, compare
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    # Gaussian-like candidates of different cost over many documents
+    return compare(tmp_path_factory.mktemp("run"), "tilt[q=0.51]", "tilt[q=0.7]", windows=24)
+
+
+def test_the_terminal_begins_with_the_recommendation_of_the_report(run: Done) -> None:
+    found = Report.from_json(run.folder / "report.json").recommendation
+    assert found is not None
+    assert " ".join(run.out.split()).startswith(found.text.split(";")[0])
+
+
+def test_every_candidate_has_a_certificate_with_its_claims(run: Done) -> None:
+    for arm in Report.from_json(run.folder / "report.json").candidates:
+        claims = arm.certificates["kld"].claims
+        assert {claim.name for claim in claims} >= {"mean KL", "accuracy loss when sampling"}
+        assert all(claim.clusters > 0 for claim in claims)
+
+
+def test_limits_are_what_the_recommendation_rests_on(run: Done) -> None:
+    costs = {
+        arm.name: arm.axes["kld"].value("mean") or 0.0
+        for arm in Report.from_json(run.folder / "report.json").candidates
+    }
+    limit = (min(costs.values()) * max(costs.values())) ** 0.5
+    done = cli("report", run.folder, "--max-kld", limit, "--max-flips", "100%", "--json", cwd=run.cwd)
+    assert done.code == 0, done.err
+    found = Report.model_validate(json.loads(done.out)).recommendation
+    assert found is not None
+    assert found.arm is None  # no arm of this engine saves anything
+    assert f"{limit:.3g}" in found.text
+    reasons = json.loads(done.out)["recommendation"]
+    assert max(costs, key=lambda name: costs[name]) in json.dumps(reasons)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--max-kld", "-1"),
+        ("--max-kld", "nan"),
+        ("--max-flips", "x"),
+        ("--max-flips", "140%"),
+        ("--min-saving", "140%"),
+        ("--max-accuracy-loss", "140%"),
+        ("--max-accuracy-loss", "2%", "--max-flips", "1%"),
+        ("--min-tokens-per-s", "0"),
+        ("--margin", "0"),
+    ],
+)
+def test_a_limit_that_cannot_be_is_one_line_and_no_run(flags: tuple[str, ...], tmp_path: Path) -> None:
+    done = cli("compare", "smollm2-135m", "--kv", "int4", *flags, cwd=tmp_path)
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert flags[0].removeprefix("--").replace("-", "_") in done.err.replace("-", "_")
+    assert not (tmp_path / "runs").exists()

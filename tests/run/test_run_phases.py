@@ -1,0 +1,202 @@
+"""The phases apart: captured here and there, scored elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.harness import SMALL, Done, axis_of, cli, compare, write_inputs
+
+
+def capture(cwd: Path, kv: str, *flags: object, windows: int = 8) -> Done:
+    write_inputs(cwd)
+    inputs = [word for word in SMALL if word not in ("--reference", "exact")]
+    sizes = ("--windows", windows, "--n-ctx", 16, "--n-predict", 8, "--limit", 4)
+    return cli("capture", "fake", "--kv", kv, *inputs, *sizes, *flags, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders that ``fidelab capture`` printed, hidden states and a head in each."""
+    cwd = tmp_path_factory.mktemp("phases")
+    flags = ("--engine-arg", "estimator=hidden")
+    done = {kv: capture(cwd, kv, *flags) for kv in ("exact", "tilt[q=0.6]", "fork[at=3,every=2]")}
+    assert all(run.code == 0 for run in done.values())
+    return {kv: cwd / run.out.strip() for kv, run in done.items()}
+
+
+@pytest.fixture(scope="module")
+def compared(captured: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """The same arms in one run."""
+    flags = ["--engine-arg", "estimator=hidden", "--no-floor"]
+    kv = ("tilt[q=0.6]", "fork[at=3,every=2]")
+    return compare(tmp_path_factory.mktemp("whole"), *kv, flags=flags, windows=8, limit=4)
+
+
+def score(cwd: Path, ref: Path, *tests: Path, flags: tuple[object, ...] = ()) -> Done:
+    return cli("score", "--ref", ref, *(w for test in tests for w in ("--test", test)), *flags, cwd=cwd)
+
+
+def test_capture_prints_the_folder_that_score_takes(captured: dict[str, Path]) -> None:
+    folder = captured["exact"]
+    assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == ["kld", "trajectory"]
+
+
+def test_capture_makes_no_run_folder(captured: dict[str, Path]) -> None:
+    store = captured["exact"].parent
+    assert not (store.parent / "runs").exists()
+    assert {path.name for path in store.iterdir()} >= {"heads", "vocabularies"}
+
+
+def test_two_phases_give_the_numbers_of_one_run(captured: dict[str, Path], compared: Done, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(captured["exact"].parent, moved)
+    names = list(captured)
+    folders = [moved / captured[name].name for name in names]
+    found = json.loads(score(tmp_path, *folders, flags=("--json",)).out)
+    for arm in found["candidates"]:
+        whole = compared.arm(arm["name"])["axes"]
+        assert arm["axes"]["kld"] == whole["kld"]
+        assert arm["axes"]["trajectory"] == whole["trajectory"]
+    assert [arm["name"] for arm in found["candidates"]] == names[1:]
+    assert found["comparability_key"] == compared.report["comparability_key"]
+
+
+def test_a_single_capture_can_be_scored_alone(captured: dict[str, Path], compared: Done, tmp_path: Path) -> None:
+    folders = [next(captured[name].glob("kld-*")) for name in ("exact", "tilt[q=0.6]")]
+    found = json.loads(score(tmp_path, *folders, flags=("--json",)).out)
+    [arm] = found["candidates"]
+    assert axis_of(arm, "kld") == compared.axis("tilt[q=0.6]", "kld")
+    assert "trajectory" not in arm["axes"]
+
+
+def test_an_axis_that_one_side_lacks_is_left_out_aloud(captured: dict[str, Path], tmp_path: Path) -> None:
+    alone = next(captured["tilt[q=0.6]"].glob("kld-*"))
+    found = score(tmp_path, captured["exact"], alone, flags=("--json",))
+    assert "trajectory" not in json.loads(found.out)["candidates"][0]["axes"]
+    assert f"axis trajectory is left out: {alone} has no capture of it" in found.err
+
+
+def test_names_are_taken_in_order(captured: dict[str, Path], tmp_path: Path) -> None:
+    folders = [captured[name] for name in captured]
+    found = json.loads(score(tmp_path, *folders, flags=("--names", "a, b", "--json")).out)
+    assert [arm["name"] for arm in found["candidates"]] == ["a", "b"]
+
+
+def test_scoring_leaves_a_run_folder_when_asked(captured: dict[str, Path], tmp_path: Path) -> None:
+    folders = (captured["exact"], captured["tilt[q=0.6]"])
+    found = score(tmp_path, *folders, flags=("--output-dir", "runs", "--json"))
+    assert found.report == json.loads(found.out)
+    assert found.report["run_id"] == found.folder.name
+    before = (found.folder / "report.json").read_bytes()
+    assert cli("rescore", found.folder, cwd=tmp_path).code == 0
+    assert (found.folder / "report.json").read_bytes() == before
+
+
+def test_of_several_captures_those_of_the_same_question_are_scored(tmp_path: Path) -> None:
+    for windows in (4, 6):
+        capture(tmp_path, "exact", windows=windows)
+    found = {kv: tmp_path / capture(tmp_path, kv, windows=6).out.strip() for kv in ("exact", "tilt")}
+    report = json.loads(score(tmp_path, *found.values(), flags=("--json",)).out)
+    assert report["candidates"][0]["axes"]["kld"]["n_items"] == 6 * 7
+
+
+def test_a_failed_capture_is_said_and_exits_1(tmp_path: Path) -> None:
+    found = capture(tmp_path, "tilt", "--engine-arg", "crash=0")
+    assert (found.code, found.out) == (1, "")
+    assert "tilt failed: the worker was ended by SIGABRT" in found.err
+
+
+def test_captures_are_listed_and_collected(captured: dict[str, Path], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(captured["exact"].parent, store)
+    listed = cli("captures", "list", "--captures-dir", store, cwd=tmp_path)
+    assert len(listed.out.splitlines()) == 6
+    assert "kld tilt[q=0.6] (8 items)" in listed.out
+    [victim] = store.glob("fake-fake-fork*/kld-*")
+    (victim / "part-00000.safetensors").write_bytes(b"")
+    for flags, word, there in ((["--dry-run"], "would remove", True), ([], "removed", False)):
+        found = cli("captures", "gc", "--captures-dir", store, *flags, cwd=tmp_path)
+        assert f"{word} {victim}" in found.out
+        assert victim.exists() == there
+
+
+# ----------------------------------------------------------------------------------------------- refusals
+
+
+def refused(found: Done) -> str:
+    assert found.code == 2
+    assert found.out == ""
+    [line] = [line for line in found.err.splitlines() if not line.startswith("fidelab: axis")]
+    return line
+
+
+def test_a_mismatch_is_named_and_leaves_nothing(captured: dict[str, Path], tmp_path: Path) -> None:
+    other = tmp_path / capture(tmp_path, "tilt", windows=4).out.strip()
+    before = sorted(tmp_path.iterdir())
+    found = score(tmp_path, captured["exact"], other, flags=("--output-dir", "runs"))
+    assert "4 windows are not 8" in refused(found)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("file", ["part-00000.safetensors", "manifest.json", "probe.json.gz"])
+def test_an_edited_capture_is_refused_by_name(file: str, captured: dict[str, Path], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(captured["exact"].parent, store)
+    [victim] = (store / captured["tilt[q=0.6]"].name).glob("kld-*")
+    content = bytearray((victim / file).read_bytes())
+    content[-2] ^= 1
+    (victim / file).write_bytes(content)
+    line = refused(score(tmp_path, store / captured["exact"].name, victim.parent, flags=("--output-dir", "runs")))
+    assert victim.name in line
+    assert file in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_references_own_capture_is_no_test(captured: dict[str, Path], tmp_path: Path) -> None:
+    line = refused(score(tmp_path, captured["exact"], captured["exact"]))
+    assert "--ref and --test name the same capture" in line
+
+
+def cases(captured: dict[str, Path], tmp_path: Path) -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]]:
+    exact, tilt = captured["exact"], captured["tilt[q=0.6]"]
+    return {
+        "nowhere": ((exact, tmp_path / "nowhere"), (), "nowhere does not exist"),
+        "no-capture": ((exact, tmp_path), (), "is not a capture"),
+        "whole-store": ((exact, exact.parent), (), "holds captures of several arms"),
+        "names": ((exact, tilt), ("--names", "a,b"), "--names has 2 names for 1 --test captures"),
+        "twice": ((exact, tilt, tilt), (), "two --test captures are named 'tilt[q=0.6]'"),
+        "bands": ((exact, tilt), ("--bands", "x"), "bands: Input should be 'fidelab' or 'refract'"),
+    }
+
+
+@pytest.mark.parametrize("case", ["nowhere", "no-capture", "whole-store", "names", "twice", "bands"])
+def test_bad_input_to_score_is_one_line(case: str, captured: dict[str, Path], tmp_path: Path) -> None:
+    folders, flags, said = cases(captured, tmp_path)[case]
+    assert said in refused(score(tmp_path, *folders, flags=flags))
+
+
+def test_a_candidate_that_is_captured_apart_follows_the_reference(tmp_path: Path) -> None:
+    words = ("--axes", "forced", "--set", "axes.forced.n_predict=6", "--set", "axes.forced.limit=3")
+
+    def take(kv: str, *flags: object) -> Done:
+        write_inputs(tmp_path)
+        inputs = [word for word in SMALL if word not in ("--reference", "exact")]
+        return cli("capture", "fake", "--kv", kv, *inputs, *words, *flags, cwd=tmp_path)
+
+    reference = take("exact")
+    assert "--follow" in reference.err
+    folder = reference.out.strip()
+    followed = take("fork[at=2,every=1]", "--follow", folder)  # its own text would be another one
+    assert (followed.code, "--follow" in followed.err) == (0, False)
+    scored = score(tmp_path, tmp_path / folder, tmp_path / followed.out.strip(), flags=("--json",))
+    assert (scored.code, scored.err) == (0, "")
+    assert json.loads(scored.out)["candidates"][0]["axes"]["forced"]["n_items"] == 3 * 6
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused = take("tilt[q=0.7]", "--follow", empty)
+    assert (refused.code, len(refused.err.splitlines())) == (2, 1)
