@@ -102,9 +102,9 @@ def public() -> Iterator[tuple[str, str]]:
     """Name and docstring of every public function and class of ``fidelab.metrics``."""
     for info in pkgutil.iter_modules(fidelab.metrics.__path__):
         module = importlib.import_module(f"fidelab.metrics.{info.name}")
-        for name in module.__all__:
-            found = getattr(module, name)
-            if inspect.isfunction(found) or inspect.isclass(found):
+        for name, found in vars(module).items():
+            own = inspect.isfunction(found) or inspect.isclass(found)
+            if own and name[0] != "_" and found.__module__ == module.__name__:
                 yield f"{info.name}.{name}", inspect.getdoc(found) or ""
 
 

@@ -176,7 +176,7 @@ _MODULES = {
             "NotSupportedError",
             "UsageError",
         ),
-        "errors",
+        "core.errors",
     ),
     **dict.fromkeys(
         (

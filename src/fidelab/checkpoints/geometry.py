@@ -15,8 +15,6 @@ from fidelab.checkpoints.files import RAW
 from fidelab.checkpoints.modules import Module
 from fidelab.checkpoints.rules import Finding, Subject, rule
 
-__all__: list[str] = []
-
 _PADDING = 1024  # rows by which an embedding may exceed the vocabulary
 _LAYER = re.compile(r"(?P<stack>.*?)(?:layers|h|blocks|blk|block)\.(?P<number>\d+)\.(?P<leaf>.+)")
 _OTHER_STACK = re.compile(

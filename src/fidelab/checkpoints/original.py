@@ -32,8 +32,6 @@ from fidelab.checkpoints.modules import Module, bare_name, kind_of, modules_of, 
 from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, counted, rule, some_are
 from fidelab.core.errors import InputError
 
-__all__: list[str] = []
-
 Floats = NDArray[np.float32]
 
 _ROWS = 64  # of each layer that are compared, at even distances, the first and the last among them; a multiple of 8

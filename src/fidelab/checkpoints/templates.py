@@ -21,8 +21,6 @@ from fidelab.core.errors import InputError, MissingPackageError
 from fidelab.core.registry import require
 from fidelab.models.bounds import bounded
 
-__all__: list[str] = []
-
 _MOST_JSON, _MOST_TEMPLATE = 64 << 20, 1 << 20  # bytes
 _MOST_RENDERED = 1 << 20  # characters
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -26,8 +26,6 @@ from fidelab.checkpoints.modules import (
 from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, counted, rule, some_are
 from fidelab.checkpoints.scan import MOST_SLICES, Statistics, fused, scan, slices
 
-__all__: list[str] = []
-
 _FLOAT16_MAX = 65504.0
 _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of language models are below 100
 _SMALLEST_WEIGHT = 1e-8
