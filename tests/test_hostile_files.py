@@ -426,12 +426,14 @@ def test_a_strangers_profile_folder_runs_nothing_whatever_it_holds(tmp_path: Pat
     (tmp_path / "own.yaml").write_text(json.dumps(profile))
     assert cli("profiles", "run", "own.yaml", "--trust", "own.yaml", cwd=tmp_path).code == 0
     [folder] = (tmp_path / "runs" / "profiles").iterdir()
-    resolved = folder / "profile.resolved.json"
-    good = json.loads(resolved.read_text())
+    resolved = folder / "config.resolved.yaml"
+    written = resolved.read_text()
+    head = "".join(line for line in written.splitlines(keepends=True) if line.startswith("#"))
+    good = yaml.safe_load(written)
 
     def change(dice: random.Random) -> Any:
         found = changed(good, dice)
-        resolved.write_text(json.dumps(found))
+        resolved.write_text(head + json.dumps(found))
         return found
 
     def ask() -> None:
