@@ -18,6 +18,7 @@ from fidelab.results.store import RunFolder
 from tests.imports.sample import refract_report, write
 from tests.run.harness import cli, compare
 
+ROOT = Path(__file__).parents[1]
 HF = ("torch", "transformers", "pyarrow", "accelerate", "tokenizers")
 EXTRAS = (*HF, "scipy", "PIL", "ray", "llama_cpp", "pandas")
 # Runs the command line in a process to which these packages are not installed.
@@ -53,25 +54,46 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["--help"], "Compare"),
-        (["physics", "./model"], "2 layers"),
-        (["physics", f"model/{GGUF_NAME}"], "2 layers"),
-        (["explain", "model", "-o", "page.html"], "page.html"),
-        (["audit", "model"], "verdict: ok"),
-        (["audit", f"model/{GGUF_NAME}"], "verdict: ok"),
-        (["report", "latest"], "tilt"),
-        (["diff", "runs/latest", "runs/latest"], "unchanged"),
-        (["runs", "list"], "fake"),
-        (["leaderboard", "runs/latest"], "tilt"),
-        (["launch", "./preset.yaml", "--dry-run"], "--kv-cache-dtype fp8_e4m3"),
-    ],
-)
+BASE = [
+    (["--help"], "Compare"),
+    (["physics", "./model"], "2 layers"),
+    (["physics", f"model/{GGUF_NAME}"], "2 layers"),
+    (["explain", "model", "-o", "page.html"], "page.html"),
+    (["audit", "model"], "verdict: ok"),
+    (["audit", f"model/{GGUF_NAME}"], "verdict: ok"),
+    (["report", "latest"], "tilt"),
+    (["diff", "runs/latest", "runs/latest"], "unchanged"),
+    (["runs", "list"], "fake"),
+    (["leaderboard", "runs/latest"], "tilt"),
+    (["launch", "./preset.yaml", "--dry-run"], "--kv-cache-dtype fp8_e4m3"),
+]
+
+
+@pytest.mark.parametrize(("words", "shown"), BASE)
 def test_a_command_of_the_base_needs_no_extra(words: list[str], shown: str, made: Path) -> None:
     done = fidelab(made, *words)
     assert (done.returncode, shown in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.full
+def test_the_wheel_by_itself_runs_the_commands_of_the_base(made: Path, tmp_path: Path) -> None:
+    """In an empty environment, with the versions of the lock file."""
+    pip, python = [sys.executable, "-m", "pip"], tmp_path / "env/bin/python"
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    [wheel] = tmp_path.glob("fidelab-*.whl")
+    constraints = ROOT / "src/fidelab/doctor/constraints.txt"
+    subprocess.run([*pip, "--python", python, "install", "-q", "-c", constraints, wheel], check=True)
+    [packages] = tmp_path.glob("env/lib/python*/site-packages")
+    assert not {*EXTRAS} & {path.name for path in packages.iterdir()}
+    assert sum(path.stat().st_size for path in packages.rglob("*") if path.is_file()) < 300e6
+    outcomes = {}
+    for words, shown in BASE:
+        done = subprocess.run(
+            [tmp_path / "env/bin/fidelab", *words], cwd=made, capture_output=True, text=True, check=False
+        )
+        outcomes[" ".join(words)] = (done.returncode, shown in done.stdout or done.stderr)
+    assert outcomes == {" ".join(words): (0, True) for words, _ in BASE}
 
 
 @pytest.mark.parametrize(
