@@ -37,8 +37,6 @@ OUTSIDE = {"__init__", "__main__"}  # the package's own faces
 
 THIRD_PARTY: dict[str, set[str]] = {
     "core": set(),
-    "errors": set(),
-    "registry": set(),
     "captures": {"numpy"},
     "workers": {"numpy"},
     "engines": {"httpx", "numpy", "torch", "transformers", "llama_cpp", "vllm", "sglang", "k16v8", "pydantic", "PIL"},
@@ -56,6 +54,29 @@ THIRD_PARTY: dict[str, set[str]] = {
     "metrics": {"numpy", "psutil", "rapidfuzz", "scipy", "torch"},
     "config": {"pydantic", "yaml"},
 }
+EXTRAS: dict[str, set[str]] = {
+    "torch": {
+        *(
+            "axes",
+            "checkpoints",
+            "cli",
+            "doctor",
+            "engines",
+            "formats",
+            "metrics",
+            "models",
+            "physics",
+            "run",
+            "studies",
+        )
+    },
+    "transformers": {"checkpoints", "engines", "inputs", "models", "physics"},
+    "tokenizers": {"models"},
+    "scipy": {"metrics", "physics"},
+}
+"""Packages that the base does not install → rooms that may import them, in the functions that need them."""
+AT_ONCE = ("engines/hf/", "formats/known.py", "formats/weights.py", "metrics/scorer.py", "physics/probe.py")
+"""Files that are themselves imported where an extra is needed."""
 LEAN_MODULES = [
     *("fidelab.core", "fidelab.captures.requests", "fidelab.captures.writer", "fidelab.engines.base"),
     *("fidelab.workers.child", "fidelab.workers.ask"),
@@ -158,6 +179,19 @@ def test_a_room_imports_only_the_packages_that_it_may_need() -> None:
         if more := packages - THIRD_PARTY.get(_room(path), packages):
             beyond[str(path.relative_to(SOURCE))] = more
     assert beyond == {}
+
+
+def test_packages_of_extras_are_imported_late_and_by_the_rooms_that_may() -> None:
+    rooms: dict[str, set[str]] = {package: set() for package in EXTRAS}
+    early = []
+    for path in _files():
+        for package in {name.split(".")[0] for name in _imports(path)} & EXTRAS.keys():
+            rooms[package].add(_room(path))
+        at_once = {name.split(".")[0] for name in _imports(path, at_once=True)} & EXTRAS.keys()
+        if at_once and not str(path.relative_to(SOURCE)).startswith(AT_ONCE):
+            early.append(path)
+    assert rooms == EXTRAS
+    assert early == []
 
 
 def test_the_package_k16v8_is_imported_by_engines_alone_and_late() -> None:
