@@ -82,7 +82,7 @@ def test_arms_of_rounded_weights_and_of_other_checkpoints_stand_beside_each_othe
 
 
 def metric(arm: dict[str, Any], name: str) -> Any:
-    return next((each["value"] for each in arm["axes"]["kld"]["metrics"] if each["name"] == name), None)
+    return next((each["value"] for each in arm["axes"]["kld"]["metrics"] if each["key"] == name), None)
 
 
 def test_a_format_that_does_not_exist_ends_the_run_before_it_begins(folder: Path) -> None:
