@@ -134,6 +134,7 @@ CANDIDATES = {  # mean KL in nats and loss of probability, of each candidate in 
     "probability at the margin": [(0.005, MARGIN)],
     "both at the margin": [(KL_MARGIN, MARGIN)],
     "beyond the margin": [(1.2 * KL_MARGIN, 1.2 * MARGIN)],
+    "half more than the margin, then at it": [(1.5 * KL_MARGIN, 0.0), (KL_MARGIN, 0.0)],
     "FAIL, then at the margin": [(0.15, 0.02), (KL_MARGIN, 0.0)],
     "safe, then at the margin": [(0.001, 0.0), (KL_MARGIN, 0.0)],
 }
@@ -162,7 +163,7 @@ def _confirmed_wrongly(rng: Rng, n: int, losses: list[tuple[float, float]]) -> b
         items = RatioItems.of(kl * level, 1.0, np.arange(n))
         judged = certify([Loss.of_kl(items), Loss.of_probability(lost * level + rng.normal(0, 0.003, n), np.arange(n))])
         upper = ratio_interval(items, bounds=(0.0, math.inf))
-        failed = upper is not None and kl_band(upper[1]) is Band.FAIL
+        failed = judged.state == "exceeded" or (upper is not None and kl_band(upper[1]) is Band.FAIL)
         tested.append((number, judged.state == "holds", failed))
     wrong = {number for number, (kl, lost) in enumerate(losses) if kl >= KL_MARGIN or lost >= MARGIN}
     return not wrong.isdisjoint(fixed_sequence(tested))

@@ -225,9 +225,10 @@ def test_fewer_than_ten_documents_are_preliminary(documents: int, expected: str)
     assert (found.arm, found.confidence) == ("small", expected)
 
 
-def test_a_larger_candidate_that_is_undecided_ends_the_confirmation_and_one_that_fails_does_not() -> None:
+def test_a_larger_candidate_that_is_undecided_ends_the_confirmation_and_one_shown_to_lose_does_not() -> None:
     unsteady = [0.05 * (-1) ** n + 0.002 for n in range(24)]
-    for first, expected in ((arm("big", 750, 0.0006, unsteady), "likely"), (arm("big", 750, 0.3, 0.05), "confirmed")):
+    for kl, loss, expected in ((0.0006, unsteady, "likely"), (0.03, 0.0, "confirmed"), (0.3, 0.05, "confirmed")):
+        first = arm("big", 750, kl, loss)
         found = recommend(report(first, SMALL))
         assert found is not None
         assert (found.arm, found.confidence) == ("small", expected)

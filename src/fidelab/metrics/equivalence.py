@@ -237,8 +237,8 @@ def certify(losses: Sequence[Loss], seed: int = 0) -> Judgement:
 def fixed_sequence(arms: Iterable[tuple[T, bool, bool]]) -> list[T]:
     """The arms that are confirmed, of arms in an order known before the data; each with whether it holds, has failed.
 
-    An arm that holds at :data:`ALPHA` is confirmed.  One that has failed is passed over: it can only be left out.  Any
-    other arm ends the sequence.  So no arm changes the level of another one.
+    An arm that holds at :data:`ALPHA` is confirmed.  One that has failed, or is shown to lose the margin, is passed
+    over: it can only be left out.  Any other arm ends the sequence.  So no arm changes the level of another one.
     See docs/metrics.md#recommendation.
     """
     confirmed = []

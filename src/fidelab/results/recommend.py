@@ -416,18 +416,29 @@ class _Field:
         certificate = arm.certificates.get(DECIDING)
         return certificate is not None and all(self._claim_holds(claim) for claim in certificate.claims)
 
+    def _margin(self, claim: CertificateClaim) -> float:
+        """Its own margin, or the limit that was given in its place."""
+        return self.limits.get(_LIMIT_OF_CLAIM.get(claim.name, ""), claim.margin)
+
     def _claim_holds(self, claim: CertificateClaim) -> bool:
-        """By its own margin, or by the limit that was given in its place."""
-        margin = self.limits.get(_LIMIT_OF_CLAIM.get(claim.name, ""), claim.margin)
+        margin = self._margin(claim)
         if margin == claim.margin:
             return claim.state == "holds"
         return claim.ci is not None and claim.ci[1] < margin and (claim.clusters >= MIN_CLUSTERS or claim.ci == (0, 0))
 
     def _passed_over(self, n: int) -> bool:
-        """It cannot be recommended, whatever comes after it: shown to fail, too large, too slow, or not measured."""
+        """It leaves those after it to be tested: shown to lose the margin or fail, too large, too slow, unmeasured."""
         arm = self.arms[n]
         failed = arm.verdict is None or arm.verdict.band in (None, "FAIL")
-        return failed or bool(_unsuitable(arm, self.sizes, self.limits))
+        return failed or self._exceeds(arm) or bool(_unsuitable(arm, self.sizes, self.limits))
+
+    def _exceeds(self, arm: ArmRecord) -> bool:
+        """One of its losses is shown to be the margin or more."""
+        certificate = arm.certificates.get(DECIDING)
+        claims = () if certificate is None else certificate.claims
+        return any(
+            one.clusters >= MIN_CLUSTERS and one.ci is not None and one.ci[0] >= self._margin(one) for one in claims
+        )
 
 
 def _own_sums(arm: ArmRecord) -> DocumentSums | None:
