@@ -790,13 +790,14 @@ def study_plants() -> Mapping[str, tuple[str, str, Any]]:
 
     token_bytes = traffic.Model.token_bytes
     first = audit_faults()[1]
+    fewer = {name: rule for name, rule in RULES.items() if name != _rule_of(first)}  # the table keeps its order
     return {
         "a byte too many per token": (
             "physics",
             "dense",
             lambda m: m.setattr(traffic.Model, "token_bytes", lambda self, kv: token_bytes(self, kv) + 1),
         ),
-        "a rule left out": ("audit", first, lambda m: m.delitem(RULES, _rule_of(first))),
+        "a rule left out": ("audit", first, lambda m: m.setattr("fidelab.checkpoints.audit.RULES", fewer)),
         "a tenth of the budget unused": (
             "sensitivity",
             "kinds",
