@@ -225,6 +225,24 @@ def test_fewer_than_ten_documents_are_preliminary(documents: int, expected: str)
     assert (found.arm, found.confidence) == ("small", expected)
 
 
+@pytest.mark.parametrize(("documents", "expected"), [(9, "preliminary"), (10, "confirmed")])
+def test_under_a_limit_of_ones_own_ten_documents_confirm_too(documents: int, expected: str) -> None:
+    found = recommend(report(arm("small", 500, 0.0006, documents=documents)), max_kld=0.005)
+    assert found is not None
+    assert (found.arm, found.confidence) == ("small", expected)
+    said = f"preliminary: {documents} documents; at least 10 are needed to confirm"
+    assert (said in found.model_dump_json()) is (expected == "preliminary")
+
+
+@pytest.mark.parametrize(("flips", "expected"), [(0.0, True), (0.01, False), (1.0, False)])
+def test_only_at_near_ties_is_said_where_no_confident_flip_was_seen(flips: float, expected: bool) -> None:
+    kld = SMALL.axes["kld"]
+    metrics = tuple(m.model_copy(update={"value": flips}) if m.key == "real_flips" else m for m in kld.metrics)
+    found = recommend(report(SMALL.model_copy(update={"axes": {"kld": kld.model_copy(update={"metrics": metrics})}})))
+    assert found is not None
+    assert ("only at near ties" in found.model_dump_json()) is expected
+
+
 def test_a_larger_candidate_that_is_undecided_ends_the_confirmation_and_one_shown_to_lose_does_not() -> None:
     unsteady = [0.05 * (-1) ** n + 0.002 for n in range(24)]
     for kl, loss, expected in ((0.0006, unsteady, "likely"), (0.03, 0.0, "confirmed"), (0.3, 0.05, "confirmed")):

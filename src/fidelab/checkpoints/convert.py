@@ -69,7 +69,6 @@ _REWRITTEN = {
 }
 _FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_MOST_NAMED = 3  # modules in an error
 
 
 @dataclass

@@ -18,9 +18,6 @@ _Tests = Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same 
 _Names = Annotated[
     list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder; the folder's by default.")
 ]
-_FileNames = Annotated[
-    list[str] | None, typer.Option("--name", help="Name of an arm, once per file; the file's by default.")
-]
 
 
 class _RunsOptions(options.RunsOptions):
