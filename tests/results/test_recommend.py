@@ -243,6 +243,13 @@ def test_only_at_near_ties_is_said_where_no_confident_flip_was_seen(flips: float
     assert ("only at near ties" in found.model_dump_json()) is expected
 
 
+def test_where_no_server_implements_any_format_none_is_named_instead() -> None:
+    found = recommend(report(SMALL.model_copy(update={"serve_command": None})))
+    assert found is not None
+    assert (found.arm, found.command) == ("small", None)
+    assert "The best format that one can serve" not in found.model_dump_json()
+
+
 def test_a_larger_candidate_that_is_undecided_ends_the_confirmation_and_one_shown_to_lose_does_not() -> None:
     unsteady = [0.05 * (-1) ** n + 0.002 for n in range(24)]
     for kl, loss, expected in ((0.0006, unsteady, "likely"), (0.03, 0.0, "confirmed"), (0.3, 0.05, "confirmed")):
