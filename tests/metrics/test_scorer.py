@@ -128,7 +128,7 @@ def test_a_head_of_another_width_is_refused() -> None:
 def test_logits_of_the_reference_are_computed_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     computed, logits = [], scorer._DeviceHead.logits
 
-    def counted(self: Any, states: torch.Tensor) -> torch.Tensor:
+    def counted(self: Any, states: torch.Tensor) -> Any:
         computed.append(len(states))
         return logits(self, states)
 
@@ -141,7 +141,7 @@ def test_logits_of_the_reference_are_computed_once_for_all(monkeypatch: pytest.M
 def test_a_tile_takes_a_part_of_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     tall, logits = [], scorer._DeviceHead.logits
 
-    def counted(self: Any, states: torch.Tensor) -> torch.Tensor:
+    def counted(self: Any, states: torch.Tensor) -> Any:
         tall.append(len(states))
         return logits(self, states)
 
@@ -158,8 +158,8 @@ def test_a_device_that_runs_out_of_memory_gets_smaller_tiles_and_then_the_cpu_go
 ) -> None:
     columns, said = scorer._columns, list[str]()
 
-    def full(p: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        if len(p) > most:
+    def full(p: Any, *rest: Any) -> torch.Tensor:
+        if p.columns.device.type == "cuda" and p.columns.shape[1] > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return columns(p, *rest)
 
@@ -175,26 +175,37 @@ def test_a_device_that_runs_out_of_memory_gets_smaller_tiles_and_then_the_cpu_go
         assert_same(rows, exact(ref, test))
 
 
-def test_a_device_without_float64_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, ones = list[str](), torch.ones
+def test_a_device_needs_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, *tests = sides("f32")
+    double = torch.Tensor.double
 
-    def no_doubles(*size: Any, **more: Any) -> torch.Tensor:
-        if more.get("dtype") is torch.float64:
-            raise TypeError("Cannot convert to float64")
-        return ones(*size, **more)
+    def no_doubles(self: torch.Tensor) -> torch.Tensor:
+        if self.device.type != "cpu":
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return double(self)
 
+    monkeypatch.setattr(torch.Tensor, "double", no_doubles)
     with pretend_cuda():
         assert fastest_device().type == "cuda"
-        monkeypatch.setattr(torch, "ones", no_doubles)
-        assert fastest_device(said.append).type == "cpu"
-    assert said == ["scoring on the CPU: cuda has no float64 (Cannot convert to float64)"]
+        [rows, _] = TileScorer(1).compare(ref, tests, TARGETS)
+    assert_same(rows, exact(ref, tests[0]))
+
+
+@pytest.mark.parametrize("far", [3.0, 15.0, 40.0, 120.0])
+def test_odds_that_are_far_apart_give_the_figures_of_the_definition(far: float) -> None:
+    (states, head), *_ = sides("f32")
+    bias = np.zeros(VOCABULARY, dtype=np.float32)
+    bias[::7] = far
+    other = Head(head.weight, bias=bias)
+    [rows] = TileScorer(1, CPU).compare((states, head), [(states, other)], TARGETS)
+    assert_same(rows, exact((states, head), (states, other)))
 
 
 def test_products_of_bfloat16_lose_nothing_of_their_factors() -> None:
     (states, head), *_ = sides()
     product = states.astype(np.float64) @ head.weight.astype(np.float64).T
     with scorer._float32_products(1):
-        found = scorer._DeviceHead(head, CPU).logits(torch.from_numpy(states)).numpy()
+        found = scorer._DeviceHead(head, CPU).logits(torch.from_numpy(states)).whole()
     assert np.abs(found - product).max() <= 2 * np.abs(states @ head.weight.T - product).max()
 
 
