@@ -327,7 +327,6 @@ class Experiment(BaseModel):
     deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
     executor: ExecutorConfig = Field(default_factory=ExecutorConfig, description="where the arms' processes run")
     force: bool = Field(default=False, description="run what the engine is known to run wrongly, too")
-    fail_under: float | None = Field(default=None, ge=0, le=100, description="gate on the interval of the KLD score")
     limits: Limits = Field(
         default_factory=Limits, description="what a candidate may lose and has to save to be recommended"
     )
