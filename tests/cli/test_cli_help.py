@@ -34,7 +34,7 @@ COMMANDS = [
     ("import",),
     ("import", "refract"),
     ("import", "kld-dumps"),
-    ("diff",),
+    ("check",),
     ("baseline",),
     ("baseline", "save"),
     ("baseline", "list"),
@@ -57,7 +57,6 @@ COMMANDS = [
     ("runs",),
     ("runs", "list"),
     ("runs", "show"),
-    ("runs", "diff"),
     ("runs", "gc"),
     ("leaderboard",),
     ("publish",),
@@ -154,8 +153,8 @@ def test_commands_and_options_stand_in_groups(shown: Callable[..., Done]) -> Non
 
 
 def test_paragraphs_are_wrapped_by_the_terminal_alone(shown: Callable[..., Done]) -> None:
-    text = shown("diff", "--help").out
-    assert "by the intervals of axes. Only what was measured alike is compared; everything else is named." in text
+    text = shown("check", "--help").out
+    assert "whole 95% interval. Where the interval reaches across a limit, the sample size that would decide" in text
 
 
 def asking(words: str) -> dict[str, str]:
