@@ -231,11 +231,13 @@ def _results(
         if not found:
             place = Key("candidate", arm.name, rule.group, "", rule.metric.rpartition(".")[2])
             why = table.reason(place) or arm.reason or f"the run has no {rule.metric} of it"
+            least, most = rule.limits(unit)
             yield RuleResult(
                 metric=rule.metric,
                 arm=arm.name,
                 tier=rule.tier,
-                **_bounds(rule, unit),
+                min=least if math.isfinite(least) else None,
+                max=most if math.isfinite(most) else None,
                 unit=unit,
                 decision="INCONCLUSIVE",
                 reason=f"not measured: {why}",
@@ -270,11 +272,6 @@ class _Evidence(NamedTuple):
     log: bool = False
 
 
-def _bounds(rule: Rule, unit: Unit) -> dict[str, float | None]:
-    least, most = rule.limits(unit)
-    return {"min": least if math.isfinite(least) else None, "max": most if math.isfinite(most) else None}
-
-
 def _decided(rule: Rule, arm: ArmRecord, key: Key, metric: Metric) -> RuleResult:
     least, most = rule.limits(metric.unit)
     measurement = {**arm.axes, **{f"{BENCH}{name}": bench for name, bench in arm.benches.items()}}.get(key.group)
@@ -300,7 +297,8 @@ def _decided(rule: Rule, arm: ArmRecord, key: Key, metric: Metric) -> RuleResult
         arm=arm.name,
         cell=key.cell,
         tier=rule.tier,
-        **_bounds(rule, metric.unit),
+        min=least if math.isfinite(least) else None,
+        max=most if math.isfinite(most) else None,
         unit=metric.unit,
         value=metric.value,
         ci=None if ends is None else (ends[0], ends[1] if math.isfinite(ends[1]) else None),
