@@ -1,6 +1,6 @@
 """The command line: thin commands over :mod:`fidelab.run`; one module per command group.
 
-Exit codes: 0 good, 1 shown to be bad (a gate missed, an arm failed), 2 usage or bad input (one line on standard error),
+Exit codes: 0 good, 1 shown to be bad (a limit missed, an arm failed), 2 usage or bad input (one line on standard error),
 3 undecided or unverified, 130 stopped.
 """
 
