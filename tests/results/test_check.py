@@ -156,10 +156,22 @@ def test_of_repeats_it_is_a_number_of_repeats() -> None:
     assert "repeats would decide (now 4)" in found.reason
 
 
-def test_a_figure_on_its_limit_needs_no_sample_that_exists() -> None:
-    report = with_axis(TOP1(0.97, (0.95, 0.99)), n_clusters=16, cluster="document")
-    found = one(report, metric="kld.top1", min="97%")
-    assert (found.needed, found.reason) == (None, "the figure lies on the limit: no sample decides")
+@pytest.mark.parametrize(
+    ("report", "rule"),
+    [
+        (with_axis(TOP1(0.97, (0.95, 0.99)), n_clusters=16), {"metric": "kld.top1", "min": "97%"}),
+        (with_axis(TOP1(1.0, (0.6, 1.0)), n_clusters=16), {"metric": "kld.top1", "min": 1 - 1e-12}),
+        (with_axis(MEAN(0.01, (0, 1e300)), n_clusters=16), {"metric": "kld.mean", "max": 0.02}),
+        (
+            with_bench(ISOLATED.repeated((1e-300, 1e300, 1))),
+            {"metric": "benches.decode.isolated", "min": 1.5},
+        ),
+    ],
+)
+def test_where_no_practical_sample_decides_that_is_said(report: Report, rule: dict[str, Any]) -> None:
+    found = one(report, **rule)
+    assert (found.decision, found.needed) == ("INCONCLUSIVE", None)
+    assert found.reason == "no sample of a practical size would decide"
 
 
 # ------------------------------------------------------------------------------------------ rules and tiers
@@ -189,15 +201,12 @@ def test_tiers_say_what_counts(rules: tuple[tuple[dict[str, float], str], ...], 
     ("report", "said"),
     [
         (sample_report(candidates=(broken("int4", Status.FAILED, "out of memory"),)), "not measured: out of memory"),
-        (sample_report(), "not measured: the run has no rniah.score of it"),
+        (with_axis(MEAN(0.01, (0.008, 0.012))), "not measured: the run has no rniah.score"),
     ],
 )
 def test_a_figure_that_a_critical_rule_lacks_is_inconclusive_and_named(report: Report, said: str) -> None:
-    arm = report.candidates[-1]
-    found = check(report, Policy(rules=(Rule(metric="rniah.score", min=1),)), [arm], groups=("rniah",))
-    [result] = found.results
-    assert (found.decision, result.arm) == ("INCONCLUSIVE", arm.name)
-    assert result.reason == said or result.reason == f"not measured: {arm.reason}"
+    found = decide(report, {"metric": "rniah.score", "min": 1})
+    assert (found.decision, [result.reason for result in found.results]) == ("INCONCLUSIVE", [said])
 
 
 def test_the_figure_over_all_contexts_is_checked_unless_one_is_named() -> None:

@@ -1,7 +1,7 @@
 """The command line: thin commands over :mod:`fidelab.run`; one module per command group.
 
-Exit codes: 0 good, 1 shown to be bad (a limit missed, an arm failed), 2 usage or bad input (one line on standard error),
-3 undecided or unverified, 130 stopped.
+Exit codes: 0 good, 1 shown to be bad (a limit missed, an arm failed), 2 usage or bad input (one line on standard
+error), 3 undecided or unverified, 130 stopped.
 """
 
 from __future__ import annotations

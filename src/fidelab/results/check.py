@@ -33,6 +33,8 @@ Decision = Literal["GO", "NO-GO", "INCONCLUSIVE"]
 Tier = Literal["critical", "supporting", "advisory"]
 
 _LEVEL = 0.025  # one-sided: an end of a 95% interval
+_LARGEST_LOG = 700.0
+_MOST_SPREADS = 1e5  # in the distance to a limit: beyond it, no sample of a practical size decides
 
 
 def _limit(value: Any) -> Any:
@@ -70,11 +72,6 @@ class Rule(Record):
         if self.max is None and self.min is None:
             raise ValueError(f"{self.metric}: give max, min, or both")
         return self
-
-    @property
-    def group(self) -> str:
-        """The axis, ``benches.<bench>``, ``composite`` or ``cache``."""
-        return self.metric.rpartition(".")[0]
 
     def limits(self, unit: Unit) -> tuple[float, float]:
         """(least, largest) value in a unit; infinite where there is no limit.
@@ -226,22 +223,27 @@ def _results(
             and rule.cell.items() <= metric.cell.items()
         }
         over_all = {key: metric for key, metric in found.items() if not key.cell}
-        for key, metric in (over_all if over_all and not rule.cell else found).items():
-            yield _decided(rule, arm, key, metric)
+        for place, metric in (over_all if over_all and not rule.cell else found).items():
+            yield _decided(rule, arm, place, metric)
         if not found:
-            place = Key("candidate", arm.name, rule.group, "", rule.metric.rpartition(".")[2])
-            why = table.reason(place) or arm.reason or f"the run has no {rule.metric} of it"
-            least, most = rule.limits(unit)
-            yield RuleResult(
-                metric=rule.metric,
-                arm=arm.name,
-                tier=rule.tier,
-                min=least if math.isfinite(least) else None,
-                max=most if math.isfinite(most) else None,
-                unit=unit,
-                decision="INCONCLUSIVE",
-                reason=f"not measured: {why}",
+            group, _, key = rule.metric.rpartition(".")
+            why = (
+                table.reason(Key("candidate", arm.name, group, "", key))
+                or arm.reason
+                or f"the run has no {rule.metric}"
             )
+            yield _result(rule, arm, unit, decision="INCONCLUSIVE", reason=f"not measured: {why}")
+
+
+def _result(rule: Rule, arm: ArmRecord, unit: Unit, **found: Any) -> RuleResult:
+    ends = rule.limits(unit)
+    least, most = (end if math.isfinite(end) else None for end in ends)
+    return RuleResult(metric=rule.metric, arm=arm.name, tier=rule.tier, min=least, max=most, unit=unit, **found)
+
+
+def _measurements(arm: ArmRecord) -> dict[str, Measurement]:
+    """Axes and benches by the name that rules give them."""
+    return {**arm.axes, **{f"{BENCH}{name}": bench for name, bench in arm.benches.items()}}
 
 
 def _known(rule: Rule, report: Report, groups: Collection[str]) -> None:
@@ -251,8 +253,7 @@ def _known(rule: Rule, report: Report, groups: Collection[str]) -> None:
     """
     keys: dict[str, set[str]] = {COMPOSITE: {"value"}, CACHE: {"bytes_per_token"}}
     for arm in (report.reference, *report.candidates):
-        places = {**arm.axes, **{f"{BENCH}{name}": bench for name, bench in arm.benches.items()}}
-        for group, measurement in places.items():
+        for group, measurement in _measurements(arm).items():
             own = keys.setdefault(group, set())
             own |= {metric.key for metric in measurement.metrics}
             own |= {"failed_items", OVER_CONTROL} if measurement.metrics else set()
@@ -274,7 +275,7 @@ class _Evidence(NamedTuple):
 
 def _decided(rule: Rule, arm: ArmRecord, key: Key, metric: Metric) -> RuleResult:
     least, most = rule.limits(metric.unit)
-    measurement = {**arm.axes, **{f"{BENCH}{name}": bench for name, bench in arm.benches.items()}}.get(key.group)
+    measurement = _measurements(arm).get(key.group)
     evidence = _evidence(arm, metric, measurement)
     decision: Decision = "INCONCLUSIVE"
     needed, reason = None, ""
@@ -291,17 +292,13 @@ def _decided(rule: Rule, arm: ArmRecord, key: Key, metric: Metric) -> RuleResult
             decision = "NO-GO"
         else:
             needed, reason = _undecided(arm, key, metric, evidence, (least, most))
-    ends = None if evidence is None else evidence.interval
-    return RuleResult(
-        metric=rule.metric,
-        arm=arm.name,
+    return _result(
+        rule,
+        arm,
+        metric.unit,
         cell=key.cell,
-        tier=rule.tier,
-        min=least if math.isfinite(least) else None,
-        max=most if math.isfinite(most) else None,
-        unit=metric.unit,
         value=metric.value,
-        ci=None if ends is None else (ends[0], ends[1] if math.isfinite(ends[1]) else None),
+        ci=evidence and (evidence.interval[0], evidence.interval[1] if math.isfinite(evidence.interval[1]) else None),
         decision=decision,
         sample=evidence.n if evidence else None,
         needed=needed,
@@ -333,14 +330,15 @@ def _evidence(arm: ArmRecord, metric: Metric, measurement: Measurement | None) -
     if len(metric.repeats) > 1 and min(metric.repeats) > 0:
         logs = np.log(np.asarray(metric.repeats))
         center, reach = float(logs.mean()), welch_reach([logs])
-        return _Evidence((math.exp(center - reach), math.exp(center + reach)), len(logs), "repeat", log=True)
+        ends = math.exp(center - reach), math.exp(min(center + reach, _LARGEST_LOG))
+        return _Evidence(ends, len(logs), "repeat", log=True)
     return None
 
 
 def _undecided(
     arm: ArmRecord, key: Key, metric: Metric, evidence: _Evidence, limits: tuple[float, float]
 ) -> tuple[int | None, str]:
-    """The sample size that would decide, and a line that says so.
+    """The sample size that would decide, if it is a practical one, and a line that says so.
 
     The distance of the figure from the limits that its interval crosses has to be found with probability 0.8 by the
     end of the interval (:func:`~fidelab.metrics.sample_size.clusters_to_certify`).
@@ -356,7 +354,7 @@ def _undecided(
     except MissingPackageError:
         return None, "a larger sample would decide; its size is computed with: pip install 'fidelab[stats]'"
     if needed is None:
-        return None, "the figure lies on the limit: no sample decides"
+        return None, "no sample of a practical size would decide"
     needed = max(needed, n + 1)
     return needed, f"about {counted(needed, evidence.word)} would decide (now {n:,})"
 
@@ -368,14 +366,12 @@ def _size(arm: ArmRecord, key: Key, metric: Metric, evidence: _Evidence, limit: 
         low, high, limit = (math.log(x) if x > 0 else -math.inf for x in (low, high, limit))
         value = (low + high) / 2
     room = abs(limit - value)
-    if room == 0:
-        return None
     if metric.unit == "share" and value in (0.0, 1.0):
-        return clusters_to_agree(room)
+        return clusters_to_agree(room) if room > 1 / _MOST_SPREADS else None
     if (sd := _document_spread(arm, key)) is None:
         reach = high - value if limit > value else value - low
         sd = reach * math.sqrt(n) / critical_value(n, cost=cost, upper=limit > value)
-    return clusters_to_certify(sd, room, _LEVEL, POWER, cost=cost)
+    return clusters_to_certify(sd, room, _LEVEL, POWER, cost=cost) if sd < _MOST_SPREADS * room else None
 
 
 def _document_spread(arm: ArmRecord, key: Key) -> float | None:
