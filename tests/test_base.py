@@ -62,7 +62,7 @@ BASE = [
     (["audit", "model"], "verdict: ok"),
     (["audit", f"model/{GGUF_NAME}"], "verdict: ok"),
     (["report", "latest"], "tilt"),
-    (["diff", "runs/latest", "runs/latest"], "unchanged"),
+    (["check", "latest", "--max-kld", "9", "--baseline", "latest"], "unchanged"),
     (["runs", "list"], "fake"),
     (["leaderboard", "runs/latest"], "tilt"),
     (["launch", "./preset.yaml", "--dry-run"], "--kv-cache-dtype fp8_e4m3"),

@@ -340,7 +340,7 @@ def test_a_strangers_baseline_is_compared_or_one_line(again: Path) -> None:
         return report
 
     def ask() -> None:
-        answered(cli("diff", "main", again, cwd=again))
+        answered(cli("check", again, "--all", "--max-kld", 1, "--baseline", "main", cwd=again))
 
     attack(change, ask)
 

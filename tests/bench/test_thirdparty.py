@@ -75,7 +75,9 @@ def test_it_stands_in_the_table_the_page_and_the_data_frame(run: Done) -> None:
 
 
 def test_a_later_run_is_compared_by_it(run: Done) -> None:
-    again = cli("diff", run.folder, run.folder, "--json", cwd=run.cwd)
-    changes = [change for change in json.loads(again.out)["changes"] if change["group"] == "benches.first_word"]
+    again = cli("check", run.folder, "--baseline", run.folder, "--json", "-", cwd=run.cwd)
+    changes = [
+        change for change in json.loads(again.out)["baseline"]["changes"] if change["group"] == "benches.first_word"
+    ]
     assert {change["metric"] for change in changes} == {"first_word", "slowest"}
     assert {change["outcome"] for change in changes} == {"unchanged"}

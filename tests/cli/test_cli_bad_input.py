@@ -91,7 +91,6 @@ CAPACITY = ("bench", "capacity", "smollm2-135m")
         ((*TILT, "--protocol", "third"), "axes.kld.protocol: Input should be 'half', 'full' or 'sliding'"),
         ((*TILT, "--dtype", "int3"), "dtype: Input should be"),
         ((*TILT, "--template", "fancy"), "axes.trajectory.template: Input should be"),
-        ((*TILT, "--fail-under", "101"), "fail_under: Input should be less than or equal to 100"),
         ((*TILT, "--deadline", "0"), "deadline: Input should be greater than 0"),
         ((*TILT, "--deadline", "inf"), "deadline: Input should be a finite number"),
         ((*TILT, "--threads", "0"), "threads: Input should be greater than or equal to 1"),

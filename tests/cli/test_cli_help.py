@@ -34,7 +34,7 @@ COMMANDS = [
     ("import",),
     ("import", "refract"),
     ("import", "kld-dumps"),
-    ("diff",),
+    ("check",),
     ("baseline",),
     ("baseline", "save"),
     ("baseline", "list"),
@@ -57,7 +57,6 @@ COMMANDS = [
     ("runs",),
     ("runs", "list"),
     ("runs", "show"),
-    ("runs", "diff"),
     ("runs", "gc"),
     ("leaderboard",),
     ("publish",),
@@ -154,8 +153,8 @@ def test_commands_and_options_stand_in_groups(shown: Callable[..., Done]) -> Non
 
 
 def test_paragraphs_are_wrapped_by_the_terminal_alone(shown: Callable[..., Done]) -> None:
-    text = shown("diff", "--help").out
-    assert "by the intervals of axes. Only what was measured alike is compared; everything else is named." in text
+    text = shown("check", "--help").out
+    assert "whole 95% interval. Where the interval reaches across a limit, the sample size that would decide" in text
 
 
 def asking(words: str) -> dict[str, str]:
@@ -217,7 +216,7 @@ def test_every_flag_of_compare_is_explained(shown: Callable[..., Done]) -> None:
     flags = """--reference --kv --candidate --engine --python --image --prefix --pythonpath --base-url --model --force
         --control --axes --text --windows --n-ctx --protocol --stride --prompts
         --n-predict --limit --template --quick --set --seed --bands --no-floor --dtype --device --threads --engine-arg
-        --benches        --deadline --output-dir --fail-under --json --plot --dry-run --resume"""
+        --benches        --deadline --output-dir --json --plot --dry-run --resume"""
     assert [flag for flag in flags.split() if flag not in text] == []
 
 

@@ -249,12 +249,6 @@ def test_the_command_leaves_a_run_that_the_report_command_shows(tmp_path: Path) 
     assert (done.folder / "report.html").stat().st_size > 1000
 
 
-def test_fail_under_gates_on_the_lower_bound(tmp_path: Path) -> None:
-    dumps(tmp_path)
-    assert cli("import", "kld-dumps", "ref", "test", "--fail-under", 1, cwd=tmp_path).code == 0
-    assert cli("import", "kld-dumps", "ref", "test", "--fail-under", 99.9, cwd=tmp_path).code == 1
-
-
 # -------------------------------------------------------------------------------------------- bad input
 
 

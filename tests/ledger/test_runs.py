@@ -209,18 +209,6 @@ def test_show_tells_on_what_a_run_was_made(runs: Path) -> None:
     assert len(made["arm exact"]["weights_sha256"]) == 64
 
 
-def test_diff_of_two_runs_is_fidelab_diff(runs: Path) -> None:
-    copied = copy_run(runs, "20300101-000000-new", "2030-01-01T00:00:00Z")
-    words = (run_of_first(runs).name, copied.name, "--json")
-    grouped, plain = cli("runs", "diff", *words, cwd=runs), cli("diff", *words, cwd=runs)
-    assert (grouped.code, grouped.out) == (plain.code, plain.out)
-    assert {change["outcome"] for change in json.loads(plain.out)["changes"]} == {"unchanged"}
-
-
-def run_of_first(cwd: Path) -> Path:
-    return min((cwd / "runs").glob("2*"))
-
-
 # -------------------------------------------------------------------------------------------------- cleaning up
 
 

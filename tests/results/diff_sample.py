@@ -98,7 +98,7 @@ def one(diff: Diff, group: str, metric: str, cell: str = "", role: str = "candid
 
 
 def outcome(was: Report, now: Report, *place: str, **limits: float) -> str:
-    return one(compare(was, now, Thresholds(**limits)), *place).outcome
+    return one(compare(was, now, Thresholds.model_validate(limits)), *place).outcome
 
 
 def decode(*repeats: float, by_subtraction: tuple[float, ...] = ()) -> Report:

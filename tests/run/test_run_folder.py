@@ -277,7 +277,7 @@ def test_a_report_is_found_by_its_folder_by_its_file_and_as_the_latest(plain: Do
         again = cli("report", word, cwd=tmp_path)
         assert (again.code, again.out) == (0, whole.out), word
     assert cli("report", "runs/20260101-120000-old/report.json", cwd=tmp_path).out.endswith("-old\n")
-    assert cli("diff", "runs/20260101-120000-old", "latest", cwd=tmp_path).code == 0
+    assert cli("check", "latest", "--baseline", "runs/20260101-120000-old", "--all", cwd=tmp_path).code == 0
 
 
 def test_a_report_away_from_its_run_is_shown_and_nothing_is_written(plain: Done, tmp_path: Path) -> None:

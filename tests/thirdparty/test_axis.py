@@ -83,6 +83,8 @@ def test_two_reports_are_compared_by_it(run: Done) -> None:
             metric |= {"value": 10.0, "ci": [5.0, 15.0]}
     other = run.cwd / "worse.json"
     other.write_text(json.dumps(worse))
-    done = cli("diff", path, other, "--json", cwd=run.cwd)
-    mine = [one for one in json.loads(done.out)["changes"] if (one["arm"], one["group"]) == (SHORT, "length")]
+    done = cli("check", other, "--baseline", path, "--all", "--json", "-", cwd=run.cwd)
+    mine = [
+        one for one in json.loads(done.out)["baseline"]["changes"] if (one["arm"], one["group"]) == (SHORT, "length")
+    ]
     assert {one["metric"]: one["outcome"] for one in mine}["score"] == "regressed"

@@ -1,7 +1,7 @@
 """The command line: thin commands over :mod:`fidelab.run`; one module per command group.
 
-Exit codes: 0 good, 1 shown to be bad (a gate missed, an arm failed), 2 usage or bad input (one line on standard error),
-3 undecided or unverified, 130 stopped.
+Exit codes: 0 good, 1 shown to be bad (a limit missed, an arm failed), 2 usage or bad input (one line on standard
+error), 3 undecided or unverified, 130 stopped.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fidelab.cli import (
     baseline,
     bench,
     captures,
+    check,
     compare,
     convert,
     doctor,
@@ -88,11 +89,11 @@ for _panel, _commands in {
     _COMPARE: (compare.compare, compare.run, studies.bisect, sample_size.plan_size),
     _RESULTS: (
         runs.report,
+        check.check,
         runs.charts,
         runs.rescore,
         phases.capture,
         phases.score,
-        baseline.diff,
         ledger.export,
         ledger.leaderboard,
         ledger.publish,
@@ -137,7 +138,9 @@ def _root(
 
       fidelab compare smollm2-135m --dtype float32 --reference f32 --kv k16v8
 
-      fidelab compare Qwen/Qwen2.5-7B-Instruct --kv k16v8 --fail-under 99
+      fidelab compare Qwen/Qwen2.5-7B-Instruct --kv k16v8
+
+      fidelab check latest --max-kld 0.01
 
       fidelab run experiment.yaml --set axes.kld.windows=64
 

@@ -376,7 +376,7 @@ def _start_and_measure(
     Options that captures cannot have, such as the length of the context, go to the servers alone.
     """
     from fidelab.cli.bench_watch import watcher
-    from fidelab.cli.output import command_line, gate
+    from fidelab.cli.output import command_line, failures
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Preset
     from fidelab.engines import ENGINES
@@ -407,7 +407,7 @@ def _start_and_measure(
         say=note,
     )
     show_report(report, as_json=as_json, folder=folder.path)
-    gate(report, None)
+    exit_on(failures(report))
 
 
 _PATIENCE = 1800.0  # seconds until a server must answer: a first start may compile

@@ -10,7 +10,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.axes import bench_settings
-from fidelab.cli.output import command_line, exit_on, gate, note, show_report, show_study
+from fidelab.cli.output import command_line, exit_on, failures, note, show_report, show_study
 
 if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
@@ -109,7 +109,6 @@ def compare(
     n_runs: Annotated[
         int, typer.Option("--runs", help="Whole runs with fresh captures; the report says how far they spread.")
     ] = 1,
-    fail_under: options.FailUnder = None,
     as_json: options.Json = False,
     plot: options.Plot = False,
     dry_run: options.DryRun = False,
@@ -133,7 +132,7 @@ def compare(
 
       fidelab compare owner/model --kv 'fp8_e4m3\[scale=per-token-head]' --kv k16v8
 
-      fidelab compare ./my-model --kv q8_0 --text notes.txt --fail-under 99.5 --json
+      fidelab compare ./my-model --kv q8_0 --text notes.txt --json
 
       fidelab compare smollm2-135m --kv k16v8 --axes all --quick --limit gsm8k=20
 
@@ -153,8 +152,8 @@ def compare(
 
     if resume_dir is not None:
         named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts", "traffic")
-        options.refuse_beside_resume(context, "run", ("fail_under", "as_json", "plot", "trusted", *named))
-        _go_on(resume_dir, _trust(trusted, engine, axes), fail_under, as_json, plot)
+        options.refuse_beside_resume(context, "run", ("as_json", "plot", "trusted", *named))
+        _go_on(resume_dir, _trust(trusted, engine, axes), as_json, plot)
         return
     words = (reference or "", control, *(candidate or []), *(vary or []))
     if trusted and serve is None and preset is None and not any("preset=" in word for word in words):
@@ -188,7 +187,6 @@ def compare(
         **limits.settings(),
         **runs.settings(),
         **executor.settings(),
-        "fail_under": fail_under,
         "runs": n_runs,
         **({} if floor else {"floor": 0.0, "twins": 0.0}),
         **({} if keep_rows else {"keep_rows": False}),
@@ -308,7 +306,7 @@ def experiment_from(
 def launch(
     experiment: Experiment, as_json: bool, dry_run: bool = False, plot: bool = False, secrets: Sequence[str] = ()
 ) -> None:
-    """Run an experiment from flags: report on standard output, gate, exit code.
+    """Run an experiment from flags: report on standard output, exit with 1 where something failed.
 
     ``secrets``: what stands in the flags and is kept out of the record.
     """
@@ -328,7 +326,7 @@ def launch(
         command = command.replace(secret, "…")
     report, folder = execute_all(experiment, command=command, watch=_watch_run)
     show_report(report, as_json=as_json, folder=folder.path, plot=plot)
-    gate(report, experiment.fail_under)
+    exit_on(failures(report))
 
 
 def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions, axes: options.AxesOptions) -> Trust:
@@ -345,13 +343,12 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
     return Trust(trusted or (), words, exact=True)
 
 
-def _go_on(run_dir: Path, trust: Trust, fail_under: float | None, as_json: bool, plot: bool) -> None:
-    from fidelab.config.experiment import load
+def _go_on(run_dir: Path, trust: Trust, as_json: bool, plot: bool) -> None:
     from fidelab.run.repeat import resume_all
 
     report, folder = resume_all(run_dir, watch=_watch_run, trust=trust)
     show_report(report, as_json=as_json, folder=folder.path, plot=plot)
-    gate(report, fail_under if fail_under is not None else load(folder.config).fail_under)
+    exit_on(failures(report))
 
 
 def _watch_run(number: int, runs: int) -> Listener:

@@ -9,7 +9,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import command_line, gate, note, open_console, show_report
+from fidelab.cli.output import command_line, exit_on, failures, note, open_console, show_report
 
 if TYPE_CHECKING:
     from fidelab.imports.leave import Imported
@@ -73,7 +73,6 @@ def kld_dumps(
     ] = None,
     bootstrap: options.SeedOptions,
     runs: _RunsOptions,
-    fail_under: options.FailUnder = None,
     as_json: options.Json = False,
 ) -> None:
     """Compare dumped log-probabilities.
@@ -103,7 +102,7 @@ def kld_dumps(
         progress=lambda text: note(f"fidelab: {text}"),
     )
     _finish(imported, as_json=as_json)
-    gate(imported.report, fail_under)
+    exit_on(failures(imported.report))
 
 
 @app.command("lm-eval")

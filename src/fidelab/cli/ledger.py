@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.baseline import diff
 from fidelab.cli.commands import Commands
 from fidelab.cli.output import UNDECIDED, exit_on, note, open_console
 
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
     from fidelab.results.record import Report
 
-app = Commands(help="List, show, compare and clean up runs.")
-app.command("diff")(diff)
+app = Commands(help="List, show and clean up runs.")
 
 
 @app.command("list")

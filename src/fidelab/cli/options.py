@@ -265,14 +265,6 @@ Trusted = Annotated[
         show_default=False,
     ),
 ]
-FailUnder = Annotated[
-    float | None,
-    typer.Option(
-        help="Exit with 1 where a KLD score lies below this, with 3 where its interval reaches across.",
-        show_default=False,
-        rich_help_panel=SCORING,
-    ),
-]
 
 Python = Annotated[
     str | None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
-    from fidelab.results.record import ArmRecord, Report
+    from fidelab.results.record import Report
     from fidelab.results.study import Study
 
 _PIPE = 400  # a table of loads with everything in it
@@ -165,36 +165,16 @@ def show_report(report: Report, *, as_json: bool, folder: Path | None = None, pl
     render_text(report, open_console(_PIPE), folder=folder, plot=plot)
 
 
-def gate(report: Report, fail_under: float | None) -> None:
-    """Exit where an arm or a bench failed, or a candidate is not shown to pass the gate; say why on standard error."""
+def failures(report: Report) -> list[str]:
+    """What failed in a run, a line each: arms, their benches, and items that were lost."""
     from fidelab.report.cells import shared
 
-    lost = [arm for arm in _arms(report) if arm.status in ("failed", "not_engaged")]
+    arms = [report.reference, *([report.control] if report.control else []), *report.candidates]
+    lost = [arm for arm in arms if arm.status in ("failed", "not_engaged")]
     faults = shared(((arm.name, str(arm.reason)) for arm in lost), " failed: ")
-    for arm in _arms(report):
+    for arm in arms:
         failed = ((name, bench.reason) for name, bench in arm.benches.items() if bench.status == "failed")
         faults += [f"{arm.name}: {name} failed: {why}" for name, why in failed if why != arm.reason]
         flags = (flag for axis in arm.axes.values() for flag in axis.flags)
         faults += [f"{arm.name}: {flag.text}" for flag in flags if flag.kind == "lost" and arm.measured]
-    missed, undecided = _gated(report.candidates, fail_under) if fail_under is not None else ([], [])
-    exit_on([*faults, *missed], undecided)
-
-
-def _arms(report: Report) -> list[ArmRecord]:
-    return [report.reference, *([report.control] if report.control else []), *report.candidates]
-
-
-def _gated(arms: Sequence[ArmRecord], fail_under: float) -> tuple[list[str], list[str]]:
-    """Candidates that are shown to miss the gate, and those that are not shown to pass it, a line each."""
-    missed, undecided = [], []
-    for arm in arms:
-        interval = arm.deciding.ci("score") if arm.deciding else None
-        gate = f"--fail-under {fail_under:g}"
-        if interval is None:
-            undecided.append(f"{arm.name} is undecided by {gate}: it has no KLD score with an interval")
-        elif interval[1] < fail_under:
-            missed.append(f"{arm.name} misses {gate}: its KLD score is at most {interval[1]:.2f}")
-        elif interval[0] < fail_under:
-            span = f"between {interval[0]:.2f} and {interval[1]:.2f}"
-            undecided.append(f"{arm.name} is undecided by {gate}: its KLD score lies {span}; more text decides")
-    return missed, undecided
+    return faults

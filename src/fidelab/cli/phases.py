@@ -9,7 +9,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
-from fidelab.cli.output import command_line, gate, note, show_report
+from fidelab.cli.output import command_line, exit_on, failures, note, show_report
 
 
 @options.expand_options
@@ -84,7 +84,6 @@ def score(
     output_dir: Annotated[
         Path | None, typer.Option(help="Also leave a run folder here (report.json, report.html …).", show_default=False)
     ] = None,
-    fail_under: options.FailUnder = None,
     as_json: options.Json = False,
 ) -> None:
     """Score captures against a reference capture; needs no engine and no model.
@@ -108,4 +107,4 @@ def score(
         note=lambda text: note(f"fidelab: {text}"),
     )
     show_report(report, as_json=as_json, folder=folder)
-    gate(report, fail_under)
+    exit_on(failures(report))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import gate, note, show_report
+from fidelab.cli.output import exit_on, failures, note, show_report
 
 
 class _Format(StrEnum):
@@ -22,7 +22,6 @@ def rescore(
     *,
     run_dir: options.RunDir,
     limits: options.MarginOptions,
-    fail_under: options.FailUnder = None,
     as_json: options.Json = False,
     plot: options.Plot = False,
 ) -> None:
@@ -38,7 +37,7 @@ def rescore(
 
     result, folder = run_rescore(run_dir, limits.settings().get("limits"))
     show_report(result, as_json=as_json, folder=folder.path, plot=plot)
-    gate(result, fail_under)
+    exit_on(failures(result))
 
 
 @options.expand_options

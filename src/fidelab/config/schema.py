@@ -24,7 +24,7 @@ from pydantic import (
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, parse_vary
-from fidelab.core import KVSpec
+from fidelab.core import KVSpec, parse_share
 from fidelab.core.errors import UsageError
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
@@ -184,18 +184,7 @@ class Preset(ArmConfig):
         return self.model_dump(mode="json", exclude={"about", "serve"}, exclude_defaults=True)
 
 
-def _share(value: Any) -> Any:
-    """``1%`` and ``0.01`` are the same share."""
-    if isinstance(value, str):
-        body = value.strip()
-        try:
-            return float(body.removesuffix("%")) / (100 if body.endswith("%") else 1)
-        except ValueError:
-            raise ValueError(f"{value!r}: write a share such as 1% or 0.01") from None
-    return value
-
-
-Share = Annotated[float, BeforeValidator(_share)]
+Share = Annotated[float, BeforeValidator(parse_share)]
 """A number from 0 to 1, or a percentage."""
 
 
@@ -327,7 +316,6 @@ class Experiment(BaseModel):
     deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
     executor: ExecutorConfig = Field(default_factory=ExecutorConfig, description="where the arms' processes run")
     force: bool = Field(default=False, description="run what the engine is known to run wrongly, too")
-    fail_under: float | None = Field(default=None, ge=0, le=100, description="gate on the interval of the KLD score")
     limits: Limits = Field(
         default_factory=Limits, description="what a candidate may lose and has to save to be recommended"
     )

@@ -1,7 +1,6 @@
 """A run against a baseline, for people: a table in the terminal, the worst first, or Markdown for a pull request.
 
-What stayed the same, and figures of which neither side is better, are counted; ``full`` lists them, too.  Nothing from
-reports is read as markup.
+What stayed the same, and figures of which neither side is better, are counted.  Nothing from reports is read as markup.
 """
 
 from __future__ import annotations
@@ -37,30 +36,30 @@ _LEGEND = (
 )
 
 
-def render_diff(diff: Diff, console: Console, *, full: bool = False) -> None:
+def render_diff(diff: Diff, console: Console) -> None:
     """Print it."""
     line = partial(print_line, console)
     line(f"{one_line(diff.now.name)} against baseline {one_line(diff.baseline.name)}", "bold")
     for refusal in diff.refused:
         line(f"not compared: {_refusal(refusal)}", "red")
-    shown = _rows(diff, full)
+    shown = _rows(diff)
     if shown:
         console.print(_table(shown, console))
     for text in _missing(diff):
         line(text)
-    line(_summary(diff, full), "bold")
+    line(_summary(diff), "bold")
     for text in _asides(diff):
         line(text)
 
 
-def render_diff_markdown(diff: Diff, *, full: bool = False) -> str:
+def render_diff_markdown(diff: Diff) -> str:
     """The same in GitHub-flavoured Markdown, without headings; ends in a newline."""
     rows = []
-    for change in _rows(diff, full):
+    for change in _rows(diff):
         outcome, arm, place, *figures = _cells(change)
         rows.append((escaped(outcome), code_cell(arm), code_cell(place), *map(escaped, figures)))
     parts = [
-        f"{code_span(diff.now.name)} against baseline {code_span(diff.baseline.name)}: {escaped(_summary(diff, full))}",
+        f"{code_span(diff.now.name)} against baseline {code_span(diff.baseline.name)}: {escaped(_summary(diff))}",
         _bullets(f"not compared: {_refusal(refusal)}" for refusal in diff.refused),
         pipe_table(_COLUMNS, 3, rows) if rows else "",
         _bullets(_missing(diff)),
@@ -93,10 +92,9 @@ def _table(rows: Iterable[MetricChange], console: Console) -> Table:
 # --------------------------------------------------------------------------------------------------------- strings
 
 
-def _rows(diff: Diff, full: bool) -> list[MetricChange]:
-    """The rows of the table: metrics of both sides that changed or may have; with ``full`` all of both sides."""
-    compared = [change for change in diff.changes if change.outcome not in ("lost", "new")]
-    return [change for change in compared if full or (change.counts and change.outcome != "unchanged")]
+def _rows(diff: Diff) -> list[MetricChange]:
+    """The rows of the table: metrics of both sides that changed or may have."""
+    return [change for change in diff.changes if change.counts and change.outcome not in ("lost", "new", "unchanged")]
 
 
 def _cells(change: MetricChange) -> tuple[str, ...]:
@@ -151,7 +149,7 @@ def _missing(diff: Diff) -> Iterator[str]:
             yield one_line(f"{outcome}: {', '.join(arms)}, {what}{f' [{doubt}]' if doubt else ''}")
 
 
-def _summary(diff: Diff, full: bool) -> str:
+def _summary(diff: Diff) -> str:
     counts = diff.counted()
     named: tuple[ChangeOutcome, ...] = ("regressed", "lost", "cannot tell", "improved", "new", "unchanged")
     parts = [f"{counts[outcome]} {outcome}" for outcome in named if counts[outcome]]
@@ -159,8 +157,7 @@ def _summary(diff: Diff, full: bool) -> str:
     aside = sum(not change.counts and change.outcome == "cannot tell" for change in diff.changes)
     if aside:
         text += f" {aside} of which neither side is better differ{'s' if aside == 1 else ''}."
-    hidden = len([c for c in diff.changes if c.outcome not in ("lost", "new")]) - len(_rows(diff, full))
-    return text + (" --all lists every metric." if hidden else "")
+    return text
 
 
 def _refusal(refusal: Refusal) -> str:

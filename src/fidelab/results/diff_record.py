@@ -1,36 +1,41 @@
-"""The record of a run against a baseline: what ``fidelab diff --json`` prints, schema ``fidelab.diff/0``."""
+"""The record of a run against a baseline, part of what ``fidelab check --json`` writes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Final, Literal
+from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field
+from pydantic import AwareDatetime, BeforeValidator, Field
 
+from fidelab.core import parse_share
 from fidelab.metrics.change import Allowance
 from fidelab.results.comparability import Difference
 from fidelab.results.measurement import Better, Limit, Unit
-from fidelab.results.values import Count, Document, Free, Interval, Positive, Record
-
-SCHEMA: Final = "fidelab.diff/0"
+from fidelab.results.numbers import counted
+from fidelab.results.values import Count, Free, Interval, Record
 
 ChangeOutcome = Literal["regressed", "improved", "unchanged", "cannot tell", "lost", "new"]
 Basis = Literal["equal", "repeats", "intervals", "exact", "single"]
 
 
-class Thresholds(Record):
-    """What is allowed before a certain change counts."""
+_Share = Annotated[float, Field(ge=0), BeforeValidator(parse_share)]
 
-    slowdown: Positive = 0.1
+
+class Thresholds(Record):
+    """What is allowed before a certain change counts; shares may be percentages: ``10%``."""
+
+    slowdown: _Share = 0.1
     """Relative, of times and of the time that a rate stands for: at 0.1 a rate may fall to 1/1.1."""
-    memory_increase: Positive = 0.05
+    memory_increase: _Share = 0.05
     """Relative, of bytes."""
-    kld_increase: Positive = 0.1
+    kld_increase: _Share = 0.1
     """Relative, of divergences."""
-    kld_increase_nats: Positive = 0.0
+    kld_increase_nats: Annotated[float, Field(ge=0)] = 0.0
     """Absolute, on top of that."""
-    score_drop: Positive = 1.0
+    score_drop: Annotated[float, Field(ge=0, le=100)] = 1.0
     """Points of 100, of scores and shares."""
+    allow_missing: bool = False
+    """Whether a run passes that lacks metrics, or some of which must not be compared."""
 
     def allowance(self, limit: Limit, unit: Unit) -> Allowance:
         """What is allowed of a metric."""
@@ -116,11 +121,9 @@ class Refusal(Record):
     """Metrics that were not compared for it."""
 
 
-class Diff(Document):
+class Diff(Record):
     """A run against a baseline."""
 
-    schema_name: Literal["fidelab.diff/0"] = Field(default=SCHEMA, alias="schema")
-    """Name and version of this schema."""
     baseline: DiffSide
     """What it was."""
     now: DiffSide
@@ -143,23 +146,21 @@ class Diff(Document):
     def faults(self) -> list[str]:
         """Why the gate fails, a line each: what is certainly worse than allowed."""
         regressed = self.counted()["regressed"]
-        return [f"{_n(regressed, 'metric')} regressed"] if regressed else []
+        return [f"{counted(regressed, 'metric')} regressed"] if regressed else []
 
-    def undecided(self, *, allow_missing: bool = False) -> list[str]:
+    def undecided(self) -> list[str]:
         """Why the gate cannot pass either, a line each: what the run lacks, what must not be compared, what could be
         worse than allowed by an interval that was measured (a single value without one leaves the gate alone)."""
-        counts, lines = self.counted(), []
-        if counts["lost"] and not allow_missing:
-            lines.append(f"{_n(counts['lost'], 'metric')} of the baseline lost (--allow-missing lets that pass)")
-        if self.refused and not allow_missing:
+        counts, lines, strict = self.counted(), [], not self.thresholds.allow_missing
+        if counts["lost"] and strict:
+            lines.append(f"{counted(counts['lost'], 'metric')} of the baseline lost (allow_missing lets that pass)")
+        if self.refused and strict:
             groups = ", ".join(dict.fromkeys(group for refusal in self.refused for group in refusal.groups))
-            lines.append(f"not comparable: {groups} (--allow-missing lets that pass)")
+            lines.append(f"not comparable: {groups} (allow_missing lets that pass)")
         measured = ("intervals", "repeats")
         open_ = [one for one in self.changes if one.counts and one.outcome == "cannot tell" and one.basis in measured]
         if open_:
-            lines.append(f"{_n(len(open_), 'metric')} may be worse than allowed: the intervals are too wide to tell")
+            lines.append(
+                f"{counted(len(open_), 'metric')} may be worse than allowed: the intervals are too wide to tell"
+            )
         return lines
-
-
-def _n(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -2,7 +2,7 @@
 
 A :class:`Definition` says what a metric is, where it is defined: key, name, unit, which side is better, how several
 values become one.  A :class:`Metric` is one value of it.  A :class:`Measurement` is all that one axis or bench found on
-one arm.  Tables, charts, data frames, ``diff``, baselines and sample sizes read these and know no axis and no bench by
+one arm.  Tables, charts, data frames, ``check``, baselines and sample sizes read these and know no axis and no bench by
 name: those of a third party are treated like our own.
 """
 

@@ -1,0 +1,120 @@
+"""``fidelab check``: the gate on a saved report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fidelab.cli import options
+from fidelab.cli.output import UNDECIDED, open_console
+
+if TYPE_CHECKING:
+    from fidelab.results.check import Policy
+
+_WIDTH = 80
+_CODES = {"GO": 0, "NO-GO": 1, "INCONCLUSIVE": UNDECIDED}
+
+
+def check(
+    run_dir: options.RunDir,
+    max_kld: Annotated[
+        float | None, typer.Option(help="Largest mean KL allowed, nats: kld.mean.", show_default=False)
+    ] = None,
+    min_same_top: Annotated[
+        str | None,
+        typer.Option(help="Least share of positions with the same top token, 97%: kld.top1.", show_default=False),
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML with rules on any metric.", show_default=False)
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Also compare each metric with this run: a baseline's name, a run's folder, a report.json.",
+            show_default=False,
+        ),
+    ] = None,
+    arm: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Configuration. \\[default: the recommended or the only one]"),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Check all configurations.")] = False,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the decision as JSON; -: print it.", show_default=False),
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as JUnit XML.", show_default=False)
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False,
+) -> None:
+    """Decide a finished run: GO (exit code 0), NO-GO (1), or INCONCLUSIVE (3); needs no engine.
+
+    A figure passes or fails by its whole 95% interval. Where the interval reaches across a limit, the sample size that
+    would decide is named.
+
+    [bold]Examples[/bold]
+
+      fidelab check latest --max-kld 0.01 --min-same-top 97%
+
+      fidelab check latest --policy policy.yaml --baseline main --junit check.xml
+    """
+    from fidelab.axes import AXES
+    from fidelab.bench import BENCHES
+    from fidelab.core.errors import UsageError
+    from fidelab.report.exports import choose_arm
+    from fidelab.results.baselines import Baselines, read_run
+    from fidelab.results.check import check as decide
+    from fidelab.results.compare import compare
+    from fidelab.results.record import write_atomically
+    from fidelab.results.table import BENCH
+
+    if markdown and json_file == "-":
+        raise UsageError("--markdown and --json -: name one")
+    if every and arm is not None:
+        raise UsageError("--all and --arm: name one")
+    asked = _policy(policy, {"kld.mean": {"max": max_kld}, "kld.top1": {"min": min_same_top}})
+    report, diff = read_run(run_dir), None
+    if baseline is not None:
+        name, before = Baselines(Path("baselines")).read(baseline)
+        diff = compare(before, report, asked.baseline, names=(name, report.run_id))
+    everywhere = not any(rule.arm is None for rule in asked.rules)  # each rule names its own
+    arms = report.candidates if every or everywhere else [choose_arm(report, arm)]
+    groups = {*AXES.names(), *(f"{BENCH}{bench}" for bench in BENCHES.names())}
+    found = decide(report, asked, arms, groups=groups, diff=diff)
+    if json_file is not None and json_file != "-":
+        write_atomically(json_file, found.to_json())
+    if junit is not None:
+        from fidelab.report.check import render_junit
+
+        write_atomically(junit, render_junit(found))
+    if json_file == "-":
+        sys.stdout.write(found.to_json())
+    elif markdown:
+        from fidelab.report.check import render_check_markdown
+
+        sys.stdout.write(render_check_markdown(found))
+    else:
+        from fidelab.report.check import render_check
+
+        render_check(found, open_console(_WIDTH))
+    raise typer.Exit(_CODES[found.decision])
+
+
+def _policy(path: Path | None, flags: dict[str, dict[str, Any]]) -> Policy:
+    """The rules of the file, and critical ones of the flags that were given.
+
+    Raises:
+        ConfigError: what is wrong in the file or in a flag.
+    """
+    from fidelab.config.load import read_yaml, validate_as
+    from fidelab.results.check import Policy
+
+    asked = Policy() if path is None else validate_as(Policy, read_yaml(path, keys="'rules:'"), str(path))
+    rules = [{"metric": metric, **limit} for metric, limit in flags.items() if None not in limit.values()]
+    given = validate_as(Policy, {"rules": rules}, "check")
+    return asked.model_copy(update={"rules": (*given.rules, *asked.rules)})
