@@ -16,7 +16,7 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.baseline import diff
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import UNDECIDED, exit_on, note, open_console
+from fidelab.cli.output import UNDECIDED, command_line, exit_on, note, open_console, show_study
 
 if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
@@ -332,7 +332,7 @@ def leaderboard(
             "--out",
             "-o",
             metavar="FILE",
-            help="leaderboard.html, .md or .json. \\[default: Markdown on standard output]",
+            help="leaderboard.html or .json. \\[default: printed]",
         ),
     ] = None,
     by: Annotated[str, typer.Option(help="The axis or bench by whose first figure arms are ranked.")] = "kld",
@@ -350,18 +350,21 @@ def leaderboard(
     """
     from fidelab.bench import BENCHES
     from fidelab.core.errors import UsageError
-    from fidelab.report.leaderboard import render_leaderboard_markdown, write_leaderboard
-    from fidelab.results.leaderboard import rank
+    from fidelab.report.study import study_html
+    from fidelab.results.record import write_atomically
+    from fidelab.results.study import Study
     from fidelab.results.table import BENCH
+    from fidelab.studies.leaderboard import rank
 
-    if out is not None and (as_json or out.suffix.lower() not in (".html", ".md", ".json")):
-        raise UsageError(f"-o {out}: write a name that ends in .html, .md or .json, without --json")
+    faces = {".html": study_html, ".json": Study.to_json}
+    if out is not None and (as_json or out.suffix.lower() not in faces):
+        raise UsageError(f"-o {out}: write a name that ends in .html or .json, without --json")
     reports, superseded = _current(runs)
-    board = rank(reports, BENCH + by if by in BENCHES.names() else by, superseded)
+    study = rank(reports, BENCH + by if by in BENCHES.names() else by, superseded, command_line())
     if out is not None:
-        print(write_leaderboard(board, out))
+        print(write_atomically(out, faces[out.suffix.lower()](study)))
     else:
-        sys.stdout.write(board.to_json() if as_json else render_leaderboard_markdown(board))
+        show_study(study, None, as_json)
 
 
 def _current(paths: list[Path]) -> tuple[list[Report], list[tuple[Report, str]]]:
