@@ -16,7 +16,7 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.baseline import diff
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import UNDECIDED, command_line, exit_on, note, open_console, show_study
+from fidelab.cli.output import UNDECIDED, command_line, exit_on, note, open_console, print_json, show_study
 
 if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
@@ -56,7 +56,7 @@ def list_runs(
         and (earliest is None or (row.started is not None and row.started >= earliest))
     ]
     if as_json:
-        print(json.dumps({"runs": [_entry(row) for row in rows]}, indent=2, ensure_ascii=False))
+        print_json({"runs": [_entry(row) for row in rows]})
         return
     if not rows:
         note(f"fidelab: there is no such run in {runs.output_dir}")
@@ -85,7 +85,7 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
     row = read_row(run_dir)
     made = provenance(run_dir)
     if as_json:
-        print(json.dumps({**_entry(row), "provenance": made}, indent=2, ensure_ascii=False))
+        print_json({**_entry(row), "provenance": made})
         return
     held, size = row.held(), _mebibytes(row.bytes)
     facts = {
@@ -309,7 +309,7 @@ def verify(
         for line in remarks:
             print(f"  {line}")
     if as_json:
-        print(json.dumps({"receipts": entries}, indent=2, ensure_ascii=False))
+        print_json({"receipts": entries})
     exit_on([f"{one.receipt.path}: {fault}" for one in found for fault in one.faults])
     if any(one.verdict != "verified" for one in found):
         raise typer.Exit(UNDECIDED)
