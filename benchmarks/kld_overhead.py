@@ -112,13 +112,14 @@ def _pipeline(jobs: list[Any], engines: list[Any], store: Path) -> dict[str, flo
     """One run; returns seconds by step."""
     from fidelab.captures.writer import CaptureWriter, store_head
     from fidelab.core import Vocabulary
+    from fidelab.core.serial import to_json
     from fidelab.run.phases import score_captures
 
     folders, spent = [], {"answers of the reference": 0.0, "answers of the candidate": 0.0, "heads, checksums": 0.0}
     for job, engine in zip(jobs, engines, strict=True):
         capture = job.captures[0]
         target = store / job.role.replace(":", "-") / "kld"
-        writer = CaptureWriter(target, capture.request, capture.key, job.arm.record(), Vocabulary(VOCAB, "0" * 64))
+        writer = CaptureWriter(target, capture.request, capture.key, to_json(job.arm), Vocabulary(VOCAB, "0" * 64))
         began = time.perf_counter()
         answer = engine.answer(capture.request, _Sink(writer))
         answered = time.perf_counter()
@@ -162,6 +163,7 @@ def _random_capture(store: Path, windows: int, name: str) -> Path:
     from fidelab.captures.requests import Prefill
     from fidelab.captures.writer import CaptureWriter, store_head
     from fidelab.core import Arm, KVSpec, Vocabulary
+    from fidelab.core.serial import to_json
 
     rng = np.random.default_rng(1)
     noise = np.random.default_rng(2 if name == "test" else 3)
@@ -170,7 +172,7 @@ def _random_capture(store: Path, windows: int, name: str) -> Path:
     arm = Arm("x", "hf", "m", "m", "0" * 64, KVSpec.parse("f32"), "float32", "cpu", 1)
     arm = replace(arm, name=name, kv=KVSpec.parse("f32" if name == "ref" else "int4"))
     target = store / f"{name}-{windows}" / "kld"
-    writer = CaptureWriter(target, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(VOCAB, "0" * 64))
+    writer = CaptureWriter(target, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(VOCAB, "0" * 64))
     for item in range(windows):
         rows = rng.standard_normal((255, WIDTH), dtype=np.float32)
         writer.add(item, {"hidden": rows + 0.05 * noise.standard_normal((255, WIDTH), dtype=np.float32)})

@@ -34,6 +34,7 @@ from fidelab.config.load import read_yaml
 from fidelab.config.presets import find_preset, load_preset
 from fidelab.config.profiles import load_profile, resolve
 from fidelab.core.errors import FidelabError
+from fidelab.core.serial import to_json
 from fidelab.imports import lm_eval
 from fidelab.imports.kld_base import BaseFile
 from fidelab.imports.refract_axes import read_kld, read_plad, read_rniah, read_trajectory
@@ -186,7 +187,7 @@ def make_part(folder: Path, vocab: int) -> Path:
     from fidelab.captures.writer import store_vocabulary
 
     store_vocabulary(folder, words, pieces)
-    out = CaptureWriter(folder / "arm" / "kld-0-r0", request, key, sample.ARM.record(), words)
+    out = CaptureWriter(folder / "arm" / "kld-0-r0", request, key, to_json(sample.ARM), words)
     scores = np.random.default_rng(0).normal(size=(3, vocab))
     rows = scores - np.log(np.exp(scores).sum(1, keepdims=True))
     out.add(0, {"logprobs": rows.astype(np.float16)})

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     )
     from fidelab.core import Arm, FormatSpec, KVSpec, Status
     from fidelab.core.errors import EngineError, FidelabError, InputError, NotSupportedError, UsageError
-    from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, answer_with_head
+    from fidelab.core.runtime import RuntimeInfo
+    from fidelab.engines.base import Answer, Engine, Sink, Support, answer_with_head
     from fidelab.formats.base import Format, Parts
     from fidelab.results.measurement import Cell, Definition, Flag, Measurement, Metric
     from fidelab.results.plots import Bars, Curve, Grid, Heatmap, TablePlot, TextPair, Texts
@@ -105,6 +106,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "RuntimeInfo": "core.runtime",
     **dict.fromkeys(
         (
             "OVER_CONTROL",
@@ -161,7 +163,6 @@ _MODULES = {
         (
             "Answer",
             "Engine",
-            "RuntimeInfo",
             "Sink",
             "Support",
             "answer_with_head",

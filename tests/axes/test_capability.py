@@ -24,6 +24,7 @@ from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
 from fidelab.core.errors import CaptureError, InputError
+from fidelab.core.serial import to_json
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
@@ -116,7 +117,7 @@ def _capture(store: Path, name: str, request: Generate, answers: Answers) -> Cap
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     words = Vocabulary(len(BYTES), digest(*BYTES))
     store_vocabulary(store, words, BYTES)
-    writer = CaptureWriter(store / name / request.axis, request, capture_key(arm, request, {}, 0), arm.record(), words)
+    writer = CaptureWriter(store / name / request.axis, request, capture_key(arm, request, {}, 0), to_json(arm), words)
     for item, check in enumerate(_ids(request)):
         answer = answers.get(f"{check} in batch", answers.get(check)) if "batch" in request.axis else answers.get(check)
         writer.add(item, {"ids": np.array([] if answer is None else [*answer.encode(), 0], dtype=np.int32)})
@@ -398,7 +399,7 @@ def test_the_embedded_model_knows_capitals_and_batches_as_it_answers_alone(smoll
         sink = tiny.Answers()
         answer = engine.answer(request, sink)
         key = capture_key(arm, request, {}, 0)
-        writer = CaptureWriter(tmp_path / part, request, key, arm.record(), tokenizer.vocabulary())
+        writer = CaptureWriter(tmp_path / part, request, key, to_json(arm), tokenizer.vocabulary())
         for item, arrays in sink.items.items():
             writer.add(item, arrays)
         capture = Capture(writer.finish(str(answer.estimator), {}, {}))

@@ -21,6 +21,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter
 from fidelab.core import Arm, KVSpec, Vocabulary
+from fidelab.core.serial import to_json
 from fidelab.inputs.files import DATA
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.degeneration import degeneration_onset, distinct_floor
@@ -58,7 +59,7 @@ def _capture(store: Path, name: str, texts: Sequence[Sequence[int]], failed: dic
     request = Generate("degeneration", prompts, LENGTH, (STOP,), settings=settings, rows=False)
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     writer = CaptureWriter(
-        store / name, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64)
+        store / name, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64)
     )
     for item, ids in enumerate(texts):
         writer.add(item, {"ids": np.array(ids, dtype=np.int32)})

@@ -19,6 +19,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Request
 from fidelab.captures.writer import CaptureWriter
 from fidelab.core import Arm, KVSpec, Vocabulary
+from fidelab.core.serial import to_json
 
 V = 16
 TEXT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4]
@@ -37,7 +38,7 @@ def captured(
     store: Path, arm: Arm, request: Request, answers: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
 ) -> Capture:
     key = capture_key(arm, request, {}, 0)
-    writer = CaptureWriter(store / arm.name, request, key, arm.record(), Vocabulary(V, "0" * 64))
+    writer = CaptureWriter(store / arm.name, request, key, to_json(arm), Vocabulary(V, "0" * 64))
     for item, arrays in enumerate(answers):
         writer.add(item, {name: np.asarray(array) for name, array in arrays.items()})
     return Capture(writer.finish("logprobs", {}, dict(facts)))

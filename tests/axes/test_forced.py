@@ -21,6 +21,7 @@ from fidelab.captures.requests import Forced, Generate, Request
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
 from fidelab.core.errors import CaptureError, InputError
+from fidelab.core.serial import to_json
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
@@ -41,7 +42,7 @@ def _capture(
 ) -> Capture:
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     writer = CaptureWriter(
-        store / name, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64)
+        store / name, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64)
     )
     for item, arrays in enumerate(answers):
         writer.add(item, arrays)
@@ -323,7 +324,7 @@ def test_turn_words_are_counted_among_tokens_of_high_kl_and_among_all(tmp_path: 
     captures = []
     for name, rows in (("f32", ref), ("int4", test)):
         arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-        writer = CaptureWriter(tmp_path / "arm" / name, request, capture_key(arm, request, {}, 0), arm.record(), words)
+        writer = CaptureWriter(tmp_path / "arm" / name, request, capture_key(arm, request, {}, 0), to_json(arm), words)
         writer.add(0, {"logprobs": rows})
         captures.append(Capture(writer.finish("logprobs", {}, {})))
     score = AXIS.score(Pair.match(*captures), 0)

@@ -23,6 +23,7 @@ from fidelab.captures.requests import Generate, Tokens
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
 from fidelab.core.errors import InputError
+from fidelab.core.serial import to_json
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import wilson_interval
@@ -112,7 +113,7 @@ def _capture(store: Path, name: str, request: Generate, answers: Sequence[str | 
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     words = Vocabulary(len(BYTES), digest(*BYTES))
     store_vocabulary(store, words, BYTES)
-    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), arm.record(), words)
+    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), to_json(arm), words)
     for item, answer in enumerate(answers):
         ids = [*answer.encode(), STOP] if isinstance(answer, str) else list(answer or [])
         writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
@@ -402,7 +403,7 @@ def test_the_embedded_model_answers_what_it_only_has_to_copy(smollm2: Model, tmp
     arm = tiny.arm(smollm2.path)
     store_vocabulary(tmp_path, tokenizer.vocabulary(), tokenizer.pieces())
     writer = CaptureWriter(
-        tmp_path / "c", request, capture_key(arm, request, {}, 0), arm.record(), tokenizer.vocabulary()
+        tmp_path / "c", request, capture_key(arm, request, {}, 0), to_json(arm), tokenizer.vocabulary()
     )
     for item, arrays in sink.items.items():
         writer.add(item, arrays)

@@ -20,6 +20,7 @@ from fidelab.captures.requests import Served
 from fidelab.captures.writer import CaptureWriter
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.core.errors import MismatchError
+from fidelab.core.serial import to_json
 from fidelab.metrics.divergence import parting
 from fidelab.results.measurement import Coordinates
 from fidelab.results.record import Report
@@ -47,7 +48,7 @@ def _capture(store: Path, name: str, part: str, rows: Rows | None, engine: str, 
     request = Served(f"paths.{part}", WINDOWS, FIRST[part], N - 2, way, settings=(("n_ctx", N), ("way", way)))
     arm = Arm(name, engine, "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     place = store / f"{name}-{engine}" / part
-    writer = CaptureWriter(place, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
+    writer = CaptureWriter(place, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64))
     for item in range(len(WINDOWS)):
         if rows is None:
             writer.fail(item, "no rows")

@@ -24,6 +24,7 @@ from fidelab.captures.requests import Prefill, Request
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.core.errors import InputError
+from fidelab.core.serial import to_json
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
@@ -147,7 +148,7 @@ def _capture(
 ) -> Capture:
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     folder = store / f"{name}-{request.axis}"
-    writer = CaptureWriter(folder, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
+    writer = CaptureWriter(folder, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64))
     for item, arrays in enumerate(answers):
         writer.add(item, arrays)
     if head is not None:

@@ -22,6 +22,7 @@ from fidelab.captures.requests import Generate, Tokens
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
 from fidelab.core.errors import InputError, UnknownNameError
+from fidelab.core.serial import to_json
 from fidelab.inputs.perturb import perturb
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.texts import Text
@@ -80,7 +81,7 @@ def _capture(
 ) -> Capture:
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     words = Vocabulary(len(PIECES), digest(*PIECES))
-    writer = CaptureWriter(store / "arms" / name, request, capture_key(arm, request, {}, 0), arm.record(), words)
+    writer = CaptureWriter(store / "arms" / name, request, capture_key(arm, request, {}, 0), to_json(arm), words)
     for item, ids in enumerate(answers):
         writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
     for item, reason in (failed or {}).items():

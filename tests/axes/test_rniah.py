@@ -19,6 +19,7 @@ from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import InputError, UsageError
+from fidelab.core.serial import to_json
 from fidelab.inputs.needles import draw_needles
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
@@ -50,7 +51,7 @@ def _capture(store: Path, name: str, request: Generate, answers: list[str | None
     vocabulary = TOKENIZER.vocabulary()
     store_vocabulary(store, vocabulary, TOKENIZER.pieces())
     key = capture_key(arm, request, {"name": name}, 0)
-    writer = CaptureWriter(store / name / request.axis, request, key, arm.record(), vocabulary)
+    writer = CaptureWriter(store / name / request.axis, request, key, to_json(arm), vocabulary)
     for item, answer in enumerate(answers):
         writer.add(item, {"ids": np.array([*(answer or "").encode(), 0], dtype=np.int32)})
         if answer is None:

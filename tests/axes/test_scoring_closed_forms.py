@@ -23,6 +23,7 @@ from fidelab.captures.requests import Generate, Prefill, Request
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.core.errors import InputError, UsageError
+from fidelab.core.serial import to_json
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
@@ -36,7 +37,7 @@ def _capture(
 ) -> Capture:
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     writer = CaptureWriter(
-        store / name, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64)
+        store / name, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64)
     )
     for item, arrays in enumerate(answers):
         writer.add(item, arrays)

@@ -20,6 +20,7 @@ from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
 from fidelab.core.errors import UnavailableError
+from fidelab.core.serial import to_json
 from fidelab.inputs.conversations import load_traffic
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
@@ -84,7 +85,7 @@ def _capture(store: Path, name: str, request: Generate, answers: Sequence[str]) 
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     words = Vocabulary(len(BYTES), digest(*BYTES))
     store_vocabulary(store, words, BYTES)
-    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), arm.record(), words)
+    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), to_json(arm), words)
     for item, answer in enumerate(answers):
         if answer:
             writer.add(item, {"ids": np.array([*answer.encode(), STOP], dtype=np.int32)})

@@ -21,6 +21,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, Estimator, KVSpec, Vocabulary, digest
+from fidelab.core.serial import to_json
 from fidelab.metrics.composite import verdict
 
 V, ROWS = 8, 6
@@ -32,7 +33,7 @@ def _capture(store: Path, name: str, request: Request, answers: Sequence[dict[st
     arm = Arm(name, "openai", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     vocabulary = Vocabulary(V, digest(*PIECES))
     store_vocabulary(store, vocabulary, PIECES)
-    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), arm.record(), vocabulary)
+    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), to_json(arm), vocabulary)
     for item, arrays in enumerate(answers):
         writer.add(item, arrays)
     return Capture(writer.finish("topk", {}, {}))

@@ -15,13 +15,12 @@ from fidelab.physics.explainer import explainer, measured_points
 from fidelab.physics.fits import read_points
 from fidelab.report.explainer import render_explainer
 from fidelab.report.html import render_html, render_notebook
-from fidelab.report.leaderboard import render_leaderboard_html
 from fidelab.report.study import study_html
-from fidelab.results.leaderboard import rank
 from fidelab.results.measurement import Flag
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 from fidelab.results.study import SCHEMA, Study, StudyRow
+from fidelab.studies.leaderboard import rank
 from fidelab.studies.roundings import KLD, TOP1, heatmap
 from tests.browser.conftest import Open, Visit
 from tests.report.sample import (
@@ -123,7 +122,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "wide": report_page(wide_report()),
     "study": study_page,
     "notebook": notebook_page,
-    "leaderboard": lambda _: render_leaderboard_html(rank([sample_report(), hostile_report(), wide_report()])),
+    "leaderboard": lambda _: study_html(rank([sample_report(), hostile_report(), wide_report()])),
     "explain": lambda _: render_explainer(explainer(FORMATS), fidelab.__version__),
     "explain points": points_page,
 }

@@ -16,6 +16,7 @@ from fidelab.captures.manifest import MANIFEST, capture_folder, capture_key, dum
 from fidelab.captures.requests import Generate, Prefill, Request
 from fidelab.captures.writer import CaptureWriter, store_head, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
+from fidelab.core.serial import to_json
 
 PIECES = [f"<{i}>" for i in range(8)]
 ARM = Arm("bf16", "fake", "owner/model", "here", "w" * 8, KVSpec.parse("bf16"), "float32", "cpu", 2, (("a", "1"),))
@@ -45,7 +46,7 @@ def writer(
     key = capture_key(arm, request, {"fake": "1"}, n)
     words = vocabulary(pieces)
     store_vocabulary(store, words, pieces)
-    return CaptureWriter(capture_folder(store, arm, request, key), request, key, arm.record(), words)
+    return CaptureWriter(capture_folder(store, arm, request, key), request, key, to_json(arm), words)
 
 
 def write(

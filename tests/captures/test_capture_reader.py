@@ -15,6 +15,7 @@ from fidelab.captures.manifest import load_manifest
 from fidelab.captures.reader import Capture, find_captures, is_complete
 from fidelab.captures.writer import store_head
 from fidelab.core.errors import CaptureError
+from fidelab.core.serial import to_json
 from tests.captures import sample
 
 HEAD = {"weight": np.arange(32, dtype=np.float32).reshape(8, 4), "bias": np.ones(8, np.float32)}
@@ -46,7 +47,7 @@ def test_a_capture_says_what_it_was_given(capture: Path) -> None:
     assert opened.request == sample.WINDOWS
     assert opened.vocabulary == sample.vocabulary()
     assert opened.pieces() == sample.PIECES
-    assert opened.manifest["asked"] == sample.ARM.record()
+    assert opened.manifest["asked"] == to_json(sample.ARM)
 
 
 def test_generate_probes_come_back_as_they_went(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
 from fidelab.core import Vocabulary
+from fidelab.core.serial import to_json
 from fidelab.metrics.divergence import compare_rows, log_softmax
 from tests.captures.sample import ARM
 
@@ -33,7 +34,7 @@ def _rows(noise: float = 0.0) -> NDArray[np.float16]:
 def _capture(folder: Path, rows: NDArray[np.float16], replicate: int = 0) -> Capture:
     request = Prefill("kld", ((0, *TARGETS.tolist()),), 0, N - 1, ((0,) * N,))
     key = capture_key(ARM, request, {}, replicate)
-    writer = CaptureWriter(folder, request, key, ARM.record(), Vocabulary(V, "0" * 64))
+    writer = CaptureWriter(folder, request, key, to_json(ARM), Vocabulary(V, "0" * 64))
     writer.add(0, {"logprobs": rows})
     return Capture(writer.finish("logprobs", {}, {}))
 

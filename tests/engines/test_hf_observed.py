@@ -16,7 +16,7 @@ from torch import Tensor
 from fidelab.captures.manifest import capture_key, seed_of
 from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.core import Status
-from fidelab.engines.base import RuntimeInfo
+from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.hf import proof
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.run.pairing import ArmResult, engaged

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request
 from fidelab.core import FormatSpec, Status
-from fidelab.engines.base import RuntimeInfo
+from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.cache import EncodedStore, _EncodedAttention
 from fidelab.formats import FORMATS, create

@@ -18,6 +18,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Timed, Tokens, request_record
 from fidelab.core import Arm, KVSpec, Status
 from fidelab.core.errors import EngineError, NotSupportedError
+from fidelab.core.serial import to_json
 from fidelab.engines import timing
 from fidelab.engines.base import Engine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
@@ -265,7 +266,7 @@ def worked(arm: Arm, request: Timed, store: Path) -> Capture:
     key = capture_key(arm, request, {}, 0)
     words = sample.vocabulary()
     job = Job(
-        arm.record(),
+        to_json(arm),
         str(store),
         [ProbeTask(request_record(request), str(capture_folder(store, arm, request, key)), key)],
         {"size": words.size, "sha256": words.sha256},

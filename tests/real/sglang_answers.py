@@ -14,6 +14,7 @@ from typing import Any
 from fidelab.captures.requests import Request, request_from_record
 from fidelab.core import Arm
 from fidelab.core.errors import FidelabError
+from fidelab.core.serial import from_json
 from fidelab.engines.sglang.adapter import SGLangEngine
 from tests.real.answers import Answers, answering
 
@@ -22,7 +23,7 @@ def main() -> None:
     engine = SGLangEngine()
     with answering() as (job, said):
         engine.foreseen = frozenset(record["kind"] for record in job["requests"].values())
-        engine.open(Arm.from_record(job["arm"]))
+        engine.open(from_json(Arm, job["arm"]))
         said.plain |= {"ids": engine.tokenize("w5 w6 w7"), "phases": list(engine.phases)}
         said.put(engine, job["requests"], engine._session, "stream")
         if job["own"]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fidelab.core import Arm
+from fidelab.core.serial import from_json
 from fidelab.engines.vllm.adapter import VLLMEngine
 from tests.real.answers import answering
 
@@ -17,7 +18,7 @@ def main() -> None:
     engine = VLLMEngine()
     with answering() as (job, said):
         engine.foreseen = frozenset(record["kind"] for record in job["requests"].values())
-        engine.open(Arm.from_record(job["arm"]))
+        engine.open(from_json(Arm, job["arm"]))
         said.plain |= {"ids": engine.tokenize("w5 w6 w7"), "phases": list(engine.phases)}
         said.put(engine, job["requests"], engine._model, "tokens")
         if job["own"]:

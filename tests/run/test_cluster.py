@@ -23,6 +23,7 @@ from fidelab.captures.requests import Prefill, request_hash, request_record
 from fidelab.config.experiment import validate
 from fidelab.core import Arm, KVSpec, Status
 from fidelab.core.errors import ConfigError, UsageError
+from fidelab.core.serial import to_json
 from fidelab.run.cluster import Lost, Needs, RayCluster, answer, run_job
 from fidelab.run.runner import needs_of
 from fidelab.workers.messages import Captured, Job, Message, ProbeTask, encode
@@ -144,7 +145,7 @@ def job(tmp_path: Path) -> Job:
         tasks.append(ProbeTask(request_record(request), str(tmp_path / "store" / "arm" / f"kld-{number}"), key))
     arm = Arm("exact", "fake", "fake", "fake", "0" * 64, KVSpec.parse("exact"), "float32", "cpu", 1)
     return Job(
-        arm=arm.record(), store=str(tmp_path / "store"), tasks=tasks, vocabulary={"size": 256, "sha256": "0" * 64}
+        arm=to_json(arm), store=str(tmp_path / "store"), tasks=tasks, vocabulary={"size": 256, "sha256": "0" * 64}
     )
 
 
@@ -279,7 +280,7 @@ def test_workers_of_other_jobs_on_a_node_go_on(
 
 def _on_gpu(job: Job, kv: str) -> Job:
     arm = Arm(kv, "fake", "fake", "fake", "0" * 64, KVSpec.parse(kv), "float32", "cuda", 1)
-    return replace(job, arm=arm.record())
+    return replace(job, arm=to_json(arm))
 
 
 ASKER = (sys.executable, "-m", "fidelab.workers.ask")

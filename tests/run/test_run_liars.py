@@ -121,7 +121,7 @@ def test_a_reference_that_lies_leaves_a_whole_report_too(
             ("deaf", "the worker ended"),
             ("success-without-a-capture", "task 0, which was not asked"),
             ("writes-times-that-run-back", "times that no clock gives"),
-            ("writes-an-odd-record", "misstates 'ran.proof'"),
+            ("writes-an-odd-record", "misstates 'ran.versions'"),
         ]
     ),
 )

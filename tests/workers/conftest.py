@@ -15,6 +15,7 @@ import fidelab
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.requests import request_record
 from fidelab.core import Arm
+from fidelab.core.serial import to_json
 from fidelab.workers.fork_server import ForkServer
 from fidelab.workers.messages import Job, Message, ProbeTask
 from fidelab.workers.parent import JobOutcome, run_worker
@@ -55,7 +56,7 @@ def make_job(store: Path, arm: Arm, **changes: Any) -> Job:
         tasks.append(ProbeTask(request_record(request), str(capture_folder(store, arm, request, key)), key))
     words = sample.vocabulary()
     fields = {
-        "arm": arm.record(),
+        "arm": to_json(arm),
         "store": str(store),
         "tasks": tasks,
         "sample_text": "hé",

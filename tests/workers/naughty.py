@@ -15,7 +15,8 @@ import numpy as np
 from fidelab.captures.requests import Request
 from fidelab.core import Arm, Estimator
 from fidelab.core.errors import NotSupportedError
-from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support
+from fidelab.core.runtime import RuntimeInfo
+from fidelab.engines.base import Answer, Engine, Sink, Support
 
 LIES = b'{"type": "Done", "ran": {}}\n{"type": "Captured", "index": 0, "path": "/", "seconds": 0}\nnonsense\n'
 

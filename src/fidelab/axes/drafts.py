@@ -17,6 +17,7 @@ from fidelab.axes.rows import CHUNK, estimator_of, item_rows, logits
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import Arm, Estimator, looked_up
+from fidelab.core.serial import from_json
 from fidelab.metrics.agreement import NEAR_TIE
 from fidelab.metrics.divergence import log_softmax
 from fidelab.metrics.speculation import expected_length, overlap, replay
@@ -141,6 +142,6 @@ def _text(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> Flag:
 
 def _but_for_speculation(capture: Capture) -> str:
     """What an arm computes, without the options that concern speculation."""
-    arm = Arm.from_record(capture.manifest["asked"])
+    arm = from_json(Arm, capture.manifest["asked"])
     own = (capture.manifest["facts"].get(SPECULATION) or {}).get("options", ())
     return replace(arm, options=tuple((key, value) for key, value in arm.options if key not in own)).fingerprint()

@@ -16,7 +16,9 @@ from typing import Any
 
 from fidelab.captures.requests import KINDS, Request, request_hash
 from fidelab.core import Arm, Estimator, canonical_json, digest, read_file, slug, strict_json
-from fidelab.core.errors import CaptureError, OtherSchemaError, UsageError
+from fidelab.core.errors import CaptureError, OtherSchemaError
+from fidelab.core.runtime import ran_faults
+from fidelab.core.serial import fits
 
 SCHEMA = "fidelab.capture/0"
 MANIFEST = "manifest.json"
@@ -118,9 +120,7 @@ def _faults(manifest: Mapping[str, Any]) -> Iterator[str]:
         and _is_sha256(vocabulary["sha256"])
     ):
         yield "vocabulary"
-    try:
-        Arm.from_record(manifest["asked"])
-    except (KeyError, TypeError, ValueError, UsageError):
+    if not fits(manifest["asked"], Arm):
         yield "asked"
     try:
         time.strptime(manifest["created"], "%Y-%m-%dT%H:%M:%SZ")
@@ -139,34 +139,6 @@ def _faults(manifest: Mapping[str, Any]) -> Iterator[str]:
         and _is_number(head.get("scale"))
     ):
         yield "head"
-
-
-def ran_faults(ran: Mapping[str, Any]) -> Iterator[str]:
-    """What scoring and reports read of the record of what ran; engines may add fields of their own."""
-    for field in ("k_format", "v_format", "k_dtype", "v_dtype", "attention", "device", "ids"):
-        if not isinstance(ran.get(field), str | None):
-            yield field
-    sizes = ("cache_bytes_per_token", "expected_bytes_per_token", "state_bytes_per_sequence")
-    for field in (*sizes, "k_changed", "v_changed"):
-        if ran.get(field) is not None and not (_is_number(ran[field]) and ran[field] >= 0):
-            yield field
-    observed = ran.get("observed") or {}
-    if not (isinstance(observed, dict) and all(map(_is_pair, observed.values()))):
-        yield "observed"
-    for field in ("versions", "proof"):
-        texts = ran.get(field) or {}
-        if not (isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values())):
-            yield field
-
-
-def _is_pair(counts: Any) -> bool:
-    """Whether this is some of all."""
-    return (
-        isinstance(counts, list | tuple)
-        and len(counts) == 2
-        and all(type(count) is int for count in counts)
-        and 0 <= counts[0] <= counts[1]
-    )
 
 
 def _is_item(item: Any, n_parts: int) -> bool:

@@ -153,7 +153,7 @@ def _finish(imported: Imported, *, as_json: bool) -> None:
 def _show_comparison(imported: Imported) -> None:
     """The file's figures, REFRACT's definition and ours, side by side."""
     from fidelab.imports.refract import AXIS
-    from fidelab.report.text import literal, print_line, simple_table
+    from fidelab.report.text import print_line, print_table
     from fidelab.results.numbers import ABSENT, one_line
     from fidelab.results.plots import TablePlot
 
@@ -166,10 +166,5 @@ def _show_comparison(imported: Imported) -> None:
             return ABSENT
         return one_line(value) if isinstance(value, str) else f"{value:.4f}"
 
-    table = simple_table()
-    for index, heading in enumerate(plot.columns):
-        table.add_column(literal(heading, console), justify="right" if index else "left", overflow="fold")
-    for row in plot.rows:
-        table.add_row(*(literal(cell(value), console) for value in row))
     print_line(console, plot.title, "bold")
-    console.print(table)
+    print_table(console, plot.columns, [[cell(value) for value in row] for row in plot.rows])

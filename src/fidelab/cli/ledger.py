@@ -15,7 +15,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import UNDECIDED, exit_on, note, open_console
+from fidelab.cli.output import UNDECIDED, command_line, exit_on, note, open_console, print_json, show_study
 
 if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
@@ -54,7 +54,7 @@ def list_runs(
         and (earliest is None or (row.started is not None and row.started >= earliest))
     ]
     if as_json:
-        print(json.dumps({"runs": [_entry(row) for row in rows]}, indent=2, ensure_ascii=False))
+        print_json({"runs": [_entry(row) for row in rows]})
         return
     if not rows:
         note(f"fidelab: there is no such run in {runs.output_dir}")
@@ -83,7 +83,7 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
     row = read_row(run_dir)
     made = provenance(run_dir)
     if as_json:
-        print(json.dumps({**_entry(row), "provenance": made}, indent=2, ensure_ascii=False))
+        print_json({**_entry(row), "provenance": made})
         return
     held, size = row.held(), _mebibytes(row.bytes)
     facts = {
@@ -307,7 +307,7 @@ def verify(
         for line in remarks:
             print(f"  {line}")
     if as_json:
-        print(json.dumps({"receipts": entries}, indent=2, ensure_ascii=False))
+        print_json({"receipts": entries})
     exit_on([f"{one.receipt.path}: {fault}" for one in found for fault in one.faults])
     if any(one.verdict != "verified" for one in found):
         raise typer.Exit(UNDECIDED)
@@ -330,7 +330,7 @@ def leaderboard(
             "--out",
             "-o",
             metavar="FILE",
-            help="leaderboard.html, .md or .json. \\[default: Markdown on standard output]",
+            help="leaderboard.html or .json. \\[default: printed]",
         ),
     ] = None,
     by: Annotated[str, typer.Option(help="The axis or bench by whose first figure arms are ranked.")] = "kld",
@@ -348,18 +348,21 @@ def leaderboard(
     """
     from fidelab.bench import BENCHES
     from fidelab.core.errors import UsageError
-    from fidelab.report.leaderboard import render_leaderboard_markdown, write_leaderboard
-    from fidelab.results.leaderboard import rank
+    from fidelab.report.study import study_html
+    from fidelab.results.record import write_atomically
+    from fidelab.results.study import Study
     from fidelab.results.table import BENCH
+    from fidelab.studies.leaderboard import rank
 
-    if out is not None and (as_json or out.suffix.lower() not in (".html", ".md", ".json")):
-        raise UsageError(f"-o {out}: write a name that ends in .html, .md or .json, without --json")
+    faces = {".html": study_html, ".json": Study.to_json}
+    if out is not None and (as_json or out.suffix.lower() not in faces):
+        raise UsageError(f"-o {out}: write a name that ends in .html or .json, without --json")
     reports, superseded = _current(runs)
-    board = rank(reports, BENCH + by if by in BENCHES.names() else by, superseded)
+    study = rank(reports, BENCH + by if by in BENCHES.names() else by, superseded, command_line())
     if out is not None:
-        print(write_leaderboard(board, out))
+        print(write_atomically(out, faces[out.suffix.lower()](study)))
     else:
-        sys.stdout.write(board.to_json() if as_json else render_leaderboard_markdown(board))
+        show_study(study, None, as_json)
 
 
 def _current(paths: list[Path]) -> tuple[list[Report], list[tuple[Report, str]]]:

@@ -7,6 +7,7 @@ that a terminal obeys; after :func:`guard_streams` none gets there, neither by `
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -143,6 +144,13 @@ def exit_on(faults: Collection[str], undecided: Collection[str] = ()) -> None:
         note(f"fidelab: {line}")
     if faults or undecided:
         raise typer.Exit(1 if faults else UNDECIDED)
+
+
+def print_json(value: Any) -> None:
+    """Print plain data as one JSON object; NaN and infinities become null."""
+    from fidelab.core import finite
+
+    print(json.dumps(finite(value), indent=2, ensure_ascii=False))
 
 
 def show_study(study: Study, folder: Path | None, as_json: bool) -> None:

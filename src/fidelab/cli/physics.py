@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
@@ -14,7 +13,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands, Group
-from fidelab.cli.output import note, open_console
+from fidelab.cli.output import note, open_console, print_json
 from fidelab.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -115,9 +114,7 @@ def model(
         {key: value for key, value in (("speedup", speedup), ("rate", rate)) if value is not None},
     )
     if as_json:
-        from fidelab.core import finite
-
-        print(json.dumps(finite(found), indent=2, ensure_ascii=False))
+        print_json(found)
     else:
         _show(found)
 
@@ -145,7 +142,7 @@ def _geometry(name: str | None, sizes: Mapping[str, float | None]) -> tuple[Geom
 
 
 def _show(found: Mapping[str, Any]) -> None:
-    from fidelab.report.text import literal, print_line, simple_table
+    from fidelab.report.text import print_line, print_table
     from fidelab.results.numbers import format_amount, format_count, format_ratio, format_share, format_tokens, one_line
 
     console = open_console()
@@ -155,12 +152,7 @@ def _show(found: Mapping[str, Any]) -> None:
     def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         line("")
         line(title)
-        grid = simple_table()
-        for n, heading in enumerate(headings):
-            grid.add_column(literal(heading, console), justify="right" if n else "left", no_wrap=n > 0)
-        for row in rows:
-            grid.add_row(*(literal(cell, console) for cell in row))
-        console.print(grid)
+        print_table(console, headings, rows, overflow="ellipsis", no_wrap=True)
 
     kept = "; ".join(
         f"{kind['layers']} × {kind['heads']} KV heads of "
@@ -325,15 +317,13 @@ def fit(
         ceiling=ceiling,
     )
     if as_json:
-        from fidelab.core import finite
-
-        print(json.dumps(finite(found), indent=2, ensure_ascii=False))
+        print_json(found)
     else:
         _show_fit(found)
 
 
 def _show_fit(found: Mapping[str, Any]) -> None:
-    from fidelab.report.text import literal, print_line, simple_table
+    from fidelab.report.text import print_line, print_table
 
     console = open_console()
     line = partial(print_line, console)
@@ -343,28 +333,20 @@ def _show_fit(found: Mapping[str, Any]) -> None:
             continue
         how = f"{entry['clusters']} clusters resampled" if entry["clusters"] else "linearised"
         line(f"{name}: {entry['formula']}, {entry['n']} points, R² {entry['r2']:.4f}; 95% intervals ({how})")
-        table = simple_table()
-        for heading in ("", "estimate", "from", "to"):
-            table.add_column(heading, justify="right" if heading else "left")
-        for key, values in entry["parameters"].items():
-            table.add_row(key, *(literal(f"{value:.5g}", console) for value in values))
-        console.print(table)
+        cells = ((key, *(f"{value:.5g}" for value in values)) for key, values in entry["parameters"].items())
+        print_table(console, ("", "estimate", "from", "to"), cells)
     for text in found["sentences"]:
         line(text)
     if residuals := found["residuals"]:
         line("")
         line(f"residuals by {found['x']}: median, and from the smallest to the largest")
-        table = simple_table()
-        table.add_column(literal(found["x"], console), justify="right")
+        headings, lines = [found["x"]], [[f"{row['x']:g}"] for row in residuals]
         for name in residuals[0]["by_fit"]:
-            table.add_column(name, justify="right")
-            table.add_column("", justify="left")
-        for row in residuals:
-            cells = []
-            for entry in row["by_fit"].values():
-                cells += [f"{entry['median']:+.3g} ({entry['from']:+.3g} to {entry['to']:+.3g})", entry["bar"]]
-            table.add_row(f"{row['x']:g}", *(literal(cell, console) for cell in cells))
-        console.print(table)
+            headings += [name, ""]
+            for line_of, row in zip(lines, residuals, strict=True):
+                entry = row["by_fit"][name]
+                line_of += [f"{entry['median']:+.3g} ({entry['from']:+.3g} to {entry['to']:+.3g})", entry["bar"]]
+        print_table(console, headings, lines, words=range(2, len(headings), 2))
 
 
 def explain(
@@ -441,22 +423,20 @@ def list_devices(
     table = devices()
     if as_json:
         rows = {name: {**vars(row), "verified": row.verified or None} for name, row in table.items()}
-        print(json.dumps({"devices": rows}, indent=2, ensure_ascii=False))
+        print_json({"devices": rows})
         return
-    from fidelab.report.text import literal, simple_table
+    from fidelab.report.text import print_table
     from fidelab.results.numbers import ABSENT, one_line
 
-    console, grid = open_console(), simple_table()
-    for n, heading in enumerate(("device", "GB", "driver GB", "peak GB/s", "copied GB/s", "bf16 TFLOP/s", "checked")):
-        grid.add_column(heading, justify="right" if 0 < n < 6 else "left", overflow="fold")
+    lines = []
     for name, row in table.items():
         copied = ABSENT if row.sustained is None else f"{row.sustained / 1e9:,.1f}"
         bf16 = f"{row.compute['bf16'] / 1e12:,.4g}" if "bf16" in row.compute else ABSENT
         told = ABSENT if row.reported is None else f"{row.reported / 1e9:,.1f}"
         figures = (f"{row.memory / 1e9:,.0f}", told, f"{row.peak_bandwidth / 1e9:,.4g}", copied, bf16)
-        cells = (one_line(name), *figures, one_line(row.verified) or "unverified")
-        grid.add_row(*(literal(cell, console) for cell in cells))
-    console.print(grid)
+        lines.append((one_line(name), *figures, one_line(row.verified) or "unverified"))
+    headings = ("device", "GB", "driver GB", "peak GB/s", "copied GB/s", "bf16 TFLOP/s", "checked")
+    print_table(open_console(), headings, lines, words=(0, 6))
 
 
 @app.command()
@@ -484,7 +464,7 @@ def probe(
     label = name or found.name or cpu_name()
     path = remember_device(label, found.row)
     if as_json:
-        print(json.dumps({"name": label, **found.row}, indent=2))
+        print_json({"name": label, **found.row})
         return
     rates = ", ".join(f"{kind} {rate:.2f} TFLOP/s" for kind, rate in found.row["compute"].items())
     print(f"{label}: copy {found.row['sustained']:.1f} GB/s, read {found.row['read']:.1f} GB/s, {rates}")

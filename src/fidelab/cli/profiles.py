@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import command_line, exit_on, note, open_console, show_study
+from fidelab.cli.output import command_line, exit_on, note, open_console, print_json, show_study
 
 if TYPE_CHECKING:
     from fidelab.config.profiles import Profile, Resolved
@@ -49,18 +48,15 @@ def list_profiles(as_json: options.Json = False) -> None:
             }
         )
     if as_json:
-        print(json.dumps({"profiles": rows}, indent=2))
+        print_json({"profiles": rows})
         return
-    from fidelab.report.text import literal, simple_table
+    from fidelab.report.text import print_table
 
-    console, table = open_console(), simple_table()
-    for heading in ("profile", "what", "hours", "variants"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "profile")
-    for row in rows:
-        hours = "" if row["hours"] is None else f"{row['hours']:g}"
-        cells = (row["name"], row["purpose"], hours, ", ".join(row["variants"]))
-        table.add_row(*(literal(str(cell), console) for cell in cells))
-    console.print(table)
+    cells = [
+        (row["name"], row["purpose"], "" if row["hours"] is None else f"{row['hours']:g}", ", ".join(row["variants"]))
+        for row in rows
+    ]
+    print_table(open_console(), ("profile", "what", "hours", "variants"), cells, words=range(4))
 
 
 @app.command()

@@ -211,14 +211,12 @@ def calibrate(
     if as_json:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
         return
-    from fidelab.report.text import simple_table
+    from fidelab.report.text import print_table
 
-    console, table = open_console(), simple_table()
-    for heading in ("layer", "largest K", "largest V", "scale of K", "scale of V"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(str(int(row["layer"])), *(f"{row[k]:.4g}" for k in ("k_amax", "v_amax", "k_scale", "v_scale")))
-    console.print(table)
+    headings = ("layer", "largest K", "largest V", "scale of K", "scale of V")
+    cells = [[f"{row[k]:.4g}" for k in ("k_amax", "v_amax", "k_scale", "v_scale")] for row in rows]
+    numbered = ((str(int(row["layer"])), *each) for row, each in zip(rows, cells, strict=True))
+    print_table(open_console(), headings, numbered, words=())
     note(f"fidelab: {out} written; scales lie in model-kv-scales.safetensors")
 
 

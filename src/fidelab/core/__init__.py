@@ -15,12 +15,13 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from fidelab.core.errors import NotSupportedError, UsageError
+from fidelab.core.serial import OMIT, AsText
 
 _CACHE_PARAMETERS = ("cache", "past_key_values", "cache_params")
 
@@ -249,7 +250,7 @@ _MOST_LAYERS = 100_000  # keeps a mistyped range from exhausting memory
 
 
 @dataclass(frozen=True)
-class FormatSpec:
+class FormatSpec(AsText):
     """One number format by name, with its options as sorted ``(key, value)`` text pairs."""
 
     name: str
@@ -337,23 +338,6 @@ class KVSpec:
         """What the spec means, without the label: the part that fingerprints see."""
         return {"k": str(self.k), "v": str(self.v), "skip_layers": list(self.skip_layers)}
 
-    def record(self) -> dict[str, Any]:
-        """The form that job files and reports carry."""
-        return {"label": self.label, **self.content()}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> KVSpec:
-        """The inverse of :meth:`record`.
-
-        Raises:
-            KeyError, TypeError, UsageError: it is not such a record.
-        """
-        texts, layers = [record[key] for key in ("label", "k", "v")], record["skip_layers"]
-        if not all(isinstance(text, str) for text in texts) or {type(layer) for layer in layers} - {int}:
-            raise TypeError("a KV spec has texts in label, k and v, and whole numbers in skip_layers")
-        label, k, v = texts
-        return cls(label=label, k=_parse_side(k, k)[0], v=_parse_side(v, v)[0], skip_layers=tuple(layers))
-
 
 def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
     spec = FormatSpec.parse(side, whole)
@@ -393,8 +377,8 @@ class Arm:
     device: str
     threads: int
     options: tuple[tuple[str, str], ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
-    draft: str = ""
+    env: tuple[tuple[str, str], ...] = field(default=(), metadata=OMIT)
+    draft: str = field(default="", metadata=OMIT)
 
     def fingerprint(self) -> str:
         """SHA-256 of what the arm computes: not its name, nor where its files lie."""
@@ -412,29 +396,6 @@ class Arm:
                 }
             )
         )
-
-    def record(self) -> dict[str, Any]:
-        """Plain data for job files and manifests."""
-        record = {**asdict(self), "kv": self.kv.record(), "options": dict(self.options), "env": dict(self.env)}
-        return {key: value for key, value in record.items() if value or key not in ("env", "draft")}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Arm:
-        """The inverse of :meth:`record`.
-
-        Raises:
-            KeyError, TypeError, UsageError: it is not such a record.
-        """
-        fields = dict(record)
-        options, env = dict(fields["options"]), dict(fields.get("env", {}))
-        texts = [value for key, value in fields.items() if key not in ("kv", "options", "env", "threads")]
-        if not all(isinstance(text, str) for text in (*texts, *options, *options.values(), *env, *env.values())):
-            raise TypeError("an arm has texts in all fields but kv, options, env and threads, and in options and env")
-        if type(fields["threads"]) is not int:
-            raise TypeError(f"an arm has a number of threads, not {fields['threads']!r:.60}")
-        fields["kv"] = KVSpec.from_record(fields["kv"])
-        fields |= {"options": tuple(sorted(options.items())), "env": tuple(sorted(env.items()))}
-        return cls(**fields)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Recached, Request, Reweighted, Served
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
+from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.installed import without_vision
 
 IMAGE_KINDS = frozenset(("imagegenerate", "imageforced"))
@@ -33,60 +34,6 @@ class Support:
 
     ok: bool
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class Observed:
-    """How much of a process the proof of engagement looked at: pairs (observed, all); ``None`` where not counted.
-
-    Attributes:
-        layers: with the asked format, whose content was compared with what was written.
-        prefills, steps: forwards that read several tokens of a sequence, and decode steps.
-    """
-
-    layers: tuple[int, int]
-    prefills: tuple[int, int] | None = None
-    steps: tuple[int, int] | None = None
-
-    def record(self) -> dict[str, list[int]]:
-        """Plain data: what was counted."""
-        return {name: [*pair] for name, pair in self.__dict__.items() if pair is not None}
-
-
-@dataclass
-class RuntimeInfo:
-    """Runtime info: what really runs, from the engine's own objects.  ``None`` where the engine cannot tell.
-
-    Attributes:
-        k_format, v_format: formats that the cache was seen to store.
-        k_dtype, v_dtype: element types of that storage.
-        cache_bytes_per_token: measured; ``expected_bytes_per_token`` follows from the requested formats.
-        state_bytes_per_sequence: what is kept beside that, whatever the length: states of recurrent and convolution
-            layers, tokens that a format leaves as they are; measured.
-        more: keys of single engines and, for all of them, ``proof``: the answers to ``stored`` (does the cache hold the
-            encoding of the keys and values that were written?), ``received`` (did attention read what the cache
-            decodes to?) and ``named`` (was the format identified from the stored content, not from the arm?).  Each
-            is ``shown``, ``open: why`` or ``refuted: why``.  ``observed``: the record of :class:`Observed`.
-    """
-
-    versions: dict[str, str]
-    device: str
-    attention: str | None = None
-    k_format: str | None = None
-    v_format: str | None = None
-    k_dtype: str | None = None
-    v_dtype: str | None = None
-    cache_bytes_per_token: float | None = None
-    expected_bytes_per_token: float | None = None
-    kv_layers: int | None = None
-    layers_without_kv: int | None = None
-    state_bytes_per_sequence: float | None = None
-    more: dict[str, Any] = field(default_factory=dict)
-
-    def record(self) -> dict[str, Any]:
-        """Plain data for messages and manifests."""
-        fields = {key: value for key, value in self.__dict__.items() if key != "more"}
-        return {**fields, **self.more}
 
 
 def read_back_proof(matches: float | None, least: float, received: str) -> dict[str, str]:

@@ -48,7 +48,8 @@ from numpy.typing import NDArray
 from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, Served, Timed
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import UsageError
-from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence
+from fidelab.core.runtime import RuntimeInfo
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence
 from fidelab.engines.timing import groups
 
 Floats = NDArray[np.float64]

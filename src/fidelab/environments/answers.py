@@ -21,12 +21,13 @@ from typing import IO, Any
 import fidelab
 from fidelab.core import Arm, Estimator, KVSpec, errors
 from fidelab.core.errors import EngineError, FidelabError
+from fidelab.core.serial import fits, to_json
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Support
 from fidelab.engines.k16v8 import meaning
 from fidelab.environments.environment import Environment
 from fidelab.workers.ask import answer
-from fidelab.workers.messages import PROTOCOL, check_text, fits
+from fidelab.workers.messages import PROTOCOL, check_text
 
 _LIMIT = 120.0  # seconds for one answer: it may import the engine
 _GRACE = 5.0  # seconds to end by itself
@@ -278,8 +279,7 @@ class _There(EngineAnswers):
 
     def _send(self, question: str, fields: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        records = {key: value.record() if isinstance(value, Arm | KVSpec) else value for key, value in fields.items()}
-        request = {"ask": question, "engine": self.environment.engine, **records}
+        request = {"ask": question, "engine": self.environment.engine, **to_json(fields)}
         with contextlib.suppress(BrokenPipeError):  # its end is noticed when the answer is missing
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()

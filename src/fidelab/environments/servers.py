@@ -15,12 +15,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fidelab.core import digest, read_file, slug, state_dir, strict_json
 from fidelab.core.errors import EngineError, OutputError
+from fidelab.core.serial import from_json, to_json
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.workers.causes import explain, explain_exit
 
@@ -41,7 +42,7 @@ class Served:
     """A server that was started here.
 
     ``begun``: when its process began, as the system counts (another one for a pid that is used again).  ``arm``: what
-    was declared, as :meth:`Arm.record` has it.
+    was declared, an :class:`Arm` as plain data.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Served:
             OutputError: it cannot be written.
         """
         try:
-            _write(_folder() / f"{self.name}.json", asdict(self))
+            _write(_folder() / f"{self.name}.json", to_json(self))
         except OSError as error:
             raise OutputError(f"cannot write {error.filename or _folder()} ({error.strerror or error})") from error
 
@@ -293,12 +294,9 @@ def _folder() -> Path:
 def _read_records() -> list[Served]:
     found = []
     for path in sorted(_folder().glob("*.json")):
-        with contextlib.suppress(TypeError, ValueError, KeyError):  # another version's, or no record
-            fields = _object(path)
-            kinds = {"name": str, "url": str, "pid": int, "begun": str, "log": str, "command": list, "arm": dict}
-            if all(type(fields[name]) is kind for name, kind in kinds.items()) and fields["pid"] > 1:
-                found.append(Served(**{**fields, "command": tuple(map(str, fields["command"]))}))
-    return found
+        with contextlib.suppress(ValueError):  # another version's, or no record
+            found.append(from_json(Served, _object(path)))
+    return [record for record in found if record.pid > 1]
 
 
 def _object(path: Path) -> dict[str, Any]:

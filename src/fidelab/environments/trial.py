@@ -19,6 +19,7 @@ from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Generate, Prefill, Request, request_record
 from fidelab.core import Arm, KVSpec, Status, digest, usable_cores
 from fidelab.core.errors import CaptureError
+from fidelab.core.serial import to_json
 from fidelab.engines.k16v8 import meaning
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.answers import ask
@@ -101,7 +102,7 @@ def _tried(arm: Arm, environment: Environment, store: Path, logs: Path) -> Trial
         ProbeTask(request_record(request), str(store / request.axis), capture_key(arm, request, {}, 0))
         for request in _probes()
     ]
-    job = Job(arm.record(), str(store), tasks, {"size": 512, "sha256": digest()}, env=thread_variables(arm.threads))
+    job = Job(to_json(arm), str(store), tasks, {"size": 512, "sha256": digest()}, env=thread_variables(arm.threads))
     container = environment.container(arm, store, env=job.env)
     outcome = run_worker(
         job,

@@ -112,8 +112,24 @@ class WindowFile:
         return None
 
 
+class _Shaped:
+    """What follows from the shapes of windows."""
+
+    shapes: Mapping[int, tuple[int, int]]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The windows, in order."""
+        return sorted(self.shapes)
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids per row."""
+        return next(iter(self.shapes.values()))[1]
+
+
 @dataclass
-class DumpFolder:
+class DumpFolder(_Shaped):
     """A checked folder, whose windows have a row for each of their tokens."""
 
     path: Path
@@ -128,16 +144,6 @@ class DumpFolder:
 
     def name_of(self, number: int) -> str:
         return str(self.path / f"{number}.safetensors")
-
-    @property
-    def numbers(self) -> list[int]:
-        """The windows, in order."""
-        return sorted(self.shapes)
-
-    @property
-    def vocabulary(self) -> int:
-        """Ids per row."""
-        return next(iter(self.shapes.values()))[1]
 
     def open(self, number: int) -> WindowFile:
         """One window, mapped."""
@@ -154,7 +160,7 @@ class DumpFolder:
 
 
 @dataclass
-class CaptureDump:
+class CaptureDump(_Shaped):
     """A capture of ours that has rows over the whole vocabulary."""
 
     path: Path
@@ -175,14 +181,6 @@ class CaptureDump:
     @property
     def stride(self) -> int:
         return int(dict(self.request.settings).get("stride") or self.n_ctx)
-
-    @property
-    def numbers(self) -> list[int]:
-        return sorted(self.shapes)
-
-    @property
-    def vocabulary(self) -> int:
-        return next(iter(self.shapes.values()))[1]
 
     def tokens(self, number: int) -> NDArray[np.int64]:
         return np.asarray(self.request.windows[number], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The ledger: one row for each run below a folder of runs, kept in ``.ledger.sqlite`` there.
+"""The ledger: one row for each run below a folder of runs, kept in ``.ledger.json`` there.
 
 The folders are the truth.  A row holds what its folder's files said when they had the sizes and times that it names; a
 row whose files changed is read again, one whose folder is gone is dropped, and an index that is damaged, or of another
@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,16 @@ import yaml
 
 from fidelab.captures.manifest import MANIFEST
 from fidelab.captures.store import collect_garbage
-from fidelab.core import Status, digest, read_file, strict_json
-from fidelab.core.errors import FidelabError, InputError
-from fidelab.results.record import ArmRecord, Report
+from fidelab.core import Status, read_file, strict_json
+from fidelab.core.errors import FidelabError, InputError, OutputError
+from fidelab.core.serial import from_json, to_json
+from fidelab.results.record import ArmRecord, Report, write_atomically
 from fidelab.results.store import CONFIG, OUTCOMES, REPORT, RunFolder
 from fidelab.results.study import STUDY
 from fidelab.results.table import arms
 from fidelab.results.values import NEEDS_REASON
 
-INDEX = ".ledger.sqlite"
+INDEX = ".ledger.json"
 RUN = "run"
 _NO_RUNS = frozenset({"captures", "logs", "timed"})  # folders below runs that hold none
 _FAULTS = (Status.FAILED, Status.NOT_ENGAGED)  # that an engine does not support an arm is a finding
@@ -80,11 +80,6 @@ class LedgerRow:
         return 0.0 if self.started is None else (datetime.now(UTC) - self.started).total_seconds() / 86_400
 
 
-_FIELDS = tuple(field.name for field in fields(LedgerRow))
-_KEPT = f"path, stamp, checksum, {', '.join(_FIELDS[1:])}"
-_TABLE = f"CREATE TABLE runs ({_KEPT}, PRIMARY KEY (path))"
-
-
 def list_runs(folder: Path) -> list[LedgerRow]:
     """All runs below a folder, the latest first.
 
@@ -94,17 +89,7 @@ def list_runs(folder: Path) -> list[LedgerRow]:
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder of runs; name one with --output-dir")
     folder = folder.absolute()
-    file = folder / INDEX
-    for attempt in (file, file, None):
-        try:
-            rows = _refreshed(folder, attempt)
-            break
-        except sqlite3.OperationalError:  # read-only, or another process writes: without the index
-            continue
-        except (sqlite3.DatabaseError, UnicodeDecodeError):  # damaged: once more, without what is there
-            with suppress(OSError):
-                file.unlink()
-    rows = [_live(folder, row) for row in rows]
+    rows = [_live(folder, row) for row in _refreshed(folder)]
     return sorted(rows, key=lambda row: (row.created, row.path), reverse=True)
 
 
@@ -149,57 +134,32 @@ def collect_captures(
 # ---------------------------------------------------------------------------------------------------- the index
 
 
-def _refreshed(folder: Path, file: Path | None) -> list[LedgerRow]:
-    """The rows of all runs; those that the index has no longer, or not yet, are written to it."""
-    with closing(sqlite3.connect(file or ":memory:", timeout=5.0)) as database:
-        made = database.execute("SELECT sql FROM sqlite_master WHERE name = 'runs'").fetchone()
-        if made is None or made[0] != _TABLE:
-            database.execute("DROP TABLE IF EXISTS runs")
-            database.execute(_TABLE)
-        known = {row[0]: row[1:] for row in database.execute(f"SELECT {_KEPT} FROM runs")}
-        rows, changed = list[LedgerRow](), list[tuple[Any, ...]]()
-        for path in _run_folders(folder):
-            stamp = _stamp(folder / path)
-            old = known.pop(path, None)
-            row = _from_columns(path, old[1:]) if old is not None and old[0] == stamp else None
-            if row is None:
-                row = _read(folder, path)
-                columns = [*_columns(row)]
-                changed.append((path, stamp, _checksum(columns), *columns))
-            rows.append(row)
-        if changed or known:
-            with database:
-                database.executemany("DELETE FROM runs WHERE path = ?", ((path,) for path in known))
-                marks = ", ".join("?" * (len(_FIELDS) + 2))
-                database.executemany(f"INSERT OR REPLACE INTO runs VALUES ({marks})", changed)
-        return rows
+@dataclass(frozen=True)
+class _Kept:
+    """A row of the index, and the files that it was read from."""
+
+    stamp: str
+    row: LedgerRow
+
+    def __post_init__(self) -> None:
+        if self.row.started is not None and self.row.started.tzinfo is None:
+            raise ValueError(f"{self.row.created} has no time zone")
 
 
-def _columns(row: LedgerRow) -> Iterator[str | int]:
-    for name in _FIELDS[1:]:
-        value = getattr(row, name)
-        yield value if isinstance(value, str | int) else json.dumps(value, ensure_ascii=False)
-
-
-def _checksum(columns: Sequence[Any]) -> str:
-    """Of a row of the index: SQLite has none of its own."""
-    return digest(*map(str, columns))
-
-
-def _from_columns(path: str, columns: Sequence[Any]) -> LedgerRow | None:
-    """A row of the index from its checksum and columns; ``None`` where it is none, since anybody may write there."""
-    values = dict(zip(_FIELDS[1:], columns[1:], strict=True))
+def _refreshed(folder: Path) -> list[LedgerRow]:
+    """The rows of all runs; the index is written where it did not have them."""
     try:
-        if columns[0] != _checksum(columns[1:]):
-            return None
-        for name in ("arms", "engines"):
-            values[name] = tuple(map(str, json.loads(values[name])))
-        for name in ("verdicts", "captures"):
-            values[name] = dict(json.loads(values[name]))
-        row = LedgerRow(path, **values)
-        return row if isinstance(row.bytes, int) and (row.started is None or row.started.tzinfo) else None
-    except (TypeError, ValueError):
-        return None
+        known = from_json(dict[str, _Kept], strict_json(read_file(folder / INDEX, _MOST_BYTES)))
+    except (OSError, ValueError):  # none yet, damaged, or of another version
+        known = {}
+    rows = dict[str, _Kept]()
+    for path in _run_folders(folder):
+        stamp, old = _stamp(folder / path), known.get(path)
+        rows[path] = old if old is not None and old.stamp == stamp else _Kept(stamp, _read(folder, path))
+    if rows != known:
+        with suppress(OutputError):  # without the index, rows are read every time
+            write_atomically(folder / INDEX, json.dumps(to_json(rows)))
+    return [kept.row for kept in rows.values()]
 
 
 def _run_folders(folder: Path) -> Iterator[str]:
@@ -236,11 +196,7 @@ def _stamp(path: Path) -> str:
 
 def _live(folder: Path, row: LedgerRow) -> LedgerRow:
     busy = RunFolder(folder / row.path).being_written
-    return LedgerRow(**{**_plain(row), "status": "writing"}) if busy else row
-
-
-def _plain(row: LedgerRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in _FIELDS}
+    return replace(row, status="writing") if busy else row
 
 
 # -------------------------------------------------------------------------------------------------- reading a run

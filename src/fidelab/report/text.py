@@ -9,12 +9,12 @@ no room for follow below, after the same names.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, OverflowMethod
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -334,6 +334,35 @@ def print_path(console: Console, label: str, path: Path) -> None:
 def simple_table(padding: int = 1) -> Table:
     """A table with a line below its heading, ``padding`` blanks to the right of each column."""
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
+
+
+def print_table(
+    console: Console,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: Collection[int] = (0,),
+    overflow: OverflowMethod = "fold",
+    no_wrap: bool = False,
+) -> None:
+    """Print a table of texts, never markup.
+
+    Args:
+        words: numbers of the columns that hold words and stand at the left; others hold figures.
+        no_wrap: figures stay on one line.
+    """
+    table = simple_table()
+    for n, heading in enumerate(headings):
+        is_word = n in words
+        table.add_column(
+            literal(heading, console),
+            justify="left" if is_word else "right",
+            overflow=overflow,
+            no_wrap=no_wrap and not is_word,
+        )
+    for row in rows:
+        table.add_row(*(literal(cell, console) for cell in row))
+    console.print(table)
 
 
 def wrap_name(name: str, width: int) -> str:

@@ -25,7 +25,8 @@ from pydantic import (
 )
 
 from fidelab.core import KVSpec, Status, read_file, strict_json
-from fidelab.core.errors import InputError, OutputError, UsageError
+from fidelab.core.errors import InputError, OutputError
+from fidelab.core.serial import from_json, to_json
 from fidelab.results import FACES
 from fidelab.results.decision_record import Certificate, DocumentSums, Recommendation
 from fidelab.results.measurement import DECIDING, Measurement
@@ -52,16 +53,13 @@ BandName = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
 def _kv_spec(value: Any) -> KVSpec:
     if isinstance(value, KVSpec):
         return value
-    try:
-        return KVSpec.from_record(value)
-    except (KeyError, TypeError, UsageError) as error:
-        raise ValueError(f"no KV spec: {error}") from None
+    return from_json(KVSpec, value)
 
 
 KV = Annotated[
     KVSpec,
     PlainValidator(_kv_spec),
-    PlainSerializer(KVSpec.record),
+    PlainSerializer(to_json),
     WithJsonSchema(
         {
             "type": "object",

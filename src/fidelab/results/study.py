@@ -24,7 +24,9 @@ SCHEMA: Final = "fidelab.study/0"
 STUDY: Final = "study.json"
 PART: Final = "part"
 """Coordinate of rows that stand in tables of their own, one for each of its values."""
-StudyKind = Literal["sensitivity", "kv-sensitivity", "bisect", "cross-engine", "profile", "speculation", "advice"]
+StudyKind = Literal[
+    "sensitivity", "kv-sensitivity", "bisect", "cross-engine", "profile", "speculation", "advice", "leaderboard"
+]
 
 
 class StudyRow(Measurement):

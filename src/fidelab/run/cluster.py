@@ -21,13 +21,14 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from fidelab.captures.reader import is_complete
 from fidelab.core import Status, usable_cores
 from fidelab.core.errors import EngineError, UsageError
+from fidelab.core.serial import from_json, to_json
 from fidelab.engines.variables import NODE_PROCESS
 from fidelab.workers.messages import Captured, Job, Message, ProbeFailed, ProbeTask, decode, encode
 from fidelab.workers.parent import JobOutcome, run_worker
@@ -180,8 +181,6 @@ def _submitted(
     messages.parent.mkdir(parents=True, exist_ok=True)
     marker = store / f".partial-seen-by-nodes-{secrets.token_hex(4)}"
     marker.write_text(marker.name)
-    from pydantic import TypeAdapter  # here alone: nodes import this module, too
-
     ticket = {**how, "job": encode(job).decode(), "messages": str(messages), "marker": str(marker)}
     heard = 0
     handle = cluster.submit(json.dumps(ticket), needs)
@@ -194,7 +193,7 @@ def _submitted(
             if over:
                 break
             time.sleep(_LOOK)
-        return TypeAdapter(JobOutcome).validate_json(handle.result())
+        return from_json(JobOutcome, json.loads(handle.result()))
     except BaseException:
         handle.cancel()
         raise
@@ -251,7 +250,7 @@ def answer(text: str) -> str:
             f"node {os.uname().nodename} does not see {marker.parent}: put --output-dir on a file system that all "
             "nodes share under one path"
         )
-        return json.dumps(asdict(JobOutcome(status=Status.FAILED, reason=reason)))
+        return json.dumps(to_json(JobOutcome(status=Status.FAILED, reason=reason)))
     if os.environ.get(_VISIBLE) == "":  # set by the cluster for jobs without GPUs; it says nothing about the arm
         del os.environ[_VISIBLE]
     job = decode(ticket["job"].encode())
@@ -259,7 +258,7 @@ def answer(text: str) -> str:
     _end_orphans()
     variables = {**ticket["env"], NODE_PROCESS: _identity(os.getpid())}
     if ticket.get("asker") and (refused := _refused(job, ticket["asker"], variables)) is not None:
-        return json.dumps(asdict(refused))
+        return json.dumps(to_json(refused))
     with Path(ticket["messages"]).open("ab", buffering=0) as file:
         outcome = run_worker(
             job,
@@ -270,7 +269,7 @@ def answer(text: str) -> str:
             command=ticket["command"],
             alone=not ticket["shared"],
         )
-    return json.dumps(asdict(outcome))
+    return json.dumps(to_json(outcome))
 
 
 def _refused(job: Job, asker: Sequence[str], variables: Mapping[str, str]) -> JobOutcome | None:

@@ -28,6 +28,7 @@ from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
 from fidelab.core.registry import require
+from fidelab.core.serial import from_json, to_json
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.run.benches import BENCHES, Benching
@@ -160,7 +161,7 @@ def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str
     record = folder.read_outcomes()
     try:
         results = [ArmResult.from_record(arm, folder.path) for arm in record["arms"]]
-        facts, planned = RunFacts.from_record(record["facts"]), set(record["planned"])
+        facts, planned = from_json(RunFacts, record["facts"]), set(record["planned"])
         roles = [result.role for result in results]
         if len({*roles}) < len(roles) or "reference" not in (roles or planned) or {*map(type, planned)} - {str}:
             raise ValueError("its arms are not those of a run")
@@ -333,7 +334,7 @@ def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
 def _store_outcomes(folder: RunFolder, facts: RunFacts, plan: Plan, results: list[ArmResult]) -> None:
     planned = [job.role for job in plan.jobs]
     arms = [result.record(folder.path) for result in _every(plan, results)]
-    folder.write_outcomes({"facts": vars(facts), "planned": planned, "arms": arms})
+    folder.write_outcomes({"facts": to_json(facts), "planned": planned, "arms": arms})
 
 
 def _stored_facts(folder: RunFolder) -> RunFacts:
@@ -342,14 +343,13 @@ def _stored_facts(folder: RunFolder) -> RunFacts:
     A run that was stopped before its first arm, or whose outcomes are damaged, has its settings' head lines, and what
     cannot be read there is as of now.
     """
-    with contextlib.suppress(FidelabError, KeyError, TypeError, ValueError, AttributeError):
-        return RunFacts.from_record(folder.read_outcomes()["facts"])
+    with contextlib.suppress(FidelabError, KeyError, ValueError):
+        return from_json(RunFacts, folder.read_outcomes()["facts"])
     head_lines = _head(folder)
-    facts = RunFacts(folder.run_id, head_lines.get("created", ""), head_lines.get("command", ""), _environment())
-    try:
-        return RunFacts.from_record(vars(facts))
-    except ValueError:
-        return replace(facts, created=now())
+    facts = RunFacts(folder.run_id, now(), head_lines.get("command", ""), _environment())
+    with contextlib.suppress(KeyError, ValueError):
+        return replace(facts, created=head_lines["created"])
+    return facts
 
 
 def _head(folder: RunFolder) -> dict[str, str]:

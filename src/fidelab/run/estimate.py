@@ -13,16 +13,15 @@ import os
 import platform
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed
 from fidelab.core import Arm, Estimator
 from fidelab.core.errors import OutputError
+from fidelab.core.serial import from_json, to_json
 from fidelab.models import Model, check_conversion
 from fidelab.models.cache import cache_dir
 from fidelab.run.build import Plan, PlannedJob, base_of, follow_ups, foreseen, with_probes
@@ -139,7 +138,7 @@ class Timings:
         self._path = path or cache_dir() / "timings.json"
         self._stored = _Stored()
         with contextlib.suppress(OSError, ValueError):
-            self._stored = TypeAdapter(_Stored).validate_json(self._path.read_bytes())
+            self._stored = from_json(_Stored, json.loads(self._path.read_bytes()))
 
     @property
     def scoring(self) -> float:
@@ -205,7 +204,7 @@ class Timings:
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                scratch.write_text(json.dumps(asdict(self._stored)), "utf-8")
+                scratch.write_text(json.dumps(to_json(self._stored)), "utf-8")
                 scratch.replace(self._path)
             finally:
                 scratch.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from fidelab.config.load import expand
 from fidelab.config.schema import Preset
 from fidelab.core import Arm, usable_cores
 from fidelab.core.errors import InputError, NotSupportedError, UsageError
+from fidelab.core.serial import to_json
 from fidelab.engines import k16v8
 from fidelab.engines.base import Engine
 from fidelab.engines.installed import gpu_files
@@ -185,7 +186,7 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
     starts = Starts(arm.engine, str(_installed_versions(planned.command)), str(variables), *command)
     known = f"earlier starts took {_seconds(starts.earlier)}" if starts.earlier else _FIRST
     say(f"starting {arm.name} on engine {arm.engine}; {known}")
-    started = start(arm.name, planned.command, planned.variables, planned.url, arm.record())
+    started = start(arm.name, planned.command, planned.variables, planned.url, to_json(arm))
     with _signals_as_exceptions(), started as (server, process):
         seconds = wait_until_healthy(server, process, limit, say)
         starts.add(seconds)

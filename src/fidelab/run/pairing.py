@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
-from fidelab.captures.manifest import ran_faults
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture, key_name
 from fidelab.captures.store import drop_rows
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Estimator, Status, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, MismatchError
+from fidelab.core.runtime import ran_faults
+from fidelab.core.serial import OMIT, from_json, to_json
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
 from fidelab.metrics.unmoved import Unmoved
@@ -63,54 +64,30 @@ class ArmResult:
     failures: Mapping[str, str] = field(default_factory=dict)
     timing: Mapping[str, float | None] = field(default_factory=dict)
     benches: Mapping[str, Any] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict, metadata=OMIT)
 
     def record(self, base: Path) -> dict[str, Any]:
         """Plain data; capture paths relative to ``base``, so that runs and captures can move together."""
-        return {
-            "role": self.role,
-            "arm": self.arm.record(),
-            "status": str(self.status),
-            "reason": self.reason,
-            "ran": self.ran,
-            "captures": {axis: os.path.relpath(path, base) for axis, path in self.captures.items()},
-            "failures": dict(self.failures),
-            "timing": dict(self.timing),
-            "benches": dict(self.benches),
-            **({"refused": dict(self.refused)} if self.refused else {}),
-        }
+        captures = {axis: Path(os.path.relpath(path, base)) for axis, path in self.captures.items()}
+        plain: dict[str, Any] = to_json(replace(self, captures=captures))
+        return plain
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any], base: Path) -> ArmResult:
+    def from_record(cls, record: Any, base: Path) -> ArmResult:
         """The inverse of :meth:`record`.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError, UsageError: it is not such a record.
+            ValueError: it is not such a record.
         """
-        ran, timing, benches = record["ran"], record["timing"], record.get("benches", {})
-        if ran is not None:
-            RuntimeRecord.model_validate(ran)
-            if fault := next(ran_faults(ran), None):
-                raise TypeError(f"{fault} of what ran is not what it should be")
-        Timing.model_validate(timing)
-        for bench in benches.values():
+        found = from_json(cls, record)
+        if found.ran is not None:
+            RuntimeRecord.model_validate(dict(found.ran))
+            if fault := next(ran_faults(found.ran), None):
+                raise ValueError(f"{fault} of what ran is not what it should be")
+        Timing.model_validate(dict(found.timing))
+        for bench in found.benches.values():
             Measurement.model_validate(bench)
-        refused = record.get("refused", {})
-        texts = [record["role"], record["reason"] or "", *record["captures"].values(), *record["failures"].values()]
-        if not all(isinstance(text, str) for text in (*texts, *refused.values())):
-            raise TypeError("role, reason, captures and failures are texts")
-        return cls(
-            role=record["role"],
-            arm=Arm.from_record(record["arm"]),
-            status=Status(record["status"]),
-            reason=record["reason"],
-            ran=ran,
-            captures={axis: (base / path).resolve() for axis, path in record["captures"].items()},
-            failures=record["failures"],
-            timing=timing,
-            benches=benches,
-            refused=refused,
-        )
+        return replace(found, captures={axis: (base / path).resolve() for axis, path in found.captures.items()})
 
     def check_captures(self) -> None:
         """Open every capture, and refuse one that is not this arm's.
@@ -121,7 +98,7 @@ class ArmResult:
         """
         for axis, folder in self.captures.items():
             capture = Capture(folder)
-            theirs = Arm.from_record(capture.manifest["asked"])
+            theirs = from_json(Arm, capture.manifest["asked"])
             if capture.axis != axis or theirs.fingerprint() != self.arm.fingerprint():
                 raise MismatchError(
                     f"capture {folder} holds axis {capture.axis} of {theirs.name} ({theirs.kv.label} on "

@@ -17,6 +17,7 @@ from fidelab.config.load import dump
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Status
 from fidelab.core.errors import CaptureError, UsageError
+from fidelab.core.serial import from_json, to_json
 from fidelab.report.html import write_html
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
@@ -69,7 +70,7 @@ def score_captures(
     report = scored.report.model_copy(update={"run_id": folder.run_id})
     folder.write_outcomes(
         {
-            "facts": {**vars(facts), "run_id": folder.run_id},
+            "facts": to_json(replace(facts, run_id=folder.run_id)),
             "planned": [result.role for result in results],
             "arms": [result.record(folder.path) for result in results],
         }
@@ -113,7 +114,7 @@ def _find(role: str, path: Path, name: str | None) -> _Found:
             same[key["probe"]] = capture
     if not captures:
         Capture(path)  # says what is wrong with the path
-    arm = Arm.from_record({field: value for field, value in asked.items() if field != "arm"})
+    arm = from_json(Arm, {field: value for field, value in asked.items() if field != "arm"})
     arm = replace(arm, name=name or arm.name)
     return _Found(role if role == "reference" else f"{role}:{arm.name}", arm, path, captures)
 

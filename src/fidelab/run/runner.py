@@ -15,6 +15,7 @@ from fidelab.captures.requests import Request
 from fidelab.captures.writer import store_vocabulary
 from fidelab.core import Arm, Status
 from fidelab.core.errors import CaptureError, UsageError
+from fidelab.core.serial import to_json
 from fidelab.engines.base import one_line
 from fidelab.engines.variables import thread_variables
 from fidelab.inputs.tokens import Tokenizer
@@ -370,7 +371,7 @@ class Asking:
         vocabulary = tokenizer.vocabulary()
         store_vocabulary(store, vocabulary, tokenizer.pieces())
         return Job(
-            arm=job.arm.record(),
+            arm=to_json(job.arm),
             store=str(store),
             tasks=[capture.task() for capture in missing],
             vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
@@ -499,6 +500,6 @@ def unreadable(ran: Mapping[str, Any]) -> str:
     try:
         check_ran(ran)
         RuntimeRecord.model_validate(dict(ran))
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         return f"what it says of itself cannot be read ({one_line(error)})"
     return ""

@@ -58,20 +58,10 @@ class RunFacts:
     environment: Mapping[str, Any]
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> RunFacts:
-        """The facts as ``outcomes.json`` holds them (``vars`` of them).
-
-        Raises:
-            TypeError, ValueError: they are not such a record.
-        """
-        facts = cls(**record)
-        texts = [facts.run_id, facts.created, facts.command, *dict(facts.unavailable).values()]
-        if not all(isinstance(text, str) for text in texts) or not isinstance(facts.environment, dict):
-            raise TypeError("the facts of the run are not what they should be")
-        if datetime.fromisoformat(facts.created).tzinfo is None:
-            raise ValueError(f"{facts.created!r} has no time zone")
-        return facts
+    def __post_init__(self) -> None:
+        """Raise ValueError where ``created`` is no time with a zone."""
+        if datetime.fromisoformat(self.created).tzinfo is None:
+            raise ValueError(f"{self.created!r} has no time zone")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 import fidelab
 from fidelab.core import Arm, KVSpec, digest
 from fidelab.core.errors import FidelabError
+from fidelab.core.serial import from_json
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.engines.installed import build, device, provenance, shims, state
@@ -51,7 +52,7 @@ def reply(request: Mapping[str, Any]) -> dict[str, Any]:
         engine, question = ENGINES.load(fields.pop("engine")), fields.pop("ask")
         for name, cls in (("kv", KVSpec), ("arm", Arm)):
             if name in fields:
-                fields[name] = cls.from_record(fields[name])
+                fields[name] = from_json(cls, fields[name])
         return {"value": answer(engine, question, **fields)}
     except FidelabError as error:
         return {"error": type(error).__name__, "text": str(error)}

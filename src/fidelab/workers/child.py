@@ -25,6 +25,7 @@ from fidelab.captures.requests import Generate, Request, Served, request_from_re
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, Status, Vocabulary, finite
 from fidelab.core.errors import EngineError, FidelabError, NotSupportedError
+from fidelab.core.serial import from_json, to_json
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Answer, Engine
 from fidelab.engines.variables import variables_of
@@ -148,7 +149,7 @@ def _watch_crashes() -> None:
 def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     started = time.monotonic()
     os.environ.update(job.env)
-    arm = Arm.from_record(job.arm)
+    arm = from_json(Arm, job.arm)
     cls: type[Engine] = ENGINES.load(arm.engine)
     variables = variables_of(cls, os.environ)  # before the engine sets some of its own
     engine = cls()
@@ -210,7 +211,7 @@ class _Answering:
         if request.kind not in self._engine.kinds and not isinstance(request, Served):
             raise NotSupportedError(f"engine {self._engine.name} answers no {request.kind} probes")
         vocabulary = Vocabulary(**self._job.vocabulary)
-        writer = CaptureWriter(Path(task.target), request, task.key, self._arm.record(), vocabulary)
+        writer = CaptureWriter(Path(task.target), request, task.key, to_json(self._arm), vocabulary)
         try:
             answer = self._answered(request, writer)
             if answer.head is not None:

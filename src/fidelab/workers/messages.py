@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from fidelab.core import Status
 from fidelab.core.errors import EngineError
-from fidelab.engines.base import RuntimeInfo
+from fidelab.core.runtime import ran_faults
+from fidelab.core.serial import from_json, to_json
 
 PROTOCOL = 9
 _DEEPEST = 32  # objects and lists within one another
-_LARGEST = 2**63  # of numbers
 
 
 @dataclass(frozen=True)
@@ -112,9 +111,9 @@ class More:
 
 @dataclass(frozen=True)
 class Failed:
-    """Child → parent: nothing more can be answered.  ``kind``: a value of core.Status."""
+    """Child → parent: nothing more can be answered."""
 
-    kind: str
+    kind: Status
     reason: str
 
 
@@ -131,7 +130,7 @@ _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}
 
 def encode(message: Message) -> bytes:
     """One line."""
-    return json.dumps({"type": type(message).__name__, **asdict(message)}, ensure_ascii=True).encode() + b"\n"
+    return json.dumps({"type": type(message).__name__, **to_json(message)}, ensure_ascii=True).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
@@ -146,16 +145,9 @@ def decode(line: bytes) -> Message:
         check_text(fields)
         if cls is Hello:  # of any version, whatever else that version says
             fields = {"pid": fields["pid"], "protocol": fields["protocol"]}
-        for name, kind in get_type_hints(cls).items():
-            if name in fields and name != "tasks" and not fits(fields[name], kind):
-                raise TypeError(f"{name} is of another type")
-        if cls is Failed:
-            fields["kind"] = str(Status(fields["kind"]))
-        elif cls is Done:
-            check_ran(fields["ran"])
-        elif cls in (Job, More):
-            fields["tasks"] = [ProbeTask(**task) for task in fields["tasks"]]
-        message: Message = cls(**fields)
+        message: Message = from_json(cls, fields)
+        if isinstance(message, Done):
+            check_ran(message.ran)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EngineError(f"the worker sent something that is no message ({error}): {line[:80]!r}") from None
     return message
@@ -165,41 +157,10 @@ def check_ran(ran: Mapping[str, Any]) -> None:
     """Check the fields of a record of what ran that are read here; further ones may be anything.
 
     Raises:
-        TypeError: one is of another type; names it.
+        ValueError: one is of another type; names it.
     """
-    for name, kind in {**get_type_hints(RuntimeInfo), **_RAN}.items():
-        if name in ran and not fits(ran[name], kind):
-            raise TypeError(f"what ran: {name} is of another type")
-
-
-_RAN: Mapping[str, Any] = {
-    "ids": str | None,
-    "observed": Mapping[str, list[int]] | None,
-    "proof": Mapping[str, str] | None,
-    "provenance": Mapping[str, str],
-    "pythonpath": list[Mapping[str, Any]],
-    "variables": Mapping[str, str],
-    **dict.fromkeys(("k_changed", "v_changed"), float | None),
-    **dict.fromkeys(("loaded_host_bytes", "peak_host_bytes", "peak_device_bytes"), float | None),
-}
-"""Fields besides those of :class:`~fidelab.engines.base.RuntimeInfo`."""
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Whether plain data from JSON is of a type; numbers are finite, at least 0 and below 2^63."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return True
-    if kind in (int, float):
-        number = int if kind is int else int | float
-        return isinstance(value, number) and not isinstance(value, bool) and 0 <= value < _LARGEST
-    if origin is UnionType:
-        return any(fits(value, part) for part in parts)
-    if origin is list:
-        return isinstance(value, list) and all(fits(item, parts[0]) for item in value)
-    if origin in (dict, Mapping):
-        return isinstance(value, dict) and all(fits(item, parts[1]) for item in value.values())
-    return isinstance(value, kind)
+    if fault := next(ran_faults(ran), None):
+        raise ValueError(f"what ran: {fault} is of another type")
 
 
 def _no_number(name: str) -> None:

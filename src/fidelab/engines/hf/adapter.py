@@ -42,11 +42,11 @@ from fidelab.captures.requests import (
 )
 from fidelab.core import Arm, Estimator, FormatSpec, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
+from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import (
     IMAGE_KINDS,
     Answer,
     Engine,
-    RuntimeInfo,
     Sink,
     Support,
     add_sequence,

@@ -29,7 +29,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from fidelab.core import FormatSpec, KVSpec
-from fidelab.engines.base import Observed
+from fidelab.core.runtime import Observed
+from fidelab.core.serial import to_json
 from fidelab.engines.hf import exceptions
 from fidelab.formats import create
 from fidelab.formats.base import Format, Parts
@@ -161,7 +162,7 @@ class Proof:
         counts = {kind: (forwards.seen, forwards.total) for kind, forwards in self._forwards.items()}
         return {
             "proof": {question: self._answer(question) for question in _QUESTIONS},
-            "observed": Observed((len(self._layers), self._of_layers), **counts).record(),
+            "observed": to_json(Observed((len(self._layers), self._of_layers), **counts)),
             "k_changed": shares[0],
             "v_changed": shares[1],
         }

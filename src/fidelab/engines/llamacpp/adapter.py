@@ -41,7 +41,9 @@ from fidelab.captures.container import Array
 from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, Served, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
-from fidelab.engines.base import Answer, Engine, Observed, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
+from fidelab.core.runtime import Observed, RuntimeInfo
+from fidelab.core.serial import to_json
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.llamacpp import serve
 from fidelab.engines.llamacpp.drafting import Drafter, DraftModel, Lookup, speculation_of, verified
 from fidelab.engines.llamacpp.head import LlamaHead
@@ -263,7 +265,7 @@ class LlamaCppEngine(Engine):
             more={
                 **({"state_dtypes": sorted({kind for kind, _ in self._states})} if self._states else {}),
                 "proof": self._proof,
-                "observed": Observed((self._read_layers, (context_info and context_info.layers) or 0)).record(),
+                "observed": to_json(Observed((self._read_layers, (context_info and context_info.layers) or 0))),
                 "threads": self._arm.threads,
                 "system": about["system"],
                 "k_rotated": context_info.rotated_k if context_info else None,

@@ -50,7 +50,8 @@ from fidelab.captures.requests import (
 )
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
-from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
+from fidelab.core.runtime import RuntimeInfo
+from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
 from fidelab.engines.openai.http import Client, Refused, read_key, split_url

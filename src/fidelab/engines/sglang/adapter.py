@@ -32,7 +32,8 @@ from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import EngineError, NotSupportedError
-from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
+from fidelab.core.runtime import RuntimeInfo
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed, unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair, is_pair
 from fidelab.engines.options import Value, switched, trusts_code, with_default

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fidelab.core import Arm
-from fidelab.engines.base import Observed, RuntimeInfo, device_name, read_back_proof
+from fidelab.core.runtime import Observed, RuntimeInfo
+from fidelab.core.serial import to_json
+from fidelab.engines.base import device_name, read_back_proof
 from fidelab.engines.k16v8 import K16V8, content_bytes, holds_pair, is_pair, scales_of
 
 _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
@@ -53,7 +55,7 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
             "cache_bytes": cache["bytes"] * ranks,
             "cache_pool": cache["pool"],
             "cache_read_back": matches,
-            "observed": Observed((_observed_layers(cache, matches), cache["kv_layers"])).record(),
+            "observed": to_json(Observed((_observed_layers(cache, matches), cache["kv_layers"]))),
             "proof": read_back_proof(matches, 1.0, "SGLang's kernels read the cache themselves"),
             "prefix_caching": not running.disable_radix_cache,
             "chunked_prefill": max(int(running.chunked_prefill_size or -1), 0) or None,

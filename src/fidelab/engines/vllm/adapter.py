@@ -38,7 +38,8 @@ from typing import Any, ClassVar
 from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import EngineError, NotSupportedError
-from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
+from fidelab.core.runtime import RuntimeInfo
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair
 from fidelab.engines.options import Value, trusts_code, with_default

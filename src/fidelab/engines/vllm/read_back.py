@@ -10,7 +10,9 @@ from typing import Any
 
 from fidelab.captures.container import TensorFile
 from fidelab.core import Arm
-from fidelab.engines.base import Observed, RuntimeInfo, device_name, read_back_proof
+from fidelab.core.runtime import Observed, RuntimeInfo
+from fidelab.core.serial import to_json
+from fidelab.engines.base import device_name, read_back_proof
 from fidelab.engines.k16v8 import content_bytes, holds_pair, is_pair, scales_of
 from fidelab.engines.speculation import speculation_record
 from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend
@@ -63,7 +65,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "cache_tokens": here["blocks"] * first["block_size"],
             "cache_bytes": sum(layer["bytes"] for layer in layers),
             "read_back": here["read_back"],
-            "observed": Observed((here["read_back"].get("layers", 0), len(here["layers"]))).record(),
+            "observed": to_json(Observed((here["read_back"].get("layers", 0), len(here["layers"])))),
             "proof": read_back_proof(here["read_back"].get("matches"), _MATCHES, _RECEIVED),
             **_scales(arm, layers),
             **_speculation(model, ranks),

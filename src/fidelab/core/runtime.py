@@ -1,0 +1,83 @@
+"""What really runs, as an engine tells it: the record that messages, manifests and reports carry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from fidelab.core.serial import OMIT, fits
+
+
+@dataclass(frozen=True)
+class Observed:
+    """How much of a process the proof of engagement looked at: pairs (observed, all); ``None`` where not counted.
+
+    Attributes:
+        layers: with the asked format, whose content was compared with what was written.
+        prefills, steps: forwards that read several tokens of a sequence, and decode steps.
+    """
+
+    layers: tuple[int, int]
+    prefills: tuple[int, int] | None = field(default=None, metadata=OMIT)
+    steps: tuple[int, int] | None = field(default=None, metadata=OMIT)
+
+
+@dataclass
+class RuntimeInfo:
+    """What really runs, from the engine's own objects.  ``None`` where the engine cannot tell.
+
+    Attributes:
+        k_format, v_format: formats that the cache was seen to store.
+        k_dtype, v_dtype: element types of that storage.
+        cache_bytes_per_token: measured; ``expected_bytes_per_token`` follows from the requested formats.
+        state_bytes_per_sequence: what is kept beside that, whatever the length: states of recurrent and convolution
+            layers, tokens that a format leaves as they are; measured.
+        more: keys of single engines and, for all of them, ``proof``: the answers to ``stored`` (does the cache hold the
+            encoding of the keys and values that were written?), ``received`` (did attention read what the cache
+            decodes to?) and ``named`` (was the format identified from the stored content, not from the arm?).  Each
+            is ``shown``, ``open: why`` or ``refuted: why``.  ``observed``: an :class:`Observed` as plain data.
+    """
+
+    versions: dict[str, str]
+    device: str
+    attention: str | None = None
+    k_format: str | None = None
+    v_format: str | None = None
+    k_dtype: str | None = None
+    v_dtype: str | None = None
+    cache_bytes_per_token: float | None = None
+    expected_bytes_per_token: float | None = None
+    kv_layers: int | None = None
+    layers_without_kv: int | None = None
+    state_bytes_per_sequence: float | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for messages and manifests."""
+        fields = {key: value for key, value in self.__dict__.items() if key != "more"}
+        return {**fields, **self.more}
+
+
+_MORE: Mapping[str, Any] = {
+    "device": str | None,
+    "ids": str | None,
+    "observed": Mapping[str, tuple[int, int]] | None,
+    "proof": Mapping[str, str] | None,
+    "provenance": Mapping[str, str],
+    "pythonpath": list[Mapping[str, Any]],
+    "variables": Mapping[str, str],
+    **dict.fromkeys(("k_changed", "v_changed"), float | None),
+    **dict.fromkeys(("loaded_host_bytes", "peak_host_bytes", "peak_device_bytes"), float | None),
+}
+"""Fields that are read besides those of :class:`RuntimeInfo`."""
+
+
+def ran_faults(ran: Mapping[str, Any]) -> Iterator[str]:
+    """Fields of a record of what ran that are not what they should be; further ones may be anything."""
+    for name, kind in {**get_type_hints(RuntimeInfo), **_MORE}.items():
+        if name not in ran:
+            continue
+        counts = (ran[name] or {}).values() if name == "observed" and fits(ran[name], kind) else ()
+        if not fits(ran[name], kind) or any(some > every for some, every in counts):
+            yield name
