@@ -91,7 +91,7 @@ def logits(capture: Capture, item: int, start: int, stop: int) -> NDArray[np.flo
         raise CaptureError(f"capture {capture.folder} holds the top tokens alone, no rows over the vocabulary")
     if capture.against:
         why = "holds figures in the place of rows over the vocabulary"
-        raise CaptureError(f"capture {capture.folder} {why}; delete it and capture again with --keep-rows")
+        raise CaptureError(f"capture {capture.folder} {why}; capture again with --keep-rows")
     rows = capture.floats(item, str(capture.estimator), start, stop)
     if capture.estimator is Estimator.LOGPROBS:
         return rows
@@ -122,11 +122,11 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
     if estimator_of(pair) is Estimator.TOPK:
         ref, test = (reported(capture, item, before, before + n) for capture, item, before in sides)
         return compare_topk(ref, test, targets)
-    parts = []
+    parts, itself = [], pair.ref.folder == pair.test.folder
     for start in range(0, n, CHUNK):
         stop = min(start + CHUNK, n)
         p, q = (logits(capture, item, before + start, before + stop) for capture, item, before in sides)
-        parts.append(compare_rows(p, q, targets[start:stop], usable_cores()))
+        parts.append(compare_rows(p, q, targets[start:stop], usable_cores(), kl_alone=itself))
     return RowComparison.concat(parts)
 
 

@@ -206,8 +206,8 @@ class Capture:
             return {}
         if self.against != key_digest(ref.manifest["key"]):
             raise CaptureError(
-                f"capture {self.folder} was compared with another reference before its rows were dropped; "
-                "delete it and capture again with --keep-rows"
+                f"capture {self.folder} was compared with another reference, and its rows are gone; "
+                "capture again with --keep-rows"
             )
         names = [name for name in self.names(item) if name.startswith(FIGURES)]
         columns = {name.removeprefix(FIGURES): np.asarray(self.array(item, name)) for name in names}
