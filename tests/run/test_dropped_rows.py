@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +106,27 @@ def test_resume_makes_nothing_again(tmp_path: Path) -> None:
     (done.folder / "report.json").unlink()
     assert cli("compare", "--resume", done.folder, cwd=tmp_path).code == 0
     assert before == {folder: folder.stat().st_mtime_ns for folder in find_captures(tmp_path / "runs")}
+
+
+def test_a_run_that_was_killed_before_the_references_rows_went_is_resumed_without_asking_again(
+    kept: Done, dropped: Done, tmp_path: Path
+) -> None:
+    room = tmp_path / "room"
+    shutil.copytree(dropped.cwd, room)
+    store = room / "runs" / "captures"
+    for capture in _captures(kept).values():
+        if capture.manifest["asked"]["kv"]["label"] == "exact":
+            there = store / capture.folder.relative_to(kept.cwd / "runs" / "captures")
+            shutil.rmtree(there)
+            shutil.copytree(capture.folder, there)
+    folder = room / dropped.folder.relative_to(dropped.cwd)
+    (folder / "report.json").unlink()
+    done = cli("compare", "--resume", folder, cwd=room)
+    assert done.code == 0, done.err
+    assert _scored(Done(0, "", "", room))["candidates"] == _scored(dropped)["candidates"]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert not any(event["missing"] for event in events[-20:] if event["event"] == "job_started")
+    assert not any("logprobs" in Capture(path).names(0) for path in find_captures(store))
 
 
 def test_another_reference_makes_the_capture_again(tmp_path: Path) -> None:
