@@ -99,7 +99,7 @@ def test_nodes_compare_rows_and_drop_them(estimator: str, tmp_path: Path) -> Non
     assert _same(here, there)
     captures = [Capture(folder) for folder in find_captures(tmp_path / "there" / "runs" / "captures")]
     labels = {capture.manifest["asked"]["kv"]["label"] for capture in captures if not capture.against}
-    assert labels == ({"exact"} if estimator == "hidden" else set())  # of the reference, states stay
+    assert labels == {"exact"}  # states stay, and rows as an arm was refused
 
 
 class _Once:
