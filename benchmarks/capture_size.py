@@ -1,7 +1,5 @@
 """Bytes per position of the captures in a store, over d × bytes of the compute type (goal ≤ 1.01 for prefill).
 
-Of compact rows of log-probabilities: bits per position and entry of the vocabulary (goal ≤ 5.1).
-
 python benchmarks/capture_size.py runs/captures
 """
 
@@ -28,15 +26,6 @@ def main() -> None:
                 array = capture.array(item, "hidden")
                 raw = array.bits if isinstance(array, BFloat16) else array
                 positions, content = positions + raw.shape[0], content + raw.nbytes
-        entries = compact = 0
-        for item in range(len(capture.items)):
-            if capture.compact(item):
-                rows_, vocabulary = capture.array_shape(item, "logprobs")
-                entries, compact = entries + rows_ * vocabulary, compact + rows_
-        if entries:
-            bits = 8 * capture.bytes / entries
-            rows.append({"capture": folder.name, "positions": compact, "bytes": capture.bytes, "bits": bits})
-            print(f"{folder.name:<40} {compact:>8,} positions {bits:>10.2f} bits per entry of the vocabulary")
         if positions:
             ratio = capture.bytes / content
             rows.append({"capture": folder.name, "positions": positions, "bytes": capture.bytes, "ratio": ratio})

@@ -34,15 +34,13 @@ def main() -> None:
     per_row = _seconds_per_row(given.vocabulary, given.width)
     rows = given.windows * given.rows
     states = rows * given.width * 2
-    compact = rows * given.vocabulary * 5.65 / 8
     figures = rows * 130
     computing = given.arms * given.seconds / given.gpus / 3600
     scoring = given.arms * rows * per_row / 3600
     found = {
         "scored positions per arm": rows,
         "bytes of an arm's captures: hidden states": states,
-        "bytes of an arm's captures: log-probabilities, compact": compact,
-        "bytes of an arm's captures: log-probabilities, --drop-rows": figures,
+        "bytes of an arm's captures: figures in the place of log-probabilities": figures,
         "bytes of all captures: hidden states": given.arms * states,
         "hours of the GPUs": computing,
         "hours to write all states to the shared file system": given.arms * states / given.disk / 3600,

@@ -179,7 +179,7 @@ def read_capture(path: Path) -> None:
 
 
 def make_part(folder: Path, vocab: int) -> Path:
-    """The part of a capture of one window of four tokens; with many ids its rows are in compact form."""
+    """The part of a capture of one window of four tokens."""
     request = Prefill("kld", ((1, 2, 3, 4),), 0, 3, ((0, 0, 0, 0),))
     key = capture_key(sample.ARM, request, {}, 0)
     pieces = [f"<{i}>" for i in range(vocab)]
@@ -276,9 +276,6 @@ CASES = {
     ),
     "container": Case(lambda folder: make_part(folder, 8), read_tensors, damaged_tensors),
     "part": Case(lambda folder: make_part(folder, 8), read_capture, damaged_tensors, lambda path: path.parent.name),
-    "compact rows": Case(
-        lambda folder: make_part(folder, 4096), read_capture, damaged_tensors, lambda path: path.parent.name
-    ),
     "request": Case(
         lambda folder: sample.write(folder) / "probe.json.gz",
         lambda path: Capture(path.parent, verify=False).request,

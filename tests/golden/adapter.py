@@ -84,7 +84,9 @@ def run(golden: GoldenRun, room: Path) -> Bundle:
             stack.enter_context(mock.patch.object(BENCHES.load(name), "record", _noting(name, timed)))
         if "toolcalls" in data["axes"]:
             stack.enter_context(_tools_in_the_prompt())
-        _, folder = execute(Experiment.model_validate(data), command="golden")
+        _, folder = execute(
+            Experiment.model_validate({**data, "keep_rows": True}), command="golden"
+        )  # the oracle reads them
         results, facts, _ = read_outcomes(folder)
     benched = [result.role for result in results if result.benches]
     per_arm = len(timed) // len(benched) if benched else 0

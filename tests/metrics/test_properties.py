@@ -59,7 +59,7 @@ from fidelab.metrics.perplexity import compare_nll, row_nll
 from fidelab.metrics.retrieval import Cells, accuracy_difference, chance_score, retrieval_interval, retrieval_score
 from fidelab.metrics.sample_size import clusters_for, half_width, paired_spread, ratio_spread
 from fidelab.metrics.serving import count_good, effective_concurrency, latencies, percentiles
-from fidelab.metrics.speculation import compose, expected_length, overlap
+from fidelab.metrics.speculation import compose, expected_length
 from fidelab.metrics.structure import structures
 
 settings.register_profile("properties", settings.get_profile("busy"), derandomize=True, max_examples=60, deadline=None)
@@ -218,15 +218,6 @@ def test_the_bound_of_reported_tokens_is_below_the_kl_and_blind_to_numbering(
     [row] = compare_topk((top_p[None], log_p[top_p][None]), (top_q[None], log_q[top_q][None]), np.array([-1])).kl
     assert row == pytest.approx(bound, rel=1e-9, abs=1e-12)
     assert (floored_topk(ref, ref, k) == 0).all()
-
-
-@properties
-@given(score_pairs())
-def test_the_overlap_of_two_distributions_is_one_minus_their_total_variation(pair: tuple[Floats, Floats]) -> None:
-    logs = [x - np.log(np.exp(x).sum(axis=1, keepdims=True)) for x in pair]
-    shared = overlap(*logs)
-    assert same(shared, overlap(*reversed(logs)))
-    assert same(shared, 1 - compare(*pair).tv, 1e-7)
 
 
 # -------------------------------------------------------------------------------------------- summaries

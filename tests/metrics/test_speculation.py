@@ -9,7 +9,8 @@ import pytest
 from scipy import stats
 
 from fidelab.core import looked_up
-from fidelab.metrics.speculation import Composed, compose, expected_length, overlap, replay
+from fidelab.metrics.divergence import compare_rows
+from fidelab.metrics.speculation import Composed, compose, expected_length, replay
 
 
 def test_rho_is_the_joint_speedup_over_the_product_of_both() -> None:
@@ -104,19 +105,13 @@ def test_what_is_proposed_behind_the_end_of_the_text_is_not_counted() -> None:
     assert replay(1, lambda at: [True] * 5) == (0, 0, 0)
 
 
-def test_overlap_is_one_minus_total_variation() -> None:
-    p, q = np.log([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]), np.log([[0.2, 0.3, 0.5], [0.5, 0.3, 0.2]])
-    variation = 0.5 * np.abs(np.exp(p) - np.exp(q)).sum(axis=-1)
-    assert overlap(p, q) == pytest.approx(1 - variation)
-    assert overlap(p, q) == pytest.approx([0.7, 1.0])
-
-
-def test_overlap_is_the_share_of_draft_tokens_that_rejection_sampling_accepts() -> None:
+def test_one_minus_total_variation_is_the_share_of_draft_tokens_that_rejection_sampling_accepts() -> None:
     rng = np.random.default_rng(0)
     p, q = (rng.dirichlet(np.ones(6)) for _ in range(2))
     drawn = rng.choice(6, size=20_000, p=q)
     accepted = rng.random(20_000) < np.minimum(1, p[drawn] / q[drawn])
-    assert overlap(np.log(p)[None], np.log(q)[None])[0] == pytest.approx(accepted.mean(), abs=0.015)
+    rows = compare_rows(np.log(p)[None], np.log(q)[None], np.zeros(1, dtype=np.int64))
+    assert 1 - rows.tv[0] == pytest.approx(accepted.mean(), abs=0.015)
 
 
 @pytest.mark.parametrize(("rate", "tokens", "length"), [(0.0, 3, 1.0), (1.0, 3, 4.0), (0.5, 2, 1.75)])

@@ -40,6 +40,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         "axes": {"kld": {"windows": 40, "n_ctx": 16}},
         "text": "text.txt",
         "floor": 0.0,
+        "keep_rows": True,
     }
     (room / "run.yaml").write_text(json.dumps(experiment))
     return cli("run", "run.yaml", cwd=room)

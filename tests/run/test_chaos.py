@@ -40,7 +40,7 @@ pytestmark = [
 KILLS = int(os.environ.get("FIDELAB_KILLS", "1"))
 SEED = int(os.environ.get("FIDELAB_SEED", "0"))
 MOST = 4  # kills per history
-WORDS = arguments(0.02)
+WORDS = [*arguments(0.02), "--keep-rows"]  # finished captures are then never written anew
 
 # Runs in every interpreter of a command and watches what all processes of a role do in the folder of runs: at a step it
 # kills the process, or from there on refuses to write.  Always the same text, because the content of folders on

@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
 def _compare(cwd: Path, *kv: str, flags: Sequence[object] = ()) -> Done:
     write_inputs(cwd)
     words = [word for name in kv for word in ("--kv", name)]
-    return cli("compare", "fake", *SMALL, "--windows", WINDOWS, *words, *flags, cwd=cwd)
+    return cli("compare", "fake", *SMALL, "--keep-rows", "--windows", WINDOWS, *words, *flags, cwd=cwd)
 
 
 def kld(run: Done, arm: str) -> Measurement:

@@ -1,7 +1,9 @@
-"""``--drop-rows``: figures stand in the place of rows, and nothing that a report says changes."""
+"""Figures stand in the place of rows, and nothing that a report says changes."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from tests.run.harness import Done, cli, compare, same_report
 
 ARMS = ("tilt[q=0.6]", "tilt[q=0.9]", "nan-row[item=3,row=2]", "small-vocab[cut=16,q=0.5]")
 AXES = ("--axes", "kld,forced,perplexity,trajectory", "--set", "axes.perplexity.contexts=[32]")
-FLAGS = (*AXES, "--engine-arg", "vocab=4096")  # the least for which rows have a compact form
+FLAGS = AXES
 
 
 def _run(folder: Path, *flags: str, kv: tuple[str, ...] = ARMS) -> Done:
@@ -26,12 +28,12 @@ def _run(folder: Path, *flags: str, kv: tuple[str, ...] = ARMS) -> Done:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    return _run(tmp_path_factory.mktemp("kept"))
+    return _run(tmp_path_factory.mktemp("kept"), "--keep-rows")
 
 
 @pytest.fixture(scope="module")
 def dropped(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    return _run(tmp_path_factory.mktemp("dropped"), "--drop-rows")
+    return _run(tmp_path_factory.mktemp("dropped"))
 
 
 def _captures(done: Done) -> dict[str, Capture]:
@@ -50,11 +52,45 @@ def _scored(done: Done) -> dict[str, object]:
     return {**report, "settings": None}
 
 
-def test_reference_alone_keeps_rows(dropped: Done) -> None:
-    rows = {name: [n for n in capture.names(0) if n == "logprobs"] for name, capture in _captures(dropped).items()}
-    assert {name for name, found in rows.items() if found} == {
-        f"exact {axis} 0" for axis in ("kld", "forced.kl", "perplexity.32", "trajectory")
+def test_no_capture_keeps_rows(kept: Done, dropped: Done) -> None:
+    assert not any("logprobs" in capture.names(0) for capture in _captures(dropped).values())
+    assert any("logprobs" in capture.names(0) for capture in _captures(kept).values())
+
+
+def test_reference_is_asked_again_for_a_new_candidate_alone(tmp_path: Path) -> None:
+    _run(tmp_path, kv=ARMS[:1])
+    before = _times(tmp_path)
+    done = _run(tmp_path, kv=ARMS[:2])
+    after = _times(tmp_path)
+    assert {folder.parent.name.split("-")[2] for folder in before if before[folder] != after[folder]} == {"exact"}
+    assert "captured again, as rows went after an earlier comparison (--keep-rows): kld of exact" in done.err
+    alone = _run(tmp_path / "alone", kv=ARMS[:2])
+    assert _scored(done)["candidates"] == _scored(alone)["candidates"]
+
+
+def test_kept_rows_are_captured_again_where_they_are_gone(tmp_path: Path) -> None:
+    _run(tmp_path, kv=ARMS[:1])
+    _run(tmp_path, "--keep-rows", kv=ARMS[:1])
+    rows = {capture.axis for capture in _captures_in(tmp_path) if "logprobs" in capture.names(0)}
+    assert rows == {"kld", "forced.kl", "perplexity.32", "trajectory"}
+
+
+def test_reference_keeps_its_rows_for_a_candidate_that_failed(tmp_path: Path) -> None:
+    compare(tmp_path, *ARMS[:2], flags=(*FLAGS, "--engine-arg", f"crash={ARMS[1]}:1"), windows=12)
+    kept = {
+        capture.manifest["asked"]["kv"]["label"]
+        for capture in _captures_in(tmp_path)
+        if capture.axis == "kld" and "logprobs" in capture.names(0)
     }
+    assert kept == {"exact"}
+
+
+def _captures_in(folder: Path) -> list[Capture]:
+    return [Capture(path) for path in find_captures(folder / "runs" / "captures")]
+
+
+def _times(folder: Path) -> dict[Path, int]:
+    return {path: (path / "manifest.json").stat().st_ino for path in find_captures(folder / "runs" / "captures")}
 
 
 def test_rescore_needs_no_rows(dropped: Done) -> None:
@@ -65,16 +101,34 @@ def test_rescore_needs_no_rows(dropped: Done) -> None:
 
 
 def test_resume_makes_nothing_again(tmp_path: Path) -> None:
-    done = _run(tmp_path, "--drop-rows", kv=ARMS[:1])
+    done = _run(tmp_path, kv=ARMS[:1])
     before = {folder: folder.stat().st_mtime_ns for folder in find_captures(tmp_path / "runs")}
     (done.folder / "report.json").unlink()
     assert cli("compare", "--resume", done.folder, cwd=tmp_path).code == 0
     assert before == {folder: folder.stat().st_mtime_ns for folder in find_captures(tmp_path / "runs")}
 
 
+def test_a_run_that_was_killed_before_the_references_rows_went_asks_nothing_again(kept: Done, tmp_path: Path) -> None:
+    done = _run(tmp_path, kv=ARMS[:1])
+    before, store = _scored(done), tmp_path / "runs" / "captures"
+    for name, capture in _captures(kept).items():
+        if name.startswith("exact ") and name.endswith(" 0"):
+            there = store / capture.folder.relative_to(kept.cwd / "runs" / "captures")
+            shutil.rmtree(there)
+            shutil.copytree(capture.folder, there)
+    (done.folder / "report.json").unlink()
+    assert any("logprobs" in capture.names(0) for capture in _captures(done).values())
+    assert cli("compare", "--resume", done.folder, cwd=tmp_path).code == 0
+    assert _scored(done) == before
+    events = [json.loads(line) for line in (done.folder / "events.jsonl").read_text().splitlines()]
+    resumed = events[[event["event"] for event in events].index("resumed") :]
+    assert not any(event["missing"] for event in resumed if event["event"] == "job_started")
+    assert not any("logprobs" in capture.names(0) for capture in _captures(done).values())
+
+
 def test_another_reference_makes_the_capture_again(tmp_path: Path) -> None:
     """Not a failure, and not a comparison with the reference of the first run."""
-    _run(tmp_path, "--drop-rows", kv=ARMS[:1])
+    _run(tmp_path, kv=ARMS[:1])
     done = _run(tmp_path, "--reference", "tilt[q=0.9]", kv=ARMS[:1])
     alone = _run(tmp_path / "alone", "--reference", "tilt[q=0.9]", kv=ARMS[:1])
     assert done.axis(ARMS[0], "kld").value("mean") == alone.axis(ARMS[0], "kld").value("mean") != 0

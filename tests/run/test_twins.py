@@ -139,7 +139,9 @@ def test_scoring_again_gives_the_same_floors(done: Done) -> None:
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Done:
     flags = ["--control", "none", "--no-floor"]
-    return compare(tmp_path_factory.mktemp("known"), "tilt[q=0.6]", "tilt[q=0.52]", flags=flags, windows=8)
+    return compare(
+        tmp_path_factory.mktemp("known"), "tilt[q=0.6]", "tilt[q=0.52]", flags=(*flags, "--keep-rows"), windows=8
+    )
 
 
 def scored(done: Done, twin: dict[str, Any], **settings: Any) -> Report:

@@ -288,7 +288,8 @@ class Axis:
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
         """All that scoring reads of the rows of a pair: test items with columns ``[rows]``; ``None``: it needs rows.
 
-        Run with ``--drop-rows``, they stand in the place of the test side's rows
+        Once all pairs are compared, they stand in the place of the test side's rows; of a reference, what compares it
+        with itself
         (:meth:`~fidelab.captures.reader.Capture.figures`).
         """
         return None

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from fidelab.axes.rows import CHUNK, estimator_of, item_rows, logits
+from fidelab.axes.rows import compare_item, estimator_of, item_rows
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import Arm, Estimator, looked_up
 from fidelab.core.serial import from_json
 from fidelab.metrics.agreement import NEAR_TIE
-from fidelab.metrics.divergence import log_softmax
-from fidelab.metrics.speculation import expected_length, overlap, replay
+from fidelab.metrics.speculation import expected_length, replay
 from fidelab.results.measurement import Flag, Metric
 from fidelab.results.speculation import SAMPLED_LENGTH, SAMPLED_RATE, acceptance
 
@@ -75,13 +74,9 @@ def drafted_by(pair: Pair, tokens: int) -> tuple[Metric, ...]:
         text, n = pair.ref.ids(r), item_rows(pair.ref, r)
         if n == 0 or not n == item_rows(pair.test, t) == len(text):
             continue
-        right: list[bool] = []
-        for start in range(0, n, CHUNK):
-            stop = min(start + CHUNK, n)
-            p, q = (logits(side, item, start, stop) for side, item in ((pair.ref, r), (pair.test, t)))
-            right += [int(top) == token for top, token in zip(q.argmax(axis=-1), text[start:stop], strict=True)]
-            shared.append(overlap(*map(log_softmax, _common(p, q))))
-        counts += replay(n, partial(_following, right, tokens))
+        rows = compare_item(pair, r, t, np.asarray(text, dtype=np.int64))
+        shared.append(1 - rows.tv)
+        counts += replay(n, partial(_following, (rows.right_test == 1).tolist(), tokens))
     if not counts[0]:
         return ()
     rate = float(np.concatenate(shared).mean())
@@ -92,12 +87,6 @@ def drafted_by(pair: Pair, tokens: int) -> tuple[Metric, ...]:
 
 def _following(right: Sequence[bool], tokens: int, at: int) -> Sequence[bool]:
     return right[at : at + tokens]
-
-
-def _common(p: Any, q: Any) -> tuple[Any, Any]:
-    """Both sides cut to the ids that they share: engines pad vocabularies differently."""
-    size = min(p.shape[-1], q.shape[-1])
-    return p[:, :size], q[:, :size]
 
 
 def _looked_up(reference: Capture, facts: Mapping[str, Any]) -> tuple[int, int, int]:

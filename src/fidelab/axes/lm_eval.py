@@ -506,7 +506,7 @@ def _value(
     targets = request.continuations[t]
     if item_rows(capture, item) != len(targets):
         return None
-    if columns := capture.figures(item, pair.ref) if capture is pair.test else {}:
+    if columns := capture.figures(item, pair.ref):
         if columns.keys() != set(_COLUMNS):
             raise CaptureError(f"capture {capture.folder} holds other figures; delete it and capture again")
         nll, greedy = columns["nll"], columns["greedy"]

@@ -29,7 +29,6 @@ from fidelab.metrics.divergence import (
     head_logits,
     kld_score,
     log_softmax,
-    without_bias,
 )
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def logits(capture: Capture, item: int, start: int, stop: int) -> NDArray[np.flo
         raise CaptureError(f"capture {capture.folder} holds the top tokens alone, no rows over the vocabulary")
     if capture.against:
         why = "holds figures in the place of rows over the vocabulary"
-        raise CaptureError(f"capture {capture.folder} {why}; delete it and capture again with --keep-rows")
+        raise CaptureError(f"capture {capture.folder} {why}; capture again with --keep-rows")
     rows = capture.floats(item, str(capture.estimator), start, stop)
     if capture.estimator is Estimator.LOGPROBS:
         return rows
@@ -123,14 +122,11 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
     if estimator_of(pair) is Estimator.TOPK:
         ref, test = (reported(capture, item, before, before + n) for capture, item, before in sides)
         return compare_topk(ref, test, targets)
-    parts = []
+    parts, itself = [], pair.ref.folder == pair.test.folder
     for start in range(0, n, CHUNK):
         stop = min(start + CHUNK, n)
         p, q = (logits(capture, item, before + start, before + stop) for capture, item, before in sides)
-        bias, same = _compact_bias(sides, start, stop)
-        if same.any():
-            q[same] = p[same]
-        parts.append(without_bias(compare_rows(p, q, targets[start:stop], usable_cores()), bias, same))
+        parts.append(compare_rows(p, q, targets[start:stop], usable_cores(), kl_alone=itself))
     return RowComparison.concat(parts)
 
 
@@ -145,20 +141,6 @@ def _comparison(capture: Capture, columns: Mapping[str, NDArray[Any]]) -> RowCom
         what = f"holds the figures of another version ({', '.join(sorted(columns.keys() ^ names)[:3])})"
         raise CaptureError(f"capture {capture.folder} {what}; delete it and capture again")
     return RowComparison(**columns)
-
-
-def _compact_bias(
-    sides: Iterable[tuple[Capture, int, int]], start: int, stop: int
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Of rows read from compact form: what both sides' rounding adds to their KL, and which were equal before it."""
-    bias, digests = np.zeros(stop - start), []
-    for capture, item, before in sides:
-        if form := capture.compact(item) if capture.estimator is Estimator.LOGPROBS else {}:
-            at = slice(before + start, before + stop)
-            bias += form["bias"][at]
-            digests.append(form["digest"][at])
-    same = digests[0] == digests[1] if len(digests) == 2 else np.zeros(stop - start, dtype=bool)
-    return bias, same
 
 
 def compare_many(

@@ -25,7 +25,6 @@ from fidelab.axes.base import (
 from fidelab.axes.drafts import speculated
 from fidelab.axes.rows import margin
 from fidelab.captures.pair import Pair
-from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
 from fidelab.metrics.agreement import (
     NEAR_TIE,
@@ -109,7 +108,8 @@ class Trajectory(Axis):
         )
 
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
-        return ((t, {}) for _, t in pair.items)  # margins come from the reference's rows
+        answers = ((r, t, pair.ref.ids(r), pair.test.ids(t)) for r, t in pair.items)
+        return ((t, {"margin": np.array([_margin(pair, r, t, first_divergence(a, b), b)])}) for r, t, a, b in answers)
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         answers = [(pair.ref.ids(r), pair.test.ids(t)) for r, t in pair.items]
@@ -135,8 +135,8 @@ class Trajectory(Axis):
         )
         good = [p for p, ok in zip(pairs, usable, strict=True) if ok]
         forks = [
-            _Fork(r, agreement.first_divergence, _margin(pair.ref, r, agreement, test), ref, test)
-            for (r, _), agreement, (ref, test), ok in zip(pair.items, pairs, answers, usable, strict=True)
+            _Fork(r, agreement.first_divergence, _margin(pair, r, t, agreement, test), ref, test)
+            for (r, t), agreement, (ref, test), ok in zip(pair.items, pairs, answers, usable, strict=True)
             if ok and agreement.first_divergence is not None
         ]
         speculation, flags = speculated(pair, [(fork.item, fork.at, fork.margin) for fork in forks])
@@ -214,7 +214,10 @@ def _text(pair: Pair, fork: _Fork) -> TextPair:
     )
 
 
-def _margin(ref: Capture, item: int, agreement: PairAgreement, test: list[int]) -> float:
+def _margin(pair: Pair, r: int, t: int, agreement: PairAgreement, test: list[int]) -> float:
     """Reference's top-1 minus the candidate's token at the fork, nats; NaN where that is not known."""
     at = agreement.first_divergence
-    return float("nan") if at is None or at >= len(test) else margin(ref, item, at, test[at])
+    if at is None or at >= len(test):
+        return float("nan")
+    columns = pair.test.figures(t, pair.ref)
+    return float(columns["margin"][0]) if "margin" in columns else margin(pair.ref, r, at, test[at])

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.captures.compact import COMPACT, NAMES, decode_rows, row_shape
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
 from fidelab.captures.manifest import FIGURES, MANIFEST, PARTIAL, PROBE, key_digest, load_manifest
 from fidelab.captures.requests import (
@@ -193,9 +192,7 @@ class Capture:
             return []
         prefix = f"{item}."
         stored = self._part(self.items[item]["parts"] - 1).names()
-        names = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
-        rows = ["logprobs"] if f"{COMPACT}form" in names else []
-        return [*rows, *(name for name in names if not name.startswith(COMPACT))]
+        return [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
 
     def figures(self, item: int, ref: Capture) -> dict[str, NDArray[Any]]:
         """What stands in the place of an item's rows: columns ``[rows]`` that compare them with ``ref``.
@@ -209,8 +206,8 @@ class Capture:
             return {}
         if self.against != key_digest(ref.manifest["key"]):
             raise CaptureError(
-                f"capture {self.folder} was compared with another reference before its rows were dropped; "
-                "delete it and capture again with --keep-rows"
+                f"capture {self.folder} was compared with another reference, and its rows are gone; "
+                "capture again with --keep-rows"
             )
         names = [name for name in self.names(item) if name.startswith(FIGURES)]
         columns = {name.removeprefix(FIGURES): np.asarray(self.array(item, name)) for name in names}
@@ -221,43 +218,13 @@ class Capture:
 
     def array_shape(self, item: int, name: str) -> tuple[int, ...]:
         """Shape of one stored array, without reading it."""
-        if name == "logprobs" and (form := self.compact(item)):
-            return row_shape(form)
         return _shape(self.array(item, name))
 
     def floats(self, item: int, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows ``start`` … ``stop`` - 1 of one stored array as float32, in memory of their own."""
-        if name == "logprobs" and (form := self.compact(item)):
-            try:
-                return decode_rows(form, start, stop)
-            except ValueError as error:
-                raise self._damaged(item, error) from None
         array = self.array(item, name)
         cut = BFloat16(array.bits[start:stop]) if isinstance(array, BFloat16) else array[start:stop]
         return to_float32(cut, copy=True)
-
-    def compact(self, item: int) -> dict[str, NDArray[Any]]:
-        """The arrays of compact rows of one item, by :data:`~fidelab.captures.compact.NAMES`; empty if it has none.
-
-        Raises:
-            CaptureError: they do not fit each other.
-        """
-        if "parts" not in self.items[item]:
-            return {}
-        part = self._part(self.items[item]["parts"] - 1)
-        if f"{item}.{COMPACT}form" not in part.names():
-            return {}
-        arrays = {name: part.get(f"{item}.{COMPACT}{name}") for name in NAMES}
-        form = {name: array for name, array in arrays.items() if not isinstance(array, BFloat16)}
-        try:
-            row_shape(form)
-        except ValueError as error:
-            raise self._damaged(item, error) from None
-        return form
-
-    def _damaged(self, item: int, error: ValueError) -> CaptureError:
-        why = f"compact rows of item {item} cannot be read ({error})"
-        return CaptureError(f"capture {self.folder}: {why}; delete the folder and capture again")
 
     def ints(self, item: int, name: str) -> list[int]:
         """One stored array of token ids."""
@@ -320,9 +287,7 @@ def _fault(capture: Capture, item: int) -> str:
         return "" if capture.items[item]["failed"] is not None else "has no answer"
     if not isinstance(capture.items[item]["failed"], str | None):
         return "has a reason that is no text"
-    compact = capture.compact(item)
-    plain = [name for name in names if not (compact and name == "logprobs") and not name.startswith(FIGURES)]
-    arrays = {name: capture.array(item, name) for name in plain}
+    arrays = {name: capture.array(item, name) for name in names if not name.startswith(FIGURES)}
     shapes = {name: (one.bits if isinstance(one, BFloat16) else one).shape for name, one in arrays.items()}
     for name, one in arrays.items():
         kind = "f" if isinstance(one, BFloat16) else one.dtype.kind

@@ -94,6 +94,11 @@ def collect_garbage(
     return removed
 
 
+def has_rows(capture: Capture) -> bool:
+    """Whether an item has rows over the vocabulary, as log-probabilities or as hidden states."""
+    return any(_ROWS & {*capture.names(item)} for item in range(len(capture.items)))
+
+
 def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]]]]) -> None:
     """Put figures in the place of the test side's rows, log-probabilities or hidden states; both keep their keys.
 

@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from fidelab.captures.compact import COMPACT, LEAST_VOCABULARY, encode_rows, seed_of
 from fidelab.captures.container import Array, BFloat16, array_bytes, write_tensors
 from fidelab.captures.manifest import MANIFEST, PARTIAL, PROBE, SCHEMA, dump_manifest, load_manifest
 from fidelab.captures.reader import is_complete
-from fidelab.captures.requests import Prefill, Request, request_record, token_hashes
+from fidelab.captures.requests import Request, request_record, token_hashes
 from fidelab.core import Vocabulary, canonical_json, finite
 from fidelab.core.errors import CaptureError
 
@@ -40,7 +39,6 @@ class CaptureWriter:
         self, target: Path, request: Request, key: Mapping[str, Any], asked: Mapping[str, Any], vocabulary: Vocabulary
     ) -> None:
         self._target = target
-        self._probe = request
         self._head: dict[str, Any] | None = None
         self._manifest: dict[str, Any] = {
             "schema": SCHEMA,
@@ -51,7 +49,6 @@ class CaptureWriter:
             "settings": dict(request.settings),
             "vocabulary": {"size": vocabulary.size, "sha256": vocabulary.sha256},
         }
-        self._seed = seed_of(canonical_json(key))
         self._items: list[dict[str, Any]] = [{"hash": h, "failed": None} for h in token_hashes(request.items())]
         self._files: list[dict[str, Any]] = []
         self._pending: dict[str, Array] = {}
@@ -67,8 +64,7 @@ class CaptureWriter:
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
         """Store the arrays of one item (window or prompt); each item once, in any order.
 
-        The arrays are copied: the engine may use their memory again.  Float16 rows of log-probabilities of whole
-        windows are stored in compact form.
+        The arrays are copied: the engine may use their memory again.
         """
         record = self._item(item)
         if "parts" in record:
@@ -78,23 +74,12 @@ class CaptureWriter:
                 f"item {item} was answered with nothing; an item without an answer is to be marked failed"
             )
         record["parts"] = len(self._files)
-        for name, array in self._compact(item, arrays).items():
+        for name, array in arrays.items():
             copy: Array = BFloat16(array.bits.copy()) if isinstance(array, BFloat16) else np.array(array)
             self._pending[f"{item}.{name}"] = copy
             self._pending_bytes += array_bytes(copy)
         if self._pending_bytes >= _PART_BYTES:
             self._flush()
-
-    def _compact(self, item: int, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-        rows = arrays.get("logprobs")
-        if not isinstance(self._probe, Prefill) or rows is None or isinstance(rows, BFloat16):
-            return arrays
-        if rows.dtype != np.float16 or rows.ndim != 2 or rows.shape[1] < LEAST_VOCABULARY:
-            return arrays
-        tokens = self._probe.windows[item]
-        form = encode_rows(rows.astype(np.float16, copy=False), tokens, self._seed)
-        rest = {name: array for name, array in arrays.items() if name != "logprobs"}
-        return {**rest, **{f"{COMPACT}{name}": array for name, array in form.items()}}
 
     def fail(self, item: int, reason: str) -> None:
         """Mark one item as unusable; it is counted and shown, never dropped."""

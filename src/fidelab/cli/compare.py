@@ -102,10 +102,10 @@ def compare(
     keep_rows: Annotated[
         bool,
         typer.Option(
-            "--keep-rows/--drop-rows",
-            help="Keep every arm's rows over the vocabulary; or, once compared, only what scoring reads of them.",
+            "--keep-rows",
+            help="Keep rows over the vocabulary after they are compared, not only what scoring reads of them.",
         ),
-    ] = True,
+    ] = False,
     n_runs: Annotated[
         int, typer.Option("--runs", help="Whole runs with fresh captures; the report says how far they spread.")
     ] = 1,
@@ -189,7 +189,7 @@ def compare(
         **executor.settings(),
         "runs": n_runs,
         **({} if floor else {"floor": 0.0, "twins": 0.0}),
-        **({} if keep_rows else {"keep_rows": False}),
+        **({"keep_rows": True} if keep_rows else {}),
     }
     if serve is None:
         data = options.begin_from_preset(preset, context, data, trusted)

@@ -288,9 +288,8 @@ class Experiment(BaseModel):
     traffic: str | None = Field(default=None, description="a log of requests that text and prompts are taken from")
     skip_bad: bool = Field(default=False, description="leave out what is wrong in the log of requests, and count it")
     keep_rows: bool = Field(
-        default=True,
-        description="keep the rows over the vocabulary of every arm; false: of the reference alone, of the others what "
-        "scoring reads",
+        default=False,
+        description="keep rows over the vocabulary after they are compared; false: what scoring reads of them",
     )
     keep_text: bool = Field(default=False, description="show texts of the log of requests in reports")
     runs: int = Field(

@@ -140,11 +140,11 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def raw_bytes(tensor: Any) -> bytes:
-    """The bytes of a torch tensor, off the device."""
+def raw_bytes(tensor: Any) -> memoryview:
+    """The bytes of a torch tensor, off the device; a tensor on the CPU is not copied."""
     import torch
 
-    return bytes(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return memoryview(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 # Formats as engines call them → bits of the fraction, the leading one included, and of the exponent.

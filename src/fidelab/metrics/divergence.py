@@ -40,7 +40,6 @@ _COLUMNS = 1 << 14
 _TALL = 64
 # Sums of float32 log-probabilities are known to about this much.
 _MASS_RESOLUTION = 1e-6
-_LEAST_KL = 1e-12  # nats, of rows that are known to differ
 _LARGEST = 1e100  # of χ² and k3: what is larger has no mean that a float could square
 _LEAST_ROWS = 8  # at the end of windows: fewer are no evidence that a way parts
 
@@ -246,21 +245,6 @@ def comparison_of(columns: Floats, top1: Bools, cut: Floats, has_goal: Bools) ->
             },
             overlap=np.where(failed, np.nan, overlap),
         )
-
-
-def without_bias(rows: RowComparison, bias: Floats, same: Bools) -> RowComparison:
-    """Take off what independent rounding errors of log P and log Q added: ``bias`` [n] = ½Σ P·e² of both, nats.
-
-    KL(P‖Q) and KL(Q‖P) grow by it, χ² by twice and the Jensen-Shannon divergence by a quarter of it, to second order.
-    Rows that differ (not ``same``) keep a KL above 0.  See docs/metrics.md#estimators.
-    """
-    if not bias.any():
-        return rows
-    changes = {
-        name: np.where(same, getattr(rows, name), np.maximum(getattr(rows, name) - share * bias, _LEAST_KL))
-        for name, share in (("kl", 1.0), ("reverse_kl", 1.0), ("jsd", 0.25), ("chi2", 2.0))
-    }
-    return replace(rows, **changes)
 
 
 class _Work:

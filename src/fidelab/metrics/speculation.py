@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fidelab.metrics.change import welch_reach
 
@@ -92,15 +91,6 @@ def replay(n: int, draft: Callable[[int], Sequence[bool]]) -> tuple[int, int, in
         drafts, drafted, accepted = drafts + bool(proposed), drafted + len(proposed), accepted + right
         at += right + 1
     return drafts, drafted, accepted
-
-
-def overlap(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
-    """1 - total variation of each row of log-probabilities [n, V]: Σ_x min(P(x), Q(x)), 0-1.
-
-    The share of tokens drawn from Q that a model with distribution P accepts (Leviathan, Kalman and Matias, Fast
-    Inference from Transformers via Speculative Decoding, 2023, corollary 3.6).  See docs/metrics.md#acceptance.
-    """
-    return np.asarray(np.minimum(1.0, np.exp(np.minimum(p, q)).sum(axis=-1)))
 
 
 def expected_length(rate: float, tokens: int) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
-from fidelab.captures.manifest import capture_folder, capture_key, key_digest, seed_of
+from fidelab.captures.manifest import capture_folder, capture_key, key_digest, load_manifest, seed_of
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Generate, Request, Served, request_record
 from fidelab.core import Arm
@@ -31,8 +31,8 @@ class PlannedCapture:
     """One capture of one arm: the request, the replicate, and the folder.
 
     ``axis``: the axis that makes the request, or one of its parts (``perplexity.2048``).  ``against``: digest of the
-    key of the capture that it will be compared with, and which it may have been compared with before its rows were
-    dropped; empty: it needs rows.
+    key of the capture that it will be compared with; empty: of none, or rows are kept.  ``readers``: the captures of
+    the plan that will be compared with this one.
     """
 
     axis: str
@@ -40,10 +40,27 @@ class PlannedCapture:
     key: Mapping[str, Any]
     folder: Path
     against: str = ""
+    readers: tuple[PlannedCapture, ...] = ()
 
     def is_complete(self) -> bool:
-        """The store has an undamaged copy that can be scored."""
-        return is_complete(self.folder, self.key, self.against)
+        """The store has an undamaged copy that can be scored.
+
+        One without rows can if all captures that are compared with it were compared before.
+        """
+        own = key_digest(self.key)
+        if not is_complete(self.folder, self.key, self.against or (own if self.readers else "")):
+            return False
+        return not self._compared_with() or all(
+            reader.is_complete() and reader._compared_with() == own for reader in self.readers
+        )
+
+    def lost_rows(self) -> bool:
+        """The store has an undamaged copy, which cannot be scored because its rows are gone."""
+        return not self.is_complete() and is_complete(self.folder, self.key)
+
+    def _compared_with(self) -> str:
+        """Digest of the key of the capture whose figures stand in the place of rows; empty: rows are there."""
+        return str(load_manifest(self.folder).get("against", ""))
 
     def task(self) -> ProbeTask:
         """The form in which a worker gets it."""
@@ -125,8 +142,11 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     if not requests and settings.axes:
         raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
     numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]
-    remarks = tuple(filter(None, (_beyond(name, settings.axes[name], inputs) for name in requests)))
-    return Plan(settings, tuple(with_probes(settings, job, requests) for job in numbered), unavailable, remarks)
+    asked = linked([with_probes(settings, job, requests) for job in numbered])
+    remarks = [_beyond(name, settings.axes[name], inputs) for name in requests]
+    if again := [f"{c.axis} of {job.arm.name}" for job in asked for c in job.captures if c.lost_rows()]:
+        remarks.append(f"captured again, as rows went after an earlier comparison (--keep-rows): {', '.join(again)}")
+    return Plan(settings, asked, unavailable, tuple(filter(None, remarks)))
 
 
 def _beyond(name: str, axis: Axis, inputs: AxisInputs) -> str:
@@ -175,19 +195,35 @@ def foreseen(settings: Settings, inputs: AxisInputs) -> dict[str, Mapping[str, R
 
 
 def base_of(role: str) -> str:
-    """The role of the arm that one is compared with; empty for an arm that others are compared with in other ways."""
+    """The role of the arm that one is compared with; empty for an arm that is compared with none."""
     kind, _, name = role.partition(":")
-    return {"reference": "", TRUTH: "", EXACT: "", TWIN: f"candidate:{name}"}.get(kind, "reference")
+    return {"reference": "", EXACT: EXACT if name else "", TWIN: f"candidate:{name}"}.get(kind, "reference")
 
 
 def _against(settings: Settings, job: PlannedJob, asked: Request) -> str:
     """See :class:`PlannedCapture`."""
-    if (arm := settings.roles.get(base_of(job.role))) is None:
+    arm = settings.roles.get(base_of(job.role))
+    if arm is None or settings.experiment.keep_rows:
         return ""
     base = settings.resolved[arm.name]
     first = job.replicate - _offset(settings, job)
     replicate = first + _offset(settings, PlannedJob(base_of(job.role), base, ()))
     return key_digest(capture_key(base.arm, asked, base.versions, replicate))
+
+
+def linked(jobs: Sequence[PlannedJob]) -> tuple[PlannedJob, ...]:
+    """The jobs, each capture with those that are compared with it."""
+    for _ in range(2):  # twins are compared with candidates, and candidates with the reference
+        readers: dict[str, list[PlannedCapture]] = {}
+        for capture in (capture for job in jobs for capture in job.captures):
+            readers.setdefault(capture.against, []).append(capture)
+        jobs = [
+            replace(
+                job, captures=tuple(replace(c, readers=tuple(readers.get(key_digest(c.key), ()))) for c in job.captures)
+            )
+            for job in jobs
+        ]
+    return tuple(jobs)
 
 
 def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]]) -> PlannedJob:

@@ -158,7 +158,7 @@ def _answered(
         finally:
             messages.unlink(missing_ok=True)
         tasks = {i: job.tasks[i] for i in left}
-        complete = {i: task.target for i, task in tasks.items() if is_complete(Path(task.target), task.key)}
+        complete = {i: task.target for i, task in tasks.items() if is_complete(Path(task.target), task.key, "")}
         whole.captured |= {first + i: target for i, target in complete.items()}
         left = [i for i in left if i not in complete]
         if not left:

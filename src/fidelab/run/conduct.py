@@ -35,7 +35,7 @@ from fidelab.run.benches import BENCHES, Benching
 from fidelab.run.build import Plan
 from fidelab.run.cluster import Cluster, RayCluster
 from fidelab.run.estimate import Timings
-from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_rows_there
+from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_reference_rows, drop_rows_there
 from fidelab.run.prepare import Prepared, now, prepare
 from fidelab.run.resolve import Settings
 from fidelab.run.runner import Listener, Silent, needs_of
@@ -182,6 +182,7 @@ def capture(experiment: Experiment, *, follow: Path | None = None, listener: Lis
     Raises:
         CaptureError: no capture lies in ``follow``.
     """
+    experiment = experiment.model_copy(update={"keep_rows": True})  # what they are compared with is not known here
     prepared = prepare(experiment, only="reference" if follow is None else "candidate")
     [job] = prepared.plan.jobs
     logs = prepared.settings.captures_dir / "logs"
@@ -248,6 +249,8 @@ def _conduct(
                 drop_rows_there(cluster, plan.settings.experiment.axes, results, folder.path)
             scored = score_run(plan.settings.experiment, facts, _every(plan, results))
             report = _write(folder, scored)
+            if not plan.settings.experiment.keep_rows:
+                drop_reference_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
             if all(result.status is Status.OK for result in results):
                 Timings().add_scoring((time.monotonic() - began) / expected.scoring)
             return report

@@ -24,7 +24,7 @@ from fidelab.core.errors import OutputError
 from fidelab.core.serial import from_json, to_json
 from fidelab.models import Model, check_conversion
 from fidelab.models.cache import cache_dir
-from fidelab.run.build import Plan, PlannedJob, base_of, follow_ups, foreseen, with_probes
+from fidelab.run.build import Plan, PlannedJob, base_of, follow_ups, foreseen, linked, with_probes
 from fidelab.run.deploy import ResolvedArm
 
 DEFAULT = "defaults: nothing like it has run on this machine"
@@ -289,7 +289,7 @@ def estimate(
     if reference is not None and reference.captures and not reference.missing():
         answered = {c.axis: c.folder for c in reference.captures if c.is_complete()}
         later |= follow_ups(settings, inputs, answered)[0]
-    jobs = [with_probes(settings, job, later) for job in plan.jobs] if settings.axes else []
+    jobs = linked([with_probes(settings, job, later) for job in plan.jobs]) if settings.axes else ()
     expected = [estimate_job(job, timings, planned) for job, planned in zip(jobs, plan.jobs, strict=False)]
     asked = [(timings.rates(job.resolved).source, job.role) for job in jobs if job.missing()]
     benches = list[tuple[str, float]]()
@@ -345,7 +345,7 @@ def check_disk(plan: Plan, runs: int = 1) -> None:
     """
     folder, need = plan.settings.captures_dir, runs * needed_bytes(plan)
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-    what, remedy = "captures", "fewer --windows, --drop-rows, or another --output-dir"
+    what, remedy = "captures", "fewer --windows, or another --output-dir"
     if runs > 1:
         what, remedy = f"captures of {runs} runs", "fewer --runs, or another output_dir"
     if need > free:
@@ -366,7 +366,7 @@ def conversion_bytes(plan: Plan) -> int:
 def needed_bytes(plan: Plan) -> int:
     """Bytes that the captures still to be made will take at most, output heads included.
 
-    Where rows are dropped, an arm's are there until it and its twin are compared.
+    An arm's rows are there until it and its twin are compared, the reference's until all are, and all with keep_rows.
     """
     need, passing, heads = 0, 0, {}
     for job in plan.jobs:

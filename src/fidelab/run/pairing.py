@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
+from fidelab.captures.manifest import key_digest, load_manifest
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture, key_name
-from fidelab.captures.store import drop_rows
+from fidelab.captures.store import drop_rows, has_rows
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Estimator, Status, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, MismatchError
@@ -118,6 +119,31 @@ def drop_compared_rows(axes: Mapping[str, Axis], results: Sequence[ArmResult], r
         _drop(axes, result, base, (Estimator.LOGPROBS,))
 
 
+def drop_reference_rows(axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str]) -> None:
+    """The same for arms that others are compared with, the reference above all, once all of ``roles`` were compared.
+
+    Rows stay where an arm of them failed: it may be asked again.
+    """
+    by_role = {result.role: result for result in results}
+    for base in results:
+        readers = [by_role.get(role) for role in roles if base_of(role) == base.role]
+        done = [reader for reader in readers if reader is not None and reader.status is Status.OK]
+        if not base_of(base.role) and len(done) == len(readers):
+            captures = {name: folder for name, folder in base.captures.items() if _were_compared(name, folder, done)}
+            alone = replace(base, captures=captures)
+            _drop(axes, alone, alone, (Estimator.LOGPROBS,))
+
+
+def _were_compared(name: str, base: Path, readers: Sequence[ArmResult]) -> bool:
+    """Whether all captures of this name hold what compares them with the base's."""
+    try:
+        own = key_digest(load_manifest(base)["key"])
+        theirs = [load_manifest(reader.captures[name]) for reader in readers if name in reader.captures]
+    except CaptureError:
+        return False
+    return {manifest.get("against") for manifest in theirs} == {own}
+
+
 def drop_rows_there(
     cluster: Cluster, axes: Mapping[str, Mapping[str, Any]], results: Sequence[ArmResult], folder: Path
 ) -> None:
@@ -166,10 +192,10 @@ def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimato
             if part not in theirs:
                 continue
             try:
-                test = Capture(folder)
-                if test.estimator not in estimators or test.against:
+                ref, test = Capture(theirs[part]), Capture(folder)
+                if not {ref.estimator, test.estimator} & {*estimators} or test.against or not has_rows(ref):
                     continue
-                pair = Pair.match(Capture(theirs[part]), test, subset=_is_part(result))
+                pair = Pair.match(ref, test, subset=_is_part(result))
                 if (figures := axis.figures(pair)) is not None:
                     drop_rows(pair, figures)
             except (FidelabError, *FOREIGN) as error:  # scoring meets it again, and says it

@@ -22,7 +22,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
-from fidelab.run.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
+from fidelab.run.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, linked, with_probes
 from fidelab.run.cluster import Cluster, Needs, run_job
 from fidelab.run.deploy import ResolvedArm, engine_class
 from fidelab.run.estimate import Rates, Timings, Work, estimate_job, work_of
@@ -233,6 +233,7 @@ class Asking:
         self._timings = Timings()
         self.pace = _Pace(listener)
         self._without: dict[str, str] = {}  # axes without a follow-up, and why
+        self._jobs: Sequence[PlannedJob] = ()  # of the run, with the questions that do not follow from answers
 
     def follow(self, reference: Mapping[str, Path]) -> None:
         """Take the questions that follow from a reference which answered before: its captures by part."""
@@ -243,6 +244,7 @@ class Asking:
 
         ``log``: the log file of a role.
         """
+        self._jobs = jobs
         alone = len(jobs) if self._cluster is None else sum(job.role == "reference" for job in jobs)
         for job in jobs[:alone]:
             yield self.run(job, log(job.role))
@@ -364,7 +366,8 @@ class Asking:
     def _follow_up(self, job: PlannedJob) -> PlannedJob:
         """The reference's job with the requests that follow from its own answers."""
         self.follow({c.axis: c.folder for c in job.captures if c.is_complete()})
-        return with_probes(self._settings, job, self._later)
+        others = (other for other in self._jobs if other.role != job.role)
+        return linked([with_probes(self._settings, one, self._later) for one in (job, *others)])[0]
 
     def _message(self, job: PlannedJob, missing: Sequence[PlannedCapture]) -> Job:
         store, tokenizer = self._settings.captures_dir, self._tokenizer(job.resolved.model)

@@ -182,7 +182,7 @@ class VLLMModel:
         if self._hidden:
             self._find_head(self._take(key, "rows"), self._take(key, "live"))
 
-    def _find_head(self, rows: bytes, live: bytes) -> None:
+    def _find_head(self, rows: bytearray, live: bytearray) -> None:
         """Assemble the head from the ranks' shards, and find the scale of its logits."""
         import torch
 
@@ -194,8 +194,8 @@ class VLLMModel:
         self._width = shards[0]["width"]
 
         def joined(part: str) -> Tensor:
-            raw = b"".join(self._take(f"head-{rank}", part) for rank in range(len(shards)))
-            return torch.frombuffer(bytearray(raw), dtype=getattr(torch, shards[0]["dtype"]))
+            raw = self._take_all(f"head-{rank}.{part}" for rank in range(len(shards)))
+            return torch.frombuffer(raw, dtype=getattr(torch, shards[0]["dtype"]))
 
         weight, bias = joined("weight").view(-1, self._width), joined("bias") if shards[0]["bias"] else None
         config = SimpleNamespace(final_logit_softcapping=self.about["softcap"], logit_scale=self.about["scale"])
@@ -404,24 +404,29 @@ class VLLMModel:
         text = self._take(key, "nan")
         return int(text) if text else None
 
-    def _take(self, key: str, kind: str) -> bytes:
+    def _take(self, key: str, kind: str) -> bytearray:
         """Read and remove a file of the workers; empty where they wrote none."""
-        path = Path(self._folder.name) / f"{key}.{kind}"
-        if not path.exists():
-            return b""
-        raw = path.read_bytes()
-        path.unlink()
+        return self._take_all([f"{key}.{kind}"])
+
+    def _take_all(self, names: Iterable[str]) -> bytearray:
+        """The same of several files, one behind the other: a head is in memory once."""
+        paths = [path for name in names if (path := Path(self._folder.name) / name).exists()]
+        raw, at = bytearray(sum(path.stat().st_size for path in paths)), 0
+        for path in paths:
+            with path.open("rb") as file:
+                at += file.readinto(memoryview(raw)[at:])
+            path.unlink()
         return raw
 
-    def _states(self, raw: bytes) -> Tensor:
+    def _states(self, raw: bytearray) -> Tensor:
         import torch
 
-        return torch.frombuffer(bytearray(raw), dtype=getattr(torch, self._arm.dtype)).view(-1, self._width)
+        return torch.frombuffer(raw, dtype=getattr(torch, self._arm.dtype)).view(-1, self._width)
 
-    def _logits(self, raw: bytes) -> Tensor:
+    def _logits(self, raw: bytearray) -> Tensor:
         import torch
 
-        return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(-1, self.about["vocabulary"])
+        return torch.frombuffer(raw, dtype=torch.float32).view(-1, self.about["vocabulary"])
 
     # ------------------------------------------------------------------------------------------- others
 
