@@ -42,7 +42,7 @@ LIMITS = {
 """Limits on the recommended candidate, each with the figure that it holds for."""
 
 _LOSS_LIMITS = ("max_kld", "max_flips", "max_accuracy_loss")  # in the place of the class
-_LIMIT_OF_CLAIM = {"mean KL": "max_kld", "changed tokens": "max_flips", "accuracy loss": "max_accuracy_loss"}
+_LIMIT_OF_CLAIM = {"mean_kl": "max_kld", "changed_tokens": "max_flips", "accuracy_loss": "max_accuracy_loss"}
 _RATES = ("isolated", "output_rate")  # of generated tokens, of benches decode and load
 _SLOWER = 0.95  # of another rate: repeats differ by 5%
 _LEVEL = 0.99  # of the paired differences that strike a candidate
@@ -389,7 +389,7 @@ class _Field:
             if claim.unit == "nats" or claim.ci is None:
                 continue
             shift = np.zeros(n_rows)
-            if claim.name == "accuracy loss when sampling" and (sums := _own_sums(arm)) is not None:
+            if claim.key == "probability_loss" and (sums := _own_sums(arm)) is not None:
                 drawn = self._means(sums, sums.probability_loss)
                 shift = drawn - drawn[0]
             exceeded: Bools = np.greater_equal(shift, claim.margin - claim.ci[0])
@@ -418,7 +418,7 @@ class _Field:
 
     def _margin(self, claim: CertificateClaim) -> float:
         """Its own margin, or the limit that was given in its place."""
-        return self.limits.get(_LIMIT_OF_CLAIM.get(claim.name, ""), claim.margin)
+        return self.limits.get(_LIMIT_OF_CLAIM.get(claim.key, ""), claim.margin)
 
     def _claim_holds(self, claim: CertificateClaim) -> bool:
         margin = self._margin(claim)
@@ -612,14 +612,14 @@ def _percent(share: float) -> str:
 
 
 def _confirmed_claim(field: _Field, claim: CertificateClaim) -> str:
-    limit = field.limits.get(_LIMIT_OF_CLAIM.get(claim.name, ""), claim.margin)
+    limit = field.limits.get(_LIMIT_OF_CLAIM.get(claim.key, ""), claim.margin)
     return f"{claim.name} below {_amount(limit, claim)}"
 
 
 def _amount(value: float, claim: CertificateClaim) -> str:
     if claim.unit == "nats":
         return f"{value:.2g} nats" if value >= 1e-4 else f"{format_nats(value)} nats"
-    return f"{100 * value:.2g}%" if claim.name == "changed tokens" else _points(value)
+    return f"{100 * value:.2g}%" if claim.key == "changed_tokens" else _points(value)
 
 
 def _points(value: float) -> str:
