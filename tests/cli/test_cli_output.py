@@ -6,7 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 
+from fidelab.cli.output import gate
+from fidelab.results.measurement import Flag
+from fidelab.results.record import Report
+from tests.report.sample import sample_report
 from tests.run.harness import SMALL, Done, cli, compare, write_inputs
 
 SIZES = ("--windows", 4, "--n-ctx", 16, "--n-predict", 4, "--limit", 2)
@@ -84,6 +89,22 @@ def test_the_gate_of_a_settings_file_holds_when_a_run_goes_on(tmp_path: Path) ->
     assert done.code == 1
     assert cli("compare", "--resume", done.folder, cwd=tmp_path).code == 1
     assert cli("compare", "--resume", done.folder, "--fail-under", 50, cwd=tmp_path).code == 0
+
+
+def flagged(kind: str) -> Report:
+    report = sample_report()
+    [first, *_] = report.candidates
+    kld = first.axes["kld"].model_copy(update={"flags": (Flag(kind=kind, text="kld failed in run 2 of 3: x"),)})
+    return report.model_copy(update={"candidates": (first.model_copy(update={"axes": {"kld": kld}}),)})
+
+
+def test_an_axis_that_some_of_an_arms_runs_lost_is_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    gate(flagged("spread"), None)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(typer.Exit) as exits:
+        gate(flagged("lost"), None)
+    assert exits.value.exit_code == 1
+    assert capsys.readouterr().err.endswith(": kld failed in run 2 of 3: x\n")
 
 
 # ----------------------------------------------------------------------------------------------- dry run

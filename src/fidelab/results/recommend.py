@@ -29,13 +29,13 @@ from fidelab.results.decision_record import (
 )
 from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.numbers import counted, format_bytes, format_nats, format_percent, one_line
-from fidelab.results.record import ArmRecord, Report
+from fidelab.results.record import ArmRecord, Report, Verdict
 
 _WIDTH = re.compile(r"(?:bf|f|fp|float|bfloat)(16|32)", re.IGNORECASE)
 LIMITS = {
     "max_kld": "mean KLD",
     "max_flips": "changed top tokens",
-    "max_accuracy_loss": "net loss of correct top tokens",
+    "max_accuracy_loss": "net loss of correct predictions",
     "min_saving": "saving",
     "min_tokens_per_s": "tokens per second",
 }
@@ -140,14 +140,14 @@ def _why_not(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
     if kld is None or not arm.measured or not kld.measured:
         return "no KLD was measured"  # why stands with its verdict
     if kld.n_failed:
-        return f"{kld.n_failed:,} positions gave no number"
+        return f"{kld.n_failed:,} positions returned NaN or infinity"
     if arm.verdict is not None and not arm.verdict.by_kld and arm.verdict.band is not None:
-        return f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}"
+        return _verdict(arm.verdict)
     mean = kld.metric("mean", {})
     if mean is None or mean.value is None or mean.bound:
         return "only a lower bound of its KLD is known"
     if mean.interval is None:
-        return "its KLD has no interval: measure more windows"
+        return "its KLD has no interval, use more windows"
     if axes := [axis for axis, one in arm.certificates.items() if axis != DECIDING and one.state == "exceeded"]:
         return f"a loss beyond the margin is shown on {', '.join(map(one_line, axes))}"
     if why := _unsuitable(arm, sizes, limits):
@@ -177,7 +177,7 @@ def _beyond(name: str, limit: float, arm: ArmRecord, saving: float | None) -> st
         "min_tokens_per_s": _rate(arm),
     }[name]
     if found is None:
-        return f"{LIMITS[name]}: not measured, so --{name.replace('_', '-')} cannot be met"
+        return f"{LIMITS[name]} not measured, so --{name.replace('_', '-')} cannot be met"
     if found >= limit if least else found <= limit:
         return ""
     shown = f"{found:,.3g}" if name == "min_tokens_per_s" else f"{100 * found:.2g}%"
@@ -484,7 +484,8 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
         )
     best = field.arms[chosen]
     assert all(one.arm != best.name for one in struck), "a dominated candidate was chosen"
-    stability, alternative = _stability(field)
+    share, second = stability(field.choices.best)
+    alternative = None if second is None else field.arms[second].name
     confidence = _confidence(field, best)
     command, note = serve_command(best)
     if command is None and (served := _best_served(report, asked)):
@@ -493,10 +494,10 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
     return Recommendation(
         arm=best.name,
         confidence=confidence,
-        stability=stability,
+        stability=share,
         alternative=alternative,
         text=f"Use {one_line(best.name)}{f': {saved}' if saved else ''}",
-        evidence=tuple(_evidence(field, best, confidence, stability, alternative)),
+        evidence=tuple(_evidence(field, best, confidence, share, alternative)),
         command=command,
         command_note=note,
         saving=field.sizes.saving(best.name),
@@ -520,15 +521,17 @@ def _struck(field: _Field) -> Iterator[Dominance]:
             yield Dominance(arm=arm.name, by=field.arms[b].name, difference=difference, ci=ci)
 
 
-def _stability(field: _Field) -> tuple[float | None, str | None]:
-    """Share of resamples with the same choice, and the second most frequent one where that share is small."""
-    best = field.choices.best
+def stability(best: NDArray[np.intp]) -> tuple[float | None, int | None]:
+    """Share of resamples with the choice of the data, and the second most frequent choice where that share is small.
+
+    ``best`` [1 + R]: numbers of the chosen candidates, -1 for none, that of the data first; ``None`` without resamples.
+    """
     if len(best) == 1:
         return None, None
     counts = Counter(best[1:].tolist())
     share = counts[int(best[0])] / (len(best) - 1)
     others = [(count, -n) for n, count in counts.items() if n not in (-1, int(best[0]))]
-    return share, field.arms[-max(others)[1]].name if share < _STABLE and others else None
+    return share, -max(others)[1] if share < _STABLE and others else None
 
 
 def _confidence(field: _Field, best: ArmRecord) -> Confidence:
@@ -572,11 +575,11 @@ def _none_text(field: _Field) -> str:
     measured = [arm for arm in field.arms if arm.measured and DECIDING in arm.axes]
     means = [(mean, arm.name) for arm in measured if (mean := arm.axes[DECIDING].value("mean", {})) is not None]
     nearest = min(means, default=None)
-    return text if nearest is None else f"{text}; {one_line(nearest[1])} comes nearest (KLD {format_nats(nearest[0])})"
+    return text if nearest is None else f"{text}. Nearest: {one_line(nearest[1])} (KLD {format_nats(nearest[0])})"
 
 
 def _evidence(
-    field: _Field, best: ArmRecord, confidence: Confidence, stability: float | None, alternative: str | None
+    field: _Field, best: ArmRecord, confidence: Confidence, share: float | None, alternative: str | None
 ) -> Iterator[str]:
     kld = best.axes[DECIDING]
     if best.status is Status.IDENTICAL:
@@ -585,8 +588,8 @@ def _evidence(
         facts = [f"KLD {format_nats(kld.value('mean', {}))}"]
         if (same := kld.value("top1", {})) is not None:
             facts.append(f"same top token {100 * same:.1f}%")
-    if stability is not None:
-        facts.append(f"chosen in {_percent(stability)} of resamples")
+    if share is not None:
+        facts.append(f"chosen in {_percent(share)} of resamples")
     yield " · ".join(facts)
     if alternative is not None:
         yield f"too close to call: {one_line(best.name)} or {one_line(alternative)}"
@@ -644,17 +647,21 @@ def _risks(arm: ArmRecord) -> Iterator[str]:
     for axis, certificate in arm.certificates.items():
         for flips in certificate.flips:
             at = f" at {flips.context:,} tokens" if flips.context else ""
-            items = "correct top tokens" if axis == DECIDING else f"correct answers of {one_line(axis)}"
+            items = "correct predictions" if axis == DECIDING else f"correct answers of {one_line(axis)}"
             yield f"{items}{at}: {flips.harmful:,} lost, {flips.beneficial:,} gained of {flips.n:,}"
         if axis != DECIDING and certificate.state in ("underpowered", "undecided"):
             found = max((claim.detectable or 1.0 for claim in certificate.claims), default=1.0)
             yield f"{one_line(axis)}: sample too small, only losses above {_points(found)} are detectable"
     if arm.verdict is not None and arm.verdict.band not in (None, "EXCELLENT"):
-        yield f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}"
+        yield _verdict(arm.verdict)
     if arm.ran is not None and arm.ran.others().get("emulated"):
-        yield "its format is emulated, and no engine stores it: its bytes are those of gapless packing"
+        yield "its format is emulated and no engine stores it, its bytes are those of gapless packing"
     if arm.verdict is not None and arm.verdict.modified:
         yield f"it ran with {', '.join(map(one_line, arm.verdict.modified))}"
+
+
+def _verdict(verdict: Verdict) -> str:
+    return f"verdict {verdict.band}, {', '.join(map(one_line, verdict.because))}"
 
 
 _USUAL = ("trajectory", "kld", "rniah", "gsm8k", "degeneration", "paths")
@@ -716,7 +723,7 @@ def _more(arms: Sequence[ArmRecord]) -> str:
         if most is not None and most.clusters_needed is not None and most.clusters_needed > most.clusters:
             needed = counted(most.clusters_needed, word)
             needs.append(f"{one_line(arm.name)} needs about {needed} (now {most.clusters:,}) for {most.name}")
-    return "; ".join(needs)
+    return " · ".join(needs)
 
 
 def _factor(claim: CertificateClaim) -> float:
@@ -728,5 +735,5 @@ def serve_command(arm: ArmRecord) -> tuple[str | None, str]:
     if arm.serve_command:
         return arm.serve_command, ""
     if arm.measure_elsewhere:
-        return arm.measure_elsewhere, "Measured with Transformers. Before deploying, repeat the run on this engine."
+        return arm.measure_elsewhere, "Measured with Transformers. Before deploying, repeat the run on your engine."
     return None, "No supported server implements this KV format."
