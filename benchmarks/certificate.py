@@ -141,16 +141,16 @@ CANDIDATES = {  # mean KL in nats and loss of probability, of each candidate in 
 
 
 def sequence(runs: int) -> int:
-    """one to eight candidates on the same documents; any that is confirmed and loses the margin or more counts"""
+    """runs in which any of 1, 2, 4 or 8 candidates is confirmed and loses the margin or more"""
     missed = 0
-    print("| candidates | documents | losses | falsely confirmed | goal |\n|--:|--:|:--|--:|--:|")
+    print("| documents | losses | 1 | 2 | 4 | 8 | goal |\n|--:|:--|--:|--:|--:|--:|--:|")
     for n in (6, 13, 30):
         for name, losses in CANDIDATES.items():
             eight = [losses[at % len(losses)] for at in range(8)]
             firsts = [_first_wrong(np.random.default_rng([7, number]), n, eight) for number in range(runs)]
-            for k in (1, 2, 4, 8):
-                rate = 100 * sum(first < k for first in firsts) / runs
-                missed += _line(f"{k} | {n} | {name}", rate, WORST, runs)
+            *fewer, eighth = (100 * sum(first < k for first in firsts) / runs for k in (1, 2, 4, 8))
+            # more candidates never confirm fewer
+            missed += _line(f"{n} | {name} | {' | '.join(f'{rate:.1f}%' for rate in fewer)}", eighth, WORST, runs)
     return missed
 
 
