@@ -146,6 +146,16 @@ def test_a_limit_on_a_figure_that_was_not_measured_says_so() -> None:
     assert found.others == ("small: tokens per second not measured, so --min-tokens-per-s cannot be met",)
 
 
+def test_limits_on_a_run_without_a_kld_say_that_none_was_measured() -> None:
+    bare = SMALL.model_copy(update={"axes": {}})
+    assert recommend(report(bare)) is None
+    found = recommend(report(bare), max_kld=0.1)
+    assert found is not None
+    assert found.text == (
+        "No candidate is shown to be within the limits (mean KLD at most 0.1 nats), no KLD was measured"
+    )
+
+
 def rated(one: ArmRecord, rate: float) -> ArmRecord:
     decode = Measurement(status=Status.OK, metrics=(Definition("isolated", "tok/s", "higher")(rate),))
     return one.model_copy(update={"benches": {"decode": decode}})

@@ -456,7 +456,7 @@ def recommended(report: Report, **limits: float | None) -> Report:
 
 
 def recommend(report: Report, **limits: float | None) -> Recommendation | None:
-    """The candidate to run; ``None`` where no candidate was compared by its KLD.
+    """The candidate to run; ``None`` where no candidate was compared by its KLD and no limit was given.
 
     Of the candidates that are eligible, not dominated and of the best class it is the smallest, or one up to 10% larger
     with less than half of its KLD.  ``limits`` (:data:`LIMITS`): those on a loss replace the class, and every candidate
@@ -470,7 +470,8 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
     asked = {name: value for name, value in limits.items() if value is not None}
     field = _Field.of(report, asked)
     if not any(DECIDING in arm.axes and arm.axes[DECIDING].measured for arm in field.arms):
-        return None
+        unmet = f"No candidate is shown to be within the limits ({_limits_in_words(asked)}), no KLD was measured"
+        return Recommendation(text=unmet, limits=asked) if asked else None
     chosen = int(field.choices.best[0])
     struck = tuple(_struck(field))
     if chosen < 0:
@@ -555,7 +556,7 @@ def _best_served(report: Report, limits: Mapping[str, float]) -> str:
 def _limits_in_words(limits: Mapping[str, float]) -> str:
     def amount(name: str, value: float) -> str:
         if name == "max_kld":
-            return f"{format_nats(value)} nats"
+            return f"{value:.4g} nats"
         return f"{value:,.4g}" if name == "min_tokens_per_s" else f"{100 * value:.3g}%"
 
     bound = {True: "at least", False: "at most"}
