@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fidelab.cli.output import failures
+from fidelab.results.measurement import Flag
+from fidelab.results.record import Report
+from tests.report.sample import sample_report
 from tests.run.harness import SMALL, Done, cli, compare, write_inputs
 
 SIZES = ("--windows", 4, "--n-ctx", 16, "--n-predict", 4, "--limit", 2)
@@ -55,6 +59,19 @@ def test_a_failed_arm_exits_with_1(tmp_path: Path) -> None:
 def test_an_unsupported_arm_is_no_failure(tmp_path: Path) -> None:
     done = compare(tmp_path, "tilt", "refused", flags=["--no-floor"], windows=4, limit=1)
     assert (done.code, done.arm("refused")["status"]) == (0, "not_supported")
+
+
+def flagged(kind: str) -> Report:
+    report = sample_report()
+    [first, *_] = report.candidates
+    kld = first.axes["kld"].model_copy(update={"flags": (Flag(kind=kind, text="kld failed in run 2 of 3: x"),)})
+    return report.model_copy(update={"candidates": (first.model_copy(update={"axes": {"kld": kld}}),)})
+
+
+def test_an_axis_that_some_of_an_arms_runs_lost_is_a_fault() -> None:
+    assert list(failures(flagged("spread"))) == []
+    [fault] = failures(flagged("lost"))
+    assert fault.endswith(": kld failed in run 2 of 3: x")
 
 
 # ----------------------------------------------------------------------------------------------- dry run

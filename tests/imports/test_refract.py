@@ -199,7 +199,7 @@ def test_a_large_mean_kl_without_an_interval_fails(tmp_path: Path) -> None:
     verdict = candidate(tmp_path, with_axis("kld", mean_kld=2.0)).verdict
     assert verdict is not None
     assert verdict.band == "FAIL"
-    assert "costs 2.00 nats (without an interval)" in verdict.sentence
+    assert "KLD 2.00 (no interval)" in verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_nan_and_infinities_are_read_as_absent_and_counted(tmp_path: Path) -> No
 def test_what_comes_in_is_a_run_that_the_report_command_shows(tmp_path: Path) -> None:
     done = cli("import", "refract", write(tmp_path, refract_report()), cwd=tmp_path)
     assert done.code == 0
-    cost = "costs 0.700 nats (without an interval)"
+    cost = "KLD 0.700 (no interval)"
     for shown in ("trajectory score", "62.5000", "50.0000", "90/80/60", "95/85/70", cost):
         assert shown in done.out
     again = cli("report", done.folder, "--json", cwd=tmp_path)

@@ -148,7 +148,7 @@ def test_failed_items_come_before_the_table() -> None:
 
 def test_each_candidate_has_its_sentence() -> None:
     text = printed(sample_report())
-    assert "k16v8: safe: costs 0.000712 nats; 1 top token in 1,405 changes" in text
+    assert "k16v8: safe, KLD 0.000712. The top token changes at 0.071% of positions." in text
     assert "q8_0: not running: out of memory: lower the context" in text
 
 

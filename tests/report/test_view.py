@@ -185,6 +185,14 @@ def test_the_reason_is_shown_even_where_the_sentence_lacks_it() -> None:
     assert build_view(sample_report(candidates=(lost,))).candidates[0].sentence == "not running (no memory)"
 
 
+def test_a_verdicts_further_notes_stand_in_its_row() -> None:
+    [first, *_] = sample_report().candidates
+    assert first.verdict is not None
+    verdict = first.verdict.model_copy(update={"notes": ("Rounding noise 0.0001",)})
+    [row] = build_view(sample_report(candidates=(first.model_copy(update={"verdict": verdict}),))).candidates
+    assert "Rounding noise 0.0001" in row.others
+
+
 def test_topk_figures_are_lower_bounds_and_have_no_excess() -> None:
     axes = {"kld": kld_axis(0.02, 0.001, control=0.01, bound=True)}
     view = build_view(sample_report(candidates=(candidate("q4", 0.02, "PASS", 1, "x", axes=axes),)))

@@ -16,7 +16,7 @@ from fidelab.metrics.equivalence import Loss, certify
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
 from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
 from fidelab.results.measurement import Definition, Measurement
-from fidelab.results.recommend import recommend
+from fidelab.results.recommend import recommend, stability
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord, Verdict
 from tests.report.sample import kld_axis
 from tests.report.sample import sample_report as whole_report
@@ -114,7 +114,7 @@ def test_where_none_is_safe_it_says_which_comes_nearest() -> None:
     found = recommend(report(BAD, arm("worse", 200, 0.3)))
     assert found is not None
     assert (found.arm, found.command) == (None, None)
-    assert found.text.startswith("No candidate is safe; bad comes nearest (KLD 0.2")
+    assert found.text.startswith("No candidate is safe. Nearest: bad (KLD 0.2")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,17 @@ def test_a_limit_on_a_figure_that_was_not_measured_says_so() -> None:
     found = recommend(report(SMALL), min_tokens_per_s=10.0)
     assert found is not None
     assert found.arm is None
-    assert found.others == ("small: tokens per second: not measured, so --min-tokens-per-s cannot be met",)
+    assert found.others == ("small: tokens per second not measured, so --min-tokens-per-s cannot be met",)
+
+
+def test_limits_on_a_run_without_a_kld_say_that_none_was_measured() -> None:
+    bare = SMALL.model_copy(update={"axes": {}})
+    assert recommend(report(bare)) is None
+    found = recommend(report(bare), max_kld=0.1)
+    assert found is not None
+    assert found.text == (
+        "No candidate is shown to be within the limits (mean KLD at most 0.1 nats), no KLD was measured"
+    )
 
 
 def rated(one: ArmRecord, rate: float) -> ArmRecord:
@@ -198,7 +208,7 @@ def test_a_verdict_that_other_axes_lowered_is_not_recommended() -> None:
     found = recommend(report(BIG, failing(SMALL, band="PASS", by_kld=False, because=("lost 9 of 36",))))
     assert found is not None
     assert found.arm == "big"
-    assert "small: verdict PASS: lost 9 of 36" in found.others
+    assert "small: verdict PASS, lost 9 of 36" in found.others
 
 
 @pytest.mark.parametrize("limit", [{"max_kld": 0.5}, {"max_flips": 0.5}])
@@ -269,10 +279,43 @@ def test_a_choice_that_resamples_do_not_repeat_is_too_close_to_call() -> None:
     assert f"too close to call: {found.arm} or {found.alternative}" in found.evidence
 
 
+@pytest.mark.parametrize(
+    ("same", "none", "expected"), [(80, 0, (0.8, None)), (79, 0, (0.79, 2)), (79, 21, (0.79, None)), (50, 30, (0.5, 2))]
+)
+def test_below_80_percent_of_resamples_the_second_choice_is_named(
+    same: int, none: int, expected: tuple[float, int | None]
+) -> None:
+    other = [2] * (100 - same - none)
+    assert stability(np.array([1, *[1] * same, *[-1] * none, *other])) == expected
+
+
 def test_reports_without_sums_by_document_get_an_answer_without_its_stability() -> None:
     found = recommend(report(*(one.model_copy(update={"documents": ()}) for one in (BIG, SMALL))))
     assert found is not None
     assert (found.arm, found.stability) == ("small", None)
+
+
+@pytest.mark.parametrize(("end", "expected"), [(0.1, "verdict FAIL"), (0.0999, None)])
+def test_an_upper_end_of_exactly_a_tenth_nat_is_a_fail(end: float, expected: str | None) -> None:
+    kld = TINY.axes["kld"]
+    metrics = tuple(m.model_copy(update={"ci": (0.01, end)}) if m.key == "mean" else m for m in kld.metrics)
+    edge = TINY.model_copy(update={"axes": {"kld": kld.model_copy(update={"metrics": metrics})}})
+    found = recommend(report(BIG, edge))
+    assert found is not None
+    assert ("tiny: verdict FAIL" in found.others) is (expected is not None)
+
+
+def test_risks_name_what_other_tests_lost_and_what_they_cannot_detect() -> None:
+    judged = certify([Loss.of_accuracy([1.0] * 12 + [0.0], [1.0] * 11 + [0.0, 1.0], np.arange(13))])
+    flips = FlipRecord.of(np.array([1.0] * 12 + [0.0]), np.array([1.0] * 11 + [0.0, 1.0]), np.arange(13))
+    [claim] = judged.claims
+    assert judged.state == "underpowered"
+    assert claim.detectable == pytest.approx(0.30, abs=0.005)
+    certificates = {**SMALL.certificates, "rniah": Certificate.of(judged, (), [flips])}
+    found = recommend(report(SMALL.model_copy(update={"certificates": certificates})))
+    assert found is not None
+    assert "correct answers of rniah: 1 lost, 1 gained of 13" in found.risks
+    assert "rniah: sample too small, only losses above 30 points are detectable" in found.risks
 
 
 CANDIDATES = st.lists(

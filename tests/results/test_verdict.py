@@ -1,4 +1,4 @@
-"""The verdict on an arm by its record, and one sentence that says what to do, in every case."""
+"""The verdict on an arm by its record, and the sentence that says what to do, in every case."""
 
 from __future__ import annotations
 
@@ -73,111 +73,109 @@ CASES: list[tuple[ArmRecord, dict[str, Any], str]] = [
     (
         record(status=Status.NOT_ENGAGED, reason="the cache holds bf16"),
         {},
-        "not engaged: this format did not run, so nothing is known about it: the cache holds bf16",
+        "format not applied: the cache holds bf16",
     ),
     (
         record(status=Status.NOT_ENGAGED, reason="K is bfloat16", forced=True),
         {},
-        "do not use: it was forced to run, and something else ran: K is bfloat16",
+        "do not use, something else ran: K is bfloat16",
     ),
     (
         record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0)),
         {},
-        "safe: the format ran and its output is identical to the reference's",
+        "safe, the format ran and its output is identical to the reference's",
     ),
     (
         record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0)),
         {"n_ctx": 2048, "state": 19738},
-        "safe: the format ran and its output is identical to the reference's; keys and values are 9% of what a "
-        "sequence of 2,048 tokens keeps in this model, the rest is recurrent state; up to 2,048 tokens of context, "
-        "not measured beyond",
+        "safe, the format ran and its output is identical to the reference's. Keys and values are 9% of what a "
+        "sequence of 2,048 tokens keeps in this model, the rest is recurrent state.",
     ),
     (
         record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0)),
         {"n_ctx": 2048, "state": 2048},
-        "safe: the format ran and its output is identical to the reference's; up to 2,048 tokens of context, not "
-        "measured beyond",
+        "safe, the format ran and its output is identical to the reference's. Tested up to 2,048 tokens.",
     ),
     (record(), {}, "no verdict: full-vocabulary KLD was not measured"),
     (record(reason="KLD failed: time-out"), {}, "no verdict: KLD failed: time-out"),
     (
         record(kld=0.002, topk=True),
         {},
-        "no verdict: only a lower bound could be measured (KLD ≥ 0.00200 nats)",
+        "no verdict: only a lower bound could be measured (KLD ≥ 0.00200)",
     ),
     (
         record(kld=0.02, topk=True),
         {},
-        "no verdict, at best PASS: only a lower bound could be measured (KLD ≥ 0.0200 nats)",
+        "no verdict, at best PASS: only a lower bound could be measured (KLD ≥ 0.0200)",
     ),
-    (record(kld=0.512, topk=True), {}, "do not use: costs at least 0.512 nats; try k16v8"),
+    (record(kld=0.512, topk=True), {}, "do not use, KLD at least 0.512. Try k16v8."),
     (
         record(kld=0.07),
         {"n_ctx": 512},
-        "no verdict, at best DEGRADED: too little text for an interval (KLD 0.0700 nats); measure more windows",
+        "no verdict, at best DEGRADED: too little text for an interval (KLD 0.0700), use more windows",
     ),
     (
         record("bf16/fp8_e4m3", 3.47, shares={TOP1: 0.087, FLIPS: 0.84}),
         {"n_ctx": 512},
-        "values break: costs 3.47 nats (without an interval); the top token changes at 91.3% of positions, "
-        "84.0% beyond a near tie; "
-        "try wider values",
+        "do not use, KLD 3.47 (no interval). Quantizing the values causes the loss, try wider values.",
     ),
     (
         record("int4", *COARSE, floor=0.0451, wider_keys=None),  # an engine with one format for keys and values
         {},
-        "do not use: costs 0.712 nats (0.36–0.80; rounding noise 0.0451); try a wider format",
+        "do not use, KLD 0.712 (0.36–0.80). Try a wider format.",
     ),
     (
         record(kld=0.00552, ci=(0.005, 0.0061), shares={TOP1: 18 / 19, FLIPS: 1 / 60}),
         {"n_ctx": 2048},
-        "safe: costs 0.00552 nats (0.0050–0.0061); the top token changes at 5.26% of positions, "
-        "1.67% beyond a near tie; "
-        "up to 2,048 tokens of context, not measured beyond",
+        "safe, KLD 0.00552 (0.0050–0.0061). The top token changes at 5.26% of positions, 1.67% beyond a near tie.",
     ),
     (
         record(kld=1e-9, ci=(0.0, 2e-9), shares={TOP1: 1.0, FLIPS: 0.0}),
         {},
-        "safe: costs 1.00e-9 nats (0–2.0e-9); no top token changes",
+        "safe, KLD below 0.0001 (below 0.0001). No top token changes.",
     ),
     (
         record(kld=0.02, ci=(0.015, 0.025), shares={TOP1: 0.8, FLIPS: 0.0}),
         {},
-        "safe: costs 0.0200 nats (0.015–0.025); the top token changes at 20.0% of positions, only at near ties",
+        "safe, KLD 0.0200 (0.015–0.025). The top token changes at 20.0% of positions, only at near ties.",
     ),
-    (record("int4", *COARSE), {}, "do not use: costs 0.712 nats (0.36–0.80); try k16v8"),
+    (record("int4", *COARSE), {}, "do not use, KLD 0.712 (0.36–0.80). Try k16v8."),
     (
         record(kld=0.07, ci=(0.06, 0.09)),
         {},
-        "use with care: costs 0.0700 nats (0.060–0.090); try k16v8",
+        "use with care, KLD 0.0700 (0.060–0.090). Try k16v8.",
     ),
-    (record("int4/bf16", *COARSE), {}, "keys break: costs 0.712 nats (0.36–0.80); try k16v8"),
+    (
+        record("int4/bf16", *COARSE),
+        {},
+        "do not use, KLD 0.712 (0.36–0.80). Quantizing the keys causes the loss, try k16v8.",
+    ),
     (
         record("q4_0", *COARSE, wider_keys="f16/q8_0"),
         {},
-        "do not use: costs 0.712 nats (0.36–0.80); try f16/q8_0",
+        "do not use, KLD 0.712 (0.36–0.80). Try f16/q8_0.",
     ),
     (
         record("bf16/int2", 0.4, (0.2, 0.5)),
         {},
-        "values break: costs 0.400 nats (0.20–0.50); try wider values",
+        "do not use, KLD 0.400 (0.20–0.50). Quantizing the values causes the loss, try wider values.",
     ),
-    (record("bf16/f16", 0.06, (0.055, 0.07)), {}, "use with care: costs 0.0600 nats (0.055–0.070)"),
+    (record("bf16/f16", 0.06, (0.055, 0.07)), {}, "use with care, KLD 0.0600 (0.055–0.070)"),
     (
         record(kld=0.001, ci=(0.0005, 0.002), n_failed=12),
         {},
-        "use with care: 12 of 8,160 positions gave no number, costs 0.00100 nats (0.00050–0.0020)",
+        "use with care, 12 of 8,160 positions returned NaN or infinity. KLD 0.00100 (0.00050–0.0020).",
     ),
-    (record(n_failed=8160), {}, "do not use: 8,160 of 8,160 positions gave no number"),
+    (record(n_failed=8160), {}, "do not use, 8,160 of 8,160 positions returned NaN or infinity"),
     (
         record(kld=0.001, ci=(0.0005, 0.002), lost=("needles lost: 40 points",)),
         {},
-        "use with care: needles lost: 40 points, costs 0.00100 nats (0.00050–0.0020)",
+        "use with care, needles lost: 40 points. KLD 0.00100 (0.00050–0.0020).",
     ),
     (
         record(kld=0.04, ci=(0.02, 0.045), lost=("R-NIAH is 12 points lower",)),
         {},
-        "use with care: R-NIAH is 12 points lower, costs 0.0400 nats (0.020–0.045)",
+        "use with care, R-NIAH is 12 points lower. KLD 0.0400 (0.020–0.045).",
     ),
 ]
 
@@ -190,23 +188,23 @@ def test_the_sentence_says_what_to_do(arm: ArmRecord, run: dict[str, Any], said:
 @pytest.mark.parametrize(
     ("kld", "ci", "control", "said"),
     [
-        (0.0312, (0.0156, 0.04), 0.0156, "safe: costs 0.0312 nats (0.016–0.040)"),
+        (0.0312, (0.0156, 0.04), 0.0156, "safe, KLD 0.0312 (0.016–0.040)"),
         (
             0.0312,
             (0.0156, 0.04),
             0.016,
-            "safe: costs 0.0312 nats (0.016–0.040); the kernel path, not the format, is most of it (control ctl: "
-            "0.0160)",
+            "safe, KLD 0.0312 (0.016–0.040). Most of the loss comes from the kernel, not the format (control ctl: KLD "
+            "0.0160).",
         ),
         (
             *COARSE,
             0.5,
-            "do not use: costs 0.712 nats (0.36–0.80); the kernel path, not the format, is most of it (control ctl: "
-            "0.500); try another attention backend",
+            "do not use, KLD 0.712 (0.36–0.80). Most of the loss comes from the kernel, not the format (control ctl: "
+            "KLD 0.500), try another attention backend.",
         ),
     ],
 )
-def test_a_cost_that_is_mostly_the_controls_is_blamed_on_the_kernel_path(
+def test_a_cost_that_is_mostly_the_controls_is_blamed_on_the_kernel(
     kld: float, ci: tuple[float, float], control: float, said: str
 ) -> None:
     assert verdict(record("int4", kld, ci, control="ctl"), record("bf16", control, name="ctl")).sentence == said
@@ -217,14 +215,14 @@ def test_a_cost_that_is_mostly_the_controls_is_blamed_on_the_kernel_path(
     [
         (
             record("bf16/int4", 0.02, (0.015, 0.025)),
-            "keys break: costs 0.712 nats (0.36–0.80); try bf16/int4 (0.0200 nats)",
+            "do not use, KLD 0.712 (0.36–0.80). Quantizing the keys causes the loss, try bf16/int4 (KLD 0.0200).",
         ),
         (
             record("bf16/int4", 0.3, (0.25, 0.4)),
-            "do not use: costs 0.712 nats (0.36–0.80); native keys alone do not mend it (bf16/int4: 0.300 nats): try "
-            "wider values too",
+            "do not use, KLD 0.712 (0.36–0.80). Native keys alone do not fix it (bf16/int4: KLD 0.300), try wider "
+            "values too.",
         ),
-        (record("bf16/int8", 0.02, (0.015, 0.025)), "do not use: costs 0.712 nats (0.36–0.80); try k16v8"),
+        (record("bf16/int8", 0.02, (0.015, 0.025)), "do not use, KLD 0.712 (0.36–0.80). Try k16v8."),
     ],
 )
 def test_an_arm_of_the_run_with_native_keys_says_whether_keys_are_to_blame(other: ArmRecord, said: str) -> None:
@@ -233,7 +231,7 @@ def test_an_arm_of_the_run_with_native_keys_says_whether_keys_are_to_blame(other
 
 def test_formats_that_are_not_stated_are_not_blamed() -> None:
     arm = record("int4", *COARSE).model_copy(update={"kv": None})
-    assert judge(arm).sentence == "do not use: costs 0.712 nats (0.36–0.80)"
+    assert judge(arm).sentence == "do not use, KLD 0.712 (0.36–0.80)"
 
 
 def test_imported_figures_without_an_interval_say_why() -> None:
@@ -253,26 +251,48 @@ def test_coarse_formats_are_not_native(name: str) -> None:
 
 
 def test_a_preliminary_verdict_says_so_and_what_it_takes() -> None:
-    said = verdict(record("int4", *COARSE, clusters=(2, "document"))).sentence
-    assert said.startswith("do not use (preliminary): costs 0.712 nats (0.36–0.80, 2 documents); ")
-    assert "a verdict takes 6 documents or more" in said
+    found = verdict(record("int4", *COARSE, clusters=(2, "document"), wider_keys=None).model_copy(update={"kv": None}))
+    assert found.sentence.startswith("do not use (preliminary), KLD 0.712 (0.36–0.80, 2 documents). ")
+    assert found.sentence.endswith("A verdict takes 6 documents or more.")
 
 
 def test_an_interval_that_crosses_a_band_is_said_to() -> None:
-    said = verdict(record(kld=0.08, ci=(0.03, 0.2), clusters=(12, "block"))).sentence
-    assert "its interval reaches from PASS to FAIL: more windows decide" in said
-    assert "reaches" not in verdict(record("int4", *COARSE)).sentence
+    found = verdict(record(kld=0.04, ci=(0.005, 0.045), clusters=(12, "block")))
+    assert found.sentence == (
+        "safe, KLD 0.0400 (0.0050–0.045, 12 blocks). Inconclusive between EXCELLENT and PASS, use more windows."
+    )
+    assert "nconclusive" not in verdict(record("int4", *COARSE)).model_dump_json()
 
 
 def test_probability_that_is_cut_off_with_ids_of_one_side_alone_is_told_from_a_thousandth_on() -> None:
-    told = "ids that one vocabulary alone has hold 2.14% of the probability, which KLD leaves out"
-    assert told in verdict(record("int4", *COARSE, shares={CUT: 0.0214})).sentence
-    assert "vocabulary" not in verdict(record("int4", *COARSE, shares={CUT: 0.0009})).sentence
+    told = "KLD leaves out 2.14% of the probability, of tokens that one vocabulary lacks"
+    assert told in verdict(record("int4", *COARSE, shares={CUT: 0.0214})).notes
+    assert "vocabulary" not in verdict(record("int4", *COARSE, shares={CUT: 0.0009})).model_dump_json()
+
+
+def test_what_two_clauses_have_no_room_for_is_noted() -> None:
+    shares = {TOP1: 0.8, FLIPS: 0.0}
+    found = verdict(record("int4", 0.07, (0.04, 0.09), shares=shares, floor=7.9e-5), n_ctx=2048)
+    assert found.sentence == "use with care, KLD 0.0700 (0.040–0.090). Try k16v8."
+    assert found.notes == (
+        "Inconclusive between PASS and DEGRADED, use more windows",
+        "The top token changes at 20.0% of positions, only at near ties",
+        "Rounding noise 0.0001",
+        "Tested up to 2,048 tokens",
+    )
+
+
+@pytest.mark.parametrize(
+    ("ci", "said"),
+    [((1.8e-5, 0.00013), "0.00002–0.00013"), ((1.8e-5, 2.7e-5), "below 0.0001"), ((0.0, 0.0), "0")],
+)
+def test_an_interval_in_a_sentence_has_no_exponent(ci: tuple[float, float], said: str) -> None:
+    assert verdict(record(kld=ci[1], ci=ci)).sentence.endswith(f"({said})")
 
 
 def test_where_weights_are_rounded_too_no_other_cache_format_is_advised() -> None:
     ran = RuntimeRecord(simulated_weight_bytes=1000)
     said = verdict(record("int4", *COARSE, ran=ran)).sentence
-    assert "try k16v8" not in said
-    assert "weights and cache apart: --vary weights=native,… --vary kv=…" in said
+    assert "k16v8" not in said
+    assert "Measure weights and cache apart (--vary weights=native,… --vary kv=…)." in said
     assert "--vary" not in verdict(record("bf16", *COARSE, ran=ran)).sentence

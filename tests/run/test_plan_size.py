@@ -416,7 +416,7 @@ def test_a_certificate_is_planned_from_the_clusters_that_the_report_names(pilot:
     seen = 0
     for arm in report["candidates"]:
         for claim in arm["certificates"].get("kld", {}).get("claims", ()):
-            line = found[arm["name"], claim["name"]]
+            line = found[arm["name"], claim["key"]]
             assert (line["estimate"], line["precision"]) == (claim["estimate"], claim["margin"])
             if line["status"] == "needed":
                 assert line["clusters_needed"] == max(claim["clusters_needed"], claim["clusters"] + 1)
@@ -437,7 +437,7 @@ def test_where_no_cluster_differs_the_bound_shrinks_with_their_number() -> None:
 
 
 def test_a_loss_beyond_the_margin_is_not_planned(pilot: Done) -> None:
-    line = certificates(pilot, "--max-kld", "1e-6")["tilt[q=0.7]", "mean KL"]
+    line = certificates(pilot, "--max-kld", "1e-6")["tilt[q=0.7]", "mean_kl"]
     assert line["status"] == "failed"
     assert "mean KL at or beyond the margin is shown: no number of items certifies it" in line["reason"]
 
@@ -449,7 +449,7 @@ def test_a_candidate_with_a_claim_that_is_exceeded_sets_no_size(pilot: Done) -> 
 
 
 def test_a_smaller_margin_needs_more_windows(pilot: Done) -> None:
-    key = "tilt[q=0.7]", "mean KL"
+    key = "tilt[q=0.7]", "mean_kl"
     mean = certificates(pilot, "--max-kld", "1")[key]["estimate"]
     needed = [certificates(pilot, "--max-kld", str(mean * (1 + room)))[key]["items_needed"] for room in (0.05, 0.1)]
     assert needed[0] > needed[1] > WINDOWS

@@ -214,7 +214,7 @@ def test_an_arm_that_answers_no_prompt_is_never_called_safe(grand: Done) -> None
     found = axis_of(arm, "trajectory")
     assert (found.status, found.n_failed, found.value("score")) == ("failed", 8, None)
     assert (arm["verdict"]["band"], arm["composite"]) == ("FAIL", None)
-    assert arm["verdict"]["sentence"].startswith("do not use: trajectory: no item was usable")
+    assert arm["verdict"]["sentence"].startswith("do not use, trajectory: no item was usable")
 
 
 # -------------------------------------------------------------------------------------- proof of engagement

@@ -110,7 +110,7 @@ def test_without_an_interval_the_mean_says_what_the_verdict_is_at_best(short: Do
         (None, "DEGRADED"),
         ("FAIL", None),
     ]
-    assert "costs 1.27 nats (without an interval, 1 block)" in arms[-1]["verdict"]["sentence"]
+    assert "KLD 1.27 (no interval, 1 block)" in arms[-1]["verdict"]["sentence"]
     for word in ("at best PASS", "at best DEGRADED", "FAIL"):
         assert word in " ".join(short.out.split())
 
@@ -130,9 +130,8 @@ def test_equal_arms_are_shown_to_be_equal(tmp_path: Path) -> None:
     assert "≈" in done.out
 
 
-def test_a_sentence_names_the_longest_context_measured(contradicted: Done) -> None:
-    said = contradicted.arm("tilt[q=0.55]")["verdict"]["sentence"]
-    assert said.endswith("up to 16 tokens of context, not measured beyond")
+def test_notes_name_the_longest_context_measured(contradicted: Done) -> None:
+    assert contradicted.arm("tilt[q=0.55]")["verdict"]["notes"][-1] == "Tested up to 16 tokens"
 
 
 def test_a_format_that_must_cost_something_and_costs_exactly_nothing_is_not_engaged(tmp_path: Path) -> None:

@@ -490,7 +490,7 @@ class LimitOptions(Options, panel=SCORING):
         str | None, typer.Option(help="… and changes fewer top tokens than this: 1%.", show_default=False)
     ] = None
     max_accuracy_loss: Annotated[
-        str | None, typer.Option(help="… and loses at most this many correct top tokens, net: 1%.", show_default=False)
+        str | None, typer.Option(help="… and loses at most this many correct predictions, net: 1%.", show_default=False)
     ] = None
     min_saving: Annotated[
         str | None, typer.Option(help="… and saves at least this of the bytes: 40%.", show_default=False)

@@ -87,6 +87,7 @@ def _show(plan: SizePlan) -> None:
 
 
 def _row(line: SizeLine, unit: str) -> list[str]:
+    from fidelab.metrics.equivalence import CLAIM_NAMES
     from fidelab.results.numbers import ABSENT, format_count, format_kld, format_score, one_line
 
     values = (line.estimate, line.half_width, line.precision)
@@ -95,7 +96,7 @@ def _row(line: SizeLine, unit: str) -> list[str]:
         name = one_line(line.arm) if line.quantity == "mean" else "  over control"
         figures = [written(value) for value in values]
     else:
-        name = f"{one_line(line.arm)}: {line.quantity}"
+        name = f"{one_line(line.arm)}: {CLAIM_NAMES.get(line.quantity, line.quantity)}"
         figures = [ABSENT if value is None else _loss(value, line.quantity) for value in values]
     if line.status == "needed":
         needs = [_up_to(line.clusters_needed, line.clusters_upper), _up_to(line.items_needed, line.items_upper)]
@@ -107,7 +108,7 @@ def _row(line: SizeLine, unit: str) -> list[str]:
 def _loss(value: float, claim: str) -> str:
     from fidelab.results.numbers import format_kld, format_score
 
-    return f"{format_kld(value)} nats" if claim == "mean KL" else f"{format_score(100 * value)} points"
+    return f"{format_kld(value)} nats" if claim == "mean_kl" else f"{format_score(100 * value)} points"
 
 
 def _up_to(needed: int | None, upper: int | None) -> str:

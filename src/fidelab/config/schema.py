@@ -196,7 +196,7 @@ class Limits(BaseModel):
     max_kld: float | None = Field(default=None, gt=0, description="largest mean KL, nats")
     max_flips: Share | None = Field(default=None, gt=0, le=1, description="largest share of changed top tokens: 1%")
     max_accuracy_loss: Share | None = Field(
-        default=None, gt=0, lt=1, description="largest net loss of correct top tokens: 1%"
+        default=None, gt=0, lt=1, description="largest net loss of correct predictions: 1%"
     )
     min_saving: Share | None = Field(default=None, gt=0, lt=1, description="least share of bytes saved: 40%")
     min_tokens_per_s: float | None = Field(default=None, gt=0, description="least rate of generated tokens, tok/s")

@@ -53,6 +53,15 @@ MIN_CLUSTERS = 10
 T = TypeVar("T")
 Floats = NDArray[np.float64]
 State = Literal["holds", "exceeded", "underpowered", "undecided"]
+Key = Literal["mean_kl", "changed_tokens", "probability_loss", "accuracy_loss"]
+
+CLAIM_NAMES: dict[str, str] = {
+    "mean_kl": "mean KL",
+    "changed_tokens": "changed tokens",
+    "probability_loss": "accuracy loss when sampling",
+    "accuracy_loss": "accuracy loss",
+}
+"""What each claim's loss is called, by its key."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ class Loss:
     docs/metrics.md#equivalence-certificate.
     """
 
-    name: str
+    key: Key
     unit: Literal["nats", "share"]
     margin: float
     items: RatioItems
@@ -113,25 +122,25 @@ class Loss:
     @classmethod
     def of_kl(cls, items: RatioItems, margin: float = KL_MARGIN) -> Loss:
         """The mean KL, nats."""
-        return cls("mean KL", "nats", margin, items)
+        return cls("mean_kl", "nats", margin, items)
 
     @classmethod
     def of_probability(cls, lost: ArrayLike, clusters: ArrayLike, margin: float = MARGIN) -> Loss:
         """The loss of accuracy when sampling at temperature 1; ``lost`` [n]: P(x) − Q(x) of the text's next token."""
         items = RatioItems.of(lost, 1.0, clusters)
-        return cls("accuracy loss when sampling", "share", margin, items, bounds=(-1.0, 1.0))
+        return cls("probability_loss", "share", margin, items, bounds=(-1.0, 1.0))
 
     @classmethod
     def of_changes(cls, same: RatioItems, margin: float) -> Loss:
         """The share of changed top tokens, from items that are 1 where the top token stays."""
         changed = RatioItems(same.den - same.num, same.den, same.clusters)
-        return cls("changed tokens", "share", margin, changed, bounds=(0.0, 1.0), proportion=True)
+        return cls("changed_tokens", "share", margin, changed, bounds=(0.0, 1.0), proportion=True)
 
     @classmethod
     def of_accuracy(cls, ref: ArrayLike, test: ArrayLike, clusters: ArrayLike, margin: float = MARGIN) -> Loss:
         """The reference's accuracy minus the arm's; ``ref``, ``test`` [n] are 1 where that side is right, else 0."""
         a, b = (RatioItems.of(side, 1.0, clusters) for side in (ref, test))
-        return cls("accuracy loss", "share", margin, a, b, bounds=(0.0, 1.0), proportion=True)
+        return cls("accuracy_loss", "share", margin, a, b, bounds=(0.0, 1.0), proportion=True)
 
     @property
     def estimate(self) -> float | None:
@@ -191,7 +200,7 @@ def _positive_part(a: RatioItems, b: RatioItems) -> RatioItems:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of a certificate: ``name`` lies below ``margin``.
+    """One claim of a certificate: the loss called ``key`` (:data:`CLAIM_NAMES`) lies below ``margin``.
 
     ``interval``: at the level of the test.  ``detectable``: the smallest true loss that a sample of this size would
     find with probability :data:`POWER`; ``clusters_needed``: how many clusters like these would show the claim with
@@ -199,7 +208,7 @@ class Claim:
     See docs/metrics.md#equivalence-certificate.
     """
 
-    name: str
+    key: Key
     unit: Literal["nats", "share"]
     margin: float
     estimate: float | None
@@ -277,4 +286,4 @@ def _claim(loss: Loss, seed: int) -> Claim:
     else:
         state = "underpowered" if detectable is None or detectable > loss.margin else "undecided"
     equivalent = state == "holds" and interval is not None and interval[0] > -loss.margin
-    return Claim(loss.name, loss.unit, loss.margin, estimate, interval, state, detectable, n, needed, equivalent)
+    return Claim(loss.key, loss.unit, loss.margin, estimate, interval, state, detectable, n, needed, equivalent)

@@ -310,7 +310,7 @@ def _advice(found: Recommendation | None) -> tuple[str, ...]:
     lines = (
         one_line(found.text),
         *map(one_line, found.evidence),
-        f"risk: {'; '.join(map(one_line, found.risks))}" if found.risks else "",
+        f"risk: {' · '.join(map(one_line, found.risks))}" if found.risks else "",
         f"not tested: {', '.join(map(one_line, found.untested))}" if found.untested else "",
         one_line(found.command_note) if found.arm is not None else "",
         *map(one_line, found.others),
@@ -358,7 +358,7 @@ def _row(role: str, arm: ArmRecord, reference: ArmRecord, saving: str) -> ArmRow
         too_close=composite.too_close_to_call if composite else False,
         key=_key(role, arm),
         text=text_of(kld),
-        others=others_in_words(arm),
+        others=(*map(one_line, judged.notes if judged else ()), *others_in_words(arm)),
         saving="" if role == "reference" else saving,
         preliminary=judged is not None and judged.preliminary,
         modified=_modified(arm),

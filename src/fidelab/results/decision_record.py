@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fidelab.metrics.equivalence import Claim, Judgement, Loss, flip_counts
+from fidelab.metrics.equivalence import CLAIM_NAMES, Claim, Judgement, Key, Loss, flip_counts
 from fidelab.results.values import Count, Interval, Positive, Record, Share
 
 CertificateState = Literal["holds", "exceeded", "underpowered", "undecided"]
@@ -17,8 +17,8 @@ Confidence = Literal["confirmed", "likely", "preliminary"]
 class CertificateClaim(Record):
     """One claim: the loss lies below the margin.  See docs/metrics.md#equivalence-certificate."""
 
-    name: str
-    """``mean KL``, ``accuracy loss when sampling``, ``accuracy loss`` or ``changed tokens``."""
+    key: Key
+    """The loss: ``mean_kl``, ``probability_loss`` (accuracy when sampling), ``accuracy_loss`` or ``changed_tokens``."""
     unit: Literal["nats", "share"]
     """Unit of margin, loss, interval and detectable loss."""
     context: Count | None = None
@@ -41,11 +41,16 @@ class CertificateClaim(Record):
     equivalent: bool = False
     """Both one-sided tests hold: the arm is not better by the margin either."""
 
+    @property
+    def name(self) -> str:
+        """What the loss is called."""
+        return CLAIM_NAMES[self.key]
+
     @classmethod
     def of(cls, claim: Claim, context: int | None = None) -> CertificateClaim:
         """The record of a judged claim."""
         return cls(
-            name=claim.name,
+            key=claim.key,
             unit=claim.unit,
             context=context,
             margin=claim.margin,
@@ -102,8 +107,8 @@ class Certificate(Record):
         seen: dict[str, int] = {}
         claims = []
         for claim in judged.claims:
-            number = seen[claim.name] = seen.get(claim.name, -1) + 1
-            alone = sum(other.name == claim.name for other in judged.claims) == len(contexts)
+            number = seen[claim.key] = seen.get(claim.key, -1) + 1
+            alone = sum(other.key == claim.key for other in judged.claims) == len(contexts)
             claims.append(CertificateClaim.of(claim, contexts[number] if alone else None))
         return cls(state=judged.state, claims=tuple(claims), flips=tuple(flips))
 

@@ -29,20 +29,20 @@ from fidelab.results.decision_record import (
 )
 from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.numbers import counted, format_bytes, format_nats, format_percent, one_line
-from fidelab.results.record import ArmRecord, Report
+from fidelab.results.record import ArmRecord, Report, Verdict
 
 _WIDTH = re.compile(r"(?:bf|f|fp|float|bfloat)(16|32)", re.IGNORECASE)
 LIMITS = {
     "max_kld": "mean KLD",
     "max_flips": "changed top tokens",
-    "max_accuracy_loss": "net loss of correct top tokens",
+    "max_accuracy_loss": "net loss of correct predictions",
     "min_saving": "saving",
     "min_tokens_per_s": "tokens per second",
 }
 """Limits on the recommended candidate, each with the figure that it holds for."""
 
 _LOSS_LIMITS = ("max_kld", "max_flips", "max_accuracy_loss")  # in the place of the class
-_LIMIT_OF_CLAIM = {"mean KL": "max_kld", "changed tokens": "max_flips", "accuracy loss": "max_accuracy_loss"}
+_LIMIT_OF_CLAIM = {"mean_kl": "max_kld", "changed_tokens": "max_flips", "accuracy_loss": "max_accuracy_loss"}
 _RATES = ("isolated", "output_rate")  # of generated tokens, of benches decode and load
 _SLOWER = 0.95  # of another rate: repeats differ by 5%
 _LEVEL = 0.99  # of the paired differences that strike a candidate
@@ -140,14 +140,14 @@ def _why_not(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
     if kld is None or not arm.measured or not kld.measured:
         return "no KLD was measured"  # why stands with its verdict
     if kld.n_failed:
-        return f"{kld.n_failed:,} positions gave no number"
+        return f"{kld.n_failed:,} positions returned NaN or infinity"
     if arm.verdict is not None and not arm.verdict.by_kld and arm.verdict.band is not None:
-        return f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}"
+        return _verdict(arm.verdict)
     mean = kld.metric("mean", {})
     if mean is None or mean.value is None or mean.bound:
         return "only a lower bound of its KLD is known"
     if mean.interval is None:
-        return "its KLD has no interval: measure more windows"
+        return "its KLD has no interval, use more windows"
     if axes := [axis for axis, one in arm.certificates.items() if axis != DECIDING and one.state == "exceeded"]:
         return f"a loss beyond the margin is shown on {', '.join(map(one_line, axes))}"
     if why := _unsuitable(arm, sizes, limits):
@@ -177,7 +177,7 @@ def _beyond(name: str, limit: float, arm: ArmRecord, saving: float | None) -> st
         "min_tokens_per_s": _rate(arm),
     }[name]
     if found is None:
-        return f"{LIMITS[name]}: not measured, so --{name.replace('_', '-')} cannot be met"
+        return f"{LIMITS[name]} not measured, so --{name.replace('_', '-')} cannot be met"
     if found >= limit if least else found <= limit:
         return ""
     shown = f"{found:,.3g}" if name == "min_tokens_per_s" else f"{100 * found:.2g}%"
@@ -389,7 +389,7 @@ class _Field:
             if claim.unit == "nats" or claim.ci is None:
                 continue
             shift = np.zeros(n_rows)
-            if claim.name == "accuracy loss when sampling" and (sums := _own_sums(arm)) is not None:
+            if claim.key == "probability_loss" and (sums := _own_sums(arm)) is not None:
                 drawn = self._means(sums, sums.probability_loss)
                 shift = drawn - drawn[0]
             exceeded: Bools = np.greater_equal(shift, claim.margin - claim.ci[0])
@@ -418,7 +418,7 @@ class _Field:
 
     def _margin(self, claim: CertificateClaim) -> float:
         """Its own margin, or the limit that was given in its place."""
-        return self.limits.get(_LIMIT_OF_CLAIM.get(claim.name, ""), claim.margin)
+        return self.limits.get(_LIMIT_OF_CLAIM.get(claim.key, ""), claim.margin)
 
     def _claim_holds(self, claim: CertificateClaim) -> bool:
         margin = self._margin(claim)
@@ -456,7 +456,7 @@ def recommended(report: Report, **limits: float | None) -> Report:
 
 
 def recommend(report: Report, **limits: float | None) -> Recommendation | None:
-    """The candidate to run; ``None`` where no candidate was compared by its KLD.
+    """The candidate to run; ``None`` where no candidate was compared by its KLD and no limit was given.
 
     Of the candidates that are eligible, not dominated and of the best class it is the smallest, or one up to 10% larger
     with less than half of its KLD.  ``limits`` (:data:`LIMITS`): those on a loss replace the class, and every candidate
@@ -470,7 +470,8 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
     asked = {name: value for name, value in limits.items() if value is not None}
     field = _Field.of(report, asked)
     if not any(DECIDING in arm.axes and arm.axes[DECIDING].measured for arm in field.arms):
-        return None
+        unmet = f"No candidate is shown to be within the limits ({_limits_in_words(asked)}), no KLD was measured"
+        return Recommendation(text=unmet, limits=asked) if asked else None
     chosen = int(field.choices.best[0])
     struck = tuple(_struck(field))
     if chosen < 0:
@@ -484,7 +485,8 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
         )
     best = field.arms[chosen]
     assert all(one.arm != best.name for one in struck), "a dominated candidate was chosen"
-    stability, alternative = _stability(field)
+    share, second = stability(field.choices.best)
+    alternative = None if second is None else field.arms[second].name
     confidence = _confidence(field, best)
     command, note = serve_command(best)
     if command is None and (served := _best_served(report, asked)):
@@ -493,10 +495,10 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
     return Recommendation(
         arm=best.name,
         confidence=confidence,
-        stability=stability,
+        stability=share,
         alternative=alternative,
         text=f"Use {one_line(best.name)}{f': {saved}' if saved else ''}",
-        evidence=tuple(_evidence(field, best, confidence, stability, alternative)),
+        evidence=tuple(_evidence(field, best, confidence, share, alternative)),
         command=command,
         command_note=note,
         saving=field.sizes.saving(best.name),
@@ -520,15 +522,17 @@ def _struck(field: _Field) -> Iterator[Dominance]:
             yield Dominance(arm=arm.name, by=field.arms[b].name, difference=difference, ci=ci)
 
 
-def _stability(field: _Field) -> tuple[float | None, str | None]:
-    """Share of resamples with the same choice, and the second most frequent one where that share is small."""
-    best = field.choices.best
+def stability(best: NDArray[np.intp]) -> tuple[float | None, int | None]:
+    """Share of resamples with the choice of the data, and the second most frequent choice where that share is small.
+
+    ``best`` [1 + R]: numbers of the chosen candidates, -1 for none, that of the data first; ``None`` without resamples.
+    """
     if len(best) == 1:
         return None, None
     counts = Counter(best[1:].tolist())
     share = counts[int(best[0])] / (len(best) - 1)
     others = [(count, -n) for n, count in counts.items() if n not in (-1, int(best[0]))]
-    return share, field.arms[-max(others)[1]].name if share < _STABLE and others else None
+    return share, -max(others)[1] if share < _STABLE and others else None
 
 
 def _confidence(field: _Field, best: ArmRecord) -> Confidence:
@@ -552,7 +556,7 @@ def _best_served(report: Report, limits: Mapping[str, float]) -> str:
 def _limits_in_words(limits: Mapping[str, float]) -> str:
     def amount(name: str, value: float) -> str:
         if name == "max_kld":
-            return f"{format_nats(value)} nats"
+            return f"{value:.4g} nats"
         return f"{value:,.4g}" if name == "min_tokens_per_s" else f"{100 * value:.3g}%"
 
     bound = {True: "at least", False: "at most"}
@@ -572,11 +576,11 @@ def _none_text(field: _Field) -> str:
     measured = [arm for arm in field.arms if arm.measured and DECIDING in arm.axes]
     means = [(mean, arm.name) for arm in measured if (mean := arm.axes[DECIDING].value("mean", {})) is not None]
     nearest = min(means, default=None)
-    return text if nearest is None else f"{text}; {one_line(nearest[1])} comes nearest (KLD {format_nats(nearest[0])})"
+    return text if nearest is None else f"{text}. Nearest: {one_line(nearest[1])} (KLD {format_nats(nearest[0])})"
 
 
 def _evidence(
-    field: _Field, best: ArmRecord, confidence: Confidence, stability: float | None, alternative: str | None
+    field: _Field, best: ArmRecord, confidence: Confidence, share: float | None, alternative: str | None
 ) -> Iterator[str]:
     kld = best.axes[DECIDING]
     if best.status is Status.IDENTICAL:
@@ -585,8 +589,8 @@ def _evidence(
         facts = [f"KLD {format_nats(kld.value('mean', {}))}"]
         if (same := kld.value("top1", {})) is not None:
             facts.append(f"same top token {100 * same:.1f}%")
-    if stability is not None:
-        facts.append(f"chosen in {_percent(stability)} of resamples")
+    if share is not None:
+        facts.append(f"chosen in {_percent(share)} of resamples")
     yield " · ".join(facts)
     if alternative is not None:
         yield f"too close to call: {one_line(best.name)} or {one_line(alternative)}"
@@ -612,14 +616,14 @@ def _percent(share: float) -> str:
 
 
 def _confirmed_claim(field: _Field, claim: CertificateClaim) -> str:
-    limit = field.limits.get(_LIMIT_OF_CLAIM.get(claim.name, ""), claim.margin)
+    limit = field.limits.get(_LIMIT_OF_CLAIM.get(claim.key, ""), claim.margin)
     return f"{claim.name} below {_amount(limit, claim)}"
 
 
 def _amount(value: float, claim: CertificateClaim) -> str:
     if claim.unit == "nats":
         return f"{value:.2g} nats" if value >= 1e-4 else f"{format_nats(value)} nats"
-    return f"{100 * value:.2g}%" if claim.name == "changed tokens" else _points(value)
+    return f"{100 * value:.2g}%" if claim.key == "changed_tokens" else _points(value)
 
 
 def _points(value: float) -> str:
@@ -644,17 +648,21 @@ def _risks(arm: ArmRecord) -> Iterator[str]:
     for axis, certificate in arm.certificates.items():
         for flips in certificate.flips:
             at = f" at {flips.context:,} tokens" if flips.context else ""
-            items = "correct top tokens" if axis == DECIDING else f"correct answers of {one_line(axis)}"
+            items = "correct predictions" if axis == DECIDING else f"correct answers of {one_line(axis)}"
             yield f"{items}{at}: {flips.harmful:,} lost, {flips.beneficial:,} gained of {flips.n:,}"
         if axis != DECIDING and certificate.state in ("underpowered", "undecided"):
             found = max((claim.detectable or 1.0 for claim in certificate.claims), default=1.0)
             yield f"{one_line(axis)}: sample too small, only losses above {_points(found)} are detectable"
     if arm.verdict is not None and arm.verdict.band not in (None, "EXCELLENT"):
-        yield f"verdict {arm.verdict.band}: {'; '.join(map(one_line, arm.verdict.because))}"
+        yield _verdict(arm.verdict)
     if arm.ran is not None and arm.ran.others().get("emulated"):
-        yield "its format is emulated, and no engine stores it: its bytes are those of gapless packing"
+        yield "its format is emulated and no engine stores it, its bytes are those of gapless packing"
     if arm.verdict is not None and arm.verdict.modified:
         yield f"it ran with {', '.join(map(one_line, arm.verdict.modified))}"
+
+
+def _verdict(verdict: Verdict) -> str:
+    return f"verdict {verdict.band}, {', '.join(map(one_line, verdict.because))}"
 
 
 _USUAL = ("trajectory", "kld", "rniah", "gsm8k", "degeneration", "paths")
@@ -716,7 +724,7 @@ def _more(arms: Sequence[ArmRecord]) -> str:
         if most is not None and most.clusters_needed is not None and most.clusters_needed > most.clusters:
             needed = counted(most.clusters_needed, word)
             needs.append(f"{one_line(arm.name)} needs about {needed} (now {most.clusters:,}) for {most.name}")
-    return "; ".join(needs)
+    return " · ".join(needs)
 
 
 def _factor(claim: CertificateClaim) -> float:
@@ -728,5 +736,5 @@ def serve_command(arm: ArmRecord) -> tuple[str | None, str]:
     if arm.serve_command:
         return arm.serve_command, ""
     if arm.measure_elsewhere:
-        return arm.measure_elsewhere, "Measured with Transformers. Before deploying, repeat the run on this engine."
+        return arm.measure_elsewhere, "Measured with Transformers. Before deploying, repeat the run on your engine."
     return None, "No supported server implements this KV format."

@@ -161,7 +161,9 @@ class Verdict(Record):
     """Nothing but the mean KL gave the band: no position failed, and no other axis lowered it. A limit that the user
     sets may go over such a band alone."""
     sentence: str
-    """One plain sentence that says what to do."""
+    """What to do, in two clauses at most."""
+    notes: tuple[str, ...] = ()
+    """What else there is to say, the most useful first."""
     because: tuple[str, ...] = ()
     """The facts that set or lowered the band."""
     modified: tuple[str, ...] = ()

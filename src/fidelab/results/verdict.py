@@ -22,6 +22,7 @@ from fidelab.results.record import ArmRecord, Report, Verdict
 _ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
 _MUCH_CUT = 1e-3  # probability
 _MUCH = 0.5  # share of keys and values from which on nothing is said
+_LEAST_NATS = 1e-4  # that a sentence writes as a number
 _CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
 _NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
 
@@ -54,7 +55,13 @@ def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> 
         reason: why there is no upper bound of the KLD, where the source of the figures knows more than the record.
     """
     case = _Case.of(arm, report, reason)
-    common = {"sentence": _sentence(case), "modified": arm.ran.modified if arm.ran else ()}
+    first, *others = _clauses(case)
+    second, notes = others[:1], others[1:]
+    common = {
+        "sentence": f"{first}. {_capital(second[0])}." if second else first,
+        "notes": tuple(map(_capital, notes)),
+        "modified": arm.ran.modified if arm.ran else (),
+    }
     if arm.forced and arm.status is Status.NOT_ENGAGED:
         return Verdict.model_validate({"band": "FAIL", "by_kld": False, "because": (arm.reason,), **common})
     if arm.status not in (Status.OK, Status.IDENTICAL) or (case.ruling is None and not reason):
@@ -128,6 +135,10 @@ def _kernel(arm: ArmRecord) -> str | None:
 # ------------------------------------------------------------------------------------------------ the sentence
 
 
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 @dataclass(frozen=True)
 class _Case:
     """An arm with what its sentence looks at besides.
@@ -186,7 +197,7 @@ class _Case:
     @property
     def lowered_by(self) -> str:
         """Why the band is below what the KLD alone gives."""
-        return "; ".join((*(reason for axis in self.arm.axes.values() for reason in axis.fails), *_harms(self.arm)))
+        return ", ".join((*(reason for axis in self.arm.axes.values() for reason in axis.fails), *_harms(self.arm)))
 
     @property
     def mended(self) -> str | None:
@@ -212,167 +223,165 @@ def _longest(kld: Measurement, report: Report) -> int | None:
     return max(reaches or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None)
 
 
-def _sentence(case: _Case) -> str:
-    """What to do with the candidate, on one line."""
+def _clauses(case: _Case) -> Iterator[str]:
+    """What to do with the candidate, then what else there is to say of it, the most useful first."""
     arm, band, reason = case.arm, case.band, one_line(case.reason) or "no reason was recorded"
     if arm.status is Status.FAILED:
-        return f"not running: {reason}"
-    if arm.status is Status.NOT_SUPPORTED:
-        return f"not supported: {reason}"
-    if arm.status is Status.NOT_ENGAGED and arm.forced:
-        return f"do not use: it was forced to run, and something else ran: {reason}"
-    if arm.status is Status.NOT_ENGAGED:
-        return f"not engaged: this format did not run, so nothing is known about it: {reason}"
-    if arm.status is Status.IDENTICAL:
-        same = "safe: the format ran and its output is identical to the reference's"
-        return "; ".join([same, *_gain(case), *_reach(case)])
-    if case.ruling is None or band is None:
+        yield f"not running: {reason}"
+    elif arm.status is Status.NOT_SUPPORTED:
+        yield f"not supported: {reason}"
+    elif arm.status is Status.NOT_ENGAGED and arm.forced:
+        yield f"do not use, something else ran: {reason}"
+    elif arm.status is Status.NOT_ENGAGED:
+        yield f"format not applied: {reason}"
+    elif arm.status is Status.IDENTICAL:
+        yield "safe, the format ran and its output is identical to the reference's"
+        yield from _gain(case)
+        yield from _reach(case)
+    elif case.ruling is None or band is None:
         best = f", at best {case.ruling.at_best.value}" if case.ruling and case.ruling.at_best else ""
-        return f"no verdict{best}: {_why_none(case)}"
-    head = f"{_head(case, band)} (preliminary)" if case.ruling.preliminary else _head(case, band)
-    facts = [
-        f"{head}: {', '.join(_facts(case))}",
-        *_doubts(case, case.ruling),
-        *_changes(case.kld),
-        *_worst(case.kld),
-        *_remedies(case),
-        *_gain(case),
-        *_reach(case),
-    ]
-    return "; ".join(facts)
+        yield f"no verdict{best}: {_why_none(case)}"
+    else:
+        # a PASS that was lowered to: the distributions are close, and yet something was lost
+        advice = _ADVICE["DEGRADED" if case.lowered_by and band == "PASS" else band]
+        first, *others = _facts(case)
+        yield f"{advice}{' (preliminary)' if case.ruling.preliminary else ''}, {first}"
+        yield from others
+        yield from _remedy(case)
+        yield from _doubts(case, case.ruling)
+        yield from _gain(case)
+        yield from _changes(case.kld)
+        yield from _worst(case.kld)
+        if case.arm.floor is not None and case.arm.floor.mean:
+            yield f"rounding noise {format_nats(case.arm.floor.mean)}"
+        yield from _reach(case)
 
 
 def _why_none(case: _Case) -> str:
     if case.kld.facts.get("estimator") == Estimator.TOPK:
-        return f"only a lower bound could be measured (KLD {format_kld(case.mean, bound=True)} nats)"
+        return f"only a lower bound could be measured (KLD {format_kld(case.mean, bound=True)})"
     if case.reason.strip():
         return one_line(case.reason)
     if case.mean is None:
         return "full-vocabulary KLD was not measured"
-    return f"too little text for an interval (KLD {format_kld(case.mean)} nats); measure more windows"
-
-
-def _head(case: _Case, band: str) -> str:
-    if case.lowered_by and band == "PASS":
-        return _ADVICE["DEGRADED"]  # the distributions are close, and yet something was lost
-    if band in ("EXCELLENT", "PASS") or _hides_the_format(case):
-        return _ADVICE[band]
-    k_native, v_native = case.native
-    if not k_native and (v_native or case.mended in ("EXCELLENT", "PASS")):
-        return "keys break"
-    if k_native and not v_native:
-        return "values break"
-    return _ADVICE[band]
+    return f"too little text for an interval (KLD {format_nats(case.mean)}), use more windows"
 
 
 def _clusters(kld: Measurement) -> str:
     return counted(kld.n_clusters, kld.cluster) if kld.n_clusters is not None and kld.cluster else ""
 
 
-def _facts(case: _Case) -> list[str]:
-    facts, kld, mean = [], case.kld, case.kld.metric("mean", {})
+def _facts(case: _Case) -> Iterator[str]:
+    """What set the band, one at least."""
+    kld, mean = case.kld, case.kld.metric("mean", {})
     if kld.n_failed:
         total = f" of {kld.n_items:,}" if kld.n_items else ""
-        facts.append(f"{kld.n_failed:,}{total} positions gave no number")
+        yield f"{kld.n_failed:,}{total} positions returned NaN or infinity"
     if lowered_by := case.lowered_by:
-        facts.append(one_line(lowered_by))
+        yield one_line(lowered_by)
     if mean is None or mean.value is None:
-        return facts
+        return
     if kld.facts.get("estimator") == Estimator.TOPK:
-        return [*facts, f"costs at least {format_kld(mean.value)} nats"]
-    known = format_span(mean.interval) if mean.interval is not None else "without an interval"
-    known += f", {clusters}" if (clusters := _clusters(kld)) else ""
-    floor = case.arm.floor.mean if case.arm.floor else None
-    last_bits = f"; rounding noise {format_nats(floor)}" if floor else ""
-    return [*facts, f"costs {format_kld(mean.value)} nats ({known}{last_bits})"]
+        yield f"KLD at least {format_nats(mean.value)}"
+        return
+    known = ["no interval" if mean.interval is None else _span(mean.interval), _clusters(kld)]
+    yield f"KLD {format_nats(mean.value)} ({', '.join(filter(None, known))})"
 
 
-def _doubts(case: _Case, ruling: Ruling) -> list[str]:
-    """That the band is not settled: too few clusters, or an interval that crosses the edge of a band."""
-    doubts, cut = [], case.kld.value("cut", {})
-    if ruling.at_best is not None:
-        doubts.append(f"its interval reaches from {ruling.at_best.value} to {case.band}")
+def _span(interval: tuple[float, float]) -> str:
+    """An interval of KLD without exponents: ``0.00002–0.00013``."""
+    low, high = interval
+    if high < _LEAST_NATS:
+        return "below 0.0001" if high else "0"
+    return format_span(interval) if low >= _LEAST_NATS else f"{low:.5f}–{format_kld(high, digits=2)}"
+
+
+def _doubts(case: _Case, ruling: Ruling) -> Iterator[str]:
+    """Why the band is not settled: few clusters, an interval that crosses its edge, probability that KLD leaves out."""
+    cut = case.kld.value("cut", {})
     if ruling.preliminary:
         word = _clusters(case.kld).rpartition(" ")[2].removesuffix("s") or "document"
-        doubts.append(f"a verdict takes {counted(MIN_STUDENTIZED_CLUSTERS, word)} or more")
-    elif ruling.at_best is not None:
-        doubts[-1] += ": more windows decide"
+        yield f"a verdict takes {counted(MIN_STUDENTIZED_CLUSTERS, word)} or more"
+    if ruling.at_best is not None:
+        more = "" if ruling.preliminary else ", use more windows"
+        yield f"inconclusive between {ruling.at_best.value} and {case.band}{more}"
     if cut is not None and cut >= _MUCH_CUT:
-        doubts.append(f"ids that one vocabulary alone has hold {cut:.2%} of the probability, which KLD leaves out")
-    return doubts
+        yield f"KLD leaves out {cut:.2%} of the probability, of tokens that one vocabulary lacks"
 
 
-def _changes(kld: Measurement) -> list[str]:
+def _changes(kld: Measurement) -> Iterator[str]:
     """Share of positions whose top token changes, and the share of changes beyond a near tie."""
     top1, real_flips = kld.value("top1", {}), kld.value("real_flips", {})
     if top1 is None:
-        return []
+        return
     changed = 1 - top1
-    if changed == 0:
-        return ["no top token changes"]
-    text = f"the top token changes at {format_percent(changed)} of positions"
-    if real_flips is None:
-        return [text]
-    return [f"{text}, {f'{format_percent(real_flips)} beyond a near tie' if real_flips else 'only at near ties'}"]
+    clear = "" if real_flips is None else f", {format_percent(real_flips)} beyond a near tie"
+    clear = ", only at near ties" if real_flips == 0 else clear
+    yield (
+        f"the top token changes at {format_percent(changed)} of positions{clear}" if changed else "no top token changes"
+    )
 
 
-def _worst(kld: Measurement) -> list[str]:
+def _worst(kld: Measurement) -> Iterator[str]:
     """The kinds of text that the figures rest on, and the one that loses most."""
     kinds = [metric for metric in kld.metrics if DOMAIN in metric.cell and metric.key == "mean"]
     kinds = [metric for metric in kinds if metric.value is not None]
     if not kinds:
-        return []
+        return
     worst = max(kinds, key=lambda metric: metric.value or 0.0)
     name = one_line(str(worst.cell[DOMAIN]))
     if len(kinds) == 1:
-        return [f"measured on {name} alone"]
-    span = f" ({format_span(worst.interval)})" if worst.interval is not None else ""
-    return [f"over {len(kinds)} kinds of text, worst on {name}: {format_kld(worst.value)} nats{span}"]
+        yield f"measured on {name} alone"
+        return
+    span = f", {_span(worst.interval)}" if worst.interval is not None else ""
+    yield f"of {len(kinds)} kinds of text, worst on {name} (KLD {format_nats(worst.value)}{span})"
 
 
-def _gain(case: _Case) -> list[str]:
+def _gain(case: _Case) -> Iterator[str]:
     """That a format of the cache hardly helps, in a model whose recurrent state is most of what a sequence keeps."""
     ran, n_ctx = case.reference.ran if case.reference else None, case.n_ctx
     state = ran.others().get("state_bytes_per_sequence") if ran else None
     if not (ran and n_ctx and state and ran.cache_bytes_per_token):
-        return []
+        return
     kv_bytes = n_ctx * ran.cache_bytes_per_token
     kv_share = kv_bytes / (kv_bytes + state)
-    if kv_share >= _MUCH:
-        return []
-    share = "less than 1%" if kv_share < 0.005 else f"{kv_share:.0%}"
-    return [
-        f"keys and values are {share} of what a sequence of {n_ctx:,} tokens keeps in this model, "
-        "the rest is recurrent state"
-    ]
+    if kv_share < _MUCH:
+        share = "less than 1%" if kv_share < 0.005 else f"{kv_share:.0%}"
+        kept = f"keys and values are {share} of what a sequence of {n_ctx:,} tokens keeps in this model"
+        yield f"{kept}, the rest is recurrent state"
 
 
-def _reach(case: _Case) -> list[str]:
+def _reach(case: _Case) -> Iterator[str]:
     """The longest context measured; left out of a FAIL, which longer contexts would not improve."""
-    if case.n_ctx is None or case.band == "FAIL":
-        return []
-    return [f"up to {case.n_ctx:,} tokens of context, not measured beyond"]
+    if case.n_ctx is not None and case.band != "FAIL":
+        yield f"tested up to {case.n_ctx:,} tokens"
 
 
-def _remedies(case: _Case) -> list[str]:
+def _remedy(case: _Case) -> Iterator[str]:
+    """What causes the loss and what to try, where the loss is large or mostly the control's."""
     bad, (k_native, v_native) = case.band in ("DEGRADED", "FAIL"), case.native
     if _mostly_control(case):
         named = f"control {one_line(case.control.name)}" if case.control else "control"
-        line = f"the kernel path, not the format, is most of it ({named}: {format_kld(case.control_mean)})"
-        return [line, "try another attention backend"] if bad and not case.kld.n_failed else [line]
-    if not bad or _hides_the_format(case):
-        return []
-    if case.arm.ran and case.arm.ran.simulated_weight_bytes is not None:
-        both = not (k_native and v_native)
-        return ["weights and cache apart: --vary weights=native,… --vary kv=…"] if both else []
-    if k_native:
-        return [] if v_native else ["try wider values"]
-    if case.native_keys is not None and case.mended is not None:
-        name, nats = one_line(case.native_keys.name), format_kld(case.native_keys.axes[DECIDING].value("mean", {}))
+        backend = ", try another attention backend" if bad and not case.kld.n_failed else ""
+        cause = "most of the loss comes from the kernel, not the format"
+        yield f"{cause} ({named}: KLD {format_nats(case.control_mean)}){backend}"
+    elif not bad or _hides_the_format(case):
+        return
+    elif case.arm.ran and case.arm.ran.simulated_weight_bytes is not None:
+        if not (k_native and v_native):
+            yield "measure weights and cache apart (--vary weights=native,… --vary kv=…)"
+    elif k_native:
+        if not v_native:
+            yield "quantizing the values causes the loss, try wider values"
+    elif case.native_keys is not None and case.mended is not None:
+        name, nats = one_line(case.native_keys.name), format_nats(case.native_keys.axes[DECIDING].value("mean", {}))
         if case.mended in ("EXCELLENT", "PASS"):
-            return [f"try {name} ({nats} nats)"]
-        return [f"native keys alone do not mend it ({name}: {nats} nats): try wider values too"]
-    return [f"try {case.arm.wider_keys}" if case.arm.wider_keys else "try a wider format"]
+            yield f"quantizing the keys causes the loss, try {name} (KLD {nats})"
+        else:
+            yield f"native keys alone do not fix it ({name}: KLD {nats}), try wider values too"
+    else:
+        cause = "quantizing the keys causes the loss, " if v_native else ""
+        yield f"{cause}try {case.arm.wider_keys or 'a wider format'}"
 
 
 def _mostly_control(case: _Case) -> bool:

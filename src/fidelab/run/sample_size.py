@@ -37,7 +37,7 @@ from fidelab.inputs.corpus import make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.metrics.equivalence import MIN_CLUSTERS, POWER, Claim, Loss, certify
+from fidelab.metrics.equivalence import CLAIM_NAMES, MIN_CLUSTERS, POWER, Claim, Loss, certify
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.metrics.sample_size import (
     ClusterSpread,
@@ -91,9 +91,9 @@ class Precision:
 class SizeLine:
     """One estimate: where it stands, and what the wanted precision takes.
 
-    ``quantity``: the candidate's ``mean`` (trajectory: its score) or its paired ``excess`` over the control; or a
-    certificate's claim, whose losses are nats or shares, with ``half_width`` the loss that the pilot would find and
-    ``precision`` the margin.
+    ``quantity``: the candidate's ``mean`` (trajectory: its score) or its paired ``excess`` over the control; or the key
+    of a certificate's claim, whose losses are nats or shares, with ``half_width`` the loss that the pilot would find
+    and ``precision`` the margin.
     ``status``: ``needed`` (more than the pilot, and six clusters at least), ``enough`` (the pilot does), ``exact``
     (identical output: nothing to measure) or ``failed``; ``reason`` says why, also where a pilot has too few clusters.
     ``*_upper``: with the upper bound of the pilot's spread.
@@ -282,9 +282,9 @@ def _claims(report: Report, pilot: _Pilot, limits: Limits) -> Iterator[SizeLine]
         one = certify(losses, seed=pilot.experiment.seed)
         if one.state == "exceeded":
             [shown, *_] = (claim for claim in one.claims if claim.state == "exceeded")
-            reason = f"{shown.name} at or beyond the margin is shown: no number of items certifies it"
+            reason = f"{CLAIM_NAMES[shown.key]} at or beyond the margin is shown: no number of items certifies it"
             said = (shown.estimate, shown.detectable, shown.margin, shown.clusters)
-            yield SizeLine(arm.name, shown.name, "failed", reason, *said)
+            yield SizeLine(arm.name, shown.key, "failed", reason, *said)
             continue
         for claim, loss in zip(one.claims, losses, strict=True):
             yield _claim(arm.name, claim, loss, pilot.n_items)
@@ -293,16 +293,16 @@ def _claims(report: Report, pilot: _Pilot, limits: Limits) -> Iterator[SizeLine]
 def _claim(arm: str, claim: Claim, loss: Loss, n: int) -> SizeLine:
     said = (claim.estimate, claim.detectable, claim.margin, claim.clusters)
     if claim.state == "holds":
-        return SizeLine(arm, claim.name, "enough", None, *said)
+        return SizeLine(arm, claim.key, "enough", None, *said)
     if claim.estimate is not None and claim.estimate >= claim.margin:
-        reason = f"{claim.name}: the loss is not below the margin: more of the same would not certify it"
-        return SizeLine(arm, claim.name, "failed", reason, *said)
+        reason = f"{CLAIM_NAMES[claim.key]}: the loss is not below the margin: more of the same would not certify it"
+        return SizeLine(arm, claim.key, "failed", reason, *said)
     if claim.estimate is None or loss.spread is None or claim.detectable is None:
         reason = "a single cluster says nothing about spread: make a pilot with more windows or prompts"
-        return SizeLine(arm, claim.name, "failed", f"{claim.name}: {reason}", *said)
+        return SizeLine(arm, claim.key, "failed", f"{CLAIM_NAMES[claim.key]}: {reason}", *said)
     note = None
     if claim.clusters_needed is None:  # no cluster differs: the exact bound is nearly as 1 over their number
-        note = f"{claim.name}: no cluster differs yet; the figure holds if none does"
+        note = f"{CLAIM_NAMES[claim.key]}: no cluster differs yet; the figure holds if none does"
         upper = needed = max(math.ceil(claim.clusters * claim.detectable / claim.margin), MIN_CLUSTERS)
     else:
         needed = claim.clusters_needed
@@ -311,7 +311,7 @@ def _claim(arm: str, claim: Claim, loss: Loss, n: int) -> SizeLine:
     needed = max(needed, claim.clusters + 1)
     upper = max(upper, needed)
     items = (math.ceil(clusters * n / claim.clusters) for clusters in (needed, upper))
-    return SizeLine(arm, claim.name, "needed", note, *said, needed, upper, *items)
+    return SizeLine(arm, claim.key, "needed", note, *said, needed, upper, *items)
 
 
 def _same_distributions(arm: ArmRecord) -> bool:
