@@ -87,13 +87,23 @@ class Plan:
 
     ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
     ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose requests cannot be made as
-    their data are not available, and why.  ``remarks``: further lines to show before the run.
+    their data are not available, and why.  ``remarks``: further lines to show before the run.  ``requests``: those
+    of all looks, by axis and part; jobs have those of the first one.
     """
 
     settings: Settings
     jobs: tuple[PlannedJob, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    requests: Mapping[str, Mapping[str, Request]] = field(default_factory=dict)
+
+    def at_look(self, role: str, look: int) -> PlannedJob:
+        """The job of a role with what it is asked up to a look, from 0."""
+        job = self.job(role)
+        assert job is not None
+        for further in range(1, look + 1):
+            job = with_probes(self.settings, job, self.requests, further)
+        return job
 
     def job(self, role: str) -> PlannedJob | None:
         """The job of a role, if the plan has it."""
@@ -126,7 +136,9 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
         raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
     numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]
     remarks = tuple(filter(None, (_beyond(name, settings.axes[name], inputs) for name in requests)))
-    return Plan(settings, tuple(with_probes(settings, job, requests) for job in numbered), unavailable, remarks)
+    return Plan(
+        settings, tuple(with_probes(settings, job, requests) for job in numbered), unavailable, remarks, requests
+    )
 
 
 def _beyond(name: str, axis: Axis, inputs: AxisInputs) -> str:
@@ -190,11 +202,15 @@ def _against(settings: Settings, job: PlannedJob, asked: Request) -> str:
     return key_digest(capture_key(base.arm, asked, base.versions, replicate))
 
 
-def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]]) -> PlannedJob:
-    """The job with further requests, by axis and part."""
+def with_probes(
+    settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]], look: int = 0
+) -> PlannedJob:
+    """The job with further requests, by axis and part; of axes that look several times those of one ``look``."""
     captures, refused = list(job.captures), dict(job.refused)
     for axis, parts in requests.items():
         for part, asked in parts.items():
+            if settings.axes[axis].look(part) != look:
+                continue
             if job.role != "reference" and part in settings.axes[axis].reference_only:
                 continue
             kind = job.role.partition(":")[0]

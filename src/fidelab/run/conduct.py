@@ -34,6 +34,7 @@ from fidelab.run.benches import BENCHES, Benching
 from fidelab.run.build import Plan
 from fidelab.run.cluster import Cluster, RayCluster
 from fidelab.run.estimate import Timings
+from fidelab.run.looks import at_once, n_looks, undecided, worth_looking
 from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_rows_there
 from fidelab.run.prepare import Prepared, now, prepare
 from fidelab.run.resolve import Settings
@@ -68,7 +69,10 @@ def execute(
     created = now()
     with _cluster(experiment) as cluster:
         experiment = _placed(experiment, cluster)
-        prepared = prepare(experiment, replicate=replicate, created=created, servers=ForkServers())
+        servers = ForkServers()
+        prepared = prepare(experiment, replicate=replicate, created=created, servers=servers)
+        if n_looks(prepared.settings) > 1 and not worth_looking(prepared.plan):
+            prepared = prepare(at_once(experiment), replicate=replicate, created=created, servers=servers)
         _check_placed(prepared.settings)
         head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
         config = dump(prepared.settings.experiment, head)
@@ -234,6 +238,14 @@ def _conduct(
                 _store_outcomes(folder, facts, plan, results)
                 if not plan.settings.experiment.keep_rows and cluster is None:
                     drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
+            for look in range(1, n_looks(plan.settings)):
+                if not (more := undecided(plan, facts, _every(plan, results))):
+                    break
+                folder.event("look", number=look + 1, undecided=more)
+                jobs = [plan.at_look(role, look) for role in ("reference", *more)]
+                for result in asking.run_all(jobs, folder.log):
+                    _take(results, result)
+                    _store_outcomes(folder, facts, plan, results)
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed
             if plan.settings.benches:
@@ -256,6 +268,13 @@ def _conduct(
     finally:
         prepared.servers.close()
         listener.close()
+
+
+def _take(results: list[ArmResult], result: ArmResult) -> None:
+    """Put the result of a further look in the place of the one before."""
+    [at] = (n for n, known in enumerate(results) if known.role == result.role)
+    spent = {key: (results[at].timing.get(key) or 0.0) + (value or 0.0) for key, value in result.timing.items()}
+    results[at] = replace(result, timing=spent)
 
 
 @contextlib.contextmanager
