@@ -175,9 +175,14 @@ class AxisScore:
         ``None``: no item is usable on both, or one of them is a lower bound alone.
         """
         other = control.at(self.part)
-        if self.bound or other is None or len(self.num) != len(other.num):
+        if self.bound or other is None:
             return None
-        a, b = self.items(other.usable), other.items(self.usable)
+        n = min(len(self.num), len(other.num))  # of arms of which one was asked more, what both were asked
+        windows = [side.positions.get("window", np.arange(len(side.num)))[:n] for side in (self, other)]
+        if n < max(len(self.num), len(other.num)) and not (self.positions and np.array_equal(*windows)):
+            return None
+        both = self.usable[:n] & other.usable[:n]
+        a, b = (RatioItems(side.num[:n][both], side.den[:n][both], side.clusters[:n][both]) for side in (self, other))
         if not len(a.num) or a.den.sum() == 0 or b.den.sum() == 0:
             return None
         return paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
@@ -231,6 +236,8 @@ class Axis:
     """Some of its requests depend on the reference's answers."""
     quick: ClassVar[Mapping[str, Any]] = {}
     """Settings for a first look: fewer items."""
+    until_decided: ClassVar[Mapping[str, Any]] = {}
+    """Settings of a run that ends when its candidates are decided; nothing where it always asks the same."""
     reference_only: ClassVar[tuple[str, ...]] = ()
     """Parts that only the reference answers, as input of :meth:`follow_up`; they are not compared."""
 
@@ -255,6 +262,15 @@ class Axis:
         The ``axis`` of a request is :func:`part_name` of its part.
         """
         return {"": self.request(inputs)}
+
+    @property
+    def n_looks(self) -> int:
+        """How often it looks at most whether more has to be asked."""
+        return 1
+
+    def look(self, part: str) -> int:
+        """The look that a part belongs to, from 0; parts of later ones are asked of undecided candidates alone."""
+        return 0
 
     def available(self, inputs: AxisInputs) -> int | None:
         """The number of items that the setting ``limit`` selects from (by default the prompts); ``None``: unknown."""

@@ -18,7 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
+from fidelab.axes.base import (
+    OVER_CONTROL,
+    SCORE,
+    Axis,
+    AxisInputs,
+    AxisScore,
+    AxisSettings,
+    SampleSize,
+    part_name,
+    spread,
+)
 from fidelab.axes.groups import STRUCTURE, by_group, domains, structure_labels
 from fidelab.axes.rows import compare_item, estimator_of, figures_of, floored_item, kl_score, not_measurable
 from fidelab.captures.pair import Pair
@@ -34,6 +44,7 @@ from fidelab.metrics.divergence import (
     summarise_flips,
     summarise_kl,
 )
+from fidelab.metrics.equivalence import MAX_LOOKS
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.results.measurement import DOMAIN, Coordinates, Definition, Metric
 from fidelab.results.plots import Curve
@@ -144,6 +155,11 @@ class KLDSettings(AxisSettings):
     place: Literal["spread", "start"] | None = Field(
         default=None, description="half, full: windows spread over the documents (default), or from the text's start"
     )
+    looks: tuple[int, ...] = Field(
+        default=(),
+        max_length=MAX_LOOKS - 1,
+        description="windows after which a decided candidate is asked no more; none: every candidate reads all windows",
+    )
 
     @field_validator("n_ctx", mode="before")
     @classmethod
@@ -159,6 +175,18 @@ class KLDSettings(AxisSettings):
         if not contexts or contexts[0] < _LEAST_CONTEXT:
             raise ValueError(f"write tokens per window, at least {_LEAST_CONTEXT}, or several: 512,2048")
         return contexts[0] if len(contexts) == 1 else tuple(contexts)
+
+    @field_validator("looks")
+    @classmethod
+    def _looks_rise(cls, looks: tuple[int, ...]) -> tuple[int, ...]:
+        if any(a >= b for a, b in pairwise((0, *looks))):
+            raise ValueError(f"write rising numbers of windows, not {list(looks)}")
+        return looks
+
+    @property
+    def early(self) -> tuple[int, ...]:
+        """Windows after each look but the last one."""
+        return tuple(look for look in self.looks if look < self.windows)
 
 
 class KLD(Axis):
@@ -177,21 +205,47 @@ class KLD(Axis):
     in_composite: ClassVar[bool] = True
     distributions: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"windows": 8, "n_ctx": 512}
+    until_decided: ClassVar[Mapping[str, Any]] = {"windows": 32, "looks": (8, 16)}
     settings: KLDSettings
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
         sizes = self._sizes(inputs)
         parts = {n_ctx: "" if len(sizes) == 1 else str(n_ctx) for n_ctx in sizes}
-        return {part: self._cut(inputs, part, n_ctx, sizes[n_ctx]) for n_ctx, part in parts.items()}
+        requests: dict[str, Request] = {}
+        for n_ctx, part in parts.items():
+            whole = self._cut(inputs, part, n_ctx, sizes[n_ctx])
+            for look, items in enumerate(_nested([self._asked(n_ctx, n) for n in self.settings.early], sizes[n_ctx])):
+                name = f"{part}+{look}" if look else part
+                if items:
+                    some = whole if len(items) == sizes[n_ctx] else whole.select(items)
+                    requests[name] = replace(some, axis=part_name(self.name, name))
+        return requests
+
+    @property
+    def n_looks(self) -> int:
+        return 1 + len(self.settings.early)
+
+    def look(self, part: str) -> int:
+        return int(part.partition("+")[2] or 0)
+
+    def _contexts(self) -> tuple[int, ...]:
+        n_ctx = self.settings.n_ctx
+        return (n_ctx,) if isinstance(n_ctx, int) else n_ctx or _DEFAULT_CONTEXTS
+
+    def _asked(self, n_ctx: int, windows: int) -> int:
+        """Windows of a context, of so many of the shortest one."""
+        return min(windows, max(_LEAST_WINDOWS, round(windows * self._contexts()[0] / n_ctx)))
 
     def _sizes(self, inputs: AxisInputs) -> dict[int, int]:
         """Context → number of windows, shortest first; of the default contexts only those that text and model allow."""
-        s = self.settings
-        asked = (s.n_ctx,) if isinstance(s.n_ctx, int) else s.n_ctx or _DEFAULT_CONTEXTS
-        sizes = {n_ctx: min(s.windows, max(_LEAST_WINDOWS, round(s.windows * asked[0] / n_ctx))) for n_ctx in asked}
+        s, asked = self.settings, self._contexts()
+        sizes = {n_ctx: self._asked(n_ctx, s.windows) for n_ctx in asked}
+        have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
+        if s.early:  # all that there is may be less than what would decide
+            fewest = {n_ctx: min(size, self._asked(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
+            sizes = {n_ctx: max(fewest[n_ctx], min(size, have // n_ctx)) for n_ctx, size in sizes.items()}
         if s.n_ctx is not None:
             return sizes
-        have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
         return {
             n_ctx: windows
             for n_ctx, windows in sizes.items()
@@ -223,7 +277,10 @@ class KLD(Axis):
         )
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
-        scores = {part: self.score(pair, seed) for part, pair in pairs.items()}
+        looks: dict[str, list[Pair]] = {}
+        for part in sorted(pairs, key=self.look):
+            looks.setdefault(part.partition("+")[0], []).append(pairs[part])
+        scores = {part: self._score(some, seed) for part, some in looks.items()}
         unmeasurable = next((score for score in scores.values() if score.not_measurable), None)
         if unmeasurable is not None:
             return unmeasurable
@@ -244,20 +301,27 @@ class KLD(Axis):
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         """One context."""
-        request = pair.ref.request
-        if not isinstance(request, Prefill):
-            raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
-        if (nothing := not_measurable([pair])) is not None:
+        return self._score([pair], seed)
+
+    def _score(self, pairs: Sequence[Pair], seed: int) -> AxisScore:
+        """One context; a pair for each look, in their order."""
+        first, asked = pairs[0], [_prefill(pair) for pair in pairs]
+        if (nothing := not_measurable(pairs)) is not None:
             return nothing
-        rows = RowComparison.concat([rows for _, rows in _compared(pair, request)])
-        order = [r for r, _ in pair.items]
+        rows = RowComparison.concat(
+            [rows for pair, request in zip(pairs, asked, strict=True) for _, rows in _compared(pair, request)]
+        )
+        before = np.cumsum([0, *(len(pair.ref.items) for pair in pairs)])
+        order = [before[look] + r for look, pair in enumerate(pairs) for r, _ in pair.items]
+        [request, *_] = asked
         windows = np.repeat(np.asarray(order, dtype=np.int32), request.n_rows)
         positions = np.tile(np.arange(request.first, request.last + 1, dtype=np.int32), len(order))
-        clusters = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for r in order])
-        score = kl_score(rows, clusters, bound=estimator_of(pair) is Estimator.TOPK)
-        compat = self._compat(pair, score, seed)
-        documents = pair.ref.manifest["settings"].get("unit") == "document"
-        grouped = tuple(self._groups(pair, request, order, rows, score, seed))
+        units = [request.units[r] for pair, request in zip(pairs, asked, strict=True) for r, _ in pair.items]
+        clusters = np.concatenate([np.asarray(own, dtype=np.int64) for own in units])
+        score = kl_score(rows, clusters, bound=any(estimator_of(pair) is Estimator.TOPK for pair in pairs))
+        compat = self._compat(pairs, score, seed)
+        documents = first.ref.manifest["settings"].get("unit") == "document"
+        grouped = tuple(self._groups(pairs, rows, score, seed))
         n_clusters = score.n_clusters
         by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
         return replace(
@@ -281,11 +345,11 @@ class KLD(Axis):
                 kl_curve("confidence", by_confidence.edges, by_confidence.means),
             ),
             facts={
-                "estimator": str(estimator_of(pair)),
+                "estimator": str(estimator_of(first)),
                 "n_ctx": len(request.windows[0]),
                 "n_clusters": n_clusters,
                 "n_documents": n_clusters if documents else None,
-                "windows": len(pair.items),
+                "windows": len(order),
                 **({"compat": self.settings.compat, "k": self.settings.k} if compat else {}),
             },
         )
@@ -299,26 +363,24 @@ class KLD(Axis):
             return None
         return ((item, figures_of(rows)) for item, rows in _compared(pair, pair.ref.request))
 
-    def _groups(
-        self, pair: Pair, request: Prefill, order: Sequence[int], rows: RowComparison, score: AxisScore, seed: int
-    ) -> Iterator[Metric]:
+    def _groups(self, pairs: Sequence[Pair], rows: RowComparison, score: AxisScore, seed: int) -> Iterator[Metric]:
         """Metrics by domain and by structure, of texts whose documents have domains."""
-        named = pair.ref.manifest["settings"].get("domains")
+        named = {tuple(one) for pair in pairs for one in pair.ref.manifest["settings"].get("domains") or ()}
         if not named or score.bound:
             return
         mean, top1 = KLD_METRICS["mean"], KLD_METRICS["top1"]
         labels = {
             DOMAIN: domains(score.clusters, {int(document): str(name) for document, name in named}),
-            STRUCTURE: structure_labels(pair, [request.windows[r] for r in order], request.first, request.last),
+            STRUCTURE: np.concatenate([_structure(pair) for pair in pairs]),
         }
         for coordinate, groups in labels.items():
             if len(groups) == len(rows):
                 yield from by_group(coordinate, groups, rows, score.clusters, mean, top1, seed)
 
-    def _compat(self, pair: Pair, score: AxisScore, seed: int) -> tuple[Metric, ...]:
+    def _compat(self, pairs: Sequence[Pair], score: AxisScore, seed: int) -> tuple[Metric, ...]:
         if self.settings.compat is None or score.bound:
             return ()
-        values = np.concatenate([floored_item(pair, r, t, self.settings.k) for r, t in pair.items])
+        values = np.concatenate([floored_item(pair, *at, self.settings.k) for pair in pairs for at in pair.items])
         known = np.isfinite(values)
         if len(values) != len(score.num) or not known.any():
             return ()
@@ -352,6 +414,26 @@ def _by_context(score: AxisScore) -> list[Metric]:
     cell: Coordinates = {"context": _context(score)}
     metrics = (score.found.metric(key) for key in ("mean", "top1"))
     return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in metrics if metric is not None]
+
+
+def _nested(sizes: Sequence[int], n: int) -> list[list[int]]:
+    """Of ``n`` windows those that each look adds: its windows with those before it, ``sizes``, are evenly spread."""
+    sets = [list(range(n))]
+    for size in reversed(sizes):
+        later = sets[0]
+        sets.insert(0, [later[i] for i in spread(len(later), (min(size, len(later)) - 0.5) / len(later))])
+    return [sorted({*now} - {*before}) for before, now in pairwise(([], *sets))]
+
+
+def _prefill(pair: Pair) -> Prefill:
+    if isinstance(request := pair.ref.request, Prefill):
+        return request
+    raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
+
+
+def _structure(pair: Pair) -> NDArray[np.object_]:
+    request = _prefill(pair)
+    return structure_labels(pair, [request.windows[r] for r, _ in pair.items], request.first, request.last)
 
 
 def _compared(pair: Pair, request: Prefill) -> Iterator[tuple[int, RowComparison]]:

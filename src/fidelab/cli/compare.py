@@ -175,13 +175,16 @@ def compare(
     if not kv and not candidate and not vary and not changes:
         ways = "--kv FORMAT, --candidate KEY=VALUE,…, --vary KEY=A,B,…, or --change FLAGS beside --serve"
         raise UsageError(f"name at least one candidate: {ways}")
+    measured = axes.settings()
+    if axes.windows is None and axes.protocol != "sliding" and n_runs == 1:
+        _until_decided(measured["axes"])
     data: dict[str, Any] = {
         **arms,
         "control": control,
         "candidates": [*changes, *(kv or []), *(candidate or [])],
         "vary": list(vary or []),
         "force": force,
-        **axes.settings(),
+        **measured,
         "benches": bench_settings(benches),
         **scoring.settings(),
         **limits.settings(),
@@ -194,6 +197,14 @@ def compare(
     if serve is None:
         data = options.begin_from_preset(preset, context, data, trusted)
     launch(experiment_from(data, "compare", overrides or [], trusted), as_json, dry_run, plot, secrets)
+
+
+def _until_decided(axes: Mapping[str, dict[str, Any]]) -> None:
+    """Let axes whose size nobody gave ask until all is decided."""
+    from fidelab.axes import AXES
+
+    for name, settings in axes.items():
+        settings.update(AXES.load(name).until_decided)
 
 
 def _pasted(

@@ -42,6 +42,9 @@ ALPHA = 0.05
 """Probability that a certificate is wrong, at most."""
 POWER = 0.8
 """Probability with which the minimum detectable loss would be found."""
+LOOK_ALPHAS = (0.01, 0.01, 0.03)
+"""Shares of :data:`ALPHA` that the looks of a run spend, the last one the rest: their sum bounds the error of all."""
+MAX_LOOKS = len(LOOK_ALPHAS)
 MARGIN = 0.01
 """Default margin of a loss of accuracy: one point (docs/metrics.md#equivalence-certificate)."""
 KL_MARGIN = 0.01
@@ -114,6 +117,7 @@ class Loss:
     less: RatioItems | None = None
     bounds: tuple[float, float] = (0.0, math.inf)
     proportion: bool = False
+    alpha: float = ALPHA
 
     def __post_init__(self) -> None:
         if not 0 < self.margin < math.inf:
@@ -160,8 +164,8 @@ class Loss:
 
     @property
     def level(self) -> float:
-        """Level of its one-sided test: :data:`ALPHA`; of a mean half of it, since skewed losses miss more often."""
-        return ALPHA if self.proportion else ALPHA / 2
+        """Level of its one-sided test: ``alpha``; of a mean half of it, since skewed losses miss more often."""
+        return self.alpha if self.proportion else self.alpha / 2
 
     @property
     def n_clusters(self) -> int:
@@ -229,6 +233,14 @@ class Judgement:
 
     state: State
     claims: tuple[Claim, ...] = field(default=())
+
+
+def alpha_of(looks: int, of: int) -> float:
+    """Level of the tests of an arm that was decided at look number ``looks`` of at most ``of``.
+
+    See docs/metrics.md#looks.
+    """
+    return LOOK_ALPHAS[looks - 1] if looks < of else ALPHA - sum(LOOK_ALPHAS[: of - 1])
 
 
 def certify(losses: Sequence[Loss], seed: int = 0) -> Judgement:

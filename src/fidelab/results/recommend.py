@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fidelab.core import Status
 from fidelab.metrics.composite import KL_EDGES
-from fidelab.metrics.equivalence import MIN_CLUSTERS, fixed_sequence
+from fidelab.metrics.equivalence import LOOK_ALPHAS, MIN_CLUSTERS, Loss, certify, fixed_sequence
 from fidelab.metrics.intervals import RatioItems, paired_difference, resample_weights, settled_interval
 from fidelab.results.decision_record import (
     CertificateClaim,
@@ -445,6 +445,33 @@ def _own_sums(arm: ArmRecord) -> DocumentSums | None:
     """Sums by document at the context that the arm's figures are from."""
     n_ctx = arm.axes[DECIDING].facts.get("n_ctx")
     return next((sums for sums in arm.documents if sums.context == n_ctx), None)
+
+
+def settled(report: Report, **limits: float | None) -> set[str]:
+    """Names of the candidates of which more windows would change nothing.
+
+    They are not measured, hold all their claims, are shown to exceed a margin or to FAIL, or are beaten by one that
+    holds: dominated by it, or more than 10% larger where it is EXCELLENT.  See docs/metrics.md#looks.
+    """
+    field = _Field.of(report, {name: value for name, value in limits.items() if value is not None})
+    holding = {n for n in range(len(field.arms)) if field._holds(n)}
+    excellent = [field.bytes[n] for n in holding if (verdict := field.arms[n].verdict) and verdict.band == _CLASSES[0]]
+    most = _ALIKE_SIZE * min(excellent, default=math.inf)
+    beaten = {a for (a, b), (_, (low, _)) in field.differences.items() if b in holding and low > 0}
+    return {
+        arm.name
+        for n, arm in enumerate(field.arms)
+        if field.why_not[n] or n in holding | beaten or field.bytes[n] > most or field._exceeds(arm) or _fails(arm)
+    }
+
+
+def _fails(arm: ArmRecord) -> bool:
+    """Its mean KL is shown to be that of FAIL, at the level of an early look."""
+    sums = _own_sums(arm)
+    if sums is None:
+        return False
+    loss = Loss.of_kl(RatioItems.of(sums.kl, sums.positions, sums.documents), KL_EDGES[-1])
+    return certify([replace(loss, alpha=LOOK_ALPHAS[0])]).state == "exceeded"
 
 
 # ------------------------------------------------------------------------------------------------- the answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,13 +104,22 @@ class Plan:
 
     ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
     ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose requests cannot be made as
-    their data are not available, and why.  ``remarks``: further lines to show before the run.
+    their data are not available, and why.  ``remarks``: further lines to show before the run.  ``requests``: those
+    of all looks, by axis and part; jobs have those of the first one.
     """
 
     settings: Settings
     jobs: tuple[PlannedJob, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    requests: Mapping[str, Mapping[str, Request]] = field(default_factory=dict)
+
+    def at_look(self, roles: Collection[str], look: int) -> tuple[PlannedJob, ...]:
+        """The jobs of some roles with what they are asked up to a look, from 0."""
+        jobs = [job for job in self.jobs if job.role in roles]
+        for further in range(1, look + 1):
+            jobs = [with_probes(self.settings, job, self.requests, further) for job in jobs]
+        return linked(jobs)
 
     def job(self, role: str) -> PlannedJob | None:
         """The job of a role, if the plan has it."""
@@ -146,7 +155,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     remarks = [_beyond(name, settings.axes[name], inputs) for name in requests]
     if again := [f"{c.axis} of {job.arm.name}" for job in asked for c in job.captures if c.lost_rows()]:
         remarks.append(f"captured again, as rows went after an earlier comparison (--keep-rows): {', '.join(again)}")
-    return Plan(settings, asked, unavailable, tuple(filter(None, remarks)))
+    return Plan(settings, asked, unavailable, tuple(filter(None, remarks)), requests)
 
 
 def _beyond(name: str, axis: Axis, inputs: AxisInputs) -> str:
@@ -226,11 +235,15 @@ def linked(jobs: Sequence[PlannedJob]) -> tuple[PlannedJob, ...]:
     return tuple(jobs)
 
 
-def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]]) -> PlannedJob:
-    """The job with further requests, by axis and part."""
+def with_probes(
+    settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]], look: int = 0
+) -> PlannedJob:
+    """The job with further requests, by axis and part; of axes that look several times those of one ``look``."""
     captures, refused = list(job.captures), dict(job.refused)
     for axis, parts in requests.items():
         for part, asked in parts.items():
+            if settings.axes[axis].look(part) != look:
+                continue
             if job.role != "reference" and part in settings.axes[axis].reference_only:
                 continue
             kind = job.role.partition(":")[0]

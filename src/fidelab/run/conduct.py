@@ -12,7 +12,7 @@ import contextlib
 import platform
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -35,6 +35,7 @@ from fidelab.run.benches import BENCHES, Benching
 from fidelab.run.build import Plan
 from fidelab.run.cluster import Cluster, RayCluster
 from fidelab.run.estimate import Timings
+from fidelab.run.looks import at_once, n_looks, undecided, worth_looking
 from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_reference_rows, drop_rows_there
 from fidelab.run.prepare import Prepared, now, prepare
 from fidelab.run.resolve import Settings
@@ -69,7 +70,10 @@ def execute(
     created = now()
     with _cluster(experiment) as cluster:
         experiment = _placed(experiment, cluster)
-        prepared = prepare(experiment, replicate=replicate, created=created, servers=ForkServers())
+        servers = ForkServers()
+        prepared = prepare(experiment, replicate=replicate, created=created, servers=servers)
+        if n_looks(prepared.settings) > 1 and not worth_looking(prepared.plan):
+            prepared = prepare(at_once(experiment), replicate=replicate, created=created, servers=servers)
         _check_placed(prepared.settings)
         head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
         config = dump(prepared.settings.experiment, head)
@@ -231,11 +235,13 @@ def _conduct(
                 answered = asking.run_all(plan.jobs, folder.log)
             else:  # only benches ask the arms
                 answered = (ArmResult(job.role, job.arm, Status.OK) for job in plan.jobs)
-            for result in answered:
-                results.append(result)
-                _store_outcomes(folder, facts, plan, results)
-                if not plan.settings.experiment.keep_rows and cluster is None:
-                    drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
+            _keep(answered, results, plan, folder, facts, cluster)
+            for look in range(1, n_looks(plan.settings)):
+                if not (more := undecided(plan, facts, _every(plan, results))):
+                    break
+                folder.event("look", number=look + 1, undecided=more)
+                answered = asking.run_all(plan.at_look({"reference", *more}, look), folder.log)
+                _keep(answered, results, plan, folder, facts, cluster)
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed
             if plan.settings.benches:
@@ -260,6 +266,28 @@ def _conduct(
     finally:
         prepared.servers.close()
         listener.close()
+
+
+def _keep(
+    answered: Iterable[ArmResult],
+    results: list[ArmResult],
+    plan: Plan,
+    folder: RunFolder,
+    facts: RunFacts,
+    cluster: Cluster | None,
+) -> None:
+    """Store each result as it comes; that of a further look takes the place of the one before."""
+    for result in answered:
+        known = next((n for n, before in enumerate(results) if before.role == result.role), None)
+        if known is None:
+            results.append(result)
+        else:
+            before = results[known].timing
+            spent = {key: (before.get(key) or 0.0) + (value or 0.0) for key, value in result.timing.items()}
+            results[known] = replace(result, timing=spent or before)
+        _store_outcomes(folder, facts, plan, results)
+        if not plan.settings.experiment.keep_rows and cluster is None:
+            drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
 
 
 @contextlib.contextmanager

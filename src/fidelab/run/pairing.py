@@ -249,9 +249,10 @@ class Scorer:
 
     def comparability(self) -> dict[str, Any]:
         return {
-            part_name(axis, part): comparability_key(capture)
-            for axis, captures in self._reference.items()
+            part_name(name, part): comparability_key(capture)
+            for name, captures in self._reference.items()
             for part, capture in captures.items()
+            if not self.axes[name].look(part)  # how many follow is a matter of the arms
         }
 
     def compare_ahead(self, results: Sequence[ArmResult]) -> None:
@@ -349,7 +350,7 @@ class Scorer:
 
     def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
         reference = self._reference[name]
-        shared = reference.keys() - {*axis.reference_only}
+        shared = {part for part in reference if part not in axis.reference_only and not axis.look(part)}
         if not shared:
             first = self.by_role[self._role]
             why = _of_axis(name, first.failures) or first.reason or "no capture"

@@ -14,7 +14,7 @@ import numpy as np
 
 import fidelab
 from fidelab.axes import AXES
-from fidelab.axes.base import Axis, AxisScore
+from fidelab.axes.base import Axis, AxisScore, parts_of
 from fidelab.bench import BENCHES
 from fidelab.config.schema import Experiment, Limits
 from fidelab.core import Arm, Status
@@ -22,7 +22,7 @@ from fidelab.core.registry import require
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import one_line
 from fidelab.metrics.composite import composite, cost_alike
-from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Loss, certify
+from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Loss, alpha_of, certify
 from fidelab.metrics.intervals import RatioItems
 from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
 from fidelab.results.measurement import DECIDING, Measurement, Metric
@@ -42,7 +42,7 @@ from fidelab.results.verdict import judged
 from fidelab.run.arms import serve_command
 from fidelab.run.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
 from fidelab.run.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
-from fidelab.run.resolve import CONTROL, TRUTH
+from fidelab.run.resolve import CONTROL, TRUTH, load_axis
 from fidelab.run.speculation import with_forecast
 
 _SHA256 = re.compile("[0-9a-f]{64}")  # what could not be found has a name there
@@ -217,6 +217,8 @@ class _Summary:
         for name in self.experiment.axes:
             score = measured.scores.get(name)
             if score is not None and (losses := losses_of(name, score, self.experiment.limits)):
+                alpha = self._alpha(name, result)
+                losses = [replace(loss, alpha=alpha) for loss in losses]
                 certificates[name] = _certificate(losses, score, self.seed)
         return record.model_copy(
             update={
@@ -225,6 +227,12 @@ class _Summary:
                 "measure_elsewhere": None if record.serve_command else _measure_elsewhere(result),
             }
         )
+
+    def _alpha(self, name: str, result: ArmResult) -> float:
+        """Level of the tests of an arm on an axis: what is spent on the look at which it was decided."""
+        axis = load_axis(name, self.experiment.axes[name])
+        looks = 1 + max(axis.look(part) for part in parts_of(name, result.captures))
+        return alpha_of(looks, axis.n_looks)
 
     def reference_record(self) -> ArmRecord:
         """The reference's own record."""
