@@ -1,4 +1,4 @@
-"""The ledger: one row for each run below a folder of runs, kept in ``.ledger.json`` there.
+"""The ledger: one row for each run below a folder of runs, kept in ``.ledger`` there.
 
 The folders are the truth.  A row holds what its folder's files said when they had the sizes and times that it names; a
 row whose files changed is read again, one whose folder is gone is dropped, and an index that is damaged, or of another
@@ -23,7 +23,7 @@ import yaml
 
 from fidelab.captures.manifest import MANIFEST
 from fidelab.captures.store import collect_garbage
-from fidelab.core import Status, read_file, strict_json
+from fidelab.core import Status, digest, read_file, strict_json
 from fidelab.core.errors import FidelabError, InputError, OutputError
 from fidelab.core.serial import from_json, to_json
 from fidelab.results.record import ArmRecord, Report, write_atomically
@@ -32,7 +32,7 @@ from fidelab.results.study import STUDY
 from fidelab.results.table import arms
 from fidelab.results.values import NEEDS_REASON
 
-INDEX = ".ledger.json"
+INDEX = ".ledger"
 RUN = "run"
 _NO_RUNS = frozenset({"captures", "logs", "timed"})  # folders below runs that hold none
 _FAULTS = (Status.FAILED, Status.NOT_ENGAGED)  # that an engine does not support an arm is a finding
@@ -149,7 +149,8 @@ class _Kept:
 def _refreshed(folder: Path) -> list[LedgerRow]:
     """The rows of all runs; the index is written where it did not have them."""
     try:
-        known = from_json(dict[str, _Kept], strict_json(read_file(folder / INDEX, _MOST_BYTES)))
+        head, _, text = read_file(folder / INDEX, _MOST_BYTES).decode("utf-8").partition("\n")
+        known = from_json(dict[str, _Kept], strict_json(text)) if head == digest(text) else {}
     except (OSError, ValueError):  # none yet, damaged, or of another version
         known = {}
     rows = dict[str, _Kept]()
@@ -158,7 +159,8 @@ def _refreshed(folder: Path) -> list[LedgerRow]:
         rows[path] = old if old is not None and old.stamp == stamp else _Kept(stamp, _read(folder, path))
     if rows != known:
         with suppress(OutputError):  # without the index, rows are read every time
-            write_atomically(folder / INDEX, json.dumps(to_json(rows)))
+            text = json.dumps(to_json(rows))
+            write_atomically(folder / INDEX, f"{digest(text)}\n{text}")
     return [kept.row for kept in rows.values()]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed
-from fidelab.core import Arm, Estimator
+from fidelab.core import Arm, Estimator, strict_json
 from fidelab.core.errors import OutputError
 from fidelab.core.serial import from_json, to_json
 from fidelab.models import Model, check_conversion
@@ -138,7 +138,7 @@ class Timings:
         self._path = path or cache_dir() / "timings.json"
         self._stored = _Stored()
         with contextlib.suppress(OSError, ValueError):
-            self._stored = from_json(_Stored, json.loads(self._path.read_bytes()))
+            self._stored = from_json(_Stored, strict_json(self._path.read_bytes()))
 
     @property
     def scoring(self) -> float:

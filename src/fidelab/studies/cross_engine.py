@@ -364,7 +364,8 @@ class _Line:
 
 
 def _experiment(cross: CrossEngine, line: EngineLine, folder: Path) -> Experiment:
-    return cross.experiment(line, cross.axes or {}, str(folder / "runs"))
+    found = cross.experiment(line, cross.axes or {}, str(folder / "runs"))
+    return found.model_copy(update={"keep_rows": True})  # other engines' arms are compared with them afterwards
 
 
 def _estimator(reference: ArmResult) -> str | None:
