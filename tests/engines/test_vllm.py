@@ -70,6 +70,11 @@ def test_vllms_own_formats_have_no_options(kv: str, said: str) -> None:
         VLLMEngine.check_kv(KVSpec.parse(kv))
 
 
+def test_asynchronous_scheduling_is_refused_on_cpus_where_vllm_would_ignore_it() -> None:
+    support = VLLMEngine.supports(asked(async_scheduling="yes", force="yes"))
+    assert (support.ok, support.reason) == (False, "vLLM schedules synchronously on CPUs: remove async-scheduling")
+
+
 def test_force_passes_what_the_backend_would_refuse() -> None:
     assert VLLMEngine.supports(asked("int8_per_token_head", force="yes")).ok
 
