@@ -19,6 +19,7 @@ from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.base import read_back_proof
 from fidelab.engines.vllm import capture as vllm_capture
+from fidelab.engines.vllm import runners
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, register
 from fidelab.engines.vllm.launch import Backend, least_cache_bytes
@@ -203,7 +204,7 @@ class Runner:
         return SimpleNamespace(sampled_token_ids=sampled)
 
     def request(self, name: str, prompt: int, **said: Any) -> None:
-        params = SimpleNamespace(extra_args={vllm_capture.KEY: {"key": name, **said}} if said else None)
+        params = SimpleNamespace(extra_args={runners.KEY: {"key": name, **said}} if said else None)
         self.requests[name] = SimpleNamespace(
             sampling_params=params, num_computed_tokens=0, num_tokens=prompt, output_token_ids=[]
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.vllm import capture as vllm_capture
+from fidelab.engines.vllm import runners
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, quantizes_queries
 from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend, prepare, serve_command, serve_variables
@@ -56,7 +57,7 @@ class Runner:
 
     def request(self, name: str, prompt: int, **said: Any) -> None:
         """Hand a request over with the next step; once more for one that was preempted."""
-        params = SimpleNamespace(extra_args={vllm_capture.KEY: {"key": name, **said}} if said else None)
+        params = SimpleNamespace(extra_args={runners.KEY: {"key": name, **said}} if said else None)
         self.new.append(SimpleNamespace(req_id=name, sampling_params=params, prompt=prompt))
 
     def sample(self, hidden: Tensor, batch: Any, _grammar: Any) -> tuple[Any, Tensor, Tensor]:

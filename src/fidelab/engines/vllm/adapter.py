@@ -42,13 +42,12 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
-from fidelab.engines.k16v8 import SIDES, check_pair
+from fidelab.engines.k16v8 import K16V8, SIDES, check_pair
 from fidelab.engines.options import Value, trusts_code
 from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
 from fidelab.engines.vllm.launch import (
-    K16V8,
     PACKAGES,
     backend_for,
     cache_formats,

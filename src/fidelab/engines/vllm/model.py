@@ -25,9 +25,10 @@ from fidelab.engines.k16v8 import is_pair, missing, translated_errors
 from fidelab.engines.layer_states import read_states
 from fidelab.engines.options import switched, trusts_code
 from fidelab.engines.speculation import Drafts
-from fidelab.engines.vllm.capture import FOLDER, KEY, register
+from fidelab.engines.vllm.capture import FOLDER, register
 from fidelab.engines.vllm.launch import COMPILES, engine_options, least_cache_bytes, speculation_of
 from fidelab.engines.vllm.options import ASYNC, MODEL_RUNNER, SPECULATIVE, size_in_bytes
+from fidelab.engines.vllm.runners import KEY
 
 if TYPE_CHECKING:
     from torch import Tensor
