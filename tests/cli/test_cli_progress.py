@@ -111,7 +111,7 @@ def test_an_installation_on_a_terminal_has_one_line_that_counts_down(monkeypatch
 
 def test_the_line_of_an_installation_moves_on_a_terminal_and_is_gone_at_the_end(screen: io.StringIO) -> None:
     with progress.watch_installation() as shown:
-        shown.begin(Stage("odd-cpu", 1, 1, "trial", "its KV formats", 5.0, 0.0))
+        shown.begin(Stage("odd-cpu", 1, 1, "trial", "a prefill and a decode", 5.0, 0.0))
         shown.say("a fact that stays")
     text = screen.getvalue()
     assert "a fact that stays\n" in text

@@ -177,10 +177,7 @@ def test_another_word_than_an_enumerations_is_refused_with_those_that_there_are(
 @pytest.mark.parametrize(
     ("engine", "kv", "device", "options", "due"),
     [
-        ("vllm", "auto", "cuda", {}, {"enforce-eager": "no"}),
-        ("vllm", "bf16/fp8_e4m3", "cuda", {"tp": "2"}, {"enforce-eager": "no", "tp": "2"}),
-        ("vllm", "auto", "cuda", {"enforce-eager": "yes"}, {"enforce-eager": "yes"}),
-        ("vllm", "auto", "cpu", {}, {}),
+        ("vllm", "auto", "cuda", {}, {}),
         ("sglang", "auto", "cuda", {}, {"cuda-graph": "on"}),
         ("sglang", "bf16/fp8_e4m3", "cuda", {}, {}),
         ("hf", "int8", "cuda", {}, {}),

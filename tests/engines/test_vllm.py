@@ -19,6 +19,7 @@ from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.base import read_back_proof
 from fidelab.engines.vllm import capture as vllm_capture
+from fidelab.engines.vllm import runners
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, register
 from fidelab.engines.vllm.launch import Backend, least_cache_bytes
@@ -68,6 +69,11 @@ def test_an_impossible_option_is_named_with_what_there_is(option: dict[str, str]
 def test_vllms_own_formats_have_no_options(kv: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         VLLMEngine.check_kv(KVSpec.parse(kv))
+
+
+def test_asynchronous_scheduling_is_refused_on_cpus_where_vllm_would_ignore_it() -> None:
+    support = VLLMEngine.supports(asked(async_scheduling="yes", force="yes"))
+    assert (support.ok, support.reason) == (False, "vLLM schedules synchronously on CPUs: remove async-scheduling")
 
 
 def test_force_passes_what_the_backend_would_refuse() -> None:
@@ -198,7 +204,7 @@ class Runner:
         return SimpleNamespace(sampled_token_ids=sampled)
 
     def request(self, name: str, prompt: int, **said: Any) -> None:
-        params = SimpleNamespace(extra_args={vllm_capture.KEY: {"key": name, **said}} if said else None)
+        params = SimpleNamespace(extra_args={runners.KEY: {"key": name, **said}} if said else None)
         self.requests[name] = SimpleNamespace(
             sampling_params=params, num_computed_tokens=0, num_tokens=prompt, output_token_ids=[]
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.vllm import capture as vllm_capture
+from fidelab.engines.vllm import runners
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, quantizes_queries
 from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend, prepare, serve_command, serve_variables
@@ -37,8 +38,10 @@ class Runner:
             req_id_to_index={},
             total_len=SimpleNamespace(gpu=torch.zeros(size, dtype=torch.int32)),
             prompt_len=SimpleNamespace(np=np.zeros(size, dtype=np.int32)),
+            num_computed_tokens=SimpleNamespace(gpu=torch.zeros(size, dtype=torch.int32)),
         )
         self.computed: dict[str, int] = {}
+        self.scheduled: dict[str, int] = {}  # the scheduler's count, which takes all drafts for accepted
         self.new: list[Any] = []
         self.accepted: dict[str, int] = {}
 
@@ -50,11 +53,11 @@ class Runner:
             slot = self.req_states.req_id_to_index.setdefault(new.req_id, 7 - len(self.computed))
             self.req_states.prompt_len.np[slot] = new.prompt
             self.req_states.total_len.gpu[slot] = max(new.prompt, int(self.req_states.total_len.gpu[slot]))
-            self.computed[new.req_id] = 0
+            self.computed[new.req_id] = self.scheduled[new.req_id] = 0
 
     def request(self, name: str, prompt: int, **said: Any) -> None:
         """Hand a request over with the next step; once more for one that was preempted."""
-        params = SimpleNamespace(extra_args={vllm_capture.KEY: {"key": name, **said}} if said else None)
+        params = SimpleNamespace(extra_args={runners.KEY: {"key": name, **said}} if said else None)
         self.new.append(SimpleNamespace(req_id=name, sampling_params=params, prompt=prompt))
 
     def sample(self, hidden: Tensor, batch: Any, _grammar: Any) -> tuple[Any, Tensor, Tensor]:
@@ -65,7 +68,7 @@ class Runner:
         n_rejected = torch.from_numpy(drafted).int() + 1 - n_sampled
         for index, name in enumerate(batch.req_ids):
             slot = self.req_states.req_id_to_index[name]
-            if batch.num_computed_tokens_np[index] + batch.num_scheduled_tokens[index] < self.known(slot):
+            if self.computed[name] + batch.num_scheduled_tokens[index] < self.known(slot):
                 n_sampled[index] = n_rejected[index] = 0
         sampled = torch.zeros((len(batch.req_ids), 1 + int(drafted.max(initial=0))), dtype=torch.int64)
         return SimpleNamespace(sampled_token_ids=sampled), n_sampled, n_rejected
@@ -91,10 +94,12 @@ class Runner:
             idx_mapping_np=np.array(slots),
             num_scheduled_tokens=np.array([len(x) for x in given.values()]),
             num_draft_tokens_per_req=np.array([drafts.get(name, 0) for name in names], dtype=np.int32),
-            num_computed_tokens_np=np.array([self.computed[name] for name in names]),
+            num_computed_tokens_np=np.array([self.scheduled[name] for name in names]),
             query_start_loc_np=np.cumsum([0, *(len(x) for x in given.values())]),
             cu_num_logits_np=np.cumsum([0, *(1 + drafts.get(name, 0) for name in names)]),
         )
+        for name, slot in zip(names, slots, strict=True):
+            self.req_states.num_computed_tokens.gpu[slot] = self.computed[name]
         if logits is not None:
             vars(self.model)["compute_logits"] = lambda _states: logits
         hidden = torch.cat([*given.values(), torch.full((3, WIDTH), torch.nan)])  # padded by graphs
@@ -103,6 +108,7 @@ class Runner:
         kept = [out.sampled_token_ids[i, : int(n)].tolist() for i, n in enumerate(n_sampled)]
         for index, name in enumerate(names):
             self.computed[name] += len(given[name]) - int(n_rejected[index])
+            self.scheduled[name] += len(given[name])
             self.req_states.total_len.gpu[slots[index]] += int(n_sampled[index])
         return kept
 
@@ -358,16 +364,12 @@ def test_a_layer_of_vllm_on_cpus_quantizes_no_queries() -> None:
 )
 def test_the_record_remarks_that_queries_were_quantized(backend: str, version: int | None, said: str) -> None:
     layer = {"quantizes_queries": True, "backend": backend, "flash_attention": version}
-    assert remarks(CUDA, [{**layer, "quantizes_queries": False}], "V2", forced=False) == []
-    assert remarks(CUDA, [{**layer, "quantizes_queries": False}, layer], "V2", forced=False) == [said]
+    assert remarks(CUDA, [{**layer, "quantizes_queries": False}], []) == []
+    assert remarks(CUDA, [{**layer, "quantizes_queries": False}, layer], []) == [said]
 
 
-@pytest.mark.parametrize(
-    ("platform", "runner", "forced", "n"),
-    [("cuda", "V1", True, 1), ("cuda", "V1", False, 0), ("cuda", "V2", True, 0), ("cpu", "V1", True, 0)],
-)
-def test_the_record_remarks_a_runner_that_is_not_vllms_default(
-    platform: str, runner: str, forced: bool, n: int
-) -> None:
-    found = remarks(Backend(platform, "X", (), True), [], runner, forced=forced)
-    assert found == ["Model Runner V1 was measured; vLLM's default on CUDA is V2"] * n
+@pytest.mark.parametrize(("platform", "n"), [("cuda", 1), ("cpu", 0)])
+def test_the_record_remarks_what_is_not_vllms_default_on_cuda(platform: str, n: int) -> None:
+    found = remarks(Backend(platform, "X", (), True), [], ["Model Runner V1", "eager execution"])
+    defaults = "vLLM's defaults on CUDA are Model Runner V2, graphs and asynchronous scheduling"
+    assert found == [f"measured with Model Runner V1, eager execution; {defaults}"] * n

@@ -70,6 +70,8 @@ class Odd(Engine):
 
     def open(self, arm: Arm) -> None:
         native = import_module("odd_native")
+        with Path(str(native.__file__)).with_name("odd_starts").open("a") as file:
+            file.write(f"{arm.kv.label}\n")
         self._fault = getattr(native, "FAULTS", {}).get(arm.kv.label, "")
         if self._fault == "shape":
             head_dim = json.loads((Path(arm.path) / "config.json").read_text("utf-8"))["head_dim"]

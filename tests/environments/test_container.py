@@ -20,7 +20,7 @@ from fidelab.engines import ENGINES
 from fidelab.environments import container
 from fidelab.environments.answers import ask
 from fidelab.environments.container import find_image, named_paths, seen_through
-from fidelab.environments.environment import locate, remember_trial
+from fidelab.environments.environment import locate
 from fidelab.environments.trial import Trial, try_out
 from fidelab.models.tiny import make_tiny
 from tests.captures import sample
@@ -264,9 +264,8 @@ def test_where_the_daemon_runs_as_the_user_its_root_is_that_user(docker: FakeDoc
 @pytest.mark.full
 def test_a_trial_in_an_image_runs_each_format_and_keeps_nothing(docker: FakeDocker, tmp_path: Path) -> None:
     environment = locate("fake", image="engine:1")
-    faults = {"any": "it did not run"}
-    remember_trial(environment, faults)  # there is no folder of fidelab's that it could be kept in
-    assert environment.failing == {}
+    environment.remember({}, {"any": "it did not run"})  # there is no folder of fidelab's that it could be kept in
+    assert environment.failing({}) == {}
     found = try_out(environment, tmp_path / "logs")
     assert found["exact"] == Trial(Status.OK)
     assert all(list(run.mounts.values()).count(True) == 1 for run in docker.runs("fidelab.workers.child"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -31,10 +32,14 @@ from fidelab.environments.environment import MARKER, Environment, locate, read_m
 from fidelab.environments.install import Stage, install, remove
 from fidelab.environments.listing import listing
 from fidelab.environments.recipes import RECIPES, Recipe, Step
+from fidelab.environments.trial import try_out
+from fidelab.models.cache import cache_dir
+from fidelab.models.tiny import make_tiny
 from fidelab.run.deploy import Engines
 from fidelab.run.resolve import resolve_experiment
 from tests.environments.agreement import RUNS, UNKNOWN, check_agreement
 from tests.environments.conftest import ROOT, Second, add_distribution, add_numpy
+from tests.run.harness import cli
 from tests.sizes import first
 
 TARGET = "tests.environments.odd:Odd"
@@ -113,7 +118,7 @@ def test_an_environment_is_made_found_asked_and_removed(wheel: Path, monkeypatch
     assert [(stage.number, stage.total, stage.kind, stage.text) for stage in stages] == [
         (1, 3, "environment", "for cpu"),
         (2, 3, "packages", str(wheel)),
-        (3, 3, "trial", "its KV formats"),
+        (3, 3, "trial", "a prefill and a decode"),
     ]
     marker = read_marker(folder)
     assert marker is not None
@@ -398,9 +403,7 @@ def test_a_build_that_crashes_is_replaced_by_the_conservative_one(
         (["install", "x"], "-fast"),
         (["install", "--force-reinstall", "--no-deps", "--no-cache-dir", "x"], "-safe"),
     ]
-    marker = read_marker(tmp_path / "odd")
-    assert marker is not None
-    assert marker["failing"] == {}
+    assert read_marker(tmp_path / "odd") is not None
 
 
 def test_where_the_conservative_build_crashes_too_nothing_is_installed(
@@ -428,7 +431,13 @@ def test_a_build_that_the_user_chose_is_not_replaced(
     assert [words for words, _ in calls] == [["install", "x"]]
 
 
-def test_a_format_that_does_not_run_neither_fails_the_installation_nor_costs_the_fast_build(
+def starts(folder: Path) -> list[str]:
+    """KV format of each process that opened engine ``odd`` of an environment."""
+    [file] = folder.glob("lib/python*/site-packages/odd_starts")
+    return file.read_text().split()
+
+
+def test_an_installation_starts_the_engine_once_with_its_native_format(
     tmp_path: Path, quick: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native |= {"some": "crash"}
@@ -436,7 +445,7 @@ def test_a_format_that_does_not_run_neither_fails_the_installation_nor_costs_the
     found = replace(recipe(Step(("x",), compiled=True)), fallback={"CMAKE_ARGS": "-safe"})
     install(found, tmp_path / "odd", sleeps_when_idle)
     assert [words for words, _ in calls] == [["install", "x"]]
-    assert list((read_marker(tmp_path / "odd") or {})["failing"]) == ["some"]
+    assert starts(tmp_path / "odd") == ["any"]
 
 
 def test_an_engine_that_does_not_support_its_native_format_here_is_not_installed(
@@ -448,16 +457,13 @@ def test_an_engine_that_does_not_support_its_native_format_here_is_not_installed
     assert not (tmp_path / "odd").exists()
 
 
-def test_a_format_that_does_not_run_is_said_and_listed_and_doctor_tries_it_again(
-    quick: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_format_that_does_not_run_is_listed_and_doctor_tries_all_again(quick: None, native: dict[str, str]) -> None:
     from fidelab.doctor import parts
 
     native |= {"some": "raise"}
-    said: list[str] = []
     folder = environment.engines_dir() / "odd"
-    install(recipe(), folder, said.append)
-    assert "KV format some does not run: no kernel for this format; log: " in "\n".join(said)
+    found = install(recipe(), folder, sleeps_when_idle)
+    try_out(found, cache_dir() / "logs", names=["some"])
     [place] = listing(["odd"])
     assert place.refused["some"].startswith("it did not run in its trial: no kernel for this format; log: ")
     assert [(check.name, check.status) for check in parts._brought("odd", [place], None)[1]] == [
@@ -490,13 +496,46 @@ def test_a_refusal_of_the_trial_models_shape_is_not_stored_as_a_fault_of_the_for
     native |= {"some": "shape"}
     folder = environment.engines_dir() / "odd"
     install(recipe(), folder, sleeps_when_idle)
-    assert (read_marker(folder) or {})["failing"] == {}
     [place] = listing(["odd"])
-    assert list(place.refused) == ["every"]
     checks = {check.name: check for check in parts._brought("odd", [place], lambda line: None)[1]}
     assert checks["some"].status == "missing"
     assert checks["some"].detail.startswith("not tried out: no kernel for a head dimension of 128; log: ")
-    assert (read_marker(folder) or {})["failing"] == {}
+    [place] = listing(["odd"])
+    assert list(place.refused) == ["every"]
+
+
+@pytest.mark.parametrize("changed", ["versions", "machine"])
+def test_a_trial_counts_for_the_versions_and_the_machine_it_ran_on(
+    changed: str, quick: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native |= {"some": "raise"}
+    found = install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
+    try_out(found, cache_dir() / "logs", names=["some"])
+    assert list(found.failing({"odd-engine": "1"})) == ["some"]
+    if changed == "machine":
+        monkeypatch.setattr(environment, "machine", lambda: "another one")
+    assert not found.failing({"odd-engine": "2" if changed == "versions" else "1"})
+
+
+def test_the_first_arm_that_fails_has_its_format_tried_and_the_next_plan_refuses_it(
+    quick: None, native: dict[str, str], tmp_path: Path
+) -> None:
+    native |= {"some": "raise"}
+    folder = environment.engines_dir() / "odd"
+    install(recipe(), folder, sleeps_when_idle)
+    file = tmp_path / "experiment.yaml"
+    model = str(make_tiny(tmp_path / "model"))
+    candidates = [{"engine": "odd", "kv": "some"}, {"engine": "odd", "kv": "any"}]
+    axes = {"kld": {"windows": 4, "n_ctx": 16}}
+    written = {"model": model, "candidates": candidates, "control": "none", "axes": axes}
+    file.write_text(json.dumps(written))
+    report = cli("run", file, cwd=tmp_path).report
+    reasons = {arm["name"]: arm["reason"] for arm in report["candidates"]}
+    assert "some fails with a small model, too: no kernel for this format; log: " in reasons["odd some"]
+    assert "small model" not in reasons["odd any"]
+    assert starts(folder) == ["any", "some", "some", "any", "any"]
+    settings = resolve_experiment(validate(written, "test"))
+    assert settings.unsupported["odd some"].startswith("it did not run in its trial: no kernel for this format")
 
 
 def test_an_engine_that_refuses_the_trial_in_its_native_format_is_not_installed(
@@ -511,7 +550,8 @@ def test_compare_refuses_what_did_not_run_in_its_trial_unless_it_is_forced(
     quick: None, native: dict[str, str], make_folder: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     native |= {"some": "raise"}
-    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
+    found = install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
+    try_out(found, cache_dir() / "logs", names=["some"])
     model = str(make_folder(tmp_path / "model"))
     verdicts = check_agreement(("odd", "hf"), model, tmp_path)
     assert {name: text for (engine, name), text in verdicts.items() if engine == "odd" and text != UNKNOWN} == {

@@ -1,4 +1,7 @@
-"""vLLM's Model Runner V2 for real, on the CPU by way of Triton's interpreter: it leaves what Runner V1 leaves."""
+"""vLLM's Model Runner V2 for real, on the CPU by way of Triton's interpreter: it leaves what Runner V1 leaves.
+
+Scheduling is asynchronous, as vLLM serves on GPUs.  There are no graphs on CPUs.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +61,9 @@ class TestContract(Contract):
     unfilled: ClassVar[str] = "model.layers.1.mlp.down_proj.weight"
 
 
-def test_the_record_names_the_runner_and_that_it_was_asked_for(said: Said) -> None:
+def test_the_record_names_the_runner_that_was_asked_for_and_asynchronous_scheduling(said: Said) -> None:
     ran = said.plain["ran"]
-    assert (ran["model_runner"], ran["model_runner_forced"]) == ("V2", True)
+    assert (ran["model_runner"], ran["model_runner_forced"], ran["async_scheduling"]) == ("V2", True, True)
     assert (ran["read_back"]["matches"], ran["kv_layers"]) == (1.0, 2)
 
 
@@ -78,10 +81,20 @@ def test_a_prompt_in_chunks_leaves_the_same_states(said: Said, run: Run) -> None
         torch.testing.assert_close(chunked[f"prefill.{item}.hidden"], said[f"prefill.{item}.hidden"])
 
 
+def test_synchronous_scheduling_leaves_the_same_answers(said: Said, run: Run) -> None:
+    names = ("prefill", "generate", "stop", "forced")
+    one_by_one = run(names, async_scheduling="no")
+    assert one_by_one.plain["ran"]["async_scheduling"] is False
+    shared = [name for name in one_by_one.arrays if name.startswith(names)]
+    assert len(shared) > 20
+    for name in shared:
+        assert torch.equal(one_by_one[name], said[name]), name
+
+
 def test_states_are_those_of_runner_v1(said: Said, environment: Environment, checkpoint: Path, tmp_path: Path) -> None:
     requests = {name: PROBES[name] for name in ("prefill", "forced")}
     before = asked(environment, arm("vllm", checkpoint, kv_cache_memory="32M", model_runner="v1"), requests, tmp_path)
-    assert before.plain["ran"]["model_runner"] == "V1"
+    assert (before.plain["ran"]["model_runner"], before.plain["ran"]["async_scheduling"]) == ("V1", False)
     for name in ("prefill.0.hidden", "prefill.2.hidden", "forced.1.hidden"):
         torch.testing.assert_close(said[name], before[name], rtol=1e-5, atol=1e-5)
 

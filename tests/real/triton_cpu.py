@@ -1,5 +1,7 @@
 """Triton's interpreter as its CPU backend, so that vLLM's Model Runner V2 runs where no compiler for CPUs is installed.
 
+A plug-in keeps vLLM's choice of the asynchronous scheduler, which its CPU platform otherwise undoes.
+
 vLLM runs V2 on CPUs where Triton has a backend named ``cpu``.  With ``TRITON_INTERPRET=1`` no kernel is compiled, so
 the backend needs to be found and to name its device, and nothing else.
 """
@@ -64,6 +66,18 @@ class InterpreterBackend(BaseBackend):
     def get_codegen_implementation(self, options):
         return {}
 """
+_PLUGIN = """def keep_scheduling():
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.__dict__["check_and_update_config"].__func__
+
+    def check_and_update_config(cls, config):
+        asynchronous = config.scheduler_config.async_scheduling
+        original(cls, config)
+        config.scheduler_config.async_scheduling = asynchronous
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+"""
 
 
 def shim(folder: Path) -> Path:
@@ -72,8 +86,12 @@ def shim(folder: Path) -> Path:
     for each in (package, about):
         each.mkdir(parents=True)
     (package / "__init__.py").write_text("")
+    (package / "scheduling.py").write_text(_PLUGIN)
     (package / "driver.py").write_text(_DRIVER)
     (package / "compiler.py").write_text(_COMPILER)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: triton-interpreter\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[triton.backends]\ncpu = triton_interpreter\n")
+    (about / "entry_points.txt").write_text(
+        "[triton.backends]\ncpu = triton_interpreter\n[vllm.general_plugins]\n"
+        "keep_scheduling = triton_interpreter.scheduling:keep_scheduling\n"
+    )
     return folder

@@ -13,6 +13,8 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
 from fidelab.core import Arm, KVSpec
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
+from fidelab.physics.devices import find_device
+from fidelab.run import estimate
 from fidelab.run.deploy import ResolvedArm, engine_class
 from fidelab.run.estimate import DEFAULT, Timings, Work, work_of
 
@@ -140,6 +142,31 @@ def test_nothing_known_is_said_to_be_a_default_and_loads_as_the_engine_does(tmp_
     assert {one.source for one in rates.values()} == {DEFAULT}
     assert rates["vllm"].load > rates["hf"].load > MODEL.weight_bytes / 1e9
     assert rates["hf"].forward > rates["hf"].read > 0
+
+
+@pytest.mark.parametrize(
+    ("told", "row"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA B200", "B200"),
+        ("AMD Instinct MI300X OAM", "MI300X"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
+        ("NVIDIA L40S", "L40S"),
+        ("a GPU of nobody's table", "RTX-4090"),
+    ],
+)
+def test_before_a_gpu_was_timed_its_published_rates_count(
+    told: str, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "graphics", lambda: {"gpus": [told]})
+    rates, published = Timings(tmp_path / "none").rates(resolved(device="cuda")), find_device(row)
+    assert rates.read == pytest.approx(2 * MODEL.parameters / (0.4 * published.compute["bf16"]))
+    assert rates.forward == pytest.approx(2 * MODEL.parameters / (0.7 * published.bandwidth))
+    assert rates.source == f"published rates of {row}: nothing like it has run on this machine"
+    assert Timings(tmp_path / "none").rates(resolved(device="cuda", options=(("tp", "4"),))).read == rates.read / 4
 
 
 def test_what_is_too_short_to_measure_leaves_no_rate(tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def install_engine(
     """Make an environment for an engine, with the versions that fidelab is tested with, and try the engine out.
 
     Without --cuda, --rocm or --cpu it is for what this machine has.
-    The trial prefills and decodes with each KV format. An engine whose native format does not run is not installed.
+    The trial prefills and decodes with the engine's native KV format. Where that does not run, nothing is installed.
+    Other formats are tried when a run first asks for them, or all at once by fidelab doctor --trial.
     An environment that is there stays, unless its recipe has changed.
 
     [bold]Example[/bold]

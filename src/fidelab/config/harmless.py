@@ -21,10 +21,10 @@ _FALSE = ("", "no", "false", "off", "none", "null")
 
 HARMLESS: Mapping[str, tuple[str, ...]] = {
     "how attention, products and drafts are computed": (
-        "attention-backend", "chunked-prefill", "cuda-graph", "dequant", "device-map", "disable-cuda-graph",
-        "disable-overlap-schedule", "disable-radix-cache", "enable-chunked-prefill", "enforce-eager",
-        "experts-implementation", "flash-attn", "model-runner", "offload-kqv", "quantization", "sampling-backend",
-        "schedule-policy", "spec-type", "swa-full", "tp-plan", "weights",
+        "async-scheduling", "attention-backend", "chunked-prefill", "cuda-graph", "dequant", "device-map",
+        "disable-cuda-graph", "disable-overlap-schedule", "disable-radix-cache", "enable-chunked-prefill",
+        "enforce-eager", "experts-implementation", "flash-attn", "model-runner", "offload-kqv", "quantization",
+        "sampling-backend", "schedule-policy", "spec-type", "swa-full", "tp-plan", "weights",
     ),
     "what is captured, and what is run although it was refused": ("estimator", "force", "logprobs", "prompts"),
     "parsers of answers, by the engine's own names": ("reasoning-parser", "skip-server-warmup", "tool-call-parser"),

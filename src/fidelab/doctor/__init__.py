@@ -57,7 +57,7 @@ def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: No
     """Examine this machine; takes seconds, asks no network, never raises for what it finds.
 
     Nothing is written but what the engines said, into the cache.  ``trial``: also let each engine prefill and decode
-    with each of its KV formats, as after its installation.  That takes minutes; what failed is kept with its log, and
+    with each of its KV formats, in a process each.  That takes minutes; what failed is kept with its log, and
     runs refuse it.  ``say`` gets a line for each format that is tried.
     """
     from fidelab.doctor import machine, parts, software

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from importlib import metadata
@@ -153,11 +153,8 @@ def _engine(
 def _tried(
     engine: str, formats: Sequence[DoctorCheck], say: Callable[[str], None], environment: Environment | None = None
 ) -> list[DoctorCheck]:
-    """The checks of an engine's formats after a trial of those that it can run; ``None``: in this interpreter.
-
-    What did not run is kept in the environment, where runs read it.
-    """
-    from fidelab.environments.environment import Environment, remember_trial
+    """The checks of an engine's formats after a trial of those that it can run; ``None``: in this interpreter."""
+    from fidelab.environments.environment import Environment
     from fidelab.environments.recipes import install_command
     from fidelab.environments.trial import faults_of, try_out
     from fidelab.models.cache import cache_dir
@@ -166,8 +163,6 @@ def _tried(
     environment = environment or Environment(engine, sys.executable)
     trials = try_out(environment, cache_dir() / "logs", lambda line: say(f"{engine}: {line}"))
     faults = faults_of(trials)
-    with suppress(OSError):  # somebody else's environment
-        remember_trial(environment, faults)
 
     def after_trial(check: DoctorCheck) -> DoctorCheck:
         if (reason := trials[check.name].reason) is None:

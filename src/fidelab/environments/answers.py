@@ -94,7 +94,7 @@ class EngineAnswers(ABC):
 
         The answers are those of :meth:`verdict` for a model that computes in bfloat16.
         """
-        failing = self.environment.failing
+        failing = self._failing
         return {name: why or _did_not_run(failing, name) for name, why in self._ask("formats").items()}
 
     def verdict(self, arm: Arm) -> Support:
@@ -102,8 +102,13 @@ class EngineAnswers(ABC):
         own = self.supports(arm)
         if not own.ok:
             return own
-        tried = [name for name in self.environment.failing if arm.kv in _meanings(name)]
-        return Support(False, _did_not_run(self.environment.failing, tried[0])) if tried else own
+        failing = self._failing
+        tried = [name for name in failing if arm.kv in _meanings(name)]
+        return Support(False, _did_not_run(failing, tried[0])) if tried else own
+
+    @property
+    def _failing(self) -> Mapping[str, str]:
+        return self.environment.failing(self.versions()) if self.environment.folder else {}
 
     def ahead(self, question: str, **fields: Any) -> None:  # noqa: B027  (in this process nothing is gained)
         """Ask now what is wanted later, its error included: others can be asked meanwhile."""

@@ -19,6 +19,7 @@ from fidelab.engines import ENGINES
 from fidelab.engines.installed import is_installed
 from fidelab.engines.k16v8 import K16V8, missing
 from fidelab.environments.container import Container, Image, find_image, named_paths, new_name, seen_through
+from fidelab.environments.host import machine
 from fidelab.environments.recipes import RECIPES, data_path, install_command, recipe_command, variants
 from fidelab.models.cache import build_once, cache_dir
 
@@ -67,10 +68,31 @@ class Environment:
         return python.parent.resolve() == current.parent.resolve() and python.resolve() == current.resolve()
 
     @property
-    def failing(self) -> Mapping[str, str]:
-        """KV formats that did not run in the last trial of this environment of fidelab's, and why."""
-        marker = None if self._elsewhere else read_marker(Path(self.python).parents[1])
-        return dict((marker or {}).get("failing", {}))
+    def folder(self) -> Path | None:
+        """The folder, where fidelab made this environment and completed it; ``None`` for all others."""
+        if self._elsewhere:
+            return None
+        folder = Path(self.python).parents[1]
+        return folder if read_marker(folder) else None
+
+    def failing(self, versions: Mapping[str, str]) -> Mapping[str, str]:
+        """KV formats that did not run in their trial with these versions on this machine, and why."""
+        marker = read_marker(self.folder) if self.folder else None
+        trial = (marker or {}).get("trials", {}).get(machine(), {})
+        return trial["failing"] if trial.get("versions") == dict(versions) else {}
+
+    def remember(self, versions: Mapping[str, str], tried: Mapping[str, str | None]) -> None:
+        """Store what trials found (KV format → why it does not run, ``None`` where it does) in fidelab's environment.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if (folder := self.folder) is None:
+            return
+        marker, known = read_marker(folder) or {}, self.failing(versions)
+        failing = {name: why for name, why in {**known, **tried}.items() if why is not None}
+        trials = {**marker.get("trials", {}), machine(): {"versions": dict(versions), "failing": failing}}
+        write_marker(folder, {**marker, "trials": trials})
 
     def container(
         self,
@@ -251,8 +273,8 @@ def update_command(folder: Path) -> str | None:
 def read_marker(folder: Path) -> dict[str, Any] | None:
     """Return what is known of a completed environment; ``None`` of an unfinished or foreign one.
 
-    Keys: ``recipe``, ``recipe_sha256``, ``versions``, ``created``, ``failing`` (KV formats that did not run in the
-    trial, and why), and ``shims`` of the recipe where it has some.
+    Keys: ``recipe``, ``recipe_sha256``, ``versions``, ``created``, ``shims`` of the recipe where it has some, and
+    ``trials``: machine → ``versions``, and ``failing`` (KV formats that did not run in their trial, and why).
 
     The file says that fidelab made the environment, by which recipe, and whether it was completed.
     """
@@ -268,19 +290,6 @@ def write_marker(folder: Path, content: Mapping[str, Any]) -> None:
     part = folder / f".{MARKER}.part"
     part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     part.replace(folder / MARKER)
-
-
-def remember_trial(environment: Environment, faults: Mapping[str, str]) -> None:
-    """Store what a trial found (KV format → why it does not run) in an environment that fidelab installed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    if environment._elsewhere:
-        return
-    folder = Path(environment.python).parents[1]
-    if marker := read_marker(folder):
-        write_marker(folder, {**marker, "failing": dict(faults)})
 
 
 def link_folder() -> Path:

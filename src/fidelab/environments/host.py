@@ -36,6 +36,12 @@ def graphics(root: Path = Path("/")) -> dict[str, Any]:
     return {**({"gpus": gpus} if gpus else {}), **({"gpu_driver": driver} if driver else {})}
 
 
+@cache
+def machine() -> str:
+    """The processor and the GPUs: kernels that run on one machine run on another one with the same."""
+    return "; ".join([cpu_name(), *graphics().get("gpus", [])])
+
+
 def _file_text(path: Path) -> str:
     try:
         return path.read_text("utf-8", "replace")

@@ -29,7 +29,7 @@ from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, read_marker, write_marker
 from fidelab.environments.listing import listing
 from fidelab.environments.recipes import Recipe, data_path
-from fidelab.environments.trial import faults_of, try_out
+from fidelab.environments.trial import try_out
 from fidelab.models.cache import cache_dir
 
 Say = Callable[[str], None]
@@ -85,7 +85,7 @@ def install(
     """The environment of a recipe in ``folder``; one that is complete and of the same recipe stays as it is.
 
     It is complete when the engine has prefilled and decoded in it with its native KV format.  Where that does not run,
-    it is built once more with the recipe's fallback.  Other KV formats may fail, which is said and kept in the marker.
+    it is built once more with the recipe's fallback.  Other KV formats are tried when an arm first asks for them.
 
     Args:
         recipe: what goes into it.
@@ -109,8 +109,8 @@ def install(
         with _lock(folder).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
             _restore(folder)  # of an installation that was killed
-            marker = read_marker(folder) or {}
-            if "failing" in marker and not again:
+            marker = read_marker(folder)
+            if marker and not again:
                 if marker.get("recipe_sha256") != recipe.sha256:
                     say(f"{recipe.name} was installed from another recipe: installing it again")
                 elif _starts(environment.python):
@@ -198,7 +198,7 @@ class _Stages:
         rows = [("environment", f"for {recipe.variant}", _MAKE_SECONDS)]
         for step in recipe.steps:
             rows.append(("build" if step.compiled else "packages", _summary(step.requirements()), step.seconds))
-        rows.append(("trial", "its imports" if recipe.imports else "its KV formats", recipe.trial_seconds))
+        rows.append(("trial", "its imports" if recipe.imports else "a prefill and a decode", recipe.trial_seconds))
         self._rows = [
             (kind, text, self._expected(f"{kind} {n}", typical)) for n, (kind, text, typical) in enumerate(rows)
         ]
@@ -243,7 +243,6 @@ class _Stages:
 
 def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, stages: _Stages, python: str) -> None:
     about = {"recipe": recipe.name, "recipe_sha256": recipe.sha256}
-    native = "" if recipe.imports else ENGINES.load(recipe.engine).native_kv
     folder.mkdir(exist_ok=True)
     write_marker(folder, about)
     with _log(folder).open("wb") as log:
@@ -257,38 +256,29 @@ def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, sta
             _pip(recipe, environment, ["uninstall", "--yes", *recipe.absent], log)
         stages.next()
         if recipe.imports:
-            versions, failing = _imported(recipe, environment, log), {}
+            versions, fault = _imported(recipe, environment, log), ""
         else:
-            versions, failing = _check(recipe, environment), _failing(recipe, environment, native)
-        if native in failing and recipe.fallback and not any(name in os.environ for name in recipe.fallback):
-            say(f"{_described(native, failing)}; building it again for any CPU")
+            versions, fault = _check(recipe, environment), _fault(recipe, environment)
+        if fault and recipe.fallback and not any(name in os.environ for name in recipe.fallback):
+            say(f"{fault}; building it again for any CPU")
             _rebuild(recipe, environment, log)
-            versions, failing = _check(recipe, environment), _failing(recipe, environment, native)
-    if native in failing:
-        raise EngineError(f"{recipe.name} is not installed: {_described(native, failing)}")
+            versions, fault = _check(recipe, environment), _fault(recipe, environment)
+    if fault:
+        raise EngineError(f"{recipe.name} is not installed: {fault}")
     shims = {"shims": list(recipe.shims)} if recipe.shims else {}
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    write_marker(folder, {**about, "versions": versions, "created": created, "failing": failing, **shims})
+    write_marker(folder, {**about, "versions": versions, "created": created, **shims})
     stages.end()
     _log(folder).unlink(missing_ok=True)
-    for name, why in failing.items():
-        say(f"KV format {name} does not run: {why}")
     say(", ".join(f"{package} {version}" for package, version in versions.items()))
 
 
-def _failing(recipe: Recipe, environment: Environment, native: str) -> dict[str, str]:
-    """KV formats that do not run in the new environment, and why; the native one, too, where it was not tried."""
-    tried = try_out(environment, cache_dir() / "logs")
-    failing = faults_of(tried)
-    if native in tried and (reason := tried[native].reason) is not None:
-        failing[native] = reason
-    elif native not in tried:
-        failing[native] = f"{recipe.engine} does not support it on this machine"
-    return failing
-
-
-def _described(name: str, failing: Mapping[str, str]) -> str:
-    return f"KV format {name} does not run: {failing[name]}"
+def _fault(recipe: Recipe, environment: Environment) -> str:
+    """Why the engine's native KV format does not run in the new environment; empty where it does."""
+    native = ENGINES.load(recipe.engine).native_kv
+    trial = try_out(environment, cache_dir() / "logs", names=[native]).get(native)
+    reason = trial.reason if trial else f"{recipe.engine} does not support it on this machine"
+    return f"KV format {native} does not run: {reason}" if reason else ""
 
 
 def _rebuild(recipe: Recipe, environment: Environment, log: IO[bytes]) -> None:

@@ -73,7 +73,7 @@ class Recipe:
     imports: tuple[str, ...] = ()  # of a tool that is no engine: its trial is that these can be imported
     cmake: str | None = None
     shims: tuple[str, ...] = ()
-    trial_seconds: float = 60.0
+    trial_seconds: float = 20.0
 
     def build_variables(self, *, conservative: bool = False) -> dict[str, str]:
         """Variables for pip; those of the ``fallback`` take precedence where the build is to be ``conservative``."""
@@ -136,7 +136,7 @@ RECIPES: Mapping[str, Recipe] = {
                 Step(_SGLANG_NEEDS, alone=True, seconds=20),
             ),
             "3.3 GB",
-            trial_seconds=150.0,
+            trial_seconds=40.0,
             # As published it imports GPU libraries even for CPUs: sgl_kernel wants a CUDA driver, torchvision its own
             # torch.  The stand-ins answer these imports and compute nothing.
             shims=("standins",),

@@ -1,4 +1,7 @@
-"""Try an engine out: a real prefill and a real decode in its environment, once for each KV format.
+"""Try an engine out: a real prefill and a real decode in its environment with a KV format.
+
+An installation tries the native format.  Another format is tried by the first arm that asks for it: where that arm
+fails, :func:`diagnose` tells the format's fault from the model's, and the result is kept in the environment.
 
 Importing an engine proves little: a miscompiled library crashes with its first batch of tokens.  The model is small and
 has random weights that are generated here, so that a trial needs no network.
@@ -7,7 +10,8 @@ has random weights that are generated here, so that a trial needs no network.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +22,13 @@ from fidelab.captures.manifest import capture_key
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Generate, Prefill, Request, request_record
 from fidelab.core import Arm, KVSpec, Status, digest, usable_cores
-from fidelab.core.errors import CaptureError
+from fidelab.core.errors import CaptureError, FidelabError
 from fidelab.core.serial import to_json
 from fidelab.engines.k16v8 import meaning
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
+from fidelab.models.cache import cache_dir
 from fidelab.workers.messages import Job, ProbeTask
 from fidelab.workers.parent import run_worker
 
@@ -58,13 +63,33 @@ def faults_of(trials: Mapping[str, Trial]) -> dict[str, str]:
     }
 
 
-def try_out(environment: Environment, logs: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Trial]:
-    """Run each KV format that the engine reports as supported, and return the outcomes by format.
+def diagnose(arm: Arm, environment: Environment) -> str:
+    """Return why a failed arm's KV format does not run on a small model either; empty where it does.
+
+    Only environments that fidelab made are tried, since they keep the result: plans refuse the format from then on.
+    """
+    trials: Mapping[str, Trial] = {}
+    if environment.folder is not None:
+        with suppress(FidelabError):  # the arm's own failure is what the user has to hear of
+            trials = try_out(environment, cache_dir() / "logs", names=[arm.kv.label])
+    return faults_of(trials).get(arm.kv.label, "")
+
+
+def try_out(
+    environment: Environment,
+    logs: Path,
+    say: Callable[[str], None] = lambda line: None,
+    names: Collection[str] = (),
+) -> dict[str, Trial]:
+    """Run KV formats that the engine reports as supported, each in a process, and return the outcomes by format.
+
+    An environment that fidelab made keeps them, for these versions of the engine on this machine.
 
     Args:
         environment: where the engine lives.
         logs: a folder for the workers' logs; those of formats that ran are removed again.
         say: gets a line for each format.
+        names: formats to try; empty: all.
 
     Raises:
         EngineError: the engine cannot be asked, or the model that it is tried out with cannot be made.
@@ -76,7 +101,7 @@ def try_out(environment: Environment, logs: Path, say: Callable[[str], None] = l
         model = make_tiny(Path(scratch) / "model", "Q8_0", positions=_POSITIONS, head_dim=_HEAD_DIM)
         path = model / GGUF_NAME if asked.checkpoint_format == "gguf" else model
         device = "cpu" if asked.about.device == "cpu" else "cuda"
-        for name in asked.kv_names():
+        for name in names or asked.kv_names():
             arm = Arm(
                 name=name,
                 engine=environment.engine,
@@ -91,6 +116,9 @@ def try_out(environment: Environment, logs: Path, say: Callable[[str], None] = l
             if asked.supports(arm).ok:  # whatever the last trial found
                 say(f"trying {name}")
                 trials[name] = _tried(arm, environment, Path(scratch) / f"store-{len(trials)}", logs)
+        faults = faults_of(trials)
+        with suppress(OSError):  # somebody else's environment
+            environment.remember(asked.versions(), {name: faults.get(name) for name in trials})
     return trials
 
 

@@ -90,6 +90,17 @@ def find_device(name: str) -> Device:
     return found
 
 
+def device_of(told: str) -> Device | None:
+    """The row of a device by the name that its driver gives; ``None`` where the table has none.
+
+    Raises:
+        InputError: as :func:`devices`.
+    """
+    table = devices()
+    found = _rows_of(told, table)
+    return table[max(found, key=len)] if found else None  # what was measured on it has its full name
+
+
 def remember_device(name: str, row: Mapping[str, Any]) -> Path:
     """Put a row into the user's table, in the units of the file; returns the file.
 
@@ -138,7 +149,8 @@ def add_measured(path: Path, name: str | None = None) -> tuple[str, Device]:
     measured = _device(told, row, str(path))
     published = _shipped()
     spelled = {key.lower(): key for key in published}
-    known = spelled.get(name.strip().lower()) if name else _row_of(told, published)
+    found = _rows_of(told, published)
+    known = spelled.get(name.strip().lower()) if name else found[0] if len(found) == 1 else None
     if known is not None and not math.isclose(measured.memory, 1e9 * published[known]["memory"], rel_tol=_MEMORY):
         if name is not None:
             has = f"{measured.memory / 1e9:.0f} GB, and the table's {known} {published[known]['memory']} GB"
@@ -152,14 +164,13 @@ def add_measured(path: Path, name: str | None = None) -> tuple[str, Device]:
     return label, _device(label, row, str(path))
 
 
-def _row_of(told: str, published: Mapping[str, Any]) -> str | None:
-    """The row whose name a device's contains as whole words; ``None`` for none and for several."""
+def _rows_of(told: str, table: Mapping[str, Any]) -> list[str]:
+    """The rows whose names a device's contains as whole words."""
 
     def words(text: str) -> str:
         return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
 
-    found = [name for name in published if words(name) in words(told)]
-    return found[0] if len(found) == 1 else None
+    return [name for name in table if words(name) in words(told)]
 
 
 def _shipped() -> dict[str, Any]:

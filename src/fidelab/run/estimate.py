@@ -22,8 +22,10 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served
 from fidelab.core import Arm, Estimator, strict_json
 from fidelab.core.errors import OutputError
 from fidelab.core.serial import from_json, to_json
+from fidelab.environments.host import graphics
 from fidelab.models import Model, check_conversion
 from fidelab.models.cache import cache_dir
+from fidelab.physics.devices import Device, device_of, find_device
 from fidelab.run.build import Plan, PlannedJob, base_of, follow_ups, foreseen, linked, with_probes
 from fidelab.run.deploy import ResolvedArm
 
@@ -31,11 +33,14 @@ DEFAULT = "defaults: nothing like it has run on this machine"
 
 _MOST_RUNS = 256  # in the file; the oldest go
 _SHORTEST = 0.05  # seconds; what took less says nothing of a rate
-_FORWARD_TOKENS = {"cpu": 40.0, "cuda": 150.0}  # a decoding forward takes as long as reading so many tokens
-_OPERATIONS = {"cpu": 3e10, "cuda": 5e13}  # per second: of one core, of one GPU
+_CORE_OPERATIONS = 3e10  # per second
+_CORE_FORWARD = 40.0  # a decoding forward on a CPU takes as long as reading so many tokens
+_COMPUTE, _BANDWIDTH = 0.4, 0.7  # shares of a GPU's published rates that engines reach, in prefill and in decoding
+_LIKE_UNKNOWN = "RTX-4090"  # rates of a GPU that the table of devices does not have
 _UNKNOWN_READ = 1e-3  # seconds per token of a model whose parameters are not known, such as a server's
 _READ_BYTES = 5e8  # of a checkpoint per second
-_SCORING_START, _SCORING_RATE = 3.0, 1e11  # seconds of imports, bootstraps and the page; operations per second
+_SCORING_START, _SCORING_RATE = 3.0, 1e11  # seconds of imports, bootstraps and the page; operations per second of a CPU
+_LEAST_FP64 = 1e12  # operations per second of a GPU without a figure
 _TOPK_BYTES = 20 * 8  # token ids and log-probabilities of the top 20, the most that servers return
 
 # ---------------------------------------------------------------------------------------------- work and rates
@@ -150,14 +155,14 @@ class Timings:
 
         Another model's rates are scaled by the number of parameters.
         """
-        arm, parameters, device = resolved.arm, resolved.model.parameters, _device(resolved.arm)
+        arm, parameters = resolved.arm, resolved.model.parameters
         start = resolved.engine_class.start_seconds + resolved.model.weight_bytes / _READ_BYTES
         wanted = _identity(arm)
         near = [run for run in self._stored.runs if all(run.arm.get(key) == wanted[key] for key in _KEYS[:3])]
         if not near:
-            cores = arm.threads if device == "cpu" else 1
-            read = 2 * parameters / (cores * _OPERATIONS[device]) or _UNKNOWN_READ
-            return Rates(start, read, _FORWARD_TOKENS[device] * read, DEFAULT)
+            speed = _speed(arm)
+            read = 2 * parameters / speed.operations or _UNKNOWN_READ
+            return Rates(start, read, speed.forward * read, speed.source)
         run = min(reversed(near), key=lambda run: [run.arm.get(key) != wanted[key] for key in _KEYS[3:]])
         if run.arm.get("weights") == wanted["weights"]:
             words = f"the last run of {run.arm.get('kv')} in {run.arm.get('dtype')} on {arm.engine}"
@@ -176,7 +181,7 @@ class Timings:
         before = known if any(run.arm == identity for run in self._stored.runs) else None
         read, forward, spent = known.read, known.forward, sum(seconds for _, seconds in decoding)
         tokens = sum((work.read + work.written) * work.stretch for work, _ in decoding)
-        forwards, equal = sum(work.forwards for work, _ in decoding), _FORWARD_TOKENS[_device(resolved.arm)]
+        forwards, equal = sum(work.forwards for work, _ in decoding), _speed(resolved.arm).forward
         if reading:
             read = sum(seconds for _, seconds in reading) / max(1.0, sum(count for count, _ in reading))
         elif before is None and decoding:
@@ -220,8 +225,31 @@ def _identity(arm: Arm) -> dict[str, Any]:
     return dict(zip(_KEYS, values, strict=True))
 
 
-def _device(arm: Arm) -> str:
-    return "cuda" if arm.device.startswith("cuda") else "cpu"
+@dataclass(frozen=True)
+class _Speed:
+    """Published rates: operations per second, and tokens that are read in the time of one decoding forward."""
+
+    operations: float
+    forward: float
+    source: str
+
+
+def _speed(arm: Arm) -> _Speed:
+    """Of the arm's device, where nothing was timed: a decoding forward reads the weights in 16 bits once."""
+    if not arm.device.startswith("cuda"):
+        return _Speed(arm.threads * _CORE_OPERATIONS, _CORE_FORWARD, DEFAULT)
+    gpu, ranks = _gpu(arm.device), int(dict(arm.options).get("tp", 1))
+    operations = _COMPUTE * gpu.flops("bf16")
+    source = f"published rates of {gpu.name}: nothing like it has run on this machine"
+    return _Speed(ranks * operations, operations / (_BANDWIDTH * gpu.bandwidth), source)
+
+
+def _gpu(device: str) -> Device:
+    """The row of a GPU of this machine, or of :data:`_LIKE_UNKNOWN`, such as for a GPU of a cluster."""
+    names = graphics().get("gpus", [])
+    index = int(device.partition(":")[2] or 0)
+    found = device_of(names[index]) if index < len(names) else None
+    return found if found and "bf16" in found.compute else find_device(_LIKE_UNKNOWN)
 
 
 # ---------------------------------------------------------------------------------------------------- seconds
@@ -324,7 +352,10 @@ def _scoring(jobs: Iterable[PlannedJob]) -> float:
         rows = 0 if job.role == "reference" else sum(map(_rows, compared))
         width = 4 * job.resolved.model.hidden_size if job.resolved.estimator is Estimator.HIDDEN else 8
         operations += rows * job.resolved.model.vocab_size * width
-    return _SCORING_START + operations / _SCORING_RATE
+    rate = _SCORING_RATE
+    if graphics().get("gpus"):  # which scores in float64
+        rate = _COMPUTE * _gpu("cuda").compute.get("fp64", _LEAST_FP64)
+    return _SCORING_START + operations / rate
 
 
 def _sums(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from fidelab.core.errors import CaptureError, UsageError
 from fidelab.core.serial import to_json
 from fidelab.engines.base import one_line
 from fidelab.engines.variables import thread_variables
+from fidelab.environments.trial import diagnose
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model
 from fidelab.results.record import RuntimeRecord
@@ -298,6 +299,8 @@ class Asking:
             if self._cluster is None:
                 spawn = spawner(job.resolved, self._servers)
                 outcome = run_worker(message, **process, spawn=spawn, listen=hear, follow_up=more if leads else None)
+                if outcome.status is Status.FAILED and (why := diagnose(job.arm, job.resolved.environment)):
+                    outcome.reason = f"{outcome.reason}; {job.arm.kv.label} fails with a small model, too: {why}"
             else:
 
                 def lost(reason: str) -> None:

@@ -1,16 +1,17 @@
 """vLLM in-process: its scheduler, kernels and cache; hidden states are read where the sampler reads them.
 
-Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; yes unless told, as compilation takes a minute, but no
-for benches on a GPU), ``kv-cache-memory`` (bytes, or 512M, 4G; of each rank), ``max-model-len``, ``max-num-seqs`` (16),
-``chunked-prefill`` (yes, no),
-``max-num-batched-tokens``, ``tp`` (tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``,
-``gpu-memory-utilization``, ``speculative-config`` (JSON: ``{"method":"ngram","num_speculative_tokens":3}``),
-``estimator`` (hidden, logprobs), ``model-runner`` (v1, v2; vLLM's own choice unless told), ``force`` (yes: run a cache
-format that the attention backend says it cannot read), and whatever else ``vllm serve --help`` names, checked by
-vLLM's own parser.
+Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; unless told yes on a CPU, where compilation takes a
+minute, and for states of layers), ``async-scheduling`` (yes, no), ``kv-cache-memory`` (bytes, or 512M, 4G; of each
+rank), ``max-model-len``, ``max-num-seqs`` (16), ``chunked-prefill`` (yes, no), ``max-num-batched-tokens``, ``tp``
+(tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``, ``gpu-memory-utilization``,
+``speculative-config`` (JSON: ``{"method":"ngram","num_speculative_tokens":3}``), ``estimator`` (hidden, logprobs),
+``model-runner`` (v1, v2; vLLM's own choice unless told), ``force`` (yes: run a cache format that the attention backend
+says it cannot read), and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
 
 - **States** are copied in the worker before each sampling (``capture.py``), also of prompts in chunks and with several
-  ranks; prefix caching and asynchronous scheduling are off.
+  ranks; prefix caching is off.
+- **On a GPU** an arm runs as vLLM serves it: Model Runner V2, graphs, asynchronous scheduling.  ``model-runner=v1``
+  brings the old runner with synchronous scheduling.  What differs from vLLM's defaults is remarked in the record.
 - **Windows run one at a time**, so that a window's states cannot depend on what else is in the batch; generated and
   forced sequences are batched.
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
@@ -41,13 +42,12 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
-from fidelab.engines.k16v8 import SIDES, check_pair
-from fidelab.engines.options import Value, trusts_code, with_default
+from fidelab.engines.k16v8 import K16V8, SIDES, check_pair
+from fidelab.engines.options import Value, trusts_code
 from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
 from fidelab.engines.vllm.launch import (
-    K16V8,
     PACKAGES,
     backend_for,
     cache_formats,
@@ -58,7 +58,7 @@ from fidelab.engines.vllm.launch import (
     speculation_of,
 )
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest
-from fidelab.engines.vllm.options import CONTROLLED, OPTIONS
+from fidelab.engines.vllm.options import ASYNC, CONTROLLED, OPTIONS
 from fidelab.engines.vllm.read_back import ran
 from fidelab.engines.vllm.ways import answer_served
 
@@ -105,6 +105,8 @@ class VLLMEngine(Engine):
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
         if not trusts_code(arm) and (unknown := unknown_architecture(arm, "vllm/transformers_utils")):
             return Support(False, unknown)
+        if arm.device == "cpu" and dict(arm.options).get(ASYNC) == "yes":
+            return Support(False, f"vLLM schedules synchronously on CPUs: remove {ASYNC}")
         if dict(arm.options).get("force") == "yes":
             return Support(True)
         backend = backend_for(arm)
@@ -125,11 +127,6 @@ class VLLMEngine(Engine):
         return speculation_of(options)
 
     @classmethod
-    def as_deployed(cls, arm: Arm) -> Arm:
-        """Compiled and with graphs on a GPU.  On a CPU compiling takes a minute, and vLLM has no graphs."""
-        return arm if arm.device == "cpu" else with_default(arm, "enforce-eager", "no")
-
-    @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
         """FlashInfer without its quantization of queries; vLLM's other kernels for FP8 on CUDA quantize them, too."""
         asked = {name for name, _ in arm.options if name.startswith("attention-")}
@@ -142,7 +139,8 @@ class VLLMEngine(Engine):
         self._hidden = dict(arm.options).get("estimator") != "logprobs"
         prepare(arm)
         self._backend = backend_for(arm)
-        self._model = VLLMModel(arm, self.mark, serving="served" in self.foreseen)
+        kinds = self.foreseen
+        self._model = VLLMModel(arm, self.mark, serving="served" in kinds, layerwise="layerwise" in kinds)
         requested, running = dict(arm.options).get("attention-backend"), self.ran().attention
         if requested and running != requested:
             raise EngineError(f"attention-backend={requested} was asked for, vLLM runs {running}")
@@ -232,7 +230,8 @@ class VLLMEngine(Engine):
         ]
         for index, ids, key in self._model.run(requests, request.batch, request.stop, sink.progress):
             failed = None
-            if (nan := self._model.nan_at(key)) is not None:
+            nan = self._model.nan_at(key)
+            if nan is not None and nan < len(ids):  # a step may have been scheduled beyond the end
                 ids, failed = ids[:nan], f"NaN logits at generated token {nan}"
             rows = self._model.rows(key, len(ids)) if request.rows else {}
             add_sequence(sink, index, ids, rows if ids else {}, failed)

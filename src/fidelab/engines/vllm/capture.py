@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["FOLDER", "KEY", "FidelabWorker", "register"]
-
 FOLDER = "FIDELAB_CAPTURE"  # environment variable: where the workers write; unset: nothing is done
 _CHECKED = "_fidelab_checked"  # a model whose parameters were all filled
 _CHUNK = 256  # rows of log-probabilities at a time

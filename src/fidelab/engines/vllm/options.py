@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of
 
-MODEL_RUNNER = "model-runner"
+MODEL_RUNNER, ASYNC = "model-runner", "async-scheduling"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SPECULATIVE = "speculative-config"
 
@@ -32,7 +32,6 @@ CONTROLLED: Mapping[str, str] = {
     "device": "pass --device",
     **dict.fromkeys(("tokenizer", "skip-tokenizer-init", "tokenizer-mode"), "all arms share the model's tokenizer"),
     "enable-prefix-caching": "captures compute every position; axis paths asks what a hit in the cache changes",
-    "async-scheduling": "a capture reads the states of one step before the next begins",
     **dict.fromkeys(("worker-cls", "worker-extension-cls"), "the capture is such a class"),
     "distributed-executor-backend": "it follows from tp",
     **dict.fromkeys(("generation-config", "override-generation-config"), _GREEDY),
@@ -57,6 +56,7 @@ OPTIONS: Mapping[str, Value] = {
     SPECULATIVE: (bool, "a JSON object"),
     "estimator": one_of("hidden", "logprobs"),
     MODEL_RUNNER: one_of("v1", "v2"),
+    ASYNC: YES_NO,
     "force": YES_NO,
     TRUST: YES_NO,
 }

@@ -17,8 +17,10 @@ from fidelab.engines.k16v8 import content_bytes, holds_pair, is_pair, scales_of
 from fidelab.engines.speculation import speculation_record
 from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend
 from fidelab.engines.vllm.model import VLLMModel
+from fidelab.engines.vllm.options import ASYNC
 
 _MATCHES = 0.999  # share of the numbers in the cache that must be what was written
+_DEFAULTS = "vLLM's defaults on CUDA are Model Runner V2, graphs and asynchronous scheduling"
 _RECEIVED = "vLLM's kernels read the cache themselves"
 _KERNELS = {"FLASH_ATTN": "FlashAttention", "FLASHINFER": "FlashInfer", "TRITON_ATTN": "vLLM's Triton attention"}
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -87,21 +89,31 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "threads": model.about["threads"],
             "compute_dtype": arm.dtype,
             "forced": not backend.ok,
-            "remarks": remarks(backend, layers, model.about["runner"], forced=RUNNER_VARIABLE in os.environ),
+            "remarks": remarks(backend, layers, _differences(model, arm)),
         },
     )
 
 
-def remarks(backend: Backend, layers: Sequence[Layer], runner: str, *, forced: bool) -> list[str]:
+def _differences(model: VLLMModel, arm: Arm) -> list[str]:
+    """Names of what fidelab or the arm chose otherwise than a server on CUDA does."""
+    found = {
+        "Model Runner V1": model.about["runner"] == "V1" and RUNNER_VARIABLE in os.environ,
+        "eager execution": model.config.model_config.enforce_eager,
+        "synchronous scheduling": dict(arm.options).get(ASYNC) == "no",
+    }
+    return [name for name, differs in found.items() if differs]
+
+
+def remarks(backend: Backend, layers: Sequence[Layer], differences: Sequence[str]) -> list[str]:
     """Sentences for the report: what besides the cache's format may have changed the arm's answers.
 
-    ``runner``: V1 or V2; ``forced``: it was asked for, so it need not be vLLM's own choice.
+    ``differences``: what was chosen otherwise than vLLM's defaults on CUDA.
     """
     found = []
     if rounded := [layer for layer in layers if layer["quantizes_queries"]]:
         found.append(f"{_kernel(rounded[0])} also quantized queries to FP8")
-    if runner == "V1" and forced and backend.platform == "cuda":
-        found.append("Model Runner V1 was measured; vLLM's default on CUDA is V2")
+    if differences and backend.platform == "cuda":
+        found.append(f"measured with {', '.join(differences)}; {_DEFAULTS}")
     return found
 
 

@@ -210,14 +210,16 @@ class RunnerV2:
 
     def _shares(self, batch: Any) -> list[Share]:
         slots, kept = batch.idx_mapping_np, self._runner.req_states
-        known = kept.total_len.gpu[batch.idx_mapping.long()].tolist()
+        rows = batch.idx_mapping.long()
+        known = kept.total_len.gpu[rows].tolist()
+        computed = kept.num_computed_tokens.gpu[rows].tolist()  # the scheduler's own count takes drafts for accepted
         drafted = batch.num_draft_tokens_per_req
         return [
             Share(
                 request=request,
                 asked=self._instructions.get(request, {}),
                 index=index,
-                start=int(batch.num_computed_tokens_np[index]),
+                start=computed[index],
                 offset=int(batch.query_start_loc_np[index]),
                 tokens=int(batch.num_scheduled_tokens[index]),
                 drafted=0 if drafted is None else int(drafted[index]),
