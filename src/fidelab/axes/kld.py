@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -328,6 +328,7 @@ class KLD(Axis):
             score,
             right=(rows.right_ref, rows.right_test),
             probability_loss=-rows.dp,
+            looks=tuple(accumulate(len(pair.items) for pair in pairs)),
             positions={
                 "window": windows,
                 "position": positions,

@@ -34,7 +34,7 @@ from fidelab.results.store import RunFolder
 from fidelab.run.benches import BENCHES, Benching
 from fidelab.run.build import Plan
 from fidelab.run.cluster import Cluster, RayCluster
-from fidelab.run.estimate import Timings
+from fidelab.run.estimate import Timings, estimate_job
 from fidelab.run.looks import at_once, n_looks, undecided, worth_looking
 from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_reference_rows, drop_rows_there
 from fidelab.run.prepare import Prepared, now, prepare
@@ -240,7 +240,9 @@ def _conduct(
                 if not (more := undecided(plan, facts, _every(plan, results))):
                     break
                 folder.event("look", number=look + 1, undecided=more)
-                answered = asking.run_all(plan.at_look({"reference", *more}, look), folder.log)
+                jobs = plan.at_look({"reference", *more}, look)
+                asking.pace.expect({job.role: estimate_job(job, Timings()).seconds for job in jobs})
+                answered = asking.run_all(jobs, folder.log)
                 _keep(answered, results, plan, folder, facts, cluster)
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed

@@ -44,7 +44,10 @@ def worth_looking(plan: Plan) -> bool:
 
 
 def undecided(plan: Plan, facts: RunFacts, results: Sequence[ArmResult]) -> list[str]:
-    """Roles of the candidates that more of the text can decide, judged by the axes that look several times."""
+    """Roles of the candidates that more of the text can decide, judged by the axes that look several times.
+
+    None where the reference failed: there is nothing to compare them with.
+    """
     experiment = plan.settings.experiment
     looking = {name: experiment.axes[name] for name, axis in plan.settings.axes.items() if axis.n_looks > 1}
     experiment = experiment.model_copy(update={"axes": looking, "benches": {}})
@@ -52,6 +55,8 @@ def undecided(plan: Plan, facts: RunFacts, results: Sequence[ArmResult]) -> list
     report = score_run(experiment, facts, arms).report
     done = settled(report, **experiment.limits.model_dump(exclude={"margin"}))
     able = {result.role for result in arms if result.status is Status.OK}
+    if "reference" not in able:
+        return []
     return [role for arm in report.candidates if (role := f"candidate:{arm.name}") in able and arm.name not in done]
 
 
