@@ -24,6 +24,7 @@ from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.models import resolve
 from fidelab.results.decision_record import DocumentSums
 from fidelab.results.record import ArmRecord, Report
+from fidelab.run.runner import Silent
 from tests.run.harness import Done, cli, same_report
 
 FAILS, HOLDS, VARIES = "tilt[q=0.9,bytes=6]", "tilt[q=0.55,bytes=8]", "tilt[q=0.6,bytes=7,every=3]"
@@ -113,7 +114,23 @@ def test_a_text_that_is_too_short_for_all_looks_is_read_as_far_as_it_goes(tmp_pa
     (tmp_path / "short.txt").write_text("".join(f"line {i} of a text\n" for i in range(60)))
     done = _compare(tmp_path, "--text", "short.txt", kv=[VARIES])
     assert done.code == 0, done.err
-    assert done.axis(VARIES, "kld").facts["windows"] == len((tmp_path / "short.txt").read_bytes()) // 64
+    facts, there = done.axis(VARIES, "kld").facts, len((tmp_path / "short.txt").read_bytes()) // 64
+    assert facts["windows"] == facts["at_most"] == there == 16
+
+
+def test_a_text_for_the_first_look_alone_is_read_at_once(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("".join(f"line {i} of a text\n" for i in range(30)))
+    done = _compare(tmp_path, "--text", "short.txt", kv=[VARIES])
+    assert done.axis(VARIES, "kld").facts["windows"] == 8
+    assert "at_most" not in done.axis(VARIES, "kld").facts
+
+
+def test_a_quick_run_looks_as_well(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("".join(f"line {i} of a text\n" for i in range(2000)))
+    words = ("--engine", "fake", "--reference", "exact", "--text", "long.txt", "--kv", VARIES, "--axes", "kld")
+    done = cli("compare", "fake", *words, "--quick", "--dry-run", "--json", cwd=tmp_path)
+    assert json.loads(done.out)["windows"] == [8, 32]
+    assert json.loads(done.out)["tokens"] == (8 + 8 + 2) * 512
 
 
 # ------------------------------------------------------------------------------------------------ what is read
@@ -243,3 +260,55 @@ def test_after_a_failure_of_the_reference_the_looks_before_it_stay(looked: Done,
     [expected] = certify([replace(loss, alpha=LOOK_ALPHAS[1])], done.report["settings"]["seed"]).claims
     [claim, _] = _record(done, VARIES).certificates["kld"].claims
     assert claim.ci == pytest.approx(expected.interval, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ time and words
+
+
+def test_no_look_begins_that_would_end_beyond_the_budget(tmp_path: Path) -> None:
+    """Each arm takes longer than a second for a look, and scoring is expected to take three."""
+    done = _compare(tmp_path, "--budget", "5.5s", "--engine-arg", "delay=0.15", "--no-floor", kv=[VARIES])
+    assert done.code == 0, done.err
+    assert done.axis(VARIES, "kld").facts["windows"] == 8
+    assert "8 of at most 32 windows" in done.out
+    assert done.report["recommendation"]["confidence"] != "confirmed"
+    assert f"{VARIES} needs about" in done.out
+
+
+def test_a_budget_that_is_long_enough_changes_nothing(looked: Done, tmp_path: Path) -> None:
+    done = _compare(tmp_path, "--budget", "1h")
+    assert _read(done) == READ
+    assert done.report["settings"]["budget"] == 3600
+
+
+def test_a_budget_shorter_than_the_first_look_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    done = _compare(tmp_path, "--budget", "1s")
+    assert done.code == 2
+    assert "--budget 1s: the first look takes about" in done.err
+    assert not list(tmp_path.glob("runs/2*"))
+
+
+def test_a_budget_that_is_no_time_is_refused(tmp_path: Path) -> None:
+    done = _compare(tmp_path, "--budget", "soon")
+    assert done.code == 2
+    assert "write seconds, or a time such as 90s, 10m or 2h, not 'soon'" in done.err
+
+
+def test_a_dry_run_says_how_much_is_read_at_least_and_at_most(tmp_path: Path) -> None:
+    assert "8 to 32 windows" in _compare(tmp_path, "--dry-run").out
+    plan = json.loads(_compare(tmp_path, "--dry-run", "--json").out)
+    assert plan["windows"] == [8, 32]
+    assert plan["seconds"] < plan["seconds_at_most"]
+
+
+def test_the_terminal_says_how_much_each_candidate_read(looked: Done, fixed: Done) -> None:
+    assert f"windows read: 8 by {FAILS}, 16 by {HOLDS}, 32 by {VARIES}" in " ".join(looked.out.split())
+    assert "windows read" not in fixed.out
+
+
+def test_the_time_of_a_run_grows_by_each_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals: list[float] = []
+    monkeypatch.setattr(Silent, "advanced", lambda _self, _done, total: totals.append(total))
+    monkeypatch.setattr("fidelab.cli.progress.watcher", Silent)
+    _compare(tmp_path)
+    assert len({*totals}) == len(LOOK_ALPHAS)
