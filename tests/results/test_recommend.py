@@ -395,8 +395,8 @@ def test_candidates_that_were_asked_different_amounts_are_compared_over_what_bot
     [dominance] = found.dominated
     a, b = arm("large", 900, 0.004, documents=12), arm("small", 500, 0.001, documents=12)
     assert (dominance.arm, dominance.by) == ("large", "small")
-    items = [RatioItems.of(one.documents[0].kl, one.documents[0].positions, np.arange(12)) for one in (a, b)]
-    assert dominance.difference == pytest.approx(paired_difference(*items).estimate)
+    first, second = (RatioItems.of(one.documents[0].kl, POSITIONS, np.arange(12)) for one in (a, b))
+    assert dominance.difference == pytest.approx(paired_difference(first, second).estimate)
 
 
 def test_a_candidate_is_settled_by_what_more_windows_cannot_change() -> None:

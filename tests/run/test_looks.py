@@ -203,8 +203,8 @@ def test_levels_of_all_looks_add_up_to_that_of_one_test(looks: int) -> None:
 def test_a_difference_of_arms_with_other_looks_is_over_the_windows_that_both_read(looked: Done) -> None:
     found = next(one for one in looked.report["comparisons"] if {one["better"], one["worse"]} == {HOLDS, VARIES})
     better, worse = (_sums(looked, found[side], 16) for side in ("better", "worse"))
-    items = [RatioItems.of(sums.kl, sums.positions, sums.documents) for sums in (worse, better)]
-    expected = paired_difference(*items, looked.report["settings"]["seed"])
+    a, b = (RatioItems.of(sums.kl, sums.positions, sums.documents) for sums in (worse, better))
+    expected = paired_difference(a, b, looked.report["settings"]["seed"])
     assert found["difference"] == pytest.approx(expected.estimate, abs=1e-9)
     assert found["ci"] == pytest.approx(expected.interval, abs=1e-6)
 
