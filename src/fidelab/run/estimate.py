@@ -137,7 +137,7 @@ class Timings:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or cache_dir() / "timings.json"
         self._stored = _Stored()
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             self._stored = from_json(_Stored, json.loads(self._path.read_bytes()))
 
     @property
