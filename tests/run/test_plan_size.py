@@ -60,7 +60,9 @@ def answer_anew(run: Done, arm: str, qs: Sequence[float]) -> None:
 def pilot(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """40 windows in 14 blocks, 8 prompts; a candidate whose windows differ, one that is constant, one that is exact."""
     kv = ("tilt[q=0.7]", "tilt[q=0.6]", "exact", "fork[at=3,every=2]", "silent")
-    run = compare(tmp_path_factory.mktemp("pilot"), *kv, flags=["--control", f"tilt[q={CONTROL}]", "--keep-rows"], windows=WINDOWS)
+    run = compare(
+        tmp_path_factory.mktemp("pilot"), *kv, flags=["--control", f"tilt[q={CONTROL}]", "--keep-rows"], windows=WINDOWS
+    )
     answer_anew(run, "tilt[q=0.7]", QS)
     return run
 

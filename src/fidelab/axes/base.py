@@ -181,8 +181,8 @@ class AxisScore:
         if self.bound or other is None:
             return None
         n = min(len(self.num), len(other.num))  # of arms of which one was asked more, what both were asked
-        windows = [side.positions.get("window", np.arange(len(side.num)))[:n] for side in (self, other)]
-        if n < max(len(self.num), len(other.num)) and not (self.positions and np.array_equal(*windows)):
+        own, theirs = (side.positions.get("window", np.arange(len(side.num)))[:n] for side in (self, other))
+        if n < max(len(self.num), len(other.num)) and not (self.positions and np.array_equal(own, theirs)):
             return None
         both = self.usable[:n] & other.usable[:n]
         a, b = (RatioItems(side.num[:n][both], side.den[:n][both], side.clusters[:n][both]) for side in (self, other))
