@@ -41,6 +41,7 @@ OTHERS = {
         "presets check": "what is checked, of any server",
     },
     "--batch": {"physics model": "cells of a table", "advise": "one number"},
+    "--budget": {"compare": "a time, not bytes"},
     "--benches": {"bench offline": "benches are what it is for: never none"},
     "--by": {"leaderboard": "what ranks, not what is changed together"},
     "--candidate": {

@@ -16,7 +16,7 @@ from fidelab.metrics.equivalence import Loss, certify
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
 from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
 from fidelab.results.measurement import Definition, Measurement
-from fidelab.results.recommend import recommend, stability
+from fidelab.results.recommend import recommend, settled, stability
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord, Verdict
 from tests.report.sample import kld_axis
 from tests.report.sample import sample_report as whole_report
@@ -373,3 +373,43 @@ def test_a_candidate_whose_verdict_is_fail_never_changes_the_choice(candidates: 
     assert after is not None
     named = ("arm", "confidence", "stability", "alternative", "saving")
     assert [getattr(before, name) for name in named] == [getattr(after, name) for name in named]
+
+
+# ---------------------------------------------------------------------------------------------------- looks
+
+
+def looked(name: str, size: float, kl: float, *looks: int) -> ArmRecord:
+    """A candidate that was asked so many documents after each look, two windows to a document."""
+    *before, last = (arm(name, size, kl, documents=n) for n in looks)
+    sums = [
+        one.model_copy(update={"windows": len(one.documents) // 2})
+        for each in (*before, last)
+        for one in each.documents
+    ]
+    return last.model_copy(update={"documents": tuple(sums)})
+
+
+def test_candidates_that_were_asked_different_amounts_are_compared_over_what_both_read() -> None:
+    found = recommend(report(looked("large", 900, 0.004, 12, 24), looked("small", 500, 0.001, 12)))
+    assert found is not None
+    [dominance] = found.dominated
+    a, b = arm("large", 900, 0.004, documents=12), arm("small", 500, 0.001, documents=12)
+    assert (dominance.arm, dominance.by) == ("large", "small")
+    first, second = (RatioItems.of(one.documents[0].kl, POSITIONS, np.arange(12)) for one in (a, b))
+    assert dominance.difference == pytest.approx(paired_difference(first, second).estimate)
+
+
+def test_a_candidate_is_settled_by_what_more_windows_cannot_change() -> None:
+    undecided = arm("undecided", 700, 0.007)
+    every = report(SMALL, TINY, BAD, undecided, arm("large", 900, 0.007))
+    assert settled(every, min_saving=0.2) == {"small", "tiny", "bad", "large"}
+
+
+def test_a_limit_that_few_documents_do_not_show_is_not_settled() -> None:
+    """The upper end of the share of changed tokens falls with every window."""
+    assert settled(report(SMALL), max_flips=1e-6) == set()
+
+
+def test_a_beaten_candidate_that_is_undecided_is_not_settled() -> None:
+    """While it is undecided, no smaller one is confirmed."""
+    assert settled(report(arm("beaten", 750, 0.007), SMALL)) == {"small"}

@@ -60,7 +60,9 @@ def answer_anew(run: Done, arm: str, qs: Sequence[float]) -> None:
 def pilot(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """40 windows in 14 blocks, 8 prompts; a candidate whose windows differ, one that is constant, one that is exact."""
     kv = ("tilt[q=0.7]", "tilt[q=0.6]", "exact", "fork[at=3,every=2]", "silent")
-    run = compare(tmp_path_factory.mktemp("pilot"), *kv, flags=["--control", f"tilt[q={CONTROL}]"], windows=WINDOWS)
+    run = compare(
+        tmp_path_factory.mktemp("pilot"), *kv, flags=["--control", f"tilt[q={CONTROL}]", "--keep-rows"], windows=WINDOWS
+    )
     answer_anew(run, "tilt[q=0.7]", QS)
     return run
 
@@ -178,7 +180,7 @@ def test_prompts_are_planned_in_points_of_the_score(pilot: Done) -> None:
 
 
 def test_prompts_that_all_agree_are_not_known_exactly_for_that(tmp_path: Path) -> None:
-    run = compare(tmp_path, "tilt[q=0.6]", flags=["--no-floor"], windows=4)
+    run = compare(tmp_path, "tilt[q=0.6]", flags=["--no-floor", "--keep-rows"], windows=4)
     found = line(plan(run, "--axis", "trajectory", "--precision", 5), "tilt[q=0.6]")
     reach = stats.binomtest(0, 8).proportion_ci(0.95).high
     assert found["status"] == "needed"
@@ -224,7 +226,7 @@ def test_the_recommended_command_can_be_given(pilot: Done) -> None:
 
 
 def test_where_the_packages_text_does_not_suffice_the_command_takes_another(tmp_path: Path) -> None:
-    run = compare(tmp_path, "tilt[q=0.7]", flags=["--no-floor", "--text", "default", "--n-ctx", 512])
+    run = compare(tmp_path, "tilt[q=0.7]", flags=["--no-floor", "--keep-rows", "--text", "default", "--n-ctx", 512])
     answer_anew(run, "tilt[q=0.7]", QS)
     advice = plan(run, "--precision", 1e-6)["advice"]
     assert advice["command"].endswith(f"--windows {advice['items']} --text wikitext-2")
@@ -266,7 +268,7 @@ def test_prompts_that_are_too_few_are_said_to_be(pilot: Done) -> None:
 
 @pytest.mark.parametrize("content", [None, "another text\n" * 200], ids=["gone", "changed"])
 def test_a_text_that_is_not_the_pilots_any_more_is_not_counted(content: str | None, tmp_path: Path) -> None:
-    run = compare(tmp_path, "tilt[q=0.7]", flags=["--no-floor"])
+    run = compare(tmp_path, "tilt[q=0.7]", flags=["--no-floor", "--keep-rows"])
     answer_anew(run, "tilt[q=0.7]", QS)
     (tmp_path / "text.txt").unlink()
     if content is not None:
@@ -373,7 +375,7 @@ def test_a_capture_that_is_gone_is_named(pilot: Done, tmp_path: Path) -> None:
 
 
 def test_a_pilot_of_one_cluster_says_what_to_do(tmp_path: Path) -> None:
-    run = compare(tmp_path, "tilt", flags=["--no-floor"], windows=1, limit=1)
+    run = compare(tmp_path, "tilt", flags=["--no-floor", "--keep-rows"], windows=1, limit=1)
     for words in ((), ("--axis", "trajectory")):
         said = refused(run.folder, "--precision", 1, *words, cwd=tmp_path)
         assert "single cluster" in said
@@ -381,7 +383,7 @@ def test_a_pilot_of_one_cluster_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_percentage_of_a_score_of_0_asks_for_a_number(tmp_path: Path) -> None:
-    run = compare(tmp_path, "fork[at=0,every=1]", flags=["--no-floor"], windows=4)
+    run = compare(tmp_path, "fork[at=0,every=1]", flags=["--no-floor", "--keep-rows"], windows=4)
     words = ("--axis", "trajectory", "--precision")
     assert "a percentage of an estimate of 0 is 0" in refused(run.folder, *words, "5%", cwd=tmp_path)
     assert line(plan(run, *words, 5), "fork[at=0,every=1]")["clusters_needed"] == 72
@@ -393,7 +395,7 @@ def test_a_run_whose_reference_failed_says_why(crashed_reference: Done) -> None:
 
 
 def test_a_pilot_of_few_clusters_is_never_called_precise(tmp_path: Path) -> None:
-    run = compare(tmp_path, "tilt", flags=["--no-floor"], windows=4, limit=2)
+    run = compare(tmp_path, "tilt", flags=["--no-floor", "--keep-rows"], windows=4, limit=2)
     found = line(plan(run, "--precision", 100), "tilt")
     assert (found["status"], found["clusters_needed"]) == ("needed", 6)
     assert found["clusters"] < 6

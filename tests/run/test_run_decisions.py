@@ -41,7 +41,7 @@ def test_limits_are_what_the_recommendation_rests_on(run: Done) -> None:
     found = Report.model_validate(json.loads(done.out)).recommendation
     assert found is not None
     assert found.arm is None  # no arm of this engine saves anything
-    assert f"{limit:.3g}" in found.text
+    assert f"mean KLD at most {limit:.4g} nats" in found.text
     reasons = json.loads(done.out)["recommendation"]
     assert max(costs, key=lambda name: costs[name]) in json.dumps(reasons)
 

@@ -132,6 +132,7 @@ def test_the_resolved_settings_spell_out_every_default(plain: Done) -> None:
     assert settings["axes"]["kld"] == {
         "windows": 8,
         "n_ctx": 16,
+        "looks": [],
         "protocol": "half",
         "stride": None,
         "place": None,

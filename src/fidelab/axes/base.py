@@ -114,6 +114,8 @@ class AxisScore:
     ``probability_loss`` [n]: P − Q of the text's own next token (axis kld); NaN where that is not known.
 
     ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.
+
+    ``looks``: windows after each look (axis kld); items are in the order of their looks, as many of each window.
     """
 
     num: Floats
@@ -131,6 +133,7 @@ class AxisScore:
     right: tuple[Floats, Floats] | None = None
     probability_loss: Floats | None = None
     not_measurable: str = ""
+    looks: tuple[int, ...] = ()
     part: str = ""
     parts: Mapping[str, AxisScore] = field(default_factory=dict)
 

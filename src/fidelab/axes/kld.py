@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -322,16 +322,17 @@ class KLD(Axis):
         compat = self._compat(pairs, score, seed)
         documents = first.ref.manifest["settings"].get("unit") == "document"
         grouped = tuple(self._groups(pairs, rows, score, seed))
-        n_clusters = score.n_clusters
+        n_clusters, n_ctx = score.n_clusters, len(request.windows[0])
         by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
         return replace(
             score,
             right=(rows.right_ref, rows.right_test),
             probability_loss=-rows.dp,
+            looks=tuple(accumulate(len(pair.items) for pair in pairs)),
             positions={
                 "window": windows,
                 "position": positions,
-                "n_ctx": np.full(len(rows), len(request.windows[0]), dtype=np.int32),
+                "n_ctx": np.full(len(rows), n_ctx, dtype=np.int32),
                 "kl": rows.kl,
                 "top1_agrees": rows.top1,
                 "reference_confidence": rows.confidence,
@@ -346,10 +347,11 @@ class KLD(Axis):
             ),
             facts={
                 "estimator": str(estimator_of(first)),
-                "n_ctx": len(request.windows[0]),
+                "n_ctx": n_ctx,
                 "n_clusters": n_clusters,
                 "n_documents": n_clusters if documents else None,
                 "windows": len(order),
+                **({"at_most": self._asked(n_ctx, self.settings.windows)} if self.settings.early else {}),
                 **({"compat": self.settings.compat, "k": self.settings.k} if compat else {}),
             },
         )
@@ -406,7 +408,8 @@ def _context(score: AxisScore) -> int:
 
 def _size(score: AxisScore) -> dict[str, object]:
     """The context, windows, documents and positions that a score was computed from."""
-    over = {name: score.found.facts[name] for name in ("n_ctx", "n_clusters", "n_documents", "windows")}
+    names = ("n_ctx", "n_clusters", "n_documents", "windows", "at_most")
+    over = {name: score.found.facts[name] for name in names if name in score.found.facts}
     return {**over, "n_positions": len(score.num)}
 
 

@@ -106,6 +106,15 @@ def compare(
             help="Keep rows over the vocabulary after they are compared, not only what scoring reads of them.",
         ),
     ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Time of the run, such as 10m: read no more windows when they would take longer, decided or not.",
+            show_default=False,
+            rich_help_panel=options.MEASURED,
+        ),
+    ] = None,
     n_runs: Annotated[
         int, typer.Option("--runs", help="Whole runs with fresh captures; the report says how far they spread.")
     ] = 1,
@@ -193,6 +202,7 @@ def compare(
         "runs": n_runs,
         **({} if floor else {"floor": 0.0, "twins": 0.0}),
         **({"keep_rows": True} if keep_rows else {}),
+        **({} if budget is None else {"budget": budget}),
     }
     if serve is None:
         data = options.begin_from_preset(preset, context, data, trusted)

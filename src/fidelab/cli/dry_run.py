@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fidelab.cli.output import duration, note
+from fidelab.results.numbers import counted
 
 if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
     """Print the plan; nothing is run and nothing is written."""
-    from fidelab.run.prepare import prepare
+    from fidelab.run.looks import n_looks, planned, windows_of
 
     began = time.monotonic()
-    prepared = prepare(experiment, convert=False)
+    prepared = planned(experiment, convert=False)
     planning = time.monotonic() - began
     expected = prepared.estimate()
     plan = {**_plan(prepared, expected), **_times(expected, planning)}
+    if n_looks(prepared.settings) > 1:
+        most = round(prepared.estimate(whole=True).seconds + planning, 1)
+        plan |= {"windows": windows_of(prepared.plan), "seconds_at_most": most}
     if as_json:
         print(json.dumps(plan))
         return
@@ -145,6 +149,12 @@ def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:
 def _print_time(plan: Mapping[str, Any]) -> None:
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["parts"].items() if seconds >= 0.5)
     print(f"about {duration(plan['seconds'])}" + (f": {parts}" if parts else ""))
+    if "windows" in plan:
+        first, most = plan["windows"]
+        print(
+            f"{first} to {counted(most, 'window')}: a decided candidate reads no more; "
+            f"about {duration(plan['seconds_at_most'])} if none is decided early"
+        )
     if len(plan["axes"]) > 1:
         print("axes: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["axes"].items()))
     for rates, arms in plan["sources"].items():

@@ -413,7 +413,11 @@ class AxesOptions(TextOptions):
     ] = "core"
     quick: Annotated[bool, typer.Option("--quick", help="Fewer items on every axis, for a first look.")] = False
     windows: Annotated[
-        int | None, typer.Option(help="KLD: windows of the shortest context. \\[default: 32]", show_default=False)
+        int | None,
+        typer.Option(
+            help="KLD: windows of the shortest context. \\[default: 32, or fewer where all is decided]",
+            show_default=False,
+        ),
     ] = None
     n_ctx: Annotated[
         str | None,

@@ -313,6 +313,9 @@ class Experiment(BaseModel):
         default=None, ge=1, description="CPU threads of a worker; all usable cores by default, 4 on a cluster"
     )
     deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
+    budget: float | None = Field(
+        default=None, gt=0, description="seconds after which no further look begins, by the estimate; or 90s, 10m, 2h"
+    )
     executor: ExecutorConfig = Field(default_factory=ExecutorConfig, description="where the arms' processes run")
     force: bool = Field(default=False, description="run what the engine is known to run wrongly, too")
     limits: Limits = Field(
@@ -320,6 +323,15 @@ class Experiment(BaseModel):
     )
     output_dir: str = Field(default="runs", description="where runs are written")
     captures_dir: str | None = Field(default=None, description="where captures lie; <output_dir>/captures by default")
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _seconds(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([smh]?)", value)) is None:
+            raise ValueError(f"write seconds, or a time such as 90s, 10m or 2h, not {value!r}")
+        return float(found[1]) * {"h": 3600, "m": 60}.get(found[2], 1)
 
     @field_validator("reference", mode="before")
     @classmethod

@@ -4,6 +4,8 @@ KV names are the behaviours; K decides.
 
 - ``exact``: the reference.
 - ``tilt[q=0.6]``, ``decay[b=0.6]``: another distribution, at a divergence with a closed form (below).
+  ``tilt[q=0.6,every=3]``: only in windows whose ids add up to a multiple of m; a tenth of q - 0.5 in the others.
+  ``tilt[q=0.6,bytes=8]``: with a cache of so many bytes per token, 16 by default.
 - ``fork[at=5,every=1]``: every m-th prompt leaves the reference's path at index n; ``short[at=5,every=1]`` stops there.
 - ``nan-row[item=0,row=0]``: one row of one window is NaN.  ``small-vocab[cut=16,q=0.5]``: the last ids are
   missing, after a tilt.
@@ -76,7 +78,7 @@ def _one_of(*names: str) -> Callable[[str], bool]:
 _Checks = Mapping[str, Callable[[str], bool]]
 _KV: Mapping[str, _Checks] = {
     "exact": {},
-    "tilt": {"q": _share},
+    "tilt": {"q": _share, "every": _count, "bytes": _count},
     "decay": {"b": _positive},
     "fork": {"at": _index, "every": _count},
     "short": {"at": _index, "every": _count},
@@ -181,12 +183,15 @@ class FakeEngine(Engine):
         facts = {}
         if isinstance(request, Prefill | Forced | Served):
             logits = self._logits()
+            every = int(self._knobs["every"]) if self._kv == "tilt" and "every" in self._knobs else 1
+            gentle = self._logits(0.5 + 0.1 * (self._knobs["q"] - 0.5)) if every > 1 else logits
             if isinstance(request, Served):
                 facts = self._counts(request)
             for item, tokens in enumerate(request.items()):
                 self._misbehave(item)
                 n = len(request.continuations[item]) if isinstance(request, Forced) else request.n_rows
-                rows = self._noisy(np.broadcast_to(logits, (n, len(logits))))
+                here = gentle if sum(tokens) % every else logits
+                rows = self._noisy(np.broadcast_to(here, (n, len(logits))))
                 if self._kv == "nan-row" and item == int(self._knobs.get("item", 0)):
                     rows[int(self._knobs.get("row", 0)) % n] = np.nan
                 if isinstance(request, Served) and request.way == self._parts[0]:
@@ -226,8 +231,8 @@ class FakeEngine(Engine):
             v_format=str(self._arm.kv.v) if engaged else "exact",
             k_dtype="float64",
             v_dtype="float64",
-            cache_bytes_per_token=16.0,
-            expected_bytes_per_token=16.0,
+            cache_bytes_per_token=self._knobs.get("bytes", 16.0),
+            expected_bytes_per_token=self._knobs.get("bytes", 16.0),
         )
 
     # -------------------------------------------------------------------------------- distributions
@@ -236,11 +241,11 @@ class FakeEngine(Engine):
     def _width(self) -> int:
         return self._vocab - int(self._knobs.get("cut", 16)) if self._kv == "small-vocab" else self._vocab
 
-    def _logits(self) -> Floats:
-        """Log-probabilities [V] of this arm."""
+    def _logits(self, q: float | None = None) -> Floats:
+        """Log-probabilities [V] of this arm; ``q``: as if it were tilted so."""
         v = self._vocab
         if self._family == "two-level":
-            p = self._knobs.get("q", 0.6 if self._kv == "tilt" else 0.5)
+            p = q or self._knobs.get("q", 0.6 if self._kv == "tilt" else 0.5)
             p = 1 / (1 + (1 - p) / p * math.exp(-self._bend))
             half = v // 2
             logits = np.full(v, math.log((1 - p) / (v - half)))

@@ -104,12 +104,18 @@ def kld_of(kld: Measurement | None, at: Coordinates | None = None) -> Estimate:
 
 
 def text_of(kld: Measurement | None, size: Mapping[str, Any] | None = None) -> str:
-    """``8 windows, 2 documents``: what the figures of an arm rest on; of one context where ``size`` is its entry."""
+    """``8 windows, 2 documents``: what the figures of an arm rest on; of one context where ``size`` is its entry.
+
+    ``8 of at most 32 windows``, where an arm that is decided reads no more.
+    """
     if kld is None or not kld.measured:
         return ""
     known = kld.facts if size is None else size
     windows, documents, clusters = (known.get(name) for name in ("windows", "n_documents", "n_clusters"))
+    most = known.get("at_most")
     parts = [counted(windows, "window")] if isinstance(windows, int) else []
+    if isinstance(windows, int) and isinstance(most, int) and windows < most:
+        parts = [f"{windows:,} of at most {counted(most, 'window')}"]
     if isinstance(documents, int):
         parts.append(counted(documents, "document"))
     elif isinstance(clusters, int):

@@ -410,15 +410,29 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
     line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
     if not report.reference.measured:
         return line.replace("compared", "to be compared", 1)
-    return f"{line} on {joined(what)}" if what else line
+    line = f"{line} on {joined(what)}" if what else line
+    return f"{line}; {read}" if (read := _windows_read(arms)) else line
+
+
+def _windows_read(arms: Sequence[ArmRecord]) -> str:
+    """``windows read: 8 by a and b, 32 by c``; empty where all arms read as many."""
+    read: dict[int, list[str]] = {}
+    for arm in arms:
+        facts = kld.facts if (kld := arm.deciding) is not None and kld.measured else {}
+        if isinstance(n := facts.get("windows"), int) and "at_most" in facts:
+            read.setdefault(n, []).append(one_line(arm.name))
+    if len(read) < 2:
+        return ""
+    return "windows read: " + ", ".join(f"{n:,} by {joined(names)}" for n, names in sorted(read.items()))
 
 
 def _text(report: Report) -> str:
     """``4,080 positions (32 windows, 31 documents)``, of several contexts one after the other; empty without text."""
     arms = [*report.candidates, *([report.control] if report.control else [])]
-    kld = next((axis for arm in arms if (axis := arm.deciding) and axis.n_items), None)
-    if kld is None:
+    measured = [axis for arm in arms if (axis := arm.deciding) and axis.n_items]
+    if not measured:
         return ""
+    kld = max(measured, key=lambda axis: axis.n_items or 0) if "at_most" in measured[0].facts else measured[0]
     contexts = _scored_at(kld)
     if len(contexts) < 2:
         return _positions(kld.n_items, text_of(kld))

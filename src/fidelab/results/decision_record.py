@@ -118,6 +118,8 @@ class DocumentSums(Record):
 
     context: Count | None = None
     """Tokens per window."""
+    windows: Count | None = None
+    """Windows that were read: of a run that looks several times, those of a look and of the looks before it."""
     documents: tuple[int, ...]
     """Numbers of the documents, rising; the same of all arms of a run."""
     positions: tuple[Count, ...]

@@ -136,6 +136,16 @@ def reach(arms: Sequence[ArmRecord]) -> int | None:
 
 def _why_not(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
     """What excludes a candidate whatever the resample; empty where nothing does."""
+    if why := _why_never(arm, sizes, limits):
+        return why
+    if arm.axes[DECIDING].ci("mean", {}) is None:
+        return "its KLD has no interval, use more windows"
+    reasons = (_beyond(name, limit, arm, None) for name, limit in limits.items() if name.startswith("max"))
+    return next(filter(None, reasons), "")
+
+
+def _why_never(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
+    """What excludes a candidate however many windows it reads; empty where nothing does."""
     kld = arm.deciding
     if kld is None or not arm.measured or not kld.measured:
         return "no KLD was measured"  # why stands with its verdict
@@ -146,14 +156,9 @@ def _why_not(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
     mean = kld.metric("mean", {})
     if mean is None or mean.value is None or mean.bound:
         return "only a lower bound of its KLD is known"
-    if mean.interval is None:
-        return "its KLD has no interval, use more windows"
     if axes := [axis for axis, one in arm.certificates.items() if axis != DECIDING and one.state == "exceeded"]:
         return f"a loss beyond the margin is shown on {', '.join(map(one_line, axes))}"
-    if why := _unsuitable(arm, sizes, limits):
-        return why
-    reasons = (_beyond(name, limit, arm, None) for name, limit in limits.items() if name.startswith("max"))
-    return next(filter(None, reasons), "")
+    return _unsuitable(arm, sizes, limits)
 
 
 def _unsuitable(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
@@ -284,13 +289,12 @@ class _Field:
         return means
 
     def _pair(self, a: int, b: int) -> tuple[DocumentSums, DocumentSums] | None:
-        """Sums of two candidates over the same documents, at the longest context that both have."""
-        own = {sums.context: sums for sums in self.arms[a].documents}
-        theirs = {sums.context: sums for sums in self.arms[b].documents}
-        context = max(own.keys() & theirs.keys(), key=lambda n: n or 0, default=-1)
-        if context == -1 or own[context].documents != theirs[context].documents:
+        """Sums of two candidates over all windows that both read, at the longest context that both have."""
+        own, theirs = ({(s.context or 0, s.windows or 0): s for s in self.arms[n].documents} for n in (a, b))
+        shared = max(own.keys() & theirs.keys(), default=None)
+        if shared is None or own[shared].documents != theirs[shared].documents:
             return None
-        return own[context], theirs[context]
+        return own[shared], theirs[shared]
 
     def _difference(self, a: int, b: int, factor: float = 1.0) -> tuple[float, tuple[float, float]] | None:
         """Mean KL of a minus ``factor`` times that of b with its 99% interval; ends are on the safe side of 0."""
@@ -346,7 +350,7 @@ class _Field:
             assert kld is not None
             assert kld.value is not None
             assert kld.interval is not None
-            sums = _own_sums(arm)
+            sums = own_sums(arm)
             shift = np.zeros(n_rows) if sums is None else (drawn := self._means(sums, sums.kl)) - drawn[0]
             mean[:, n] = kld.value + shift
             upper[:, n] = kld.interval[1] + shift
@@ -389,7 +393,7 @@ class _Field:
             if claim.unit == "nats" or claim.ci is None:
                 continue
             shift = np.zeros(n_rows)
-            if claim.key == "probability_loss" and (sums := _own_sums(arm)) is not None:
+            if claim.key == "probability_loss" and (sums := own_sums(arm)) is not None:
                 drawn = self._means(sums, sums.probability_loss)
                 shift = drawn - drawn[0]
             exceeded: Bools = np.greater_equal(shift, claim.margin - claim.ci[0])
@@ -441,33 +445,30 @@ class _Field:
         )
 
 
-def _own_sums(arm: ArmRecord) -> DocumentSums | None:
-    """Sums by document at the context that the arm's figures are from."""
+def own_sums(arm: ArmRecord) -> DocumentSums | None:
+    """Sums by document over all that an arm read, at the context that its figures are from."""
     n_ctx = arm.axes[DECIDING].facts.get("n_ctx")
-    return next((sums for sums in arm.documents if sums.context == n_ctx), None)
+    found = [sums for sums in arm.documents if sums.context == n_ctx]
+    return max(found, key=lambda sums: sums.windows or 0, default=None)
 
 
 def settled(report: Report, **limits: float | None) -> set[str]:
     """Names of the candidates of which more windows would change nothing.
 
-    They are not measured, hold all their claims, are shown to exceed a margin or to FAIL, or are beaten by one that
-    holds: dominated by it, or more than 10% larger where it is EXCELLENT.  See docs/metrics.md#looks.
+    They hold all their claims, are shown to exceed a margin or to FAIL, or cannot be chosen whatever their KLD is.  One
+    that is beaten goes on: while it is undecided, no smaller one is confirmed.  See docs/metrics.md#looks.
     """
     field = _Field.of(report, {name: value for name, value in limits.items() if value is not None})
-    holding = {n for n in range(len(field.arms)) if field._holds(n)}
-    excellent = [field.bytes[n] for n in holding if (verdict := field.arms[n].verdict) and verdict.band == _CLASSES[0]]
-    most = _ALIKE_SIZE * min(excellent, default=math.inf)
-    beaten = {a for (a, b), (_, (low, _)) in field.differences.items() if b in holding and low > 0}
     return {
         arm.name
         for n, arm in enumerate(field.arms)
-        if field.why_not[n] or n in holding | beaten or field.bytes[n] > most or field._exceeds(arm) or _fails(arm)
+        if _why_never(arm, field.sizes, field.limits) or field._holds(n) or field._exceeds(arm) or _fails(arm)
     }
 
 
 def _fails(arm: ArmRecord) -> bool:
     """Its mean KL is shown to be that of FAIL, at the level of an early look."""
-    sums = _own_sums(arm)
+    sums = own_sums(arm)
     if sums is None:
         return False
     loss = Loss.of_kl(RatioItems.of(sums.kl, sums.positions, sums.documents), KL_EDGES[-1])

@@ -121,6 +121,13 @@ class Plan:
             jobs = [with_probes(self.settings, job, self.requests, further) for job in jobs]
         return linked(jobs)
 
+    def whole(self) -> Plan:
+        """The plan of a run in which no candidate is decided before the last look."""
+        last = max((axis.n_looks for axis in self.settings.axes.values()), default=1) - 1
+        roles = {job.role for job in self.jobs if job.role.startswith(("reference", "candidate:"))}
+        asked = {job.role: job for job in self.at_look(roles, last)} if last else {}
+        return replace(self, jobs=linked([asked.get(job.role, job) for job in self.jobs]) if last else self.jobs)
+
     def job(self, role: str) -> PlannedJob | None:
         """The job of a role, if the plan has it."""
         return next((job for job in self.jobs if job.role == role), None)

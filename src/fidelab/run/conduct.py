@@ -9,6 +9,7 @@ first and the last step is on disk, so a run that was stopped anywhere goes on w
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
 import threading
 import time
@@ -35,7 +36,7 @@ from fidelab.run.benches import BENCHES, Benching
 from fidelab.run.build import Plan
 from fidelab.run.cluster import Cluster, RayCluster
 from fidelab.run.estimate import Timings
-from fidelab.run.looks import at_once, n_looks, undecided, worth_looking
+from fidelab.run.looks import check_budget, n_looks, planned, seconds_of, undecided
 from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_reference_rows, drop_rows_there
 from fidelab.run.prepare import Prepared, now, prepare
 from fidelab.run.resolve import Settings
@@ -70,10 +71,8 @@ def execute(
     created = now()
     with _cluster(experiment) as cluster:
         experiment = _placed(experiment, cluster)
-        servers = ForkServers()
-        prepared = prepare(experiment, replicate=replicate, created=created, servers=servers)
-        if n_looks(prepared.settings) > 1 and not worth_looking(prepared.plan):
-            prepared = prepare(at_once(experiment), replicate=replicate, created=created, servers=servers)
+        prepared = planned(experiment, replicate=replicate, created=created, servers=ForkServers())
+        check_budget(prepared)
         _check_placed(prepared.settings)
         head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
         config = dump(prepared.settings.experiment, head)
@@ -212,7 +211,8 @@ def _conduct(
     prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener, cluster: Cluster | None
 ) -> Report:
     plan = prepared.plan
-    expected = prepared.estimate()
+    expected, started = prepared.estimate(), time.monotonic()
+    after = expected.scoring + sum(expected.benches.values())
     facts = replace(facts, unavailable=dict(plan.unavailable))
     results: list[ArmResult] = []
     folder.event(
@@ -239,8 +239,15 @@ def _conduct(
             for look in range(1, n_looks(plan.settings)):
                 if not (more := undecided(plan, facts, _every(plan, results))):
                     break
+                jobs = plan.at_look({"reference", *more}, look)
+                seconds = seconds_of(jobs)
+                ends = time.monotonic() - started + sum(seconds.values()) + after
+                if ends > (plan.settings.experiment.budget or math.inf):
+                    folder.event("budget", look=look + 1, seconds=round(ends))
+                    break
                 folder.event("look", number=look + 1, undecided=more)
-                answered = asking.run_all(plan.at_look({"reference", *more}, look), folder.log)
+                asking.pace.expect(seconds)
+                answered = asking.run_all(jobs, folder.log)
                 _keep(answered, results, plan, folder, facts, cluster)
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fidelab.config.schema import Experiment
 from fidelab.core import Status
+from fidelab.core.errors import UsageError
 from fidelab.results.recommend import settled
-from fidelab.run.build import Plan
-from fidelab.run.estimate import Timings, work_of
+from fidelab.run.build import Plan, PlannedJob
+from fidelab.run.estimate import Timings, estimate_job, work_of
 from fidelab.run.pairing import ArmResult
+from fidelab.run.prepare import Prepared, prepare
 from fidelab.run.resolve import Settings
 from fidelab.run.scoring import RunFacts, score_run
 
@@ -20,10 +24,44 @@ def n_looks(settings: Settings) -> int:
     return max((axis.n_looks for axis in settings.axes.values()), default=1)
 
 
-def at_once(experiment: Experiment) -> Experiment:
-    """The experiment with a single look."""
-    axes = {name: {**values, "looks": ()} if "looks" in values else values for name, values in experiment.axes.items()}
+def planned(experiment: Experiment, **how: Any) -> Prepared:
+    """:func:`prepare`, with no look that the text is too short for.
+
+    A single one is left where an engine's start takes longer than all later looks, and the budget has room for them.
+
+    Raises:
+        FidelabError: as :func:`prepare`.
+    """
+    prepared = prepare(experiment, **how)
+    if n_looks(prepared.settings) == 1:
+        return prepared
+    first, most = windows_of(prepared.plan)
+    if any(axis.n_looks > 1 and axis.settings.windows > most for axis in prepared.settings.axes.values()):
+        experiment = _of_size(experiment, windows=most)
+        prepared = prepare(experiment, **how)
+    if first == most or worth_looking(prepared.plan):
+        return prepared
+    whole = prepare(_of_size(experiment, looks=()), **how)
+    return whole if whole.estimate().seconds <= (experiment.budget or math.inf) else prepared
+
+
+def _of_size(experiment: Experiment, **size: Any) -> Experiment:
+    """The experiment with other settings of the axes that look several times."""
+    axes = {name: {**values, **size} if "looks" in values else values for name, values in experiment.axes.items()}
     return experiment.model_copy(update={"axes": axes})
+
+
+def windows_of(plan: Plan) -> tuple[int, int]:
+    """Windows of the shortest context that a candidate reads at least, in the first look, and at most."""
+    sizes: dict[int, list[int]] = {}
+    for name, parts in plan.requests.items():
+        axis = plan.settings.axes[name]
+        for part, request in parts.items() if axis.n_looks > 1 else ():
+            size = sizes.setdefault(max(map(len, request.items())), [0, 0])
+            size[1] += len(request.items())
+            size[0] += 0 if axis.look(part) else len(request.items())
+    first, most = sizes[min(sizes)]
+    return first, most
 
 
 def worth_looking(plan: Plan) -> bool:
@@ -43,8 +81,32 @@ def worth_looking(plan: Plan) -> bool:
     return False
 
 
+def check_budget(prepared: Prepared) -> None:
+    """Check that a run can end within its budget.
+
+    Raises:
+        UsageError: the first look alone takes longer, by the estimate.
+    """
+    budget, seconds = prepared.settings.experiment.budget, prepared.estimate().seconds
+    if budget is not None and seconds > budget:
+        what = "the first look" if n_looks(prepared.settings) > 1 else "the run"
+        raise UsageError(
+            f"--budget {budget:,.0f}s: {what} takes about {seconds:,.0f} s; give it more time, or ask for less "
+            "(fewer candidates, --windows, --n-ctx)"
+        )
+
+
+def seconds_of(jobs: Sequence[PlannedJob]) -> dict[str, float]:
+    """What jobs are expected to take, by role."""
+    timings = Timings()
+    return {job.role: estimate_job(job, timings).seconds for job in jobs}
+
+
 def undecided(plan: Plan, facts: RunFacts, results: Sequence[ArmResult]) -> list[str]:
-    """Roles of the candidates that more of the text can decide, judged by the axes that look several times."""
+    """Roles of the candidates that more of the text can decide, judged by the axes that look several times.
+
+    None where the reference failed: there is nothing to compare them with.
+    """
     experiment = plan.settings.experiment
     looking = {name: experiment.axes[name] for name, axis in plan.settings.axes.items() if axis.n_looks > 1}
     experiment = experiment.model_copy(update={"axes": looking, "benches": {}})
@@ -52,6 +114,8 @@ def undecided(plan: Plan, facts: RunFacts, results: Sequence[ArmResult]) -> list
     report = score_run(experiment, facts, arms).report
     done = settled(report, **experiment.limits.model_dump(exclude={"margin"}))
     able = {result.role for result in arms if result.status is Status.OK}
+    if "reference" not in able:
+        return []
     return [role for arm in report.candidates if (role := f"candidate:{arm.name}") in able and arm.name not in done]
 
 

@@ -44,8 +44,10 @@ class Prepared:
         """The resolved experiment."""
         return self.plan.settings
 
-    def estimate(self) -> Estimate:
-        """What the plan will take; quick, and nothing runs."""
+    def estimate(self, *, whole: bool = False) -> Estimate:
+        """What the plan will take; quick, and nothing runs.  ``whole``: with all looks, not only the first one."""
+        if whole:
+            return replace(self, plan=self.plan.whole()).estimate()
         if not self.settings.benches:
             return estimate(self.plan, self.inputs)
         results = [ArmResult(job.role, job.arm, Status.OK) for job in self.plan.jobs]
@@ -90,7 +92,7 @@ def prepare(
         refuse_same_server(settings)
     else:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
-    check_disk(plan)
+    check_disk(plan.whole())
     return Prepared(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS], servers or ForkServers())
 
 

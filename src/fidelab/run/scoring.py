@@ -231,8 +231,8 @@ class _Summary:
     def _alpha(self, name: str, result: ArmResult) -> float:
         """Level of the tests of an arm on an axis: what is spent on the look at which it was decided."""
         axis = load_axis(name, self.experiment.axes[name])
-        looks = 1 + max(axis.look(part) for part in parts_of(name, result.captures))
-        return alpha_of(looks, axis.n_looks)
+        asked, answered = (parts_of(name, one.captures) for one in (self.reference, result))
+        return alpha_of(1 + max(axis.look(part) for part in asked.keys() & answered), axis.n_looks)
 
     def reference_record(self) -> ArmRecord:
         """The reference's own record."""
@@ -344,16 +344,20 @@ def _sums(whole: AxisScore | None) -> Iterator[DocumentSums]:
     for score in _parts(whole) if whole is not None else ():
         if score.probability_loss is None or score.bound or not score.usable.any():
             continue
-        clusters = score.clusters[score.usable]
-        kl = RatioItems.of(score.num[score.usable], 1.0, clusters).by_cluster()
-        lost = RatioItems.of(np.nan_to_num(score.probability_loss[score.usable]), 1.0, clusters).by_cluster()
-        yield DocumentSums(
-            context=n if isinstance(n := score.found.facts.get("n_ctx"), int) else None,
-            documents=tuple(map(int, kl.clusters)),
-            positions=tuple(map(int, kl.den)),
-            kl=tuple(kl.num.tolist()),
-            probability_loss=tuple(lost.num.tolist()),
-        )
+        for windows in score.looks:
+            read = len(score.num) // score.looks[-1] * windows
+            usable = score.usable[:read]
+            clusters = score.clusters[:read][usable]
+            kl = RatioItems.of(score.num[:read][usable], 1.0, clusters).by_cluster()
+            lost = RatioItems.of(np.nan_to_num(score.probability_loss[:read][usable]), 1.0, clusters).by_cluster()
+            yield DocumentSums(
+                context=n if isinstance(n := score.found.facts.get("n_ctx"), int) else None,
+                windows=windows,
+                documents=tuple(map(int, kl.clusters)),
+                positions=tuple(map(int, kl.den)),
+                kl=tuple(kl.num.tolist()),
+                probability_loss=tuple(lost.num.tolist()),
+            )
 
 
 _LLAMACPP_ALONE = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
