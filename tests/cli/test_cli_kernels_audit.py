@@ -1,4 +1,4 @@
-"""``fidelab kernels audit --model``: the model's own q, k and v, captured in a worker process."""
+"""``fidelab diagnose attention``: the model's own q, k and v, captured in a worker process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fidelab.cli.kernels_audit import captured_tensors
 
 from fidelab.captures.container import to_float32
 from fidelab.captures.requests import Layerwise
-from fidelab.cli.kernels_audit import captured_tensors
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.inputs.corpus import make_windows
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def audit(cwd: Path, *words: object) -> Done:
-    return cli("kernels", "audit", *words, cwd=cwd)
+    return cli("diagnose", "attention", *words, cwd=cwd)
 
 
 def test_a_sound_implementation_passes_and_a_wrong_one_is_named_on_the_models_tensors(

@@ -417,7 +417,7 @@ PROBE = {"memory": 205.9, "bandwidth": 4100.0, "sustained": 4100.0, "read": 3900
 
 def reported(folder: Path, name: str = "AMD Instinct MI300X OAM", **changes: Any) -> Path:
     """What the owner of a device sends."""
-    probe = {"name": name, **PROBE, "verified": "fidelab physics probe, 2026-11-23", **changes}
+    probe = {"name": name, **PROBE, "verified": "fidelab estimate probe, 2026-11-23", **changes}
     file = folder / "study.json"
     file.write_text(json.dumps({"facts": {"outputs": {"probe": probe, "machine": {}}}}))
     return file

@@ -42,7 +42,7 @@ def answer_anew(run: Done, role: str, n_ctx: int, qs: Sequence[float]) -> None:
         row = np.log(np.repeat([q / 128, (1 - q) / 128], 128)).astype(np.float32)
         writer.add(window, {"logprobs": np.tile(row, (request.n_rows, 1))})
     writer.finish(manifest["estimator"], manifest["ran"], manifest["facts"])
-    assert cli("rescore", run.folder, cwd=run.cwd).code == 0
+    assert cli("report", "--rescore", run.folder, cwd=run.cwd).code == 0
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +141,13 @@ def test_captures_of_two_contexts_are_scored_apart_from_any_run(tmp_path: Path) 
 
 
 def test_the_resolved_settings_repeat_the_contexts(run: Done) -> None:
-    again = cli("run", run.folder / "config.resolved.yaml", "--dry-run", "--json", cwd=run.cwd)
+    again = cli("compare", "-f", run.folder / "config.resolved.yaml", "--dry-run", "--json", cwd=run.cwd)
     assert again.code == 0
     assert {job["captures_missing"] for job in json.loads(again.out)["jobs"]} == {0}
 
 
 def test_plan_size_counts_windows_of_the_shortest_context_and_captures_of_all(run: Done) -> None:
-    done = cli("plan-size", run.folder, "--precision", 1e-4, "--json", cwd=run.cwd)
+    done = cli("plan", run.folder, "--precision", 1e-4, "--json", cwd=run.cwd)
     assert done.code == 0, done.err
     found = json.loads(done.out)
     line = next(one for one in found["lines"] if (one["arm"], one["quantity"]) == ("tilt[q=0.65]", "mean"))

@@ -95,7 +95,7 @@ def _times(folder: Path) -> dict[Path, int]:
 
 def test_rescore_needs_no_rows(dropped: Done) -> None:
     before = dropped.report
-    done = cli("rescore", dropped.folder, cwd=dropped.cwd)
+    done = cli("report", "--rescore", dropped.folder, cwd=dropped.cwd)
     assert done.code == 0, done.err
     assert before == dropped.report
 

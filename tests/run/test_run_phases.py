@@ -21,7 +21,7 @@ def capture(cwd: Path, kv: str, *flags: object, windows: int = 8) -> Done:
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders that ``fidelab capture`` printed, hidden states and a head in each."""
+    """The folders that ``fidelab compare --only capture`` printed, hidden states and a head in each."""
     cwd = tmp_path_factory.mktemp("phases")
     flags = ("--engine-arg", "estimator=hidden")
     done = {kv: capture(cwd, kv, *flags) for kv in ("exact", "tilt[q=0.6]", "fork[at=3,every=2]")}
@@ -93,7 +93,7 @@ def test_scoring_leaves_a_run_folder_when_asked(captured: dict[str, Path], tmp_p
     assert found.report == json.loads(found.out)
     assert found.report["run_id"] == found.folder.name
     before = (found.folder / "report.json").read_bytes()
-    assert cli("rescore", found.folder, cwd=tmp_path).code == 0
+    assert cli("report", "--rescore", found.folder, cwd=tmp_path).code == 0
     assert (found.folder / "report.json").read_bytes() == before
 
 
@@ -114,13 +114,13 @@ def test_a_failed_capture_is_said_and_exits_1(tmp_path: Path) -> None:
 def test_captures_are_listed_and_collected(captured: dict[str, Path], tmp_path: Path) -> None:
     store = tmp_path / "store"
     shutil.copytree(captured["exact"].parent, store)
-    listed = cli("captures", "list", "--captures-dir", store, cwd=tmp_path)
+    listed = cli("setup", "clean", "--captures-dir", store, cwd=tmp_path)
     assert len(listed.out.splitlines()) == 6
     assert "kld tilt[q=0.6] (8 items)" in listed.out
     [victim] = store.glob("fake-fake-fork*/kld-*")
     (victim / "part-00000.safetensors").write_bytes(b"")
     for flags, word, there in ((["--dry-run"], "would remove", True), ([], "removed", False)):
-        found = cli("captures", "gc", "--captures-dir", store, *flags, cwd=tmp_path)
+        found = cli("setup", "clean", "outputs", "--remove", "--captures-dir", store, *flags, cwd=tmp_path)
         assert f"{word} {victim}" in found.out
         assert victim.exists() == there
 

@@ -1,4 +1,4 @@
-"""``fidelab bisect`` end to end, on tiny models in worker processes; what it refuses, what it writes, what it says."""
+"""``fidelab diagnose layers`` end to end, on tiny models: what it refuses, writes and says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = ("--threads", 1, "--windows", 2, "--n-ctx", 32, "--dtype", "float32", "-
 
 
 def bisect(room: Path, *words: object) -> Done:
-    return cli("bisect", "./tiny", *SIZES, *words, cwd=room)
+    return cli("diagnose", "layers", "./tiny", *SIZES, *words, cwd=room)
 
 
 def record(done: Done) -> Study:
@@ -106,7 +106,7 @@ def test_json_is_the_record_in_the_run_folder(done: Done) -> None:
 
 
 def test_the_settings_file_is_not_taken_for_a_comparison(done: Done) -> None:
-    again = cli("run", done.folder / "config.resolved.yaml", cwd=done.cwd)
+    again = cli("compare", "-f", done.folder / "config.resolved.yaml", cwd=done.cwd)
     assert again.code == 2
     assert "kind: 'bisect'" in again.err
 

@@ -38,7 +38,7 @@ from fidelab.workers.causes import explain, explain_exit, kernel_fault, split_du
         ("45 parameters were filled by no checkpoint tensor, first model.layers.3.w", "left unloaded"),
         ("OSError: [Errno 98] Address already in use", "port is taken"),
         ("[Errno 98] error while attempting to bind on address ('0.0.0.0', 8000): address already in use", "port"),
-        ("huggingface_hub.errors.OfflineModeIsEnabled: Cannot reach https://hub: offline mode", "fidelab models pull"),
+        ("huggingface_hub.errors.OfflineModeIsEnabled: Cannot reach https://hub: offline mode", "fidelab setup fetch"),
         ("huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot", "out of reach"),
         ("OSError: We couldn't connect to 'https://hub' to load the files", "out of reach"),
         ("huggingface_hub.errors.GatedRepoError: 403 Client Error.", "HF_TOKEN"),
