@@ -172,7 +172,7 @@ class Captured:
         (self.test / MANIFEST).write_text(dump_manifest(manifest))
 
     def score(self) -> None:
-        answered(cli("score", "--ref", self.ref, "--test", self.test, cwd=self.room))
+        answered(cli("compare", "--only", "score", "--reference", self.ref, "--candidate", self.test, cwd=self.room))
 
 
 AXES = ("kld", "trajectory", "plad", "gsm8k")
@@ -302,7 +302,7 @@ def test_a_request_that_unpacks_to_more_than_any_request_is_refused(run: Done, t
     packed = b"".join([*(packer.compress(bytes(1 << 20)) for _ in range(600)), packer.flush()])
     captured.put(PROBE, packed)
     with bounds(512 << 20):
-        done = cli("score", "--ref", ref, "--test", test, cwd=tmp_path)
+        done = cli("compare", "--only", "score", "--reference", ref, "--candidate", test, cwd=tmp_path)
     assert (len(packed) < 4 << 20, done.code) == (True, 1)
     assert "probe.json.gz is damaged (it unpacks to more than 128 MiB)" in " ".join(done.err.split())
 

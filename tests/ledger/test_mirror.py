@@ -53,7 +53,7 @@ def run_mirror(made: Done, cwd: Path, target: str, address: str, **variables: st
     folders = {f"WANDB_{name}_DIR": str(cwd / "wandb-own") for name in ("DATA", "CACHE", "CONFIG", "ARTIFACT")}
     keys = {"WANDB_API_KEY": "k" * 40, "HF_TOKEN": "hf_secret", "WANDB_BASE_URL": address, "HF_ENDPOINT": address}
     done = subprocess.run(
-        [sys.executable, "-c", "from fidelab.cli import main; main()", "runs", "mirror", made.folder, "--to", target],
+        [sys.executable, "-c", "from fidelab.cli import main; main()", "share", "mirror", made.folder, "--to", target],
         cwd=cwd,
         env={**os.environ, **proxies, **folders, **keys, **variables},
         capture_output=True,

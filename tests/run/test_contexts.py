@@ -131,11 +131,12 @@ def test_the_floor_repeats_a_share_of_every_context(run: Done) -> None:
 def test_captures_of_two_contexts_are_scored_apart_from_any_run(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     sizes = ("--text", "text.txt", "--axes", "kld", "--windows", WINDOWS, "--n-ctx", f"{SHORT},{LONG}")
+    words = ("--engine", "fake")
     ref, test = (
-        cli("capture", "fake", "--engine", "fake", "--kv", kv, *sizes, cwd=tmp_path).out.strip()
+        cli("compare", "fake", "--only", "capture", *words, "--reference", kv, *sizes, cwd=tmp_path).out.strip()
         for kv in ("exact", "tilt[q=0.6]")
     )
-    done = cli("score", "--ref", ref, "--test", test, "--json", cwd=tmp_path)
+    done = cli("compare", "--only", "score", "--reference", ref, "--candidate", test, "--json", cwd=tmp_path)
     [arm] = json.loads(done.out)["candidates"]
     assert [one["n_ctx"] for one in axis_of(arm, "kld").facts["contexts"]] == [SHORT, LONG]
 

@@ -43,10 +43,10 @@ PROFILE: dict[str, Any] = {
         {
             "name": "huge",
             "needs": {"memory": 1e9},
-            "command": ["formats"],
+            "command": ["setup", "formats"],
             "variants": {"tiny": {"needs": {"memory": 1e9}}},
         },
-        {"name": "after", "needs": {"stages": ["huge"]}, "command": ["formats"]},
+        {"name": "after", "needs": {"stages": ["huge"]}, "command": ["setup", "formats"]},
     ],
     "expected": [
         {"name": "mean KL", "stage": "quality", "value": 0.5, "unit": "nats", "at": AT},
@@ -143,7 +143,7 @@ def test_resume_keeps_what_ended_well_and_runs_the_rest_again(tmp_path: Path) ->
     folder = folder_of(tmp_path)
     before = (folder / "stages" / "quality" / "stage.json").read_bytes()
     resolved = yaml.safe_load((folder / "config.resolved.yaml").read_text())
-    resolved["resolved"]["stages"][0]["command"] = ["formats", "--json"]  # what was wrong has been mended
+    resolved["resolved"]["stages"][0]["command"] = ["setup", "formats", "--json"]  # what was wrong has been mended
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(resolved))
     again = cli("reproduce", "--resume", folder, "--trust", folder, cwd=tmp_path)
     assert again.code == 0, again.err
@@ -156,7 +156,7 @@ def test_a_profiles_folder_of_somebody_else_runs_nothing(done: Done, tmp_path: P
     shutil.copytree(done.cwd, tmp_path / "room")
     folder = folder_of(tmp_path / "room")
     resolved = yaml.safe_load((folder / "config.resolved.yaml").read_text())
-    resolved["resolved"]["stages"][0]["command"] = ["models", "pull", "evil/model"]
+    resolved["resolved"]["stages"][0]["command"] = ["setup", "fetch", "evil/model"]
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(resolved))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     again = cli("reproduce", "--resume", folder, cwd=tmp_path / "room")
@@ -169,7 +169,7 @@ def test_a_profiles_folder_of_somebody_else_runs_nothing(done: Done, tmp_path: P
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "a b", ""])
 def test_a_stage_is_a_folder_of_its_name(name: str, tmp_path: Path) -> None:
-    done = profiles(tmp_path, stages=[{"name": name, "command": ["formats"]}], expected=[])
+    done = profiles(tmp_path, stages=[{"name": name, "command": ["setup", "formats"]}], expected=[])
     assert done.code == 2
     assert "stages.0.name" in done.err
 
@@ -291,7 +291,7 @@ def test_a_figure_is_found_by_keys_places_and_conditions() -> None:
 # ------------------------------------------------------------------------------------------------- bad input
 
 
-STAGE = {"name": "s", "command": ["formats"]}
+STAGE = {"name": "s", "command": ["setup", "formats"]}
 
 
 @pytest.mark.parametrize(
@@ -303,8 +303,8 @@ STAGE = {"name": "s", "command": ["formats"]}
         ({"stages": [{**STAGE, "needs": {"stages": ["t"]}}]}, "stage 's' needs 't', which is no stage before it"),
         ({"stages": [STAGE, STAGE]}, "two stages are called 's'"),
         ({"stages": [{"name": "s"}]}, "a stage has either 'experiment' or 'command'"),
-        ({"stages": [{**STAGE, "command": ["formts"]}], "expected": []}, "stage s: fidelab formts: No such command"),
-        ({"stages": [{**STAGE, "command": ["formats", "--jsn"]}], "expected": []}, "No such option: --jsn"),
+        ({"stages": [{**STAGE, "command": ["dctor"]}], "expected": []}, "stage s: fidelab dctor: No such command"),
+        ({"stages": [{**STAGE, "command": ["setup", "formats", "--jsn"]}], "expected": []}, "No such option: --jsn"),
         ({"stages": [{**STAGE, "command": ["{mdel}"]}], "expected": []}, "{mdel} is no parameter; there are: model"),
         (
             {"stages": [{"name": "s", "experiment": {**FAKE, "axs": {}}}], "expected": []},
@@ -328,9 +328,9 @@ def test_a_profile_that_cannot_be_is_refused_in_one_line(tmp_path: Path, changes
         (["decode", "--stage", "gate"], "unknown stage of profile decode 'gate'; did you mean 'gates'?"),
         (["decode", "--set", "modl=x"], "unknown parameter of profile decode 'modl'; did you mean 'model'?"),
         (["decode", "--set", "model"], "--set 'model': write name=value"),
-        ([], "name a profile"),
+        (["run"], "name a profile"),
         (["--resume", "nowhere"], "nowhere is no run of a profile"),
-        (["decode", "--resume", "nowhere"], "--resume takes the profile's own settings"),
+        (["decode", "--resume", "nowhere"], "--resume takes the settings of the profile"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, words: list[str], message: str) -> None:
