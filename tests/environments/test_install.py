@@ -760,7 +760,7 @@ def test_an_engine_that_cannot_be_imported_is_asked_anew_every_time(quick: None)
     assert listing(["odd"])[0].problem is None
 
 
-@pytest.mark.parametrize("words", first(["engines list", "formats", "doctor"]))
+@pytest.mark.parametrize("words", first(["setup engines", "setup formats", "doctor"]))
 def test_a_terminal_shows_life_while_engines_are_asked_and_ctrl_c_ends_them_at_once(
     words: str, quick: None, tmp_path: Path
 ) -> None:

@@ -189,7 +189,7 @@ def plan_size(
     samples = {name: AXES.load(name).sample for name in experiment.axes}
     if samples[axis] is None:
         known = ", ".join(name for name, sample in samples.items() if sample is not None)
-        raise UsageError(f"axis {axis} cannot be planned; of this run's axes, plan-size knows {known or 'none'}")
+        raise UsageError(f"axis {axis} cannot be planned; of this run's axes, plan knows {known or 'none'}")
     pilot = _Pilot(folder, experiment, axis, samples[axis])
     if asked is None:
         lines = tuple(_claims(report, pilot, validate_as(Limits, dict(limits or {}), "limits")))
