@@ -265,6 +265,12 @@ def test_settings_of_axes_are_those_whose_flags_were_given() -> None:
     assert said == {"axes": {"kld": {"windows": 4}}, "text": "default", "prompts": "default"}
 
 
+def test_a_quick_look_measures_kld_alone_unless_axes_are_named() -> None:
+    assert list(given(AxesOptions).settings()["axes"]) == ["trajectory", "kld"]
+    assert list(given(AxesOptions, quick=True).settings()["axes"]) == ["kld"]
+    assert list(given(AxesOptions, quick=True, axes="core").settings()["axes"]) == ["trajectory", "kld"]
+
+
 def test_an_option_of_several_commands_is_the_same_in_all_unless_there_is_a_reason() -> None:
     differing = {
         option: {words: declared for words, declared in owners.items() if words not in OTHERS.get(option, {})}
