@@ -23,18 +23,18 @@ demo: .venv/.ready
 	  --kv k16v8 --kv fp8_e4m3 --kv q8_0 --kv int4 --axes kld --quick
 
 test: .venv/.ready
-	.venv/bin/fidelab models pull smollm2-135m
+	.venv/bin/fidelab setup fetch smollm2-135m
 	$(RUN) pytest -m "not engines and not browser and not long and not full" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-full: .venv/.ready
 	$(RUN) pytest -m "full and not engines and not browser and not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: .venv/.ready
-	.venv/bin/fidelab models pull smollm2-135m
+	.venv/bin/fidelab setup fetch smollm2-135m
 	WORKERS=$(ENGINE_WORKERS) scripts/test-long
 
 test-engines: .venv/.ready
-	.venv/bin/fidelab models pull smollm2-135m
+	.venv/bin/fidelab setup fetch smollm2-135m
 	WORKERS=$(ENGINE_WORKERS) scripts/test-engines
 
 test-browser: .venv/.ready
@@ -47,8 +47,8 @@ lock:
 	scripts/lock
 
 test-quantize: .venv/.ready
-	.venv/bin/fidelab models pull smollm2-135m
-	.venv/bin/fidelab engines install llm-compressor --cpu
+	.venv/bin/fidelab setup fetch smollm2-135m
+	.venv/bin/fidelab setup install llm-compressor --cpu
 	FIDELAB_REQUIRE_TOOLS=1 $(RUN) pytest -m engines tests/real/test_quantize.py
 
 golden: .venv/.ready

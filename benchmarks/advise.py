@@ -1,4 +1,4 @@
-"""Regret of `fidelab advise`: it measures at most a tenth of weights × K × V, predicts the rest, and chooses.
+"""Regret of `fidelab estimate advise`: it measures at most a tenth of weights × K × V, predicts the rest, and chooses.
 
 python benchmarks/advise.py MODEL --cells FILE.jsonl [--measure-only]
 

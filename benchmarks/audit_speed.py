@@ -1,4 +1,4 @@
-"""GB of tensor data per second that ``fidelab audit`` reads with a warm page cache, its memory, and a 135M checkpoint.
+"""GB per second that ``fidelab checkpoint audit`` reads with a warm page cache, its memory, and a 135M checkpoint.
 
 python benchmarks/audit_speed.py [--gigabytes 4] [--folder /tmp]
 
@@ -53,10 +53,10 @@ def main() -> None:
             figures[name] = _audited(name, folder)
     figures["smollm2-135m (GGUF)"] = _audited("smollm2-135m (GGUF)", "smollm2-135m")
     converted = subprocess.run(
-        ["fidelab", "models", "path", "smollm2-135m"], capture_output=True, text=True, check=True
+        ["fidelab", "setup", "fetch", "smollm2-135m"], capture_output=True, text=True, check=True
     ).stdout.strip()
     begin = time.perf_counter()
-    subprocess.run(["fidelab", "audit", converted], check=True, capture_output=True)
+    subprocess.run(["fidelab", "checkpoint", "audit", converted], check=True, capture_output=True)
     command = time.perf_counter() - begin
     figures["smollm2-135m (bfloat16)"] = _audited("smollm2-135m (bfloat16)", converted)
     print(f"the whole command on the latter: {command:.2f} s (goal: below {GOAL_SECONDS:g} s)")

@@ -45,7 +45,7 @@ def commands() -> dict[str, list[str]]:
         "hf-benches": [*compare, "--kv", "int8", "--axes", "kld", *SMALL[:4], "--benches", "decode,prefill,memory"],
         "llamacpp": ["compare", str(embedded.gguf_file()), "--engine", "llamacpp", "--kv", "q8_0", *SMALL],
         "vllm": [*compare, "--engine", "vllm", "--kv", "fp8_e4m3", *SMALL],
-        "cross": ["run", "cross.yaml"],
+        "cross": ["compare", "-f", "cross.yaml"],
     }
 
 

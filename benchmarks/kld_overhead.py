@@ -128,7 +128,7 @@ def _pipeline(jobs: list[Any], engines: list[Any], store: Path) -> dict[str, flo
         spent[f"answers of the {job.role.partition(':')[0]}"] += answered - began
         spent["heads, checksums"] += time.perf_counter() - answered
     began = time.perf_counter()
-    score_captures(folders[0], folders[1:])
+    score_captures(folders[0], [(None, folder) for folder in folders[1:]], {}, output_dir=store.parent / "scored")
     return {**spent, "scores": time.perf_counter() - began}
 
 
@@ -184,7 +184,7 @@ def _random_capture(store: Path, windows: int, name: str) -> Path:
 def _score_here(ref: Path, test: Path) -> None:
     from fidelab.run.phases import score_captures
 
-    score_captures(ref, [test], ["test"])
+    score_captures(ref, [("test", test)], {}, output_dir=test.parent / "scored")
     # VmHWM, not ru_maxrss: that one is inherited from the process that started us
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     print(int(line.split()[1]) * 1024)

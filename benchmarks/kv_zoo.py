@@ -2,12 +2,12 @@
 
     python benchmarks/kv_zoo.py [--windows 6] [--n-ctx 512] [--threads 2] [--folder DIR]
 
-The embedded model, and a copy whose keys have outliers (``fidelab models make-fragile``), answer the same windows under
-every pair of formats in one process; rows are compared with the native answer.  Printed are, by packed bits per value
-with scales, the mean KL with its interval by documents; which pairs are on the frontier; and the paired differences of
-K16/V8 to the pairs that take no more bytes; and how much of a gain comes from a tail of exact tokens, by the same pair
-with and without it.  KIVI is `uintN[axis=channel]/uintN` with a tail, TurboQuant's scalar quantizer `lloydN` behind a
-randomised rotation.
+The embedded model, and a copy whose keys have outliers (``fidelab checkpoint make-fragile``), answer the same windows
+under every pair of formats in one process; rows are compared with the native answer. Printed are, by packed bits per
+value with scales, the mean KL with its interval by documents; which pairs are on the frontier; and the paired
+differences of K16/V8 to the pairs that take no more bytes; and how much of a gain comes from a tail of exact tokens,
+by the same pair with and without it. KIVI is `uintN[axis=channel]/uintN` with a tail, TurboQuant's scalar quantizer
+`lloydN` behind a randomised rotation.
 """
 
 from __future__ import annotations

@@ -124,9 +124,13 @@ def print_times(room: Path, engine: str) -> None:
     seconds = {}
     native = ARMS[engine][0] if engine in ARMS else "auto"
     for axis in ("kld", "paths"):
-        words = ["smollm2-135m", "--engine", engine, "--kv", native, "--axes", axis, "--threads", "1"]
+        words = ["smollm2-135m", "--engine", engine, "--reference", native, "--axes", axis, "--threads", "1"]
         words += ["--output-dir", str(room / axis)]
-        subprocess.run([sys.executable, "-m", "fidelab", "capture", *words], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "fidelab", "compare", "--only", "capture", *words],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         parts = {c.axis: float(c.manifest["facts"]["seconds"]) for c in map(Capture, find_captures(room / axis))}
         seconds[axis] = sum(parts.values())
         print(", ".join(f"{part} {spent:.1f} s" for part, spent in parts.items()))

@@ -1,4 +1,4 @@
-"""Methods of quantization, made by ``fidelab quantize``, ranked by mean KL with paired intervals.
+"""Methods of quantization, made by ``fidelab checkpoint quantize``, ranked by mean KL with paired intervals.
 
 python benchmarks/quantize.py FOLDER [--python ENVIRONMENT/bin/python] [--groups 64 32] [--model smollm2-135m]
     [--methods gptq rtn awq autoround] [--candidates weights=nvfp4 ...]

@@ -1,4 +1,4 @@
-"""The plan of ``fidelab sensitivity`` against the best single format of its size: mean KL with a paired interval.
+"""The plan of ``fidelab diagnose sensitivity`` against the best single format of its size: mean KL, paired interval.
 
 python benchmarks/sensitivity_plan.py MODEL [--by layer module] [--weights FORMAT ...] [--budget 'int4[group=64]']
 
@@ -23,7 +23,7 @@ def planned(options: argparse.Namespace, by: str) -> dict[str, Any]:
     for name in ("budget", "windows", "n_ctx", "threads", "text", "output_dir"):
         if (value := getattr(options, name)) is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
-    command = [sys.executable, "-m", "fidelab", "sensitivity", options.model, "--by", by, *words, "--json"]
+    command = [sys.executable, "-m", "fidelab", "diagnose", "sensitivity", options.model, "--by", by, *words, "--json"]
     return dict(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
 
 

@@ -25,8 +25,8 @@ COMMANDS = {  # and the goal in seconds
     "fidelab --help": ((*FIDELAB, "--help"), 0.5),
 }
 ASKING = {
-    "fidelab engines list": ((*FIDELAB, "engines", "list"), 5.0),
-    "fidelab formats": ((*FIDELAB, "formats"), 5.0),
+    "fidelab setup engines": ((*FIDELAB, "setup", "engines"), 5.0),
+    "fidelab setup formats": ((*FIDELAB, "setup", "formats"), 5.0),
     "fidelab doctor": ((*FIDELAB, "doctor"), 5.0),
 }
 

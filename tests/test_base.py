@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(folder / "model", positions=128)
     done = compare(folder, "tilt[q=0.9]", limit=2, windows=8)
     assert done.code == 0, done.err
-    assert cli("publish", "latest", "-o", "receipt.jsonl", cwd=folder).code == 0
+    assert cli("share", "publish", "latest", "-o", "receipt.jsonl", cwd=folder).code == 0
     write(folder, refract_report(), "refract.json")
     (folder / "preset.yaml").write_text("model: Qwen/Qwen3-8B\nengine: vllm\nkv: fp8_e4m3\n")
     return folder
@@ -56,16 +56,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BASE = [
     (["--help"], "Compare"),
-    (["physics", "./model"], "2 layers"),
-    (["physics", f"model/{GGUF_NAME}"], "2 layers"),
-    (["explain", "model", "-o", "page.html"], "page.html"),
-    (["audit", "model"], "verdict: ok"),
-    (["audit", f"model/{GGUF_NAME}"], "verdict: ok"),
+    (["estimate", "./model"], "2 layers"),
+    (["estimate", f"model/{GGUF_NAME}"], "2 layers"),
+    (["estimate", "explain", "model", "-o", "page.html"], "page.html"),
+    (["checkpoint", "audit", "model"], "verdict: ok"),
+    (["checkpoint", "audit", f"model/{GGUF_NAME}"], "verdict: ok"),
     (["report", "latest"], "tilt"),
     (["check", "latest", "--max-kld", "9", "--baseline", "latest"], "unchanged"),
     (["runs", "list"], "fake"),
-    (["leaderboard", "runs/latest"], "tilt"),
-    (["launch", "./preset.yaml", "--dry-run"], "--kv-cache-dtype fp8_e4m3"),
+    (["share", "leaderboard", "runs/latest"], "tilt"),
+    (["serve", "start", "./preset.yaml", "--dry-run"], "--kv-cache-dtype fp8_e4m3"),
 ]
 
 
@@ -97,7 +97,8 @@ def test_the_wheel_by_itself_runs_the_commands_of_the_base(made: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "words", [("import", "refract", "refract.json"), ("verify", "receipt.jsonl"), ("rescore", "latest")]
+    "words",
+    [("import", "refract", "refract.json"), ("share", "verify", "receipt.jsonl"), ("report", "--rescore", "latest")],
 )
 def test_what_computes_intervals_needs_scipy_and_nothing_of_an_engine(
     words: tuple[str, ...], made: Path, tmp_path: Path
@@ -135,11 +136,11 @@ def test_doctor_reports_what_the_main_job_needs(made: Path) -> None:
         (["compare", "model", "--kv", "int4"], EXTRAS, "scoring needs SciPy: pip install 'fidelab[stats]'"),
         (["compare", "model", "--kv", "int4"], ("transformers",), "Transformers: pip install 'fidelab[hf]'"),
         (["compare", "model", "--kv", "int4"], ("torch",), "PyTorch: pip install 'fidelab[hf]'"),
-        (["physics", "other"], EXTRAS, "not in the table of fidelab physics, so that it needs Transformers"),
-        (["physics", "other"], ("transformers",), "so that it needs Transformers: pip install 'fidelab[hf]'"),
-        (["physics", "other"], ("torch",), "so that it needs PyTorch: pip install 'fidelab[hf]'"),
-        (["physics", "probe"], EXTRAS, "needs PyTorch: pip install 'fidelab[hf]'"),
-        (["plan-size", "runs/latest", "--margin", "1%"], EXTRAS, "needs SciPy: pip install 'fidelab[stats]'"),
+        (["estimate", "other"], EXTRAS, "not in the table of fidelab estimate, so that it needs Transformers"),
+        (["estimate", "other"], ("transformers",), "so that it needs Transformers: pip install 'fidelab[hf]'"),
+        (["estimate", "other"], ("torch",), "so that it needs PyTorch: pip install 'fidelab[hf]'"),
+        (["estimate", "probe"], EXTRAS, "needs PyTorch: pip install 'fidelab[hf]'"),
+        (["plan", "runs/latest", "--margin", "1%"], EXTRAS, "needs SciPy: pip install 'fidelab[stats]'"),
     ],
 )
 def test_a_missing_or_half_installed_extra_is_one_line(

@@ -90,7 +90,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.model
 @pytest.mark.usefixtures("smollm2")
 def test_the_experiment_file_plans_and_runs(tmp_path: Path) -> None:
-    planned = cli("run", EXPERIMENT, "--dry-run", "--json", cwd=tmp_path)
+    planned = cli("compare", "-f", EXPERIMENT, "--dry-run", "--json", cwd=tmp_path)
     assert planned.code == 0, planned.err
     roles = [job["role"] for job in json.loads(planned.out)["jobs"]]
     arms = ("k16v8", "fp8_e4m3[scale=per-token-head]", "four bits")
@@ -100,7 +100,7 @@ def test_the_experiment_file_plans_and_runs(tmp_path: Path) -> None:
         "floor",
     ]
     small = ("axes.kld.windows=1", "axes.kld.n_ctx=64", "axes.trajectory.limit=1", "floor=0", "twins=0", "control=none")
-    done = cli("run", EXPERIMENT, *(word for text in small for word in ("--set", text)), cwd=tmp_path)
+    done = cli("compare", "-f", EXPERIMENT, *(word for text in small for word in ("--set", text)), cwd=tmp_path)
     assert done.code == 0, done.err
     assert [done.arm(name)["status"] for name in arms] == ["ok"] * 3
 

@@ -395,7 +395,7 @@ def test_the_dry_run_fits_its_limits_by_its_estimates_and_writes_nothing(
 def test_a_step_whose_tool_is_missing_is_skipped_with_its_reason_and_the_rest_runs(call: Call, world: World) -> None:
     code, record = call("--minutes", "30", absent=("vllm", "sglang"))
     assert code == 0
-    text = "vllm is not installed: fidelab engines install vllm, or name its Python by --vllm-python"
+    text = "vllm is not installed: fidelab setup install vllm, or name its Python by --vllm-python"
     assert step(record, "text")["reason"] == {"code": "not_installed", "text": text}
     assert world.started == ["versions", "compile", "decode", "gate", "goals", "profile"]
 

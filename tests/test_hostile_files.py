@@ -172,7 +172,7 @@ class Captured:
         (self.test / MANIFEST).write_text(dump_manifest(manifest))
 
     def score(self) -> None:
-        answered(cli("score", "--ref", self.ref, "--test", self.test, cwd=self.room))
+        answered(cli("compare", "--only", "score", "--reference", self.ref, "--candidate", self.test, cwd=self.room))
 
 
 AXES = ("kld", "trajectory", "plad", "gsm8k")
@@ -302,7 +302,7 @@ def test_a_request_that_unpacks_to_more_than_any_request_is_refused(run: Done, t
     packed = b"".join([*(packer.compress(bytes(1 << 20)) for _ in range(600)), packer.flush()])
     captured.put(PROBE, packed)
     with bounds(512 << 20):
-        done = cli("score", "--ref", ref, "--test", test, cwd=tmp_path)
+        done = cli("compare", "--only", "score", "--reference", ref, "--candidate", test, cwd=tmp_path)
     assert (len(packed) < 4 << 20, done.code) == (True, 1)
     assert "probe.json.gz is damaged (it unpacks to more than 128 MiB)" in " ".join(done.err.split())
 
@@ -356,7 +356,7 @@ def test_a_strangers_run_folder_is_scored_or_one_line(name: str, again: Path) ->
         (again / name).write_bytes(content)
         return content
 
-    attack(change, lambda: answered(cli("rescore", again, cwd=again)))
+    attack(change, lambda: answered(cli("report", "--rescore", again, cwd=again)))
 
 
 # ----------------------------------------------------------------------------- settings, models, dumps
@@ -381,7 +381,7 @@ def test_a_strangers_experiment_is_planned_or_one_line(run: Done, tmp_path: Path
         path.write_bytes(content)
         return content
 
-    attack(change, lambda: answered(cli("run", path, "--dry-run", cwd=tmp_path)))
+    attack(change, lambda: answered(cli("compare", "-f", path, "--dry-run", cwd=tmp_path)))
 
 
 LOADS = ("compilation-config", "load-format", "tool-parser-plugin", "worker-cls", "hf-overrides", "speculative-config")
@@ -407,7 +407,7 @@ def test_a_strangers_options_and_clusters_are_asked_about_whatever_their_values(
         return experiment
 
     def ask() -> None:
-        done = cli("run", path, "--dry-run", cwd=tmp_path)
+        done = cli("compare", "-f", path, "--dry-run", cwd=tmp_path)
         answered(done)
         assert "asks for what a file may not do unasked" in done.err
 
@@ -424,7 +424,7 @@ def test_a_strangers_profile_folder_runs_nothing_whatever_it_holds(tmp_path: Pat
         "expected": [],
     }
     (tmp_path / "own.yaml").write_text(json.dumps(profile))
-    assert cli("profiles", "run", "own.yaml", "--trust", "own.yaml", cwd=tmp_path).code == 0
+    assert cli("reproduce", "own.yaml", "--trust", "own.yaml", cwd=tmp_path).code == 0
     [folder] = (tmp_path / "runs" / "profiles").iterdir()
     resolved = folder / "config.resolved.yaml"
     written = resolved.read_text()
@@ -438,7 +438,7 @@ def test_a_strangers_profile_folder_runs_nothing_whatever_it_holds(tmp_path: Pat
 
     def ask() -> None:
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        done = cli("profiles", "run", "--resume", folder, cwd=tmp_path)
+        done = cli("reproduce", "--resume", folder, cwd=tmp_path)
         answered(done)
         assert done.code == 2
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
@@ -455,7 +455,7 @@ def test_a_strangers_model_config_is_read_or_one_line(tmp_path: Path, make_folde
         (folder / "config.json").write_text(json.dumps(config))
         return config
 
-    attack(change, lambda: answered(cli("models", "path", folder, cwd=tmp_path)))
+    attack(change, lambda: answered(cli("setup", "fetch", folder, cwd=tmp_path)))
 
 
 def test_a_strangers_weight_header_is_read_or_one_line(tmp_path: Path, make_folder: MakeFolder) -> None:
@@ -470,7 +470,7 @@ def test_a_strangers_weight_header_is_read_or_one_line(tmp_path: Path, make_fold
         (folder / "model.safetensors").write_bytes(content)
         return content[:size]
 
-    attack(change, lambda: answered(cli("models", "path", folder, cwd=tmp_path)))
+    attack(change, lambda: answered(cli("setup", "fetch", folder, cwd=tmp_path)))
 
 
 def test_a_strangers_gguf_header_is_walked_or_one_line(tmp_path: Path) -> None:

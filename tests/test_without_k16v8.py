@@ -69,6 +69,5 @@ def test_an_arm_that_asks_for_its_attention_is_one_line(model: Path, tmp_path: P
     assert_one_line(fidelab(tmp_path, *words))
 
 
-@pytest.mark.parametrize("words", [("kernels", "gate"), ("bench", "kernels"), ("kernels", "audit", "--lengths", "128")])
-def test_its_commands_are_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
-    assert_one_line(fidelab(tmp_path, *words))
+def test_the_study_of_attention_is_one_line(model: Path, tmp_path: Path) -> None:
+    assert_one_line(fidelab(tmp_path, "diagnose", "attention", model))

@@ -328,7 +328,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         "engine_args: {answers: answers.json}\ncandidates: [exact, 'forget[every=2]', 'forget[every=8]', missing]\n"
         "axes:\n  capability: {n_predict: 64, code_tokens: 512, long: 512}\n  kld: {windows: 8, n_ctx: 16}\n"
     )
-    return cli("run", "exp.yaml", cwd=cwd)
+    return cli("compare", "-f", "exp.yaml", cwd=cwd)
 
 
 def _of(done: Done, name: str) -> Measurement:

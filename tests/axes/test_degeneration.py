@@ -208,7 +208,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
         "axes": {"degeneration": {"n_predict": 320}, "kld": {"windows": 8, "n_ctx": 16}},
     }
     (cwd / "exp.yaml").write_text(yaml.safe_dump(experiment))
-    done = cli("run", "exp.yaml", cwd=cwd)
+    done = cli("compare", "-f", "exp.yaml", cwd=cwd)
     assert done.code == 0, done.err
     return done
 

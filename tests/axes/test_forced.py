@@ -216,7 +216,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
         "axes": {"forced": {"n_predict": 12}},
     }
     (cwd / "exp.yaml").write_text(yaml.safe_dump(experiment))
-    done = cli("run", "exp.yaml", cwd=cwd)
+    done = cli("compare", "-f", "exp.yaml", cwd=cwd)
     assert done.code == 0, done.err
     return done
 
@@ -255,7 +255,7 @@ def test_only_the_reference_writes_the_text(run: Done) -> None:
 
 def test_rescoring_gives_the_same_report(run: Done) -> None:
     before = (run.folder / "report.json").read_bytes()
-    assert cli("rescore", run.folder, cwd=run.cwd).code == 0
+    assert cli("report", "--rescore", run.folder, cwd=run.cwd).code == 0
     assert (run.folder / "report.json").read_bytes() == before
 
 

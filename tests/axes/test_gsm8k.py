@@ -328,7 +328,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         "engine_args: {answers: answers.json}\ncandidates: [exact, 'forget[every=2]', 'forget[every=20]', missing]\n"
         "axes:\n  gsm8k: {data: problems.jsonl, shots: 1, n_predict: 32}\n  kld: {windows: 8, n_ctx: 16}\n"
     )
-    return cli("run", "exp.yaml", cwd=cwd)
+    return cli("compare", "-f", "exp.yaml", cwd=cwd)
 
 
 def _axis(done: Done, name: str) -> Measurement:
@@ -372,7 +372,7 @@ def test_bad_problems_exit_2_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         "model: fake\nengine: fake\nreference: exact\ncandidates: [exact]\naxes: {gsm8k: {data: bad.jsonl}}\n"
     )
-    run = cli("run", "exp.yaml", cwd=tmp_path)
+    run = cli("compare", "-f", "exp.yaml", cwd=tmp_path)
     assert run.code == 2
     assert "bad.jsonl, line 1: 'answer' must end in #### and a number" in run.err
 

@@ -299,7 +299,7 @@ def _run(cwd: Path, settings: str, *kv: str, extra: str = "", axes: str = "") ->
         f"model: fake\nengine: fake\nreference: exact\ncontrol: none\ntext: text.txt\nprompts: prompts.txt\n"
         f"candidates: [{', '.join(kv or ['exact'])}]\naxes:\n  perplexity: {settings}\n{axes}{extra}"
     )
-    return cli("run", "exp.yaml", cwd=cwd)
+    return cli("compare", "-f", "exp.yaml", cwd=cwd)
 
 
 @pytest.fixture(scope="module")

@@ -450,7 +450,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
         f"reference: exact\ncontrol: '{CONTROL}'\ncandidates: [exact, '{BASES}', '{ALL}', missing, garbage]\n"
         "floor: 0.5\naxes: {plad: {n_predict: 8}}\n"
     )
-    done = cli("run", "plad.yaml", cwd=cwd)
+    done = cli("compare", "-f", "plad.yaml", cwd=cwd)
     assert done.code == 0, done.err
     return done
 
@@ -494,7 +494,7 @@ def test_constant_garbage_is_a_reason_to_fail(tmp_path: Path) -> None:
         "model: fake\nengine: fake\ntext: text.txt\nprompts: prompts.txt\nreference: exact\ncontrol: none\n"
         "candidates: [garbage]\nfloor: 0\naxes: {plad: {n_predict: 8}, kld: {windows: 8, n_ctx: 16}}\n"
     )
-    verdict = cli("run", "plad.yaml", cwd=tmp_path).arm("garbage")["verdict"]
+    verdict = cli("compare", "-f", "plad.yaml", cwd=tmp_path).arm("garbage")["verdict"]
     assert verdict["band"] == "FAIL"
     assert any(fact.startswith("answers do not depend on the prompt") for fact in verdict["because"])
 
@@ -505,7 +505,7 @@ def test_the_floor_repeats_whole_prompts_and_finds_nothing(run: Done) -> None:
 
 
 def test_an_unknown_perturbation_on_the_command_line_is_one_line(run: Done) -> None:
-    done = cli("run", "plad.yaml", "--set", "axes.plad.perturbations=[typos]", cwd=run.cwd)
+    done = cli("compare", "-f", "plad.yaml", "--set", "axes.plad.perturbations=[typos]", cwd=run.cwd)
     assert done.code == 2
     assert "unknown perturbation 'typos'" in done.err
     assert "case" in done.err
@@ -519,7 +519,7 @@ def test_on_a_real_model_a_coarse_cache_drifts(smollm2: Model, tmp_path: Path) -
         "model: smollm2-135m\ndtype: float32\nthreads: 1\nreference: f32\ncontrol: none\ncandidates: [int3]\n"
         "floor: 0\naxes: {plad: {n_predict: 8, limit: 2, perturbations: [typo, punct]}}\n"
     )
-    done = cli("run", "plad.yaml", cwd=tmp_path)
+    done = cli("compare", "-f", "plad.yaml", cwd=tmp_path)
     assert done.code == 0, done.err
     plad = done.axis("int3", "plad")
     assert (plad.status, plad.n_items, plad.n_failed) == ("ok", 4, 0)

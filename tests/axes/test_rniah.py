@@ -327,7 +327,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
         "axes": {"rniah": {"lengths": [600, 700]}},
     }
     (room / "run.yaml").write_text(json.dumps(experiment))
-    return cli("run", "run.yaml", cwd=room)
+    return cli("compare", "-f", "run.yaml", cwd=room)
 
 
 def test_a_run_chooses_the_cloze_and_finds_what_each_arm_lost(run: Done) -> None:
@@ -355,7 +355,7 @@ def test_the_floor_of_a_deterministic_engine_finds_the_same(run: Done) -> None:
 
 def test_scores_come_again_from_the_captures_alone(run: Done) -> None:
     before = run.report["candidates"]
-    assert cli("rescore", run.folder, cwd=run.cwd).code == 0
+    assert cli("report", "--rescore", run.folder, cwd=run.cwd).code == 0
     assert run.report["candidates"] == before
 
 
@@ -369,7 +369,7 @@ def test_a_haystack_that_is_too_short_is_one_line(tmp_path: Path) -> None:
         "axes": {"rniah": {"lengths": [600], "haystack": "hay.txt"}},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(experiment))
-    done = cli("run", "run.yaml", cwd=tmp_path)
+    done = cli("compare", "-f", "run.yaml", cwd=tmp_path)
     assert done.code == 2
     assert "has 219 tokens, but 3 trials at length 600 need 728" in done.err
 
@@ -405,5 +405,5 @@ def test_the_resolved_settings_name_the_haystack_by_its_whole_path(tmp_path: Pat
         "floor": 0.0,
     }
     (tmp_path / "run.yaml").write_text(json.dumps(experiment))
-    report = cli("run", "run.yaml", cwd=tmp_path).report
+    report = cli("compare", "-f", "run.yaml", cwd=tmp_path).report
     assert report["settings"]["axes"]["rniah"]["haystack"] == str(tmp_path / "hay.txt")

@@ -154,7 +154,7 @@ def test_vision_checks_are_asked_and_judged(done: Done) -> None:
 
 def test_scores_can_be_computed_again_from_the_captures(done: Done) -> None:
     before = done.axis("int4", "vision")
-    again = cli("rescore", done.folder, cwd=done.cwd)
+    again = cli("report", "--rescore", done.folder, cwd=done.cwd)
     assert again.code in (0, 1), again.err
     assert done.axis("int4", "vision").metrics == before.metrics
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,15 @@ import pytest
 
 from fidelab.captures.manifest import PARTIAL
 from fidelab.captures.reader import find_captures
-from fidelab.captures.store import collect_garbage, entries
+from fidelab.captures.store import collect_garbage
 from fidelab.core.errors import InputError
 from tests.captures import sample
 
 HEAD = {"weight": np.eye(8, dtype=np.float32)}
 
 
-def gone(store: Path, *, older_than_days: float | None = None, dry_run: bool = False) -> set[str]:
-    removed = collect_garbage(store, older_than_days=older_than_days, dry_run=dry_run)
+def gone(store: Path, *, doomed: Collection[Path] = (), dry_run: bool = False) -> set[str]:
+    removed = collect_garbage(store, doomed=doomed, dry_run=dry_run)
     return {path.name for path, _ in removed}
 
 
@@ -31,23 +32,9 @@ def age_shared_files(store: Path) -> None:
             os.utime(file, (then, then))
 
 
-def test_every_capture_is_listed_with_its_axis_format_and_size(tmp_path: Path) -> None:
-    folder = sample.write(tmp_path)
-    [entry] = entries(tmp_path)
-    assert (entry.folder, entry.title) == (folder, "kld bf16 (3 items)")
-    assert entry.size == sum(file.stat().st_size for file in folder.iterdir())
-    assert entry.created is not None
-
-
-def test_a_damaged_capture_is_listed_as_damaged(tmp_path: Path) -> None:
-    (sample.write(tmp_path) / "part-00000.safetensors").unlink()
-    assert [entry.title for entry in entries(tmp_path)] == ["damaged"]
-
-
 def test_a_folder_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> None:
-    for ask in (entries, collect_garbage):
-        with pytest.raises(InputError, match="is no folder of captures"):
-            ask(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="is no folder of captures"):
+        collect_garbage(tmp_path / "nowhere")
 
 
 def test_good_captures_with_their_heads_and_words_stay(tmp_path: Path) -> None:
@@ -84,14 +71,11 @@ def test_a_capture_whose_head_is_missing_is_not_garbage(tmp_path: Path) -> None:
     assert folder.is_dir()
 
 
-def test_old_captures_go_only_when_asked(tmp_path: Path) -> None:
-    folder = sample.write(tmp_path)
-    old = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3 * 86_400))
-    sample.rewrite_manifest(folder, created=old)
+def test_sound_captures_go_only_when_named(tmp_path: Path) -> None:
+    folder, kept = sample.write(tmp_path), sample.write(tmp_path, sample.named("int4"))
     assert gone(tmp_path) == set()
-    assert gone(tmp_path, older_than_days=5) == set()
-    assert folder.name in gone(tmp_path, older_than_days=2)
-    assert not folder.exists()
+    assert folder.name in gone(tmp_path, doomed=[folder])
+    assert (folder.exists(), kept.exists()) == (False, True)
 
 
 def test_what_a_dead_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
@@ -128,7 +112,7 @@ def test_what_is_not_ours_is_never_touched(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     age_shared_files(tmp_path)
     before = sample.tree(tmp_path)
-    assert gone(tmp_path, older_than_days=0) == set()
+    assert gone(tmp_path, doomed=[*tmp_path.rglob("*")]) == set()
     assert sample.tree(tmp_path) == before
     assert (tmp_path / "empty").is_dir()
 
@@ -138,6 +122,5 @@ def test_a_capture_of_another_version_stays_with_all_that_it_may_need(tmp_path: 
     sample.rewrite_manifest(folder, schema="fidelab.capture/1", head=None)
     age_shared_files(tmp_path)
     before = sample.tree(tmp_path)
-    assert gone(tmp_path, older_than_days=0) == set()
+    assert gone(tmp_path, doomed=[*tmp_path.rglob("*")]) == set()
     assert sample.tree(tmp_path) == before
-    assert [entry.title for entry in entries(tmp_path)] == ["of another version"]

@@ -959,12 +959,12 @@ def test_the_verdict_is_the_exit_code_and_json_has_all_of_it(tmp_path: Path) -> 
     broken = quantized("gptq")
     _set(f"{DOWN}.scales", _poked(NAN))(broken)
     folder = broken.write(tmp_path / "broken")
-    assert cli("audit", whole, cwd=tmp_path).code == 0
-    done = cli("audit", folder, cwd=tmp_path)
+    assert cli("checkpoint", "audit", whole, cwd=tmp_path).code == 0
+    done = cli("checkpoint", "audit", folder, cwd=tmp_path)
     assert (done.code, done.err.strip()) == (1, f"fidelab: {folder} is broken: 1 finding")
     assert f"{DOWN}.scales" in done.out
     assert "verdict: broken" in done.out
-    answer = json.loads(cli("audit", folder, "--json", cwd=tmp_path).out)
+    answer = json.loads(cli("checkpoint", "audit", folder, "--json", cwd=tmp_path).out)
     assert (answer["schema"], answer["verdict"], answer["rules"]) == ("fidelab.audit/1", "broken", list(RULES))
     [finding] = answer["findings"]
     assert (finding["rule"], finding["count"], finding["tensors"]) == ("scale-nonfinite", 1, [f"{DOWN}.scales"])
@@ -988,7 +988,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         ((whole, "--tp", "0"), "at least 1"),
         ((whole, "--base", write_gguf(tmp_path / "m.gguf")), "in the same format"),
     ):
-        done = cli("audit", *words, cwd=tmp_path)
+        done = cli("checkpoint", "audit", *words, cwd=tmp_path)
         assert done.code == 2
         assert says in done.err
         assert done.err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""``fidelab convert``: every weight of the target is the source's, what cannot be is refused, nothing half-written."""
+"""``fidelab checkpoint convert``: the weights are the source's, what cannot be is refused, nothing half-written."""
 
 from __future__ import annotations
 
@@ -415,7 +415,17 @@ def test_a_disk_that_fills_up_half_way_is_one_line_and_leaves_nothing(tmp_path: 
     def small() -> None:  # files cannot grow beyond this
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
-    command = [sys.executable, "-m", "fidelab", "convert", str(folder), str(tmp_path / "target"), "--to", "awq"]
+    command = [
+        sys.executable,
+        "-m",
+        "fidelab",
+        "checkpoint",
+        "convert",
+        str(folder),
+        str(tmp_path / "target"),
+        "--to",
+        "awq",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=small, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"fidelab: cannot write {tmp_path / 'target'}")
@@ -428,7 +438,9 @@ def test_what_is_printed_is_the_certificate_in_one_line(tmp_path: Path, capfd: p
 
     folder = write_quantized(tmp_path / "source", "gptq", symmetric=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["fidelab", "convert", str(folder), str(tmp_path / "target"), "--to", "awq"])
+        patch.setattr(
+            sys, "argv", ["fidelab", "checkpoint", "convert", str(folder), str(tmp_path / "target"), "--to", "awq"]
+        )
         with pytest.raises(SystemExit) as ended:
             main()
     assert ended.value.code == 0

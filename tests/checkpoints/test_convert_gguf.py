@@ -1,4 +1,4 @@
-"""``fidelab convert --to gguf``: the same weights, tokens and shape in a file for llama.cpp, or a refusal."""
+"""``fidelab checkpoint convert --to gguf``: the same weights, tokens and shape for llama.cpp, or a refusal."""
 
 from __future__ import annotations
 

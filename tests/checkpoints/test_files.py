@@ -313,7 +313,7 @@ def test_small_tensors_of_a_repository_are_fetched_together(hub: Hub, tmp_path: 
     folder = write_folder(tmp_path / "source", content)
     hub.files[COMMITS["main"]] = {path.name: path.read_bytes() for path in folder.iterdir()}
     env = hub_environment(hub.endpoint, tmp_path / "home")
-    command = [sys.executable, "-m", "fidelab", "audit", REPO, "--json"]
+    command = [sys.executable, "-m", "fidelab", "checkpoint", "audit", REPO, "--json"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, json.loads(done.stdout)["tensors"]) == (0, 200), done.stderr
     assert sum("model.safetensors" in asked for asked in hub.asked) <= 3
@@ -324,7 +324,7 @@ def test_a_single_file_beside_the_shards_of_a_repository_is_told(hub: Hub, tmp_p
     older = {name: value * 2 for name, value in plain().tensors.items()}
     save_file(older, folder / "model.safetensors")
     hub.files[COMMITS["main"]] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    command = [sys.executable, "-m", "fidelab", "audit", REPO, "--json"]
+    command = [sys.executable, "-m", "fidelab", "checkpoint", "audit", REPO, "--json"]
     env = hub_environment(hub.endpoint, tmp_path / "home")
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert [finding["rule"] for finding in json.loads(done.stdout)["findings"]] == ["stale-file"], done.stderr

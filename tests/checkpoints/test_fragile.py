@@ -110,7 +110,7 @@ def test_impossible_settings_are_refused(setting: str, value: int, tmp_path: Pat
 @pytest.mark.full
 def test_the_embedded_model_collapses_under_fp8_in_k_and_nowhere_else(smollm2: Model, tmp_path: Path) -> None:
     source = with_weights(smollm2).path
-    process = cli("models", "make-fragile", smollm2.name, "-o", tmp_path / "fragile", cwd=tmp_path)
+    process = cli("checkpoint", "make-fragile", smollm2.name, "-o", tmp_path / "fragile", cwd=tmp_path)
     assert process.code == 0, process.err
     assert "channels 0, 1, 32, 33 of every head of K times 4096 in 30 layers" in process.out
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)

@@ -29,7 +29,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(room: Path) -> Done:
-    return cli("calibrate", "./tiny", "-o", "out", "--windows", 3, "--n-ctx", 64, "--json", cwd=room)
+    return cli("checkpoint", "calibrate", "./tiny", "-o", "out", "--windows", 3, "--n-ctx", 64, "--json", cwd=room)
 
 
 def test_scales_are_the_largest_magnitudes_of_what_attention_caches(room: Path, done: Done) -> None:
@@ -68,27 +68,40 @@ def test_weights_are_as_they_were_and_the_audit_finds_nothing(room: Path, done: 
     assert before == after
     config = json.loads((room / "out" / "config.json").read_text())
     assert config["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
-    audit = cli("audit", "out", cwd=room)
+    audit = cli("checkpoint", "audit", "out", cwd=room)
     assert audit.code == 0, audit.out
     assert "verdict: ok" in audit.out
 
 
 def test_nothing_is_written_over(room: Path, done: Done) -> None:
-    again = cli("calibrate", "./tiny", "-o", "out", "--windows", 1, "--n-ctx", 64, cwd=room)
+    again = cli("checkpoint", "calibrate", "./tiny", "-o", "out", "--windows", 1, "--n-ctx", 64, cwd=room)
     assert again.code == 2
     assert "exists" in again.err
 
 
 def test_too_little_text_is_refused_and_leaves_nothing(room: Path) -> None:
     (room / "short.txt").write_text("hello\n")
-    done = cli("calibrate", "./tiny", "-o", "o2", "--windows", 3, "--n-ctx", 64, "--prompts", "short.txt", cwd=room)
+    done = cli(
+        "checkpoint",
+        "calibrate",
+        "./tiny",
+        "-o",
+        "o2",
+        "--windows",
+        3,
+        "--n-ctx",
+        64,
+        "--prompts",
+        "short.txt",
+        cwd=room,
+    )
     assert done.code == 2
     assert "fewer --windows" in done.err
     assert not (room / "o2").exists()
 
 
 def test_quantized_source_is_refused(room: Path, done: Done) -> None:
-    again = cli("calibrate", "./out", "-o", "o3", "--windows", 1, "--n-ctx", 64, cwd=room)
+    again = cli("checkpoint", "calibrate", "./out", "-o", "o3", "--windows", 1, "--n-ctx", 64, cwd=room)
     assert again.code == 2
     assert "quantized" in again.err
 

@@ -1,4 +1,4 @@
-"""Recipes of ``fidelab quantize`` against checkpoints' names and shapes."""
+"""Recipes of ``fidelab checkpoint quantize`` against checkpoints' names and shapes."""
 
 from __future__ import annotations
 

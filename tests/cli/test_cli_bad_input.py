@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fidelab.cli.moved import MOVED_COMMANDS, MOVED_OPTIONS
 from tests.run.harness import cli, write_inputs
 
 FAKE = ("compare", "fake", "--engine", "fake", "--reference", "exact")
@@ -105,12 +106,39 @@ CAPACITY = ("bench", "capacity", "smollm2-135m")
         (("compare", "--resume", "x", "--windows", "3"), "leave out --windows"),
         (("compare", "--resume", "x", "--dry-run"), "leave out --dry-run"),
         (("cmpare",), "No such command 'cmpare'"),
-        (("score", "--ref", "x"), "Missing option '--test'"),
+        (("compare", "--resume", "x", "-f", "x"), "--resume takes the settings of the run: leave out --file"),
+        (("compare", "fake", "-f", "x.yaml"), "--file takes the settings of the file: leave out MODEL"),
+        (("compare", "-f", "x.yaml", "--kv", "tilt"), "leave out --kv"),
+        (("compare", "--only", "score", "--reference", "x"), "--only score --reference DIR --candidate DIR"),
+        (("compare", "--only", "score", "--kv", "tilt"), "--only takes the settings of the saved outputs: leave out"),
+        (("compare", "--only", "capture", "--kv", "tilt"), "name a model"),
+        ((*TILT, "--only", "capture", "--max-kld", "1"), "--only capture compares nothing: leave out --max-kld"),
+        (("report", "x", "--format", "svg", "--json"), "--format svg writes files of its own: leave out --json"),
+        (("report", ".", "-o", "x"), "-o goes with --format"),
+        (("report", ".", "--margin", "1%"), "--margin needs the scores again: add --rescore"),
+        (("setup", "clean", "vlm-cpu"), "unknown row 'vlm-cpu'"),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else value,
 )
 def test_a_name_or_flag_that_cannot_be_is_one_line(words: tuple[object, ...], said: str, room: Path) -> None:
     assert said in refused(*words, cwd=room)
+
+
+@pytest.mark.parametrize(("words", "current"), MOVED_COMMANDS.items())
+def test_a_former_command_names_the_one_to_write(words: str, current: str, room: Path) -> None:
+    assert refused(*words.split(), "x", "--y", cwd=room) == f"fidelab: fidelab {words} does not exist; write: {current}"
+
+
+@pytest.mark.parametrize(("flag", "current"), MOVED_OPTIONS.items())
+def test_a_former_option_names_what_to_write(flag: str, current: str, room: Path) -> None:
+    assert refused("compare", "fake", flag, "x", cwd=room) == f"fidelab: {flag} does not exist; write: {current}"
+
+
+@pytest.mark.parametrize(("alias", "name"), [("llama.cpp", "llamacpp"), ("Transformers", "hf")])
+def test_engines_are_also_known_by_their_projects_names(alias: str, name: str, room: Path) -> None:
+    assert f"unknown KV format of engine {name}" in refused(
+        "compare", "smollm2-135m", "--engine", alias, "--kv", "qq", cwd=room
+    )
 
 
 def test_k16v8_and_its_meaning_are_one_candidate_twice(make_folder: object, room: Path) -> None:
@@ -236,7 +264,7 @@ GOOD = "model: fake\nengine: fake\nreference: exact\ncandidates: [tilt]\n"
 )
 def test_a_settings_file_that_is_wrong_names_the_place(content: str, said: str, room: Path) -> None:
     (room / "mine.yaml").write_text(content)
-    assert said in refused("run", "mine.yaml", cwd=room)
+    assert said in refused("compare", "-f", "mine.yaml", cwd=room)
 
 
 @pytest.mark.parametrize(
@@ -251,30 +279,34 @@ def test_a_settings_file_that_is_wrong_names_the_place(content: str, said: str, 
 )
 def test_an_override_that_cannot_be_is_one_line(override: str, said: str, room: Path) -> None:
     (room / "mine.yaml").write_text(GOOD)
-    assert said in refused("run", "mine.yaml", "--set", override, cwd=room)
+    assert said in refused("compare", "-f", "mine.yaml", "--set", override, cwd=room)
 
 
 def test_a_settings_file_that_is_none_is_named(room: Path) -> None:
-    assert "nowhere.yaml does not exist" in refused("run", "nowhere.yaml", cwd=room)
-    assert "is a folder; name an experiment file" in refused("run", ".", cwd=room)
+    assert "nowhere.yaml does not exist" in refused("compare", "-f", "nowhere.yaml", cwd=room)
+    assert "is a folder; name an experiment file" in refused("compare", "-f", ".", cwd=room)
     (room / "latin.yaml").write_bytes(b"model: \xe9\n")
-    assert "is not UTF-8 (byte 7)" in refused("run", "latin.yaml", cwd=room)
+    assert "is not UTF-8 (byte 7)" in refused("compare", "-f", "latin.yaml", cwd=room)
 
 
 # ------------------------------------------------------------------------------------------ folders of runs
 
 
-@pytest.mark.parametrize("words", [("rescore",), ("report",), ("compare", "--resume")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [("report", "--rescore"), ("report",), ("compare", "--resume")],
+    ids=" ".join,
+)
 def test_a_folder_that_is_no_run_is_said_to_be_none(words: tuple[str, ...], room: Path) -> None:
     assert f"{room} is no run folder: it holds no config.resolved.yaml" in refused(*words, room, cwd=room)
     assert "nowhere is no run folder: it does not exist" in refused(*words, "nowhere", cwd=room)
 
 
 @pytest.mark.parametrize(
-    "words", ["rescore", "report", "compare --resume", "charts --output-dir out", "baseline save main"]
+    "words", ["report --rescore", "report", "compare --resume", "report --format svg -o out", "runs baseline main"]
 )
 def test_a_run_of_another_kind_is_not_sent_in_a_circle(words: str, room: Path) -> None:
-    (room / "config.resolved.yaml").write_text("# command: fidelab bisect m\nmodel: m\nkind: bisect\n")
+    (room / "config.resolved.yaml").write_text("# command: fidelab diagnose layers m\nmodel: m\nkind: bisect\n")
     said = refused(*words.split(), ".", cwd=room)
     assert "it is of kind bisect: its record lies there" in said
     assert "--resume ." not in said
@@ -284,8 +316,8 @@ def test_a_run_without_results_says_how_to_go_on(room: Path) -> None:
     folder = room / "runs" / "x"
     folder.mkdir(parents=True)
     (folder / "config.resolved.yaml").write_text(GOOD)
-    for command in ("rescore", "report"):
-        assert f"fidelab compare --resume {folder}" in refused(command, folder, cwd=room)
+    for command in (("report", "--rescore"), ("report",)):
+        assert f"fidelab compare --resume {folder}" in refused(*command, folder, cwd=room)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"facts": 1, "planned": [], "arms": [{}]}', '{"arms": 3}'])
@@ -294,14 +326,14 @@ def test_damaged_outcomes_say_how_to_mend_them(content: str, room: Path) -> None
     folder.mkdir(parents=True)
     (folder / "config.resolved.yaml").write_text(GOOD)
     (folder / "outcomes.json").write_text(content)
-    line = refused("rescore", folder, cwd=room)
+    line = refused("report", "--rescore", folder, cwd=room)
     assert "outcomes.json" in line
     assert f"--resume {folder}" in line
 
 
 def test_captures_of_a_folder_that_is_not_there(room: Path) -> None:
-    for command in ("list", "gc"):
-        assert "is no folder of captures" in refused("captures", command, cwd=room)
+    line = refused("setup", "clean", "outputs", "--captures-dir", "nowhere", cwd=room)
+    assert "nowhere is no folder of captures" in line
 
 
 # -------------------------------------------------------------------------------------- in a real process

@@ -108,7 +108,7 @@ def test_rules_of_a_file_are_added_to_the_flags(room: Path) -> None:
 
 
 def test_an_equal_run_passes_against_a_baseline_of_a_name(room: Path) -> None:
-    cli("baseline", "save", "main", "runs/before", cwd=room)
+    cli("runs", "baseline", "main", "runs/before", cwd=room)
     done = cli("check", "runs/again", "--baseline", "main", cwd=room)
     assert (done.code, done.err) == (0, "")
     assert "again against baseline main" in done.out

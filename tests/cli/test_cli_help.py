@@ -21,53 +21,65 @@ from tests.run.harness import Done, cli
 COMMANDS = [
     (),
     ("compare",),
-    ("run",),
-    ("bisect",),
-    ("capture",),
-    ("score",),
-    ("rescore",),
-    ("report",),
-    ("formats",),
-    ("doctor",),
-    ("plan-size",),
-    ("audit",),
-    ("import",),
-    ("import", "refract"),
-    ("import", "kld-dumps"),
     ("check",),
-    ("baseline",),
-    ("baseline", "save"),
-    ("baseline", "list"),
-    ("baseline", "remove"),
+    ("report",),
+    ("runs",),
+    ("runs", "list"),
+    ("runs", "show"),
+    ("runs", "export"),
+    ("runs", "baseline"),
+    ("runs", "baselines"),
+    ("plan",),
     ("bench",),
     ("bench", "offline"),
     ("bench", "serve"),
     ("bench", "sweep"),
     ("bench", "calibrate"),
     ("bench", "speculation"),
-    ("charts",),
-    ("models",),
-    ("models", "list"),
-    ("models", "pull"),
-    ("models", "path"),
-    ("engines",),
-    ("engines", "list"),
-    ("engines", "install"),
-    ("engines", "remove"),
-    ("runs",),
-    ("runs", "list"),
-    ("runs", "show"),
-    ("runs", "gc"),
-    ("leaderboard",),
-    ("publish",),
-    ("verify",),
-    ("export",),
-    ("captures",),
-    ("captures", "list"),
-    ("captures", "gc"),
+    ("estimate",),
+    ("estimate", "model"),
+    ("estimate", "advise"),
+    ("estimate", "fit"),
+    ("estimate", "explain"),
+    ("diagnose",),
+    ("diagnose", "layers"),
+    ("diagnose", "sensitivity"),
+    ("diagnose", "attention"),
+    ("checkpoint",),
+    ("checkpoint", "audit"),
+    ("checkpoint", "convert"),
+    ("checkpoint", "quantize"),
+    ("checkpoint", "calibrate"),
+    ("checkpoint", "make-fragile"),
+    ("serve",),
+    ("serve", "start"),
+    ("serve", "stop"),
+    ("serve", "presets"),
+    ("serve", "show"),
+    ("serve", "check"),
+    ("share",),
+    ("share", "publish"),
+    ("share", "verify"),
+    ("share", "leaderboard"),
+    ("share", "mirror"),
+    ("reproduce",),
+    ("reproduce", "list"),
+    ("reproduce", "show"),
+    ("import",),
+    ("import", "refract"),
+    ("import", "kld-dumps"),
+    ("setup",),
+    ("setup", "engines"),
+    ("setup", "install"),
+    ("setup", "models"),
+    ("setup", "fetch"),
+    ("setup", "formats"),
+    ("setup", "clean"),
+    ("doctor",),
 ]
-_GROUPS = ("runs", "models", "engines", "captures", "import", "baseline", "bench")
-WITH_EXAMPLES = [words for words in COMMANDS if not words or words[0] not in _GROUPS]
+WITH_EXAMPLES = [
+    words for words in COMMANDS if words in ((), ("compare",), ("check",), ("report",), ("plan",), ("doctor",))
+]
 
 
 @pytest.fixture
@@ -126,7 +138,9 @@ def test_examples_name_commands_and_flags_that_exist(shown: Callable[..., Done])
             used = [word for word in shlex.split(example.replace("$(", "").replace(")", "")) if word != "ref=fidelab"]
             command = used[1] if used[0] == "fidelab" else used[0]
             flags = {word for word in used if word.startswith("--")}
-            known = set(re.findall(r"--[a-z][a-z-]*", shown(command, "--help").out))
+            known = set(
+                re.findall(r"--?[a-z][a-z-]*", shown(command, "--help-all" if command == "compare" else "--help").out)
+            )
             unknown += [(words, example, flag) for flag in flags - known]
     assert unknown == []
 
@@ -148,8 +162,32 @@ def test_commands_and_options_stand_in_groups(shown: Callable[..., Done]) -> Non
     def panels(*words: str) -> list[str]:
         return re.findall(r"╭─ (.*?) ─+╮", shown(*words, "--help").out)
 
-    assert panels() == ["Options", "Compare", "Results", "Speed", "Checkpoints", "Models, engines and this machine"]
-    assert panels("compare") == ["Arguments", "Options", "Arms", "What is measured", "Scoring", "Engine"]
+    assert panels() == ["Options", "Compare", "Results", "Speed and size", "Diagnosis and checkpoints", "This machine"]
+    assert panels("compare") == ["Arguments", "Options"]
+    assert re.findall(r"╭─ (.*?) ─+╮", shown("compare", "--help-all").out)[2:] == [
+        "Arms",
+        "What is measured",
+        "Scoring",
+        "Engine",
+    ]
+
+
+def test_there_are_fifteen_commands(shown: Callable[..., Done]) -> None:
+    listed = re.findall(r"^│ ([a-z]+) ", shown("--help").out, re.M)
+    assert sorted(listed) == sorted({words[0] for words in COMMANDS if words})
+    assert len(listed) == 15
+
+
+def test_help_of_compare_shows_a_dozen_options_on_one_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("COLUMNS", "TERMINAL_WIDTH"):
+        monkeypatch.setenv(variable, "80")
+    text = cli("compare", "--help", cwd=tmp_path).out
+    shown = re.findall(r"^│ (--[a-z-]+)", text, re.M)
+    assert set(shown) == {
+        *("--engine", "--kv", "--candidate", "--serve", "--change", "--reference", "--text", "--traffic", "--quick"),
+        *("--windows", "--n-ctx", "--axes", "--output-dir", "--help-all", "--help"),
+    }
+    assert len(text.rstrip().splitlines()) <= 48
 
 
 def test_paragraphs_are_wrapped_by_the_terminal_alone(shown: Callable[..., Done]) -> None:
@@ -192,31 +230,22 @@ def test_a_process_of_its_own_completes(tmp_path: Path) -> None:
     assert done.stdout.split() == ["compare"]
 
 
-@pytest.mark.parametrize("words", [("kernels",), ("bench", "kernels")])
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_of_another_packages_command_is_its_own(words: tuple[str, ...], flag: str, tmp_path: Path) -> None:
-    done = cli(*words, flag, cwd=tmp_path)
-    assert (done.code, done.err) == (0, "")
-    assert "usage: k16v8" in done.out
-
-
 def test_brackets_in_help_are_shown(shown: Callable[..., Done]) -> None:
-    text = shown("compare", "--help").out
+    text = shown("compare", "--help-all").out
     for told in (
         "NAME[key=value,…]",
-        "fp8_e4m3[scale=per-token-head]",
         "[default: 32, or fewer where all is decided]",
-        "[default: the engine's native one]",
+        "[default: native]",
     ):
         assert told in text
 
 
 def test_every_flag_of_compare_is_explained(shown: Callable[..., Done]) -> None:
-    text = shown("compare", "--help").out
+    text = shown("compare", "--help-all").out
     flags = """--reference --kv --candidate --engine --python --image --prefix --pythonpath --base-url --model --force
         --control --axes --text --windows --n-ctx --protocol --stride --prompts
         --n-predict --limit --template --quick --set --seed --bands --no-floor --dtype --device --threads --engine-arg
-        --benches        --deadline --output-dir --json --plot --dry-run --resume"""
+        --benches        --deadline --output-dir --json --plot --dry-run --resume --file --only"""
     assert [flag for flag in flags.split() if flag not in text] == []
 
 

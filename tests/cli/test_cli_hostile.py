@@ -74,15 +74,14 @@ def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("report", "runs/run"),
         ("report", "runs/run", "--plot"),
         ("report", "runs/run", "--markdown"),
-        ("charts", "runs/run", "--output-dir", "figures"),
+        ("report", "runs/run", "--format", "svg", "-o", "figures"),
         ("check", "runs/run", "--all", "--max-kld", "0.01", "--baseline", "runs/before"),
         ("check", "runs/before", "--all", "--baseline", "runs/run", "--markdown"),
         ("check", "runs/run", "--all", "--baseline", "runs/run"),
-        ("baseline", "save", "main", "runs/run", "--force"),
-        ("baseline", "list"),
-        ("rescore", "runs/run"),
-        ("plan-size", "runs/run"),
-        ("captures", "list"),
+        ("runs", "baseline", "main", "runs/run", "--force"),
+        ("runs", "baselines"),
+        ("report", "--rescore", "runs/run"),
+        ("plan", "runs/run"),
         ("compare", "--resume", "runs/run"),
     ],
     ids=" ".join,
@@ -98,13 +97,13 @@ def test_no_command_prints_what_a_terminal_obeys(words: tuple[str, ...], room: P
     [
         ("report", "runs/run", "--json"),
         ("check", "runs/run", "--all", "--max-kld", "1", "--json", "-"),
-        ("baseline", "list", "--json"),
+        ("runs", "baselines", "--json"),
     ],
     ids=" ".join,
 )
 def test_json_escapes_what_cannot_be_printed_and_loses_nothing(words: tuple[str, ...], room: Path) -> None:
-    if words[0] == "baseline":
-        cli("baseline", "save", "main", "runs/run", "--force", cwd=room)
+    if words[0] == "runs":
+        cli("runs", "baseline", "main", "runs/run", "--force", cwd=room)
     done = shown(*words, cwd=room)
     found = json.loads(done.out)
     if words[0] == "report":
@@ -140,10 +139,10 @@ def test_a_run_with_hostile_names_texts_and_logs(tmp_path: Path) -> None:
         "floor": 0,
     }
     (folder / "experiment.yaml").write_text(json.dumps(experiment))
-    done = shown("run", "experiment.yaml", cwd=folder)
+    done = shown("compare", "-f", "experiment.yaml", cwd=folder)
     assert "tilt" in done.out, done
     run = done.folder
-    for words in (("report", run, "--plot"), ("rescore", run), ("plan-size", run), ("captures", "list")):
+    for words in (("report", run, "--plot"), ("report", "--rescore", run), ("plan", run)):
         shown(*words, cwd=folder)
     json.loads(shown("report", run, "--json", cwd=folder).out)
     seen((run / "report.html").read_text("utf-8"))
@@ -158,14 +157,14 @@ def test_a_run_with_hostile_names_texts_and_logs(tmp_path: Path) -> None:
         ("compare", "fake", *SMALL, "--kv", "tilt", "--axes", f"kld,{TITLE}"),
         ("compare", "fake", *SMALL, "--kv", "tilt", "--engine-arg", f"delay={COLOUR}"),
         ("compare", "fake", *SMALL, "--kv", "tilt", f"--{TITLE}"),
-        ("run", f"missing{TITLE.replace('/', '')}.yaml"),
-        ("run", "broken.yaml"),
-        ("run", "keys.yaml"),
+        ("compare", "-f", f"missing{TITLE.replace('/', '')}.yaml"),
+        ("compare", "-f", "broken.yaml"),
+        ("compare", "-f", "keys.yaml"),
         ("report", f"missing{COLOUR}"),
         ("report", "\udcff"),
         ("check", f"missing{COLOUR}", "--max-kld", "1"),
         ("check", "keys.yaml", "--policy", "keys.yaml"),
-        ("models", "path", f"missing{COLOUR}"),
+        ("setup", "fetch", f"missing{COLOUR}"),
         ("bench", "serve", "--base-url", f"http://{COLOUR}"),
     ],
     ids=lambda words: repr(words[:2])[:50],

@@ -1,4 +1,4 @@
-"""``fidelab launch``, ``stop`` and ``presets``, with a small real server in place of llama.cpp's."""
+"""``fidelab serve start``, ``stop`` and ``presets``, with a small real server in place of llama.cpp's."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def own(tmp_path: Path) -> Callable[..., Path]:
 
 
 def launched(tmp_path: Path, *words: object) -> Done:
-    return cli("launch", "mine", "--force", "--detach", *words, cwd=tmp_path)
+    return cli("serve", "start", "mine", "--force", "--detach", *words, cwd=tmp_path)
 
 
 def url_of(done: Done) -> str:
@@ -143,9 +143,9 @@ def test_a_server_that_never_answers_is_ended(tmp_path: Path, own: Callable[...,
 
 @contextmanager
 def in_foreground(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """``fidelab launch mine``, whose server answers."""
+    """``fidelab serve start mine``, whose server answers."""
     script = "import sys; sys.argv[0] = 'fidelab'; from fidelab.cli import main; main()"
-    command = [sys.executable, "-c", script, "launch", "mine", "--force"]
+    command = [sys.executable, "-c", script, "serve", "start", "mine", "--force"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
@@ -201,7 +201,7 @@ def test_a_server_that_ends_later_is_a_fault(tmp_path: Path, own: Callable[..., 
 def test_the_first_start_is_told_from_later_ones(tmp_path: Path, own: Callable[..., Path]) -> None:
     own()
     first = launched(tmp_path)
-    cli("stop", cwd=tmp_path)
+    cli("serve", "stop", cwd=tmp_path)
     second = launched(tmp_path)
     assert "(first start)" in first.out
     assert "the first start of this command here, which may compile" in first.err
@@ -211,7 +211,7 @@ def test_the_first_start_is_told_from_later_ones(tmp_path: Path, own: Callable[.
 
 def test_a_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path, own: Callable[..., Path]) -> None:
     own()
-    done = cli("launch", "mine", "--dry-run", "--port", "18999", cwd=tmp_path)
+    done = cli("serve", "start", "mine", "--dry-run", "--port", "18999", cwd=tmp_path)
     assert done.code == 0
     assert done.out.startswith("llama-server --model ")
     assert "--cache-type-k q8_0 --cache-type-v q8_0 --flash-attn on --ctx-size 1024" in done.out
@@ -221,7 +221,7 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path, own: Ca
 def test_flags_change_what_the_preset_says(tmp_path: Path, own: Callable[..., Path]) -> None:
     own()
     changes = ("--set", "kv=f16", "--set", "n-ctx=64", "--set", "n-batch=32", "--set", "serve.parallel=2")
-    done = cli("launch", "mine", "--dry-run", *changes, cwd=tmp_path)
+    done = cli("serve", "start", "mine", "--dry-run", *changes, cwd=tmp_path)
     assert done.code == 0, done.err
     shown = done.out.splitlines()[0]
     assert "--cache-type-k f16" in shown
@@ -245,7 +245,7 @@ def test_what_cannot_be_launched_is_said_in_one_line(
     tmp_path: Path, own: Callable[..., Path], words: tuple[str, ...], message: str
 ) -> None:
     own()
-    done = cli("launch", "mine", "--dry-run", *words, cwd=tmp_path)
+    done = cli("serve", "start", "mine", "--dry-run", *words, cwd=tmp_path)
     assert done.code == 2
     assert message in done.err
     assert done.err.count("\n") == 1
@@ -269,10 +269,10 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path, own
 def test_presets_check_fails_where_a_running_server_differs(tmp_path: Path, own: Callable[..., Path]) -> None:
     own()
     url = url_of(launched(tmp_path, "--json"))
-    same = cli("presets", "check", "mine", cwd=tmp_path)
-    other = cli("presets", "check", "mine", "--set", "kv=f16", cwd=tmp_path)
+    same = cli("serve", "check", "mine", cwd=tmp_path)
+    other = cli("serve", "check", "mine", "--set", "kv=f16", cwd=tmp_path)
     log = next((tmp_path / "state").rglob("*.log"))
-    remote = cli("presets", "check", "mine", "--base-url", url, "--log", log, "--set", "n-batch=64", cwd=tmp_path)
+    remote = cli("serve", "check", "mine", "--base-url", url, "--log", log, "--set", "n-batch=64", cwd=tmp_path)
     assert same.code == 0, same.err
     assert (other.code, other.err) == (1, "fidelab: KV type: declared f16, runs q8_0\n")
     assert (remote.code, remote.err) == (1, "fidelab: n-batch: declared 64, runs 512\n")
@@ -281,7 +281,7 @@ def test_presets_check_fails_where_a_running_server_differs(tmp_path: Path, own:
 def test_presets_check_claims_nothing_where_a_server_does_not_tell(tmp_path: Path, own: Callable[..., Path]) -> None:
     own()
     url = url_of(launched(tmp_path, "--json"))
-    done = cli("presets", "check", "mine", "--base-url", url, cwd=tmp_path)
+    done = cli("serve", "check", "mine", "--base-url", url, cwd=tmp_path)
     assert done.code == 3
     assert "KV type: the server does not tell it; --log names what it printed" in done.err
 
@@ -289,7 +289,7 @@ def test_presets_check_claims_nothing_where_a_server_does_not_tell(tmp_path: Pat
 def test_presets_check_of_another_engines_server_says_so(tmp_path: Path, own: Callable[..., Path]) -> None:
     own()
     url = url_of(launched(tmp_path, "--json"))
-    done = cli("presets", "check", "smollm2-cpu-vllm", "--base-url", url, cwd=tmp_path)
+    done = cli("serve", "check", "smollm2-cpu-vllm", "--base-url", url, cwd=tmp_path)
     assert done.code == 2
     assert f"{url} is no server of engine vllm: look what listens there" in done.err
 
@@ -301,11 +301,11 @@ def test_stop_ends_the_whole_group(tmp_path: Path, own: Callable[..., Path]) -> 
     own(env={"SMALL_CHILD": str(tmp_path / "child")})
     launched(tmp_path)
     (server,) = records()
-    done = cli("stop", cwd=tmp_path)
+    done = cli("serve", "stop", cwd=tmp_path)
     assert done.out.startswith(f"mine ended (process {server.pid}")
     assert gone(server.pid)
     assert gone(int((tmp_path / "child").read_text()))
-    assert cli("stop", cwd=tmp_path).out == "no server runs that fidelab started\n"
+    assert cli("serve", "stop", cwd=tmp_path).out == "no server runs that fidelab started\n"
 
 
 def test_stop_leaves_another_process_with_the_recorded_pid_alone(tmp_path: Path, own: Callable[..., Path]) -> None:
@@ -315,7 +315,7 @@ def test_stop_leaves_another_process_with_the_recorded_pid_alone(tmp_path: Path,
     record = json.loads(file.read_text())
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as bystander:
         file.write_text(json.dumps({**record, "pid": bystander.pid}))
-        done = cli("stop", cwd=tmp_path)
+        done = cli("serve", "stop", cwd=tmp_path)
         assert done.out == "no server runs that fidelab started\n"
         assert bystander.poll() is None
         bystander.kill()
@@ -326,13 +326,13 @@ def test_stop_asks_which_of_several(tmp_path: Path, own: Callable[..., Path]) ->
     own()
     launched(tmp_path)
     launched(tmp_path)
-    done = cli("stop", cwd=tmp_path)
+    done = cli("serve", "stop", cwd=tmp_path)
     assert done.code == 2
     assert "several servers run: name one of mine, mine-2, or pass --all" in done.err
-    assert cli("stop", "mine-2", cwd=tmp_path).out.startswith("mine-2 ended")
-    wrong = cli("stop", "mine-2", cwd=tmp_path)
+    assert cli("serve", "stop", "mine-2", cwd=tmp_path).out.startswith("mine-2 ended")
+    wrong = cli("serve", "stop", "mine-2", cwd=tmp_path)
     assert (wrong.code, "unknown running server 'mine-2'" in wrong.err) == (2, True)
-    assert cli("stop", "--all", cwd=tmp_path).out.startswith("mine ended")
+    assert cli("serve", "stop", "--all", cwd=tmp_path).out.startswith("mine ended")
 
 
 # -------------------------------------------------------------------------------------------------------- trust
@@ -351,7 +351,11 @@ def test_a_strangers_preset_is_shown_and_asked_for(
 ) -> None:
     changes = {"engine": "llamacpp", **changes}
     file = own("foreign", tmp_path / "elsewhere", **changes)
-    for words in (("launch", file, "--dry-run"), ("presets", "show", file), ("compare", "--preset", file, "--kv", "x")):
+    for words in (
+        ("serve", "start", file, "--dry-run"),
+        ("serve", "show", file),
+        ("compare", "--preset", file, "--kv", "x"),
+    ):
         done = cli(*words, cwd=tmp_path)
         assert done.code == 2
         assert shown in done.err
@@ -360,7 +364,7 @@ def test_a_strangers_preset_is_shown_and_asked_for(
 
 def test_a_trusted_preset_is_remembered(tmp_path: Path, own: Callable[..., Path]) -> None:
     file = own("foreign", tmp_path / "elsewhere", env={"A": "1"}, engine="llamacpp")
-    words = ("presets", "show", file)
+    words = ("serve", "show", file)
     assert cli(*words, "--trust", file, cwd=tmp_path).code == 0
     assert cli(*words, cwd=tmp_path).code == 0
     own("foreign", tmp_path / "elsewhere", env={"A": "2"}, engine="llamacpp")
@@ -369,7 +373,7 @@ def test_a_trusted_preset_is_remembered(tmp_path: Path, own: Callable[..., Path]
 
 def test_ones_own_preset_is_not_asked_for(tmp_path: Path, own: Callable[..., Path]) -> None:
     own(env={"A": "1"})
-    assert cli("presets", "show", "mine", cwd=tmp_path).code == 0
+    assert cli("serve", "show", "mine", cwd=tmp_path).code == 0
 
 
 # ------------------------------------------------------------------------------------------ compare and bench
@@ -412,7 +416,7 @@ def test_a_bench_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) 
 
 def test_presets_list_has_ones_own_beside_those_of_the_package(tmp_path: Path, own: Callable[..., Path]) -> None:
     own()
-    rows = {row["name"]: row for row in json.loads(cli("presets", "list", "--json", cwd=tmp_path).out)["presets"]}
+    rows = {row["name"]: row for row in json.loads(cli("serve", "presets", "--json", cwd=tmp_path).out)["presets"]}
     assert rows["mine"]["whose"] == "yours"
     lab = {"devstral", "coder-30b", "coder-next", "coder-next-ream", "gemma4", "gemma4-31b", "qwen35", "qwen35-moe"}
     assert lab <= rows.keys()
@@ -421,12 +425,12 @@ def test_presets_list_has_ones_own_beside_those_of_the_package(tmp_path: Path, o
 
 def test_a_preset_that_is_broken_does_not_hide_the_others(tmp_path: Path, own: Callable[..., Path]) -> None:
     own("broken", kvv="q8_0")
-    done = cli("presets", "list", cwd=tmp_path)
+    done = cli("serve", "presets", cwd=tmp_path)
     assert done.code == 1
     assert "unknown key 'kvv'; did you mean 'kv'?" in done.err
     assert "devstral" in done.out
 
 
 def test_an_unknown_preset_is_said_with_the_nearest(tmp_path: Path) -> None:
-    done = cli("launch", "devstrall", cwd=tmp_path)
+    done = cli("serve", "start", "devstrall", cwd=tmp_path)
     assert (done.code, "unknown preset 'devstrall'; did you mean 'devstral'?" in done.err) == (2, True)

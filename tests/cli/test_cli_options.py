@@ -19,109 +19,100 @@ from fidelab.cli.options import (
     Options,
     ServableEngineOptions,
     expand_options,
-    refuse_beside_resume,
+    refuse_beside,
 )
 from fidelab.core.errors import UsageError
 
-# Commands whose options measure kernels on inputs of their own, with no model, engine or run: names are all they share
-# with the others.
-KERNELS = ("bench kernels", "kernels gate", "kernels compile", "kernels audit")
+# It hands its options to the command of another package: names are all they share with the others.
+KERNELS = ("diagnose attention",)
 
 # Option → command → why that command's option of this name is not that of the others.
-_PRESET = ("launch", "presets show", "presets check")
+_PRESET = ("serve start", "serve show", "serve check")
 OTHERS = {
     "--contexts": {"bench capacity": "where the server ends"},
     "--goodput": {"bench capacity": "when a load is too much"},
     "--random-output-len": {"bench capacity": "one number"},
-    "--all": {"stop": "servers, not metrics"},
+    "--all": {"serve stop": "servers, not metrics"},
     "--base-url": {
         "bench capacity": "instead of a model",
         "bench serve": "required, of any server",
         "bench sweep": "required, of any server",
-        "presets check": "what is checked, of any server",
+        "serve check": "what is checked, of any server",
     },
-    "--batch": {"physics model": "cells of a table", "advise": "one number"},
+    "--batch": {"estimate model": "cells of a table", "estimate advise": "one number"},
     "--budget": {"compare": "a time, not bytes"},
     "--benches": {"bench offline": "benches are what it is for: never none"},
-    "--by": {"leaderboard": "what ranks, not what is changed together"},
+    "--by": {"share leaderboard": "what ranks, not what is changed together"},
     "--candidate": {
-        "bisect": "exactly one",
+        "diagnose layers": "exactly one",
         "bench offline": "one arm of several; none is the reference",
     },
     "--concurrency": {"bench calibrate": "one number, of streams from the mock server"},
     "--device": {
-        "advise": "a row of the device table, and required",
-        "physics model": "rows of the device table",
-        "physics fit": "a row of the device table",
-        "physics probe": "what is measured",
+        "estimate advise": "a row of the device table, and required",
+        "estimate model": "rows of the device table",
+        "estimate fit": "a row of the device table",
+        "estimate probe": "what is measured",
     },
-    "--context": {"advise": "one context"},
+    "--context": {"estimate advise": "one context"},
     "--dry-run": {
-        "captures gc": "what would be removed",
-        "models gc": "what would be removed",
-        "launch": "a command, not a plan",
-        "profiles run": "stages, not jobs",
+        "serve start": "a command, not a plan",
+        "reproduce run": "stages, not jobs",
     },
-    "--dtype": {"convert": "of what is not quantized, not of a computation"},
+    "--dtype": {"checkpoint convert": "of what is not quantized, not of a computation"},
     "--engine": {
-        "bisect": "engines that pass on the states behind layers",
+        "diagnose layers": "engines that pass on the states behind layers",
         "runs list": "a filter",
         **dict.fromkeys(_PRESET, "the preset's own"),
     },
-    "--image": {"doctor": "what is examined instead", "engines list": "what is listed instead"},
-    "--floor": {"bisect": "captures all again, not a quarter"},
-    "--force": {"baseline save": "replaces a baseline", "launch": "starts a server"},
+    "--image": {"doctor": "what is examined instead", "setup engines": "what is listed instead"},
+    "--floor": {"diagnose layers": "captures all again, not a quarter"},
+    "--force": {"runs baseline": "replaces a baseline", "serve start": "starts a server"},
     "--kv": {
         "bench capacity": "formats of servers that are started",
-        "physics model": "formats of no run",
-        "bisect": "exactly one candidate",
-        "capture": "the only arm",
+        "estimate model": "formats of no run",
+        "diagnose layers": "exactly one candidate",
         "bench offline": "the first is the reference",
         "bench serve": "a label",
         "bench sweep": "a label",
     },
-    "--arm": {"export": "of two forms alone"},
+    "--arm": {"report": "of two forms alone"},
     "--max-kld": {"check": "decides, and recommends nothing"},
     "--markdown": {"check": "a comment on a pull request"},
     "--json": {"check": "a file"},
-    "--reference": {"physics model": "a format of no run"},
-    "--tp": dict.fromkeys(("advise", "physics model"), "what a device holds"),
-    "--older-than": {"models gc": "converted weights, not captures", "runs gc": "required, and of runs"},
+    "--reference": {"estimate model": "a format of no run"},
+    "--tp": dict.fromkeys(("estimate advise", "estimate model"), "what a device holds"),
     "--model": {
         "bench capacity": "the model on the server",
-        "formats": "the model whose cache is counted",
+        "setup formats": "the model whose cache is counted",
         "runs list": "a filter",
         "import kld-dumps": "a label",
         "bench serve": "the model on the server",
         "bench sweep": "the model on the server",
     },
     "--n-ctx": {
-        "bisect": "one short context",
-        "sensitivity": "one context, of no axis",
-        "calibrate": "one context, of no axis",
+        "diagnose layers": "one short context",
+        "diagnose sensitivity": "one context, of no axis",
+        "checkpoint calibrate": "one context, of no axis",
     },
     "--name": {
         "import refract": "a candidate's",
         "import kld-dumps": "a candidate's, repeated",
         "import lm-eval": "a candidate's, repeated",
     },
-    "--format": {"charts": "pictures", "export": "other tools' forms"},
-    "--to": {"runs mirror": "a tracker"},
+    "--to": {"share mirror": "a tracker"},
     "--out": {
-        "leaderboard": "a file of one of three kinds",
-        "publish": "a file that must not be there",
-        "export": "a file",
+        "share leaderboard": "a file of one of three kinds",
+        "share publish": "a file that must not be there",
+        "report": "a file or a folder",
     },
-    "--output": {"explain": "a page, not a folder"},
+    "--output": {"estimate explain": "a page, not a folder"},
     "--output-dir": {
         "compare": "with captures",
-        "bisect": "with captures",
-        "sensitivity": "with captures",
-        "calibrate": "with captures",
-        "capture": "captures alone",
-        "profiles run": "in a folder of its own",
-        "score": "none unless asked for",
-        "charts": "pictures",
+        "diagnose layers": "with captures",
+        "diagnose sensitivity": "with captures",
+        "checkpoint calibrate": "with captures",
+        "reproduce run": "in a folder of its own",
         "import refract": "no run was made, only its folder",
         "import kld-dumps": "no run was made, only its folder",
         "import lm-eval": "no run was made, only its folder",
@@ -131,11 +122,11 @@ OTHERS = {
         "bench serve": "how prompts are sent",
         "bench sweep": "how prompts are sent",
     },
-    "--python": {"engines install": "makes the environment"},
+    "--python": {"setup install": "makes the environment"},
     "--repeats": {"bench offline": "answers of a bench, not passes over loads"},
     "--resume": {
-        "quantize": "a flag: the output names what is resumed",
-        "profiles run": "a profile's folder",
+        "checkpoint quantize": "a flag: the output names what is resumed",
+        "reproduce run": "a profile's folder",
     },
     "--seed": {
         "bench capacity": "of prompts and arrivals",
@@ -144,15 +135,18 @@ OTHERS = {
         "bench calibrate": "of the mock server's jitter",
     },
     "--set": {
-        "run": "any setting: there are no flags for them",
-        "profiles run": "a parameter of the profile",
+        "reproduce run": "a parameter of the profile",
         **dict.fromkeys(_PRESET, "of an arm, not of an experiment"),
     },
     "--stride": {"import kld-dumps": "what the dumps were made with"},
-    "--timeout": {"launch": "of a start, not of a request"},
-    "--windows": {"bisect": "few windows", "sensitivity": "of no axis", "calibrate": "of prompts"},
+    "--timeout": {"serve start": "of a start, not of a request"},
+    "--windows": {
+        "diagnose layers": "few windows",
+        "diagnose sensitivity": "of no axis",
+        "checkpoint calibrate": "of prompts",
+    },
     "--workers": {"bench calibrate": "always given; no load to choose by"},
-    "--y": {"explain": "needed beside --points alone"},
+    "--y": {"estimate explain": "needed beside --points alone"},
 }
 
 
@@ -237,12 +231,12 @@ def test_two_groups_with_an_option_of_the_same_name_are_refused() -> None:
 def test_resume_refuses_what_was_said_and_not_what_is_a_default() -> None:
     @expand_options
     def command(context: typer.Context, size: _BigSize, resume_dir: str = "") -> None:
-        refuse_beside_resume(context, "run", ("rows",))
+        refuse_beside(context, "resume_dir", "run", ("rows",))
 
     assert run(command, "--rows", "1", "--resume-dir", "x").exit_code == 0
     refused = run(command, "--rows", "1", "--tall", "x", "--resume-dir", "x").exception
     assert isinstance(refused, UsageError)
-    assert str(refused) == "--resume takes the run's own settings: leave out --tall"
+    assert str(refused) == "--resume-dir takes the settings of the run: leave out --tall"
 
 
 def given(group: type[Options], **fields: Any) -> Any:
@@ -272,6 +266,12 @@ def test_settings_of_axes_are_those_whose_flags_were_given() -> None:
     assert said == {"axes": {"kld": {"windows": 4}}, "text": "default", "prompts": "default"}
 
 
+def test_a_quick_look_measures_kld_alone_unless_axes_are_named() -> None:
+    assert list(given(AxesOptions).settings()["axes"]) == ["trajectory", "kld"]
+    assert list(given(AxesOptions, quick=True).settings()["axes"]) == ["kld"]
+    assert list(given(AxesOptions, quick=True, axes="core").settings()["axes"]) == ["trajectory", "kld"]
+
+
 def test_an_option_of_several_commands_is_the_same_in_all_unless_there_is_a_reason() -> None:
     differing = {
         option: {words: declared for words, declared in owners.items() if words not in OTHERS.get(option, {})}
@@ -291,8 +291,6 @@ def test_every_reason_for_an_option_of_its_own_is_still_needed() -> None:
 def test_no_option_is_declared_twice() -> None:
     places: dict[str, list[str]] = {}
     for path in sorted(Path(fidelab.cli.__file__).parent.glob("*.py")):
-        if "kernels" in path.stem:
-            continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("typer.Option", "typer.Argument"):
                 places.setdefault(ast.unparse(node), []).append(f"{path.name}:{node.lineno}")

@@ -119,7 +119,7 @@ def test_columns_of_a_dry_run_are_as_wide_as_the_longest_name(tmp_path: Path) ->
 
 
 def test_a_dry_run_knows_what_is_captured_already(plain: Done) -> None:
-    done = cli("run", plain.folder / "config.resolved.yaml", "--dry-run", "--json", cwd=plain.cwd)
+    done = cli("compare", "-f", plain.folder / "config.resolved.yaml", "--dry-run", "--json", cwd=plain.cwd)
     plan = json.loads(done.out)
     assert {job["captures_missing"] for job in plan["jobs"]} == {0}
     assert (plan["tokens"], plan["disk_bytes"]) == (0, 0)

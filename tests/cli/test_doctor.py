@@ -157,7 +157,7 @@ def test_the_floor_of_a_requirement_is_read_beside_an_upper_bound(text: str) -> 
 def test_an_absent_model_says_how_to_fetch_it_and_how_much_that_is(well: Told) -> None:
     model = well.check("smollm2-135m", "models")
     assert (model["status"], "93 MB" in model["detail"]) == ("missing", True)
-    assert model["remedy"].endswith("fidelab models pull smollm2-135m")
+    assert model["remedy"].endswith("fidelab setup fetch smollm2-135m")
 
 
 def test_every_engine_but_the_test_engine_and_every_format_and_axis_is_tried(well: Told) -> None:

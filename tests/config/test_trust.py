@@ -100,28 +100,32 @@ def test_a_program_of_a_file_is_named_and_not_started(where: str, flags: tuple[s
         data = yaml.safe_load(file.read_text())
         file.write_text(yaml.safe_dump({key: data[key] for key in CROSS}))
     before = sorted(room.rglob("*"))
-    line = refused(cli("run", "experiment.yaml", *flags, cwd=room), "--trust experiment.yaml", "Nothing was run")
+    line = refused(
+        cli("compare", "-f", "experiment.yaml", *flags, cwd=room), "--trust experiment.yaml", "Nothing was run"
+    )
     assert any(words in line for words in ("prefix 'sh wrap.sh'", "python './python'", "pythonpath 'shims'"))
     assert sorted(room.rglob("*")) == before
 
 
 def test_a_kernel_of_a_hub_is_code_too(room: Path) -> None:
     file = write(room, model="smollm2-135m", engine="hf", reference="f32", candidates=["kv=f32,attention=evil/kernel"])
-    refused(cli("run", file, "--dry-run", cwd=room), "attention 'evil/kernel' is code of a hub")
+    refused(cli("compare", "-f", file, "--dry-run", cwd=room), "attention 'evil/kernel' is code of a hub")
 
 
 def test_words_that_a_report_would_tell_people_to_run_are_asked_for(room: Path) -> None:
     file = write(room, serve={"wrapper": ["docker", "run", "-v", "/:/host", "evil"], "words": ["--port", "1"]})
-    refused(cli("run", file, "--dry-run", cwd=room), "docker run -v /:/host evil", "would stand in the commands")
+    refused(
+        cli("compare", "-f", file, "--dry-run", cwd=room), "docker run -v /:/host evil", "would stand in the commands"
+    )
 
 
 def test_trust_lets_a_file_run_and_is_remembered(room: Path, memory: Path) -> None:
     file = write(room, engine=fake(**PREFIX))
-    first = cli("run", file, "--trust", file, cwd=room)
+    first = cli("compare", "-f", file, "--trust", file, cwd=room)
     assert first.code == 0, first.err
     assert (room / "mark").exists()
     assert str(file) in memory.read_text()
-    assert cli("run", file, "--set", "axes.kld.windows=2", cwd=room).code == 0
+    assert cli("compare", "-f", file, "--set", "axes.kld.windows=2", cwd=room).code == 0
 
 
 @pytest.mark.parametrize(
@@ -130,34 +134,37 @@ def test_trust_lets_a_file_run_and_is_remembered(room: Path, memory: Path) -> No
     ids=["anything", "the-command"],
 )
 def test_a_trusted_file_that_was_changed_is_asked_for_again(change: dict[str, Any], said: str, room: Path) -> None:
-    assert cli("run", write(room, engine=fake(**PREFIX)), "--dry-run", "--trust", room, cwd=room).code == 0
-    refused(cli("run", write(room, **{"engine": fake(**PREFIX), **change}), "--dry-run", cwd=room), said)
+    assert cli("compare", "-f", write(room, engine=fake(**PREFIX)), "--dry-run", "--trust", room, cwd=room).code == 0
+    refused(cli("compare", "-f", write(room, **{"engine": fake(**PREFIX), **change}), "--dry-run", cwd=room), said)
 
 
 def test_trust_of_relative_words_holds_for_the_programs_they_named(room: Path, tmp_path: Path) -> None:
     for words in ({"pythonpath": ["shims"]}, PREFIX, {"python": "./python"}):
         file = write(room, engine=fake(**words))
-        assert cli("run", file, "--dry-run", "--trust", file, cwd=room).code == 0
+        assert cli("compare", "-f", file, "--dry-run", "--trust", file, cwd=room).code == 0
     other = tmp_path / "other"
     shutil.copytree(room, other)
-    refused(cli("run", "experiment.yaml", "--dry-run", cwd=other), "python './python'")
+    refused(cli("compare", "-f", "experiment.yaml", "--dry-run", cwd=other), "python './python'")
     write(other, engine=fake(**PREFIX))
-    refused(cli("run", "experiment.yaml", "--dry-run", cwd=other), "prefix 'sh wrap.sh'")
+    refused(cli("compare", "-f", "experiment.yaml", "--dry-run", cwd=other), "prefix 'sh wrap.sh'")
 
 
 def test_another_file_that_is_trusted_does_not_help(room: Path) -> None:
     (room / "mine.yaml").write_text("model: fake")
-    refused(cli("run", write(room, engine=fake(**PREFIX)), "--trust", "mine.yaml", cwd=room), "prefix 'sh wrap.sh'")
+    refused(
+        cli("compare", "-f", write(room, engine=fake(**PREFIX)), "--trust", "mine.yaml", cwd=room),
+        "prefix 'sh wrap.sh'",
+    )
 
 
 def test_words_given_as_flags_are_not_asked_for(room: Path) -> None:
     file = write(room, engine=fake(**PREFIX))
     flags = ("--set", "engine.prefix=sh wrap.sh", "--set", f"engine.python={sys.executable}")
-    refused(cli("run", file, "--dry-run", *flags[:2], cwd=room), "python ")
-    assert cli("run", file, "--dry-run", *flags, cwd=room).code == 0
-    assert cli("run", write(room, engine=fake()), "--dry-run", *flags, cwd=room).code == 0
+    refused(cli("compare", "-f", file, "--dry-run", *flags[:2], cwd=room), "python ")
+    assert cli("compare", "-f", file, "--dry-run", *flags, cwd=room).code == 0
+    assert cli("compare", "-f", write(room, engine=fake()), "--dry-run", *flags, cwd=room).code == 0
     line = write(room, candidates=[LINE])
-    assert cli("run", line, "--dry-run", "--set", f"candidates=['{LINE}']", cwd=room).code == 0
+    assert cli("compare", "-f", line, "--dry-run", "--set", f"candidates=['{LINE}']", cwd=room).code == 0
 
 
 # ---------------------------------------------------------------------------------------------------- options
@@ -216,18 +223,20 @@ def test_the_guide_shows_the_table_of_harmless_options() -> None:
 @pytest.mark.parametrize("key", ["output_dir", "captures_dir"])
 def test_a_folder_elsewhere_is_not_written_to_unasked(key: str, room: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
-    refused(cli("run", write(room, **{key: str(elsewhere)}), cwd=room), f"{key} ", "would be written to")
+    refused(cli("compare", "-f", write(room, **{key: str(elsewhere)}), cwd=room), f"{key} ", "would be written to")
     assert not elsewhere.exists()
 
 
 def test_arms_are_not_sent_to_a_cluster_unasked(room: Path) -> None:
     where = {"name": "ray", "address": "head.example:6379"}
-    refused(cli("run", write(room, executor=where), cwd=room), "address 'head.example:6379'", "is a cluster")
+    refused(cli("compare", "-f", write(room, executor=where), cwd=room), "address 'head.example:6379'", "is a cluster")
 
 
 @pytest.mark.parametrize("address", ["a\nb:1", "head 1:2", "$(x):1", "http://x:1", "head"])
 def test_an_address_is_a_host_and_a_port(address: str, room: Path) -> None:
-    refused(cli("run", write(room, executor={"name": "ray", "address": address}), cwd=room), "executor.address")
+    refused(
+        cli("compare", "-f", write(room, executor={"name": "ray", "address": address}), cwd=room), "executor.address"
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,7 +279,7 @@ def test_ones_own_run_is_gone_on_with_unasked(flags: tuple[str, ...], room: Path
     folder = started(room, *flags)
     moved = folder.rename(tmp_path / "moved")
     assert cli("compare", "--resume", moved, cwd=room).code == 0
-    assert cli("run", moved / "config.resolved.yaml", "--dry-run", cwd=room).code == 0
+    assert cli("compare", "-f", moved / "config.resolved.yaml", "--dry-run", cwd=room).code == 0
 
 
 @pytest.fixture
@@ -286,8 +295,8 @@ def test_a_folder_of_somebody_else_starts_nothing(strange: Path, room: Path) -> 
     before = sorted(strange.rglob("*"))
     said = ("prefix 'sh wrap.sh'", f"--trust {strange / 'config.resolved.yaml'}", "text ")
     refused(cli("compare", "--resume", strange, cwd=room), *said)
-    refused(cli("run", strange / "config.resolved.yaml", "--dry-run", cwd=room), *said)
-    refused(cli("run", strange / "config.resolved.yaml", "--set", "runs=2", cwd=room), *said)
+    refused(cli("compare", "-f", strange / "config.resolved.yaml", "--dry-run", cwd=room), *said)
+    refused(cli("compare", "-f", strange / "config.resolved.yaml", "--set", "runs=2", cwd=room), *said)
     assert sorted(strange.rglob("*")) == before
     assert not (room / "mark").exists()
 
@@ -310,7 +319,7 @@ def test_trust_alone_is_no_flag_of_a_new_run(room: Path) -> None:
 
 def test_a_repeat_of_somebody_else_starts_nothing_and_ones_own_goes_on(room: Path, memory: Path) -> None:
     file = write(room, engine=fake(**PREFIX))
-    done = cli("run", file, "--set", "runs=2", "--trust", file, cwd=room)
+    done = cli("compare", "-f", file, "--set", "runs=2", "--trust", file, cwd=room)
     assert done.code == 0, done.err
     folder = done.folder
     assert cli("compare", "--resume", folder, cwd=room).code == 0
@@ -345,7 +354,7 @@ def test_a_variable_of_a_file_goes_to_no_host(room: Path, monkeypatch: pytest.Mo
             reference="base-url=http://other.example/v1",
             candidates=[f"base-url={server.url},api-key-env=AWS_SECRET_ACCESS_KEY"],
         )
-        line = refused(cli("run", file, cwd=room), "api-key-env 'AWS_SECRET_ACCESS_KEY'", server.url)
+        line = refused(cli("compare", "-f", file, cwd=room), "api-key-env 'AWS_SECRET_ACCESS_KEY'", server.url)
         assert server.keys == []
     assert "hunter2" not in line
 
@@ -396,12 +405,12 @@ def test_a_file_elsewhere_is_asked_for_and_one_beside_is_not(key: str, way: str,
 
     def ask(value: str) -> Done:
         changes: dict[str, Any] = {key: value} if axis is None else {"axes": {**SIZES, axis: {key: value}}}
-        return cli("run", write(room, **changes), "--dry-run", cwd=room)
+        return cli("compare", "-f", write(room, **changes), "--dry-run", cwd=room)
 
     refused(ask(ELSEWHERE[way](room, secret)), f"{key} ", "is a file elsewhere that would be read", "secret.txt")
     assert "asks for" not in ask(str(room / "text.txt")).err
 
 
 def test_what_a_file_asks_for_cannot_hide_in_control_characters(room: Path) -> None:
-    line = refused(cli("run", write(room, engine=fake(prefix="sh wrap.sh \x1b[2K\x1b]0;x\x07")), cwd=room))
+    line = refused(cli("compare", "-f", write(room, engine=fake(prefix="sh wrap.sh \x1b[2K\x1b]0;x\x07")), cwd=room))
     assert line.isprintable()

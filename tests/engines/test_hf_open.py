@@ -325,7 +325,7 @@ def test_a_quantized_checkpoint_that_transformers_cannot_load_is_not_supported_a
     support = HFEngine.supports(tiny.arm(path))
     assert not support.ok
     assert re.search(said, support.reason)
-    assert "fidelab convert" in support.reason
+    assert "fidelab checkpoint convert" in support.reason
     assert "\n" not in support.reason
 
 

@@ -85,7 +85,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("fidelab.engines.vllm.launch.version", absent)
-    with pytest.raises(EngineError, match="fidelab engines install vllm"):
+    with pytest.raises(EngineError, match="fidelab setup install vllm"):
         VLLMEngine.versions()
 
 

@@ -1,4 +1,4 @@
-"""What compare accepts or refuses, beside what ``formats``, ``engines list`` and ``doctor`` say of it."""
+"""What compare accepts or refuses, beside what ``setup formats``, ``setup engines`` and ``doctor`` say of it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class _Shared(Engines):
 def check_agreement(engines: Sequence[str], model: str, cwd: Path) -> dict[tuple[str, str], str]:
     """Every engine × every format that any of them has, as each command tells it; returns what compare does."""
     told = {
-        "formats": _formats(json.loads(cli("formats", "--json", cwd=cwd).out)["formats"]),
-        "engines list": _engines(json.loads(cli("engines", "list", "--json", cwd=cwd).out)["engines"]),
+        "setup formats": _formats(json.loads(cli("setup", "formats", "--json", cwd=cwd).out)["formats"]),
+        "setup engines": _engines(json.loads(cli("setup", "engines", "--json", cwd=cwd).out)["engines"]),
         "doctor": _doctor(json.loads(cli("doctor", "--json", cwd=cwd).out)["checks"]),
     }
     names = {name for table in told.values() for _, name in table}

@@ -378,9 +378,9 @@ def test_a_file_that_names_an_image_is_asked_for_first(
     data["axes"] = {"kld": {"windows": 1, "n_ctx": 16}}
     file = room / "experiment.yaml"
     file.write_text(yaml.safe_dump(data))
-    refused(cli("run", file, cwd=room), "image 'engine:1' is an image whose programs would be run", "--trust")
+    refused(cli("compare", "-f", file, cwd=room), "image 'engine:1' is an image whose programs would be run", "--trust")
     assert docker.calls == []
-    assert cli("run", file, "--trust", file, cwd=room).code == 0
+    assert cli("compare", "-f", file, "--trust", file, cwd=room).code == 0
 
 
 def test_the_shell_of_a_remote_machine_says_that_there_is_no_docker(docker: FakeDocker) -> None:
@@ -411,7 +411,7 @@ def test_the_engines_of_an_image_are_listed_and_the_doctor_is_content_with_one(
     monkeypatch.setattr("fidelab.environments.listing.ENGINES", Registry("engine", few))
     for python, ready, problems in ((sys.executable, True, {"vllm"}), (second.python, False, {"hf", "vllm"})):
         docker.say(python=python)
-        places = json.loads(cli("engines", "list", "--image", "engine:1", "--json", cwd=room).out)["engines"]
+        places = json.loads(cli("setup", "engines", "--image", "engine:1", "--json", cwd=room).out)["engines"]
         assert {place["name"] for place in places} == {"image engine:1"}
         assert {place["engine"] for place in places if place["problem"]} == problems
         told = cli("doctor", "--image", "engine:1", "--json", cwd=room)

@@ -66,7 +66,7 @@ def test_an_interpreter_that_cannot_be_run_is_refused(python: str) -> None:
 
 
 def test_an_engine_that_is_installed_nowhere_names_the_command_that_installs_it() -> None:
-    with pytest.raises(EngineError, match=r"^engine vllm is not installed: fidelab engines install vllm"):
+    with pytest.raises(EngineError, match=r"^engine vllm is not installed: fidelab setup install vllm"):
         locate("vllm")
 
 

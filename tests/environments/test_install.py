@@ -246,9 +246,9 @@ def test_an_environment_of_another_recipe_is_named_in_the_list_and_by_doctor(
     assert place.update is None
     known["odd-cpu"] = recipe(Step(("x",)))
     [place] = listing(["odd"])
-    assert (place.problem, place.update) == (None, "fidelab engines install odd --cpu")
+    assert (place.problem, place.update) == (None, "fidelab setup install odd --cpu")
     check, _ = parts._brought("odd", [place], None)
-    assert check.detail.endswith(", installed from another recipe: fidelab engines install odd --cpu")
+    assert check.detail.endswith(", installed from another recipe: fidelab setup install odd --cpu")
 
 
 def test_a_complete_environment_that_is_broken_is_made_again_by_its_remedy(
@@ -750,7 +750,7 @@ def test_the_command_that_installs_an_engine_is_for_this_machine(
 ) -> None:
     seen: Callable[[str], str] = lambda built: built if built == device else "cpu"  # noqa: E731
     monkeypatch.setattr(recipes, "device", seen)
-    assert recipes.install_command("vllm") == f"fidelab engines install {command}"
+    assert recipes.install_command("vllm") == f"fidelab setup install {command}"
 
 
 # ------------------------------------------------------------------------------------- asked at once, kept, stopped
@@ -800,7 +800,7 @@ def test_an_engine_that_cannot_be_imported_is_asked_anew_every_time(quick: None)
     assert listing(["odd"])[0].problem is None
 
 
-@pytest.mark.parametrize("words", first(["engines list", "formats", "doctor"]))
+@pytest.mark.parametrize("words", first(["setup engines", "setup formats", "doctor"]))
 def test_a_terminal_shows_life_while_engines_are_asked_and_ctrl_c_ends_them_at_once(
     words: str, quick: None, tmp_path: Path
 ) -> None:

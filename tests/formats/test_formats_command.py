@@ -1,4 +1,4 @@
-"""``fidelab formats``: every format, its bytes, its errors and its engines."""
+"""``fidelab setup formats``: every format, its bytes, its errors and its engines."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_a_k_quant_without_ggmls_library_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     weights._ggml.cache_clear()
     try:
-        with pytest.raises(NotSupportedError, match="fidelab engines install llamacpp"):
+        with pytest.raises(NotSupportedError, match="fidelab setup install llamacpp"):
             weight_format(FormatSpec("q4_k"))
     finally:
         weights._ggml.cache_clear()

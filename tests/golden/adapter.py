@@ -608,7 +608,7 @@ def audit_faults() -> list[str]:
 
 
 def audit_json(name: str, room: Path) -> dict[str, Any]:
-    """What ``fidelab audit --json`` prints of a checkpoint with a planted fault; the rules as a number."""
+    """What ``fidelab checkpoint audit --json`` prints of a checkpoint with a planted fault; the rules as a number."""
     from fidelab.checkpoints.audit import audit
     from tests.checkpoints.synthetic import quantized
     from tests.checkpoints.test_audit import FAULTS
@@ -626,10 +626,10 @@ def audit_json(name: str, room: Path) -> dict[str, Any]:
 
 
 def physics_json(words: Sequence[str], room: Path) -> dict[str, Any]:
-    """What ``fidelab physics --json`` prints."""
+    """What ``fidelab estimate --json`` prints."""
     from tests.run.harness import cli
 
-    done = cli("physics", *words, "--json", cwd=room)
+    done = cli("estimate", *words, "--json", cwd=room)
     assert done.code == 0, done.err
     return dict(json.loads(done.out))
 
@@ -643,7 +643,7 @@ def physics_of_model(kind: str, room: Path) -> dict[str, Any]:
 
 
 def sensitivity_json(settings: Mapping[str, Any], room: Path) -> dict[str, Any]:
-    """What ``fidelab sensitivity --json`` prints, if these answers came from the engine.
+    """What ``fidelab diagnose sensitivity --json`` prints, if these answers came from the engine.
 
     The answers are drawn from seeds by the text of the rounding; fewer bits move them further.
     """

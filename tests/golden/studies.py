@@ -25,10 +25,10 @@ PHYSICS: Mapping[str, tuple[str, ...]] = {
         *("--kv", "q4_0", "--kv", "int8[group=32]", "--kv", "fp8_e5m2", "--kv", "int4/int2", "--batch", "8"),
     ),
 }
-"""Options of ``fidelab physics`` on sizes that are given."""
+"""Options of ``fidelab estimate`` on sizes that are given."""
 
 SHAPES = ("llama", "gemma2", "minicpm3", "lfm2")
-"""Configurations of tiny models that ``fidelab physics`` reads: plain, windows, latents, layers without keys."""
+"""Configurations of tiny models that ``fidelab estimate`` reads: plain, windows, latents, layers without keys."""
 
 SENSITIVITY: Mapping[str, Mapping[str, Any]] = {
     "kinds": {"formats": ["int4[group=16]", "int8[group=16]"], "by": "kind", "budget": "6bpw"},

@@ -126,11 +126,11 @@ def test_an_exported_capture_is_scored_like_the_capture(tmp_path: Path) -> None:
 def test_the_command_exports_and_says_what_cannot_be_exported(tmp_path: Path) -> None:
     good = captured(tmp_path / "captures", "int8", scores(0))
     other = captured(tmp_path / "captures", "int4", scores(0), first=0)
-    assert cli("captures", "export", good, tmp_path / "a.kld", cwd=tmp_path).code == 0
+    assert cli("runs", "export", good, tmp_path / "a.kld", cwd=tmp_path).code == 0
     assert (tmp_path / "a.kld").is_file()
-    done = cli("captures", "export", other, tmp_path / "b.kld", cwd=tmp_path)
+    done = cli("runs", "export", other, tmp_path / "b.kld", cwd=tmp_path)
     assert (done.code, "protocol half" in done.err) == (2, True)
-    assert cli("captures", "export", tmp_path, tmp_path / "b.kld", cwd=tmp_path).code == 2
+    assert cli("runs", "export", tmp_path, tmp_path / "b.kld", cwd=tmp_path).code == 2
     assert not (tmp_path / "b.kld").exists()
 
 

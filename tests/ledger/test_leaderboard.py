@@ -241,23 +241,23 @@ def test_the_table_shows_ties_intervals_and_what_was_left_out() -> None:
 
 def test_the_command_writes_a_page_and_json_and_prints_the_same_rows(made: Done, tmp_path: Path) -> None:
     for name in ("board.html", "board.json"):
-        assert cli("leaderboard", made.folder, "-o", tmp_path / name, cwd=tmp_path).code == 0
+        assert cli("share", "leaderboard", made.folder, "-o", tmp_path / name, cwd=tmp_path).code == 0
     board = Study.model_validate_json((tmp_path / "board.json").read_text())
     assert [row.at["arm"] for row in board.rows] == ["tilt[q=0.6]", "tilt[q=0.9]"]
     assert "tilt[q=0.6]" in (tmp_path / "board.html").read_text()
-    assert "leaderboard by kld" in cli("leaderboard", made.folder, cwd=tmp_path).out
-    assert cli("leaderboard", made.folder, "-o", tmp_path / "board.csv", cwd=tmp_path).code == 2
+    assert "leaderboard by kld" in cli("share", "leaderboard", made.folder, cwd=tmp_path).out
+    assert cli("share", "leaderboard", made.folder, "-o", tmp_path / "board.csv", cwd=tmp_path).code == 2
 
 
 def test_a_folder_of_runs_stands_for_all_of_them_and_a_damaged_one_is_named(runs: Path) -> None:
     bad = runs / "runs" / "20200101-000000-bad"
     bad.mkdir()
     (bad / "report.json").write_text("{")
-    done = cli("leaderboard", "runs", "--json", cwd=runs)
+    done = cli("share", "leaderboard", "runs", "--json", cwd=runs)
     assert len(json.loads(done.out)["rows"]) == 2
     assert "left out: " in done.err
     assert "20200101-000000-bad" in done.err
-    assert cli("leaderboard", bad, cwd=runs).code == 2
+    assert cli("share", "leaderboard", bad, cwd=runs).code == 2
 
 
 def test_rows_are_ordered_from_best_to_worst() -> None:

@@ -1,4 +1,4 @@
-"""``fidelab runs mirror``: what the trackers' own files hold afterwards, and what never leaves."""
+"""``fidelab share mirror``: what the trackers' own files hold afterwards, and what never leaves."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_mirror(made: Done, cwd: Path, target: str, address: str, **variables: st
     folders = {f"WANDB_{name}_DIR": str(cwd / "wandb-own") for name in ("DATA", "CACHE", "CONFIG", "ARTIFACT")}
     keys = {"WANDB_API_KEY": "k" * 40, "HF_TOKEN": "hf_secret", "WANDB_BASE_URL": address, "HF_ENDPOINT": address}
     done = subprocess.run(
-        [sys.executable, "-c", "from fidelab.cli import main; main()", "runs", "mirror", made.folder, "--to", target],
+        [sys.executable, "-c", "from fidelab.cli import main; main()", "share", "mirror", made.folder, "--to", target],
         cwd=cwd,
         env={**os.environ, **proxies, **folders, **keys, **variables},
         capture_output=True,
@@ -246,17 +246,17 @@ def test_what_trackio_cannot_write_is_an_error_in_one_line(
 @pytest.mark.parametrize("target", ["wandb", "trackio"])
 def test_without_the_package_one_line_names_the_command(made: Done, tmp_path: Path, target: str) -> None:
     with mock.patch.dict(sys.modules, {target: None}):
-        done = cli("runs", "mirror", made.folder, "--to", target, cwd=tmp_path)
+        done = cli("share", "mirror", made.folder, "--to", target, cwd=tmp_path)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert f"pip install 'fidelab[{target}]'" in done.err
 
 
 def test_an_unfinished_run_and_an_unknown_tracker_are_refused_in_one_line(runs: Path) -> None:
     [run] = (runs / "runs").glob("2*")
-    done = cli("runs", "mirror", run, "--to", "mlflow", cwd=runs)
+    done = cli("share", "mirror", run, "--to", "mlflow", cwd=runs)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "'wandb', 'trackio'" in done.err
     (run / "report.json").unlink()
-    done = cli("runs", "mirror", run, "--to", "trackio", cwd=runs)
+    done = cli("share", "mirror", run, "--to", "trackio", cwd=runs)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "--resume" in done.err

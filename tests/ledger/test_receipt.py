@@ -30,7 +30,7 @@ SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.receipt-0.schema.j
 
 @pytest.fixture
 def receipt(runs: Path) -> Path:
-    done = cli("publish", "latest", "-o", "receipt.jsonl", cwd=runs)
+    done = cli("share", "publish", "latest", "-o", "receipt.jsonl", cwd=runs)
     assert (done.code, done.out, done.err) == (0, "receipt.jsonl\n", "")
     return runs / "receipt.jsonl"
 
@@ -77,7 +77,7 @@ def run_of(cwd: Path) -> Path:
 
 
 def test_an_untouched_receipt_is_verified_and_its_numbers_are_computed_again(receipt: Path, runs: Path) -> None:
-    done = cli("verify", "receipt.jsonl", "--json", cwd=runs)
+    done = cli("share", "verify", "receipt.jsonl", "--json", cwd=runs)
     [entry] = json.loads(done.out)["receipts"]
     assert (done.code, entry["verdict"], entry["faults"], entry["remarks"]) == (0, "verified", [], [])
     numbers = len(re.findall(r'"value":-?\d', receipt.read_text()))
@@ -87,7 +87,7 @@ def test_an_untouched_receipt_is_verified_and_its_numbers_are_computed_again(rec
 def test_a_receipt_that_nobody_computed_again_is_not_verified(receipt: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(receipt, tmp_path / "elsewhere")
-    done = cli("verify", "receipt.jsonl", cwd=tmp_path / "elsewhere")
+    done = cli("share", "verify", "receipt.jsonl", cwd=tmp_path / "elsewhere")
     assert done.code == 3
     assert "receipt.jsonl: consistent, not verified: " in done.out
 
@@ -163,7 +163,7 @@ def test_a_line_of_another_receipt_in_the_place_of_one_is_caught(receipt: Path) 
 
 def test_a_fault_exits_with_1_and_names_file_and_line(receipt: Path, runs: Path) -> None:
     receipt.write_text(receipt.read_text().replace('"usable_cores":', '"usable_core5":', 1))
-    done = cli("verify", receipt, cwd=runs)
+    done = cli("share", "verify", receipt, cwd=runs)
     assert done.code == 1
     assert "receipt.jsonl: line 1 (head) was altered" in done.err
 
@@ -230,11 +230,11 @@ def test_verifying_writes_nothing(receipt: Path, runs: Path) -> None:
 
 def test_what_is_no_receipt_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("hello\n")
-    done = cli("verify", "x", cwd=tmp_path)
+    done = cli("share", "verify", "x", cwd=tmp_path)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "names no schema fidelab.receipt/0" in done.err
     (tmp_path / "x").write_text("")
-    assert cli("verify", "x", cwd=tmp_path).code == 2
+    assert cli("share", "verify", "x", cwd=tmp_path).code == 2
 
 
 # --------------------------------------------------------------------------------------------------- corrections
@@ -242,15 +242,26 @@ def test_what_is_no_receipt_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_a_receipt_is_never_replaced(receipt: Path, runs: Path) -> None:
     before = receipt.read_bytes()
-    done = cli("publish", "latest", "-o", "receipt.jsonl", cwd=runs)
+    done = cli("share", "publish", "latest", "-o", "receipt.jsonl", cwd=runs)
     assert done.code == 2
     assert "receipts are not replaced" in done.err
     assert receipt.read_bytes() == before
 
 
 def test_a_correction_supersedes_and_both_are_told(receipt: Path, runs: Path) -> None:
-    cli("publish", "latest", "-o", "new.jsonl", "--supersedes", "receipt.jsonl", "--because", "a typo", cwd=runs)
-    old, new = json.loads(cli("verify", "receipt.jsonl", "new.jsonl", "--json", cwd=runs).out)["receipts"]
+    cli(
+        "share",
+        "publish",
+        "latest",
+        "-o",
+        "new.jsonl",
+        "--supersedes",
+        "receipt.jsonl",
+        "--because",
+        "a typo",
+        cwd=runs,
+    )
+    old, new = json.loads(cli("share", "verify", "receipt.jsonl", "new.jsonl", "--json", cwd=runs).out)["receipts"]
     assert old["remarks"] == ["it is superseded by new.jsonl"]
     assert new["remarks"] == [f"it supersedes receipt {old['hash'][:12]} of {old['run_id']}: a typo"]
     assert lines_of(runs / "new.jsonl")[0]["supersedes"]["hash"] == old["hash"]
@@ -261,13 +272,16 @@ def test_a_receipt_gives_back_the_report_without_plots(receipt: Path, runs: Path
     report = Report.from_json(run / "report.json")
     board = rank([report])
     assert rank([ledger.read_receipt(receipt).report()]).rows == board.rows
-    assert Study.model_validate_json(cli("leaderboard", "receipt.jsonl", "--json", cwd=runs).out).rows == board.rows
+    assert (
+        Study.model_validate_json(cli("share", "leaderboard", "receipt.jsonl", "--json", cwd=runs).out).rows
+        == board.rows
+    )
 
 
 def test_a_leaderboard_ranks_the_correction_and_names_what_it_supersedes(receipt: Path, runs: Path) -> None:
     words = ("--supersedes", "receipt.jsonl", "--because", "a typo")
-    cli("publish", "latest", "-o", "new.jsonl", *words, cwd=runs)
-    board = Study.model_validate_json(cli("leaderboard", "receipt.jsonl", "new.jsonl", "--json", cwd=runs).out)
+    cli("share", "publish", "latest", "-o", "new.jsonl", *words, cwd=runs)
+    board = Study.model_validate_json(cli("share", "leaderboard", "receipt.jsonl", "new.jsonl", "--json", cwd=runs).out)
     ranked, superseded = board.rows[:2], board.rows[2:]
     assert [row.at["arm"] for row in ranked] == ["tilt[q=0.6]", "tilt[q=0.9]"]
     [run] = {row.at["run"] for row in ranked}
@@ -282,25 +296,27 @@ def test_the_folder_of_a_run_that_another_run_corrects_is_superseded_too(receipt
     report = json.loads((new / "report.json").read_text())
     (new / "report.json").write_text(json.dumps({**report, "run_id": new.name}))
     words = ("--supersedes", "receipt.jsonl", "--because", "the wrong text")
-    assert cli("publish", new, "-o", "new.jsonl", *words, cwd=runs).code == 0
-    board = Study.model_validate_json(cli("leaderboard", old, "new.jsonl", "--json", cwd=runs).out)
+    assert cli("share", "publish", new, "-o", "new.jsonl", *words, cwd=runs).code == 0
+    board = Study.model_validate_json(cli("share", "leaderboard", old, "new.jsonl", "--json", cwd=runs).out)
     assert [row.at["run"] for row in board.rows if row.measured] == [new.name] * 2
     assert [row.at["run"] for row in board.rows if not row.measured] == [old.name] * 2
 
 
 def test_an_altered_receipt_is_not_ranked(receipt: Path, runs: Path) -> None:
     receipt.write_text(receipt.read_text().replace("fake", "face", 1))
-    done = cli("leaderboard", "receipt.jsonl", cwd=runs)
+    done = cli("share", "leaderboard", "receipt.jsonl", cwd=runs)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "was altered" in done.err
     forge(receipt, lambda lines: kld(lines, "score").update(value=99.0))
-    done = cli("leaderboard", "receipt.jsonl", cwd=runs)
+    done = cli("share", "leaderboard", "receipt.jsonl", cwd=runs)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "kld, score" in done.err
 
 
 def test_an_altered_receipt_cannot_be_superseded(receipt: Path, runs: Path) -> None:
     receipt.write_text(receipt.read_text().replace("fake", "face", 1))
-    done = cli("publish", "latest", "-o", "n.jsonl", "--supersedes", "receipt.jsonl", "--because", "x", cwd=runs)
+    done = cli(
+        "share", "publish", "latest", "-o", "n.jsonl", "--supersedes", "receipt.jsonl", "--because", "x", cwd=runs
+    )
     assert done.code == 2
     assert not (runs / "n.jsonl").exists()

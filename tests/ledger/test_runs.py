@@ -219,10 +219,10 @@ def make_old(cwd: Path) -> Path:
 
 def test_gc_names_old_captures_and_removes_them_only_when_told_so(runs: Path) -> None:
     run, before = make_old(runs), captures(runs)
-    named = cli("runs", "gc", "--older-than", "30", cwd=runs)
+    named = cli("setup", "clean", "outputs", "--older-than", "30", cwd=runs)
     assert named.out.count("would remove") >= len(before) > 0
     assert captures(runs) == before
-    assert cli("runs", "gc", "--older-than", "30", "--remove", cwd=runs).code == 0
+    assert cli("setup", "clean", "outputs", "--older-than", "30", "--remove", cwd=runs).code == 0
     assert captures(runs) == set()
     assert (run / "report.json").is_file()
     assert only(runs / "runs").held() == {}
@@ -230,7 +230,7 @@ def test_gc_names_old_captures_and_removes_them_only_when_told_so(runs: Path) ->
 
 def test_gc_leaves_young_runs_alone(runs: Path) -> None:
     before = captures(runs)
-    assert "0.0 MiB in 0 places" in cli("runs", "gc", "--older-than", "30", "--remove", cwd=runs).out
+    assert "0.0 MiB in 0 places" in cli("setup", "clean", "outputs", "--older-than", "30", "--remove", cwd=runs).out
     assert captures(runs) == before
 
 
@@ -238,20 +238,20 @@ def test_gc_leaves_captures_that_a_younger_or_a_stopped_run_needs(runs: Path) ->
     make_old(runs)
     young = copy_run(runs, "20300101-000000-young", "2030-01-01T00:00:00Z")
     before = captures(runs)
-    cli("runs", "gc", "--older-than", "30", "--remove", cwd=runs)
+    cli("setup", "clean", "outputs", "--older-than", "30", "--remove", cwd=runs)
     assert captures(runs) == before
     (young / "report.json").unlink()
-    cli("runs", "gc", "--older-than", "30", "--remove", cwd=runs)
+    cli("setup", "clean", "outputs", "--older-than", "30", "--remove", cwd=runs)
     assert captures(runs) == before
     shutil.rmtree(young)
-    cli("runs", "gc", "--older-than", "30", "--remove", cwd=runs)
+    cli("setup", "clean", "outputs", "--older-than", "30", "--remove", cwd=runs)
     assert captures(runs) == set()
 
 
 def test_gc_removes_nothing_while_a_run_is_being_written(runs: Path) -> None:
     run, before = make_old(runs), captures(runs)
     with RunFolder(run).writing():
-        done = cli("runs", "gc", "--older-than", "30", "--remove", cwd=runs)
+        done = cli("setup", "clean", "outputs", "--older-than", "30", "--remove", cwd=runs)
     assert done.code == 2
     assert "is being written" in done.err
     assert captures(runs) == before
@@ -262,7 +262,7 @@ def test_gc_removes_nothing_outside_the_folder(runs: Path) -> None:
     shutil.copytree(runs / "runs" / "captures", runs / "shared")
     (run / "outcomes.json").write_text((run / "outcomes.json").read_text().replace("../captures/", "../../shared/"))
     assert len(only(runs / "runs").held()) > 0
-    cli("runs", "gc", "--older-than", "30", "--remove", cwd=runs)
+    cli("setup", "clean", "outputs", "--older-than", "30", "--remove", cwd=runs)
     assert list((runs / "shared").glob("*/*/manifest.json"))
 
 

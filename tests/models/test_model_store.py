@@ -33,16 +33,16 @@ def test_what_was_made_from_a_file_is_listed_under_its_name(tmp_path: Path, cach
     )
     assert weights.size > text.size > 0
     file.unlink()
-    lines = cli("models", "list", cwd=tmp_path).out.splitlines()
+    lines = cli("setup", "models", cwd=tmp_path).out.splitlines()
     assert [line.split()[0] for line in lines] == ["smollm2-135m", "mine.gguf", "mine.gguf"]
-    assert all("its GGUF file is gone (fidelab models gc)" in line for line in lines[1:])
+    assert all("its GGUF file is gone (fidelab setup clean)" in line for line in lines[1:])
 
 
 def test_only_what_was_made_from_files_that_are_gone_is_removed(tmp_path: Path, cache: Path) -> None:
     kept, gone = write_gguf(tmp_path / "kept.gguf"), write_gguf(tmp_path / "gone.gguf", pre="gpt-2")
     stays, goes = pull(str(kept)).path, pull(str(gone)).path
     gone.unlink()
-    told = cli("models", "gc", "--dry-run", cwd=tmp_path)
+    told = cli("setup", "clean", "models", cwd=tmp_path)
     assert told.out.splitlines()[0].startswith(f"would remove {goes} (")
     assert goes.exists()
     assert sorted(path for path, _ in collect_garbage()) == sorted([goes, goes.with_name(f"{goes.name}.text")])

@@ -91,7 +91,7 @@ def test_the_page_stands_alone_and_nothing_of_the_data_ends_its_block(tmp_path: 
     column = "</script><b>x"
     file = points_file(tmp_path, f"batch,{column}", *(f"{b},{3 * b / (4 + b)}" for b in BATCHES))
     page = tmp_path / "explain.html"
-    done = CliRunner().invoke(app, ["explain", "-o", str(page), "--points", str(file), "--y", column])
+    done = CliRunner().invoke(app, ["estimate", "explain", "-o", str(page), "--points", str(file), "--y", column])
     assert done.exit_code == 0, done.exception
     text = page.read_text("utf-8")
     assert "<b>x" not in text
@@ -117,7 +117,7 @@ def test_bad_input_is_refused_in_one_line_and_no_page_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     points_file(tmp_path, "batch,speedup", *(f"{b},{3 * b / (4 + b)}" for b in BATCHES))
-    error = CliRunner().invoke(app, ["explain", *words]).exception
+    error = CliRunner().invoke(app, ["estimate", "explain", *words]).exception
     assert isinstance(error, FidelabError)
     assert said in str(error)
     assert "\n" not in str(error)

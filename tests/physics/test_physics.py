@@ -417,7 +417,7 @@ PROBE = {"memory": 205.9, "bandwidth": 4100.0, "sustained": 4100.0, "read": 3900
 
 def reported(folder: Path, name: str = "AMD Instinct MI300X OAM", **changes: Any) -> Path:
     """What the owner of a device sends."""
-    probe = {"name": name, **PROBE, "verified": "fidelab physics probe, 2026-11-23", **changes}
+    probe = {"name": name, **PROBE, "verified": "fidelab estimate probe, 2026-11-23", **changes}
     file = folder / "study.json"
     file.write_text(json.dumps({"facts": {"outputs": {"probe": probe, "machine": {}}}}))
     return file
@@ -461,7 +461,7 @@ def test_the_profile_collects_what_is_read() -> None:
     text = files("fidelab.config").joinpath("profiles/hardware-report.yaml").read_text("utf-8")
     profile = yaml.safe_load(text)
     [probe] = [stage["command"] for stage in profile["stages"] if stage["name"] == "probe"]
-    assert (profile["collect"], probe[:2], "--json" in probe) == (True, ["physics", "probe"], True)
+    assert (profile["collect"], probe[:2], "--json" in probe) == (True, ["estimate", "probe"], True)
 
 
 def test_what_physics_probe_printed_is_taken_too(state: Path, tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def test_a_file_without_rates_is_refused_and_the_table_stays(text: str, state: P
 
 
 def run(*words: str) -> Any:
-    return CliRunner().invoke(app, ["physics", *words])
+    return CliRunner().invoke(app, ["estimate", *words])
 
 
 SIZES = ("--layers", "28", "--kv-heads", "4", "--head-dim", "128", "--params", "7.616e9")

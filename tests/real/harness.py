@@ -274,12 +274,12 @@ def plant(attention, number):
 
 
 def faulty_layer(engine: str, folder: Path) -> int | None:
-    """Where ``fidelab bisect`` finds the fault that is planted in layer 2 of four, with engine ``hf`` as reference."""
+    """Where ``fidelab diagnose layers`` finds the fault planted in layer 2 of four, with engine ``hf`` as reference."""
     make_tiny(folder / "tiny", layers=4)
     paths = ("--pythonpath", planted_fault(folder / "shim"))
     words = ("--reference", "engine=hf,kv=f32", "--candidate", "env.FIDELAB_PLANTED=2,kv=auto", "--dtype", "float32")
     sizes = ("--windows", 1, "--n-ctx", 64, "--threads", 1, "--no-floor", "--json")
-    done = cli("bisect", "./tiny", "--engine", engine, *paths, *words, *sizes, cwd=folder)
+    done = cli("diagnose", "layers", "./tiny", "--engine", engine, *paths, *words, *sizes, cwd=folder)
     assert done.code == 0, done.err
     study = Study.model_validate_json(done.out)
     assert max(row.value("error") or 0 for row in study.rows[1:3]) < 1e-4  # until then both compute the same

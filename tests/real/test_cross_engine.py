@@ -60,7 +60,7 @@ def experiment(output: Path, engines: list[str]) -> CrossEngine:
 @pytest.fixture(scope="module")
 def study(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Study:
     engines = [name for name in LINES if installed(name)]
-    found, folder = run_cross(experiment(tmp_path_factory.mktemp("cross"), engines), command="fidelab run")
+    found, folder = run_cross(experiment(tmp_path_factory.mktemp("cross"), engines), command="fidelab compare")
     assert (folder.path / "study.json").read_text() == found.to_json()
     return found
 
@@ -69,7 +69,7 @@ def study(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Study:
 def engine(request: pytest.FixtureRequest, study: Study) -> str:
     """Each engine; those without an environment are skipped."""
     if study.row(engine=request.param) is None:
-        pytest.skip(f"engine {request.param} is not installed (fidelab engines install {request.param} --cpu)")
+        pytest.skip(f"engine {request.param} is not installed (fidelab setup install {request.param} --cpu)")
     return str(request.param)
 
 

@@ -38,7 +38,7 @@ def test_fragile_keys_collapse_under_fp8_and_recover_under_k16v8(smollm2: Model,
 @NEEDS_FP8
 def test_vllm_holds_the_scales_of_a_calibrated_checkpoint(smollm2: Model, tmp_path: Path) -> None:
     installed("vllm")
-    done = cli("calibrate", smollm2.path, "-o", "out", "--windows", 2, "--n-ctx", 256, cwd=tmp_path)
+    done = cli("checkpoint", "calibrate", smollm2.path, "-o", "out", "--windows", 2, "--n-ctx", 256, cwd=tmp_path)
     assert done.code == 0, done.err
     rows = json.loads((tmp_path / "out" / NOTES).read_text())["layers"]
     arms = ("--engine", "vllm", "--reference", "auto", "--kv", "fp8_e4m3")

@@ -1,4 +1,4 @@
-"""``fidelab launch`` with the real servers of three engines: each completes, and says what it runs."""
+"""``fidelab serve start`` with the real servers of three engines: each completes, and says what it runs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def words(engine: str) -> list[object]:
 @contextmanager
 def launched(engine: str, cwd: Path, *changes: str) -> Iterator[dict[str, Any]]:
     """A detached server, and what the command said about it."""
-    done = cli("launch", *words(engine), *sets(changes), "--detach", "--json", cwd=cwd)
+    done = cli("serve", "start", *words(engine), *sets(changes), "--detach", "--json", cwd=cwd)
     assert done.code == 0, done.err
     yield json.loads(done.out)
-    assert cli("stop", cwd=cwd).code == 0
+    assert cli("serve", "stop", cwd=cwd).code == 0
     assert records() == []
 
 
@@ -52,7 +52,7 @@ def sets(changes: tuple[str, ...]) -> list[str]:
 
 
 def check(engine: str, cwd: Path, *changes: str) -> Done:
-    return cli("presets", "check", *words(engine), *sets(changes), cwd=cwd)
+    return cli("serve", "check", *words(engine), *sets(changes), cwd=cwd)
 
 
 def completion(url: str) -> str:
@@ -90,7 +90,7 @@ def test_a_server_with_a_pair_of_formats_is_recognised(smollm2: Model, tmp_path:
 
 def test_vllm_tells_that_it_speculates(smollm2: Model, tmp_path: Path) -> None:
     ngram = 'speculative-config={"method": "ngram", "num_speculative_tokens": 3}'
-    done = cli("launch", *words("vllm"), "--set", ngram, "--force", "--detach", "--json", cwd=tmp_path)
+    done = cli("serve", "start", *words("vllm"), "--set", ngram, "--force", "--detach", "--json", cwd=tmp_path)
     assert done.code == 0, done.err
     found = {one["what"]: one for one in json.loads(done.out)["findings"]}
     assert found["speculation"]["effective"] == found["speculation"]["declared"] == "ngram, 3"
@@ -100,7 +100,7 @@ def test_vllm_tells_that_it_speculates(smollm2: Model, tmp_path: Path) -> None:
 
 
 def test_a_server_that_dies_while_it_starts_is_explained(smollm2: Model, tmp_path: Path) -> None:
-    done = cli("launch", *words("vllm"), "--set", "max-model-len=99999999", "--force", "--detach", cwd=tmp_path)
+    done = cli("serve", "start", *words("vllm"), "--set", "max-model-len=99999999", "--force", "--detach", cwd=tmp_path)
     assert done.code == 2
     assert "the server exited with status 1: the context is longer than the model's own" in done.err
     assert records() == []

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.long, pytest.mark.engines]
 
 
 def run(name: str, cwd: Path) -> tuple[Done, dict[str, Any]]:
-    done = cli("profiles", "run", name, "--variant", "tiny", "--json", cwd=cwd)
+    done = cli("reproduce", name, "--variant", "tiny", "--json", cwd=cwd)
     assert done.code == 0, done.err
     return done, json.loads(done.out)
 

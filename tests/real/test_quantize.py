@@ -1,4 +1,4 @@
-"""``fidelab quantize`` with llm-compressor: ``make test-quantize``."""
+"""``fidelab checkpoint quantize`` with llm-compressor: ``make test-quantize``."""
 
 from __future__ import annotations
 

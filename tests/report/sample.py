@@ -321,7 +321,7 @@ def sample_report(**changes: Any) -> Report:
         "run_id": "2026-05-04-smollm2-a1b2",
         "created": datetime(2026, 5, 4, 12, 30, 15, tzinfo=UTC),
         "fidelab_version": "0.1.0",
-        "command": "fidelab run runs/2026-05-04-smollm2-a1b2/config.resolved.yaml",
+        "command": "fidelab compare -f runs/2026-05-04-smollm2-a1b2/config.resolved.yaml",
         "environment": {"device": {"name": "cpu", "threads": 2}, "python": "3.11.9"},
         "settings": {
             "axes": {"kld": {"protocol": "half", "n_ctx": 512, "windows": 32}, "trajectory": {}, "rniah": {}},

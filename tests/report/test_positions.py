@@ -117,7 +117,7 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, spoil: 
 
 def test_the_page_is_made_without_the_file_and_names_the_remedy(tmp_path: Path) -> None:
     text = write_html(sample_report(), tmp_path / "report.html").read_text("utf-8")
-    assert "fidelab rescore RUN_DIR" in text
+    assert "fidelab report --rescore RUN_DIR" in text
     assert "How often a position costs more" not in text
 
 
@@ -126,13 +126,13 @@ def test_the_page_reads_the_file_beside_it(tmp_path: Path) -> None:
     tables = positions_for(report)
     write_positions(tmp_path, tables)
     text = write_html(report, tmp_path / "report.html").read_text("utf-8")
-    assert "fidelab rescore" not in text
+    assert "fidelab report --rescore" not in text
     assert "How often a position costs more" in text
     assert f"<td>{by_hand(tables['k16v8'])[9].position}</td>" in text
 
 
 def test_a_report_without_kl_misses_nothing() -> None:
-    assert "fidelab rescore" not in render_html(sample_report(candidates=(), control=None))
+    assert "fidelab report --rescore" not in render_html(sample_report(candidates=(), control=None))
 
 
 def test_the_tail_is_drawn_from_where_all_lines_are_high_to_the_worst_position(tmp_path: Path) -> None:

@@ -168,7 +168,9 @@ def test_a_failure_leaves_no_file_and_keeps_the_old_ones(tmp_path: Path, monkeyp
 
 def test_the_command_writes_the_files_and_names_them(tmp_path: Path) -> None:
     run = run_of(bench_report(), tmp_path / "runs")
-    done = CliRunner().invoke(app, ["charts", str(run), "--output-dir", str(tmp_path / "out"), "--width", "700"])
+    done = CliRunner().invoke(
+        app, ["report", str(run), "--format", "svg", "-o", str(tmp_path / "out"), "--width", "700"]
+    )
     assert done.exit_code == 0
     listed = [line for line in done.stdout.splitlines() if line.endswith(".svg")]
     assert sorted(listed) == sorted(str(path) for path in (tmp_path / "out").iterdir())
@@ -177,6 +179,6 @@ def test_the_command_writes_the_files_and_names_them(tmp_path: Path) -> None:
 
 def test_a_run_with_nothing_to_draw_says_so(tmp_path: Path) -> None:
     run = run_of(sample_report(reference=arm("f32"), candidates=(), control=None, floor={}), tmp_path)
-    done = CliRunner().invoke(app, ["charts", str(run), "--output-dir", str(tmp_path / "out")])
+    done = CliRunner().invoke(app, ["report", str(run), "--format", "svg", "-o", str(tmp_path / "out")])
     assert "nothing to draw" in str(done.exception)
     assert not (tmp_path / "out").exists()

@@ -43,7 +43,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         "keep_rows": True,
     }
     (room / "run.yaml").write_text(json.dumps(experiment))
-    return cli("run", "run.yaml", cwd=room)
+    return cli("compare", "-f", "run.yaml", cwd=room)
 
 
 def relabelled(done: Done, roles: dict[str, str], **changed: dict[str, Any]) -> Report:

@@ -42,7 +42,7 @@ def answer_anew(run: Done, role: str, n_ctx: int, qs: Sequence[float]) -> None:
         row = np.log(np.repeat([q / 128, (1 - q) / 128], 128)).astype(np.float32)
         writer.add(window, {"logprobs": np.tile(row, (request.n_rows, 1))})
     writer.finish(manifest["estimator"], manifest["ran"], manifest["facts"])
-    assert cli("rescore", run.folder, cwd=run.cwd).code == 0
+    assert cli("report", "--rescore", run.folder, cwd=run.cwd).code == 0
 
 
 @pytest.fixture(scope="module")
@@ -131,23 +131,24 @@ def test_the_floor_repeats_a_share_of_every_context(run: Done) -> None:
 def test_captures_of_two_contexts_are_scored_apart_from_any_run(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     sizes = ("--text", "text.txt", "--axes", "kld", "--windows", WINDOWS, "--n-ctx", f"{SHORT},{LONG}")
+    words = ("--engine", "fake")
     ref, test = (
-        cli("capture", "fake", "--engine", "fake", "--kv", kv, *sizes, cwd=tmp_path).out.strip()
+        cli("compare", "fake", "--only", "capture", *words, "--reference", kv, *sizes, cwd=tmp_path).out.strip()
         for kv in ("exact", "tilt[q=0.6]")
     )
-    done = cli("score", "--ref", ref, "--test", test, "--json", cwd=tmp_path)
+    done = cli("compare", "--only", "score", "--reference", ref, "--candidate", test, "--json", cwd=tmp_path)
     [arm] = json.loads(done.out)["candidates"]
     assert [one["n_ctx"] for one in axis_of(arm, "kld").facts["contexts"]] == [SHORT, LONG]
 
 
 def test_the_resolved_settings_repeat_the_contexts(run: Done) -> None:
-    again = cli("run", run.folder / "config.resolved.yaml", "--dry-run", "--json", cwd=run.cwd)
+    again = cli("compare", "-f", run.folder / "config.resolved.yaml", "--dry-run", "--json", cwd=run.cwd)
     assert again.code == 0
     assert {job["captures_missing"] for job in json.loads(again.out)["jobs"]} == {0}
 
 
 def test_plan_size_counts_windows_of_the_shortest_context_and_captures_of_all(run: Done) -> None:
-    done = cli("plan-size", run.folder, "--precision", 1e-4, "--json", cwd=run.cwd)
+    done = cli("plan", run.folder, "--precision", 1e-4, "--json", cwd=run.cwd)
     assert done.code == 0, done.err
     found = json.loads(done.out)
     line = next(one for one in found["lines"] if (one["arm"], one["quantity"]) == ("tilt[q=0.65]", "mean"))

@@ -95,7 +95,7 @@ def _times(folder: Path) -> dict[Path, int]:
 
 def test_rescore_needs_no_rows(dropped: Done) -> None:
     before = dropped.report
-    done = cli("rescore", dropped.folder, cwd=dropped.cwd)
+    done = cli("report", "--rescore", dropped.folder, cwd=dropped.cwd)
     assert done.code == 0, done.err
     assert before == dropped.report
 
@@ -136,10 +136,10 @@ def test_another_reference_makes_the_capture_again(tmp_path: Path) -> None:
 
 def test_axis_that_needs_rows_says_so(dropped: Done) -> None:
     folders = {name: capture.folder for name, capture in _captures(dropped).items()}
-    test = ("--test", folders["tilt[q=0.9] kld 0"])
-    done = cli("score", "--ref", folders["exact kld 0"], *test, cwd=dropped.cwd)
+    test = ("--candidate", folders["tilt[q=0.9] kld 0"])
+    done = cli("compare", "--only", "score", "--reference", folders["exact kld 0"], *test, cwd=dropped.cwd)
     assert done.code == 0, done.err
-    done = cli("score", "--ref", folders["tilt[q=0.6] kld 0"], *test, cwd=dropped.cwd)
+    done = cli("compare", "--only", "score", "--reference", folders["tilt[q=0.6] kld 0"], *test, cwd=dropped.cwd)
     assert "--keep-rows" in done.out + done.err
 
 

@@ -167,7 +167,7 @@ def test_a_dry_run_of_a_cross_engine_file_counts_every_engine_and_runs_none(tmp_
         "long": {"tokens": 2048},
     }
     (tmp_path / "cross.yaml").write_text(canonical_json(experiment))
-    done, data = (cli("run", "cross.yaml", "--dry-run", *more, cwd=tmp_path) for more in ((), ["--json"]))
+    done, data = (cli("compare", "-f", "cross.yaml", "--dry-run", *more, cwd=tmp_path) for more in ((), ["--json"]))
     assert done.code == data.code == 0
     plan = json.loads(data.out)
     roles = [job["role"] for job in plan["engines"]["one"]["jobs"]]

@@ -1,4 +1,4 @@
-"""``fidelab plan-size``: a finished run as the pilot of the next one."""
+"""``fidelab plan``: a finished run as the pilot of the next one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def answer_anew(run: Done, arm: str, qs: Sequence[float]) -> None:
         writer.add(window, {"logprobs": np.tile(row, (rows, 1))})
     writer.finish(manifest["estimator"], manifest["ran"], manifest["facts"])
     before = (run.folder / "report.json").read_bytes()
-    cli("rescore", run.folder, cwd=run.cwd)
+    cli("report", "--rescore", run.folder, cwd=run.cwd)
     assert (run.folder / "report.json").read_bytes() != before
 
 
@@ -68,7 +68,7 @@ def pilot(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def plan(run: Done, *words: object) -> dict[str, Any]:
-    done = cli("plan-size", run.folder, *words, "--json", cwd=run.cwd)
+    done = cli("plan", run.folder, *words, "--json", cwd=run.cwd)
     assert (done.code, done.err) == (0, "")
     return dict(json.loads(done.out))
 
@@ -230,7 +230,7 @@ def test_where_the_packages_text_does_not_suffice_the_command_takes_another(tmp_
     answer_anew(run, "tilt[q=0.7]", QS)
     advice = plan(run, "--precision", 1e-6)["advice"]
     assert advice["command"].endswith(f"--windows {advice['items']} --text wikitext-2")
-    out = " ".join(cli("plan-size", run.folder, "--precision", 1e-6, cwd=tmp_path).out.split())
+    out = " ".join(cli("plan", run.folder, "--precision", 1e-6, cwd=tmp_path).out.split())
     assert "The text default holds " in out
     assert "pass --text wikitext-2 or a longer file" in out
 
@@ -238,31 +238,31 @@ def test_where_the_packages_text_does_not_suffice_the_command_takes_another(tmp_
 def test_a_run_from_a_file_is_repeated_with_the_setting(pilot: Done, tmp_path: Path) -> None:
     folder = harm(pilot, tmp_path)
     report = json.loads((folder / "report.json").read_text())
-    (folder / "report.json").write_text(json.dumps({**report, "command": "fidelab run mine.yaml"}))
-    done = cli("plan-size", folder, "--precision", 0.005, "--json", cwd=tmp_path)
+    (folder / "report.json").write_text(json.dumps({**report, "command": "fidelab compare -f mine.yaml"}))
+    done = cli("plan", folder, "--precision", 0.005, "--json", cwd=tmp_path)
     advice = json.loads(done.out)["advice"]
-    assert advice["command"] == f"fidelab run mine.yaml --set axes.kld.windows={advice['items']}"
+    assert advice["command"] == f"fidelab compare -f mine.yaml --set axes.kld.windows={advice['items']}"
 
 
 def test_a_run_without_a_command_gets_the_flag_alone(pilot: Done, tmp_path: Path) -> None:
     folder = harm(pilot, tmp_path)
     report = json.loads((folder / "report.json").read_text())
     (folder / "report.json").write_text(json.dumps({**report, "command": "fidelab.compare('it's', …)"}))
-    done = cli("plan-size", folder, "--precision", 0.005, cwd=tmp_path)
+    done = cli("plan", folder, "--precision", 0.005, cwd=tmp_path)
     assert done.out.splitlines()[-1].startswith("  fidelab compare … --windows ")
 
 
 def test_a_text_that_is_too_short_is_said_to_be(pilot: Done) -> None:
     holds = len((pilot.cwd / "text.txt").read_bytes()) // 16
     assert plan(pilot, "--precision", 0.001)["advice"]["supply"]["holds"] == holds
-    out = " ".join(cli("plan-size", pilot.folder, "--precision", 0.001, cwd=pilot.cwd).out.split())
+    out = " ".join(cli("plan", pilot.folder, "--precision", 0.001, cwd=pilot.cwd).out.split())
     assert f"holds {holds} windows: pass a longer --text" in out
 
 
 def test_prompts_that_are_too_few_are_said_to_be(pilot: Done) -> None:
     words = ("--axis", "trajectory", "--precision", 5)
     assert plan(pilot, *words)["advice"]["supply"]["holds"] == 8
-    out = " ".join(cli("plan-size", pilot.folder, *words, cwd=pilot.cwd).out.split())
+    out = " ".join(cli("plan", pilot.folder, *words, cwd=pilot.cwd).out.split())
     assert "holds 8 prompts: pass --prompts FILE" in out
 
 
@@ -290,13 +290,13 @@ def test_time_and_disk_grow_in_proportion_and_loads_do_not(pilot: Done) -> None:
 def test_without_telemetry_there_is_no_estimate_of_time(pilot: Done, tmp_path: Path) -> None:
     folder = harm(pilot, tmp_path)
     (folder / "events.jsonl").write_text('{"event": "opened"\n')
-    done = cli("plan-size", folder, "--precision", 0.003, "--json", cwd=tmp_path)
+    done = cli("plan", folder, "--precision", 0.003, "--json", cwd=tmp_path)
     assert json.loads(done.out)["advice"]["seconds"] is None
 
 
 def test_a_run_that_is_precise_enough_gets_no_advice(pilot: Done) -> None:
     assert plan(pilot, "--precision", 1)["advice"] is None
-    out = cli("plan-size", pilot.folder, "--precision", 1, cwd=pilot.cwd).out
+    out = cli("plan", pilot.folder, "--precision", 1, cwd=pilot.cwd).out
     assert out.splitlines()[-1] == "The run is precise enough: 40 windows do."
 
 
@@ -304,14 +304,14 @@ def test_a_run_that_is_precise_enough_gets_no_advice(pilot: Done) -> None:
 
 
 def test_the_output_fits_into_a_hundred_columns_but_for_the_command(pilot: Done) -> None:
-    lines = cli("plan-size", pilot.folder, "--precision", 1e-6, cwd=pilot.cwd).out.splitlines()
+    lines = cli("plan", pilot.folder, "--precision", 1e-6, cwd=pilot.cwd).out.splitlines()
     assert all(len(text) <= 100 for text in lines[:-1])
     assert lines[-1].startswith("  fidelab compare fake")
     assert any("(up to " in text for text in lines)
 
 
 def test_a_terminal_without_unicode_gets_plain_letters(pilot: Done) -> None:
-    command = [sys.executable, "-m", "fidelab", "plan-size", str(pilot.folder), "--precision", "0.003"]
+    command = [sys.executable, "-m", "fidelab", "plan", str(pilot.folder), "--precision", "0.003"]
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, cwd=pilot.cwd, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -329,7 +329,7 @@ def test_nothing_is_written(pilot: Done) -> None:
 
 
 def refused(*words: object, cwd: Path) -> str:
-    done = cli("plan-size", *words, cwd=cwd)
+    done = cli("plan", *words, cwd=cwd)
     assert (done.code, done.out) == (2, "")
     [said] = done.err.splitlines()
     assert said.startswith("fidelab: ")
@@ -406,14 +406,14 @@ def test_a_pilot_of_few_clusters_is_never_called_precise(tmp_path: Path) -> None
 
 
 def certificates(pilot: Done, *words: str) -> dict[tuple[str, str], dict[str, Any]]:
-    done = json.loads(cli("plan-size", pilot.folder, "--json", *words, cwd=pilot.cwd).out)
+    done = json.loads(cli("plan", pilot.folder, "--json", *words, cwd=pilot.cwd).out)
     return {(line["arm"], line["quantity"]): line for line in done["lines"]}
 
 
 def test_a_certificate_is_planned_from_the_clusters_that_the_report_names(pilot: Done) -> None:
     """As in the report of a run that was given the margin, and windows in proportion."""
     found = certificates(pilot, "--max-kld", "0.13", "--margin", "2%")
-    cli("rescore", pilot.folder, "--max-kld", "0.13", "--margin", "2%", cwd=pilot.cwd)
+    cli("report", "--rescore", pilot.folder, "--max-kld", "0.13", "--margin", "2%", cwd=pilot.cwd)
     report = json.loads((pilot.folder / "report.json").read_text())
     seen = 0
     for arm in report["candidates"]:
@@ -458,7 +458,7 @@ def test_a_smaller_margin_needs_more_windows(pilot: Done) -> None:
 
 
 def test_a_table_of_certificates_says_what_it_plans(pilot: Done) -> None:
-    said = cli("plan-size", pilot.folder, "--max-kld", "0.05", cwd=pilot.cwd).out
+    said = cli("plan", pilot.folder, "--max-kld", "0.05", cwd=pilot.cwd).out
     assert "certificates with probability 0.8" in said
     assert "mean KL" in said
     assert "nats" in said
@@ -466,11 +466,11 @@ def test_a_table_of_certificates_says_what_it_plans(pilot: Done) -> None:
 
 @pytest.mark.parametrize("words", [(), ("--precision", "0.1", "--margin", "1%")])
 def test_either_a_precision_or_margins_are_given(words: tuple[str, ...], pilot: Done) -> None:
-    done = cli("plan-size", pilot.folder, *words, cwd=pilot.cwd)
+    done = cli("plan", pilot.folder, *words, cwd=pilot.cwd)
     assert done.code == 2
     assert "give either --precision P, or margins of a certificate: --margin 1%, --max-kld 0.01" in done.err
 
 
 def test_a_margin_that_cannot_be_is_refused(pilot: Done) -> None:
-    done = cli("plan-size", pilot.folder, "--margin", "200%", cwd=pilot.cwd)
+    done = cli("plan", pilot.folder, "--margin", "200%", cwd=pilot.cwd)
     assert (done.code, "margin" in done.err) == (2, True)

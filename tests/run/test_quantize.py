@@ -1,4 +1,4 @@
-"""``fidelab quantize`` around its worker, which a small program stands for here; tests/real has the real one."""
+"""``fidelab checkpoint quantize`` around its worker, here a small program; tests/real has the real one."""
 
 from __future__ import annotations
 
@@ -154,7 +154,17 @@ def test_the_comparison_tells_the_results_own_bytes_and_is_not_repeated(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_worker_and_leaves_what_can_be_resumed(folder: Path, number: signal.Signals) -> None:
     (folder / "mode").write_text("sleep")
-    words = ["quantize", "tiny", "--recipe", "recipe.yaml", "-o", "out", "--python", str(folder / "python")]
+    words = [
+        "checkpoint",
+        "quantize",
+        "tiny",
+        "--recipe",
+        "recipe.yaml",
+        "-o",
+        "out",
+        "--python",
+        str(folder / "python"),
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "fidelab", *words], cwd=folder, stderr=subprocess.PIPE, text=True, env=os.environ
     )

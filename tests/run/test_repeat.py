@@ -89,7 +89,7 @@ class Repeated:
 
 def repeat(room: Path, *candidates: str, runs: int = 2, flags: Sequence[object] = (), **more: Any) -> Repeated:
     path = experiment(room, *candidates, runs=runs, **more)
-    return Repeated(cli("run", path.name, *flags, cwd=room))
+    return Repeated(cli("compare", "-f", path.name, *flags, cwd=room))
 
 
 def captures_of(run: Path) -> set[Path]:
@@ -152,11 +152,11 @@ def test_rescoring_scores_every_run_and_merges_them_again(room: Path) -> None:
     before = found.report
     for path in (found.folder / "report.json", *(run / "report.json" for run in found.runs)):
         path.unlink()
-    done = cli("rescore", found.folder, cwd=room)
+    done = cli("report", "--rescore", found.folder, cwd=room)
     assert done.code == 0, done.err
     assert (found.report.candidates, found.report.run_id) == (before.candidates, before.run_id)
     shutil.rmtree(found.runs[1])
-    assert "go on with: fidelab compare --resume" in refused("rescore", found.folder, cwd=room)
+    assert "go on with: fidelab compare --resume" in refused("report", "--rescore", found.folder, cwd=room)
 
 
 @pytest.mark.parametrize("fixture", ["steady", "shaky"])
@@ -194,7 +194,7 @@ def test_a_second_repeat_takes_nothing_from_the_first_or_from_a_run(store: str |
 
 def test_a_flag_and_a_runs_settings_file_repeat_as_well(room: Path) -> None:
     run = compare(room, "tilt", flags=["--no-floor"], windows=2, limit=1).folder
-    done = cli("run", run / "config.resolved.yaml", "--set", "runs=2", "--json", cwd=room)
+    done = cli("compare", "-f", run / "config.resolved.yaml", "--set", "runs=2", "--json", cwd=room)
     assert (done.code, json.loads(done.out)["settings"]["runs"]) == (0, 2)
     found = Repeated(compare(room, "tilt", flags=["--no-floor", "--runs", 2], windows=2, limit=1))
     assert len(found.repeats("tilt", "kld")) == len(found.runs) == 2
@@ -303,7 +303,7 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
 )
 def test_a_stopped_repeat_goes_on_and_keeps_what_is_there(number: signal.Signals, code: int, room: Path) -> None:
     path = experiment(room, "tilt", runs=3, engine_args={"delay": 0.1})
-    command = [sys.executable, "-m", "fidelab", "run", path.name, "--json"]
+    command = [sys.executable, "-m", "fidelab", "compare", "-f", path.name, "--json"]
     process = subprocess.Popen(command, cwd=room, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def captured() -> list[Path]:
@@ -360,7 +360,7 @@ def test_going_on_with_one_run_of_a_repeat_alone_keeps_to_its_own_captures(room:
 )
 def test_a_repeat_that_cannot_be_is_one_line_and_leaves_nothing(words: Sequence[str], said: str, room: Path) -> None:
     path = experiment(room, "tilt", runs=2)
-    assert said in refused("run", path.name, *words, cwd=room)
+    assert said in refused("compare", "-f", path.name, *words, cwd=room)
 
 
 def test_a_full_disk_is_said_for_all_runs_together(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,8 +370,8 @@ def test_a_full_disk_is_said_for_all_runs_together(room: Path, monkeypatch: pyte
     need = needed_bytes(prepare(load(path)).plan)
     assert need > 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=3 * need))
-    assert "captures of 4 runs need about" in refused("run", path.name, cwd=room)
-    assert cli("run", path.name, "--set", "runs=3", cwd=room).code == 0
+    assert "captures of 4 runs need about" in refused("compare", "-f", path.name, cwd=room)
+    assert cli("compare", "-f", path.name, "--set", "runs=3", cwd=room).code == 0
 
 
 def test_a_run_whose_number_was_edited_is_named(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def experiment(cwd: Path, **more: Any) -> Path:
 
 def run(cwd: Path, **more: Any) -> Done:
     file = experiment(cwd, **more)
-    return cli("run", file, "--trust", file, cwd=cwd)
+    return cli("compare", "-f", file, "--trust", file, cwd=cwd)
 
 
 def test_a_candidate_may_differ_in_its_engine_options_alone(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_resolved_file_names_the_format_that_was_inherited(tmp_path: Path) -
         "env": {},
         "without": [],
     }
-    assert cli("run", done.folder / "config.resolved.yaml", cwd=tmp_path).code == 0
+    assert cli("compare", "-f", done.folder / "config.resolved.yaml", cwd=tmp_path).code == 0
 
 
 def test_an_arm_runs_in_the_interpreter_that_it_names(tmp_path: Path, second: Second) -> None:

@@ -139,7 +139,7 @@ def speeds(report: dict[str, Any]) -> list[dict[str, Any]]:
 def test_rescoring_keeps_the_benches(tmp_path: Path) -> None:
     done = bench(tmp_path, *PREFILL)
     before = done.report
-    again = cli("rescore", done.folder, cwd=tmp_path)
+    again = cli("report", "--rescore", done.folder, cwd=tmp_path)
     assert again.code == 0, again.err
     assert same_report(again.report) == same_report(before)
     assert speeds(again.report) == speeds(before)
@@ -151,7 +151,7 @@ def test_a_run_that_was_stopped_before_its_benches_is_not_rescored_without_them(
     for arm in outcomes["arms"]:
         arm["benches"] = {}
     (done.folder / "outcomes.json").write_text(json.dumps(outcomes))
-    again = cli("rescore", done.folder, cwd=tmp_path)
+    again = cli("report", "--rescore", done.folder, cwd=tmp_path)
     assert again.code == 2
     assert f"go on with: fidelab compare --resume {done.folder}" in again.err
 
@@ -195,7 +195,7 @@ def test_speeds_are_comparable_by_work_and_machine_not_by_the_list_of_cells(alon
 
 def test_the_resolved_file_of_a_bench_repeats_it(tmp_path: Path, alone: Done) -> None:
     own = f"output_dir={tmp_path / 'runs'}"
-    done = cli("run", alone.folder / "config.resolved.yaml", "--set", own, cwd=tmp_path)
+    done = cli("compare", "-f", alone.folder / "config.resolved.yaml", "--set", own, cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.report["settings"]["benches"] == alone.report["settings"]["benches"]
     measured = [cells(run.arm("reference"), "prefill").keys() for run in (alone, done)]

@@ -90,7 +90,7 @@ def test_a_crashed_reference_leaves_a_whole_run_folder(crashed_reference: Done) 
 def test_a_report_of_failures_can_be_rescored(crashed_reference: Done, broken: Done) -> None:
     for run in (crashed_reference, broken):
         before = (run.folder / "report.json").read_bytes()
-        assert cli("rescore", run.folder, cwd=run.cwd).code == 1
+        assert cli("report", "--rescore", run.folder, cwd=run.cwd).code == 1
         assert (run.folder / "report.json").read_bytes() == before
 
 

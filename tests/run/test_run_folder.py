@@ -58,7 +58,7 @@ def test_rescoring_gives_the_report_byte_for_byte(grand: Done) -> None:
     files = ("report.json", "report.html")
     before = {name: (grand.folder / name).read_bytes() for name in files}
     table = rows(grand)
-    found = cli("rescore", grand.folder, "--json", cwd=grand.cwd)
+    found = cli("report", "--rescore", grand.folder, "--json", cwd=grand.cwd)
     assert {name: (grand.folder / name).read_bytes() for name in files} == before
     assert json.loads(found.out) == json.loads(before["report.json"])
     assert rows(grand) == table
@@ -69,7 +69,7 @@ def test_a_run_and_its_captures_can_move_together_and_be_rescored(plain: Done, t
     shutil.copytree(plain.cwd / "runs", tmp_path / "runs")
     moved = tmp_path / "runs" / plain.folder.name
     (moved / "report.json").unlink()
-    assert cli("rescore", moved, cwd=tmp_path).code == 0
+    assert cli("report", "--rescore", moved, cwd=tmp_path).code == 0
     assert (moved / "report.json").read_bytes() == (plain.folder / "report.json").read_bytes()
 
 
@@ -82,7 +82,7 @@ def test_rescoring_refuses_a_harmed_capture_by_name_and_keeps_the_report(
     [victim] = (tmp_path / "runs" / "captures").glob("fake-fake-tilt*/kld-*/part-00000.safetensors")
     victim.write_bytes(b"cut") if harm == "cut" else shutil.rmtree(victim.parent)
     before = (moved / "report.json").read_bytes()
-    found = cli("rescore", moved, cwd=tmp_path)
+    found = cli("report", "--rescore", moved, cwd=tmp_path)
     assert found.code == 2
     assert victim.parent.name in found.err
     assert (moved / "report.json").read_bytes() == before
@@ -145,7 +145,9 @@ def test_the_resolved_settings_spell_out_every_default(plain: Done) -> None:
 
 
 def test_running_the_resolved_settings_gives_the_same_scores(plain: Done, tmp_path: Path) -> None:
-    again = cli("run", plain.folder / "config.resolved.yaml", "--set", f"output_dir={tmp_path / 'runs'}", cwd=tmp_path)
+    again = cli(
+        "compare", "-f", plain.folder / "config.resolved.yaml", "--set", f"output_dir={tmp_path / 'runs'}", cwd=tmp_path
+    )
     assert again.code == 0
     first, second = same_report(plain.report), same_report(again.report)
     first["settings"]["output_dir"] = second["settings"]["output_dir"]

@@ -11,17 +11,18 @@ import pytest
 
 from tests.run.harness import SMALL, Done, axis_of, cli, compare, write_inputs
 
+INPUTS = tuple(word for word in SMALL if word not in ("--reference", "exact"))
+
 
 def capture(cwd: Path, kv: str, *flags: object, windows: int = 8) -> Done:
     write_inputs(cwd)
-    inputs = [word for word in SMALL if word not in ("--reference", "exact")]
     sizes = ("--windows", windows, "--n-ctx", 16, "--n-predict", 8, "--limit", 4)
-    return cli("capture", "fake", "--kv", kv, *inputs, *sizes, *flags, cwd=cwd)
+    return cli("compare", "fake", "--only", "capture", *INPUTS, "--reference", kv, *sizes, *flags, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders that ``fidelab capture`` printed, hidden states and a head in each."""
+    """The folders that ``fidelab compare --only capture`` printed, hidden states and a head in each."""
     cwd = tmp_path_factory.mktemp("phases")
     flags = ("--engine-arg", "estimator=hidden")
     done = {kv: capture(cwd, kv, *flags) for kv in ("exact", "tilt[q=0.6]", "fork[at=3,every=2]")}
@@ -37,18 +38,19 @@ def compared(captured: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return compare(tmp_path_factory.mktemp("whole"), *kv, flags=flags, windows=8, limit=4)
 
 
-def score(cwd: Path, ref: Path, *tests: Path, flags: tuple[object, ...] = ()) -> Done:
-    return cli("score", "--ref", ref, *(w for test in tests for w in ("--test", test)), *flags, cwd=cwd)
+def score(cwd: Path, ref: Path, *tests: Path | str, flags: tuple[object, ...] = ()) -> Done:
+    candidates = (word for test in tests for word in ("--candidate", test))
+    return cli("compare", "--only", "score", "--reference", ref, *candidates, *flags, cwd=cwd)
 
 
-def test_capture_prints_the_folder_that_score_takes(captured: dict[str, Path]) -> None:
+def test_only_capture_prints_the_folder_that_only_score_takes(captured: dict[str, Path]) -> None:
     folder = captured["exact"]
     assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == ["kld", "trajectory"]
 
 
 def test_capture_makes_no_run_folder(captured: dict[str, Path]) -> None:
     store = captured["exact"].parent
-    assert not (store.parent / "runs").exists()
+    assert [path.name for path in store.parent.iterdir()] == ["captures"]
     assert {path.name for path in store.iterdir()} >= {"heads", "vocabularies"}
 
 
@@ -81,19 +83,19 @@ def test_an_axis_that_one_side_lacks_is_left_out_aloud(captured: dict[str, Path]
     assert f"axis trajectory is left out: {alone} has no capture of it" in found.err
 
 
-def test_names_are_taken_in_order(captured: dict[str, Path], tmp_path: Path) -> None:
-    folders = [captured[name] for name in captured]
-    found = json.loads(score(tmp_path, *folders, flags=("--names", "a, b", "--json")).out)
-    assert [arm["name"] for arm in found["candidates"]] == ["a", "b"]
+def test_a_candidate_can_be_given_a_name(captured: dict[str, Path], tmp_path: Path) -> None:
+    exact, tilt, fork = captured.values()
+    found = json.loads(score(tmp_path, exact, f"a={tilt}", fork, flags=("--json",)).out)
+    assert [arm["name"] for arm in found["candidates"]] == ["a", "fork[at=3,every=2]"]
 
 
-def test_scoring_leaves_a_run_folder_when_asked(captured: dict[str, Path], tmp_path: Path) -> None:
+def test_scoring_leaves_a_run_folder(captured: dict[str, Path], tmp_path: Path) -> None:
     folders = (captured["exact"], captured["tilt[q=0.6]"])
-    found = score(tmp_path, *folders, flags=("--output-dir", "runs", "--json"))
+    found = score(tmp_path, *folders, flags=("--json",))
     assert found.report == json.loads(found.out)
     assert found.report["run_id"] == found.folder.name
     before = (found.folder / "report.json").read_bytes()
-    assert cli("rescore", found.folder, cwd=tmp_path).code == 0
+    assert cli("report", "--rescore", found.folder, cwd=tmp_path).code == 0
     assert (found.folder / "report.json").read_bytes() == before
 
 
@@ -111,16 +113,13 @@ def test_a_failed_capture_is_said_and_exits_1(tmp_path: Path) -> None:
     assert "tilt failed: the worker was ended by SIGABRT" in found.err
 
 
-def test_captures_are_listed_and_collected(captured: dict[str, Path], tmp_path: Path) -> None:
+def test_saved_outputs_that_are_damaged_are_removed(captured: dict[str, Path], tmp_path: Path) -> None:
     store = tmp_path / "store"
     shutil.copytree(captured["exact"].parent, store)
-    listed = cli("captures", "list", "--captures-dir", store, cwd=tmp_path)
-    assert len(listed.out.splitlines()) == 6
-    assert "kld tilt[q=0.6] (8 items)" in listed.out
     [victim] = store.glob("fake-fake-fork*/kld-*")
     (victim / "part-00000.safetensors").write_bytes(b"")
-    for flags, word, there in ((["--dry-run"], "would remove", True), ([], "removed", False)):
-        found = cli("captures", "gc", "--captures-dir", store, *flags, cwd=tmp_path)
+    for flags, word, there in (([], "would remove", True), (["--remove"], "removed", False)):
+        found = cli("setup", "clean", "outputs", "--captures-dir", store, *flags, cwd=tmp_path)
         assert f"{word} {victim}" in found.out
         assert victim.exists() == there
 
@@ -138,7 +137,7 @@ def refused(found: Done) -> str:
 def test_a_mismatch_is_named_and_leaves_nothing(captured: dict[str, Path], tmp_path: Path) -> None:
     other = tmp_path / capture(tmp_path, "tilt", windows=4).out.strip()
     before = sorted(tmp_path.iterdir())
-    found = score(tmp_path, captured["exact"], other, flags=("--output-dir", "runs"))
+    found = score(tmp_path, captured["exact"], other, flags=())
     assert "4 windows are not 8" in refused(found)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -151,7 +150,7 @@ def test_an_edited_capture_is_refused_by_name(file: str, captured: dict[str, Pat
     content = bytearray((victim / file).read_bytes())
     content[-2] ^= 1
     (victim / file).write_bytes(content)
-    line = refused(score(tmp_path, store / captured["exact"].name, victim.parent, flags=("--output-dir", "runs")))
+    line = refused(score(tmp_path, store / captured["exact"].name, victim.parent, flags=()))
     assert victim.name in line
     assert file in line
     assert not (tmp_path / "runs").exists()
@@ -159,7 +158,7 @@ def test_an_edited_capture_is_refused_by_name(file: str, captured: dict[str, Pat
 
 def test_the_references_own_capture_is_no_test(captured: dict[str, Path], tmp_path: Path) -> None:
     line = refused(score(tmp_path, captured["exact"], captured["exact"]))
-    assert "--ref and --test name the same capture" in line
+    assert "reference and candidate are the same capture" in line
 
 
 def cases(captured: dict[str, Path], tmp_path: Path) -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]]:
@@ -168,13 +167,12 @@ def cases(captured: dict[str, Path], tmp_path: Path) -> dict[str, tuple[tuple[An
         "nowhere": ((exact, tmp_path / "nowhere"), (), "nowhere does not exist"),
         "no-capture": ((exact, tmp_path), (), "is not a capture"),
         "whole-store": ((exact, exact.parent), (), "holds captures of several arms"),
-        "names": ((exact, tilt), ("--names", "a,b"), "--names has 2 names for 1 --test captures"),
-        "twice": ((exact, tilt, tilt), (), "two --test captures are named 'tilt[q=0.6]'"),
+        "twice": ((exact, tilt, tilt), (), "two candidates are named 'tilt[q=0.6]'; tell them apart with"),
         "bands": ((exact, tilt), ("--bands", "x"), "bands: Input should be 'fidelab' or 'refract'"),
     }
 
 
-@pytest.mark.parametrize("case", ["nowhere", "no-capture", "whole-store", "names", "twice", "bands"])
+@pytest.mark.parametrize("case", ["nowhere", "no-capture", "whole-store", "twice", "bands"])
 def test_bad_input_to_score_is_one_line(case: str, captured: dict[str, Path], tmp_path: Path) -> None:
     folders, flags, said = cases(captured, tmp_path)[case]
     assert said in refused(score(tmp_path, *folders, flags=flags))
@@ -182,21 +180,20 @@ def test_bad_input_to_score_is_one_line(case: str, captured: dict[str, Path], tm
 
 def test_a_candidate_that_is_captured_apart_follows_the_reference(tmp_path: Path) -> None:
     words = ("--axes", "forced", "--set", "axes.forced.n_predict=6", "--set", "axes.forced.limit=3")
+    write_inputs(tmp_path)
 
-    def take(kv: str, *flags: object) -> Done:
-        write_inputs(tmp_path)
-        inputs = [word for word in SMALL if word not in ("--reference", "exact")]
-        return cli("capture", "fake", "--kv", kv, *inputs, *words, *flags, cwd=tmp_path)
+    def take(*arms: object) -> Done:
+        return cli("compare", "fake", "--only", "capture", *INPUTS, *words, *arms, cwd=tmp_path)
 
-    reference = take("exact")
-    assert "--follow" in reference.err
-    folder = reference.out.strip()
-    followed = take("fork[at=2,every=1]", "--follow", folder)  # its own text would be another one
-    assert (followed.code, "--follow" in followed.err) == (0, False)
+    folder = take("--reference", "exact").out.strip()
+    kv = ("--kv", "fork[at=2,every=1]")  # its own text would be another one
+    followed = take("--reference", folder, *kv)
+    together = take("--reference", "exact", *kv)
+    assert together.out == f"{folder}\n{followed.out}"
     scored = score(tmp_path, tmp_path / folder, tmp_path / followed.out.strip(), flags=("--json",))
     assert (scored.code, scored.err) == (0, "")
     assert json.loads(scored.out)["candidates"][0]["axes"]["forced"]["n_items"] == 3 * 6
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused = take("tilt[q=0.7]", "--follow", empty)
+    refused = take("--reference", empty, "--kv", "tilt[q=0.7]")
     assert (refused.code, len(refused.err.splitlines())) == (2, 1)

@@ -246,7 +246,7 @@ def test_what_an_earlier_process_refuted_holds_for_the_arm_of_a_resumed_run(
     for _ in range(2):
         arm = done.arm(KV)
         assert (arm["status"], arm["reason"]) == (status, reason)
-        cli("rescore", done.folder, cwd=done.cwd)
+        cli("report", "--rescore", done.folder, cwd=done.cwd)
 
 
 def test_the_next_run_finds_the_reference_again(done: Done) -> None:
@@ -262,7 +262,7 @@ def test_rescoring_a_run_that_was_stopped_says_what_to_do(done: Done) -> None:
     outcomes = done.folder / "outcomes.json"
     record = json.loads(outcomes.read_text())
     outcomes.write_text(json.dumps({**record, "arms": record["arms"][:1]}))
-    found = cli("rescore", done.folder, cwd=done.cwd)
+    found = cli("report", "--rescore", done.folder, cwd=done.cwd)
     assert found.code == 2
     assert f"was stopped before candidate:{KV} was captured" in found.err
     assert f"--resume {done.folder}" in found.err
@@ -316,7 +316,7 @@ def test_rescoring_refuses_captures_that_were_mixed_up(place: str, other: str, d
     [mine], [theirs] = captures.glob(place), captures.glob(other)
     shutil.rmtree(mine)
     shutil.copytree(theirs, mine)
-    found = cli("rescore", done.folder, cwd=done.cwd)
+    found = cli("report", "--rescore", done.folder, cwd=done.cwd)
     assert found.code == 2
     [line] = found.err.splitlines()
     assert str(mine) in line

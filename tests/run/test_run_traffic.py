@@ -90,7 +90,7 @@ def test_words_are_shown_if_asked(tmp_path: Path) -> None:
 
 def test_rescored_report_keeps_the_domains_and_no_words(run: Done) -> None:
     before = run.report["candidates"][0]["axes"]["kld"]["metrics"]
-    done = cli("rescore", run.folder, cwd=run.cwd)
+    done = cli("report", "--rescore", run.folder, cwd=run.cwd)
     assert done.code == 0, done.err
     assert run.report["candidates"][0]["axes"]["kld"]["metrics"] == before
     assert SECRET not in (run.folder / "report.json").read_text()
@@ -108,7 +108,7 @@ def test_recorded_answers_are_fed_instead_of_the_references(tmp_path: Path) -> N
         "skip_bad": True,
     }
     (tmp_path / "e.yaml").write_text(yaml.safe_dump(experiment))
-    done = cli("run", "e.yaml", cwd=tmp_path)
+    done = cli("compare", "-f", "e.yaml", cwd=tmp_path)
     assert done.code == 0, done.err
     axis = done.axis(done.report["candidates"][0]["name"], "forced")
     assert (axis.n_items, axis.value("prompts")) == (4 * 5, 4)
@@ -123,7 +123,7 @@ def test_recorded_answers_without_a_log_are_refused(tmp_path: Path) -> None:
         "axes": {"forced": {"answers": "recorded"}},
     }
     (tmp_path / "e.yaml").write_text(yaml.safe_dump(experiment))
-    done = cli("run", "e.yaml", cwd=tmp_path)
+    done = cli("compare", "-f", "e.yaml", cwd=tmp_path)
     assert done.code == 2
     assert "--traffic" in done.err
 

@@ -33,7 +33,7 @@ def contradicted(tmp_path_factory: pytest.TempPathFactory) -> Done:
         "floor": 0.0,
     }
     (room / "run.yaml").write_text(json.dumps(experiment))
-    return cli("run", "run.yaml", cwd=room)
+    return cli("compare", "-f", "run.yaml", cwd=room)
 
 
 def test_a_perplexity_that_improves_under_a_large_kld_costs_a_band(contradicted: Done) -> None:
@@ -68,7 +68,7 @@ def test_lost_needles_cost_a_band_although_no_distribution_moved(tmp_path: Path)
         "floor": 0.0,
     }
     (tmp_path / "run.yaml").write_text(json.dumps(experiment))
-    done = cli("run", "run.yaml", cwd=tmp_path)
+    done = cli("compare", "-f", "run.yaml", cwd=tmp_path)
     forgetful, same = done.arm("forget[every=1]"), done.arm("exact")
     assert axis_of(forgetful, "kld").status == axis_of(same, "kld").status == "identical"
     assert (forgetful["verdict"]["band"], same["verdict"]["band"]) == ("PASS", "EXCELLENT")
@@ -88,7 +88,7 @@ def test_an_axis_that_cannot_be_measured_is_not_in_the_composite(tmp_path: Path)
         "floor": 0.0,
     }
     (tmp_path / "run.yaml").write_text(json.dumps(experiment))
-    arm = cli("run", "run.yaml", cwd=tmp_path).arm("tilt")
+    arm = cli("compare", "-f", "run.yaml", cwd=tmp_path).arm("tilt")
     assert (arm["status"], axis_of(arm, "rniah").status) == ("ok", "not_measurable")
     assert arm["composite"]["value"] == pytest.approx(axis_of(arm, "kld").value("score"))
     assert arm["composite"]["axes"] == ["kld"]

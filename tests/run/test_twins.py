@@ -129,7 +129,7 @@ def test_twins_are_no_candidates_and_what_ran_tells_them_apart(done: Done) -> No
 
 def test_scoring_again_gives_the_same_floors(done: Done) -> None:
     before = floors(done)
-    assert cli("rescore", done.folder, cwd=done.cwd).code == 0
+    assert cli("report", "--rescore", done.folder, cwd=done.cwd).code == 0
     assert floors(done) == before
 
 

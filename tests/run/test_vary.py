@@ -58,7 +58,7 @@ def test_the_grid_can_be_written_in_an_experiment_file(tmp_path: Path) -> None:
         "text": "text.txt",
     }
     (tmp_path / "run.yaml").write_text(json.dumps(experiment))
-    done = cli("run", "run.yaml", cwd=tmp_path)
+    done = cli("compare", "-f", "run.yaml", cwd=tmp_path)
     assert done.code == 0, done.err
     assert names(done) == ["kv=exact", "kv=tilt"]
 

@@ -45,7 +45,7 @@ def run(folder: Path, *candidates: str | dict[str, Any], code: int = 0) -> Done:
         "axes": {"kld": {"windows": 8, "n_ctx": 64}},
     }
     (folder / "experiment.yaml").write_text(yaml.safe_dump(settings))
-    done = cli("run", "experiment.yaml", cwd=folder)
+    done = cli("compare", "-f", "experiment.yaml", cwd=folder)
     assert done.code == code, done.err
     return done
 

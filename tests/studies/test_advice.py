@@ -393,7 +393,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 def test_a_real_run_is_found_joined_and_compared_by_its_documents(tiny: Path) -> None:
-    done = cli("advise", "./model", "--device", "H100", "--context", "4k", "--batch", "2", "--json", cwd=tiny)
+    done = cli(
+        "estimate", "advise", "./model", "--device", "H100", "--context", "4k", "--batch", "2", "--json", cwd=tiny
+    )
     assert done.code == 0, done.err
     found = Study.model_validate_json(done.out)
     by = pairs(found)
@@ -414,7 +416,7 @@ def test_a_real_run_is_found_joined_and_compared_by_its_documents(tiny: Path) ->
 
 def test_people_get_a_table_that_says_what_is_predicted(tiny: Path) -> None:
     flags = ["--device", "h100", "--context", "4k", "--batch", "64", "--max-kld", "0.5"]
-    done = cli("advise", "./model", *flags, cwd=tiny)
+    done = cli("estimate", "advise", "./model", *flags, cwd=tiny)
     assert done.code == 0, done.err
     assert "predicted (2)" in done.out
     assert "measured" in done.out
@@ -422,7 +424,7 @@ def test_people_get_a_table_that_says_what_is_predicted(tiny: Path) -> None:
 
 
 def test_a_model_that_was_never_measured_gets_its_bytes_and_the_command_that_measures(tiny: Path) -> None:
-    done = cli("advise", "./model", "--device", "H100", "--output-dir", "nowhere", cwd=tiny)
+    done = cli("estimate", "advise", "./model", "--device", "H100", "--output-dir", "nowhere", cwd=tiny)
     assert done.code == 0, done.err
     assert "nothing was measured for this model" in done.out
     assert "fidelab compare ./model" in done.out
@@ -443,7 +445,7 @@ def test_a_model_that_was_never_measured_gets_its_bytes_and_the_command_that_mea
     ],
 )
 def test_what_cannot_be_asked_gets_one_line(tiny: Path, flags: list[str], message: str) -> None:
-    done = cli("advise", "./model", *flags, cwd=tiny)
+    done = cli("estimate", "advise", "./model", *flags, cwd=tiny)
     assert done.code == 2
     assert message in done.err
     assert len(done.err.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""``fidelab sensitivity --bits`` end to end, on a tiny model and on one with outliers in its keys."""
+"""``fidelab diagnose sensitivity --bits`` end to end, on a tiny model and on one with outliers in its keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRID = ("--bits", "8,4,2", "--group", 16)
 
 
 def sensitivity(room: Path, model: str, *words: object) -> Done:
-    return cli("sensitivity", f"./{model}", *SIZES, *words, cwd=room)
+    return cli("diagnose", "sensitivity", f"./{model}", *SIZES, *words, cwd=room)
 
 
 @pytest.fixture(scope="module")

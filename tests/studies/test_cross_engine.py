@@ -64,7 +64,7 @@ def kl(p: float, q: float) -> float:
 def cross(room: Path, *flags: str, **changes: Any) -> Done:
     write_inputs(room)
     (room / "cross.yaml").write_text(json.dumps({**EXPERIMENT, **changes}))
-    return cli("run", "cross.yaml", *flags, cwd=room)
+    return cli("compare", "-f", "cross.yaml", *flags, cwd=room)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_an_engine_that_is_not_installed_says_how_to_install_it(tmp_path: Path, 
     lines = [{"engine": "vllm", "candidate": "fp8_e4m3"}, EXPERIMENT["engines"][0]]
     done = cross(tmp_path / "room", engines=lines, timing=None, long=None, axes={"kld": {"windows": 4, "n_ctx": 16}})
     absent, present = (row(study(done), name, "reference") for name in ("vllm", "one"))
-    assert "engine vllm is not installed: fidelab engines install vllm" in (absent.reason or "")
+    assert "engine vllm is not installed: fidelab setup install vllm" in (absent.reason or "")
     assert present.status == "ok"
 
 
@@ -182,7 +182,7 @@ def test_a_format_that_an_engine_lacks_is_not_supported_and_no_fault(done: Done,
         ({"engines": [{"engine": {"name": "hf", "pyton": "x"}, "candidate": "x"}]}, "did you mean 'python'?"),
         ({"timing": {"promt": 5}}, "unknown key 'timing.promt'; did you mean 'prompt'?"),
         ({"engines": [{"engine": "fake", "candidate": "exact"}] * 2}, "two are called 'fake'"),
-        ({"kind": "cross"}, "kind: 'cross' cannot be run; write cross-engine"),
+        ({"kind": "cross"}, "kind: 'cross' is not a runnable kind: use cross-engine"),
         ({"engines": [{"engine": "sglnag", "candidate": "auto"}]}, "unknown engine 'sglnag'"),
         ({"axes": {"kld": {"window": 2}}}, "unknown key 'axes.kld.window'; did you mean 'windows'?"),
         ({"text": "nowhere.txt"}, "no text 'nowhere.txt'"),
@@ -209,7 +209,9 @@ def test_a_text_too_short_for_the_timed_prompts_fails_the_timing_alone(tmp_path:
 
 
 def test_the_resolved_file_repeats_the_experiment(done: Done, found: Study, tmp_path: Path) -> None:
-    again = cli("run", done.folder / "config.resolved.yaml", "--json", "--set", f"output_dir={tmp_path}", cwd=tmp_path)
+    again = cli(
+        "compare", "-f", done.folder / "config.resolved.yaml", "--json", "--set", f"output_dir={tmp_path}", cwd=tmp_path
+    )
     repeated = Study.model_validate_json(again.out)
     parts = ("perplexity", "candidate", "agreement")
     theirs, ours = ([row for row in one.rows if row.at["part"] in parts] for one in (repeated, found))
@@ -243,18 +245,18 @@ def test_bundled_experiments_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize("said", ["cross-engine", "cross-engine.yaml", "experiments/cross-engine.yaml"])
 def test_a_bundled_experiment_is_found_by_its_name(tmp_path: Path, said: str) -> None:
-    done = cli("run", said, "--set", "engines=[]", cwd=tmp_path)
+    done = cli("compare", "-f", said, "--set", "engines=[]", cwd=tmp_path)
     assert "cross-engine.yaml: engines: List should have at least 1 item" in done.err
 
 
 def test_a_file_of_the_users_wins_over_a_bundled_one(tmp_path: Path) -> None:
     (tmp_path / "cross-engine").write_text("kind: cross-engine\n")
-    assert "cross-engine: 'model' is missing" in cli("run", "cross-engine", cwd=tmp_path).err
+    assert "cross-engine: 'model' is missing" in cli("compare", "-f", "cross-engine", cwd=tmp_path).err
 
 
 @pytest.mark.parametrize("said", ["cross-engin", "experiments/other.yaml", "elsewhere/cross-engine.yaml"])
 def test_an_unknown_name_lists_the_bundled_experiments(tmp_path: Path, said: str) -> None:
-    done = cli("run", said, cwd=tmp_path)
+    done = cli("compare", "-f", said, cwd=tmp_path)
     assert done.err == f"fidelab: {said} does not exist; name an experiment file or a bundled one: cross-engine\n"
     assert done.code == 2
 
@@ -264,7 +266,7 @@ def test_defaults_are_the_four_axes_and_perplexity(tmp_path: Path) -> None:
     data = {**EXPERIMENT, "engines": [line], "axes": None, "timing": None, "long": None}
     (tmp_path / "cross.yaml").write_text(json.dumps(data))
     write_inputs(tmp_path)
-    done = cli("run", "cross.yaml", cwd=tmp_path)
+    done = cli("compare", "-f", "cross.yaml", cwd=tmp_path)
     resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
     assert list(resolved["axes"]) == ["trajectory", "kld", "rniah", "plad", "perplexity"]
     assert resolved["axes"]["kld"]["windows"] == 8
@@ -286,7 +288,7 @@ def test_a_stopped_experiment_offers_no_run_of_one_engine_to_go_on_with(tmp_path
         {"kind": "cross-engine", "model": "fake", "engines": [line], "output_dir": str(tmp_path)}, "file"
     )
     with pytest.raises(KeyboardInterrupt) as stopped:
-        run_cross(experiment, command="fidelab run", watch=stop)
+        run_cross(experiment, command="fidelab compare", watch=stop)
     assert not isinstance(stopped.value, Interrupted)
 
 
@@ -308,7 +310,7 @@ def test_the_long_window_has_the_bytes_that_follow_by_hand(tmp_path: Path, cache
         "text": "default",
     }
     (tmp_path / "cross.yaml").write_text(json.dumps(data))
-    done = cli("run", "cross.yaml", "--json", cwd=tmp_path)
+    done = cli("compare", "-f", "cross.yaml", "--json", cwd=tmp_path)
     window = row(Study.model_validate_json(done.out), "hf", "long window")
     assert (window.status, window.value("counted"), window.value("rows")) == ("ok", 1024, 1024)
     assert window.value("bytes_per_token") == window.value("by_hand") == 2 * 2 * 32 * 2 * 2

@@ -1,4 +1,4 @@
-"""``fidelab bisect`` end to end, on tiny models in worker processes; what it refuses, what it writes, what it says."""
+"""``fidelab diagnose layers`` end to end, on tiny models: what it refuses, writes and says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = ("--threads", 1, "--windows", 2, "--n-ctx", 32, "--dtype", "float32", "-
 
 
 def bisect(room: Path, *words: object) -> Done:
-    return cli("bisect", "./tiny", *SIZES, *words, cwd=room)
+    return cli("diagnose", "layers", "./tiny", *SIZES, *words, cwd=room)
 
 
 def record(done: Done) -> Study:
@@ -106,7 +106,7 @@ def test_json_is_the_record_in_the_run_folder(done: Done) -> None:
 
 
 def test_the_settings_file_is_not_taken_for_a_comparison(done: Done) -> None:
-    again = cli("run", done.folder / "config.resolved.yaml", cwd=done.cwd)
+    again = cli("compare", "-f", done.folder / "config.resolved.yaml", cwd=done.cwd)
     assert again.code == 2
     assert "kind: 'bisect'" in again.err
 
@@ -151,7 +151,7 @@ def test_an_arm_that_fails_ends_with_1_and_its_reason(room: Path) -> None:
     ("words", "said"),
     [
         ((), "name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), not 0"),
-        (("--kv", "int8", "--kv", "int4"), "a bisect is between two arms: name one candidate"),
+        (("--kv", "int8", "--kv", "int4"), "two arms are compared: name one candidate"),
         (("--kv", "int8", "--candidate", "kv=int4"), "not 2"),
         (("--kv", "f32"), "candidate 'f32' computes what the reference computes"),
         (("--kv", "int8", "--engine", "llamacpp"), "engine llamacpp does not tell what passes through its layers"),

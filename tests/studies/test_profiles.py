@@ -43,10 +43,10 @@ PROFILE: dict[str, Any] = {
         {
             "name": "huge",
             "needs": {"memory": 1e9},
-            "command": ["formats"],
+            "command": ["setup", "formats"],
             "variants": {"tiny": {"needs": {"memory": 1e9}}},
         },
-        {"name": "after", "needs": {"stages": ["huge"]}, "command": ["formats"]},
+        {"name": "after", "needs": {"stages": ["huge"]}, "command": ["setup", "formats"]},
     ],
     "expected": [
         {"name": "mean KL", "stage": "quality", "value": 0.5, "unit": "nats", "at": AT},
@@ -59,10 +59,10 @@ PROFILE: dict[str, Any] = {
 
 
 def profiles(cwd: Path, *flags: object, **changes: Any) -> Done:
-    """``fidelab profiles run`` of a file that is trusted."""
+    """``fidelab reproduce`` of a file that is trusted."""
     write_inputs(cwd)
     (cwd / "own.yaml").write_text(json.dumps({**PROFILE, **changes}))
-    return cli("profiles", "run", "own.yaml", "--trust", "own.yaml", *flags, cwd=cwd)
+    return cli("reproduce", "own.yaml", "--trust", "own.yaml", *flags, cwd=cwd)
 
 
 def folder_of(cwd: Path) -> Path:
@@ -143,9 +143,9 @@ def test_resume_keeps_what_ended_well_and_runs_the_rest_again(tmp_path: Path) ->
     folder = folder_of(tmp_path)
     before = (folder / "stages" / "quality" / "stage.json").read_bytes()
     resolved = yaml.safe_load((folder / "config.resolved.yaml").read_text())
-    resolved["resolved"]["stages"][0]["command"] = ["formats", "--json"]  # what was wrong has been mended
+    resolved["resolved"]["stages"][0]["command"] = ["setup", "formats", "--json"]  # what was wrong has been mended
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(resolved))
-    again = cli("profiles", "run", "--resume", folder, "--trust", folder, cwd=tmp_path)
+    again = cli("reproduce", "--resume", folder, "--trust", folder, cwd=tmp_path)
     assert again.code == 0, again.err
     assert "quality (2 of 4): done before" in again.err
     assert (folder / "stages" / "quality" / "stage.json").read_bytes() == before
@@ -156,10 +156,10 @@ def test_a_profiles_folder_of_somebody_else_runs_nothing(done: Done, tmp_path: P
     shutil.copytree(done.cwd, tmp_path / "room")
     folder = folder_of(tmp_path / "room")
     resolved = yaml.safe_load((folder / "config.resolved.yaml").read_text())
-    resolved["resolved"]["stages"][0]["command"] = ["models", "pull", "evil/model"]
+    resolved["resolved"]["stages"][0]["command"] = ["setup", "fetch", "evil/model"]
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(resolved))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    again = cli("profiles", "run", "--resume", folder, cwd=tmp_path / "room")
+    again = cli("reproduce", "--resume", folder, cwd=tmp_path / "room")
     assert (again.code, again.out) == (2, "")
     [line] = again.err.splitlines()
     assert "may run any command of fidelab, and was not written by fidelab for you" in line
@@ -169,7 +169,7 @@ def test_a_profiles_folder_of_somebody_else_runs_nothing(done: Done, tmp_path: P
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "a b", ""])
 def test_a_stage_is_a_folder_of_its_name(name: str, tmp_path: Path) -> None:
-    done = profiles(tmp_path, stages=[{"name": name, "command": ["formats"]}], expected=[])
+    done = profiles(tmp_path, stages=[{"name": name, "command": ["setup", "formats"]}], expected=[])
     assert done.code == 2
     assert "stages.0.name" in done.err
 
@@ -180,7 +180,7 @@ def test_a_stopped_profile_leaves_no_process_and_goes_on(tmp_path: Path) -> None
     data = {**PROFILE, "stages": [{"name": "quality", "experiment": slow}], "expected": []}
     (tmp_path / "own.yaml").write_text(json.dumps(data))
     process = subprocess.Popen(
-        [sys.executable, "-m", "fidelab", "profiles", "run", "own.yaml", "--trust", "own.yaml"],
+        [sys.executable, "-m", "fidelab", "reproduce", "own.yaml", "--trust", "own.yaml"],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
@@ -192,9 +192,9 @@ def test_a_stopped_profile_leaves_no_process_and_goes_on(tmp_path: Path) -> None
     said = process.communicate(timeout=60)[1]
     folder = folder_of(tmp_path)
     assert process.returncode == 130
-    assert f"Go on with: fidelab profiles run --resume {folder}" in said
+    assert f"Go on with: fidelab reproduce --resume {folder}" in said
     assert not _alive(folder)
-    again = cli("profiles", "run", "--resume", folder, cwd=tmp_path)
+    again = cli("reproduce", "--resume", folder, cwd=tmp_path)
     assert again.code == 0, again.err
 
 
@@ -291,7 +291,7 @@ def test_a_figure_is_found_by_keys_places_and_conditions() -> None:
 # ------------------------------------------------------------------------------------------------- bad input
 
 
-STAGE = {"name": "s", "command": ["formats"]}
+STAGE = {"name": "s", "command": ["setup", "formats"]}
 
 
 @pytest.mark.parametrize(
@@ -303,8 +303,8 @@ STAGE = {"name": "s", "command": ["formats"]}
         ({"stages": [{**STAGE, "needs": {"stages": ["t"]}}]}, "stage 's' needs 't', which is no stage before it"),
         ({"stages": [STAGE, STAGE]}, "two stages are called 's'"),
         ({"stages": [{"name": "s"}]}, "a stage has either 'experiment' or 'command'"),
-        ({"stages": [{**STAGE, "command": ["formts"]}], "expected": []}, "stage s: fidelab formts: No such command"),
-        ({"stages": [{**STAGE, "command": ["formats", "--jsn"]}], "expected": []}, "No such option: --jsn"),
+        ({"stages": [{**STAGE, "command": ["dctor"]}], "expected": []}, "stage s: fidelab dctor: No such command"),
+        ({"stages": [{**STAGE, "command": ["setup", "formats", "--jsn"]}], "expected": []}, "No such option: --jsn"),
         ({"stages": [{**STAGE, "command": ["{mdel}"]}], "expected": []}, "{mdel} is no parameter; there are: model"),
         (
             {"stages": [{"name": "s", "experiment": {**FAKE, "axs": {}}}], "expected": []},
@@ -328,13 +328,13 @@ def test_a_profile_that_cannot_be_is_refused_in_one_line(tmp_path: Path, changes
         (["decode", "--stage", "gate"], "unknown stage of profile decode 'gate'; did you mean 'gates'?"),
         (["decode", "--set", "modl=x"], "unknown parameter of profile decode 'modl'; did you mean 'model'?"),
         (["decode", "--set", "model"], "--set 'model': write name=value"),
-        ([], "name a profile"),
+        (["run"], "name a profile"),
         (["--resume", "nowhere"], "nowhere is no run of a profile"),
-        (["decode", "--resume", "nowhere"], "--resume takes the profile's own settings"),
+        (["decode", "--resume", "nowhere"], "--resume takes the settings of the profile"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, words: list[str], message: str) -> None:
-    done = cli("profiles", "run", *words, cwd=tmp_path)
+    done = cli("reproduce", *words, cwd=tmp_path)
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert message in done.err
     assert not (tmp_path / "runs").exists()
@@ -342,20 +342,20 @@ def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, words: l
 
 def test_a_file_that_is_not_trusted_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(json.dumps(PROFILE))
-    done = cli("profiles", "run", "own.yaml", cwd=tmp_path)
+    done = cli("reproduce", "own.yaml", cwd=tmp_path)
     assert done.code == 2
     assert "if you trust it, add --trust own.yaml" in done.err
 
 
 def test_run_says_how_a_profile_is_run(tmp_path: Path) -> None:
-    assert "decode is a profile: fidelab profiles run decode" in cli("run", "decode", cwd=tmp_path).err
+    assert "decode is a profile: fidelab reproduce decode" in cli("compare", "-f", "decode", cwd=tmp_path).err
 
 
 # ------------------------------------------------------------------------------------------------- shipped profiles
 
 
 def test_all_profiles_are_listed(tmp_path: Path) -> None:
-    listed = json.loads(cli("profiles", "list", "--json", cwd=tmp_path).out)["profiles"]
+    listed = json.loads(cli("reproduce", "list", "--json", cwd=tmp_path).out)["profiles"]
     assert [row["name"] for row in listed] == names()
     assert {"demo", "decode", "cross-engine", "kld-guide", "hardware-report"} <= set(names())
 
@@ -363,9 +363,9 @@ def test_all_profiles_are_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", names())
 def test_a_shipped_profile_and_its_tiny_variant_resolve(tmp_path: Path, name: str) -> None:
     for flags in ([], ["--variant", "tiny"]):
-        done = cli("profiles", "run", name, *flags, "--dry-run", cwd=tmp_path)
+        done = cli("reproduce", name, *flags, "--dry-run", cwd=tmp_path)
         assert done.code == 0, done.err
-    shown = cli("profiles", "show", name, cwd=tmp_path)
+    shown = cli("reproduce", "show", name, cwd=tmp_path)
     assert yaml.safe_load(shown.out)["purpose"] == load_profile(name).purpose
 
 

@@ -1,4 +1,4 @@
-"""``fidelab sensitivity`` end to end, on a tiny model in a worker process."""
+"""``fidelab diagnose sensitivity`` end to end, on a tiny model in a worker process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMATS = ("--weights", "int4[group=16]", "--weights", "int8[group=16]")
 
 
 def sensitivity(room: Path, *words: object) -> Done:
-    return cli("sensitivity", "./tiny", *SIZES, *words, cwd=room)
+    return cli("diagnose", "sensitivity", "./tiny", *SIZES, *words, cwd=room)
 
 
 @pytest.fixture(scope="module")

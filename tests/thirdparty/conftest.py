@@ -37,6 +37,6 @@ def run(_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Done:
         "axes:\n  kld: {windows: 8, n_ctx: 16}\n  trajectory: {n_predict: 8}\n  length: {n_predict: 8}\n"
         "benches:\n  first_word: {}\n"
     )
-    done = cli("run", "exp.yaml", cwd=cwd)
+    done = cli("compare", "-f", "exp.yaml", cwd=cwd)
     assert done.code == 0, done.err
     return done

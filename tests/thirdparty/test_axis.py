@@ -42,7 +42,7 @@ def test_it_is_no_part_of_the_composite_unless_it_says_so(run: Done) -> None:
 
 def test_a_report_with_it_is_read_and_scored_again(run: Done) -> None:
     before = (run.folder / "report.json").read_bytes()
-    assert cli("rescore", run.folder, cwd=run.cwd).code == 0
+    assert cli("report", "--rescore", run.folder, cwd=run.cwd).code == 0
     assert (run.folder / "report.json").read_bytes() == before
     assert Report.from_json(run.folder / "report.json").candidates[0].axes["length"].value("score") == 75.0
 

@@ -38,11 +38,11 @@ from fidelab.workers.causes import explain, explain_exit, kernel_fault, split_du
         ("45 parameters were filled by no checkpoint tensor, first model.layers.3.w", "left unloaded"),
         ("OSError: [Errno 98] Address already in use", "port is taken"),
         ("[Errno 98] error while attempting to bind on address ('0.0.0.0', 8000): address already in use", "port"),
-        ("huggingface_hub.errors.OfflineModeIsEnabled: Cannot reach https://hub: offline mode", "fidelab models pull"),
+        ("huggingface_hub.errors.OfflineModeIsEnabled: Cannot reach https://hub: offline mode", "fidelab setup fetch"),
         ("huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot", "out of reach"),
         ("OSError: We couldn't connect to 'https://hub' to load the files", "out of reach"),
         ("huggingface_hub.errors.GatedRepoError: 403 Client Error.", "HF_TOKEN"),
-        ("RuntimeError: Failed to infer device type, please set the environment variable", "engines install vllm"),
+        ("RuntimeError: Failed to infer device type, please set the environment variable", "setup install vllm"),
         ("ValueError: No available memory for the cache blocks. Try increasing it", "kv-cache-memory"),
         (
             "(4.00 GiB KV cache is needed, which is larger than the available KV cache memory (2.5 GiB).",
@@ -52,11 +52,11 @@ from fidelab.workers.causes import explain, explain_exit, kernel_fault, split_du
         ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", "mem-fraction-static"),
         (
             "SGLang cannot read the model: ModuleNotFoundError: No module named 'torchvision'",
-            "engines install sglang --cpu",
+            "setup install sglang --cpu",
         ),
         (
             "SGLang does not start: ImportError: libcuda.so.1: cannot open shared object file",
-            "engines install sglang --cpu",
+            "setup install sglang --cpu",
         ),
         ("ImportError: libcuda.so.1: cannot open shared object file: No such file or directory", "NVIDIA's driver"),
         ("CUDA error: no kernel image is available for execution on the device", "no kernels for this GPU"),

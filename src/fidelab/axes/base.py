@@ -81,7 +81,7 @@ _NO_INTERVAL = "no interval"
 
 @dataclass(frozen=True)
 class SampleSize:
-    """What the sample size of an axis counts and how users set it; read by ``fidelab plan-size``.
+    """What the sample size of an axis counts and how users set it; read by ``fidelab plan``.
 
     ``items``: the word for what is counted (``windows``).  ``flag`` and ``setting``: the option and the key that set
     their number.  ``source``: the input that more of them are taken from.

@@ -1,13 +1,11 @@
-"""List the captures of a folder, and remove what is not needed any more: captures, and rows of a capture."""
+"""Remove what is not needed any more: captures of a folder, and rows of a capture."""
 
 from __future__ import annotations
 
-import calendar
 import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +25,8 @@ _OURS = re.compile(r".+-[0-9a-f]{12}-r\d+")  # how manifest.capture_folder names
 _SHARED = {"heads": re.compile(r"[0-9a-f]{24}\.safetensors"), "vocabularies": re.compile(r"[0-9a-f]{24}\.json\.gz")}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One capture; ``created`` is ``None`` for a damaged one and one of another version."""
-
-    folder: Path
-    title: str
-    size: int
-    created: str | None
-
-
-def entries(store: Path) -> list[Entry]:
-    """All captures under a folder, in name order; sizes are checked, content is not read.
-
-    Raises:
-        InputError: there is no such folder.
-    """
-    return [_entry(folder) for folder in _folders(store)]
-
-
-def collect_garbage(
-    store: Path, *, older_than_days: float | None = None, doomed: Collection[Path] = (), dry_run: bool = False
-) -> list[tuple[Path, int]]:
-    """Remove files of ended writers, damaged and old captures, then heads and vocabularies without a capture.
-
-    ``doomed``: captures that go whatever their age.
+def collect_garbage(store: Path, *, doomed: Collection[Path] = (), dry_run: bool = False) -> list[tuple[Path, int]]:
+    """Remove files of ended writers, damaged and ``doomed`` captures, then heads and vocabularies without a capture.
 
     Only files with fidelab's names in fidelab's places are removed, since the folder may hold other things.  Captures
     of other versions stay, and with them all heads and vocabularies, since it is not known which they need.
@@ -72,9 +47,7 @@ def collect_garbage(
         except CaptureError:
             going += [folder] if _is_ours(folder, store) else []
             continue
-        age = now - _seconds(capture.manifest["created"])
-        old = older_than_days is not None and age > older_than_days * 86_400
-        if (old or folder in doomed) and _is_ours(folder, store):
+        if folder in doomed and _is_ours(folder, store):
             going.append(folder)
             continue
         needed.add(f"{capture.vocabulary.sha256[:24]}.json.gz")
@@ -139,10 +112,10 @@ def _folders(store: Path) -> Iterator[Path]:
     return find_captures(store)
 
 
-def _open(folder: Path, content: bool = True) -> Capture:
+def _open(folder: Path) -> Capture:
     """A missing head is no damage, since it can still be copied."""
     capture = Capture(folder, verify=False)
-    capture.verify(content=content)
+    capture.verify(content=True)
     return capture
 
 
@@ -150,20 +123,5 @@ def _is_ours(folder: Path, store: Path) -> bool:
     return folder.parent.parent == store and _OURS.fullmatch(folder.name) is not None
 
 
-def _entry(folder: Path) -> Entry:
-    try:
-        capture = _open(folder, content=False)
-    except CaptureError as error:
-        title = "of another version" if isinstance(error, OtherSchemaError) else "damaged"
-        return Entry(folder, title, _size(folder), None)
-    arm = capture.manifest["asked"]
-    title = f"{capture.axis} {arm['kv']['label']} ({len(capture.items)} items)"
-    return Entry(folder, title, _size(folder), capture.manifest["created"])
-
-
 def _size(path: Path) -> int:
     return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
-
-
-def _seconds(created: str) -> float:
-    return calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ"))

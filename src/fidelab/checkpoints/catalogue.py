@@ -21,10 +21,10 @@ _SECTIONS = {  # module of the rules → heading
 _INTRODUCTION = """\
 # Failures of checkpoints
 
-What goes wrong with quantized checkpoints, how it shows, where it comes from, and what finds it. This page is made from
-the rules of [`fidelab audit`](checkpoints.md#audit) (`python -m fidelab.checkpoints.catalogue`): what is listed here is
-looked for, and what is looked for is listed here. `broken` and `suspicious` say what a finding makes of the verdict;
-`information` leaves it as it is.
+What goes wrong with quantized checkpoints, how it shows, where it comes from, and what finds it. This page is made
+from the rules of [`fidelab checkpoint audit`](checkpoints.md#audit) (`python -m fidelab.checkpoints.catalogue`): what
+is listed here is looked for, and what is looked for is listed here. `broken` and `suspicious` say what a finding
+makes of the verdict; `information` leaves it as it is.
 """
 _BEYOND = """\
 ## What files do not show
@@ -32,8 +32,8 @@ _BEYOND = """\
 Kernels, parsers, calibration texts and engines also fail with checkpoints that are whole, which only a run tells:
 
 - Noise after some tens of tokens, or beyond a length of context: too few bits in the sums or softmax weights of a
-  kernel, or a lost window of attention. `fidelab kernels audit --model MODEL` compares attention with float64, and
-  `fidelab bisect` [layer with layer](diagnosis.md#which-layer).
+  kernel, or a lost window of attention. `fidelab diagnose attention MODEL` compares attention with float64, and
+  `fidelab diagnose layers` [layer with layer](diagnosis.md#which-layer).
 - A loss with an FP8 KV cache at long contexts: unit scales, or scales that one of the kernels leaves out.
   `fidelab compare MODEL --control full` at that length tells [format from kernel](diagnosis.md#format-or-kernel).
 - Thinking that never ends, empty answers: calibration without such texts, or a parser of reasoning that does not fit.

@@ -294,7 +294,7 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
     if source.quantization is None and to != "safetensors":
         raise InputError(
             f"{source.name} is not quantized (its config has no quantization_config): converting changes no weight; "
-            "fidelab quantize makes quantized checkpoints"
+            "fidelab checkpoint quantize makes quantized checkpoints"
         )
     if source.quantization is None and dtype is None:
         raise InputError(f"{source.name} is dense already; name the type that it shall have with --dtype")
@@ -398,7 +398,7 @@ def _facts(source: Checkpoint, module: QuantizedModule) -> _Facts:
     if not np.isfinite(linear.scales).all():
         raise InputError(
             f"module {module.name} of {source.name} has scales that are not finite: its weights are no numbers; "
-            "fidelab audit says what else is wrong"
+            "fidelab checkpoint audit says what else is wrong"
         )
     runs = None
     if linear.group_index is not None:

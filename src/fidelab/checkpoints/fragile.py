@@ -95,7 +95,7 @@ def _projections(checkpoint: Checkpoint) -> list[tuple[TensorInfo, bool]]:
     """Weights and biases of Q and K with whether they are K's.  Refuses models that cannot be scaled so."""
     if checkpoint.format != "safetensors":
         raise InputError(
-            f"{checkpoint.name} is a GGUF file; pass the folder that fidelab convert --to safetensors makes"
+            f"{checkpoint.name} is a GGUF file; pass the folder that fidelab checkpoint convert --to safetensors makes"
         )
     if checkpoint.quantization is not None:
         raise InputError(f"{checkpoint.name} is quantized; make_fragile scales rows of weights of 16 or 32 bits")
@@ -179,6 +179,6 @@ def _times(raw: NDArray[Any], tensor: TensorInfo, factor: float) -> NDArray[Any]
     if not exact or not np.isfinite(values).all() or bool(((values != 0) & (np.abs(values) < smallest)).any()):
         raise InputError(
             f"{tensor.name} times 2^{math.log2(factor):.0f} leaves the range of {tensor.dtype}: take a smaller "
-            "factor, or weights in BF16 (fidelab convert --to safetensors --dtype bfloat16)"
+            "factor, or weights in BF16 (fidelab checkpoint convert --to safetensors --dtype bfloat16)"
         )
     return np.asarray(scaled)

@@ -201,7 +201,7 @@ def _layers(subject: Subject) -> Iterator[Finding]:
     cause="config.json of another size or version of the model, a transposed matrix, or heads or neurons that were cut",
     check="outputs and inputs of attention and MLP layers, quantized or not, against hidden_size, heads, head_dim, "
     "key-value heads and every intermediate size that is configured",
-    command="compare config.json with the original's: fidelab audit CHECKPOINT --base ORIGINAL",
+    command="compare config.json with the original's: fidelab checkpoint audit CHECKPOINT --base ORIGINAL",
 )
 def _shapes(subject: Subject) -> Iterator[Finding]:
     sizes = _geometry(subject).sizes
@@ -272,7 +272,7 @@ def _vocabulary(subject: Subject) -> Iterator[Finding]:
     symptom="an error while loading, experts that stay uninitialized, or tokens routed to experts that are not there",
     cause="experts pruned or merged without the configuration or the router, or names that were not remapped",
     check="numbered or fused experts of every layer, and the rows of its router, are as many as configured",
-    command="take config.json of the same model; fidelab audit CHECKPOINT --base ORIGINAL names what is missing",
+    command="take config.json of the same model; fidelab checkpoint audit CHECKPOINT --base ORIGINAL names the missing",
 )
 def _experts(subject: Subject) -> Iterator[Finding]:
     allowed = _geometry(subject).numbers(*_COUNTS)

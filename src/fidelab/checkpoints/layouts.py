@@ -205,7 +205,7 @@ class QuantizedModule:
             detail = f"no {error}" if isinstance(error, KeyError) else error
             raise InputError(
                 f"module {self.name} is not what {self.layout.name} stores ({detail}); "
-                "fidelab audit says more about the checkpoint"
+                "fidelab checkpoint audit says more about the checkpoint"
             ) from None
 
 

@@ -77,7 +77,7 @@ _AFTER_NORMS = {leaf for leaves in _SIBLINGS for leaf in leaves} | {"qkv_proj", 
     symptom="the engine leaves them as initialized, or refuses: noise in text, or a blind or deaf model",
     cause="experts, biases or towers that a conversion did not know by name",
     check="with --base: every tensor of the original is there, as it is or quantized, and of the same shape",
-    command="convert or quantize again; fidelab convert ends with a certificate over all tensors",
+    command="convert or quantize again; fidelab checkpoint convert ends with a certificate over all tensors",
 )
 def _base_missing(subject: Subject) -> Iterator[Finding]:
     if subject.base is None or subject.checkpoint.missing_files:
@@ -133,7 +133,7 @@ def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
     check=f"with --base: {_ROWS} rows of every quantized layer, spread evenly over it and dequantized, against the "
     "original's, with their size; a factor per channel, as AWQ and SmoothQuant move it, counts where the norm or "
     "layer before has its reciprocal",
-    command="convert again with fidelab convert, or name the checkpoint that it was really made from",
+    command="convert again with fidelab checkpoint convert, or name the checkpoint that it was really made from",
 )
 def _base_differs(subject: Subject) -> Iterator[Finding]:
     if subject.base is None:

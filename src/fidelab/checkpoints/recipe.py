@@ -1,4 +1,4 @@
-"""Recipes of ``fidelab quantize``: what is quantized and how, and what of a checkpoint's modules that means.
+"""Recipes of ``fidelab checkpoint quantize``: what is quantized and how, and what of a checkpoint's modules that means.
 
 Everything that can be known from names and shapes is checked here, before anything is loaded.
 """

@@ -94,7 +94,7 @@ def _ranges(numbers: Iterable[int]) -> str:
     symptom="empty answers, a repeated first token or NaN log-probabilities from the first layer that has them on",
     cause="an overflow while calibrating or converting, such as bfloat16 norms written as float16; or a damaged file",
     check="every value of every tensor in floating point, and of GGUF the scales of every block",
-    command="fidelab audit CHECKPOINT --base ORIGINAL, then convert or quantize those layers again",
+    command="fidelab checkpoint audit CHECKPOINT --base ORIGINAL, then convert or quantize those layers again",
 )
 def _nonfinite(subject: Subject) -> Iterator[Finding]:
     scales = {name for _, _, name, _ in _scales(subject)}
@@ -136,7 +136,7 @@ def _scale_nonfinite(subject: Subject) -> Iterator[Finding]:
     symptom="the layer gives zeros or NaN: empty answers, or text that repeats",
     cause="scales that were never written, were clamped at zero, or vanished in float16",
     check="no tensor of scales is all zero; of the others, how many zeros it has",
-    command="convert or quantize those layers again; fidelab audit CHECKPOINT --base ORIGINAL tells whether they lived",
+    command="quantize those layers again; fidelab checkpoint audit CHECKPOINT --base ORIGINAL tells whether they lived",
 )
 def _scale_zero(subject: Subject) -> Iterator[Finding]:
     packed = [item for item in _scales(subject, experts=False) if item[0].quantized]
@@ -163,7 +163,7 @@ def _scale_zero(subject: Subject) -> Iterator[Finding]:
     cause="a wrong unit of the scale (its reciprocal, a missing global scale), or a diverged optimization",
     check=f"no weight beyond {_LARGEST_WEIGHT:g} or all below {_SMALLEST_WEIGHT:g} by its scale, none {_OUTLIER:g} "
     "times the median of the same kind of layer, none left at exactly 1",
-    command="fidelab audit CHECKPOINT --base ORIGINAL compares the weights with the original's",
+    command="fidelab checkpoint audit CHECKPOINT --base ORIGINAL compares the weights with the original's",
 )
 def _scale_absurd(subject: Subject) -> Iterator[Finding]:
     alike: dict[str, list[tuple[str, Statistics, float]]] = defaultdict(list)
@@ -213,7 +213,7 @@ def _code_range(module: Module) -> float:
     "or clamps them at zero",
     cause="symmetric AutoRound keeps the sign of the value with the largest magnitude in its scale",
     check="the share of scales below zero",
-    command="fidelab convert CHECKPOINT DST --to awq flips code, zero point and scale together, bit-exact",
+    command="fidelab checkpoint convert CHECKPOINT DST --to awq flips code, zero point and scale together, bit-exact",
 )
 def _scale_negative(subject: Subject) -> Iterator[Finding]:
     found = [(name, s) for _, _, name, s in _scales(subject) if s.negative]
@@ -290,7 +290,7 @@ def _dtype(checkpoint: Checkpoint) -> str:
     cause="tensors that were allocated and never written, or codes clamped away by negative scales",
     check="no matrix is all zero, no norm where other norms are not, no packed matrix holds one code everywhere, or "
     "blank words for a tenth of it; with --base, broken where the original is not zero",
-    command="fidelab audit CHECKPOINT --base ORIGINAL",
+    command="fidelab checkpoint audit CHECKPOINT --base ORIGINAL",
 )
 def _zero_weights(subject: Subject) -> Iterator[Finding]:
     dead: list[str] = []
@@ -361,7 +361,7 @@ def _zero_in_base(subject: Subject, module: Module) -> bool:
     symptom="noise or NaN as soon as a token is routed to such an expert: short tests pass, long or foreign texts fail",
     cause="no calibration token reached these experts, so that their scales stayed infinite, zero or at their default",
     check="scales of every expert: finite, not zero, not one default value; the same parts in all experts of a layer",
-    command="fidelab quantize MODEL --recipe RECIPE with more data, or with every token routed to every expert",
+    command="fidelab checkpoint quantize MODEL --recipe RECIPE with more data, or every token routed to every expert",
 )
 def _experts_uncalibrated(subject: Subject) -> Iterator[Finding]:
     groups: dict[tuple[str, str], dict[int, tuple[str, Statistics]]] = defaultdict(dict)
@@ -418,7 +418,7 @@ def _default(s: Statistics, part: str) -> bool:
     symptom="the loader leaves the experts as it initialized them: noise whenever a token is routed to them",
     cause="names that were not remapped, or a filter that dropped a part of the experts",
     check="the experts of every layer are numbered without gaps and as many as in the other layers",
-    command="compare with the original: fidelab audit CHECKPOINT --base ORIGINAL; convert again",
+    command="compare with the original: fidelab checkpoint audit CHECKPOINT --base ORIGINAL; convert again",
 )
 def _experts_missing(subject: Subject) -> Iterator[Finding]:
     numbers: dict[str, set[int]] = defaultdict(set)
@@ -450,7 +450,7 @@ def _experts_missing(subject: Subject) -> Iterator[Finding]:
     symptom="the loader leaves the router as it initialized it: tokens go to random experts, and text is noise",
     cause="a filter for expert names that dropped the router of a layer, or a shard that was written anew without it",
     check="every layer with experts has a router, where another layer has one",
-    command="take the router from the original: fidelab audit CHECKPOINT --base ORIGINAL names it; convert again",
+    command="take the original's router: fidelab checkpoint audit CHECKPOINT --base ORIGINAL names it; convert again",
 )
 def _router_missing(subject: Subject) -> Iterator[Finding]:
     experts: dict[str, None] = {}
@@ -481,7 +481,7 @@ def _router_missing(subject: Subject) -> Iterator[Finding]:
     symptom="an error while loading, or weights left as they were initialized and noise from there on",
     cause="a shard that was not downloaded, or an index that belongs to another version of the files",
     check="every name of model.safetensors.index.json is in a file",
-    command="fetch the checkpoint again, or write it anew with fidelab convert",
+    command="fetch the checkpoint again, or write it anew with fidelab checkpoint convert",
 )
 def _index_missing(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
@@ -501,7 +501,7 @@ def _index_missing(subject: Subject) -> Iterator[Finding]:
     symptom="engines that go by the index do not load them: weights as initialized, or an older version of the layer",
     cause="shards that were written anew without their index",
     check="every tensor of every shard is in model.safetensors.index.json",
-    command="write the checkpoint anew: fidelab convert",
+    command="write the checkpoint anew: fidelab checkpoint convert",
 )
 def _index_unlisted(subject: Subject) -> Iterator[Finding]:
     index = subject.checkpoint.index
@@ -518,7 +518,7 @@ def _index_unlisted(subject: Subject) -> Iterator[Finding]:
     symptom="engines that fetch tensors by the index fail with a missing key; others load",
     cause="shards that were written anew without their index",
     check="every tensor is in the file that the index names for it",
-    command="write the checkpoint anew: fidelab convert",
+    command="write the checkpoint anew: fidelab checkpoint convert",
 )
 def _index_elsewhere(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
@@ -537,7 +537,7 @@ def _index_elsewhere(subject: Subject) -> Iterator[Finding]:
     symptom="none in engines that load all files; tools that convert file by file skip the layer, and NaN follows",
     cause="shards that were cut at a size, through the middle of a module",
     check="the parts of every quantized module are in one file",
-    command="convert with a tool that looks for parts in all files, such as fidelab convert",
+    command="convert with a tool that looks for parts in all files, such as fidelab checkpoint convert",
 )
 def _scale_apart(subject: Subject) -> Iterator[Finding]:
     apart = [
@@ -558,7 +558,7 @@ def _scale_apart(subject: Subject) -> Iterator[Finding]:
     symptom="which of the two is loaded depends on the engine and the order of files; other content, other answers",
     cause="old shards beside new ones, or one layer saved under two prefixes",
     check="no name is in two files, and no layer under two prefixes; broken where the contents differ",
-    command="remove the older files, and write the checkpoint anew: fidelab convert",
+    command="remove the older files, and write the checkpoint anew: fidelab checkpoint convert",
 )
 def _duplicates(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
@@ -634,7 +634,7 @@ _NEEDED = {
     cause="a converter that skipped what it did not find (a scale in another file), or names that were not remapped",
     check="packed weights have scales, and zero points where AWQ, GPTQ or symmetric: false of compressed-tensors want "
     "them, and scales have weights",
-    command="convert again with fidelab convert, which refuses to write an incomplete module",
+    command="convert again with fidelab checkpoint convert, which refuses to write an incomplete module",
 )
 def _incomplete(subject: Subject) -> Iterator[Finding]:
     lacking: dict[str, list[str]] = defaultdict(list)
@@ -681,7 +681,7 @@ def _cache_scales(module: Module) -> bool:
     symptom="either copy may be loaded: noise where the two differ, and twice the memory where both are",
     cause="packed weights saved beside the original ones, or a quantized checkpoint quantized again",
     check="a module has one form of its weight, and the configuration one method",
-    command="quantize the original anew; fidelab convert writes each module in one form",
+    command="quantize the original anew; fidelab checkpoint convert writes each module in one form",
 )
 def _doubly(subject: Subject) -> Iterator[Finding]:
     forms = ("weight", "qweight", "weight_packed", "blocks")
@@ -795,7 +795,7 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
     symptom="the engine builds the listed layers quantized: a missing key, or NaN in a dense layer",
     cause="a conversion between methods that left ignore where modules_to_not_convert is read, or the reverse",
     check="the list is under the key of the configuration's method",
-    command="rename the key in config.json, or convert with fidelab convert",
+    command="rename the key in config.json, or convert with fidelab checkpoint convert",
 )
 def _ignore_key(subject: Subject) -> Iterator[Finding]:
     scheme = subject.scheme
@@ -816,7 +816,7 @@ def _ignore_key(subject: Subject) -> Iterator[Finding]:
     symptom="the loader builds it in 16 bits and has no place for packed weights: a missing key, or random routing",
     cause='a pattern such as "experts" that matches more, or less, than it was written for',
     check="routers and shared-expert gates are stored in 16 or 32 bits",
-    command="keep them: a rule of the recipe for .*gate$ with its expected count (fidelab quantize)",
+    command="keep them: a rule of the recipe for .*gate$ with its expected count (fidelab checkpoint quantize)",
 )
 def _router_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if module.kind in ("router", "shared gate")]
@@ -846,7 +846,7 @@ def _norm_quantized(subject: Subject) -> Iterator[Finding]:
     symptom="errors add up in the state: good short answers, noise after some hundred tokens",
     cause="DeltaNet, Mamba or convolution layers taken for ordinary linear layers",
     check="projections of recurrent layers have at least 8 bits",
-    command="fidelab sensitivity ORIGINAL --weights int4 --by kind says what they cost; keep them in 16 bits",
+    command="fidelab diagnose sensitivity ORIGINAL --weights int4 --by kind says what they cost; keep them in 16 bits",
 )
 def _recurrent_quantized(subject: Subject) -> Iterator[Finding]:
     names = []
@@ -1017,7 +1017,7 @@ def _parts(checkpoint: Checkpoint, module: Module, tp: int) -> int:
     cause="an index that was dropped, zeroed or written for another order of inputs (desc_act, actorder)",
     check="g_idx is within the groups, is not one group for all, is in order where the configuration says so, and is "
     "there where desc_act or actorder says that it is not",
-    command="convert from the original files with fidelab convert, which reorders or refuses",
+    command="convert from the original files with fidelab checkpoint convert, which reorders or refuses",
 )
 def _group_index(subject: Subject) -> Iterator[Finding]:
     outside, single, ignored, absent = [], [], [], []
@@ -1242,7 +1242,7 @@ def _place(scales: Mapping[tuple[str, str], TensorInfo], part: str) -> str:
     "grows with the context",
     cause="calibration of the KV cache that did not run, or wrote its initial value",
     check="no k_scale and no v_scale is exactly 1; information for ModelOpt, some of whose versions raise scales to 1",
-    command="fidelab calibrate ORIGINAL measures them; fidelab compare MODEL --kv fp8 measures the loss",
+    command="fidelab checkpoint calibrate ORIGINAL measures them; fidelab compare MODEL --kv fp8 measures the loss",
 )
 def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
     ones = [
@@ -1262,7 +1262,7 @@ def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
     symptom="engines leave the scales out, or find no place for them and stop; an FP8 KV cache then has scales of 1",
     cause="a configuration that was copied from another run, or lost its kv_cache_scheme in a conversion",
     check="k_scale and v_scale go with a kv_cache_scheme (or what else the method calls it)",
-    command="add the kv_cache_scheme to quantization_config, as fidelab calibrate writes it",
+    command="add the kv_cache_scheme to quantization_config, as fidelab checkpoint calibrate writes it",
 )
 def _kv_scales_unannounced(subject: Subject) -> Iterator[Finding]:
     names = [info.name for info in _cache_scale_names(subject).values() if math.prod(info.shape) == 1]

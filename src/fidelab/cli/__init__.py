@@ -14,32 +14,24 @@ from typing import Annotated, Any
 import typer
 
 from fidelab.cli import (
-    advise,
-    audit,
-    baseline,
     bench,
-    captures,
     check,
+    checkpoint,
     compare,
-    convert,
+    diagnose,
     doctor,
-    engines,
-    extensions,
-    formats,
+    estimate,
     imports,
-    launch,
-    ledger,
-    models,
-    phases,
-    physics,
-    presets,
-    profiles,
-    quantize,
+    plan,
+    report,
+    reproduce,
     runs,
-    sample_size,
-    studies,
+    serve,
+    setup,
+    share,
 )
 from fidelab.cli.commands import Commands, Group
+from fidelab.cli.moved import MOVED_OPTIONS
 
 # ClickException, which typer keeps in one place or another by version
 _FlagError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -53,12 +45,12 @@ class _Stopped(Exception):
         self.command = command
 
 
-_COMPARE, _RESULTS, _SPEED, _CHECKPOINTS, _MACHINE = _PANELS = (
+_COMPARE, _RESULTS, _SPEED, _MODELS, _MACHINE = _PANELS = (
     "Compare",
     "Results",
-    "Speed",
-    "Checkpoints",
-    "Models, engines and this machine",
+    "Speed and size",
+    "Diagnosis and checkpoints",
+    "This machine",
 )
 
 
@@ -85,37 +77,27 @@ app = Commands(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _panel, _commands in {
-    _COMPARE: (compare.compare, compare.run, studies.bisect, sample_size.plan_size),
-    _RESULTS: (
-        runs.report,
-        check.check,
-        runs.charts,
-        runs.rescore,
-        phases.capture,
-        phases.score,
-        ledger.export,
-        ledger.leaderboard,
-        ledger.publish,
-        ledger.verify,
-    ),
-    _SPEED: (advise.advise, launch.launch, launch.stop, physics.explain),
-    _CHECKPOINTS: (audit.audit, convert.convert, quantize.quantize, studies.calibrate, studies.sensitivity),
-    _MACHINE: (doctor.doctor, formats.formats),
-}.items():
-    for _command in _commands:
-        app.command(rich_help_panel=_panel)(_command)
+app.command(rich_help_panel=_COMPARE, brief=compare.BRIEF)(compare.compare)
+for _panel, _command in (
+    (_COMPARE, plan.plan),
+    (_RESULTS, check.check),
+    (_RESULTS, report.report),
+    (_MACHINE, doctor.doctor),
+):
+    app.command(rich_help_panel=_panel)(_command)
 for _name, _group, _panel in (
-    ("profiles", profiles.app, _COMPARE),
-    ("baseline", baseline.baseline, _RESULTS),
+    ("reproduce", reproduce.app, _COMPARE),
+    ("runs", runs.app, _RESULTS),
+    ("share", share.app, _RESULTS),
     ("import", imports.app, _RESULTS),
-    ("runs", ledger.app, _RESULTS),
     ("bench", bench.app, _SPEED),
-    ("physics", physics.app, _SPEED),
-    *((module.__name__.rpartition(".")[2], module.app, _MACHINE) for module in (models, engines, presets, captures)),
+    ("estimate", estimate.app, _SPEED),
+    ("serve", serve.app, _SPEED),
+    ("diagnose", diagnose.app, _MODELS),
+    ("checkpoint", checkpoint.app, _MODELS),
+    ("setup", setup.app, _MACHINE),
 ):
     app.add_typer(_group, name=_name, rich_help_panel=_panel)
-extensions.register(app, {"bench": bench.app}, panel=_SPEED)
 
 
 def _version(requested: bool) -> None:
@@ -136,15 +118,13 @@ def _root(
 
     [bold]Examples[/bold]
 
-      fidelab compare smollm2-135m --dtype float32 --reference f32 --kv k16v8
+      fidelab compare smollm2-135m --kv q8_0 --kv fp8_e4m3 --quick
 
-      fidelab compare Qwen/Qwen2.5-7B-Instruct --kv k16v8
+      fidelab compare Qwen/Qwen2.5-7B-Instruct --engine vllm --kv fp8_e4m3
 
       fidelab check latest --max-kld 0.01
 
-      fidelab run experiment.yaml --set axes.kld.windows=64
-
-      fidelab report runs/20260101-120000-smollm2-135m
+      fidelab report latest
     """
 
 
@@ -201,4 +181,6 @@ def _usage(error: Any) -> int:
     """A flag or a command that typer refused; without any command it has printed the help already."""
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
+    if (current := MOVED_OPTIONS.get(getattr(error, "option_name", None) or "")) is not None:
+        return _fault(f"{error.option_name} does not exist; write: {current}")
     return _fault(f"{text} (see: {context.command_path if context else 'fidelab'} --help)") if text else 2

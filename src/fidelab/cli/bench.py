@@ -8,24 +8,16 @@ import typer
 
 from fidelab.cli import bench_calibrate, bench_serve, bench_speculation, options
 from fidelab.cli.axes import bench_settings, counts
-from fidelab.cli.commands import Commands, Group
+from fidelab.cli.commands import Commands
 from fidelab.cli.compare import experiment_from, launch
 
 _DEFAULT = "offline"
 
 
-class _Group(Group):
-    """``fidelab bench MODEL`` is ``fidelab bench offline MODEL``."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return super().resolve_command(ctx, args if args[0] in self.commands else [_DEFAULT, *args])
-
-
 app = Commands(
-    cls=_Group,
+    default=_DEFAULT,
     help="Speed, start-up and memory: of a model on its engine, and of servers. fidelab bench MODEL is short for "
     "fidelab bench offline MODEL.",
-    context_settings={"ignore_unknown_options": True},
 )
 
 
@@ -71,9 +63,7 @@ class _MeasureOptions(options.Options, panel=options.MEASURED):
 def offline(
     context: typer.Context,
     *,
-    model: Annotated[
-        str | None, typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.", show_default=False)
-    ] = None,
+    model: options.OptionalModel = None,
     preset: options.Preset = None,
     kv: Annotated[
         list[str] | None,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
 from typer.models import ArgumentInfo, CommandFunctionType, OptionInfo
+
+from fidelab.cli.moved import MOVED_COMMANDS
+from fidelab.core.errors import UsageError
 
 _VALUES = {int: "N", float: "N", Path: "PATH", str: "TEXT"}
 
@@ -32,21 +35,66 @@ class _Shown:
         return [piece for piece in pieces if [piece] not in hidden]
 
 
-class _Command(_Shown, typer.core.TyperCommand): ...
+class _Command(_Shown, typer.core.TyperCommand):
+    """A command; one with ``brief`` shows these parameters alone, and all others with ``--help-all``."""
+
+    brief: Collection[str] = ()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        parameters = self.get_params(ctx)
+        if not self.brief or ctx.meta.get("help_all"):
+            return super().format_help(ctx, formatter)
+        shown = [(parameter, parameter.hidden, getattr(parameter, "rich_help_panel", None)) for parameter in parameters]
+        for parameter, hidden, _ in shown:
+            parameter.hidden = hidden or parameter.name not in (*self.brief, "help", "help_all")
+            parameter.rich_help_panel = None
+        try:
+            return super().format_help(ctx, formatter)
+        finally:
+            for parameter, hidden, panel in shown:
+                parameter.hidden, parameter.rich_help_panel = hidden, panel
 
 
 class Group(_Shown, typer.core.TyperGroup):
-    """A group of commands."""
+    """A group of commands.
+
+    Words that begin with no command are those of ``default``, where the group has one: ``fidelab bench MODEL``.
+    """
+
+    default: ClassVar[str | None] = None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:
+            before = ctx.command_path.split()[1:]
+            for words in (args[:2], args[:1]):
+                former = " ".join([*before, *words])
+                if (current := MOVED_COMMANDS.get(former)) is not None:
+                    raise UsageError(f"fidelab {former} does not exist; write: {current}")
+            if self.default is not None:
+                args = [self.default, *args]
+        return super().resolve_command(ctx, args)
 
 
 class Commands(typer.Typer):
-    """A group whose commands are declared by functions, as in typer."""
+    """A group whose commands are declared by functions, as in typer.
 
-    def __init__(self, *, cls: type[Group] = Group, **settings: Any) -> None:
+    Args:
+        default: the command that is meant where none is named.
+    """
+
+    def __init__(self, *, cls: type[Group] = Group, default: str | None = None, **settings: Any) -> None:
+        if default is not None:
+            cls = type(cls.__name__, (cls,), {"default": default})
+            settings["context_settings"] = {"ignore_unknown_options": True}
         super().__init__(cls=cls, no_args_is_help=True, rich_markup_mode="rich", **settings)
 
-    def command(self, name: str | None = None, **settings: Any) -> Callable[[CommandFunctionType], CommandFunctionType]:
-        """As typer's; values that have no name get that of their type, arguments their own."""
+    def command(
+        self, name: str | None = None, *, brief: Collection[str] = (), **settings: Any
+    ) -> Callable[[CommandFunctionType], CommandFunctionType]:
+        """Like ``typer.Typer.command``, with metavars derived from the type (options) or the name (arguments).
+
+        ``brief``: names of the parameters that ``--help`` shows, where ``--help-all`` shows the others, too.
+        """
         register = super().command
 
         def declare(function: CommandFunctionType) -> CommandFunctionType:
@@ -56,7 +104,8 @@ class Commands(typer.Typer):
                     _name_value(argument, *get_args(hint)[:2])
             function.__annotations__ = hints  # typer would evaluate their text anew
             text = settings.pop("help", None) or _unwrap(function.__doc__ or "")
-            return register(name, cls=_Command, help=text, **settings)(function)
+            cls = type("_Brief", (_Command,), {"brief": brief}) if brief else _Command
+            return register(name, cls=cls, help=text, **settings)(function)
 
         return declare
 

@@ -1,8 +1,9 @@
-"""``fidelab compare`` and ``fidelab run``: the main job."""
+"""``fidelab compare``: the main job."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,19 +20,51 @@ if TYPE_CHECKING:
     from fidelab.run.runner import Listener
 
 
+# The options that ``compare --help`` shows; --help-all shows the others, too.
+BRIEF = (
+    "model",
+    "engine",
+    "kv",
+    "candidate",
+    "serve",
+    "change",
+    "reference",
+    "text",
+    "traffic",
+    "quick",
+    "windows",
+    "n_ctx",
+    "axes",
+    "output_dir",
+)
+
+
+class _Phase(StrEnum):
+    CAPTURE = "capture"
+    SCORE = "score"
+
+
 @options.expand_options
 def compare(
     context: typer.Context,
     *,
-    model: Annotated[
-        str | None, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder, or a .gguf file.")
+    model: options.OptionalModel = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            metavar="FILE",
+            help="Run an experiment file (YAML), or a bundled one by name; settings change by --set alone.",
+            show_default=False,
+        ),
     ] = None,
     preset: options.Preset = None,
     reference: options.Reference = None,
     kv: Annotated[
         list[str] | None,
         typer.Option(
-            help="Candidate KV format: NAME, K/V, or NAME\\[key=value,…]; may be repeated.",
+            help="Candidate KV format: NAME, K/V, or NAME\\[key=value,…]; repeat it.",
             autocompletion=options.complete_kv,
             rich_help_panel=options.ARMS,
         ),
@@ -39,8 +72,7 @@ def compare(
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help="Candidate as KEY=VALUE,…: kv, name, preset, engine, model, dtype, python, or an engine's option; "
-            "may be repeated.",
+            help="Candidate as KEY=VALUE,…: kv, model, engine or another key; repeat it.",
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -48,8 +80,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="The reference as a server's command line: vllm serve …, python -m sglang.launch_server …, "
-            "llama-server …, docker run … IMAGE …, or @FILE.",
+            help="Reference as a server's command: vllm serve …, llama-server …, or @FILE.",
             show_default=False,
             rich_help_panel=options.ARMS,
         ),
@@ -58,8 +89,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="FLAGS",
-            help="Candidate: what it changes in the command of --serve, as '--kv-cache-dtype fp8', NAME=VALUE, or "
-            "--no-FLAG; may be repeated.",
+            help="Candidate: flags changed in --serve, as '--kv-cache-dtype fp8'; repeat it.",
             show_default=False,
             rich_help_panel=options.ARMS,
         ),
@@ -75,8 +105,7 @@ def compare(
     control: Annotated[
         str,
         typer.Option(
-            help="The arm that should cost nothing: auto, none, or a KV format; full: also the arms that tell "
-            "the format's loss from the kernel's.",
+            help="Control configuration: auto, none, full or a KV format.",
             rich_help_panel=options.ARMS,
         ),
     ] = "auto",
@@ -87,12 +116,12 @@ def compare(
     limits: options.MarginOptions,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Run what the engine is known to run wrongly, too.", rich_help_panel=options.ARMS),
+        typer.Option("--force", help="Run even if a known engine bug applies.", rich_help_panel=options.ARMS),
     ] = False,
     floor: Annotated[
         bool,
         typer.Option(
-            help="Capture a quarter again: of the reference, and of candidates with other last bits.",
+            help="Re-run a quarter of the data to measure noise.",
             rich_help_panel=options.MEASURED,
         ),
     ] = True,
@@ -121,62 +150,76 @@ def compare(
     as_json: options.Json = False,
     plot: options.Plot = False,
     dry_run: options.DryRun = False,
+    only: Annotated[
+        _Phase | None,
+        typer.Option(
+            help="capture: save outputs and print a folder per configuration; score: compare such folders, "
+            "--reference DIR --candidate DIR (or NAME=DIR), without an engine.",
+            show_default=False,
+        ),
+    ] = None,
     resume_dir: Annotated[
         Path | None,
         typer.Option(
             "--resume",
             metavar="RUN_DIR",
-            help="Go on with a stopped run, or with 'latest'; give nothing else.",
+            help="Resume a stopped run (or 'latest'). Cannot be combined with other options.",
             show_default=False,
             callback=options.find_run,
         ),
     ] = None,
     trusted: options.Trusted = None,
+    help_all: options.HelpAll = False,
 ) -> None:
     r"""Run a reference and candidates on the real engine and say what each candidate loses.
 
     [bold]Examples[/bold]
 
-      fidelab compare smollm2-135m --dtype float32 --reference f32 --kv k16v8
+      fidelab compare smollm2-135m --kv q8_0 --kv fp8_e4m3 --quick
 
-      fidelab compare owner/model --kv 'fp8_e4m3\[scale=per-token-head]' --kv k16v8
-
-      fidelab compare ./my-model --kv q8_0 --text notes.txt --json
-
-      fidelab compare smollm2-135m --kv k16v8 --axes all --quick --limit gsm8k=20
-
-      fidelab compare smollm2-135m --engine llamacpp --kv q8_0 --control full
+      fidelab compare smollm2-135m --engine llama.cpp --kv q8_0 --text notes.txt
 
       fidelab compare ./bf16 --engine vllm --candidate model=./awq
 
-      fidelab compare smollm2-135m --vary attention=sdpa,eager --vary kv=bf16,int8
-
       fidelab compare --serve 'llama-server -m m.gguf -fa on' --change '-ctk q8_0'
 
-      fidelab compare --preset smollm2-cpu --engine vllm --kv fp8_e4m3
-
-      fidelab compare --resume runs/20260101-120000-smollm2-135m
+      fidelab compare -f experiment.yaml --set axes.kld.windows=64
     """
     from fidelab.core.errors import UsageError
 
     if resume_dir is not None:
         named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts", "traffic")
-        options.refuse_beside_resume(context, "run", ("as_json", "plot", "trusted", *named))
+        options.refuse_beside(context, "resume_dir", "run", ("as_json", "plot", "trusted", *named))
         _go_on(resume_dir, _trust(trusted, engine, axes), as_json, plot)
+        return
+    if file is not None:
+        options.refuse_beside(context, "file", "file", ("overrides", "as_json", "plot", "dry_run", "trusted"))
+        _run_file(file, overrides or [], trusted or [], as_json, dry_run, plot)
+        return
+    if only is _Phase.SCORE:
+        allowed = (*_SCORED, *vars(scoring), *vars(limits), *vars(runs))
+        options.refuse_beside(context, "only", "saved outputs", allowed)
+        _score(reference, candidate or [], {**scoring.settings(), **limits.settings()}, runs.output_dir, as_json, plot)
+        return
+    if only is _Phase.CAPTURE:
+        given = options.given_flags(context)
+        if useless := [flag for name, flag in given.items() if name in _NOT_CAPTURED or name in vars(limits)]:
+            raise UsageError(f"--only capture compares nothing: leave out {useless[0]}")
+        if model is None:
+            raise UsageError("name a model: fidelab compare MODEL --kv FORMAT --only capture")
+        asked = {"model": model, **engine.settings(), **axes.settings(), **runs.settings()}
+        _capture(asked, reference, [*(kv or []), *(candidate or [])], overrides or [])
         return
     words = (reference or "", control, *(candidate or []), *(vary or []))
     if trusted and serve is None and preset is None and not any("preset=" in word for word in words):
-        raise UsageError(
-            "--trust is for a run of somebody else that is gone on with: it goes with --resume RUN_DIR, or with the "
-            "file of a preset or of --serve"
-        )
+        raise UsageError("--trust goes with a file: that of -f, of a preset or of --serve, or with --resume RUN_DIR")
     secrets: tuple[str, ...] = ()
     if serve is not None:
         arms, changes, secrets = _pasted(serve, change or [], context, engine, trusted or [])
     elif change:
         raise UsageError("--change is a change of a server's command line: give that with --serve COMMAND")
     elif model is None and preset is None:
-        ways = "--serve COMMAND, or --preset NAME, or --resume RUN_DIR"
+        ways = "-f FILE, --serve COMMAND, --preset NAME, or --resume RUN_DIR"
         raise UsageError(f"name a model: fidelab compare MODEL --kv FORMAT (or {ways})")
     else:
         arms = {"model": model, **engine.settings(), **({} if reference is None else {"reference": reference})}
@@ -259,30 +302,15 @@ def _pasted(
     return data, [read_change(text, served, controlled) for text in changes], served.secrets
 
 
-def run(
-    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML), or the name of a bundled one.")],
-    overrides: options.Overrides = None,
-    as_json: options.Json = False,
-    plot: options.Plot = False,
-    dry_run: options.DryRun = False,
-    trusted: options.Trusted = None,
+def _run_file(
+    experiment: Path, overrides: Sequence[str], trusted: Sequence[Path], as_json: bool, dry_run: bool, plot: bool
 ) -> None:
-    """Run an experiment file; a run's config.resolved.yaml repeats that run.
-
-    [bold]Examples[/bold]
-
-      fidelab run experiment.yaml
-
-      fidelab run runs/20260101-120000-smollm2-135m/config.resolved.yaml
-
-      fidelab run cross-engine --set threads=2
-    """
     from fidelab.config.profiles import find_experiment
     from fidelab.config.schema import Experiment
     from fidelab.config.trust import load_trusted
     from fidelab.core.errors import UsageError
 
-    settings = load_trusted(find_experiment(experiment), overrides or [], trusted or [], _settings)
+    settings = load_trusted(find_experiment(experiment), overrides, trusted, _settings)
     if isinstance(settings, Experiment):
         launch(settings, as_json, dry_run, plot)
     elif plot:
@@ -293,6 +321,67 @@ def run(
         show_cross_plan(settings, as_json)
     else:
         _run_cross_engine(settings, as_json)
+
+
+# ------------------------------------------------------------------------------------------- one phase alone
+
+_SCORED = ("reference", "candidate", "as_json", "plot")
+_NOT_CAPTURED = ("control", "vary", "serve", "change", "preset", "benches", "n_runs", "keep_rows", "floor", "force",
+                 "as_json", "plot", "dry_run", "seed", "bands")  # fmt: skip
+
+
+def _capture(data: dict[str, Any], reference: str | None, candidates: Sequence[str], overrides: Sequence[str]) -> None:
+    """Capture the reference, unless it is a folder of saved outputs, and the candidates; print a folder for each.
+
+    Candidates are asked what follows from the reference's answers, on axes that ask so.
+    """
+    from fidelab.cli.progress import watcher
+    from fidelab.run.conduct import capture
+
+    follow = None if reference is None or not Path(reference).is_dir() else Path(reference)
+    arms = [*([reference or {"kv": None}] if follow is None else []), *candidates]
+    for arm in arms:
+        one = {**data, "reference": arm, "control": "none", "candidates": [arm], "floor": 0.0, "twins": 0.0}
+        [result] = capture(experiment_from(one, "compare", overrides), follow=follow, listener=watcher())
+        if result.reason:
+            exit_on([f"{result.arm.name} failed: {result.reason}"])
+        folders = sorted({path.parent for path in result.captures.values()})
+        for folder in folders:
+            print(folder)
+        follow = follow or folders[0]
+
+
+def _score(
+    reference: str | None,
+    candidates: Sequence[str],
+    settings: dict[str, Any],
+    output_dir: Path,
+    as_json: bool,
+    plot: bool,
+) -> None:
+    """Score saved outputs against those of a reference."""
+    from fidelab.core.errors import UsageError
+    from fidelab.run.phases import score_captures
+
+    if reference is None or not candidates:
+        raise UsageError("name folders of saved outputs: --only score --reference DIR --candidate DIR")
+    named = [_named_folder(text) for text in candidates]
+    report, folder = score_captures(
+        Path(reference),
+        named,
+        settings,
+        output_dir=output_dir,
+        command=command_line(),
+        note=lambda text: note(f"fidelab: {text}"),
+    )
+    show_report(report, as_json=as_json, folder=folder, plot=plot)
+    exit_on(failures(report))
+
+
+def _named_folder(text: str) -> tuple[str | None, Path]:
+    """``NAME=DIR``, or a folder alone."""
+    name, _, path = text.rpartition("=")
+    return (name, Path(path)) if name and not Path(text).exists() else (None, Path(text))
 
 
 def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
@@ -308,7 +397,7 @@ def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
     if "kind" not in data:
         return validate(data, where)
     if data["kind"] != KIND:
-        raise ConfigError(f"{where}: kind: {data['kind']!r} cannot be run; write {KIND}, or leave it away")
+        raise ConfigError(f"{where}: kind: {data['kind']!r} is not a runnable kind: use {KIND} or omit `kind`")
     return validate_cross(data, where)
 
 
@@ -322,6 +411,14 @@ def experiment_from(
 
     apply_overrides(data, overrides)
     return validate(data, where, Trust(trusted or ()))
+
+
+def study_experiment(where: str, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> Experiment:
+    """An experiment of one axis, without a control or measured noise unless ``more`` has them."""
+    data: dict[str, Any] = {"model": model, "control": "none", "axes": {"kld": kld}, "floor": 0.0, "twins": 0.0}
+    for settings in more:
+        data |= settings
+    return experiment_from(data, where)
 
 
 def launch(

@@ -1,4 +1,4 @@
-"""``fidelab formats``: formats of the KV cache and of weights, what they cost in bytes and lose in precision."""
+"""``fidelab setup formats``: formats of the KV cache and of weights, what they cost in bytes and lose in precision."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def formats(
 
     [bold]Example[/bold]
 
-      fidelab formats --model Qwen/Qwen2.5-7B-Instruct
+      fidelab setup formats --model Qwen/Qwen2.5-7B-Instruct
     """
     from fidelab.environments.listing import chosen, listing
 

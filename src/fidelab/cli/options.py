@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from fidelab.cli.axes import axis_settings
+from fidelab.core import engine_name
 
 # ------------------------------------------------------------------------------------------------- groups
 
@@ -104,17 +105,18 @@ def given_flags(context: typer.Context) -> dict[str, str]:
     return found
 
 
-def refuse_beside_resume(context: typer.Context, owner: str, allowed: Collection[str]) -> None:
-    """``--resume`` takes the settings of the run (``owner``) that it goes on with.
+def refuse_beside(context: typer.Context, parameter: str, owner: str, allowed: Collection[str]) -> None:
+    """An option, such as ``--resume``, takes the settings of what it names: the run, or another ``owner``.
 
     Raises:
         UsageError: a parameter that is not ``allowed`` was given; it would be ignored.
     """
     from fidelab.core.errors import UsageError
 
-    for name, flag in given_flags(context).items():
-        if name not in ("resume_dir", *allowed):
-            raise UsageError(f"--resume takes the {owner}'s own settings: leave out {flag}")
+    given = given_flags(context)
+    for name, flag in given.items():
+        if name not in (parameter, *allowed):
+            raise UsageError(f"{given[parameter]} takes the settings of the {owner}: leave out {flag}")
 
 
 def begin_from_preset(
@@ -195,7 +197,14 @@ def _runs(incomplete: str) -> list[str]:
     return [name for name in found if name.startswith(incomplete)]
 
 
-Model = Annotated[str, typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.")]
+_MODEL = typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.", show_default=False)
+Model = Annotated[str, _MODEL]
+OptionalModel = Annotated[str | None, _MODEL]
+
+FloatModel = Annotated[
+    str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.", show_default=False)
+]
+WindowTokens = Annotated[int, typer.Option(min=8, help="Tokens of a window.")]
 
 
 def find_run(name: Path | None) -> Path | None:
@@ -217,7 +226,7 @@ RunDir = Annotated[
 Reference = Annotated[
     str | None,
     typer.Option(
-        help="KV format of the reference, or KEY=VALUE,… as for --candidate. \\[default: the engine's native one]",
+        help="KV format, or KEY=VALUE,…, of the reference. \\[default: native]",
         show_default=False,
         autocompletion=complete_kv,
         rich_help_panel=ARMS,
@@ -251,10 +260,18 @@ Set = Annotated[
         rich_help_panel=MEASURED,
     ),
 ]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")]
+
+
+def _show_all(context: typer.Context, value: bool) -> None:
+    if value:
+        context.meta["help_all"] = True
+        print(context.get_help())
+        raise typer.Exit
+
+
+HelpAll = Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show all options.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
-WouldRemove = Annotated[bool, typer.Option("--dry-run", help="Say what would go.")]
-Plot = Annotated[bool, typer.Option("--plot", help="Draw cost against size in characters.")]
+Plot = Annotated[bool, typer.Option("--plot", help="Print a text plot of KLD against size.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk and time; run nothing.")]
 Trusted = Annotated[
     list[Path] | None,
@@ -314,7 +331,7 @@ class EngineOptions(Options, panel=ENGINE):
         given = self._engine_args()
         return {
             "engine": {
-                "name": self.engine,
+                "name": engine_name(self.engine),
                 "python": self.python,
                 "image": self.image,
                 "prefix": self.prefix,
@@ -392,9 +409,7 @@ class ExecutorOptions(Options, panel=ENGINE):
 class TextOptions(Options, panel=MEASURED):
     """The text that is evaluated."""
 
-    text: Annotated[str, typer.Option(help="Evaluation text: 'default', 'domains', 'wikitext-2', or a UTF-8 file.")] = (
-        "default"
-    )
+    text: Annotated[str, typer.Option(help="Text: default, domains, wikitext-2, or a UTF-8 file.")] = "default"
 
 
 Prompts = Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")]
@@ -405,25 +420,22 @@ class AxesOptions(TextOptions):
     """The axes that are measured, their settings and their inputs."""
 
     axes: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Axes, separated by commas; core: trajectory,kld; full: and rniah,plad; all: every axis.",
+            help="Tests, such as trajectory,kld; or core, full, all. \\[default: core]",
             autocompletion=_of_table("fidelab.axes", "AXES"),
         ),
-    ] = "core"
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer items on every axis, for a first look.")] = False
+    ] = None
+    quick: Annotated[bool, typer.Option("--quick", help="KLD alone, with fewer windows.")] = False
     windows: Annotated[
         int | None,
-        typer.Option(
-            help="KLD: windows of the shortest context. \\[default: 32, or fewer where all is decided]",
-            show_default=False,
-        ),
+        typer.Option(help="KLD: windows of text. \\[default: 32, or fewer where all is decided]", show_default=False),
     ] = None
     n_ctx: Annotated[
         str | None,
         typer.Option(
             metavar="N[,N…]",
-            help="KLD: tokens per window, one context or several. \\[default: 512,2048]",
+            help="KLD: tokens per window. \\[default: 512,2048]",
             show_default=False,
         ),
     ] = None
@@ -438,7 +450,7 @@ class AxesOptions(TextOptions):
     traffic: Annotated[
         str | None,
         typer.Option(
-            help="Text and prompts from your own log: OpenAI's .jsonl with messages and tools, ShareGPT's .json, .txt.",
+            help="Your own log: OpenAI's .jsonl, ShareGPT's .json, .txt.",
             show_default=False,
         ),
     ] = None
@@ -460,7 +472,8 @@ class AxesOptions(TextOptions):
             "kld": {"windows": self.windows, "n_ctx": self.n_ctx, "protocol": self.protocol, "stride": self.stride},
             "trajectory": {"n_predict": self.n_predict, "template": self.template},
         }
-        axes = axis_settings(self.axes, flags, self.limit or [], self.quick)
+        chosen = ("kld" if self.quick else "core") if self.axes is None else self.axes
+        axes = axis_settings(chosen, flags, self.limit or [], self.quick)
         log = {"traffic": self.traffic, "skip_bad": self.skip_bad, "keep_text": self.keep_text}
         asked = {name: value for name, value in log.items() if value}
         return {"axes": axes, "text": self.text, "prompts": self.prompts, **asked}
@@ -533,6 +546,4 @@ class RunsOptions(Options):
 class CapturedRunsOptions(RunsOptions):
     """The folder of runs that leave captures."""
 
-    output_dir: Annotated[Path, typer.Option(help="Where runs are written; captures lie in its folder 'captures'.")] = (
-        RunsOptions.output_dir
-    )
+    output_dir: Annotated[Path, typer.Option(help="Where runs and saved outputs are written.")] = RunsOptions.output_dir

@@ -19,9 +19,9 @@ _AS_TEXT = {"KVSpec": "a [KV format](../guide.md#kv-formats)"}  # written as tex
 _PANEL_PAGES = {  # panel of --help: page
     "Compare": "compare",
     "Results": "results",
-    "Speed": "speed",
-    "Checkpoints": "checkpoints",
-    "Models, engines and this machine": "machine",
+    "Speed and size": "speed",
+    "Diagnosis and checkpoints": "checkpoints",
+    "This machine": "machine",
 }
 
 
@@ -144,16 +144,16 @@ def _file_pages() -> dict[str, str]:
     return {
         "experiment.md": _schema_page(
             "Experiment files",
-            "What `fidelab run FILE` reads; every run leaves one, `config.resolved.yaml`. "
+            "What `fidelab compare -f FILE` reads; every run leaves one, `config.resolved.yaml`. "
             "Unknown keys are refused with the nearest known one.",
             {"Experiment": of(Experiment), "Preset": of(Preset), "Cross-engine comparison": of(CrossEngine)},
         ),
         "profile.md": _schema_page(
-            "Profile files", "What `fidelab profiles run FILE --trust FILE` reads.", {"Profile": of(Profile)}
+            "Profile files", "What `fidelab reproduce FILE --trust FILE` reads.", {"Profile": of(Profile)}
         ),
         "recipe.md": _schema_page(
             "Recipes",
-            "What `fidelab quantize --recipe FILE` reads ([quantize](../quantize.md)).",
+            "What `fidelab checkpoint quantize --recipe FILE` reads ([quantize](../quantize.md)).",
             {"Recipe": of(Recipe)},
         ),
         "report.md": _schema_page(
@@ -165,14 +165,14 @@ def _file_pages() -> dict[str, str]:
         ),
         "study.md": _schema_page(
             "study.json",
-            "What `fidelab sensitivity` and `fidelab bisect` leave. The JSON Schema is "
+            "What `fidelab diagnose sensitivity` and `fidelab diagnose layers` leave. The JSON Schema is "
             "`schema/fidelab.study-0.schema.json`; fields that have their default are left out.",
             {"Study": Study.json_schema()},
             elsewhere=Report.json_schema()["$defs"],
         ),
         "receipt.md": _schema_page(
             "Receipts",
-            "The lines of what `fidelab publish` writes ([receipts](../sharing.md#receipts)). Records that are "
+            "The lines of what `fidelab share publish` writes ([receipts](../sharing.md#receipts)). Records that are "
             "not listed here are those of [report.json](report.md).",
             {"Lines": json_schema()},
             elsewhere=Report.json_schema()["$defs"],

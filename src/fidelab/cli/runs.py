@@ -1,117 +1,236 @@
-"""``fidelab rescore``, ``fidelab report`` and ``fidelab charts``: runs that are over."""
+"""``fidelab runs``: all runs of a folder, and reports kept under a name as baselines."""
 
 from __future__ import annotations
 
-from enum import StrEnum
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import exit_on, failures, note, show_report
+from fidelab.cli.commands import Commands
+from fidelab.cli.output import note, open_console, print_json
+
+if TYPE_CHECKING:
+    from fidelab.ledger.index import LedgerRow
+    from fidelab.results.baselines import Baselines
+
+app = Commands(help="List and show runs; keep reports as baselines; export saved outputs.")
 
 
-class _Format(StrEnum):
-    SVG = "svg"
-    PNG = "png"
+_Folder = Annotated[Path, typer.Option("--dir", help="Folder of baselines; may be committed.")]
+_DIR = Path("baselines")
 
 
+@app.command("list")
 @options.expand_options
-def rescore(
+def list_runs(
     *,
-    run_dir: options.RunDir,
-    limits: options.MarginOptions,
+    model: Annotated[str | None, typer.Option(help="Only of models with this in their names.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Only with an arm on this engine.")] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="WHEN", help="Only from this day or time on: 2026-01-31, or 7d, 12h before now."),
+    ] = None,
+    runs: options.RunsOptions,
     as_json: options.Json = False,
-    plot: options.Plot = False,
 ) -> None:
-    """Compute all scores of a run again from its captures; needs no engine.
+    """List runs, the latest first: what was compared, how it ended, its answer, its size with captures.
 
     [bold]Example[/bold]
 
-      fidelab rescore runs/20260101-120000-smollm2-135m
-
-      fidelab rescore latest --margin 0.5%
+      fidelab runs list --model qwen --engine vllm --since 30d
     """
-    from fidelab.run.repeat import rescore_all as run_rescore
+    from fidelab.ledger import index
 
-    result, folder = run_rescore(run_dir, limits.settings().get("limits"))
-    show_report(result, as_json=as_json, folder=folder.path, plot=plot)
-    exit_on(failures(result))
-
-
-@options.expand_options
-def report(
-    *,
-    run_dir: options.RunDir,
-    limits: options.LimitOptions,
-    as_json: options.Json = False,
-    plot: options.Plot = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a model card instead.")] = False,
-) -> None:
-    """Show a run's report again, and write its report.html anew where the folder may be written.
-
-    [bold]Examples[/bold]
-
-      fidelab report latest --max-kld 0.01 --min-saving 40%
-
-      fidelab report runs/20260101-120000-smollm2-135m/report.json --plot
-
-      fidelab report runs/20260101-120000-smollm2-135m --markdown
-    """
-    from fidelab.config.load import validate_as
-    from fidelab.config.schema import Limits
-    from fidelab.core.errors import OutputError, UsageError
-    from fidelab.report.html import write_html
-    from fidelab.results.recommend import recommended
-    from fidelab.results.record import Report
-    from fidelab.results.store import RunFolder
-
-    asked = limits.settings().get("limits")
-    chosen = validate_as(Limits, asked, "report") if asked else None
-    if markdown and (as_json or plot):
-        raise UsageError("--markdown prints a section of its own: leave out --json and --plot")
-    folder = None if run_dir.is_file() else RunFolder.open(run_dir.absolute())
-    if folder is None:  # a report by itself
-        result = Report.from_json(run_dir)
-    else:
-        result = folder.read_report(run_dir)
-    if chosen is not None:
-        result = recommended(result, **chosen.model_dump(exclude={"margin"}))
-    if folder is not None:
-        try:
-            write_html(result, folder.html)
-        except OutputError as error:
-            note(f"fidelab: the page is left as it was: {error}")
-    if markdown:
-        print(result.to_markdown(), end="")
+    earliest = None if since is None else _moment(since)
+    rows = [
+        row
+        for row in index.list_runs(runs.output_dir)
+        if (model is None or model.lower() in row.model.lower())
+        and (engine is None or engine in row.engines)
+        and (earliest is None or (row.started is not None and row.started >= earliest))
+    ]
+    if as_json:
+        print_json({"runs": [_entry(row) for row in rows]})
         return
-    show_report(result, as_json=as_json, folder=None if folder is None else folder.path, plot=plot)
+    if not rows:
+        note(f"fidelab: there is no such run in {runs.output_dir}")
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="")
+    for name in ("run", "started (UTC)", "model", "reference", "arms", "engine", "status", "verdicts", "recommended"):
+        table.add_column(name, overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_plain, _cells(row)))
+    open_console(400).print(table)
 
 
-def charts(
-    run_dir: options.RunDir,
-    output_dir: Annotated[Path, typer.Option(help="Folder for the files; made where it is missing.")],
-    form: Annotated[_Format, typer.Option("--format", help="SVG, or PNG drawn from it.")] = _Format.SVG,
-    width: Annotated[int, typer.Option(min=200, max=8000, help="Pixels from left to right.")] = 900,
-) -> None:
-    """Write each chart of a run's report as a file of its own: decode.svg, latency-throughput.svg, …
+@app.command()
+def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
+    """What is known of one run: command, arms, verdicts, captures, and on what it was made.
 
-    [bold]Examples[/bold]
+    [bold]Example[/bold]
 
-      fidelab charts runs/20260101-120000-smollm2-135m --output-dir figures
-
-      fidelab charts runs/my-run --output-dir figures --format png
+      fidelab runs show latest
     """
-    from fidelab.core.errors import InputError
-    from fidelab.report.standalone import draw_charts, write_charts
-    from fidelab.results.store import RunFolder
+    from fidelab.ledger.index import provenance, read_row
 
-    folder = RunFolder.open(run_dir.absolute())
-    drawn = draw_charts(folder.read_report(run_dir), width, folder.positions)
-    if not drawn:
-        lacking = "no arm has a KLD, another axis with curves, or a bench with two points of one"
-        raise InputError(f"{run_dir} has nothing to draw: {lacking}")
-    for path in write_charts(drawn, output_dir.absolute(), form.value, width):
-        print(path)
-    note(f"fidelab: {len(drawn)} charts")
+    row = read_row(run_dir)
+    made = provenance(run_dir)
+    if as_json:
+        print_json({**_entry(row), "provenance": made})
+        return
+    held, size = row.held(), _mebibytes(row.bytes)
+    facts = {
+        "run": str(run_dir),
+        "kind": row.kind,
+        "started": row.created or "not known",
+        "model": row.model,
+        "reference": row.reference,
+        "status": f"{row.status} ({row.problem})" if row.problem else row.status,
+        **{f"verdict of {name}": verdict for name, verdict in row.verdicts.items()},
+        "recommended": row.recommended,
+        "folder": size,
+        "captures": f"{_mebibytes(sum(held.values()))} in {len(held)} of {len(row.captures)}, shared with other runs",
+        **made,
+    }
+    for name, value in facts.items():
+        if value not in ("", None, {}, []):
+            print(f"{name:<24}  {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
+
+
+@app.command()
+def export(
+    capture: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of saved outputs, of axis kld.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
+) -> None:
+    """Write saved outputs as llama-perplexity reads one with --kl-divergence-base.
+
+    llama-perplexity then compares any GGUF with it: llama-perplexity -m MODEL -c N_CTX --kl-divergence
+    --kl-divergence-base FILE. The windows have to be those of the second half, from the text's start.
+
+    [bold]Example[/bold]
+
+      fidelab runs export runs/captures/f16/kld-1a2b-r0 f16.kld
+    """
+    from fidelab.imports.dump_folder import export_base
+
+    export_base(capture, file)
+
+
+@app.command("baseline")
+def save_baseline(
+    name: Annotated[str, typer.Argument(help="The baseline's name.")],
+    run_dir: options.RunDir,
+    folder: _Folder = _DIR,
+    force: Annotated[bool, typer.Option("--force", help="Replace a baseline of this name.")] = False,
+) -> None:
+    """Keep a run's report under a name, for fidelab check --baseline NAME.
+
+    [bold]Example[/bold]
+
+      fidelab runs baseline main runs/20260101-120000-smollm2-135m
+    """
+    from fidelab.results.baselines import Baselines
+
+    print(Baselines(folder).save(name, run_dir, force=force))
+
+
+@app.command("baselines")
+def list_baselines(folder: _Folder = _DIR, as_json: options.Json = False) -> None:
+    """List baselines, one per line: name, day, metrics and arms; or what is wrong with its file."""
+    from fidelab.results.baselines import Baselines
+
+    entries = [_baseline_record(Baselines(folder), name) for name in Baselines(folder).names()]
+    if as_json:
+        print(json.dumps({"baselines": entries}, indent=2, ensure_ascii=False))
+        return
+    for entry in entries:
+        print(f"{entry['name']:<20}  {_described(entry)}")
+    if not entries:
+        note(f"fidelab: there is no baseline in {folder}")
+
+
+def _entry(row: LedgerRow) -> dict[str, Any]:
+    held = row.held()
+    return {
+        **vars(row),
+        "captures": {path: held.get(path) for path in row.captures},
+        "capture_bytes": sum(held.values()),
+    }
+
+
+def _cells(row: LedgerRow) -> tuple[str, ...]:
+    verdicts = ", ".join(f"{name} {verdict}" for name, verdict in row.verdicts.items())
+    return (
+        row.path,
+        row.created[:16].replace("T", " "),
+        row.model,
+        row.reference,
+        str(len(row.arms)) if row.arms else "",
+        ", ".join(row.engines),
+        row.status if row.kind == "run" else f"{row.status} ({row.kind})",
+        verdicts if len(row.arms) <= 4 else f"{verdicts[:60]}…",
+        row.recommended,
+        _mebibytes(row.bytes + sum(row.held().values())),
+    )
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _moment(text: str) -> datetime:
+    """``7d``, ``12h``, a day or a time; without a zone it is UTC, as are the times that are listed.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    from fidelab.core.errors import UsageError
+
+    if match := re.fullmatch(r"(\d{1,5})([dh])", text.strip()):
+        amount = int(match[1])
+        return datetime.now(UTC) - (timedelta(days=amount) if match[2] == "d" else timedelta(hours=amount))
+    try:
+        moment = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise UsageError(
+            f"--since {text!r}: write a day as 2026-01-31, a time as 2026-01-31T12:00, or 7d or 12h"
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _baseline_record(store: Baselines, name: str) -> dict[str, Any]:
+    """One baseline as data; a damaged one is listed with its problem."""
+    from fidelab.core.errors import FidelabError
+    from fidelab.results.table import tabulate
+
+    try:
+        _, report = store.read(name)
+    except FidelabError as error:
+        return {"name": name, "problem": str(error)}
+    metrics = tabulate(report).metrics
+    arms = list(dict.fromkeys(key.arm for key in metrics))
+    facts = {"created": report.created.isoformat(), "run_id": report.run_id, "model": report.reference.model}
+    return {"name": name, **facts, "arms": arms, "metrics": len(metrics)}
+
+
+def _described(entry: Mapping[str, Any]) -> str:
+    from fidelab.results.numbers import one_line
+
+    if "problem" in entry:
+        return one_line(f"damaged: {entry['problem']}")
+    return one_line(f"{entry['created'][:10]}  {entry['metrics']:>4} metrics of {', '.join(entry['arms'])}")

@@ -24,7 +24,7 @@ from pydantic import (
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, parse_vary
-from fidelab.core import KVSpec, parse_share
+from fidelab.core import KVSpec, engine_name, parse_share
 from fidelab.core.errors import UsageError
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
@@ -49,6 +49,11 @@ class EngineConfig(BaseModel):
     image: str | None = Field(default=None, description="container image that has the engine, run by docker or podman")
     prefix: str | None = Field(default=None, description="command before it: ssh host, srun …")
     pythonpath: tuple[str, ...] = Field(default=(), description="folders whose modules go before the engine's own")
+
+    @field_validator("name")
+    @classmethod
+    def _own_name(cls, value: str) -> str:
+        return engine_name(value)
 
     @field_validator("image")
     @classmethod

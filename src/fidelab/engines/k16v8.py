@@ -7,7 +7,7 @@ asks for it, after a check with :func:`missing`.  Standard library only.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -264,3 +264,8 @@ def translated_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
     except errors.K16V8Error as error:
         raise EngineError(str(error)) from error
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Run ``k16v8 words…`` in this process, and return its exit code; see :func:`missing`."""
+    return int(import_module(f"{K16V8}.cli").main(words))

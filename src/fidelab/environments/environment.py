@@ -330,7 +330,7 @@ def _about(name: str) -> tuple[str, str, str, str]:
 
 
 def engines_dir() -> Path:
-    """Where ``fidelab engines install`` puts environments unless told otherwise."""
+    """Where ``fidelab setup install`` puts environments unless told otherwise."""
     return cache_dir() / "engines"
 
 

@@ -134,16 +134,18 @@ def install(
     return environment
 
 
-def remove(folder: Path) -> None:
-    """Remove an environment that :func:`install` made, finished or not.
+def remove(folder: Path, *, dry_run: bool = False) -> None:
+    """Remove an environment that :func:`install` made, finished or not; with ``dry_run`` only check that it is one.
 
     Raises:
         UsageError: it is none of these.
         OutputError: it cannot be removed.
     """
     if not (folder / MARKER).is_file():
-        why = "was not made by fidelab engines install" if folder.exists() else "does not exist"
+        why = "was not made by fidelab setup install" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {why}; nothing was removed")
+    if dry_run:
+        return
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -173,7 +175,7 @@ def _set_aside(folder: Path) -> None:
     elif (folder / MARKER).exists():
         shutil.rmtree(folder)
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} is not empty and was not made by fidelab engines install: pass another --path")
+        raise UsageError(f"{folder} is not empty and was not made by fidelab setup install: pass another --path")
 
 
 def _restore(folder: Path) -> None:

@@ -176,7 +176,7 @@ def _answered(place: Installed, asked: EngineAnswers) -> Installed:
 
 def _broken(place: Installed, problem: str) -> Installed:
     if place.environment is not None and place.environment.image is not None:  # where nothing is installed
-        why = re.split(r": (?:fidelab engines|pip) install", problem)[0]
+        why = re.split(r": (?:fidelab setup engines|pip) install", problem)[0]
         return replace(place, problem=why, remedy="use an image that has it")
     made = place.environment is not None and read_marker(Path(place.environment.python).parents[1]) is not None
     flags = ["--reinstall"] if made and place.update is None else []  # a plain installation would leave it as it is

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fidelab.core import canonical_json, digest
+from fidelab.core import canonical_json, digest, engine_name
 from fidelab.core.errors import UsageError
 from fidelab.engines.installed import device
 
@@ -199,6 +199,7 @@ def recipe(engine: str, variant: str) -> Recipe:
     Raises:
         UsageError: there is none.
     """
+    engine = engine_name(engine)
     for candidate in RECIPES.values():
         if (candidate.engine, candidate.variant) == (engine, variant):
             return candidate
@@ -211,7 +212,7 @@ def recipe(engine: str, variant: str) -> Recipe:
 
 def recipe_command(found: Recipe) -> str:
     """Return the command that installs a recipe."""
-    return f"fidelab engines install {found.engine} --{found.variant}"
+    return f"fidelab setup install {found.engine} --{found.variant}"
 
 
 def data_path(name: str) -> Path:
@@ -233,6 +234,6 @@ def install_command(engine: str, *flags: str) -> str:
     """The command that installs an engine on this machine; one without a recipe comes with its own package."""
     if any(candidate.engine == engine for candidate in RECIPES.values()):
         variant = machine_variant()
-        words = ["fidelab engines install", engine, *([] if variant == "cuda" else [f"--{variant}"]), *flags]
+        words = ["fidelab setup install", engine, *([] if variant == "cuda" else [f"--{variant}"]), *flags]
         return " ".join(words)
     return "install its package"

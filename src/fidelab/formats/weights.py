@@ -190,7 +190,7 @@ def _ggml() -> ctypes.CDLL:
     files = (file for folder in folders for file in sorted(folder.glob("libggml-base.*")))
     if (file := next(files, None)) is None:
         raise NotSupportedError(
-            "k-quants are made by llama.cpp's own library, which is not there: run fidelab engines install llamacpp"
+            "k-quants are made by llama.cpp's own library, which is not there: run fidelab setup install llamacpp"
         )
     try:
         return ctypes.CDLL(str(file))

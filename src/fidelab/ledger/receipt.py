@@ -182,7 +182,9 @@ class Receipt:
         """
         faults = [*self.faults] if self.head is None else [*self.faults, *_inconsistent(self, self.head)]
         if faults or self.head is None:
-            raise InputError(f"{self.path}: {next(iter(faults), 'it is no receipt')}; see fidelab verify {self.path}")
+            raise InputError(
+                f"{self.path}: {next(iter(faults), 'it is no receipt')}; see fidelab share verify {self.path}"
+            )
         found: dict[str, list[ArmRecord]] = {}
         for line in self.lines:
             if isinstance(line, ArmLine):

@@ -74,8 +74,8 @@ def check_room(target: Path, size: int) -> None:
     if size + _BESIDE > free:
         raise OutputError(
             f"the weights of a GGUF file need {size / 2**30:.2f} GiB as safetensors in {target.parent}, "
-            f"{free / 2**30:.2f} GiB are free: make room (fidelab models gc), set FIDELAB_CACHE to a folder that "
-            "has some, or use engine llamacpp, which needs no conversion"
+            f"{free / 2**30:.2f} GiB are free: make room (fidelab setup clean models), set FIDELAB_CACHE to a folder "
+            "that has some, or use engine llamacpp, which needs no conversion"
         )
 
 

@@ -86,7 +86,7 @@ def find_device(name: str) -> Device:
     found = next((device for key, device in table.items() if key.lower() == name.strip().lower()), None)
     if found is None:
         known = ", ".join(nearest_first(name, table))
-        raise UsageError(f"unknown device {name!r}; known: {known}; fidelab physics probe adds this machine's")
+        raise UsageError(f"unknown device {name!r}; known: {known}; fidelab estimate probe adds this machine's")
     return found
 
 
@@ -125,7 +125,7 @@ def add_measured(path: Path, name: str | None = None) -> tuple[str, Device]:
     know, or knows with another memory, becomes a row of its own.
 
     Args:
-        path: ``study.json`` of profile ``hardware-report``, or what ``fidelab physics probe --json`` printed.
+        path: ``study.json`` of profile ``hardware-report``, or what ``fidelab estimate probe --json`` printed.
         name: of the row; by default the one whose name the device's contains, else the device's.
 
     Raises:
@@ -142,8 +142,8 @@ def add_measured(path: Path, name: str | None = None) -> tuple[str, Device]:
     probe = outputs.get("probe") if isinstance(outputs, dict) else content
     if not isinstance(probe, dict) or not isinstance(probe.get("name"), str) or "sustained" not in probe:
         raise InputError(
-            f"{path} holds no rates of a device: give study.json of fidelab profiles run hardware-report, or what "
-            "fidelab physics probe --json printed"
+            f"{path} holds no rates of a device: give study.json of fidelab reproduce hardware-report, or what "
+            "fidelab estimate probe --json printed"
         )
     told, row = probe["name"], {key: value for key, value in probe.items() if key != "name"}
     measured = _device(told, row, str(path))

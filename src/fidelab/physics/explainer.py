@@ -1,4 +1,4 @@
-"""What the page of ``fidelab explain`` computes with: shapes of models, the device table, and curves of saturation.
+"""What the page of ``fidelab estimate explain`` computes with: shapes of models, devices, and curves of saturation.
 
 The page's script repeats a few lines of :mod:`fidelab.physics.traffic` on these numbers (a browser has no Python);
 ``tests/browser/test_explain.py`` holds its results against that module.

@@ -46,7 +46,7 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
         _check_sizes(words, file)
         if (shape := geometry_of_config(words, name or str(source))) is not None:
             return shape
-        user = f"{file}: model_type {kind!r} with these fields is not in the table of fidelab physics, so that it"
+        user = f"{file}: model_type {kind!r} with these fields is not in the table of fidelab estimate, so that it"
         transformers = require("transformers", user)
         require("torch", user)
         config = transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)

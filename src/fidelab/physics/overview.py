@@ -21,7 +21,7 @@ def overview(
     memory: float | None = None,
     measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The record that ``fidelab physics MODEL --json`` prints; plain data.
+    """The record that ``fidelab estimate MODEL --json`` prints; plain data.
 
     Args:
         reference: the format that ceilings are against; ``specs``: the others.

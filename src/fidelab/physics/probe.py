@@ -56,7 +56,7 @@ def probe_device(device: str, seconds: float) -> Probe:
         "sustained": round(copied / 1e9, 3),
         "read": round(read / 1e9, 3),
         "compute": {name: round(rate, 4) for name, rate in compute.items()},
-        "verified": f"fidelab physics probe, {today}, torch {torch.__version__}, {torch.get_num_threads()} threads",
+        "verified": f"fidelab estimate probe, {today}, torch {torch.__version__}, {torch.get_num_threads()} threads",
     }
     return Probe(name, row)
 

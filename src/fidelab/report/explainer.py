@@ -1,4 +1,4 @@
-"""The page of ``fidelab explain``: three interactive pieces in one file, which fetches nothing."""
+"""The page of ``fidelab estimate explain``: three interactive pieces in one file, which fetches nothing."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from fidelab.results.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.results.record import Report
 
 LEFT_OUT = "the tail of KL and the worst positions are left out"
-REMEDY = f"{LEFT_OUT}; where the run's folder is kept, fidelab rescore RUN_DIR makes them"
+REMEDY = f"{LEFT_OUT}; where the run's folder is kept, fidelab report --rescore RUN_DIR makes them"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fidelab.core.errors import InputError, OutputError, UnknownNameError, UsageError
+from fidelab.core.errors import InputError, UnknownNameError, UsageError
 from fidelab.results.record import Report
 from fidelab.results.store import CONFIG, REPORT, RunFolder, find_run
 
@@ -50,22 +50,6 @@ class Baselines:
         if path.exists() and not force:
             raise UsageError(f"baseline {name!r} exists in {self.folder}; replace it with --force")
         return report.write(path)
-
-    def remove(self, name: str) -> Path:
-        """Remove one.
-
-        Raises:
-            UnknownNameError: there is none of this name.
-            OutputError: it cannot be removed.
-        """
-        path = self.path(name)
-        if not path.is_file():
-            raise UnknownNameError("baseline", name, self.names(), hint=f"They lie in {self.folder}.")
-        try:
-            path.unlink()
-        except OSError as error:
-            raise OutputError(f"{path}: cannot remove: {error.strerror or error}") from error
-        return path
 
     def read(self, what: str) -> tuple[str, Report]:
         """A report by a baseline's name, else a run's folder, a report's file or ``latest``; and how to call it.

@@ -6,8 +6,8 @@ Costs are compared: of rates the time that the work takes, of scores their drop.
 
 - *repeats* on both sides: Welch's interval of the log ratio (:func:`~fidelab.metrics.change.log_ratio`).
 - *intervals* over items on both sides (axes): the interval of the difference.  Both sides answered the same questions,
-  which two reports cannot use: the interval is too wide rather than too narrow, and ``fidelab score`` on both sides'
-  captures pairs them.
+  which two reports cannot use: the interval is too wide rather than too narrow, and ``compare --only score`` on both
+  sides' captures pairs them.
 - *exact* numbers (bytes of storage, failed items): any change beyond the allowance.
 - a mean KLD between two machines, or two versions of what computes: never a change that last bits alone can make
   (``ArmRecord.floor``, the larger of both sides); it is the least allowance.

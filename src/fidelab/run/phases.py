@@ -26,36 +26,30 @@ from fidelab.run.scoring import RunFacts, score_run
 
 
 def score_captures(
-    ref: Path,
-    tests: Sequence[Path],
-    names: Sequence[str] | None = None,
+    reference: Path,
+    candidates: Sequence[tuple[str | None, Path]],
+    settings: Mapping[str, Any],
     *,
-    seed: int = 42,
-    bands: str = "fidelab",
-    limits: Mapping[str, Any] | None = None,
-    output_dir: Path | None = None,
+    output_dir: Path,
     command: str = "",
     note: Callable[[str], None] = lambda _text: None,
-) -> tuple[Report, Path | None]:
-    """Score test captures against a reference capture.
+) -> tuple[Report, Path]:
+    """Score candidates' captures against a reference's, and leave a run folder.
 
     Args:
-        ref, tests: capture folders, or folders that hold one arm's captures.
-        names: one per test; by default what the captures say.
-        limits: fields of :class:`~fidelab.config.schema.Limits`.
-        output_dir: where to leave a run folder; ``None`` for none.
+        reference: a capture folder, or a folder that holds one arm's captures.
+        candidates: the same of each, with a name; ``None``: what the captures say.
+        settings: ``seed``, ``bands`` and ``limits`` of an experiment.
+        output_dir: where the run folder is made.
         note: told about axes that are left out, because not every arm has a capture of them.
 
     Raises:
         CaptureError: no capture there, a damaged one, or (MismatchError) two that must not be compared.
-        UsageError: names that do not fit, or the reference's own capture as a test.
+        UsageError: two candidates of one name, or the reference's own capture as a candidate.
     """
-    if names is not None and len(names) != len(tests):
-        raise UsageError(f"--names has {len(names)} names for {len(tests)} --test captures")
-    arms = [_find("reference", ref, None)]
-    arms += [_find("candidate", path, names[index] if names else None) for index, path in enumerate(tests)]
+    arms = [_find("reference", reference, None), *(_find("candidate", path, name) for name, path in candidates)]
     results = _choose(arms, note)
-    experiment = _experiment(results, list(results[0].captures), seed, bands, limits or {})
+    experiment = _experiment(results, list(results[0].captures), settings)
     facts = RunFacts(
         run_id="score",
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -63,8 +57,6 @@ def score_captures(
         environment={"fidelab": fidelab.__version__, "python": platform.python_version()},
     )
     scored = score_run(experiment, facts, results, strict=True)
-    if output_dir is None:
-        return scored.report, None
     config = dump(experiment, {"command": command, "created": facts.created})
     folder = RunFolder.create(output_dir.absolute(), "score", config)
     report = scored.report.model_copy(update={"run_id": folder.run_id})
@@ -140,7 +132,7 @@ def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResu
             picked[axis] = captures[0]
     for axis, reference in chosen[0].items():
         if any(picked[axis].folder == reference.folder for picked in chosen[1:]):
-            raise UsageError(f"--ref and --test name the same capture {reference.folder}; capture that arm once more")
+            raise UsageError(f"reference and candidate are the same capture {reference.folder}; capture that arm again")
     return [arm.result(picked) for arm, picked in zip(arms, chosen, strict=True)]
 
 
@@ -150,15 +142,13 @@ def _of_reference_alone(capture: str) -> bool:
     return axis in AXES.names() and part in AXES.load(axis).reference_only
 
 
-def _experiment(
-    results: Sequence[ArmResult], axes: Sequence[str], seed: int, bands: str, limits: Mapping[str, Any]
-) -> Experiment:
+def _experiment(results: Sequence[ArmResult], axes: Sequence[str], settings: Mapping[str, Any]) -> Experiment:
     """The experiment that these captures amount to."""
     arms = [{"kv": result.arm.kv, "name": result.arm.name} for result in results]
     names = [arm["name"] for arm in arms[1:]]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UsageError(f"two --test captures are named {twice!r}; tell them apart with --names")
+        raise UsageError(f"two candidates are named {twice!r}; tell them apart with --candidate NAME=DIR")
     first = results[0].arm
     data: dict[str, Any] = {
         "model": first.model,
@@ -167,9 +157,7 @@ def _experiment(
         "control": "none",
         "candidates": arms[1:],
         "axes": {name.split(".", 1)[0]: {} for name in axes},  # parts of one axis are scored together
-        "seed": seed,
-        "bands": bands,
-        "limits": dict(limits),
+        **settings,
         "dtype": first.dtype,
         "device": first.device,
         "floor": 0.0,

@@ -1,4 +1,4 @@
-"""``fidelab quantize``: a recipe's plan, the quantization in its tool's environment, an audit and a comparison.
+"""``fidelab checkpoint quantize``: a recipe's plan, quantization in its tool's environment, audit and comparison.
 
 Everything is made in ``OUT.work`` beside the output: what is finished there is not done again by a resumed run, and the
 output appears under its name when all of it is.
@@ -313,9 +313,9 @@ def _compared(
             "text": fidelity.text,
             "output_dir": str(work / "runs"),
         },
-        "the comparison of fidelab quantize",
+        "the comparison of fidelab checkpoint quantize",
     )
-    report = execute(experiment, command="fidelab quantize", listener=listener)[0]
+    report = execute(experiment, command="fidelab checkpoint quantize", listener=listener)[0]
     with open_checkpoint(made) as checkpoint:
         size = checkpoint.nbytes
     arms = [

@@ -189,7 +189,7 @@ def plan_size(
     samples = {name: AXES.load(name).sample for name in experiment.axes}
     if samples[axis] is None:
         known = ", ".join(name for name, sample in samples.items() if sample is not None)
-        raise UsageError(f"axis {axis} cannot be planned; of this run's axes, plan-size knows {known or 'none'}")
+        raise UsageError(f"axis {axis} cannot be planned; of this run's axes, plan knows {known or 'none'}")
     pilot = _Pilot(folder, experiment, axis, samples[axis])
     if asked is None:
         lines = tuple(_claims(report, pilot, validate_as(Limits, dict(limits or {}), "limits")))
@@ -452,14 +452,15 @@ def _seconds(folder: RunFolder, axis: str, roles: Mapping[str, Set[str]], factor
 
 def _command(command: str, pilot: _Pilot, items: int, text: str | None) -> str | None:
     """The run's own command with the new number, and another text; None where it was no command of a kind we know."""
-    if command.startswith("fidelab compare "):
-        words = _with_flag(shlex.split(command), pilot.sample.flag, str(items))
-        return shlex.join(words if text is None else _with_flag(words, "--text", text))
-    if command.startswith("fidelab run "):
+    words = shlex.split(command)
+    if words[:2] != ["fidelab", "compare"]:
+        return None
+    if {"-f", "--file"} & {*words}:
         setting = f"axes.{pilot.axis}.{pilot.sample.setting}={items}"
         settings = [setting, *([] if text is None else [f"text={text}"])]
-        return shlex.join([*shlex.split(command), *(word for setting in settings for word in ("--set", setting))])
-    return None
+        return shlex.join([*words, *(word for setting in settings for word in ("--set", setting))])
+    words = _with_flag(words, pilot.sample.flag, str(items))
+    return shlex.join(words if text is None else _with_flag(words, "--text", text))
 
 
 def _with_flag(words: Sequence[str], flag: str, value: str) -> list[str]:

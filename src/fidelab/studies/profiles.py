@@ -243,7 +243,7 @@ def resume_profile(
 
 
 def stage_words(stage: Stage, folder: Path) -> list[str]:
-    """The words after ``fidelab`` that run a stage in the folder of its profile; an experiment's file is written there.
+    """The command of a stage, ``fidelab`` or ``k16v8`` first; an experiment's file is written in the profile's folder.
 
     Raises:
         OutputError: the file cannot be written.
@@ -261,7 +261,7 @@ def stage_words(stage: Stage, folder: Path) -> list[str]:
         return value
 
     if stage.experiment is None:
-        return [str(placed(word)) for word in stage.command or ()]
+        return _with_program([str(placed(word)) for word in stage.command or ()])
     places = {"output_dir": str(own / "runs"), "captures_dir": str(folder / "captures")}
     if stage.experiment.get("kind") is not None:  # a cross-engine experiment keeps its captures itself
         del places["captures_dir"]
@@ -272,7 +272,15 @@ def stage_words(stage: Stage, folder: Path) -> list[str]:
         raise OutputError(f"{own} cannot be made: {error.strerror or error}") from None
     # JSON is YAML, and says what is a text and what a number
     write_atomically(file, json.dumps({**places, **placed(stage.experiment)}, indent=2, ensure_ascii=False) + "\n")
-    return ["run", str(file), "--json", "--trust", str(file)]  # whoever runs the profile has trusted it
+    return [
+        "fidelab",
+        "compare",
+        "-f",
+        str(file),
+        "--json",
+        "--trust",
+        str(file),
+    ]  # whoever runs the profile has trusted it
 
 
 def plan_profile(
@@ -289,8 +297,8 @@ def plan_profile(
     machine, rows, commands = Machine(output_dir), dict[str, StudyRow](), dict[str, str]()
     for stage in _chosen(resolved, only):
         skips = judge(stage, machine, {name: row.status for name, row in rows.items()})
-        words = ["run", "EXPERIMENT", "--json"] if stage.experiment is not None else map(str, stage.command or ())
-        commands[stage.name] = shlex.join(["fidelab", *words])
+        words = ["compare", "-f", "EXPERIMENT", "--json"] if stage.experiment is not None else stage.command or ()
+        commands[stage.name] = shlex.join(_with_program([*map(str, words)]))
         seconds = _dry_run(stage) if estimate and not skips and stage.experiment is not None else None
         if seconds is None and stage.needs.hours is not None:
             seconds = 3600 * stage.needs.hours
@@ -321,7 +329,7 @@ def plan_profile(
 def _dry_run(stage: Stage) -> float | None:
     """Seconds that the dry run of an experiment tells; ``None`` where it tells none."""
     with tempfile.TemporaryDirectory() as scratch:
-        words = [*_fidelab(), *stage_words(stage, Path(scratch)), "--dry-run"]
+        words = [sys.executable, "-m", *stage_words(stage, Path(scratch)), "--dry-run"]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
         return float(strict_json(done.stdout)["seconds"])
@@ -345,8 +353,8 @@ def _lacking(skips: Sequence[Skip]) -> str:
     return "; ".join(f"needs {skip.need}, found {skip.found}" for skip in skips)
 
 
-def _fidelab() -> list[str]:
-    return [sys.executable, "-m", "fidelab"]
+def _with_program(words: list[str]) -> list[str]:
+    return words if words[:1] == ["k16v8"] else ["fidelab", *words]
 
 
 def _conduct(
@@ -403,13 +411,13 @@ def _run_stage(stage: Stage, folder: Path) -> StudyRow:
     began = time.monotonic()
     with (own / "out.json").open("wb") as out, (own / "log.txt").open("ab") as log, terminate_as_interrupt():
         process = subprocess.Popen(  # a session of its own: Ctrl-C reaches it once, from here
-            [*_fidelab(), *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True
+            [sys.executable, "-m", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True
         )
         try:
             code = process.wait()
         except KeyboardInterrupt:
             _stop(process)
-            raise Interrupted(folder, "fidelab profiles run") from None
+            raise Interrupted(folder, "fidelab reproduce") from None
     reason = None if code == 0 else _reason(own / "log.txt", code)
     seconds = round(time.monotonic() - began, 3)
     row = _stage(stage, Status.FAILED if code else Status.OK, reason, seconds, command=words, exit_code=code)

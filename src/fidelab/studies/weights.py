@@ -300,7 +300,7 @@ def _scheme(spec: FormatSpec) -> dict[str, Any] | None:
 
 
 def recipe_of(plan: StudyPlan) -> dict[str, Any] | None:
-    """The plan as a recipe of ``fidelab quantize``: what is native in it is kept; ``None`` with other formats.
+    """The plan as a recipe of ``fidelab checkpoint quantize``: what is native is kept; ``None`` with other formats.
 
     Only plans of single matrices, whose names a recipe can have.
     """

@@ -43,16 +43,16 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     (r"Torch not compiled with CUDA|No CUDA GPUs are available|no NVIDIA driver", "no usable GPU: pass --device cpu"),
     (
         r"Failed to infer device type",
-        "this vLLM finds no device that it is built for: install the build for this machine (fidelab engines install "
+        "this vLLM finds no device that it is built for: install the build for this machine (fidelab setup install "
         "vllm), or mend the GPU's driver",
     ),
     (
         r"SGLang.*(No module named '(torchvision|sgl_kernel)'|libcuda\.so)",
-        "SGLang imports GPU libraries even for CPUs: use the environment of fidelab engines install sglang --cpu",
+        "SGLang imports GPU libraries even for CPUs: use the environment of fidelab setup install sglang --cpu",
     ),
     (
         r"libcuda\.so\S* *: cannot open shared object|libcuda\.so\S* (is |was )?not found",
-        "this build needs NVIDIA's driver, which is not here: install the build for CPUs (fidelab engines install)",
+        "this build needs NVIDIA's driver, which is not here: install the build for CPUs (fidelab setup install)",
     ),
     (r"no kernel image is available for execution", "this build has no kernels for this GPU: install one that has"),
     (
@@ -78,7 +78,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"OfflineModeIsEnabled|LocalEntryNotFoundError|couldn't connect to .?http",
-        "the model lies on a hub that is out of reach: fetch it where there is a network (fidelab models pull)",
+        "the model lies on a hub that is out of reach: fetch it where there is a network (fidelab setup fetch)",
     ),
     (r"gated repo|GatedRepoError", "the model is gated: accept its owner's terms on the hub, and set HF_TOKEN"),
     (
@@ -95,7 +95,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"unknown model architecture",
-        "this llama.cpp does not know the model's architecture: use a newer one (fidelab engines install llamacpp)",
+        "this llama.cpp does not know the model's architecture: use a newer one (fidelab setup install llamacpp)",
     ),
     (
         r"invalid magic characters|GGUF file is version \d+|invalid ggml type",

@@ -15,7 +15,7 @@ import k16v8
 from k16v8.cli import audit, bench_command, compile, gate
 from k16v8.errors import K16V8Error, UsageError
 
-__all__ = ["bench", "main"]
+__all__ = ["main"]
 
 _COMMANDS = {"gate": gate, "compile": compile, "audit": audit, "bench": bench_command}
 
@@ -25,11 +25,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see: {self.prog} --help)")
-
-
-def bench(argv: Sequence[str]) -> int:
-    """``k16v8 bench``, under another name; as :func:`main`."""
-    return main(["bench", *argv])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

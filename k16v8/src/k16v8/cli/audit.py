@@ -8,7 +8,7 @@ A function of yours: attend(q, k, v, *, causal, scale) -> out; q and out [batch,
 v_scale, too (FP8 keys and values); cases that need what it lacks are left out. Modules are looked for in the
 current folder as well.
 
-Where fidelab is installed, "fidelab kernels audit --model MODEL [--layers 0,7] [--text FILE] [--n-ctx TOKENS]"
+Where fidelab is installed, "fidelab diagnose attention MODEL [--layers 0,7] [--text FILE] [--n-ctx TOKENS]"
 captures a model's own q, k and v, and audits on them.
 
 examples:

@@ -61,7 +61,7 @@ def find_preset(name: str, engine: str | None = None) -> Found:
     if os.sep in name or name.endswith(_SUFFIXES):
         path = Path(name).expanduser()
         if not path.exists():
-            raise ConfigError(f"{name} does not exist; name a preset (fidelab presets list) or the file of one")
+            raise ConfigError(f"{name} does not exist; name a preset (fidelab serve presets) or the file of one")
         return Found(path.stem, path, own=False)
     known = listing()
     if name in known:

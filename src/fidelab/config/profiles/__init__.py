@@ -4,7 +4,7 @@ A profile's stage is an experiment or a command of fidelab.  ``{name}`` in its t
 profile (``model``, ``device``, …), and for two folders: ``{folder}``, the stage's own, and ``{stages}``, in which those
 of all stages are.  A variant (``tiny``) has other parameters and may replace parts of stages.
 
-The folder ``experiments`` holds experiment files that ``fidelab run NAME`` finds by their names.
+The folder ``experiments`` holds experiment files that ``fidelab compare -f NAME`` finds by their names.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ class Stage(BaseModel):
     name: str = Field(pattern=_NAME, description="name, unique in the profile")
     about: str = Field(default="", description="what it measures, in one line")
     needs: Needs = Field(default_factory=Needs, description="what a machine must have for it")
-    experiment: dict[str, Any] | None = Field(default=None, description="experiment, as fidelab run takes it")
-    command: tuple[Value, ...] | None = Field(default=None, description="command, without the word fidelab")
+    experiment: dict[str, Any] | None = Field(default=None, description="experiment, as fidelab compare -f takes it")
+    command: tuple[Value, ...] | None = Field(
+        default=None, description="command of fidelab, without that word; or k16v8 …"
+    )
     variants: dict[str, StageChange] = Field(default_factory=dict, description="variant → what it has instead")
 
     @model_validator(mode="after")
@@ -98,7 +100,7 @@ class Stage(BaseModel):
         if (self.experiment is None) == (self.command is None):
             raise ValueError("a stage has either 'experiment' or 'command'")
         if self.command is not None and not self.command:
-            raise ValueError("command: name a command of fidelab")
+            raise ValueError("command: name a command of fidelab or k16v8")
         return self
 
 
@@ -218,7 +220,9 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
         )
     data = read_yaml(path, keys="'kind: profile' and 'stages:'")
     if data.get("kind") != "profile":
-        raise ConfigError(f"{name} is no profile: 'kind: profile' is missing (an experiment is run by fidelab run)")
+        raise ConfigError(
+            f"{name} is no profile: 'kind: profile' is missing (an experiment is run by fidelab compare -f)"
+        )
     return validate_as(Profile, data, name)
 
 
@@ -359,5 +363,5 @@ def find_experiment(path: Path) -> Path:
     if is_bundled and path.stem in experiments():
         return _EXPERIMENTS / f"{path.stem}.yaml"
     known = ", ".join(nearest_first(path.stem, experiments()))
-    hint = f"; {path} is a profile: fidelab profiles run {path}" if str(path) in names() else ""
+    hint = f"; {path} is a profile: fidelab reproduce {path}" if str(path) in names() else ""
     raise ConfigError(f"{path} does not exist; name an experiment file or a bundled one: {known}{hint}")

@@ -137,7 +137,8 @@ def _unreadable_quantization(arm: Arm) -> str | None:
         method = config.get("quant_method", "of an unknown method")
         return (
             f"the checkpoint is quantized ({method}) and Transformers cannot load it here: "
-            f"{one_line(error).rstrip('.')}; run it on engine vllm, or convert it with fidelab convert --to safetensors"
+            f"{one_line(error).rstrip('.')}; run it on engine vllm, or convert it: "
+            "fidelab checkpoint convert --to safetensors"
         )
     return None
 

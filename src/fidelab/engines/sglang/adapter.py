@@ -90,7 +90,7 @@ class SGLangEngine(Engine):
         candidates = (*cls.packages, "sglang-kernel", "torch")
         versions = {package: version(package) for package in candidates if is_installed(package)}
         if not set(cls.packages) & set(versions):
-            raise EngineError("engine sglang needs sglang: fidelab engines install sglang")
+            raise EngineError("engine sglang needs sglang: fidelab setup install sglang")
         return versions
 
     @classmethod

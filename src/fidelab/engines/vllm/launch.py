@@ -70,7 +70,7 @@ def installed() -> dict[str, str]:
             return {package: version(package), "torch": version("torch")}
         except PackageNotFoundError:
             continue
-    raise EngineError("engine vllm is not installed: fidelab engines install vllm (or vllm --cpu)")
+    raise EngineError("engine vllm is not installed: fidelab setup install vllm (or vllm --cpu)")
 
 
 def prepare(arm: Arm) -> None:

@@ -1,24 +1,31 @@
-"""``fidelab launch`` and ``fidelab stop``: a preset's own server, and what it says about its settings."""
+"""``fidelab serve``: servers of presets, started, checked and stopped; presets by name."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import note, open_console
+from fidelab.cli.commands import Commands
+from fidelab.cli.output import exit_on, note, open_console
+from fidelab.core import engine_name
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Preset
     from fidelab.engines.server_settings import Finding
+    from fidelab.environments.servers import Served
     from fidelab.run.launch import Launched
 
+_LOG = "; --log names what it printed"
 _SERVE = "serve."  # before an option of the server alone
+
+app = Commands(help="Start, check and stop the servers of presets; list presets.")
 
 
 def _running(incomplete: str) -> list[str]:
@@ -68,7 +75,8 @@ class PresetOptions(options.Options, panel="Preset"):
         from fidelab.config.trust import Trust, check_trust
         from fidelab.core.errors import UsageError
 
-        found = find_preset(name, self.engine)
+        engine = None if self.engine is None else engine_name(self.engine)
+        found = find_preset(name, engine)
         changes: dict[str, Any] = {}
         for text in self.changes or []:
             try:
@@ -79,7 +87,7 @@ class PresetOptions(options.Options, panel="Preset"):
                 raise UsageError(f"--set {text!r}: write KEY=VALUE, and another engine by --engine")
             changes = merged_fields(changes, fields)
         preset = load_preset(found, _for_server(changes, load_preset(found)))
-        if self.engine not in (None, preset.engine_name):
+        if engine not in (None, preset.engine_name):
             raise UsageError(f"--engine {self.engine}: preset {preset.name} is of engine {preset.engine_name}")
         given = {"python": self.python, "prefix": self.prefix, "pythonpath": self.pythonpath}
         place = {key: value for key, value in given.items() if value}
@@ -107,8 +115,9 @@ def _for_server(changes: Mapping[str, Any], preset: Preset) -> dict[str, Any]:
     return {**changes, "engine_args": options, **({"serve": own} if own else {})}
 
 
+@app.command()
 @options.expand_options
-def launch(
+def start(
     *,
     name: Name,
     preset: PresetOptions,
@@ -117,7 +126,7 @@ def launch(
     timeout: Annotated[float, typer.Option(help="Seconds until it must answer; a first start may compile.")] = 1800.0,
     force: Annotated[bool, typer.Option("--force", help="Start what the engine is known to run wrongly, too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Leave it running; fidelab stop ends it.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Leave it running; fidelab serve stop ends it.")] = False,
     as_json: options.Json = False,
     trusted: options.Trusted = None,
 ) -> None:
@@ -129,14 +138,13 @@ def launch(
 
     [bold]Examples[/bold]
 
-      fidelab launch smollm2-cpu
+      fidelab serve start smollm2-cpu
 
-      fidelab launch smollm2-cpu --engine vllm --set kv=fp8_e4m3 --detach
+      fidelab serve start smollm2-cpu --engine vllm --set kv=fp8_e4m3 --detach
 
-      fidelab launch ./preset.yaml --port 8000 --dry-run
+      fidelab serve start ./preset.yaml --port 8000 --dry-run
     """
-    from fidelab.run.launch import arm_of, check, check_servable, plan
-    from fidelab.run.launch import launch as start
+    from fidelab.run.launch import arm_of, check, check_servable, launch, plan
 
     chosen = preset.preset(name, trusted or [])
     arm = arm_of(chosen, device=preset.device, threads=preset.threads)
@@ -147,7 +155,7 @@ def launch(
         about = {"preset": arm.name, "url": planned.url, "shown": planned.shown, "command": list(planned.command)}
         print(json.dumps(about, indent=2) if as_json else f"{planned.shown}\n# here: {shlex.join(planned.command)}")
         return
-    with start(planned, timeout, note) as launched:
+    with launch(planned, timeout, note) as launched:
         faults = faults_of(launched.findings)
         if as_json:
             print(json.dumps(_record(launched, faults), indent=2), flush=True)
@@ -171,6 +179,7 @@ def _wait(launched: Launched) -> None:
     raise typer.Exit(1)
 
 
+@app.command()
 def stop(
     name: Annotated[
         str | None,
@@ -178,7 +187,7 @@ def stop(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every server that fidelab started.")] = False,
 ) -> None:
-    """End servers that fidelab launch has started; never a process that merely has the same number."""
+    """Stop servers that fidelab serve start has started."""
     from fidelab.core.errors import UnknownNameError, UsageError
     from fidelab.environments.servers import end, records
 
@@ -195,6 +204,121 @@ def stop(
         print(f"{server.name} {'ended' if end(server) else 'had ended before'} (process {server.pid}, {server.url})")
     if not running:
         print("no server runs that fidelab started")
+
+
+@app.command("presets")
+def list_presets(as_json: options.Json = False) -> None:
+    """List the presets that come with fidelab, and your own (~/.config/fidelab/presets)."""
+    from fidelab.config.presets import listing, load_preset, own_folder
+    from fidelab.core.errors import ConfigError
+
+    rows, broken = [], []
+    for found in listing().values():
+        try:
+            preset = load_preset(found)
+        except ConfigError as error:
+            broken.append(str(error))
+            continue
+        kv = preset.kv.label if preset.kv else "native"
+        whose = "yours" if found.path.parent == own_folder() else ""
+        fields = (found.name, preset.engine_name, preset.model, kv, preset.about, whose)
+        rows.append(dict(zip(("name", "engine", "model", "kv", "about", "whose"), fields, strict=True)))
+    if as_json:
+        print(json.dumps({"presets": rows, "broken": broken}, indent=2))
+    else:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD)
+        for heading in ("preset", "engine", "KV", "what"):
+            table.add_column(heading, overflow="fold")
+        for row in rows:
+            what = f"{row['about'] or row['model']}{' (yours)' if row['whose'] else ''}"
+            table.add_row(*map(Text, (row["name"], row["engine"], row["kv"], what)))
+        open_console().print(table)
+    for line in broken:
+        note(f"fidelab: {line}")
+    if broken:
+        raise typer.Exit(1)
+
+
+@app.command()
+@options.expand_options
+def show(*, name: Name, preset: PresetOptions, trusted: options.Trusted = None) -> None:
+    """Print a preset as YAML, and the command of its engine's own server."""
+    import yaml
+
+    from fidelab.core.errors import FidelabError
+    from fidelab.run.launch import arm_of, server_command
+
+    chosen = preset.preset(name, trusted or [])
+    written = chosen.model_dump(mode="json", exclude_defaults=True)
+    print(yaml.safe_dump(written, sort_keys=False, allow_unicode=True), end="")
+    try:
+        arm = arm_of(chosen, device=preset.device, threads=preset.threads)
+        print(f"# {server_command(arm, '127.0.0.1', 8000)}")
+    except FidelabError as error:  # the preset itself is there to be read all the same
+        print(f"# no command: {shlex.quote(str(error))}")
+
+
+@app.command("check")
+@options.expand_options
+def check_preset(
+    *,
+    name: Name,
+    preset: PresetOptions,
+    base_url: Annotated[
+        str | None,
+        typer.Option(
+            help="A running server, http://host:port. \\[default: the one of this preset that fidelab started]",
+            show_default=False,
+        ),
+    ] = None,
+    log: Annotated[Path | None, typer.Option(help="What that server printed, where you have it.")] = None,
+    as_json: options.Json = False,
+    trusted: options.Trusted = None,
+) -> None:
+    r"""Compare a running server's settings with a preset; without a server, ask the engine whether it can run it.
+
+    The exit code is 1 where a setting differs, and 3 where a server does not tell the type of its cache.
+
+    [bold]Examples[/bold]
+
+      fidelab serve check smollm2-cpu
+
+      fidelab serve check ./preset.yaml --base-url http://127.0.0.1:8000
+    """
+    from fidelab.core.errors import InputError
+    from fidelab.engines.server_settings import KV
+    from fidelab.environments.servers import records, written_log
+    from fidelab.run.launch import arm_of, check, check_server
+
+    chosen = preset.preset(name, trusted or [])
+    arm = arm_of(chosen, device=preset.device, threads=preset.threads)
+    if log is not None and not log.is_file():
+        raise InputError(f"--log {log}: there is no such file")
+    server = next((one for one in records() if _is_of(one, chosen)), None) if base_url is None else None
+    if base_url is None and server is None:
+        check(chosen, arm)
+        told = f"{arm.name} can run here; no server of it runs: fidelab serve start {name}"
+        print(json.dumps({"preset": arm.name, "findings": []}) if as_json else told)
+        return
+    url = base_url or (server.url if server else "")
+    printed = written_log(str(log or (server.log if server else "")))
+    found = check_server(arm, url, printed)
+    faults = faults_of(found)
+    untold = [] if found[0].effective is not None else [f"{KV}: the server does not tell it{'' if printed else _LOG}"]
+    if as_json:
+        print(json.dumps({"preset": arm.name, "url": url, "findings": [asdict(x) for x in found]}, indent=2))
+    else:
+        show_findings(found)
+    exit_on(faults, untold)
+
+
+def _is_of(server: Served, preset: Preset) -> bool:
+    """Whether a running server was started from this preset, perhaps with other values."""
+    return server.arm.get("name") == preset.name and server.arm.get("engine") == preset.engine_name
 
 
 # ------------------------------------------------------------------------------------------------------- output
@@ -230,12 +354,10 @@ def _show(launched: Launched, detached: bool) -> None:
     print(f"{server.name} answers at {server.url}/v1 after {launched.seconds:.1f} s ({which}{prepared})")
     print(f"settings read and compared in {launched.checked:.2f} s; log: {server.log}", flush=True)
     if detached:
-        print(f"it goes on running as process {server.pid}; end it with: fidelab stop {server.name}", flush=True)
+        print(f"it goes on running as process {server.pid}; end it with: fidelab serve stop {server.name}", flush=True)
 
 
 def _record(launched: Launched, faults: Sequence[str]) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return {
         "server": asdict(launched.server),
         "seconds": launched.seconds,

@@ -1,4 +1,4 @@
-"""``fidelab physics``: what a format can gain, from a model's shape and a device's rates."""
+"""``fidelab estimate``: what a format can gain, from a model's shape, a device's rates and measured losses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.commands import Commands, Group
-from fidelab.cli.output import note, open_console, print_json
+from fidelab.cli.commands import Commands
+from fidelab.cli.output import command_line, note, open_console, print_json, show_study
 from fidelab.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,19 +24,10 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _KV = ("bf16", "k16v8", "fp8_e4m3", "q8_0", "int4")
 
 
-class _Physics(Group):
-    """A model's name stands where a command's would: ``fidelab physics MODEL`` is ``fidelab physics model MODEL``."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return super().resolve_command(ctx, args if args[0] in self.commands else ["model", *args])
-
-
 app = Commands(
-    name="physics",
-    cls=_Physics,
-    help="What a KV format can gain: bytes, ceilings and bounds of a model; fits of measured figures. "
-    "fidelab physics MODEL is short for fidelab physics model MODEL.",
-    context_settings={"ignore_unknown_options": True},
+    default="model",
+    help="What a format can gain: bytes, ceilings and bounds of a model; weights and KV cache together; fits of "
+    "measured figures. fidelab estimate MODEL is short for fidelab estimate model MODEL.",
 )
 
 
@@ -84,11 +75,11 @@ def model(
 
     [bold]Examples[/bold]
 
-      fidelab physics smollm2-135m --device H100
+      fidelab estimate smollm2-135m --device H100
 
-      fidelab physics ./Qwen3-8B --device H200 --context 8k,32k --batch 1,32 --kv k16v8
+      fidelab estimate ./Qwen3-8B --device H200 --context 8k,32k --kv q8_0
 
-      fidelab physics --layers 28 --kv-heads 4 --head-dim 128 --params 7.6e9 --speedup 1.38 --kv k16v8
+      fidelab estimate --layers 28 --kv-heads 4 --head-dim 128 --params 7.6e9
     """
     from fidelab.core import KVSpec, parse_bytes
     from fidelab.physics.devices import find_device
@@ -268,6 +259,69 @@ def _rate(entry: Mapping[str, Any]) -> str:
     return format_amount(entry["tokens_per_s"]) + (" c" if entry["bound"] == "compute" else "")
 
 
+@app.command()
+@options.expand_options
+def advise(
+    *,
+    model: Annotated[str, typer.Argument(help="A model as the runs name it: folder, GGUF file, hub id or name.")],
+    device: Annotated[str, typer.Option(help="A row of the device table, such as H200.")],
+    context: Annotated[str, typer.Option(help="Tokens of each sequence; k is 1,024.")] = "32k",
+    batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    memory: options.Memory = None,
+    overhead: options.Overhead = None,
+    tp: options.Sharing = 1,
+    max_kld: options.MaxKLD = None,
+    from_: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="A run folder or report.json with losses; repeat it. \\[default: this model's in --output-dir]",
+            show_default=False,
+        ),
+    ] = None,
+    runs: options.RunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    """Choose weights and KV cache together: measured losses against memory and decode ceilings.
+
+    Losses come from runs of fidelab compare; what no arm ran is predicted as the sum of its parts, and says so.
+    Without --max-kld it is the pair of the least loss that fits, with it the fastest that is shown to lose less.
+
+    [bold]Examples[/bold]
+
+      fidelab estimate advise smollm2-135m --device H100 --context 8k --batch 32
+
+      fidelab estimate advise ./Qwen3-8B --device H200 --memory 80G --max-kld 0.01
+    """
+    from fidelab.core import parse_bytes
+    from fidelab.physics.devices import find_device
+    from fidelab.physics.geometry import named_geometry
+    from fidelab.studies.advice import advise as choose
+    from fidelab.studies.advice import read_runs
+
+    row = find_device(device)
+    contexts = parse_counts(context, "context")
+    if len(contexts) > 1:
+        raise UsageError(f"--context {context}: one context at a time")
+    geometry, native = named_geometry(model)
+    found = choose(
+        model,
+        geometry,
+        row,
+        contexts[0],
+        batch,
+        read_runs(model, from_ or (), runs.output_dir, native),
+        memory=None if memory is None else parse_bytes(memory),
+        max_kld=max_kld,
+        native=native,
+        tp=tp,
+        overhead=0.0 if overhead is None else parse_bytes(overhead),
+        command=command_line(),
+    )
+    show_study(found, None, as_json)
+
+
 _Row = Annotated[str | None, typer.Option("--as", help="Name of the row; by default the device's own.")]
 _Columns = Annotated[str, typer.Option("--x", help="Column of batches; A*B multiplies two columns.")]
 _Length = Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")]
@@ -294,9 +348,9 @@ def fit(
 
     [bold]Examples[/bold]
 
-      fidelab physics fit ablation.csv --y speedup_vs_p0 --cluster model
+      fidelab estimate fit ablation.csv --y speedup_vs_p0 --cluster model
 
-      fidelab physics fit steps.json --part context_scaling --y latency_ms --time --length context --kv-bytes 57344
+      fidelab estimate fit steps.json --y latency_ms --time --length context
     """
     from fidelab.physics.devices import find_device
     from fidelab.physics.fits import compare_fits, read_points
@@ -349,6 +403,7 @@ def _show_fit(found: Mapping[str, Any]) -> None:
         print_table(console, headings, lines, words=range(2, len(headings), 2))
 
 
+@app.command()
 def explain(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to be written.")] = Path("explain.html"),
     models: Annotated[
@@ -363,13 +418,13 @@ def explain(
 ) -> None:
     """Write a page that explains what a step of decoding reads: the loop, cache and bandwidth, saturation.
 
-    One file with sliders, which fetches nothing. Figures are those of fidelab physics.
+    One file with sliders, which fetches nothing. Figures are those of fidelab estimate.
 
     [bold]Examples[/bold]
 
-      fidelab explain -o explain.html
+      fidelab estimate explain -o explain.html
 
-      fidelab explain ./Qwen3-8B --points ablation.csv --y speedup_vs_p0
+      fidelab estimate explain ./Qwen3-8B --points ablation.csv --y speedup_vs_p0
     """
     import fidelab
     from fidelab.physics.explainer import explainer, measured_points
@@ -398,8 +453,8 @@ def list_devices(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="First put in what somebody measured: study.json of profile hardware-report, or the JSON of physics "
-            "probe.",
+            help="First put in what somebody measured: study.json of profile hardware-report, or the JSON of "
+            "estimate probe.",
         ),
     ] = None,
     name: _Row = None,
@@ -409,9 +464,9 @@ def list_devices(
 
     [bold]Examples[/bold]
 
-      fidelab physics devices
+      fidelab estimate devices
 
-      fidelab physics devices --add study.json --as MI300X
+      fidelab estimate devices --add study.json --as MI300X
     """
     from fidelab.physics.devices import add_measured, devices, own_table
 
@@ -450,9 +505,9 @@ def probe(
 
     [bold]Examples[/bold]
 
-      fidelab physics probe
+      fidelab estimate probe
 
-      fidelab physics probe --device cuda:0 --as H100-here
+      fidelab estimate probe --device cuda:0 --as H100-here
     """
     from fidelab.environments.host import cpu_name
     from fidelab.physics.devices import remember_device
@@ -468,4 +523,4 @@ def probe(
         return
     rates = ", ".join(f"{kind} {rate:.2f} TFLOP/s" for kind, rate in found.row["compute"].items())
     print(f"{label}: copy {found.row['sustained']:.1f} GB/s, read {found.row['read']:.1f} GB/s, {rates}")
-    note(f"kept in {path}; fidelab physics MODEL --device {label!r} uses it")
+    note(f"kept in {path}; fidelab estimate MODEL --device {label!r} uses it")

@@ -1,45 +1,36 @@
-"""Studies: ``fidelab sensitivity``, ``calibrate`` and ``bisect``."""
+"""``fidelab diagnose``: where a loss comes from: layers, groups of weights, keys and values, attention."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.compare import experiment_from
-from fidelab.cli.output import command_line, exit_on, note, open_console, show_study
+from fidelab.cli.attention import attention
+from fidelab.cli.commands import Commands
+from fidelab.cli.compare import study_experiment
+from fidelab.cli.output import command_line, exit_on, note, show_study
 
 if TYPE_CHECKING:
-    from fidelab.config.schema import Experiment
     from fidelab.results.study import StudyPlan
     from fidelab.studies.cache import Place
     from fidelab.studies.weights import By, Export
 
 _YAML = (".yaml", ".yml")
 _PER_VALUE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:bpv|bits?)?", re.IGNORECASE)
-_Model = Annotated[
-    str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.", show_default=False)
-]
-_NCtx = Annotated[int, typer.Option(min=8, help="Tokens of a window.")]
+
+app = Commands(help="Find where a loss comes from: a layer, groups of weights, keys and values, or attention.")
+app.command("attention")(attention)
 
 
-def _experiment(command: str, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> Experiment:
-    """An experiment of one axis, without a control, floor or twins unless ``more`` has them."""
-    data: dict[str, Any] = {"model": model, "control": "none", "axes": {"kld": kld}, "floor": 0.0, "twins": 0.0}
-    for settings in more:
-        data |= settings
-    return experiment_from(data, command)
-
-
+@app.command()
 @options.expand_options
 def sensitivity(
     *,
-    model: _Model,
+    model: options.FloatModel,
     weights: Annotated[
         list[str] | None,
         typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.", show_default=False),
@@ -69,7 +60,7 @@ def sensitivity(
     ] = None,
     text: options.TextOptions,
     windows: Annotated[int, typer.Option(help="Windows of text; with a budget, every second is kept to test it.")] = 8,
-    n_ctx: _NCtx = 512,
+    n_ctx: options.WindowTokens = 512,
     engine: options.EngineOptions,
     runs: options.CapturedRunsOptions,
     as_json: options.Json = False,
@@ -81,11 +72,11 @@ def sensitivity(
 
     [bold]Examples[/bold]
 
-      fidelab sensitivity smollm2-135m --weights 'int4\[group=64]' --by layer
+      fidelab diagnose sensitivity ./model --weights 'int4\[group=64]' --by layer
 
-      fidelab sensitivity ./model --bits 8,7,6,5,4,3,2 --by layer
+      fidelab diagnose sensitivity ./model --bits 8,7,6,5,4,3,2 --by layer
 
-      fidelab sensitivity ./model --weights q4_k --weights q6_k --weights q8_0 --budget 5bpw --export types.txt
+      fidelab diagnose sensitivity ./model --weights q4_k --budget 5bpw
     """
     from fidelab.cli.progress import watcher
     from fidelab.core.errors import UsageError
@@ -102,7 +93,7 @@ def sensitivity(
         raise UsageError("--export: a recipe names single matrices: leave out --by")
     if export is not None and budget is None:
         raise UsageError("--export writes a plan: give it a --budget")
-    experiment = _experiment(
+    experiment = study_experiment(
         "sensitivity",
         model,
         {"windows": windows, "n_ctx": n_ctx},
@@ -162,7 +153,7 @@ def _export(plan: StudyPlan, file: Path) -> None:
     if file.suffix in _YAML:
         recipe = recipe_of(plan)
         text = None if recipe is None else yaml.safe_dump(recipe, sort_keys=False)
-        how = f"fidelab quantize MODEL --recipe {file}; method: gptq with calibration: costs less"
+        how = f"fidelab checkpoint quantize MODEL --recipe {file}; method: gptq with calibration: costs less"
     else:
         text = "\n".join(plan.tensor_types) + "\n" if plan.tensor_types else None
         how = f"llama-quantize $(cat {file}) MODEL.gguf OUT.gguf COPY"
@@ -175,59 +166,15 @@ def _export(plan: StudyPlan, file: Path) -> None:
     note(f"fidelab: {how}")
 
 
-@options.expand_options
-def calibrate(
-    *,
-    model: _Model,
-    out: options.NewFolder,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of the prompts.")] = 16,
-    n_ctx: _NCtx = 512,
-    prompts: options.Prompts = "default",
-    runs: options.CapturedRunsOptions,
-    as_json: options.Json = False,
-) -> None:
-    """Write a copy of a model with static scales for an FP8 KV cache, which vLLM reads with the weights.
-
-    The model runs once over windows of prompts; a layer's scale of keys, and of values, is their largest magnitude
-    there over 448. What the scales cost is measured like any format: compare the copy with --kv fp8_e4m3.
-
-    [bold]Examples[/bold]
-
-      fidelab calibrate smollm2-135m -o ./smollm2-kv8
-
-      fidelab compare ./smollm2-kv8 --engine vllm --kv fp8_e4m3
-    """
-    from fidelab.cli.progress import watcher
-    from fidelab.studies.cache import calibrate as write
-
-    experiment = _experiment(
-        "calibrate",
-        model,
-        {"windows": 1, "n_ctx": n_ctx},
-        {"candidates": ["fp8_e4m3"], "prompts": prompts},  # asked about in time, not run
-        runs.settings(),
-    )
-    rows = write(experiment, out, windows=windows, n_ctx=n_ctx, listener=watcher())
-    if as_json:
-        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
-        return
-    from fidelab.report.text import print_table
-
-    headings = ("layer", "largest K", "largest V", "scale of K", "scale of V")
-    cells = [[f"{row[k]:.4g}" for k in ("k_amax", "v_amax", "k_scale", "v_scale")] for row in rows]
-    numbered = ((str(int(row["layer"])), *each) for row, each in zip(rows, cells, strict=True))
-    print_table(open_console(), headings, numbered, words=())
-    note(f"fidelab: {out} written; scales lie in model-kv-scales.safetensors")
-
-
 class _EngineOptions(options.EngineOptions):
     engine: Annotated[
         str, typer.Option(help="Engine that runs both arms; hf, vllm and sglang tell what passes their layers.")
     ] = options.EngineOptions.engine
 
 
+@app.command("layers")
 @options.expand_options
-def bisect(
+def layers(
     *,
     model: Annotated[str, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder.")],
     reference: options.Reference = None,
@@ -264,26 +211,25 @@ def bisect(
 
     [bold]Examples[/bold]
 
-      fidelab bisect smollm2-135m --dtype float32 --reference f32 --kv int8
+      fidelab diagnose layers smollm2-135m --kv q8_0
 
-      fidelab bisect ./model --reference attention=eager --candidate attention=sdpa
+      fidelab diagnose layers ./model --candidate attention=sdpa
 
-      fidelab bisect ./bf16 --candidate model=./other
+      fidelab diagnose layers ./bf16 --candidate model=./other
 
-      fidelab bisect ./model --engine vllm --reference engine=hf --kv fp8_e4m3
+      fidelab diagnose layers ./model --engine vllm --reference engine=hf --kv fp8
     """
     from fidelab.cli.progress import watcher
     from fidelab.core.errors import UsageError
-    from fidelab.studies.layers import bisect as run_bisect
+    from fidelab.studies.layers import bisect
 
     candidates = [*(kv or []), *(candidate or [])]
     if len(candidates) != 1:
         raise UsageError(
-            f"a bisect is between two arms: name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), "
-            f"not {len(candidates)}"
+            f"two arms are compared: name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), not {len(candidates)}"
         )
     noise = 1.0 if floor else 0.0
-    experiment = _experiment(
+    experiment = study_experiment(
         "bisect",
         model,
         {"windows": windows, "n_ctx": n_ctx, "protocol": "full"},
@@ -293,6 +239,6 @@ def bisect(
         text.settings(),
         runs.settings(),
     )
-    study, folder = run_bisect(experiment, command=command_line(), listener=watcher())
+    study, folder = bisect(experiment, command=command_line(), listener=watcher())
     show_study(study, folder.path, as_json)
     exit_on(study.faults)  # a layer that stands out is a finding, that there is nothing to compare is a fault

@@ -1,4 +1,4 @@
-"""``fidelab plan-size``: how many windows or prompts a wanted precision takes."""
+"""``fidelab plan``: how many windows or prompts a wanted precision takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fidelab.run.sample_size import Advice, SizeLine, SizePlan
 
 
-def plan_size(
+def plan(
     run_dir: options.RunDir,
     precision: Annotated[
         str | None,
@@ -32,22 +32,22 @@ def plan_size(
     axis: Annotated[str, typer.Option(help="Axis of the run, such as kld or trajectory.")] = "kld",
     as_json: options.Json = False,
 ) -> None:
-    """Say how many windows or prompts a 95% interval of ± so much needs, or a certificate, from a finished run.
+    """Estimate the sample size for a given precision or margin, from a finished run.
 
     [bold]Examples[/bold]
 
-      fidelab plan-size runs/20260101-120000-smollm2-135m --precision 0.001
+      fidelab plan runs/20260101-120000-smollm2-135m --precision 0.001
 
-      fidelab plan-size runs/pilot --axis trajectory --precision 5
+      fidelab plan runs/pilot --axis trajectory --precision 5
 
-      fidelab plan-size runs/pilot --margin 0.5% --max-kld 0.005
+      fidelab plan runs/pilot --margin 0.5% --max-kld 0.005
     """
-    from fidelab.run.sample_size import plan_size as plan
+    from fidelab.run.sample_size import plan_size
 
     if sys.stderr.isatty():
         note("fidelab: scoring the run again from its captures")
     limits = {key: value for key, value in (("margin", margin), ("max_kld", max_kld)) if value is not None}
-    size_plan = plan(run_dir, precision, axis, limits=limits)
+    size_plan = plan_size(run_dir, precision, axis, limits=limits)
     if as_json:
         print(json.dumps(asdict(size_plan), indent=2, ensure_ascii=False))
     else:

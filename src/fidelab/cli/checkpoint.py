@@ -1,0 +1,259 @@
+"""``fidelab checkpoint``: quantized checkpoints as files, audited, converted, quantized and calibrated."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fidelab.cli import options
+from fidelab.cli.commands import Commands
+from fidelab.cli.compare import study_experiment
+from fidelab.cli.output import exit_on, note, open_console, show_report, waiting
+
+if TYPE_CHECKING:
+    from fidelab.checkpoints.audit import Audit
+    from fidelab.checkpoints.rules import Finding
+
+_MARGIN = 13  # columns before the text of a finding
+_NAMES = 8  # tensors listed of each finding
+
+app = Commands(help="Quantized checkpoints as files: audit, convert, quantize, calibrate.")
+
+
+@app.command()
+def audit(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A folder with config.json and *.safetensors, a .gguf file or a hub id.")
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="ORIGINAL", help="The checkpoint that it was made from.", show_default=False),
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Devices that tensor parallelism would split it over.")] = 1,
+    as_json: options.Json = False,
+) -> None:
+    """Look for what breaks a checkpoint at run time: scales, packing, experts, index, lists of kept layers.
+
+    Every tensor is read once; nothing of the model is run, and no GPU is needed. Of a repository on the hub, tensors
+    are read by ranges and not stored. Exit code 1 where the verdict is broken.
+
+    [bold]Examples[/bold]
+
+      fidelab checkpoint audit ./Qwen3-30B-A3B-AWQ --base Qwen/Qwen3-30B-A3B --tp 2
+
+      fidelab checkpoint audit smollm2-135m
+    """
+    from fidelab.checkpoints.audit import audit as run
+
+    with waiting(f"reading {checkpoint}") as say:
+        outcome = run(checkpoint, base, tp, lambda done, total: say(f"read {done / 1e9:,.1f} of {total / 1e9:,.1f} GB"))
+    if as_json:
+        sys.stdout.write(json.dumps(outcome.as_json(), indent=2, ensure_ascii=False) + "\n")
+    else:
+        _show(outcome)
+    if outcome.verdict == "broken":
+        count = sum(finding.severity == "broken" for finding in outcome.findings)
+        exit_on([f"{checkpoint} is broken: {count} finding{'s' if count > 1 else ''}"])
+
+
+def _show(outcome: Audit) -> None:
+    width = open_console().width
+    method = outcome.method or "not quantized"
+    print(
+        f"{outcome.checkpoint}: {method}, {outcome.quantized:,} of {outcome.modules:,} modules quantized, "
+        f"{outcome.tensors:,} tensors, {outcome.nbytes / 1e6:,.1f} MB"
+    )
+    for finding in outcome.findings:
+        print()
+        _show_finding(finding, width)
+    print(f"\nverdict: {outcome.verdict}")
+
+
+def _show_finding(finding: Finding, width: int) -> None:
+    from fidelab.checkpoints.rules import RULES
+
+    known = RULES[finding.rule]
+    _paragraph(str(finding.severity), f"{known.title} ({finding.rule}): {finding.text}.", width)
+    _paragraph("run time", f"{known.symptom}.", width)
+    _paragraph("to do", f"{known.command}.", width)
+    if len(finding.tensors) > 2:
+        more = len(finding.tensors) - _NAMES
+        names = [*finding.tensors[:_NAMES], *([f"and {more:,} more (--json has all)"] if more > 0 else [])]
+        for place, name in enumerate(names):
+            print(f"{'tensors' if place == 0 else '':<{_MARGIN}}{name}")
+
+
+def _paragraph(label: str, text: str, width: int) -> None:
+    """A label in the margin, and beside it a text wrapped to the terminal; names are never broken."""
+    print(
+        textwrap.fill(
+            text,
+            max(width, 40),
+            initial_indent=f"{label:<{_MARGIN}}",
+            subsequent_indent=" " * _MARGIN,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or embedded model.")],
+    target: Annotated[Path, typer.Argument(help="Folder to be made.")],
+    to: Annotated[
+        str,
+        typer.Option("--to", help="awq, gptq, compressed-tensors, safetensors (dense) or gguf.", show_default=False),
+    ],
+    lossy: Annotated[
+        bool,
+        typer.Option("--lossy", help="Round weights that the target cannot hold, and report the added error."),
+    ] = False,
+    dtype: Annotated[
+        str,
+        typer.Option(help="Type of scales, norms and other 16-bit tensors: keep, float16, bfloat16 or float32."),
+    ] = "keep",
+    as_json: options.Json = False,
+) -> None:
+    """Write a quantized checkpoint in another layout without changing a weight.
+
+    Codes, scales and zero points are rearranged, never computed anew. What the target cannot hold is refused unless
+    --lossy is given. Both checkpoints are then read again, dequantized and compared tensor by tensor: the result is
+    printed, and kept in certificate.json beside the weights.
+
+    [bold]Examples[/bold]
+
+      fidelab checkpoint convert ./model-gptq ./model-awq --to awq
+
+      fidelab checkpoint convert ./model-awq ./model-dense --to safetensors
+    """
+    from fidelab.checkpoints.convert import CERTIFICATE
+    from fidelab.checkpoints.convert import convert as write
+
+    with waiting(f"converting {source}"):
+        certificate = write(source, target, to, lossy=lossy, dtype=dtype)
+    if as_json:
+        print(json.dumps(certificate.record(), indent=1))
+        return
+    print(certificate.line())
+    for text in certificate.notes:
+        note(f"fidelab: {text}")
+    note(f"fidelab: {target} written; every tensor is in {target / CERTIFICATE}")
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Folder with safetensors, hub id or embedded model.")],
+    recipe: Annotated[Path, typer.Option(metavar="FILE", help="The recipe, in YAML.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder to be made. \\[default: by model and recipe]", show_default=False),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    python: options.Python = None,
+    as_json: options.Json = False,
+) -> None:
+    """Quantize a model by a recipe, audit the result, and compare it with the original.
+
+    The recipe is checked against the checkpoint's names and shapes before anything is loaded.
+    The tool has an environment of its own: fidelab setup install llm-compressor.
+
+    [bold]Example[/bold]
+
+      fidelab checkpoint quantize ./model --recipe w4a16.yaml -o ./model-w4a16
+    """
+    from fidelab.run.quantize import quantize as run
+
+    target = output or Path(f"{Path(model).name}-{recipe.stem}")
+    with waiting(f"quantizing {model}") as say:
+
+        def tell(text: str) -> None:
+            say(text)
+            note(f"fidelab: {text}")
+
+        try:
+            outcome = run(model, recipe, target, resume=resume, python=python, say=tell)
+        except KeyboardInterrupt:
+            note("fidelab: stopped; the same command with --resume goes on")
+            raise
+    idle = outcome.experts.get("without_tokens", {})
+    if idle:
+        count = sum(map(len, idle.values()))
+        note(f"fidelab: {count} experts of {len(idle)} layers got no token of the calibration data from their router")
+    summary = f"{len(outcome.plan.quantized)} modules quantized, {len(outcome.plan.kept)} kept"
+    note(f"fidelab: {outcome.output}: {summary}, audit: {outcome.verdict}")
+    if outcome.report is not None:
+        show_report(outcome.report, as_json=as_json)
+    if outcome.verdict == "broken":
+        exit_on([f"{outcome.output} is broken: fidelab checkpoint audit {outcome.output}"])
+
+
+@app.command()
+@options.expand_options
+def calibrate(
+    *,
+    model: options.FloatModel,
+    out: options.NewFolder,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of the prompts.")] = 16,
+    n_ctx: options.WindowTokens = 512,
+    prompts: options.Prompts = "default",
+    runs: options.CapturedRunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    """Write a copy of a model with static scales for an FP8 KV cache, which vLLM reads with the weights.
+
+    The model runs once over windows of prompts; a layer's scale of keys, and of values, is their largest magnitude
+    there over 448. What the scales cost is measured like any format: compare the copy with --kv fp8_e4m3.
+
+    [bold]Examples[/bold]
+
+      fidelab checkpoint calibrate smollm2-135m -o ./smollm2-kv8
+
+      fidelab compare ./smollm2-kv8 --engine vllm --kv fp8_e4m3
+    """
+    from fidelab.cli.progress import watcher
+    from fidelab.studies.cache import calibrate as write
+
+    experiment = study_experiment(
+        "calibrate",
+        model,
+        {"windows": 1, "n_ctx": n_ctx},
+        {"candidates": ["fp8_e4m3"], "prompts": prompts},  # asked about in time, not run
+        runs.settings(),
+    )
+    rows = write(experiment, out, windows=windows, n_ctx=n_ctx, listener=watcher())
+    if as_json:
+        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+        return
+    from fidelab.report.text import print_table
+
+    headings = ("layer", "largest K", "largest V", "scale of K", "scale of V")
+    cells = [[f"{row[k]:.4g}" for k in ("k_amax", "v_amax", "k_scale", "v_scale")] for row in rows]
+    numbered = ((str(int(row["layer"])), *each) for row, each in zip(rows, cells, strict=True))
+    print_table(open_console(), headings, numbered, words=())
+    note(f"fidelab: {out} written; scales lie in model-kv-scales.safetensors")
+
+
+@app.command()
+def make_fragile(
+    model: options.Model,
+    out: options.NewFolder,
+    pairs: Annotated[int, typer.Option(help="RoPE pairs of every head of K that become outliers.")] = 2,
+    factor: Annotated[int, typer.Option(help="What their rows are multiplied by: a power of two.")] = 4096,
+) -> None:
+    """Write a copy that computes the same, with keys that FP8 without scales cannot hold.
+
+    Rows of K are multiplied by the factor and those of Q divided by it, which changes no score of attention. The copy
+    shows what a KV format does to a model with outliers in K.
+    """
+    from fidelab.checkpoints.fragile import make_fragile as write
+    from fidelab.models import path as locate
+
+    made = write(locate(model), out, pairs=pairs, factor=factor)
+    channels = ", ".join(map(str, made.channels))
+    print(f"{made.folder}: channels {channels} of every head of K times {factor} in {made.layers} layers, of Q divided")

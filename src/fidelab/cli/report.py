@@ -1,0 +1,194 @@
+"""``fidelab report``: a finished run, shown, scored again, or written in other forms."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fidelab.cli import options
+from fidelab.cli.output import exit_on, failures, note, show_report
+
+_FORMS = "Other forms"
+
+
+class _Format(StrEnum):
+    LM_EVAL = "lm-eval"
+    HUB = "hub"
+    SVG = "svg"
+    PNG = "png"
+
+
+@options.expand_options
+def report(
+    *,
+    run_dir: options.RunDir,
+    rescore: Annotated[
+        bool, typer.Option("--rescore", help="Compute all scores again from the saved outputs.")
+    ] = False,
+    limits: options.MarginOptions,
+    as_json: options.Json = False,
+    plot: options.Plot = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a model card instead.")] = False,
+    form: Annotated[
+        _Format | None,
+        typer.Option(
+            "--format",
+            help="Write instead: lm-eval (JSON), hub (a model card with its metadata), svg or png (each chart a file).",
+            rich_help_panel=_FORMS,
+        ),
+    ] = None,
+    arm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of lm-eval and hub: the configuration. \\[default: the recommended or the only one]",
+            rich_help_panel=_FORMS,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="PATH",
+            help="A file, or of hub, svg and png a folder. \\[default: printed]",
+            rich_help_panel=_FORMS,
+        ),
+    ] = None,
+    width: Annotated[
+        int, typer.Option(min=200, max=8000, help="Of charts: pixels from left to right.", rich_help_panel=_FORMS)
+    ] = 900,
+) -> None:
+    """Show a run's report again, and write its report.html anew where the folder may be written.
+
+    [bold]Examples[/bold]
+
+      fidelab report latest --max-kld 0.01 --min-saving 40%
+
+      fidelab report latest --rescore --margin 0.5%
+
+      fidelab report runs/20260101-120000-smollm2-135m/report.json --plot
+
+      fidelab report latest --format lm-eval --arm q8_0 -o results.json
+
+      fidelab report latest --format svg -o figures
+    """
+    from fidelab.config.load import validate_as
+    from fidelab.config.schema import Limits
+    from fidelab.core.errors import OutputError, UsageError
+    from fidelab.report.html import write_html
+    from fidelab.results.recommend import recommended
+    from fidelab.results.record import Report
+    from fidelab.results.store import RunFolder
+
+    shown = {"--json": as_json, "--plot": plot, "--markdown": markdown, "--rescore": rescore}
+    asked = limits.settings().get("limits")
+    if form is not None:
+        if others := [*(flag for flag, given in shown.items() if given), *(["the limits"] if asked else [])]:
+            raise UsageError(f"--format {form.value} writes files of its own: leave out {', '.join(others)}")
+        _write(run_dir, form, arm, out, width)
+        return
+    if out is not None or arm is not None:
+        raise UsageError(f"{'-o' if out is not None else '--arm'} goes with --format: {', '.join(_Format)}")
+    if markdown and (as_json or plot):
+        raise UsageError("--markdown prints a section of its own: leave out --json and --plot")
+    if rescore:
+        from fidelab.run.repeat import rescore_all
+
+        result, scored = rescore_all(run_dir, asked)
+        if markdown:
+            print(result.to_markdown(), end="")
+        else:
+            show_report(result, as_json=as_json, folder=scored.path, plot=plot)
+        exit_on(failures(result))
+        return
+    if asked and "margin" in asked:
+        raise UsageError("--margin needs the scores again: add --rescore")
+    chosen = validate_as(Limits, asked, "report") if asked else None
+    folder = None if run_dir.is_file() else RunFolder.open(run_dir.absolute())
+    if folder is None:  # a report by itself
+        result = Report.from_json(run_dir)
+    else:
+        result = folder.read_report(run_dir)
+    if chosen is not None:
+        result = recommended(result, **chosen.model_dump(exclude={"margin"}))
+    if folder is not None:
+        try:
+            write_html(result, folder.html)
+        except OutputError as error:
+            note(f"fidelab: the page is left as it was: {error}")
+    if markdown:
+        print(result.to_markdown(), end="")
+        return
+    show_report(result, as_json=as_json, folder=None if folder is None else folder.path, plot=plot)
+
+
+def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None, width: int) -> None:
+    """Write a report in the form of another tool, or its charts."""
+    from fidelab.core.errors import UsageError
+    from fidelab.report.exports import choose_arm, hub_files, lm_eval_results
+    from fidelab.results.baselines import read_run
+    from fidelab.results.record import write_atomically
+
+    if form in (_Format.SVG, _Format.PNG):
+        if arm is not None:
+            raise UsageError("--arm: charts are of all configurations; leave it out")
+        if out is None:
+            raise UsageError(f"--format {form.value}: name a folder for the charts with -o")
+        _write_charts(run_dir, form, out, width)
+        return
+    report = read_run(run_dir)
+    chosen = choose_arm(report, arm)
+    if form is _Format.HUB:
+        _write_files(hub_files(report, chosen), out)
+        return
+    text = json.dumps(lm_eval_results(report, chosen), indent=2, ensure_ascii=False) + "\n"
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        print(write_atomically(out, text))
+
+
+def _write_charts(run_dir: Path, form: _Format, out: Path, width: int) -> None:
+    from fidelab.core.errors import InputError
+    from fidelab.report.standalone import draw_charts, write_charts
+    from fidelab.results.store import RunFolder
+
+    folder = RunFolder.open(run_dir.absolute())
+    drawn = draw_charts(folder.read_report(run_dir), width, folder.positions)
+    if not drawn:
+        lacking = "no arm has a KLD, another axis with curves, or a bench with two points of one"
+        raise InputError(f"{run_dir} has nothing to draw: {lacking}")
+    for path in write_charts(drawn, out.absolute(), "svg" if form is _Format.SVG else "png", width):
+        print(path)
+    note(f"fidelab: {len(drawn)} charts")
+
+
+def _write_files(files: dict[str, str], folder: Path | None) -> None:
+    """Files of a form that can be several; none is replaced.
+
+    Raises:
+        UsageError: several are to be printed, or one is there already.
+    """
+    from fidelab.core.errors import OutputError, UsageError
+    from fidelab.results.record import write_atomically
+
+    if folder is None:
+        if len(files) > 1:
+            raise UsageError(f"these are {len(files)} files: name a folder with -o")
+        sys.stdout.write(next(iter(files.values())))
+        return
+    for name in files:
+        if (folder / name).exists():
+            raise UsageError(f"{folder / name} exists and is not replaced: name another folder with -o")
+    for name, text in files.items():
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"{folder}: cannot be made a folder: {error.strerror or error}") from error
+        print(write_atomically(folder / name, text))
