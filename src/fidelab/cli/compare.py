@@ -109,8 +109,7 @@ def compare(
     n_runs: Annotated[
         int, typer.Option("--runs", help="Whole runs with fresh captures; the report says how far they spread.")
     ] = 1,
-    as_json: options.Json = False,
-    plot: options.Plot = False,
+    show: options.ShowOptions,
     dry_run: options.DryRun = False,
     resume_dir: Annotated[
         Path | None,
@@ -150,10 +149,11 @@ def compare(
     """
     from fidelab.core.errors import UsageError
 
+    show.check()
     if resume_dir is not None:
         named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts", "traffic")
-        options.refuse_beside_resume(context, "run", ("as_json", "plot", "trusted", *named))
-        _go_on(resume_dir, _trust(trusted, engine, axes), as_json, plot)
+        options.refuse_beside_resume(context, "run", ("as_json", "details", "plot", "markdown", "trusted", *named))
+        _go_on(resume_dir, _trust(trusted, engine, axes), show)
         return
     words = (reference or "", control, *(candidate or []), *(vary or []))
     if trusted and serve is None and preset is None and not any("preset=" in word for word in words):
@@ -196,7 +196,7 @@ def compare(
     }
     if serve is None:
         data = options.begin_from_preset(preset, context, data, trusted)
-    launch(experiment_from(data, "compare", overrides or [], trusted), as_json, dry_run, plot, secrets)
+    launch(experiment_from(data, "compare", overrides or [], trusted), show, dry_run, secrets)
 
 
 def _until_decided(axes: Mapping[str, dict[str, Any]]) -> None:
@@ -249,11 +249,12 @@ def _pasted(
     return data, [read_change(text, served, controlled) for text in changes], served.secrets
 
 
+@options.expand_options
 def run(
     experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML), or the name of a bundled one.")],
     overrides: options.Overrides = None,
-    as_json: options.Json = False,
-    plot: options.Plot = False,
+    *,
+    show: options.ShowOptions,
     dry_run: options.DryRun = False,
     trusted: options.Trusted = None,
 ) -> None:
@@ -272,17 +273,18 @@ def run(
     from fidelab.config.trust import load_trusted
     from fidelab.core.errors import UsageError
 
+    show.check()
     settings = load_trusted(find_experiment(experiment), overrides or [], trusted or [], _settings)
     if isinstance(settings, Experiment):
-        launch(settings, as_json, dry_run, plot)
-    elif plot:
-        raise UsageError("--plot is for an experiment on one engine")
+        launch(settings, show, dry_run)
+    elif show.details or show.plot or show.markdown:
+        raise UsageError("--details, --plot and --markdown are for an experiment on one engine")
     elif dry_run:
         from fidelab.cli.dry_run import show_cross_plan
 
-        show_cross_plan(settings, as_json)
+        show_cross_plan(settings, show.as_json)
     else:
-        _run_cross_engine(settings, as_json)
+        _run_cross_engine(settings, show.as_json)
 
 
 def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
@@ -315,7 +317,7 @@ def experiment_from(
 
 
 def launch(
-    experiment: Experiment, as_json: bool, dry_run: bool = False, plot: bool = False, secrets: Sequence[str] = ()
+    experiment: Experiment, show: options.ShowOptions, dry_run: bool = False, secrets: Sequence[str] = ()
 ) -> None:
     """Run an experiment from flags: report on standard output, exit with 1 where something failed.
 
@@ -326,7 +328,7 @@ def launch(
     if dry_run:
         from fidelab.cli.dry_run import show_plan
 
-        show_plan(experiment, as_json)
+        show_plan(experiment, show.as_json)
         if experiment.runs > 1:
             note(f"fidelab: {experiment.runs} runs of this plan")
         for words, reason in (experiment.serve.ignored if experiment.serve else {}).items():
@@ -336,7 +338,7 @@ def launch(
     for secret in secrets:
         command = command.replace(secret, "…")
     report, folder = execute_all(experiment, command=command, watch=_watch_run)
-    show_report(report, as_json=as_json, folder=folder.path, plot=plot)
+    show_report(report, folder=folder.path, **vars(show))
     exit_on(failures(report))
 
 
@@ -354,11 +356,11 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
     return Trust(trusted or (), words, exact=True)
 
 
-def _go_on(run_dir: Path, trust: Trust, as_json: bool, plot: bool) -> None:
+def _go_on(run_dir: Path, trust: Trust, show: options.ShowOptions) -> None:
     from fidelab.run.repeat import resume_all
 
     report, folder = resume_all(run_dir, watch=_watch_run, trust=trust)
-    show_report(report, as_json=as_json, folder=folder.path, plot=plot)
+    show_report(report, folder=folder.path, **vars(show))
     exit_on(failures(report))
 
 

@@ -254,7 +254,6 @@ Set = Annotated[
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 WouldRemove = Annotated[bool, typer.Option("--dry-run", help="Say what would go.")]
-Plot = Annotated[bool, typer.Option("--plot", help="Draw cost against size in characters.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk and time; run nothing.")]
 Trusted = Annotated[
     list[Path] | None,
@@ -515,6 +514,26 @@ class MarginOptions(LimitOptions):
     """The same where scores are computed."""
 
     margin: Margin = None
+
+
+class ShowOptions(Options):
+    """How a report is shown."""
+
+    as_json: Json = False
+    details: Annotated[bool, typer.Option("--details", help="Print everything that was measured.")] = False
+    plot: Annotated[bool, typer.Option("--plot", help="Print a text plot of KLD against size.")] = False
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, as for a pull request.")] = False
+
+    def check(self) -> None:
+        """Refuse forms that exclude each other.
+
+        Raises:
+            UsageError: ``--markdown`` with another one.
+        """
+        from fidelab.core.errors import UsageError
+
+        if self.markdown and (self.as_json or self.details or self.plot):
+            raise UsageError("--markdown prints a section of its own: leave out --json, --details and --plot")
 
 
 class RunsOptions(Options):

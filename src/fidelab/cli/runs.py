@@ -22,8 +22,7 @@ def rescore(
     *,
     run_dir: options.RunDir,
     limits: options.MarginOptions,
-    as_json: options.Json = False,
-    plot: options.Plot = False,
+    show: options.ShowOptions,
 ) -> None:
     """Compute all scores of a run again from its captures; needs no engine.
 
@@ -35,8 +34,9 @@ def rescore(
     """
     from fidelab.run.repeat import rescore_all as run_rescore
 
+    show.check()
     result, folder = run_rescore(run_dir, limits.settings().get("limits"))
-    show_report(result, as_json=as_json, folder=folder.path, plot=plot)
+    show_report(result, folder=folder.path, **vars(show))
     exit_on(failures(result))
 
 
@@ -45,9 +45,7 @@ def report(
     *,
     run_dir: options.RunDir,
     limits: options.LimitOptions,
-    as_json: options.Json = False,
-    plot: options.Plot = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a model card instead.")] = False,
+    show: options.ShowOptions,
 ) -> None:
     """Show a run's report again, and write its report.html anew where the folder may be written.
 
@@ -61,16 +59,15 @@ def report(
     """
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Limits
-    from fidelab.core.errors import OutputError, UsageError
+    from fidelab.core.errors import OutputError
     from fidelab.report.html import write_html
     from fidelab.results.recommend import recommended
     from fidelab.results.record import Report
     from fidelab.results.store import RunFolder
 
+    show.check()
     asked = limits.settings().get("limits")
     chosen = validate_as(Limits, asked, "report") if asked else None
-    if markdown and (as_json or plot):
-        raise UsageError("--markdown prints a section of its own: leave out --json and --plot")
     folder = None if run_dir.is_file() else RunFolder.open(run_dir.absolute())
     if folder is None:  # a report by itself
         result = Report.from_json(run_dir)
@@ -83,10 +80,7 @@ def report(
             write_html(result, folder.html)
         except OutputError as error:
             note(f"fidelab: the page is left as it was: {error}")
-    if markdown:
-        print(result.to_markdown(), end="")
-        return
-    show_report(result, as_json=as_json, folder=None if folder is None else folder.path, plot=plot)
+    show_report(result, folder=None if folder is None else folder.path, **vars(show))
 
 
 def charts(

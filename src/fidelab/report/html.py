@@ -19,7 +19,7 @@ from markupsafe import Markup
 from fidelab.report.gallery import gallery_of
 from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.sections import table_of
-from fidelab.report.view import build_view
+from fidelab.report.view import FIGURES, build_view
 from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.record import Report, write_atomically
 from fidelab.results.store import POSITIONS
@@ -55,13 +55,13 @@ def render_html(report: Report, positions: Path | None = None) -> str:
 
 
 def render_notebook(report: Report) -> str:
-    """The fragment: title, failures, a card per candidate, main table, floor, control, ranking, command.
+    """The fragment: answer, failures, main table, a sentence per candidate, noise, control, ranking, command.
 
     One root element, one style sheet whose every rule begins with its class, no script.  It follows the notebook's
     theme (JupyterLab, VS Code, Colab, Sphinx) and else the system's; where the style sheet is stripped, a plain table
     remains.
     """
-    return templates().get_template("notebook.html.j2").render(view=build_view(report), absent=ABSENT)
+    return templates().get_template("notebook.html.j2").render(view=build_view(report), figures=FIGURES, absent=ABSENT)
 
 
 def write_html(report: Report, path: str | Path) -> Path:

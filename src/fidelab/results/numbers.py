@@ -89,13 +89,6 @@ def format_percent_span(interval: tuple[float, float] | None, share: float | Non
     return f"≤ {high}%" if share == 0 else f"{low}–{high}%"
 
 
-def format_run(value: float | None) -> str:
-    """A length in tokens: ``5.1``, ``17``, ``1,234``, ``33k``."""
-    if value is None:
-        return ABSENT
-    return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}" if value < 9999.5 else f"{value / 1000:,.0f}k"
-
-
 def format_bytes(value: float | None) -> str:
     """Bytes in full, with separators: ``23,040``."""
     return ABSENT if value is None else f"{value:,.0f}"
