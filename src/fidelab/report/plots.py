@@ -14,20 +14,20 @@ from fidelab.report.scales import ChartAxis
 from fidelab.report.sections import BarGroup, Curves, ReportArm, Section
 from fidelab.report.view import View
 from fidelab.results.measurement import DECIDING
-from fidelab.results.numbers import format_kld, format_tokens, one_line
+from fidelab.results.numbers import format_tokens, one_line, plain_nats
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 
 WIDE, NARROW = ChartSize(560, 330), ChartSize(360, 300, labels=False)
 FULL = ChartSize(1120, 430, labels=False)
-FRONTIER = (ChartSize(1120, 430), ChartSize(360, 400))
+FRONTIER = (ChartSize(560, 400), ChartSize(360, 340))
 MOST_LABELS = 6
 FEW_VALUES = 12
 GROUPS = 6
 """Number of dash patterns, which distinguish the series of an arm."""
 LOG_FROM = 10**1.5
 """Ratio of the largest to the smallest abscissa from which an axis of lengths or loads is logarithmic."""
-RULES = {0.01: "EXCELLENT", 0.05: "PASS", 0.1: "DEGRADED"}
+RULES = {0.01: "excellent", 0.05: "pass", 0.1: "degraded"}
 """Upper edges (nats) of the verdict bands.  See docs/metrics.md#verdicts."""
 HOLLOW = "Hollow: not valid, see the table."
 
@@ -137,7 +137,7 @@ def _bands(report: Report, size: ChartSize) -> list[ShadedBand]:
     """Control and floor up to the upper bounds of their means; what is exactly 0 has no band."""
     roomy = size.width > NARROW.width
     return [
-        ShadedBand(f"{name} {meaning} ≤ {format_kld(upper)}" if roomy else f"{name} (noise)", name, upper)
+        ShadedBand(f"{name} {meaning} ≤ {plain_nats(upper)}" if roomy else f"{name} (noise)", name, upper)
         for name, meaning, _, upper in reversed(list(_noise(report)))
         if upper
     ]

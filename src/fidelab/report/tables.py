@@ -229,8 +229,11 @@ _OBSERVED = {"layers": "layers", "prefills": "prefills", "steps": "decode steps"
 
 def ran_of(arms: Iterable[ArmRecord]) -> TextTable:
     """Requested and actual formats, arm by arm."""
-    rows = tuple((one_line(arm.name), *_ran_cells(arm)) for arm in arms)
-    return TextTable("ran", "Requested and actual configuration", (NAME, *_RAN_COLUMNS), rows)
+    rows = [(one_line(arm.name), *_ran_cells(arm)) for arm in arms]
+    alike = len({row[-1] for row in rows if row[-1] != ABSENT}) < 2  # the machine's versions say the same
+    end = -1 if alike else None
+    columns = (NAME, *_RAN_COLUMNS)
+    return TextTable("ran", "Requested and actual configuration", columns[:end], tuple(row[:end] for row in rows))
 
 
 def observed_of(arm: ArmRecord) -> str:
@@ -269,6 +272,10 @@ def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
     )
 
 
+_NATIVE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+
 def _stored(asked: str, dtype: str | None) -> str:
-    """``fp8_e4m3, stored as uint8``; the type alone says nothing of packed formats."""
-    return asked if dtype in (None, "", asked) else f"{asked}, stored as {one_line(str(dtype))}"
+    """``fp8_e4m3 as uint8``: the format, and the type of the tensor that holds it where that has another name."""
+    known = one_line(dtype or "")
+    return asked if known in ("", asked, _NATIVE.get(asked)) else f"{asked} as {known}"

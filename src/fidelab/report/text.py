@@ -70,7 +70,7 @@ def render_text(
     if view.candidates and view.fidelity:
         line("")
         _print_candidates(view, console)
-    for sentence in view.headlines:
+    for sentence in view.partings:
         line(sentence)
     others = [table for table in view.beside if table.key == "others"]
     for table in others:
@@ -197,6 +197,8 @@ def _print_details(view: View, console: Console) -> None:
     line("")
     for modification in view.modified:
         line(modification, "yellow")
+    for sentence in view.headlines:
+        line(sentence)
     for table in (table for table in view.tables if table.key == "figures"):
         _print_titled(table, console)
     for table in (*view.beside, *(table for table in view.tables if table.key == "attribution")):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fidelab.core import Status
@@ -80,6 +80,7 @@ class FrontierPoint:
     key: str
     arm: str = ""
     unit: str = CACHE_SIZE
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,9 @@ class View:
     reference: FrontierPoint | None
     performance: Performance | None
     headlines: tuple[str, ...]
-    """What the benches found, and which ways of serving part, a sentence each."""
+    """What the benches found, a sentence each."""
+    partings: tuple[str, ...]
+    """Which serving paths diverge, a sentence each."""
     sections: tuple[Section, ...]
     fidelity: bool
     """Something was compared with the reference, or nothing else was measured."""
@@ -295,7 +298,11 @@ def build_view(report: Report) -> View:
         truth=truth_line(report),
         points=(
             *(_points(sized, "control", report.control) if report.control else ()),
-            *(p for number, arm in enumerate(report.candidates) for p in _points(sized, "candidate", arm, number)),
+            *(
+                replace(point, chosen=report.recommendation is not None and report.recommendation.arm == arm.name)
+                for number, arm in enumerate(report.candidates)
+                for point in _points(sized, "candidate", arm, number)
+            ),
         ),
         run_details=tuple(_run_details(report)),
         settings=json.dumps(report.settings, indent=2, ensure_ascii=False, allow_nan=False),
@@ -312,7 +319,8 @@ def build_view(report: Report) -> View:
         if size is None
         else FrontierPoint(one_line(report.reference.name), size, 0.0, None, "reference", unit=unit),
         performance=performance,
-        headlines=(*bench_headlines(arms_of(report)), *partings_of(report)),
+        headlines=bench_headlines(arms_of(report)),
+        partings=partings_of(report),
         sections=tuple(section for section in sections_of(report) if section.found),
         fidelity=fidelity,
     )

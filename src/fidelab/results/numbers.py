@@ -26,6 +26,13 @@ def format_nats(value: float | None, *, digits: int = 3) -> str:
     return format_kld(value, digits=digits)
 
 
+def plain_nats(value: float) -> str:
+    """Two digits without an exponent, as the ticks of an axis have them: ``0.000021``."""
+    return (
+        f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f}" if 1e-6 <= value < 1 else format_kld(value, digits=2)
+    )
+
+
 def format_span(interval: tuple[float, float] | None) -> str:
     """``low–high`` of an interval in nats, which may be skewed; absent is ``–``.
 
