@@ -33,7 +33,7 @@ def render_markdown(report: Report) -> str:
     view = build_view(report)
     verdicts = (
         pipe_table((view.subject, "verdict", *(FIGURES[n] for n in view.kept)), 2, _cells(view)),
-        _bullets(map(escaped, view.reasons)),
+        _bullets(f"{', '.join(map(code_span, names))}: {escaped(why)}" for why, names in view.reasons),
         *(escaped(line) for line in (*view.headlines, *view.partings)),
         *(part for table in view.beside for part in _titled(table)),
         _bullets(map(escaped, view.remarks)),

@@ -31,7 +31,7 @@ from fidelab.results.numbers import one_line, printable
 from fidelab.results.record import Report
 
 _NAME_WIDTH = 17
-_INDENT = 13  # of the lines below the answer
+_INDENT = 11  # of the lines below the answer
 _REASONS = 8  # lines on the first screen
 _SPARE = ("95% interval", "flips", "same top", "size")
 """Columns that narrow terminals leave out, in this order."""
@@ -76,7 +76,7 @@ def render_text(
     for table in others:
         _print_titled(table, console)
     if view.performance is not None and view.performance.columns:
-        _print_performance(view, view.performance, console)
+        _print_performance(view.performance, console)
     if details or not view.fidelity:
         _print_details(view, console)
     if plot:
@@ -139,8 +139,8 @@ def _print_candidates(view: View, console: Console) -> None:
     reasons = () if inside else view.reasons
     if reasons:
         print_line(console, "")
-    for text in reasons[:_REASONS]:
-        console.print(_hanging(f"   {text}", 5, console))
+    for why, names in reasons[:_REASONS]:
+        console.print(_hanging(f"   {', '.join(names)}: {why}", 5, console))
     if len(reasons) > _REASONS:
         print_line(console, f"   … and {len(reasons) - _REASONS} more")
     if lacking:
@@ -243,14 +243,14 @@ def _print_whole(shown: Others, console: Console) -> None:
 # ---------------------------------------------------------------------------------------------------------- benches
 
 
-def _print_performance(view: View, speed: Performance, console: Console) -> None:
-    """Fidelity, speed and memory of each arm side by side; below a figure its ratio to the reference's."""
-    named = (NAME, "verdict", "KLD nats") if view.fidelity else (NAME,)
+def _print_performance(speed: Performance, console: Console) -> None:
+    """Speed and memory of each configuration that a bench measured; below a figure its ratio to the reference's."""
     rows = tuple(
-        (name, *((row.verdict, str(row.kld)) if view.fidelity else ()), *map(str, figures))
-        for row, name, figures in zip(view.rows, speed.names, speed.rows, strict=True)
+        (name, *map(str, figures))
+        for name, figures in zip(speed.names, speed.rows, strict=True)
+        if not all(figure.absent for figure in figures)
     )
-    table = Others("performance", "", (*named, *speed.columns), rows, len(named))
+    table = Others("performance", "", (NAME, *speed.columns), rows, 1)
     _print_table(table, console, stacked=True)
     if speed.note:
         print_line(console, speed.note)

@@ -163,7 +163,8 @@ class ArmRow:
     @property
     def mark(self) -> str:
         """The verdict, with ``?`` where more data may change it."""
-        return f"{self.verdict}{'?' if self.preliminary or self.at_best else ''}"
+        open_ = self.band != ABSENT and (self.preliminary or self.at_best)
+        return f"{self.verdict}{'?' if open_ else ''}"
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -238,9 +239,12 @@ class View:
         return tuple(n for n in range(len(FIGURES)) if n == 0 or any(row[n] != ABSENT for row in cells))
 
     @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why candidates are not recommended and what is open, a line each; equal reasons together."""
-        return tuple(shared((row.name, row.why) for row in self.candidates if row.why))
+    def reasons(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Why candidates are not recommended and what is open → their names."""
+        owners: dict[str, list[str]] = {}
+        for row in self.candidates:
+            owners.setdefault(row.why, []).append(row.name)
+        return tuple((why, tuple(names)) for why, names in owners.items() if why)
 
     @property
     def benches(self) -> tuple[Section, ...]:
@@ -433,13 +437,14 @@ def _open(arm: ArmRecord, sentence: str, found: Recommendation | None) -> Iterat
     """Why a candidate is not recommended, unless its row says so, and what more data would decide."""
     name, verdict = one_line(arm.name), arm.verdict
     if not arm.measured:
-        yield sentence.partition(": ")[2] or sentence
+        yield sentence.removeprefix("not running: ").removeprefix("not supported: ")
     elif found is not None:
         own = (one_line(line) for line in found.others)
         reason = next((line.removeprefix(f"{name}: ") for line in own if line.startswith(f"{name}: ")), "")
         yield from (reason,) if reason and reason != f"verdict {verdict.band if verdict else None}" else ()
     if verdict is not None and verdict.at_best:
-        yield f"inconclusive between {verdict.at_best.lower()} and {(verdict.band or '').lower()}"
+        best = verdict.at_best.lower()
+        yield f"inconclusive between {best} and {verdict.band.lower()}" if verdict.band else f"at best {best}"
     if verdict is not None and verdict.preliminary:
         yield "preliminary, too few documents"
 
@@ -474,8 +479,8 @@ def _weights(arms: Sequence[ArmRecord]) -> str:
             how = "simulated" if arm.ran.simulated_weight_bytes else "as stored"
             sizes.setdefault(f"{how}: {format_amount(size / MIB)} MiB", []).append(one_line(arm.name))
     if len(sizes) == 1 and all(arm.ran is None or arm.ran.size for arm in arms):
-        return f"Weights, {next(iter(sizes))} in each arm"
-    return "; ".join(f"Weights of {', '.join(names)}, {size}" for size, names in sizes.items())
+        return f"Weights, {next(iter(sizes))} in each configuration"
+    return ". ".join(f"Weights of {', '.join(names)}, {size}" for size, names in sizes.items())
 
 
 def _capital(text: str) -> str:
@@ -584,7 +589,7 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
         for name, axis in floor.items()
         if not (axis.measured or axis.status is Status.NOT_MEASURABLE or (axis.reason or "").startswith(NO_REFERENCE))
     ]
-    return f"Run-to-run noise (reference against itself): {', '.join(filter(None, parts)) or 'not measured'}"
+    return f"Run-to-run noise (reference against itself): {'; '.join(filter(None, parts)) or 'not measured'}"
 
 
 def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
