@@ -288,9 +288,7 @@ def test_a_band_reaches_from_the_axis_to_its_value_and_labels_of_bands_stand_apa
     assert number(floor, "height") < number(control, "height")
 
 
-@pytest.mark.parametrize(
-    ("height", "names"), [(400, ["excellent", "pass", "degraded", "fail"]), (120, ["excellent"])]
-)
+@pytest.mark.parametrize(("height", "names"), [(400, ["excellent", "pass", "degraded", "fail"]), (120, ["excellent"])])
 def test_verdict_bands_are_shaded_and_named_where_there_is_room(height: int, names: list[str]) -> None:
     points = [FrontierPoint("a", 10, 0.0005, None, "x"), FrontierPoint("b", 5, 0.5, None, "x")]
     chart = draw_frontier(points, ChartSize(560, height), rules=RULES)

@@ -53,7 +53,9 @@ def kinds(seen: list[Token]) -> set[str]:
 
 def tables(report: Report) -> list[list[list[str]]]:
     """Tables by the letter: lines cut at pipes that no backslash precedes."""
-    blocks = [block for block in render_markdown(report).split("\n\n") if block.startswith(("| KV cache", "| configuration"))]
+    blocks = [
+        block for block in render_markdown(report).split("\n\n") if block.startswith(("| KV cache", "| configuration"))
+    ]
     return [[re.split(r"(?<!\\)\|", line)[1:-1] for line in table.split("\n")] for table in blocks]
 
 

@@ -406,9 +406,7 @@ def test_a_floor_that_does_not_repeat_is_told_by_its_cost() -> None:
     greedy = trajectory_axis(95, 3, exact=0.5, n_items=8)
     apart = "trajectory: 4 of 8 items repeat, trajectory 95.0 (92–98)"
     assert floor_of(trajectory=greedy, kld=kld_axis(0.001, 0.0005)) == (f"{apart}; kld: mean 0.00100 (0.00050–0.0015)")
-    assert floor_of(kld=kld_axis(0, 0, n_items=510), trajectory=greedy) == (
-        f"kld (510 of 510 items) is{HERE}; {apart}"
-    )
+    assert floor_of(kld=kld_axis(0, 0, n_items=510), trajectory=greedy) == (f"kld (510 of 510 items) is{HERE}; {apart}")
 
 
 def test_the_floor_of_any_axis_is_told() -> None:
