@@ -17,9 +17,9 @@ from fidelab.report.charts import Chart, ChartLine, ChartSize, ShadedBand, draw_
 from fidelab.report.frontier import draw_frontier, pareto
 from fidelab.report.heatmap import colour, ink, scale_of, shades_of
 from fidelab.report.labels import LETTER, spread
+from fidelab.report.plots import RULES
 from fidelab.report.scales import ChartAxis, Scale, scale_for
 from fidelab.report.sections import BarGroup, ReportArm
-from fidelab.report.plots import RULES
 from fidelab.report.view import FrontierPoint
 from fidelab.results.plots import Bars, Curve, Grid, Heatmap
 

@@ -138,8 +138,9 @@ def test_one_sentence_says_what_was_compared() -> None:
     axes = {"kld": {"windows": 32, "n_ctx": 512, "protocol": "half"}, "trajectory": {"limit": None, "n_predict": 64}}
     opening = render_markdown(sample_report(settings={"text": "default", "axes": axes})).split("\n\n")[0]
     assert opening == (
-        "7 configurations of `SmolLM2-135M-Instruct` on Transformers, compared with the reference `f32`: text `default`; "
-        "KLD over 32 windows of 512 tokens (protocol `half`), 8,160 positions (32 windows, 31 documents); "
+        "7 configurations of `SmolLM2-135M-Instruct` on Transformers, compared with the reference `f32`: "
+        "text `default`; KLD over 32 windows of 512 tokens (protocol `half`), 8,160 positions "
+        "(32 windows, 31 documents); "
         "`trajectory`: 10 items, n_predict 64, template `chat`."
     )
 
