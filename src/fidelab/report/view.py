@@ -438,6 +438,8 @@ def _open(arm: ArmRecord, sentence: str, found: Recommendation | None) -> Iterat
     name, verdict = one_line(arm.name), arm.verdict
     if not arm.measured:
         yield sentence.removeprefix("not running: ").removeprefix("not supported: ")
+    elif arm.deciding is None:  # its verdict rests on other tests
+        yield from filter(None, (sentence, *map(one_line, verdict.notes if verdict else ())))
     elif found is not None:
         own = (one_line(line) for line in found.others)
         reason = next((line.removeprefix(f"{name}: ") for line in own if line.startswith(f"{name}: ")), "")
