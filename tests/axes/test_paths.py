@@ -259,8 +259,9 @@ def test_all_faces_have_the_table_of_ways_by_arms(tmp_path: Path) -> None:
     done = _compare(tmp_path, *flags)
     assert done.code == 0, done.err
     page = (done.folder / "report.html").read_text()
-    for face in (done.out, page, Report.model_validate(done.report).to_markdown()):
-        assert "KL between each way of serving and a cold prefill" in face
+    shown = cli("report", done.folder, "--details", cwd=done.cwd).out
+    for face in (shown, page, Report.model_validate(done.report).to_markdown()):
+        assert "KL between each serving path and a cold prefill" in face
         assert "from 140" in face
         assert "prefill after a prefix hit parts from a cold one at position 140, tilt only" in face
     assert [cell.at["way"] for cell in done.axis("tilt", "paths").cells] == ["decode", "prefix"]

@@ -18,7 +18,7 @@ SIZES = ("--windows", 4, "--n-ctx", 16, "--n-predict", 4, "--limit", 2)
 
 def test_a_finished_run_prints_its_table_on_standard_output(plain: Done) -> None:
     assert plain.code == 0
-    for word in ("tilt[q=0.6]", "exact", "PASS"):
+    for word in ("tilt[q=0.6]", "exact", "pass"):
         assert word in plain.out
 
 
@@ -34,11 +34,26 @@ def test_progress_goes_to_standard_error_in_plain_lines(plain: Done) -> None:
 
 
 def test_report_shows_the_same_again(plain: Done) -> None:
-    html = (plain.folder / "report.html").read_bytes()
-    (plain.folder / "report.html").unlink()
     shown = cli("report", plain.folder, cwd=plain.cwd)
     assert (shown.code, shown.err) == (0, "")
     assert shown.out == plain.out
+    details = cli("report", plain.folder, "--details", cwd=plain.cwd).out
+    assert "Run-to-run noise" in details
+    assert "Run-to-run noise" not in shown.out
+
+
+def test_markdown_has_the_same_answer_and_stands_alone(plain: Done) -> None:
+    shown = cli("report", plain.folder, "--markdown", cwd=plain.cwd)
+    assert "| KV cache | verdict | KLD |" in shown.out
+    both = cli("report", plain.folder, "--markdown", "--details", cwd=plain.cwd)
+    assert (both.code, both.out) == (2, "")
+    assert "--markdown prints a section of its own" in both.err
+
+
+def test_a_report_that_was_shown_writes_its_page_again(plain: Done) -> None:
+    html = (plain.folder / "report.html").read_bytes()
+    (plain.folder / "report.html").unlink()
+    cli("report", plain.folder, cwd=plain.cwd)
     assert (plain.folder / "report.html").read_bytes() == html
 
 

@@ -18,7 +18,7 @@ from fidelab.results.store import RunFolder
 from tests.report.sample_axes import DIVERGENCES, hostile_axis, plad_axis, rniah_axis
 from tests.report.sample_axes import HOSTILE as HOSTILE
 
-OUTCOMES = ("EXCELLENT", "PASS", "FAIL", "identical", "failed", "not engaged", "not supported")
+OUTCOMES = ("excellent", "pass", "fail", "identical", "failed", "not engaged", "not supported")
 """Words that every rendering of the sample contains."""
 
 MODEL = "SmolLM2-135M-Instruct"

@@ -17,7 +17,7 @@ from fidelab.results.record import Report
 from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import OUTCOMES, arm, candidate, kld_axis, sample_report, trajectory_axis
 
-COLUMNS = 9
+COLUMNS = 7
 MARKUP = {"paragraph", "table", "thead", "tbody", "tr", "th", "td", "bullet_list", "list_item", "inline"} | {
     "code_block",
     "text",
@@ -53,7 +53,9 @@ def kinds(seen: list[Token]) -> set[str]:
 
 def tables(report: Report) -> list[list[list[str]]]:
     """Tables by the letter: lines cut at pipes that no backslash precedes."""
-    blocks = [block for block in render_markdown(report).split("\n\n") if block.startswith("| arm")]
+    blocks = [
+        block for block in render_markdown(report).split("\n\n") if block.startswith(("| KV cache", "| configuration"))
+    ]
     return [[re.split(r"(?<!\\)\|", line)[1:-1] for line in table.split("\n")] for table in blocks]
 
 
@@ -77,9 +79,8 @@ def test_hostile_text_adds_no_tag_in_python_markdown(text: str) -> None:
 def test_hostile_names_neither_add_nor_end_a_cell(text: str) -> None:
     report = hostile(text)
     table, others = tables(report)
-    assert [len(cells) for cells in table] == [COLUMNS] * (2 + 2 + len(report.candidates))
-    assert [len(cells) for cells in others] == [len(others[0])] * (2 + 2 + len(report.candidates))
-    assert [cell.strip() for row in table[2:4] for cell in row[1:2]] == ["reference", "control"]
+    assert [len(cells) for cells in table] == [COLUMNS] * (2 + len(report.candidates))
+    assert [len(cells) for cells in others] == [len(others[0])] * (2 + 2 + 4)  # reference, control, what was measured
     assert not re.search(
         r"\\\\\|", "\n".join("|".join(row) for row in (*table, *others))
     )  # read in two ways by readers
@@ -98,11 +99,10 @@ def test_hostile_names_are_shown_as_they_are(text: str) -> None:
 def test_hostile_sentences_are_shown_as_they_are(text: str) -> None:
     report = hostile(text)
     lines = ["".join(child.content for child in token.children or ()) for token in read(text) if token.children]
-    arm = report.candidates[0]
-    assert arm.verdict is not None
-    assert f"{one_line(arm.name)}: {one_line(text)}".replace("\\|", "\\ |") in [
-        line.replace("\\|", "\\ |") for line in lines
-    ]
+    arm = report.candidates[-1]
+    assert not arm.measured
+    said = f"{one_line(arm.name)}: {one_line(text)}".replace("\\|", "\\ |")
+    assert any(line.replace("\\|", "\\ |").endswith(said) for line in lines)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -129,9 +129,8 @@ def test_every_outcome_is_shown(word: str) -> None:
 
 def test_a_row_holds_the_figures_of_its_arm() -> None:
     axes = {"kld": kld_axis(0.0312, 0.00624, control=0.00003), "trajectory": trajectory_axis(70.3, 12.1)}
-    [_, _, _, _, row] = rows(sample_report(candidates=(candidate("q8_0", 0.0312, "PASS", 23040, "safe", axes=axes),)))
-    cells = ["PASS", "0.0312 (0.025–0.037)", "32 windows, 31 documents", "+0.0312 (0.025–0.037)", "3.03% (2.4–3.8%)"]
-    cells += ["0.76% (0.61–1.0%)", "33", "23,040"]
+    [_, _, row] = rows(sample_report(candidates=(candidate("q8_0", 0.0312, "PASS", 23040, "safe", axes=axes),)))
+    cells = ["pass", "0.0312", "0.025–0.037", "97.0%", "0.76%", "−50%"]
     assert [cell.strip() for cell in row[1:]] == cells
 
 
@@ -139,8 +138,9 @@ def test_one_sentence_says_what_was_compared() -> None:
     axes = {"kld": {"windows": 32, "n_ctx": 512, "protocol": "half"}, "trajectory": {"limit": None, "n_predict": 64}}
     opening = render_markdown(sample_report(settings={"text": "default", "axes": axes})).split("\n\n")[0]
     assert opening == (
-        "7 configurations of `SmolLM2-135M-Instruct` on `hf`, compared with the reference `f32`: text `default`; "
-        "KLD over 32 windows of 512 tokens (protocol `half`), 8,160 positions (32 windows, 31 documents); "
+        "7 configurations of `SmolLM2-135M-Instruct` on Transformers, compared with the reference `f32`: "
+        "text `default`; KLD over 32 windows of 512 tokens (protocol `half`), 8,160 positions "
+        "(32 windows, 31 documents); "
         "`trajectory`: 10 items, n_predict 64, template `chat`."
     )
 
@@ -162,7 +162,7 @@ def test_absolute_paths_are_shown_by_their_last_part() -> None:
         reference=arm("f32", model="/home/somebody/m.gguf"), settings={"text": "/home/somebody/t.txt"}
     )
     opening = render_markdown(report).split("\n\n")[0]
-    assert opening == "7 configurations of `m.gguf` on `hf`, compared with the reference `f32`: text `t.txt`."
+    assert opening == "7 configurations of `m.gguf` on Transformers, compared with the reference `f32`: text `t.txt`."
 
 
 @pytest.mark.parametrize("settings", [{}, {"axes": ["kld"]}, {"axes": {"kld": {}, "trajectory": {"limit": [1]}}}])
@@ -174,15 +174,15 @@ def test_failures_floor_control_and_version_are_told() -> None:
     text = render_markdown(sample_report())
     for told in (
         "12 of 8,160 items failed",
-        "- control bf16",
-        "- noise floor (reference",
+        "- Control bf16",
+        "- Run-to-run noise (reference",
         "fidelab 0.1.0 on 2026-05-04",
     ):
         assert told in text
 
 
 def test_an_empty_report_renders() -> None:
-    assert len(rows(sample_report(candidates=(), control=None))) == 3
+    assert len(rows(sample_report(candidates=(), control=None))) == 2
 
 
 def test_the_report_writes_its_section() -> None:

@@ -51,7 +51,7 @@ def test_hostile_text_adds_no_element_and_no_attribute(text: str) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_hostile_text_is_shown_as_text(text: str) -> None:
     shown = Fragment(hostile_report(text)).text
-    assert f"{one_line(text)} on {one_line(text)}" in shown
+    assert f"{one_line(text)} · {one_line(text)}" in shown
     assert printable(text) in shown  # the command, on its lines
 
 
@@ -97,15 +97,15 @@ def test_sentences_figures_failures_floor_control_and_command_are_shown() -> Non
         "0.000712",
         "0.00057–0.00085",
         "12 of 8,160 items failed",
-        "noise floor (reference",
-        "control bf16",
+        "Run-to-run noise (reference",
+        "Control bf16",
         report.command,
     ):
         assert shown in text
 
 
 def test_an_empty_report_renders() -> None:
-    assert "control: none" in Fragment(sample_report(candidates=(), control=None)).text
+    assert "Control: none" in Fragment(sample_report(candidates=(), control=None)).text
 
 
 def test_notebooks_show_the_fragment() -> None:

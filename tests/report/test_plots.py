@@ -177,7 +177,7 @@ def test_curves_of_mean_kls_have_bands_and_levels_and_the_floor_is_no_line() -> 
     drawing = drawings(sample_report(floor={"kld": kld_axis(0.00001, 0.000002)}), "axis")["position"]
     for chart in drawing.charts:
         assert len(parts(chart, "rect", "box")) == 2
-        assert len(parts(chart, "line", "rule")) == 3
+        assert len(parts(chart, "rect", "zone")) == 4
         assert "floor" not in {stroke.get("data-arm") for stroke in parts(chart, "g", "stroke")}
 
 

@@ -25,7 +25,6 @@ from fidelab.results.numbers import (
     format_percent,
     format_percent_span,
     format_range,
-    format_run,
     format_score,
     format_share,
     format_span,
@@ -115,22 +114,6 @@ def test_changes_are_percentages(
     assert (format_percent(share), format_percent_span(interval, share)) == (text, span)
 
 
-@pytest.mark.parametrize(("failed", "said"), [(0, "0 of 2,040 (≤ 0.10%)"), (40, "0 of 2,000 (≤ 0.10%)")])
-def test_where_no_token_changes_it_says_of_how_many(failed: int, said: str) -> None:
-    axes = {"kld": kld_axis(0, 0, n_items=2040, n_failed=failed)}
-    [row] = build_view(sample_report(candidates=(arm("q4", axes=axes),))).candidates
-    assert (str(row.changed), str(row.flips)) == (said, said)
-
-
-def test_a_length_in_tokens_is_as_exact_as_it_can_be() -> None:
-    assert [format_run(value) for value in (7.96, 17.4, 1234.0, 33334.0, None)] == ["8.0", "17", "1,234", "33k", "–"]
-
-
-def test_without_a_flip_the_run_is_longer_than_its_lower_end() -> None:
-    runs = {row.name: row.run.value for row in build_view(sample_report()).rows}
-    assert (runs["fp8_e4m3"], runs["f16/f16"], runs["q8_0"]) == ("33", "> 1,000", "–")
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -159,20 +142,20 @@ def test_foreign_text_stays_on_its_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict", "note", "key"),
+    ("name", "verdict", "key"),
     [
-        ("f32", "reference", "", "reference"),
-        ("bf16", "control", "", "control"),
-        ("k16v8", "EXCELLENT", "", "excellent"),
-        ("f16/f16", "EXCELLENT", "identical", "excellent"),
-        ("q8_0", "failed", "", "broken"),
-        ("fp8_e5m2", "not engaged", "", "broken"),
-        ("nvfp4", "not supported", "", "broken"),
+        ("f32", "reference", "reference"),
+        ("bf16", "control", "control"),
+        ("k16v8", "excellent", "excellent"),
+        ("f16/f16", "identical", "excellent"),
+        ("q8_0", "failed", "broken"),
+        ("fp8_e5m2", "not engaged", "broken"),
+        ("nvfp4", "not supported", "broken"),
     ],
 )
-def test_every_outcome_has_its_word(name: str, verdict: str, note: str, key: str) -> None:
+def test_every_outcome_has_its_word(name: str, verdict: str, key: str) -> None:
     row = rows()[name]
-    assert (row.verdict, row.note, row.key) == (verdict, note, key)
+    assert (row.mark, row.key) == (verdict, key)
 
 
 def test_an_arm_without_a_band_has_no_verdict() -> None:
@@ -218,8 +201,8 @@ def test_failed_items_are_listed_with_their_counts() -> None:
 def test_a_missing_floor_and_control_are_said() -> None:
     view = build_view(sample_report(floor={}, control=None))
     assert (view.floor, view.control) == (
-        "noise floor (reference against itself): not measured",
-        "control: none",
+        "Run-to-run noise (reference against itself): not measured",
+        "Control: none",
     )
 
 
@@ -227,20 +210,23 @@ def test_controls_of_other_kernel_paths_have_rows_and_are_told() -> None:
     path = arm("bf16", name="bf16 (eager)", axes={"kld": kld_axis(0.001, 0.0001)})
     view = build_view(sample_report(controls=(path,)))
     assert [row.name for row in view.rows if row.role == "control"] == ["bf16", "bf16 (eager)"]
-    first, second, last = view.control.split("; ")
-    assert (first[:13], second[:21]) == ("control bf16:", "control bf16 (eager):")
-    assert last == "over control: paired differences"
+    first, second, last = view.control.split(". ")
+    assert (first[:13], second[:21]) == ("Control bf16:", "Control bf16 (eager):")
+    assert last == "The excess over the control is the paired difference to it"
 
 
 def test_a_broken_control_says_why() -> None:
     view = build_view(sample_report(control=arm("bf16", status=Status.FAILED, reason="killed")))
-    assert view.control == "control bf16: failed: killed"
+    assert view.control == "Control bf16: failed: killed"
 
 
 def test_asked_and_ran_stand_side_by_side() -> None:
     table = build_view(sample_report()).tables[0]
-    row = dict(zip(table.columns, table.rows[-1], strict=True))
-    assert (row["K asked"], row["K ran"]) == ("nvfp4", "–")
+    values = [dict(zip(table.columns, row, strict=True))["values"] for row in table.rows]
+    assert values[0] == "f32"
+    assert values[-1] == "nvfp4"
+    packed = arm("fp8_e4m3", ran=RuntimeRecord(k_dtype="uint8", v_dtype="uint8"))
+    assert ran_of([packed]).rows[0][2:4] == ("fp8_e4m3 as uint8",) * 2
 
 
 @pytest.mark.parametrize(
@@ -294,25 +280,17 @@ def test_texts_keep_their_lines_but_no_control_characters() -> None:
     assert printable("a\n\tb\x1b[31m\u202e\x00c") == "a\n\tb\ufffd[31m\ufffd\ufffdc"
 
 
-def test_one_line_says_what_was_compared() -> None:
-    assert build_view(sample_report()).compared == (
-        "7 configurations compared with reference f32 on 8,160 positions (32 windows, 31 documents), "
-        "trajectory (10 items), rniah (18 items) and plad"
-    )
-
-
 def test_the_size_is_told_against_a_16_bit_cache_under_a_32_bit_reference_too() -> None:
-    whole = ["", "cache 100% of a 16-bit cache", "cache 75% of a 16-bit cache"]
-    assert [row.saving for row in build_view(sample_report()).rows[:3]] == whole
+    assert [row.size.value for row in build_view(sample_report()).rows[:4]] == ["–", "–", "−25%", "−50%"]
     [_, *without] = build_view(sample_report(control=None)).rows  # half of the 32-bit reference
-    assert without[0].saving == "cache 75% of a 16-bit cache"
+    assert without[0].size.value == "−25%"
 
 
-def test_without_a_16_bit_size_no_share_is_told() -> None:
+def test_without_a_16_bit_size_the_size_is_told_against_the_reference() -> None:
     reference = arm("q8_0", ran=RuntimeRecord(k_dtype="q8_0", v_dtype="q8_0", cache_bytes_per_token=24480))
     candidates = (candidate("q4_0", 0.1, "FAIL", 12960, "x"),)
     view = build_view(sample_report(reference=reference, control=None, candidates=candidates))
-    assert view.candidates[0].saving == ""
+    assert view.candidates[0].size.value == "−47%"
 
 
 def test_the_weights_of_arms_are_told_by_size() -> None:
@@ -325,11 +303,11 @@ def test_the_weights_of_arms_are_told_by_size() -> None:
 
     mib = 2**20
     assert told(None, None, None) == ""
-    assert told(256 * mib, 256 * mib, 256 * mib) == "weights, as stored: 256 MiB in each arm"
-    assert told(256 * mib, None, 256 * mib) == "weights of f32, int4, as stored: 256 MiB"
+    assert told(256 * mib, 256 * mib, 256 * mib) == "Weights, as stored: 256 MiB in each configuration"
+    assert told(256 * mib, None, 256 * mib) == "Weights of f32, int4, as stored: 256 MiB"
     assert (
         told(256 * mib, 256 * mib, 87 * mib)
-        == "weights of f32, bf16, as stored: 256 MiB; weights of int4, as stored: 87.0 MiB"
+        == "Weights of f32, bf16, as stored: 256 MiB. Weights of int4, as stored: 87.0 MiB"
     )
 
 
@@ -337,7 +315,7 @@ def test_rounded_weights_have_the_size_of_their_format_and_are_called_simulated(
     ran = RuntimeRecord(weight_bytes=256 * 2**20, simulated_weight_bytes=72 * 2**20)
     reference = arm("bf16", ran=RuntimeRecord(weight_bytes=256 * 2**20))
     view = build_view(sample_report(reference=reference, control=None, candidates=[arm("int4", ran=ran)]))
-    assert view.weights == "weights of bf16, as stored: 256 MiB; weights of int4, simulated: 72.0 MiB"
+    assert view.weights == "Weights of bf16, as stored: 256 MiB. Weights of int4, simulated: 72.0 MiB"
     [table] = [table for table in view.tables if table.key == "ran"]
     assert [row[table.columns.index("weight bytes")] for row in table.rows] == ["268,435,456", "75,497,472 simulated"]
 
@@ -346,25 +324,13 @@ def test_the_weights_stand_beside_the_cache_in_every_face() -> None:
     ran = RuntimeRecord(cache_bytes_per_token=46080, weight_bytes=3 * 2**20)
     report = sample_report(reference=arm("f32", ran=ran))
     console = Console(file=io.StringIO(), width=100)
-    render_text(report, console)
+    render_text(report, console, details=True)
     for face in (console.file.getvalue(), report.to_markdown(), render_html(report)):  # type: ignore[attr-defined]
-        assert "weights of f32, as stored: 3.00 MiB" in face
+        assert "Weights of f32, as stored: 3.00 MiB" in face
     [ran_table] = [table for table in build_view(report).tables if table.key == "ran"]
     row = dict(zip(ran_table.columns, ran_table.rows[0], strict=True))
     assert (row["bytes/token"], row["weight bytes"]) == ("46,080", "3,145,728")
     assert report.to_pandas().set_index("role").loc["reference", "weight_bytes"] == 3 * 2**20
-
-
-def test_the_summary_groups_candidates_by_verdict_the_best_first() -> None:
-    groups = [(group.verdict, group.names) for group in build_view(sample_report()).summary]
-    assert groups[:3] == [
-        ("EXCELLENT", ("k16v8", "f16/f16")),
-        ("PASS", ("fp8_e4m3",)),
-        ("FAIL", ("int4[group=32,skip-layers=0,29]",)),
-    ]
-    assert {name for _, names in groups for name in names} == {
-        row.name for row in build_view(sample_report()).candidates
-    }
 
 
 def section(report: Report, name: str) -> Section:
@@ -375,8 +341,8 @@ def test_axes_of_control_and_floor_have_rows_too() -> None:
     axes = {"rniah": rniah_axis(0.1)}
     found = section(sample_report(control=arm("bf16", axes=axes), floor=axes), "rniah")
     [table] = found.tables
-    assert table.columns == ("arm", "score", "over control", "accuracy", "sign test", "items", "failed")
-    assert [row[0] for row in table.rows] == ["control bf16", "k16v8", "fp8_e4m3", "floor"]
+    assert table.columns == ("configuration", "score", "over control", "accuracy", "sign test", "items", "failed")
+    assert [row[0] for row in table.rows] == ["control bf16", "k16v8", "fp8_e4m3", "run-to-run noise"]
     assert found.notes == ("int4[group=32,skip-layers=0,29]: not measurable: no informative cell",)
     assert [arm.id for arm, _ in found.curves[0].lines] == ["control", "candidate0", "candidate1", "floor"]
 
@@ -401,10 +367,10 @@ def test_each_set_of_coordinates_has_a_table_and_what_never_differs_is_said_in_i
     whole, parts = section(sample_report(candidates=(arm("q4", axes={"x": found}),)), "x").tables
     assert (whole.title, whole.columns, whole.rows) == (
         "x",
-        ("arm", "ln ratio, nats", "items"),
+        ("configuration", "ln ratio, nats", "items"),
         (("q4", "0.500", "7"),),
     )
-    assert (parts.title, parts.columns) == ("x, by context (part all)", ("arm", "context", "ln ratio, nats"))
+    assert (parts.title, parts.columns) == ("x, by context (part all)", ("configuration", "context", "ln ratio, nats"))
     assert (parts.named, parts.rows) == (2, (("q4", "512", "0.0625"), ("q4", "2,048", "0.250")))
 
 
@@ -418,8 +384,8 @@ def test_a_bound_an_open_interval_and_an_excess_are_marked() -> None:
     assert row["over control, nats"] == "≥ −0.0100 (−0.0100 to −0.0100)"
 
 
-FLOOR = "noise floor (reference against itself): "
-HERE = ", on this machine and thread count"
+FLOOR = "Run-to-run noise (reference against itself): "
+HERE = " deterministic on this machine"
 
 
 def floor_of(**axes: Measurement) -> str:
@@ -429,31 +395,29 @@ def floor_of(**axes: Measurement) -> str:
 def test_what_repeats_is_counted() -> None:
     kld = kld_axis(0, 0, n_items=510)
     assert floor_of(trajectory=trajectory_axis(100, 0, n_items=3), kld=kld) == (
-        f"trajectory (3 of 3 items) and kld (510 of 510 items) repeat{HERE}"
+        f"trajectory (3 of 3 items) and kld (510 of 510 items) are{HERE}"
     )
-    assert floor_of(kld=kld_axis(0, 0, n_items=510, n_failed=2)) == f"kld (508 of 510 items) repeats{HERE}"
+    assert floor_of(kld=kld_axis(0, 0, n_items=510, n_failed=2)) == f"kld (508 of 510 items) is{HERE}"
     contexts = {n: (0.0, n, None) for n in (255, 1023)}
-    assert floor_of(kld=kld_axis(0, 0, n_items=255, contexts=contexts)) == f"kld (1,278 of 1,278 items) repeats{HERE}"
+    assert floor_of(kld=kld_axis(0, 0, n_items=255, contexts=contexts)) == f"kld (1,278 of 1,278 items) is{HERE}"
 
 
 def test_a_floor_that_does_not_repeat_is_told_by_its_cost() -> None:
     greedy = trajectory_axis(95, 3, exact=0.5, n_items=8)
     apart = "trajectory: 4 of 8 items repeat, trajectory 95.0 (92–98)"
     assert floor_of(trajectory=greedy, kld=kld_axis(0.001, 0.0005)) == (f"{apart}; kld: mean 0.00100 (0.00050–0.0015)")
-    assert floor_of(kld=kld_axis(0, 0, n_items=510), trajectory=greedy) == (
-        f"kld (510 of 510 items) repeats{HERE}; {apart}"
-    )
+    assert floor_of(kld=kld_axis(0, 0, n_items=510), trajectory=greedy) == (f"kld (510 of 510 items) is{HERE}; {apart}")
 
 
 def test_the_floor_of_any_axis_is_told() -> None:
     same = Measurement(status=Status.IDENTICAL)
     other = Measurement(status=Status.OK, metrics=(Definition("score", "points")(98.0),))
-    assert floor_of(rniah=same) == f"rniah repeats{HERE}"
-    assert floor_of(rniah=same, plad=other) == f"rniah repeats{HERE}; plad 98.0"
+    assert floor_of(rniah=same) == f"rniah is{HERE}"
+    assert floor_of(rniah=same, plad=other) == f"rniah is{HERE}; plad 98.0"
     assert floor_of(perplexity=Measurement(status=Status.OK)) == "perplexity: measured"
 
 
-NO_JITTER = "a change of last bits alone was not measured"
+NO_JITTER = "Rounding noise was not measured"
 
 
 @pytest.mark.parametrize(
@@ -461,7 +425,7 @@ NO_JITTER = "a change of last bits alone was not measured"
     [
         (("not measured: engine llamacpp has no jitter",) * 2, f"{NO_JITTER}: engine llamacpp has no jitter"),
         ((None, "out of\nmemory"), f"{NO_JITTER} for b: out of memory"),
-        (("too long", "out of memory"), f"{NO_JITTER} for a: too long; {NO_JITTER} for b: out of memory"),
+        (("too long", "out of memory"), f"{NO_JITTER} for a: too long. {NO_JITTER} for b: out of memory"),
         ((None, None), ""),
     ],
 )
@@ -474,7 +438,7 @@ def test_a_noise_floor_that_was_not_measured_is_said_once_with_its_reason(
     ]
     lost = arm("c", status=Status.FAILED, reason="no memory", floor=NoiseFloor(of="c", reason="no memory"))
     said = build_view(sample_report(candidates=(*arms, lost), floor={})).floor
-    assert said.removeprefix(f"{FLOOR}not measured").removeprefix("; ") == told
+    assert said.removeprefix(f"{FLOOR}not measured").removeprefix(". ") == told
 
 
 def test_the_ranking_claims_equality_only_where_it_is_shown() -> None:
@@ -483,16 +447,16 @@ def test_the_ranking_claims_equality_only_where_it_is_shown() -> None:
 
     pairs = (pair("a", "b", differs=True), pair("b", "c", equivalent=True), pair("c", "d"))
     assert build_view(sample_report(comparisons=pairs)).ranking == (
-        "cost by paired KLD differences: a < b ≈ c ? d (≈: shown to be equal within 10%; ?: tied, cannot be told apart)"
+        "Ranking by KLD (paired test): a < b ≈ c ? d (≈: equal within 10%; ?: no difference shown)"
     )
     both = (pair("a", "b", differs=True, equivalent=True),)  # a difference that is certain, and small
-    assert build_view(sample_report(comparisons=both)).ranking == "cost by paired KLD differences: a < b"
+    assert build_view(sample_report(comparisons=both)).ranking == "Ranking by KLD (paired test): a < b"
 
 
 def test_what_is_ruled_out_stands_below_no_verdict() -> None:
     row = candidate("q4", 0.07, "PASS", 1, "x", verdict=Verdict(at_best="DEGRADED", sentence="no verdict"))
     shown = build_view(sample_report(candidates=(row,))).candidates[0]
-    assert (shown.verdict, shown.note, shown.key) == ("no verdict", "at best DEGRADED", "none")
+    assert (shown.mark, shown.why, shown.key) == ("no verdict", "at best degraded", "none")
 
 
 SHIM = "ran with vllm modified: 1 file differs from the package, first a.py, shim patched (sha256 0123abcd)"
@@ -500,7 +464,7 @@ SHIM = "ran with vllm modified: 1 file differs from the package, first a.py, shi
 
 def printed(report: Report) -> str:
     file = io.StringIO()
-    render_text(report, Console(file=file, width=200))
+    render_text(report, Console(file=file, width=200), details=True)
     return file.getvalue()
 
 
@@ -560,14 +524,14 @@ def test_contexts_stand_beside_each_other() -> None:
     axes = {"kld": kld_axis(0.0133, 0.002, contexts=contexts)}
     view = build_view(sample_report(candidates=(candidate("q4", 0.0133, "PASS", 1, "x", axes=axes),), control=None))
     assert view.beside[0].columns == (
-        "arm",
+        "configuration",
         "512 tokens, 16 windows, 31 documents",
         "2,048 tokens, 16 windows, 6 documents",
     )
     assert view.beside[0].rows == (("q4", "0.00730 (0.0029–0.015)", "0.0133 (0.0053–0.027)"),)
     assert (
         "4,080 positions (16 windows, 31 documents) at 512 tokens, 4,080 positions (16 windows, 6 documents) at 2,048"
-        in view.compared
+        in view.text
     )
 
 
@@ -600,7 +564,7 @@ def test_other_axes_are_summed_up_by_their_headlines_or_their_first_metric() -> 
     arms = (arm("q8_0", axes={"rniah": scored, "perplexity": unscored}), arm("q4_0", axes={"rniah": lost}))
     report = sample_report(candidates=arms, control=None)
     [table] = build_view(report).beside
-    assert table.columns == ("arm", "rniah", "perplexity: ln ratio, nats, context 512")
+    assert table.columns == ("configuration", "rniah", "perplexity: ln ratio, nats, context 512")
     assert table.rows == (("q8_0", "90.0 (80–95)", "0.0100 (0.0050–0.015)"), ("q4_0", "failed", "–"))
     titles = {found.name: found.title for found in sections_of(report)}
     assert (titles["rniah"], titles["perplexity"]) == ("Is it so?", "perplexity")

@@ -117,7 +117,7 @@ def test_an_arm_with_native_queries_is_measured_over_the_reference(done: Done) -
     assert found.here_minus_native_queries.mean == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
     assert [arm.name for arm in report.candidates] == ["tilt[q=0.6]"]
     out = io.StringIO()
-    render_text(report, Console(file=out, width=160))
+    render_text(report, Console(file=out, width=160), details=True)
     assert "16-bit queries" in out.getvalue()
 
 
@@ -137,7 +137,7 @@ def test_the_page_and_the_terminal_show_the_three_and_their_differences(done: Do
     assert "not additive" in page
     assert "32-bit twin of the reference (tilt[q=0.55]): 0.00503" in page
     out = io.StringIO()
-    render_text(report, Console(file=out, width=120))
+    render_text(report, Console(file=out, width=120), details=True)
     for word in ("format and", "kernel alone", "not additive", "32-bit twin"):
         assert word in out.getvalue()
 

@@ -110,4 +110,4 @@ def offline(
         **runs.settings(),
     }
     data = options.begin_from_preset(preset, context, data, trusted)
-    launch(experiment_from(data, "bench", overrides or [], trusted), as_json)
+    launch(experiment_from(data, "bench", overrides or [], trusted), options.ShowOptions(as_json=as_json))

@@ -147,8 +147,7 @@ def compare(
     n_runs: Annotated[
         int, typer.Option("--runs", help="Whole runs with fresh captures; the report says how far they spread.")
     ] = 1,
-    as_json: options.Json = False,
-    plot: options.Plot = False,
+    show: options.ShowOptions,
     dry_run: options.DryRun = False,
     only: Annotated[
         _Phase | None,
@@ -187,19 +186,21 @@ def compare(
     """
     from fidelab.core.errors import UsageError
 
+    show.check()
+    flags = ("as_json", "details", "plot", "markdown", "trusted")
     if resume_dir is not None:
         named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts", "traffic")
-        options.refuse_beside(context, "resume_dir", "run", ("as_json", "plot", "trusted", *named))
-        _go_on(resume_dir, _trust(trusted, engine, axes), as_json, plot)
+        options.refuse_beside(context, "resume_dir", "run", (*flags, *named))
+        _go_on(resume_dir, _trust(trusted, engine, axes), show)
         return
     if file is not None:
-        options.refuse_beside(context, "file", "file", ("overrides", "as_json", "plot", "dry_run", "trusted"))
-        _run_file(file, overrides or [], trusted or [], as_json, dry_run, plot)
+        options.refuse_beside(context, "file", "file", ("overrides", *flags, "dry_run"))
+        _run_file(file, overrides or [], trusted or [], show, dry_run)
         return
     if only is _Phase.SCORE:
         allowed = (*_SCORED, *vars(scoring), *vars(limits), *vars(runs))
         options.refuse_beside(context, "only", "saved outputs", allowed)
-        _score(reference, candidate or [], {**scoring.settings(), **limits.settings()}, runs.output_dir, as_json, plot)
+        _score(reference, candidate or [], {**scoring.settings(), **limits.settings()}, runs.output_dir, show)
         return
     if only is _Phase.CAPTURE:
         given = options.given_flags(context)
@@ -249,7 +250,7 @@ def compare(
     }
     if serve is None:
         data = options.begin_from_preset(preset, context, data, trusted)
-    launch(experiment_from(data, "compare", overrides or [], trusted), as_json, dry_run, plot, secrets)
+    launch(experiment_from(data, "compare", overrides or [], trusted), show, dry_run, secrets)
 
 
 def _until_decided(axes: Mapping[str, dict[str, Any]]) -> None:
@@ -303,7 +304,7 @@ def _pasted(
 
 
 def _run_file(
-    experiment: Path, overrides: Sequence[str], trusted: Sequence[Path], as_json: bool, dry_run: bool, plot: bool
+    experiment: Path, overrides: Sequence[str], trusted: Sequence[Path], show: options.ShowOptions, dry_run: bool
 ) -> None:
     from fidelab.config.profiles import find_experiment
     from fidelab.config.schema import Experiment
@@ -312,22 +313,22 @@ def _run_file(
 
     settings = load_trusted(find_experiment(experiment), overrides, trusted, _settings)
     if isinstance(settings, Experiment):
-        launch(settings, as_json, dry_run, plot)
-    elif plot:
-        raise UsageError("--plot is for an experiment on one engine")
+        launch(settings, show, dry_run)
+    elif show.details or show.plot or show.markdown:
+        raise UsageError("--details, --plot and --markdown are for an experiment on one engine")
     elif dry_run:
         from fidelab.cli.dry_run import show_cross_plan
 
-        show_cross_plan(settings, as_json)
+        show_cross_plan(settings, show.as_json)
     else:
-        _run_cross_engine(settings, as_json)
+        _run_cross_engine(settings, show.as_json)
 
 
 # ------------------------------------------------------------------------------------------- one phase alone
 
-_SCORED = ("reference", "candidate", "as_json", "plot")
+_SCORED = ("reference", "candidate", "as_json", "details", "plot", "markdown")
 _NOT_CAPTURED = ("control", "vary", "serve", "change", "preset", "benches", "n_runs", "keep_rows", "floor", "force",
-                 "as_json", "plot", "dry_run", "seed", "bands")  # fmt: skip
+                 "as_json", "details", "plot", "markdown", "dry_run", "seed", "bands")  # fmt: skip
 
 
 def _capture(data: dict[str, Any], reference: str | None, candidates: Sequence[str], overrides: Sequence[str]) -> None:
@@ -356,8 +357,7 @@ def _score(
     candidates: Sequence[str],
     settings: dict[str, Any],
     output_dir: Path,
-    as_json: bool,
-    plot: bool,
+    show: options.ShowOptions,
 ) -> None:
     """Score saved outputs against those of a reference."""
     from fidelab.core.errors import UsageError
@@ -374,7 +374,7 @@ def _score(
         command=command_line(),
         note=lambda text: note(f"fidelab: {text}"),
     )
-    show_report(report, as_json=as_json, folder=folder, plot=plot)
+    show_report(report, folder=folder, **vars(show))
     exit_on(failures(report))
 
 
@@ -422,7 +422,7 @@ def study_experiment(where: str, model: str, kld: dict[str, Any], *more: dict[st
 
 
 def launch(
-    experiment: Experiment, as_json: bool, dry_run: bool = False, plot: bool = False, secrets: Sequence[str] = ()
+    experiment: Experiment, show: options.ShowOptions, dry_run: bool = False, secrets: Sequence[str] = ()
 ) -> None:
     """Run an experiment from flags: report on standard output, exit with 1 where something failed.
 
@@ -433,7 +433,7 @@ def launch(
     if dry_run:
         from fidelab.cli.dry_run import show_plan
 
-        show_plan(experiment, as_json)
+        show_plan(experiment, show.as_json)
         if experiment.runs > 1:
             note(f"fidelab: {experiment.runs} runs of this plan")
         for words, reason in (experiment.serve.ignored if experiment.serve else {}).items():
@@ -443,7 +443,7 @@ def launch(
     for secret in secrets:
         command = command.replace(secret, "…")
     report, folder = execute_all(experiment, command=command, watch=_watch_run)
-    show_report(report, as_json=as_json, folder=folder.path, plot=plot)
+    show_report(report, folder=folder.path, **vars(show))
     exit_on(failures(report))
 
 
@@ -461,11 +461,11 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
     return Trust(trusted or (), words, exact=True)
 
 
-def _go_on(run_dir: Path, trust: Trust, as_json: bool, plot: bool) -> None:
+def _go_on(run_dir: Path, trust: Trust, show: options.ShowOptions) -> None:
     from fidelab.run.repeat import resume_all
 
     report, folder = resume_all(run_dir, watch=_watch_run, trust=trust)
-    show_report(report, as_json=as_json, folder=folder.path, plot=plot)
+    show_report(report, folder=folder.path, **vars(show))
     exit_on(failures(report))
 
 

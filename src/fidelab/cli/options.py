@@ -271,7 +271,6 @@ def _show_all(context: typer.Context, value: bool) -> None:
 
 HelpAll = Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show all options.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
-Plot = Annotated[bool, typer.Option("--plot", help="Print a text plot of KLD against size.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk and time; run nothing.")]
 Trusted = Annotated[
     list[Path] | None,
@@ -532,6 +531,26 @@ class MarginOptions(LimitOptions):
     """The same where scores are computed."""
 
     margin: Margin = None
+
+
+class ShowOptions(Options):
+    """How a report is shown."""
+
+    as_json: Json = False
+    details: Annotated[bool, typer.Option("--details", help="Print everything that was measured.")] = False
+    plot: Annotated[bool, typer.Option("--plot", help="Print a text plot of KLD against size.")] = False
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, as for a pull request.")] = False
+
+    def check(self) -> None:
+        """Refuse forms that exclude each other.
+
+        Raises:
+            UsageError: ``--markdown`` with another one.
+        """
+        from fidelab.core.errors import UsageError
+
+        if self.markdown and (self.as_json or self.details or self.plot):
+            raise UsageError("--markdown prints a section of its own: leave out --json, --details and --plot")
 
 
 class RunsOptions(Options):

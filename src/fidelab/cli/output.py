@@ -163,14 +163,24 @@ def show_study(study: Study, folder: Path | None, as_json: bool) -> None:
     render_study(study, open_console(), folder=folder)
 
 
-def show_report(report: Report, *, as_json: bool, folder: Path | None = None, plot: bool = False) -> None:
+def show_report(
+    report: Report,
+    *,
+    as_json: bool,
+    folder: Path | None = None,
+    details: bool = False,
+    plot: bool = False,
+    markdown: bool = False,
+) -> None:
     """Print the report on standard output."""
     if as_json:
         sys.stdout.write(report.to_json())
-        return
-    from fidelab.report.text import render_text
+    elif markdown:
+        print(report.to_markdown(), end="")
+    else:
+        from fidelab.report.text import render_text
 
-    render_text(report, open_console(_PIPE), folder=folder, plot=plot)
+        render_text(report, open_console(_PIPE), folder=folder, plot=plot, details=details)
 
 
 def failures(report: Report) -> list[str]:

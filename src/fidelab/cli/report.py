@@ -31,9 +31,7 @@ def report(
         bool, typer.Option("--rescore", help="Compute all scores again from the saved outputs.")
     ] = False,
     limits: options.MarginOptions,
-    as_json: options.Json = False,
-    plot: options.Plot = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a model card instead.")] = False,
+    show: options.ShowOptions,
     form: Annotated[
         _Format | None,
         typer.Option(
@@ -72,7 +70,7 @@ def report(
 
       fidelab report latest --rescore --margin 0.5%
 
-      fidelab report runs/20260101-120000-smollm2-135m/report.json --plot
+      fidelab report runs/20260101-120000-smollm2-135m/report.json --details
 
       fidelab report latest --format lm-eval --arm q8_0 -o results.json
 
@@ -86,7 +84,9 @@ def report(
     from fidelab.results.record import Report
     from fidelab.results.store import RunFolder
 
-    shown = {"--json": as_json, "--plot": plot, "--markdown": markdown, "--rescore": rescore}
+    show.check()
+    shown = {"--json": show.as_json, **{f"--{name}": getattr(show, name) for name in ("details", "plot", "markdown")}}
+    shown["--rescore"] = rescore
     asked = limits.settings().get("limits")
     if form is not None:
         if others := [*(flag for flag, given in shown.items() if given), *(["the limits"] if asked else [])]:
@@ -95,16 +95,11 @@ def report(
         return
     if out is not None or arm is not None:
         raise UsageError(f"{'-o' if out is not None else '--arm'} goes with --format: {', '.join(_Format)}")
-    if markdown and (as_json or plot):
-        raise UsageError("--markdown prints a section of its own: leave out --json and --plot")
     if rescore:
         from fidelab.run.repeat import rescore_all
 
         result, scored = rescore_all(run_dir, asked)
-        if markdown:
-            print(result.to_markdown(), end="")
-        else:
-            show_report(result, as_json=as_json, folder=scored.path, plot=plot)
+        show_report(result, folder=scored.path, **vars(show))
         exit_on(failures(result))
         return
     if asked and "margin" in asked:
@@ -122,10 +117,7 @@ def report(
             write_html(result, folder.html)
         except OutputError as error:
             note(f"fidelab: the page is left as it was: {error}")
-    if markdown:
-        print(result.to_markdown(), end="")
-        return
-    show_report(result, as_json=as_json, folder=None if folder is None else folder.path, plot=plot)
+    show_report(result, folder=None if folder is None else folder.path, **vars(show))
 
 
 def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None, width: int) -> None:

@@ -19,7 +19,6 @@ from fidelab.results.numbers import (
     format_percent_span,
     format_range,
     format_ratio,
-    format_run,
     format_score,
     format_span,
     one_line,
@@ -132,39 +131,52 @@ def excess_of(kld: Measurement | None) -> Estimate:
     return Estimate(format_kld(excess.value, signed=True), format_span(excess.interval))
 
 
-def changed_of(kld: Measurement | None) -> Estimate:
-    """How many of the most likely tokens change."""
+def same_of(kld: Measurement | None) -> Estimate:
+    """Share of positions at which the reference's top token is the top token."""
     top1 = kld.metric("top1", {}) if kld else None
     if top1 is None or top1.value is None:
         return Estimate()
-    return _changes(kld, 1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
+    spread = f"{100 * top1.interval[0]:.1f}–{100 * top1.interval[1]:.1f}%" if top1.interval else ABSENT
+    return Estimate(_nearly_all(top1.value), spread, f"{top1.value:g}")
+
+
+def _nearly_all(share: float) -> str:
+    """``98.8%``, with more digits close to 100%."""
+    digits = 1 if share < 0.9985 or share == 1 else 2 if share < 0.99985 else 3
+    return f"{100 * share:.{digits}f}%" if share == 1 or share < 0.999985 else "> 99.99%"
 
 
 def flips_of(kld: Measurement | None) -> Estimate:
-    """How many of the changed tokens were no near tie."""
+    """Share of positions at which a top token changes that was no near tie; of none the upper end of the interval."""
     flips = kld.metric("real_flips", {}) if kld else None
-    return Estimate() if flips is None or flips.value is None else _changes(kld, flips.value, flips.interval)
-
-
-def _changes(kld: Measurement | None, share: float, interval: tuple[float, float] | None) -> Estimate:
-    """A share as a percentage; a share of 0 as ``0 of`` the scored positions."""
-    scored = (kld.n_items or 0) - (kld.n_failed or 0) if kld else 0
-    text = f"0 of {scored:,}" if share == 0 and scored > 0 else format_percent(share)
-    return Estimate(text, format_percent_span(interval, share), f"{share:g}")
-
-
-def run_of(kld: Measurement | None) -> Estimate:
-    """Expected tokens until the most likely one changes, or the lower bound of that number."""
-    run = kld.metric("tokens_to_flip", {}) if kld else None
-    if run is None or (run.value is None and run.ci is None):
+    if flips is None or flips.value is None:
         return Estimate()
-    if run.value is not None:
-        return Estimate(format_run(run.value), order=f"{run.value:g}")
-    least = run.ci[0] if run.ci else 0.0
-    return Estimate(f"> {format_run(least)}", order=f"{least:g}")
+    spread = format_percent_span(flips.interval, flips.value).replace("≤ ", "≤")
+    if flips.value == 0:
+        return Estimate(spread if flips.interval else "0%", order="0")
+    return Estimate(format_percent(flips.value), spread, f"{flips.value:g}")
 
 
 # ---------------------------------------------------------------------------------------------------------- words
+
+ENGINES = {
+    "hf": "Transformers",
+    "llamacpp": "llama.cpp",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "openai": "OpenAI-compatible server",
+}
+
+
+def engines_of(arms: Iterable[ArmRecord]) -> str:
+    """``Transformers (CPU)``: the engines of arms in words, with their devices where these are known."""
+    names = []
+    for arm in arms:
+        device = arm.ran.others().get("device") if arm.ran else None
+        where = one_line(str(device or "")).partition(" (")[0].partition(":")[0].upper()
+        names.append(f"{ENGINES.get(arm.engine, one_line(arm.engine))}{f' ({where})' if where else ''}")
+    known = [name for name in names if name.endswith(")")]
+    return ", ".join(dict.fromkeys(name for name in names if not any(one.startswith(f"{name} (") for one in known)))
 
 
 def status_line(outcome: Outcome) -> str:

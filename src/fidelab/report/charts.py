@@ -58,6 +58,9 @@ class Chart:
     body: Markup
 
 
+FAIL = "fail"
+
+
 def line_style(role: str, number: int = 0) -> str:
     """Classes of an arm's line: candidates by number (colour, then dashes), control and floor by name."""
     return role if role != "candidate" else f"s{number % COLOURS} d{number // COLOURS % DASHES}"
@@ -87,12 +90,14 @@ def draw_frame(
     *,
     bands: Sequence[ShadedBand] = (),
     rules: Mapping[float, str] = MappingProxyType({}),
+    name_rules: bool = False,
     x_ticks: int = 0,
     y_ticks: int = Y_TICKS,
 ) -> Chart:
     """A chart: axes with ticks, bands and levels, and the elements ``inside`` drawn on them.
 
-    ``rules``: levels in rising order → their names, which are written below them.
+    ``rules``: upper edges of shaded bands in rising order → their names, written into them with ``name_rules``; what
+    lies above the last one is FAIL.
     """
     left, right, bottom = x.start, x.end, y.start
     ends = {"x1": left, "x2": right}
@@ -113,14 +118,15 @@ def draw_frame(
         parts.append(element("line", class_="frame", x1=tick.at, x2=tick.at, y1=bottom, y2=bottom + 5))
         parts.append(text(tick.at, bottom + 19, tick.label, "middle", "tick"))
     parts.append(text(right, bottom + 39, x_axis.label, "end"))
-    levels = {y(at): label for at, label in rules.items() if y.low < at <= y.high}
-    parts += [element("line", class_="rule", **ends, y1=level, y2=level) for level in levels]
-    above = [
-        text(left + 5, level + 11, label, style="rulelabel")
-        for (level, label), lower in zip(levels.items(), [bottom, *levels], strict=False)
-        if lower - level >= 12  # else there is no room
-    ]
-    return Chart(size, Markup("\n".join([*parts, *inside, *names, *above])))
+    zones, places = [], []
+    for (at, label), floor in zip([*rules.items(), (y.high, FAIL)], [y.low, *rules], strict=False) if rules else ():
+        upper, lower = y(min(at, y.high)), y(max(floor, y.low))
+        if lower - upper >= 1 and floor < y.high:
+            place = {"x": left, "y": upper, "width": round(right - left, 1), "height": round(lower - upper, 1)}
+            zones.append(element("rect", class_=f"zone {label}", **place))
+            if name_rules and lower - upper >= 14:
+                places.append(text(right - 6, upper + 12, label, "end", style="rulelabel"))
+    return Chart(size, Markup("\n".join([*zones, *parts, *inside, *names, *places])))
 
 
 # ------------------------------------------------------------------------------------------------ lines

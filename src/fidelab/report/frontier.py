@@ -12,6 +12,9 @@ from fidelab.report.scales import ChartAxis, Scale, round_step, scale_for
 from fidelab.report.view import FrontierPoint
 from fidelab.results.numbers import format_bytes, format_kld, format_span
 
+_FAR = 1.5
+_CROWD = 12
+
 
 def pareto(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
     """Arms that no other beats in size and in KL, smallest first; of equal ones, all."""
@@ -47,8 +50,11 @@ def draw_frontier(
     shown = [*(max(end, least / 3) for end in ends), *(band.upper for band in bands), *rules]
     y_axis = ChartAxis("mean KL divergence, nats (lower is better)", log=True)
     y = scale_for(shown, y_axis, bottom, top)
-    largest = max([*(point.size for point in points), reference.size if reference else 0.0])
-    most = 5 if size.width > 600 else 3
+    largest = max(point.size for point in points)
+    if reference and reference.size > _FAR * largest:
+        reference = None  # a line far to the right would press the points together
+    largest = max(largest, reference.size if reference else 0.0)
+    most = 5 if size.width > 400 else 3
     widest = max(largest * 1.04, round_step(largest * 1.02 / most))
     x_axis = ChartAxis(f"{points[0].unit} (smaller is better)", low=0.0, high=widest)
     x = scale_for([], x_axis, left, right)
@@ -61,22 +67,25 @@ def draw_frontier(
     if len(best) > 1:
         inside.append(element("path", class_="step", d=_stairs(best, x, y)))
     labels = Labels(left, right, top, bottom, [(x(point.size), y(point.mean)) for point in points])
-    for point in sorted(points, key=lambda point: (-point.mean, point.size)):
+    for point in sorted(points, key=lambda point: (not point.chosen, point not in best, -point.mean, point.size)):
         at, level = x(point.size), y(point.mean)
         low, high = point.interval or (point.mean, point.mean)
-        name = shorten(point.name, 28 if size.width > 600 else 16)
-        label_x, label_y, anchor = labels.place(at, level, name)
+        name = shorten(point.name, 28 if size.width > 400 else 16)
+        # in a crowd only those that have room beside their point
+        place = labels.beside(at, level, name) if len(points) > _CROWD else labels.place(at, level, name)
         title = f"{point.name}: {Estimate(format_kld(point.mean), format_span(point.interval))} nats, "
-        ring = element("circle", class_="ring", cx=at, cy=level, r=8) if point in best else ""
         mark = (
             element("title", f"{title}{format_bytes(point.size)} {point.unit}"),
             element("line", x1=at, x2=at, y1=y(high), y2=y(low)),
-            ring,
             element("circle", class_="dot zero" if point.mean == 0 else "dot", cx=at, cy=level, r=4.5),
-            text(label_x, label_y, name, anchor, "name"),
+            text(*place[:2], name, place[2], "name") if place else "",
         )
-        inside.append(element("g", *mark, class_=f"mark {point.key}", data_arm=point.arm))
-    return draw_frame(size, x, y, x_axis, y_axis.label, inside, bands=bands, rules=rules, x_ticks=most, y_ticks=8)
+        inside.append(
+            element("g", *mark, class_=f"mark {point.key}{' chosen' if point.chosen else ''}", data_arm=point.arm)
+        )
+    return draw_frame(
+        size, x, y, x_axis, y_axis.label, inside, bands=bands, rules=rules, name_rules=True, x_ticks=most, y_ticks=8
+    )
 
 
 def _stairs(best: Sequence[FrontierPoint], x: Scale, y: Scale) -> str:

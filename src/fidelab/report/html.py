@@ -19,7 +19,8 @@ from markupsafe import Markup
 from fidelab.report.gallery import gallery_of
 from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.sections import table_of
-from fidelab.report.view import build_view
+from fidelab.report.view import FIGURES, build_view
+from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.record import Report, write_atomically
 from fidelab.results.store import POSITIONS
@@ -35,6 +36,7 @@ def render_html(report: Report, positions: Path | None = None) -> str:
     view = build_view(report)
     gallery = gallery_of(report, view, positions)
     script, digest = script_of("page.js", "report.js")
+    axes = [part for part in gallery.parts if part.section.kind == "axis"]
     return (
         templates()
         .get_template("report.html.j2")
@@ -42,7 +44,11 @@ def render_html(report: Report, positions: Path | None = None) -> str:
             view=view,
             tables={table.key: table for table in view.tables},
             frontier=gallery.frontier,
-            parts=gallery.parts,
+            loses=[part for part in axes if part.section.name == DECIDING],
+            tests=[part for part in axes if part.section.name != DECIDING],
+            benches=[part for part in gallery.parts if part.section.kind == "bench"],
+            texts=[(shown.arm.name, plot) for part in axes for shown in part.section.shown for plot in shown.texts],
+            columns_of=lambda kept: [FIGURES[n] for n in kept],
             shades_of=shades_of,
             scale_of=scale_of,
             table_of=table_of,
@@ -55,13 +61,13 @@ def render_html(report: Report, positions: Path | None = None) -> str:
 
 
 def render_notebook(report: Report) -> str:
-    """The fragment: title, failures, a card per candidate, main table, floor, control, ranking, command.
+    """The fragment: answer, failures, main table, a sentence per candidate, noise, control, ranking, command.
 
     One root element, one style sheet whose every rule begins with its class, no script.  It follows the notebook's
     theme (JupyterLab, VS Code, Colab, Sphinx) and else the system's; where the style sheet is stripped, a plain table
     remains.
     """
-    return templates().get_template("notebook.html.j2").render(view=build_view(report), absent=ABSENT)
+    return templates().get_template("notebook.html.j2").render(view=build_view(report), figures=FIGURES, absent=ABSENT)
 
 
 def write_html(report: Report, path: str | Path) -> Path:

@@ -10,19 +10,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fidelab.report.cells import fact_of
+from fidelab.report.cells import engines_of, fact_of
 from fidelab.report.summary import Performance
-from fidelab.report.tables import TextTable
-from fidelab.report.view import View, build_view
+from fidelab.report.tables import NAME, TextTable
+from fidelab.report.view import FIGURES, Answer, View, build_view
 from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable, public_name
 from fidelab.results.record import Report
 
 _LEGEND = (
-    "KLD: mean KL divergence from the reference per position with its 95% interval, whose upper end sets the verdict. "
-    "Over control: the paired excess over the arm that should cost nothing. Changed tokens: positions with another "
-    "most likely token; real flips: those where the reference's margin was 0.1 nats or more. Tokens to flip: expected "
-    "number until the first change."
+    "KLD: mean KL divergence from the reference in nats, whose upper end sets the verdict. Same top: positions with "
+    "the same most likely token. Flips: positions whose top token changes although the reference clearly preferred "
+    "its own."
 )
 _MARKUP = re.compile(r"[\\`*\[\]<~$&|]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
 _ENTITIES = {"<": "&lt;", "&": "&amp;"}
@@ -33,25 +32,22 @@ def render_markdown(report: Report) -> str:
     """The section; ends in a newline."""
     view = build_view(report)
     verdicts = (
-        *(escaped(line) for line in view.headlines),
-        pipe_table(("arm", "verdict", *map(escaped, view.figures)), 2, _cells(view)),
+        pipe_table((view.subject, "verdict", *(FIGURES[n] for n in view.kept)), 2, _cells(view)),
+        _bullets(f"{', '.join(map(code_span, names))}: {escaped(why)}" for why, names in view.reasons),
+        *(escaped(line) for line in (*view.headlines, *view.partings)),
         *(part for table in view.beside for part in _titled(table)),
-        _bullets(f"{code_span(row.name)}: {escaped(row.sentence)}" for row in view.candidates),
         _bullets(map(escaped, view.remarks)),
         _LEGEND,
-        _bullets(escaped(line) for line in (view.control, view.weights, view.floor, view.ranking) if line),
+        _bullets(escaped(line) for line in (view.floor, view.control, view.weights, view.ranking) if line),
+    )
+    warnings = (
+        *(f"failed: {escaped(line)}" for line in view.failures),
+        *map(escaped, (*view.modified, *view.engine_remarks)),
     )
     parts = [
-        escaped(view.advice[0]) if view.advice else "",
-        _code_block(view.advice_command) if view.advice_command else "",
-        _bullets(map(escaped, view.advice[1:])),
+        *(_answer(view.answer) if view.answer else ()),
         _opening(report, view),
-        _bullets(
-            [
-                *(f"failed: {escaped(line)}" for line in view.failures),
-                *map(escaped, (*view.modified, *view.engine_remarks)),
-            ]
-        ),
+        _bullets(warnings),
         *(verdicts if view.fidelity else map(escaped, view.headlines)),
         *(_speed(view, view.performance) if view.performance else ()),
         "To repeat:",
@@ -61,9 +57,16 @@ def render_markdown(report: Report) -> str:
     return printable("\n\n".join(part for part in parts if part) + "\n")
 
 
+def _answer(answer: Answer) -> Iterator[str]:
+    """The recommendation, what it rests on, and the command that turns it on."""
+    yield f"**{escaped(answer.head)}**"
+    yield _bullets(map(escaped, (*answer.facts, *((answer.note,) if answer.note else ()))))
+    yield _code_block(answer.command) if answer.command else ""
+
+
 def _opening(report: Report, view: View) -> str:
     """What was compared or measured, on which text and by which protocol, in one sentence."""
-    engines = ", ".join(code_span(name) for name in dict.fromkeys(row.engine for row in view.rows))
+    engines = escaped(engines_of((report.reference, *report.candidates)))
     n = len(view.candidates) if view.fidelity else len(view.rows)
     subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(public_name(view.rows[0].model))} on {engines}"
     if view.performance is not None and not view.fidelity:
@@ -125,7 +128,7 @@ def _speed(view: View, speed: Performance) -> list[str]:
     """Speed and memory of all arms, and the flags of their benches."""
     arms = zip(speed.names, speed.rows, strict=True)
     cells = ((code_cell(name), *(escaped(str(figure)) for figure in figures)) for name, figures in arms)
-    table = pipe_table(("arm", *speed.columns), 1, cells) if speed.columns else ""
+    table = pipe_table((NAME, *speed.columns), 1, cells) if speed.columns else ""
     doubts = _bullets(
         escaped(f"{bench.name}: {line}") for bench in view.benches for line in (*bench.lines, *bench.doubts)
     )
@@ -151,9 +154,10 @@ def code_cell(text: str) -> str:
 
 def _cells(view: View) -> Iterator[tuple[str, ...]]:
     """The rows of the main table."""
-    for n, row in enumerate(view.rows):
-        verdict = f"{row.verdict} ({row.note})" if row.note else row.verdict
-        yield (code_cell(row.name), *(escaped(str(cell)) for cell in (verdict, *(c[n] for c in view.figures.values()))))
+    for row in view.candidates:
+        cells = (row.mark, *(row.cells[n] for n in view.kept))
+        name = code_cell(row.name)
+        yield (f"**{name}**" if row.chosen else name, *map(escaped, cells))
 
 
 def _bullets(lines: Iterable[str]) -> str:

@@ -14,20 +14,20 @@ from fidelab.report.scales import ChartAxis
 from fidelab.report.sections import BarGroup, Curves, ReportArm, Section
 from fidelab.report.view import View
 from fidelab.results.measurement import DECIDING
-from fidelab.results.numbers import format_kld, format_tokens, one_line
+from fidelab.results.numbers import format_tokens, one_line, plain_nats
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 
 WIDE, NARROW = ChartSize(560, 330), ChartSize(360, 300, labels=False)
 FULL = ChartSize(1120, 430, labels=False)
-FRONTIER = (ChartSize(1120, 430), ChartSize(360, 400))
+FRONTIER = (ChartSize(560, 400), ChartSize(360, 340))
 MOST_LABELS = 6
 FEW_VALUES = 12
 GROUPS = 6
 """Number of dash patterns, which distinguish the series of an arm."""
 LOG_FROM = 10**1.5
 """Ratio of the largest to the smallest abscissa from which an axis of lengths or loads is logarithmic."""
-RULES = {0.01: "EXCELLENT", 0.05: "PASS", 0.1: "DEGRADED"}
+RULES = {0.01: "excellent", 0.05: "pass", 0.1: "degraded"}
 """Upper edges (nats) of the verdict bands.  See docs/metrics.md#verdicts."""
 HOLLOW = "Hollow: not valid, see the table."
 
@@ -59,10 +59,7 @@ def frontier(report: Report, view: View) -> Drawing | None:
     )
     if wide is None or narrow is None:
         return None
-    caption = (
-        "Each point is a configuration, with its 95% interval. Lower is closer to the reference, further left is a "
-        "smaller one. Ringed and joined: no other one is both smaller and closer to the reference."
-    )
+    caption = "Lower is closer to the reference, further left is smaller. Line: Pareto frontier."
     if any(point.mean == 0 for point in view.points):
         caption += " Hollow: exactly 0."
     return Drawing("frontier", "Fidelity against size", f"{caption} {noise(report)}".strip(), (wide, narrow), ())
@@ -98,10 +95,7 @@ def tail(arms: Sequence[ReportArm], positions: Mapping[str, ArmPositions]) -> Dr
     x = ChartAxis(curves[0].x_label, log=True, low=float(EDGES[first]), high=float(EDGES[last - 1]))
     y = ChartAxis(curves[0].y_label, log=True, percent=True, low=min(1 / part.usable for _, part in tails), high=1.0)
     legend = [(line.name, line.arm, line.style) for line in lines]
-    caption = (
-        "Share of the positions with a KL above x. Shaded: what the control does, too. A line that ends further right "
-        "has worse single positions."
-    )
+    caption = "Share of the positions with a KL above x. Grey: the control. Further right is worse."
     return _drawing(lines, x, y, caption, legend, replace(WIDE, labels=False))  # all lines end at the bottom
 
 
@@ -117,13 +111,13 @@ def noise(report: Report) -> str:
     lines = []
     floor, control = (mean for *_, mean, _ in _noise(report))
     if floor is None:
-        lines.append("No noise floor was measured.")
+        lines.append("Run-to-run noise was not measured.")
     elif floor == 0:
-        lines.append("The noise floor of the KLD is exactly 0: its rows repeat.")
+        lines.append("KLD is deterministic on this machine.")
     if report.control is None:
-        lines.append("There is no control arm.")
+        lines.append("There is no control.")
     elif control == 0:
-        lines.append("The control costs exactly 0.")
+        lines.append("The control has a KLD of exactly 0.")
     return " ".join(lines)
 
 
@@ -131,8 +125,8 @@ def _noise(report: Report) -> Iterator[tuple[str, str, float | None, float | Non
     """Name, meaning, mean KL and its upper bound, of the floor and the control."""
     control = report.control.axes if report.control else {}
     for name, meaning, axes in (
-        ("floor", "(the reference repeated)", report.floor),
-        ("control", "(noise of the kernel path)", control),
+        ("floor", "(run-to-run noise)", report.floor),
+        ("control", "(kernel noise)", control),
     ):
         mean = axes[DECIDING].metric("mean") if DECIDING in axes else None
         value = None if mean is None else mean.value
@@ -143,7 +137,7 @@ def _bands(report: Report, size: ChartSize) -> list[ShadedBand]:
     """Control and floor up to the upper bounds of their means; what is exactly 0 has no band."""
     roomy = size.width > NARROW.width
     return [
-        ShadedBand(f"{name} {meaning} ≤ {format_kld(upper)}" if roomy else f"{name} (noise)", name, upper)
+        ShadedBand(f"{name} {meaning} ≤ {plain_nats(upper)}" if roomy else f"{name} (noise)", name, upper)
         for name, meaning, _, upper in reversed(list(_noise(report)))
         if upper
     ]

@@ -10,6 +10,7 @@ from fidelab.report.labels import LETTER
 from fidelab.results.numbers import format_bytes
 
 MOST_DECADES = 12
+_LEAST_PLAIN = 9e-7  # an axis that reaches lower has exponents at all of its ticks
 MARGIN = 0.15
 """Decades beyond the extreme values."""
 
@@ -62,7 +63,9 @@ class Scale:
 
     def ticks(self, most: int) -> tuple[Tick, ...]:
         """At most ``most`` + 1 round values with their places: decades, or steps of 1, 2 or 5."""
-        return tuple(Tick(self(value), self._label(value)) for value in self._round_values(most))
+        values = self._round_values(most)
+        plain = not self.log or min(values, default=1.0) >= _LEAST_PLAIN
+        return tuple(Tick(self(value), self._label(value, plain)) for value in values)
 
     def ticks_at(self, values: Sequence[tuple[float, str]]) -> tuple[Tick, ...]:
         """Given values of a horizontal scale, the largest first; one that would touch its neighbour is left out."""
@@ -88,12 +91,14 @@ class Scale:
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [round(step * n, 12) for n in range(first, last + 1)]
 
-    def _label(self, value: float) -> str:
+    def _label(self, value: float, plain: bool = True) -> str:
         if self.percent:
             return f"{100 * value:g}%"
-        if (self.log and value < 9e-5) or abs(value) >= 1e9:
-            mantissa, _, power = f"{value:g}".partition("e")
-            return f"{mantissa}e{int(power)}"
+        if not plain or abs(value) >= 1e9:
+            mantissa, _, power = f"{value:e}".partition("e")
+            return f"{float(mantissa):g}e{int(power)}"
+        if 0 < abs(value) < 1e-3:
+            return f"{value:.9f}".rstrip("0")
         return format_bytes(value) if abs(value) >= 1000 else f"{value:g}"
 
 

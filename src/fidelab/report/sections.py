@@ -127,7 +127,7 @@ def arms_of(report: Report) -> list[tuple[ReportArm, ArmRecord]]:
 def sections_of(report: Report) -> list[Section]:
     """The axes, then the benches, each in the order in which arms name them."""
     arms = arms_of(report)
-    axes = [*((arm, record.axes) for arm, record in arms), (ReportArm("floor", "floor"), report.floor)]
+    axes = [*((arm, record.axes) for arm, record in arms), (ReportArm("run-to-run noise", "floor"), report.floor)]
     benches = [(arm, record.benches) for arm, record in arms]
     records = {arm.id: record for arm, record in arms}
     return [*_sections("axis", axes, records), *_sections("bench", benches, records)]

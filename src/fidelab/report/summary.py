@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, shared, text_of
 from fidelab.report.sections import ReportArm
-from fidelab.report.tables import SPEEDS, TextTable, counts
+from fidelab.report.tables import NAME, SPEEDS, TextTable, counts
 from fidelab.results.measurement import DECIDING, Coordinates, Measurement, Metric, label
 from fidelab.results.numbers import (
     ABSENT,
@@ -60,10 +60,10 @@ def contexts_of(report: Report) -> TextTable | None:
         for name, axis in klds.items()
         if any("context" in metric.cell for metric in axis.metrics)
     ]
-    title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
+    title = "KLD by context (nats). The verdict is that of the worst context"
     texts = {n: next((text for axis in klds.values() if (text := _text_at(axis, n))), "") for n in sizes}
     heads = (f"{n:,} tokens{f', {texts[n]}' if texts[n] else ''}" for n in sizes)
-    return TextTable("contexts", title, ("arm", *heads), tuple(rows))
+    return TextTable("contexts", title, (NAME, *heads), tuple(rows))
 
 
 def groups_of(report: Report, coordinate: str) -> TextTable | None:
@@ -92,8 +92,8 @@ def groups_of(report: Report, coordinate: str) -> TextTable | None:
 
 
 _GROUPS = {
-    "domain": "KLD by kind of text (nats), and changed tokens; the verdict is that of all together",
-    "structure": "KLD of tokens that carry structure (nats), and changed tokens",
+    "domain": "KLD (nats) and changed top tokens by kind of text. The verdict is that of all together",
+    "structure": "KLD (nats) and changed top tokens where tokens carry structure",
 }
 
 
@@ -115,7 +115,7 @@ def ways_of(report: Report) -> TextTable | None:
     columns = {f"reference {one_line(report.reference.name)}": [str(estimate_of(twin).value) for twin in twins]}
     columns |= {name: [_at_way(axis, at) for at in ways] for name, axis in found}
     rows = tuple((one_line(str(at["way"])), *cells) for at, *cells in zip(ways, *columns.values(), strict=True))
-    title = "KL between each way of serving and a cold prefill of the same arm (nats), and where it parts"
+    title = "KL between each serving path and a cold prefill of the same configuration (nats), and where it diverges"
     return TextTable("ways", title, ("way", *columns), rows)
 
 
@@ -190,11 +190,8 @@ def others_of(report: Report) -> TextTable | None:
         ]
     names = [f"reference {one_line(report.reference.name)}", *(one_line(arm.name) for arm in arms)]
     rows = list(zip(names, *columns.values(), strict=True))
-    if all(cell == ABSENT for cell in rows[0][1:]):
-        rows = rows[1:]
-    said = any(axis.summary for arm in arms for name, axis in arm.axes.items() if name != DECIDING)
-    title = "Other axes (in parentheses: the score, or the figure named above it, and its 95% interval)"
-    return TextTable("others", title if said else "Other axes", ("arm", *columns), tuple(rows))
+    kept = tuple(row for row in rows if any(cell != ABSENT for cell in row[1:]))
+    return TextTable("others", "Other tests (score, 95% CI)", (NAME, *columns), kept)
 
 
 _FIGURES_OF_DRAFTS = {
@@ -218,8 +215,8 @@ def speculation_of(report: Report) -> TextTable | None:
             rows.append((one_line(arm.name), *figures))
     heads = [f"{what}, {which}" for what in ("tokens per verification", "accepted") for which in _FIGURES_OF_DRAFTS]
     kept = [n for n in range(1 + len(heads)) if n == 0 or any(row[n] != ABSENT for row in rows)]
-    columns = tuple(("arm", *heads)[n] for n in kept)
-    title = "Speculation on greedy text: counted by the engine, and forecast from captures without speculation"
+    columns = tuple((NAME, *heads)[n] for n in kept)
+    title = "Speculation on greedy text: counted by the engine, and predicted from outputs without speculation"
     cells = tuple(tuple(row[n] for n in kept) for row in rows)
     return TextTable("speculation", title, columns, cells) if rows else None
 
@@ -392,7 +389,7 @@ def joined(words: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------ format loss and kernel loss
 
 _PARTS = (
-    "arm",
+    NAME,
     "format and kernel",
     "kernel alone",
     "format alone",
@@ -414,7 +411,7 @@ def attribution_of(report: Report) -> TextTable | None:
         return None  # the arm's own KLD alone, which the main table has
     return TextTable(
         "attribution",
-        "Format loss and kernel loss (mean KL, nats; KL is not additive: the parts need not sum up)",
+        "Format loss and kernel loss (mean KL, nats). KL is not additive, so the parts need not sum up",
         tuple(_PARTS[n] for n in kept),
         tuple(tuple(row[n] for n in kept) for row in rows),
     )

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS, estimate_of, fact_of, kv_sides, plain, ratio_of, status_line
+from fidelab.report.cells import ENGINES, estimate_of, fact_of, kv_sides, ratio_of, status_line
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
 from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, format_count, heading, one_line
 from fidelab.results.record import ArmRecord
 from fidelab.results.values import Outcome
 
+NAME = "configuration"
+"""Heading of the arms' names."""
 NOTES, VALID = "notes", "valid"
 RATIO = "× ref."
 SPEEDS = frozenset({"tok/s", "req/s", "ms", "s", "bytes"})
@@ -119,7 +121,7 @@ def _headed(name: str, title: str) -> str:
 def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: Notes, whole: bool) -> TextTable:
     fixed = {name: rows[0].at[name] for name in coordinates if len({row.at[name] for row in rows}) == 1}
     varied = [name for name in coordinates if name not in fixed]
-    columns: dict[str, list[str]] = {"arm": [row.name for row in rows]}
+    columns: dict[str, list[str]] = {NAME: [row.name for row in rows]}
     columns |= {one_line(name): [_coordinate(row.at[name]) for row in rows] for name in varied}
     named = len(columns)
     counted = {
@@ -204,9 +206,7 @@ def _facts(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
 def _doubts(row: _Row) -> Iterator[str]:
     """The cell's status unless it is ok, and everything that makes its metrics doubtful."""
     outcome: Outcome = row.cell or row.measurement
-    if outcome.status is Status.IDENTICAL:
-        yield STATUS[outcome.status]
-    elif outcome.status is not Status.OK:
+    if outcome.status not in (Status.OK, Status.IDENTICAL):  # figures show what is identical
         yield status_line(outcome)
     flags: list[Flag] = [*(row.cell.flags if row.cell else ()), *(f for m in row.metrics() for f in m.flags)]
     yield from (flag.text for flag in flags)
@@ -223,17 +223,17 @@ def _coordinate(value: int | float | str) -> str:
 
 # ------------------------------------------------------------------------------------------------------- what ran
 
-_RAN_COLUMNS = (
-    *("engine", "K asked", "K ran", "V asked", "V ran", "attention", "bytes/token", "weight bytes"),
-    *("format seen in", "more"),
-)
+_RAN_COLUMNS = ("engine", "keys", "values", "attention", "bytes/token", "weight bytes", "format seen in", "versions")
 _OBSERVED = {"layers": "layers", "prefills": "prefills", "steps": "decode steps"}
 
 
 def ran_of(arms: Iterable[ArmRecord]) -> TextTable:
     """Requested and actual formats, arm by arm."""
-    rows = tuple((one_line(arm.name), *_ran_cells(arm)) for arm in arms)
-    return TextTable("ran", "What was asked and what ran", ("arm", *_RAN_COLUMNS), rows)
+    rows = [(one_line(arm.name), *_ran_cells(arm)) for arm in arms]
+    alike = len({row[-1] for row in rows if row[-1] != ABSENT}) < 2  # the machine's versions say the same
+    end = -1 if alike else None
+    columns = (NAME, *_RAN_COLUMNS)
+    return TextTable("ran", "Requested and actual configuration", columns[:end], tuple(row[:end] for row in rows))
 
 
 def observed_of(arm: ArmRecord) -> str:
@@ -253,25 +253,29 @@ def timing_of(arms: Iterable[ArmRecord]) -> TextTable | None:
         for arm in arms
         if arm.timing is not None
     )
-    return (
-        TextTable("timing", "How long the captures took (seconds)", ("arm", "loading", "all"), rows) if rows else None
-    )
+    return TextTable("timing", "Time per configuration (seconds)", (NAME, "loading", "all"), rows) if rows else None
 
 
 def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
     ran = arm.ran
-    versions = [f"{name} {version}" for name, version in ran.versions.items()] if ran else []
-    others = [f"{name}={plain(value)}" for name, value in ran.others().items()] if ran else []
     k, v = kv_sides(arm)
+    versions = ", ".join(f"{name} {version}" for name, version in ran.versions.items()) if ran else ""
     return (
-        one_line(arm.engine),
-        k,
-        one_line((ran.k_dtype if ran else None) or ABSENT),
-        v,
-        one_line((ran.v_dtype if ran else None) or ABSENT),
+        one_line(ENGINES.get(arm.engine, arm.engine)),
+        _stored(k, ran.k_dtype if ran else None),
+        _stored(v, ran.v_dtype if ran else None),
         one_line((ran.attention if ran else None) or ABSENT),
         format_bytes(ran.cache_bytes_per_token if ran else None),
         f"{format_bytes(ran.size)}{' simulated' if ran.simulated_weight_bytes else ''}" if ran else ABSENT,
         observed_of(arm) or ABSENT,
-        one_line(", ".join(versions + others)) or ABSENT,
+        one_line(versions) or ABSENT,
     )
+
+
+_NATIVE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+
+def _stored(asked: str, dtype: str | None) -> str:
+    """``fp8_e4m3 as uint8``: the format, and the type of the tensor that holds it where that has another name."""
+    known = one_line(dtype or "")
+    return asked if known in ("", asked, _NATIVE.get(asked)) else f"{asked} as {known}"

@@ -1,15 +1,16 @@
-"""A report as terminal text: what failed, one table, one sentence per candidate, floor and control, then benches.
+"""Report → terminal, never wider than it and never with markup from outside.
 
-Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; where
-there is less room real flips and tokens to the first flip are left out, then the excess over the control and the bytes;
-KLD and changed tokens (top-1) never; a line says what is missing.  Of the tables of benches the columns that there is
-no room for follow below, after the same names.
+First the answer: what to use, a table with a line per candidate, why not the others, what to type next.  Everything
+else follows with ``details``.  On narrow terminals a table leaves out columns and says so, or continues below after the
+same names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import shlex
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,36 +21,20 @@ from rich.table import Table
 from rich.text import Text
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS, Estimate, shared
+from fidelab.report.cells import STATUS, shared
 from fidelab.report.summary import joined
-from fidelab.report.tables import NOTES, VALID
+from fidelab.report.tables import NAME, NOTES, VALID
 from fidelab.report.tables import TextTable as Others
 from fidelab.report.text_plot import plot_frontier
-from fidelab.report.view import ArmRow, Performance, View, build_view
-from fidelab.results.numbers import ABSENT, one_line, printable
+from fidelab.report.view import FIGURES, Answer, ArmRow, Performance, View, build_view
+from fidelab.results.numbers import one_line, printable
 from fidelab.results.record import Report
 
 _NAME_WIDTH = 17
-_HEADINGS = {
-    "KLD, nats": "KLD\nnats",
-    "over control": "over\ncontrol",
-    "changed tokens": "changed\ntokens",
-    "real flips": "real\nflips",
-    "tokens to flip": "tokens\nto flip",
-    "cache bytes per token": "bytes/\ntoken",
-}
-_TAIL = ("real flips", "tokens to flip")
-_LAYOUTS: tuple[tuple[int, int, int, tuple[str, ...]], ...] = (
-    (1, 17, 13, ()),
-    (0, 17, 13, ()),
-    (0, 15, 11, ()),
-    (0, 15, 11, _TAIL),
-    (0, 12, 11, _TAIL),
-    (0, 12, 11, (*_TAIL, "over control")),
-    (0, 12, 11, (*_TAIL, "over control", "cache bytes per token")),
-    (0, 8, 11, (*_TAIL, "over control", "cache bytes per token")),
-)
-"""Padding, widths of name and verdict, the figures that are left out; roomiest first."""
+_INDENT = 11  # of the lines below the answer
+_REASONS = 8  # lines on the first screen
+_SPARE = ("95% interval", "flips", "same top", "size")
+"""Columns that narrow terminals leave out, in this order."""
 _PLOT_WIDTH = 100
 _KEPT = (NOTES, VALID)
 """Columns that are kept on narrow terminals: they qualify the others."""
@@ -66,129 +51,181 @@ _STYLES = {
 }
 
 
-def render_text(report: Report, console: Console, *, folder: Path | None = None, plot: bool = False) -> None:
-    """Print the report, with ``plot`` the frontier too; ``folder`` is where its files lie."""
+def render_text(
+    report: Report, console: Console, *, folder: Path | None = None, plot: bool = False, details: bool = False
+) -> None:
+    """Print the report, with ``plot`` the frontier too; ``folder`` is where its files lie.
+
+    ``details``: everything that was measured, not only the answer.  Reports of benches alone are always whole.
+    """
     view = build_view(report)
     line = partial(print_line, console)
-    if view.advice:
-        line(view.advice[0], "bold")
-        if view.advice_command:
-            console.print(literal(f"  {view.advice_command}", console), soft_wrap=True)  # one line, to be copied
-        for said in view.advice[1:]:
-            line(said)
-        line("")
-    line(f"{view.title}; {view.subtitle}", "bold")
-    if view.failures:
-        line("failed or not measurable:", "red")
-        for failure in view.failures:
-            line(f"  {failure}")
-    failed = any(row.status == STATUS[Status.FAILED] for row in view.rows)
-    if folder is not None and failed and (folder / "logs").exists():
-        print_path(console, "what the workers printed", folder / "logs")
-    for modification in view.modified:
-        line(modification, "yellow")
+    line(" · ".join((view.title, *view.facts)), "bold")
+    _print_failures(view, console, folder)
     for remark in view.engine_remarks:
         line(remark, "yellow")
-    for sentence in view.headlines:
-        line(sentence)
-    lacking: tuple[str, ...] = ()
-    if view.fidelity:
-        line(view.compared)
-        table, lacking = _fitted(view, console)
-        console.print(table)
-    if view.performance is not None and view.performance.columns:
-        _print_performance(view, view.performance, console)
-    for further in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
-        line(further.title)
-        _print_whole(further, console)
-    _print_benches(view, console)
-    for sentence in shared((row.name, _sentence(row)) for row in view.candidates if view.fidelity):
-        line(sentence)
-    for remark in view.remarks:
-        line(remark)
-    if view.fidelity:
+    if view.answer is not None:
         line("")
-        line(view.floor)
-        line(view.control)
-        if view.weights:
-            line(view.weights)
-    if view.truth:
-        line(view.truth)
-    if view.ranking:
-        line(view.ranking)
-    if view.ignored:
-        line(view.ignored)
-    if view.serve_commands:
-        line("to serve an arm:")
-    for name, command in view.serve_commands:
-        console.print(literal(f"  {name}:", console))
-        console.print(literal(f"    {command}", console), soft_wrap=True)  # one line, to be copied
-    if lacking:
-        line(f"narrow terminal: {joined(lacking)} are left out")
+        _print_answer(view.answer, console)
+    if view.candidates and view.fidelity:
+        line("")
+        _print_candidates(view, console)
+    for sentence in view.partings:
+        line(sentence)
+    others = [table for table in view.beside if table.key == "others"]
+    for table in others:
+        _print_titled(table, console)
+    if view.performance is not None and view.performance.columns:
+        _print_performance(view.performance, console)
+    if details or not view.fidelity:
+        _print_details(view, console)
     if plot:
         line("")
         for drawn in plot_frontier(view.points, min(console.width, _PLOT_WIDTH)) or [
-            "no arm has both a KLD and a size"
+            "no configuration has both a KLD and a size"
         ]:
             line(drawn)
+    line("")
+    if view.answer is not None and (next_step := view.answer.command or view.answer.note):
+        _print_labelled("Next", next_step, console)
     if folder is not None:
-        print_path(console, "files", folder)
+        page = folder / "report.html"
+        _print_labelled("Report", one_line(str(page if page.exists() else folder)), console)
+        if not details and view.fidelity:
+            _print_labelled("More", f"fidelab report {shlex.quote(one_line(str(folder)))} --details", console)
+
+
+def _print_labelled(label: str, text: str, console: Console) -> None:
+    """A line that is not wrapped, so that it can be copied."""
+    console.print(literal(f"{label:<7} {text}", console), soft_wrap=True)
+
+
+def _print_failures(view: View, console: Console, folder: Path | None) -> None:
+    if view.failures:
+        print_line(console, "failed or not measurable:", "red")
+        for failure in view.failures:
+            print_line(console, f"  {failure}")
+    failed = any(row.status == STATUS[Status.FAILED] for row in view.rows)
+    if folder is not None and failed and (folder / "logs").exists():
+        print_path(console, "what the workers printed", folder / "logs")
+
+
+def _print_answer(answer: Answer, console: Console) -> None:
+    """``Use q8_0`` and what that rests on, in two columns where there is room."""
+    first, *rest = answer.facts or ("",)
+    indent = max(_INDENT, len(answer.head) + 2)
+    if indent > 24 or console.width < 60:
+        print_line(console, answer.head, "bold")
+        indent, rest = 2, [first, *rest]
+    else:
+        console.print(_hanging(f"{answer.head:<{indent}}{first}", indent, console, len(answer.head)))
+    for fact in filter(None, rest):
+        console.print(_hanging(f"{'':{indent}}{fact}", indent, console))
+
+
+def _hanging(text: str, indent: int, console: Console, bold: int = 0) -> Text:
+    """A text whose further lines are indented; its first ``bold`` letters are bold."""
+    folded = textwrap.wrap(text, max(console.width, indent + 20), subsequent_indent=" " * indent)
+    shown = literal("\n".join(folded), console)
+    if bold:
+        shown.stylize("bold", 0, bold)
+    return shown
+
+
+def _print_candidates(view: View, console: Console) -> None:
+    """A line per candidate, and below the table why not the others."""
+    table, lacking, inside = _fitted(view, console)
+    console.print(table)
+    reasons = () if inside else view.reasons
+    if reasons:
+        print_line(console, "")
+    for why, names in reasons[:_REASONS]:
+        console.print(_hanging(f"   {', '.join(names)}: {why}", 5, console))
+    if len(reasons) > _REASONS:
+        print_line(console, f"   … and {len(reasons) - _REASONS} more")
+    if lacking:
+        print_line(console, f"narrow terminal: {joined(lacking)} {'is' if len(lacking) == 1 else 'are'} left out")
+
+
+def _fitted(view: View, console: Console) -> tuple[Table, tuple[str, ...], bool]:
+    """The table in the roomiest layout that there is room for, what it leaves out, and whether it holds reasons."""
+    columns = [FIGURES[n] for n in view.kept]
+    for spare in range(len(_SPARE) + 1):
+        kept = [name for name in columns if name not in _SPARE[:spare]]
+        for name_width, padding, reasons in (
+            (99, 2, True),
+            (99, 2, False),
+            (99, 1, False),
+            (17, 1, False),
+            (12, 1, False),
+        ):
+            table = _candidates(view, console, kept, name_width, padding, reasons)
+            if _fits(table, console):
+                return table, tuple(name for name in columns if name not in kept), reasons
+    return table, tuple(name for name in columns if name not in kept), False
+
+
+def _candidates(
+    view: View, console: Console, kept: Sequence[str], name_width: int, padding: int, reasons: bool
+) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, padding, 0, 0))
+    table.add_column("", no_wrap=True)
+    table.add_column(view.subject, no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for name in kept:
+        table.add_column(literal(name, console), no_wrap=True)
+    if reasons:
+        table.add_column("", no_wrap=True)
+    for row in view.candidates:
+        cells = dict(zip(FIGURES, row.cells, strict=True))
+        table.add_row(
+            Text(" *" if row.chosen else "  "),
+            literal(wrap_name(row.name, name_width), console, "bold" if row.chosen else ""),
+            literal(row.mark, console, _STYLES.get(row.key, "")),
+            *(literal(cells[name], console) for name in kept),
+            *((literal(row.why, console),) if reasons else ()),
+        )
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------------- details
+
+
+def _print_details(view: View, console: Console) -> None:
+    """All that was measured besides the first screen."""
+    line = partial(print_line, console)
+    line("")
+    for modification in view.modified:
+        line(modification, "yellow")
+    for sentence in view.headlines:
+        line(sentence)
+    for table in (table for table in view.tables if table.key == "figures"):
+        _print_titled(table, console)
+    for table in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
+        if table.key != "others":
+            _print_titled(table, console)
+    _print_benches(view, console)
+    sentences = shared((row.name, _sentence(row)) for row in view.candidates if view.fidelity)
+    floor = (view.floor, view.control) if view.fidelity else ()
+    risks = (f"Risk: {' · '.join(view.answer.risks)}",) if view.answer and view.answer.risks else ()
+    note = (view.answer.note,) if view.answer and view.answer.command else ()
+    lines = (*sentences, *view.remarks, *risks, *note, *floor, view.weights, view.truth, view.ranking, view.ignored)
+    for text in filter(None, lines):
+        line(text)
+    if view.serve_commands:
+        line("Commands to serve:")
+    for name, command in view.serve_commands:
+        console.print(literal(f"  {name}:", console))
+        console.print(literal(f"    {command}", console), soft_wrap=True)  # one line, to be copied
 
 
 def _sentence(row: ArmRow) -> str:
     return f"{row.sentence} (composite too close to call)" if row.too_close else row.sentence
 
 
-def _fitted(view: View, console: Console) -> tuple[Table, tuple[str, ...]]:
-    """The main table in the roomiest layout that there is room for, and the figures that it leaves out."""
-    figures = _figures(view)
-    for padding, name_width, verdict_width, left_out in _LAYOUTS:
-        kept = {name: column for name, column in figures.items() if name not in left_out}
-        table = _table(view, console, padding, name_width, verdict_width, kept)
-        if _fits(table, console):
-            break
-    return table, tuple(name for name in figures if name not in kept)
-
-
-def _figures(view: View) -> dict[str, tuple[str, list[str]]]:
-    """Figure → heading and cells, of the figures that any arm has.
-
-    What the KLD was measured on stands in its heading where that is the same for all arms, else in the cells.
-    """
-    columns = {
-        name: (_HEADINGS[name], [_stacked(cell) for cell in cells])
-        for name, cells in view.figures.items()
-        if name in _HEADINGS
-    }
-    heading, cells = columns["KLD, nats"]
-    units = [row.text.rpartition(", ")[2] for row in view.rows]
-    if len(known := {unit for unit in units if unit}) > 1:
-        cells = [f"{cell}\n{unit}".rstrip() for cell, unit in zip(cells, units, strict=True)]
-    elif known:
-        heading = f"KLD, nats\n{known.pop()}"
-    return {**columns, "KLD, nats": (heading, cells)}
-
-
-def _table(
-    view: View,
-    console: Console,
-    padding: int,
-    name_width: int,
-    verdict_width: int,
-    figures: Mapping[str, tuple[str, list[str]]],
-) -> Table:
-    table = simple_table(padding)
-    table.add_column("arm", overflow="fold", max_width=name_width)
-    table.add_column("verdict", overflow="fold", max_width=verdict_width)
-    for header, _ in figures.values():
-        table.add_column(literal(header, console), justify="right", no_wrap=True)
-    for n, row in enumerate(view.rows):
-        table.add_row(
-            literal(wrap_name(row.name, name_width), console),
-            literal(_verdict(row), console, _STYLES.get(row.key, "")),
-            *(literal(cells[n], console) for _, cells in figures.values()),
-        )
-    return table
+def _print_titled(table: Others, console: Console) -> None:
+    print_line(console, table.title, "bold")
+    _print_whole(table, console)
 
 
 def _print_whole(shown: Others, console: Console) -> None:
@@ -203,26 +240,17 @@ def _print_whole(shown: Others, console: Console) -> None:
         rest = rest[n:]
 
 
-def _verdict(row: ArmRow) -> str:
-    return "\n".join([row.verdict, *(row.note.split(", ") if row.note else [])])
-
-
-def _stacked(estimate: Estimate) -> str:
-    """A value and its margin on two lines."""
-    return estimate.value if estimate.margin == ABSENT else f"{estimate.value}\n{estimate.margin}"
-
-
 # ---------------------------------------------------------------------------------------------------------- benches
 
 
-def _print_performance(view: View, speed: Performance, console: Console) -> None:
-    """Fidelity, speed and memory of each arm side by side; below a figure its ratio to the reference's."""
-    named = ("arm", "verdict", "KLD nats") if view.fidelity else ("arm",)
+def _print_performance(speed: Performance, console: Console) -> None:
+    """Speed and memory of each configuration that a bench measured; below a figure its ratio to the reference's."""
     rows = tuple(
-        (name, *((row.verdict, str(row.kld)) if view.fidelity else ()), *map(str, figures))
-        for row, name, figures in zip(view.rows, speed.names, speed.rows, strict=True)
+        (name, *map(str, figures))
+        for name, figures in zip(speed.names, speed.rows, strict=True)
+        if not all(figure.absent for figure in figures)
     )
-    table = Others("performance", "", (*named, *speed.columns), rows, len(named))
+    table = Others("performance", "", (NAME, *speed.columns), rows, 1)
     _print_table(table, console, stacked=True)
     if speed.note:
         print_line(console, speed.note)

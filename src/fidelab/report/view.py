@@ -6,22 +6,22 @@ Text and HTML lay out the same :class:`View`; it holds finished strings, and the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fidelab.core import Status
 from fidelab.report.cells import (
     STATUS,
     Estimate,
-    changed_of,
+    engines_of,
     estimate_of,
     excess_of,
     flips_of,
     kld_of,
-    kv_of,
     plain,
-    run_of,
+    same_of,
     shared,
     status_line,
     text_of,
@@ -46,20 +46,20 @@ from fidelab.report.summary import (
     truth_line,
     ways_of,
 )
-from fidelab.report.tables import TextTable, ran_of, timing_of
+from fidelab.report.tables import NAME, TextTable, ran_of, timing_of
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import DECIDING, Measurement, label
-from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, one_line
-from fidelab.results.recommend import Sizes, bytes_in_16_bits
+from fidelab.results.numbers import ABSENT, MIB, MINUS, counted, format_amount, format_bytes, one_line
+from fidelab.results.recommend import Sizes
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
 __all__ = [
+    "Answer",
     "ArmRow",
     "Estimate",
     "FrontierPoint",
     "Performance",
     "TextTable",
-    "VerdictGroup",
     "View",
     "arm_id",
     "build_view",
@@ -80,23 +80,43 @@ class FrontierPoint:
     key: str
     arm: str = ""
     unit: str = CACHE_SIZE
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
-class VerdictGroup:
-    """Candidates with one verdict; ``key`` as in :class:`ArmRow`."""
+class Answer:
+    """The recommendation in words.
 
-    verdict: str
-    key: str
-    names: tuple[str, ...]
+    ``name``: the chosen candidate, empty where there is none.  ``saving``: ``47% smaller KV cache than bf16``.
+    ``figures``: ``KLD 0.0003``, ``same top token 98.8%`` and how often it was chosen.  ``lines``: how sure that is, a
+    line each.  ``untested``: what was not measured.  ``risks``: what it costs, shown with the details.
+    """
+
+    head: str
+    name: str
+    confidence: str
+    saving: str
+    figures: tuple[str, ...]
+    lines: tuple[str, ...]
+    untested: str
+    command: str
+    note: str
+    risks: tuple[str, ...]
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Everything below the head, a line each."""
+        untested = f"not tested: {self.untested}" if self.untested else ""
+        return tuple(filter(None, (self.saving, " · ".join(self.figures), *self.lines, untested)))
 
 
 @dataclass(frozen=True)
 class ArmRow:
-    """One arm in the main table; ``role`` is reference, control or candidate.
+    """One configuration; ``role`` is reference, control or candidate.
 
-    ``changed``: how many of the most likely tokens change, ``flips``: how many of those were no near tie, ``run``:
-    expected tokens until the first change.  ``modified``: what ran besides packages as released.
+    ``same``: share of positions with the reference's top token, ``flips``: share whose top token changes although the
+    reference clearly preferred its own, ``size``: bytes against those of a 16-bit cache or the reference's.
+    ``modified``: what ran besides packages as released.  ``why``: why it is not recommended, and what is open.
     """
 
     role: str
@@ -109,21 +129,23 @@ class ArmRow:
     reason: str
     kld: Estimate
     excess: Estimate
-    changed: Estimate
+    same: Estimate
     flips: Estimate
-    run: Estimate
+    size: Estimate
     cache_bytes: str
     sentence: str
     because: tuple[str, ...]
     too_close: bool
+    mean: float
+    """Mean KL in nats, infinite where there is none."""
     key: str
     """Word for a stylesheet: role, band in lower case, ``identical``, ``none`` or ``broken``."""
     text: str = ""
     """What its KLD was measured on: ``8 windows, 2 documents``."""
     others: tuple[str, ...] = ()
     """What each other axis found, in words: ``rniah: lost 9 of 36``."""
-    saving: str = ""
-    """Cache bytes against a 16-bit cache's, in words; empty where either is unknown."""
+    why: str = ""
+    chosen: bool = False
     preliminary: bool = False
     modified: tuple[str, ...] = ()
 
@@ -132,31 +154,26 @@ class ArmRow:
         """The text of the verdict column."""
         if self.role != "candidate":
             return self.role
+        if self.status == "identical":
+            return self.status
         if self.band != ABSENT:
-            return self.band
+            return self.band.lower()
         return "no verdict" if self.status == "ok" else self.status
 
     @property
-    def note(self) -> str:
-        """The second line of the verdict column.
+    def mark(self) -> str:
+        """The verdict, with ``?`` where more data may change it."""
+        open_ = self.band != ABSENT and (self.preliminary or self.at_best)
+        return f"{self.verdict}{'?' if open_ else ''}"
 
-        Whether the verdict is preliminary, the best one possible, the status, whether packages are modified.
-        """
-        early = "preliminary" if self.preliminary else ""
-        best = f"at best {self.at_best}" if self.at_best else ""
-        status = self.status if self.status not in ("ok", self.verdict) else ""
-        return ", ".join(part for part in (early, best, status, "modified" if self.modified else "") if part)
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The figures of the main table, as :attr:`View.columns` name them."""
+        kld, interval = self.kld.value, self.kld.margin
+        return (kld, interval, self.same.value, self.flips.value, self.size.value)
 
 
-_FIGURES: Mapping[str, Callable[[ArmRow], Estimate]] = {
-    "KLD, nats": lambda row: row.kld,
-    "measured on": lambda row: Estimate(row.text or ABSENT),
-    "over control": lambda row: row.excess,
-    "changed tokens": lambda row: row.changed,
-    "real flips": lambda row: row.flips,
-    "tokens to flip": lambda row: row.run,
-    "cache bytes per token": lambda row: Estimate(row.cache_bytes),
-}
+FIGURES = ("KLD", "95% interval", "same top", "flips", "size")
 
 
 @dataclass(frozen=True)
@@ -166,14 +183,16 @@ class View:
     """
 
     title: str
-    subtitle: str
+    """Model, engine and what was compared."""
+    facts: tuple[str, ...]
+    """Reference, context and size of the sample."""
     run_id: str
     created: str
     version: str
-    advice: tuple[str, ...]
-    """The recommendation and what it rests on, a line each; empty in reports without."""
-    advice_command: str
-    """The command line that turns the recommended arm on."""
+    answer: Answer | None
+    """The recommendation; ``None`` in reports without."""
+    subject: str
+    """Heading of the configurations' names: ``KV cache`` where they differ in nothing else."""
     failures: tuple[str, ...]
     modified: tuple[str, ...]
     rows: tuple[ArmRow, ...]
@@ -189,49 +208,48 @@ class View:
     points: tuple[FrontierPoint, ...]
     run_details: tuple[tuple[str, str], ...]
     settings: str
+    comparability: str
+    """What has to be equal in reports that are compared, as JSON."""
     command: str
     serve_commands: tuple[tuple[str, str], ...]
     """Reference and candidates whose engines have servers: name, and the command line of that server."""
     ignored: str
     """What of a pasted command went into no arm, with the reasons; empty where there is nothing."""
-    compared: str
     text: str
     reference: FrontierPoint | None
     performance: Performance | None
     headlines: tuple[str, ...]
-    """What the benches found, and which ways of serving part, a sentence each."""
+    """What the benches found, a sentence each."""
+    partings: tuple[str, ...]
+    """Which serving paths diverge, a sentence each."""
     sections: tuple[Section, ...]
     fidelity: bool
     """Something was compared with the reference, or nothing else was measured."""
 
     @property
     def candidates(self) -> tuple[ArmRow, ...]:
-        """The rows that have a verdict."""
-        return tuple(row for row in self.rows if row.role == "candidate")
+        """The rows that have a verdict: the best first."""
+        rows = (row for row in self.rows if row.role == "candidate")
+        return tuple(sorted(rows, key=lambda row: (_ORDER.index(row.key), row.mean)))
 
     @property
-    def figures(self) -> dict[str, tuple[Estimate, ...]]:
-        """Heading → a figure for each row, of those that any arm has; the KLD always."""
-        columns = {heading: tuple(map(figure, self.rows)) for heading, figure in _FIGURES.items()}
-        return {
-            heading: cells
-            for heading, cells in columns.items()
-            if heading == "KLD, nats" or not all(cell.absent for cell in cells)
-        }
+    def kept(self) -> tuple[int, ...]:
+        """Numbers of the :data:`FIGURES` that any candidate has; the KLD always."""
+        cells = [row.cells for row in self.candidates]
+        return tuple(n for n in range(len(FIGURES)) if n == 0 or any(row[n] != ABSENT for row in cells))
+
+    @property
+    def reasons(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Why candidates are not recommended and what is open → their names."""
+        owners: dict[str, list[str]] = {}
+        for row in self.candidates:
+            owners.setdefault(row.why, []).append(row.name)
+        return tuple((why, tuple(names)) for why, names in owners.items() if why)
 
     @property
     def benches(self) -> tuple[Section, ...]:
         """The sections of benches that measured something."""
         return tuple(section for section in self.sections if section.kind == "bench" and section.tables)
-
-    @property
-    def summary(self) -> tuple[VerdictGroup, ...]:
-        """Candidates by verdict, the best first."""
-        groups: dict[tuple[str, str], list[str]] = {}
-        for row in self.candidates:
-            groups.setdefault((row.verdict, row.key), []).append(row.name)
-        order = sorted(groups, key=lambda group: _ORDER.index(group[1]))
-        return tuple(VerdictGroup(verdict, key, tuple(groups[verdict, key])) for verdict, key in order)
 
 
 def build_view(report: Report) -> View:
@@ -240,34 +258,37 @@ def build_view(report: Report) -> View:
     controls = [*([report.control] if report.control else []), *report.controls]
     arms += [("control", arm) for arm in controls]
     arms += [("candidate", arm) for arm in report.candidates]
-    sized = _sized(report)
+    sizes = Sizes.of(report.reference, report.candidates, [report.control] if report.control else [])
+    sized = _sized(sizes)
     size, unit = sized(report.reference)
-    records = [arm for _, arm in arms]
     performance = performance_of(arms_of(report))
     fidelity = performance is None or any((report.floor, *(arm.axes for _, arm in arms)))
-    engines = dict.fromkeys(one_line(arm.engine) for _, arm in arms)
-    what = f"{one_line(report.reference.model)} on {', '.join(engines)}"
-    role = "reference " if len(arms) > 1 or fidelity else ""
+    rows = tuple(_row(role, arm, report, sizes) for role, arm in arms)
     return View(
-        title=what if fidelity or performance is None else f"{_capital(performance.measured)}: {what}",
-        subtitle=f"{role}{one_line(report.reference.name)} ({kv_of(report.reference)})",
+        title=_title(report, performance, fidelity),
+        facts=_sample(report) if len(arms) > 1 or fidelity else (),
         run_id=one_line(report.run_id),
         created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
         version=one_line(report.fidelab_version),
-        advice=_advice(report.recommendation),
-        advice_command=one_line((report.recommendation.command if report.recommendation else None) or ""),
+        answer=_answer(report.recommendation),
+        subject=_subject(report),
         failures=tuple(
             shared((one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm, fidelity))
         ),
         modified=tuple(
             shared((one_line(arm.name), f"ran with {', '.join(names)}") for _, arm in arms if (names := _modified(arm)))
         ),
-        rows=tuple(_row(role, arm, report.reference, _saving(arm, records)) for role, arm in arms),
-        floor="; ".join([_floor(report.floor), *_without_floor(report.candidates)]),
+        rows=rows,
+        floor=". ".join([_floor(report.floor), *_without_floor(report.candidates)]),
         control=_controls(controls),
         weights=_weights([arm for _, arm in arms]),
         ranking=_ranking(report.comparisons),
-        tables=_present(ran_of(arm for _, arm in arms), timing_of(arm for _, arm in arms), attribution_of(report)),
+        tables=_present(
+            ran_of(arm for _, arm in arms),
+            timing_of(arm for _, arm in arms),
+            attribution_of(report),
+            _figures(rows) if fidelity else None,
+        ),
         beside=_present(
             contexts_of(report),
             groups_of(report, "domain"),
@@ -281,10 +302,15 @@ def build_view(report: Report) -> View:
         truth=truth_line(report),
         points=(
             *(_points(sized, "control", report.control) if report.control else ()),
-            *(p for number, arm in enumerate(report.candidates) for p in _points(sized, "candidate", arm, number)),
+            *(
+                replace(point, chosen=report.recommendation is not None and report.recommendation.arm == arm.name)
+                for number, arm in enumerate(report.candidates)
+                for point in _points(sized, "candidate", arm, number)
+            ),
         ),
         run_details=tuple(_run_details(report)),
         settings=json.dumps(report.settings, indent=2, ensure_ascii=False, allow_nan=False),
+        comparability=json.dumps(report.comparability_key, indent=2, ensure_ascii=False, allow_nan=False),
         command=report.command,
         serve_commands=tuple(
             (one_line(arm.name), one_line(arm.serve_command))
@@ -292,31 +318,61 @@ def build_view(report: Report) -> View:
             if arm.serve_command
         ),
         ignored=_ignored(report),
-        compared=_compared(report, performance, fidelity),
         text=_text(report),
         reference=None
         if size is None
         else FrontierPoint(one_line(report.reference.name), size, 0.0, None, "reference", unit=unit),
         performance=performance,
-        headlines=(*bench_headlines(arms_of(report)), *partings_of(report)),
+        headlines=bench_headlines(arms_of(report)),
+        partings=partings_of(report),
         sections=tuple(section for section in sections_of(report) if section.found),
         fidelity=fidelity,
     )
 
 
-def _advice(found: Recommendation | None) -> tuple[str, ...]:
-    if found is None:
-        return ()
-    lines = (
-        one_line(found.text),
-        *map(one_line, found.evidence),
-        f"risk: {' · '.join(map(one_line, found.risks))}" if found.risks else "",
-        f"not tested: {', '.join(map(one_line, found.untested))}" if found.untested else "",
-        one_line(found.command_note) if found.arm is not None else "",
-        *map(one_line, found.others),
-        one_line(found.more),
+def _title(report: Report, performance: Performance | None, fidelity: bool) -> str:
+    """``smollm2-135m · Transformers (CPU)``; of benches alone what was measured is said first."""
+    what = f"{one_line(report.reference.model)} · {engines_of((report.reference, *report.candidates))}"
+    return what if fidelity or performance is None else f"{_capital(performance.measured)} · {what}"
+
+
+def _subject(report: Report) -> str:
+    alone = report.candidates and all(
+        arm.kv is not None and arm.name in (arm.kv_text, arm.kv.label) for arm in report.candidates
     )
-    return tuple(line for line in lines if line)
+    return "KV cache" if alone else "configuration"
+
+
+def _sample(report: Report) -> tuple[str, ...]:
+    """``reference f32``, ``512 tokens``, ``27 documents``, as far as they are known."""
+    arms = [*report.candidates, *([report.control] if report.control else [])]
+    kld = next((axis for arm in arms if (axis := arm.deciding) and axis.n_items), None)
+    facts = [f"reference {one_line(report.reference.name)}"]
+    if kld is not None:
+        sizes = [c["n_ctx"] for c in _scored_at(kld)] or [kld.facts.get("n_ctx")]
+        known = [f"{n:,}" for n in sizes if isinstance(n, int)]
+        facts += [f"{joined(known)} tokens"] if known else []
+        facts += [text_of(kld).rpartition(", ")[2] or counted(kld.n_items or 0, "position")]
+    return tuple(facts)
+
+
+def _answer(found: Recommendation | None) -> Answer | None:
+    if found is None:
+        return None
+    head, _, saving = found.text.partition(": ") if found.arm is not None else (found.text, "", "")
+    figures, *lines = found.evidence if found.arm is not None else ("", *found.evidence)
+    return Answer(
+        head=one_line(head),
+        name=one_line(found.arm or ""),
+        confidence=found.confidence or "",
+        saving=one_line(saving),
+        figures=tuple(figures.split(" · ")) if figures else (),
+        lines=tuple(map(one_line, filter(None, (*lines, found.more)))),
+        untested=", ".join(map(one_line, found.untested)),
+        command=one_line(found.command or ""),
+        note=one_line(found.command_note) if found.arm is not None else "",
+        risks=tuple(map(one_line, found.risks)),
+    )
 
 
 def _present(*tables: TextTable | None) -> tuple[TextTable, ...]:
@@ -332,51 +388,89 @@ def _ignored(report: Report) -> str:
     for words, reason in reasons.items():
         by_reason.setdefault(one_line(str(reason)), []).append(one_line(str(words)))
     said = "; ".join(f"{', '.join(words)} ({reason})" for reason, words in by_reason.items())
-    return f"of the pasted command, in no arm: {said}"
+    return f"Ignored flags of the pasted command: {said}"
 
 
-def _row(role: str, arm: ArmRecord, reference: ArmRecord, saving: str) -> ArmRow:
-    kld, composite = arm.deciding, arm.composite
+def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
+    kld, composite, found = arm.deciding, arm.composite, report.recommendation
     judged = arm.verdict if role == "candidate" else None
+    chosen = judged is not None and found is not None and found.arm == arm.name
+    sentence = _sentence(arm, report.reference)
     return ArmRow(
         role=role,
         name=one_line(arm.name),
         engine=one_line(arm.engine),
         model=one_line(arm.model),
         band=(arm.verdict.band if arm.verdict else None) or ABSENT,
-        at_best=(judged.at_best if judged else None) or "",
+        at_best=((judged.at_best if judged else None) or "").lower(),
         status=STATUS[arm.status],
         reason=one_line(arm.reason or ""),
         kld=kld_of(kld),
         excess=excess_of(kld),
-        changed=changed_of(kld),
+        same=same_of(kld),
         flips=flips_of(kld),
-        run=run_of(kld),
+        size=_saved(sizes.saving(arm.name)) if role == "candidate" else Estimate(),
         cache_bytes=format_bytes(arm.ran.cache_bytes_per_token if arm.ran else None),
-        sentence=_sentence(arm, reference),
+        sentence=sentence,
         because=_because(arm),
         too_close=composite.too_close_to_call if composite else False,
         key=_key(role, arm),
         text=text_of(kld),
         others=(*map(one_line, judged.notes if judged else ()), *others_in_words(arm)),
-        saving="" if role == "reference" else saving,
+        why="; ".join(_open(arm, sentence, found)) if role == "candidate" else "",
+        chosen=chosen,
         preliminary=judged is not None and judged.preliminary,
         modified=_modified(arm),
+        mean=(kld.value("mean", {}) if kld else None) or (math.inf if kld_of(kld).absent else 0.0),
     )
+
+
+def _saved(saving: float | None) -> Estimate:
+    """``−47%`` of a saving of 0.47."""
+    if saving is None:
+        return Estimate()
+    sign = "" if round(100 * saving) == 0 else MINUS if saving > 0 else "+"
+    return Estimate(f"{sign}{abs(100 * saving):.0f}%", order=f"{-saving:g}")
+
+
+def _open(arm: ArmRecord, sentence: str, found: Recommendation | None) -> Iterator[str]:
+    """Why a candidate is not recommended, unless its row says so, and what more data would decide."""
+    name, verdict = one_line(arm.name), arm.verdict
+    if not arm.measured:
+        yield sentence.removeprefix("not running: ").removeprefix("not supported: ")
+    elif arm.deciding is None:  # its verdict rests on other tests
+        yield from filter(None, (sentence, *map(one_line, verdict.notes if verdict else ())))
+    elif found is not None:
+        own = (one_line(line) for line in found.others)
+        reason = next((line.removeprefix(f"{name}: ") for line in own if line.startswith(f"{name}: ")), "")
+        yield from (reason,) if reason and reason != f"verdict {verdict.band if verdict else None}" else ()
+    if verdict is not None and verdict.at_best:
+        best = verdict.at_best.lower()
+        yield f"inconclusive between {best} and {verdict.band.lower()}" if verdict.band else f"at best {best}"
+    if verdict is not None and verdict.preliminary:
+        yield "preliminary, too few documents"
+
+
+def _figures(rows: Sequence[ArmRow]) -> TextTable:
+    """All arms with the intervals of their figures, the excess over the control and what they were measured on."""
+    columns: dict[str, list[str]] = {
+        "KLD, nats": [str(row.kld) for row in rows],
+        "excess over the control": [str(row.excess) for row in rows],
+        "same top token": [str(row.same) for row in rows],
+        "confident flips": [str(row.flips) for row in rows],
+        "cache bytes per token": [row.cache_bytes for row in rows],
+        "measured on": [row.text or ABSENT for row in rows],
+    }
+    kept = {name: cells for name, cells in columns.items() if any(cell != ABSENT for cell in cells)}
+    if len({row.text for row in rows if row.text}) < 2:
+        kept.pop("measured on", None)
+    names = ((row.name, row.verdict) for row in rows)
+    cells = tuple((*name, *line) for name, *line in zip(names, *kept.values(), strict=True))
+    return TextTable("figures", "Figures with their 95% intervals", (NAME, "verdict", *kept), cells, 2)
 
 
 def _modified(arm: ArmRecord) -> tuple[str, ...]:
     return tuple(map(one_line, arm.ran.modified)) if arm.ran else ()
-
-
-def _saving(arm: ArmRecord, arms: Sequence[ArmRecord]) -> str:
-    """The cache's bytes against those of a 16-bit cache, of the same engine if any arm tells them."""
-    sizes = [(other.engine != arm.engine, size) for other in arms if (size := bytes_in_16_bits(other))]
-    own = arm.ran.cache_bytes_per_token if arm.ran else None
-    if own is None or not sizes:
-        return ""
-    percent = 100 * own / min(sizes)[1]
-    return f"cache {f'{percent:.0f}%' if percent >= 1 else 'under 1%'} of a 16-bit cache"
 
 
 def _weights(arms: Sequence[ArmRecord]) -> str:
@@ -387,31 +481,12 @@ def _weights(arms: Sequence[ArmRecord]) -> str:
             how = "simulated" if arm.ran.simulated_weight_bytes else "as stored"
             sizes.setdefault(f"{how}: {format_amount(size / MIB)} MiB", []).append(one_line(arm.name))
     if len(sizes) == 1 and all(arm.ran is None or arm.ran.size for arm in arms):
-        return f"weights, {next(iter(sizes))} in each arm"
-    return "; ".join(f"weights of {', '.join(names)}, {size}" for size, names in sizes.items())
+        return f"Weights, {next(iter(sizes))} in each configuration"
+    return ". ".join(f"Weights of {', '.join(names)}, {size}" for size, names in sizes.items())
 
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _compared(report: Report, performance: Performance | None, fidelity: bool) -> str:
-    """One line: how many configurations were compared or measured, and on what."""
-    n = len(report.candidates)
-    if performance is not None and not fidelity:
-        name = f"reference {one_line(report.reference.name)}" if n else one_line(report.reference.name)
-        beside = f" and {n} other configuration{'' if n == 1 else 's'}" if n else ""
-        return f"{_capital(performance.measured)} of {name}{beside}"
-    arms = [*report.candidates, *([report.control] if report.control else [])]
-    what = [text] if (text := _text(report)) else []
-    for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != DECIDING):
-        n_items = next((axis.n_items for arm in arms if (axis := arm.axes.get(name)) and axis.n_items), None)
-        what.append(one_line(name) + (f" ({n_items:,} item{'' if n_items == 1 else 's'})" if n_items else ""))
-    line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
-    if not report.reference.measured:
-        return line.replace("compared", "to be compared", 1)
-    line = f"{line} on {joined(what)}" if what else line
-    return f"{line}; {read}" if (read := _windows_read(arms)) else line
 
 
 def _windows_read(arms: Sequence[ArmRecord]) -> str:
@@ -435,8 +510,10 @@ def _text(report: Report) -> str:
     kld = max(measured, key=lambda axis: axis.n_items or 0) if "at_most" in measured[0].facts else measured[0]
     contexts = _scored_at(kld)
     if len(contexts) < 2:
-        return _positions(kld.n_items, text_of(kld))
-    return ", ".join(f"{_positions(c['n_positions'], text_of(kld, c))} at {c['n_ctx']:,} tokens" for c in contexts)
+        found = _positions(kld.n_items, text_of(kld))
+    else:
+        found = ", ".join(f"{_positions(c['n_positions'], text_of(kld, c))} at {c['n_ctx']:,} tokens" for c in contexts)
+    return f"{found}; {read}" if (read := _windows_read(arms)) else found
 
 
 def _scored_at(axis: Measurement) -> list[Mapping[str, Any]]:
@@ -522,14 +599,14 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
     same = [_repeated(name, axis) for name, axis in measured if _repeats(axis)]
     parts = [_apart(name, axis) for name, axis in measured if not _repeats(axis)]
     if same:
-        verb = "repeat" if len(same) > 1 else "repeats"
-        parts = [f"{joined(same)} {verb}, on this machine and thread count", *parts]
+        verb = "are" if len(same) > 1 else "is"
+        parts = [f"{joined(same)} {verb} deterministic on this machine", *parts]
     parts += [
         f"{one_line(name)} {status_line(axis)}"
         for name, axis in floor.items()
         if not (axis.measured or axis.status is Status.NOT_MEASURABLE or (axis.reason or "").startswith(NO_REFERENCE))
     ]
-    return f"noise floor (reference against itself): {'; '.join(part for part in parts if part) or 'not measured'}"
+    return f"Run-to-run noise (reference against itself): {'; '.join(filter(None, parts)) or 'not measured'}"
 
 
 def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
@@ -539,7 +616,7 @@ def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
         for arm in arms
         if arm.measured and arm.floor is not None
     ]
-    missing, text = [(name, why) for name, why in reasons if why], "a change of last bits alone was not measured"
+    missing, text = [(name, why) for name, why in reasons if why], "Rounding noise was not measured"
     if missing == reasons and len({why for _, why in missing}) == 1:
         return [f"{text}: {missing[0][1]}"]
     return [f"{text} for {line}" for line in shared(missing)]
@@ -564,18 +641,19 @@ def _apart(name: str, measurement: Measurement) -> str:
 
 def _controls(arms: Sequence[ArmRecord]) -> str:
     """The cost of the control, and of the controls on other kernel paths."""
-    tail = ["over control: paired differences"] if any(arm.measured for arm in arms) else []
-    return "; ".join([*map(_control, arms), *tail]) or "control: none"
+    measured = any(arm.measured for arm in arms)
+    tail = ["The excess over the control is the paired difference to it"] if measured else []
+    return ". ".join([*map(_control, arms), *tail]) or "Control: none"
 
 
 def _control(arm: ArmRecord) -> str:
     name = one_line(arm.name)
     if not arm.measured:
-        return f"control {name}: {status_line(arm)}"
+        return f"Control {name}: {status_line(arm)}"
     parts = [STATUS[arm.status]] if arm.status is Status.IDENTICAL else []
     if not (cost := kld_of(arm.deciding)).absent:
         parts.append(f"KLD {cost} nats")
-    return f"control {name}: {', '.join(parts) or 'not measured'}"
+    return f"Control {name}: {', '.join(parts) or 'not measured'}"
 
 
 def _ranking(comparisons: Sequence[Comparison]) -> str:
@@ -590,19 +668,17 @@ def _ranking(comparisons: Sequence[Comparison]) -> str:
         ]
     )
     meant = "; ".join(f"{sign}: {meaning}" for sign, meaning in _SIGNS.items() if sign in signs)
-    return f"cost by paired KLD differences: {names}{f' ({meant})' if meant else ''}"
+    return f"Ranking by KLD (paired test): {names}{f' ({meant})' if meant else ''}"
 
 
-_SIGNS = {"≈": "shown to be equal within 10%", "?": "tied, cannot be told apart"}
+_SIGNS = {"≈": "equal within 10%", "?": "no difference shown"}
 
 
 Sized = Callable[[ArmRecord], tuple[float | None, str]]
 
 
-def _sized(report: Report) -> Sized:
+def _sized(sizes: Sizes) -> Sized:
     """The size by which arms of this report are compared, and its unit: of caches, of weights, or of both."""
-    controls = [report.control] if report.control else []
-    sizes = Sizes.of(report.reference, report.candidates, controls)
 
     def size(arm: ArmRecord) -> tuple[float | None, str]:
         cache, weights = (arm.ran.packed_cache_bytes, arm.ran.size) if arm.ran else (None, None)
@@ -631,9 +707,7 @@ def _run_details(report: Report) -> list[tuple[str, str]]:
     lines = [
         ("run", report.run_id),
         ("created", report.created.isoformat(timespec="seconds")),
-        ("fidelab", report.fidelab_version),
         *_flat("", report.environment),
-        *_flat("comparability key: ", report.comparability_key),
     ]
     return [(one_line(name), one_line(value)) for name, value in lines]
 

@@ -26,6 +26,13 @@ def format_nats(value: float | None, *, digits: int = 3) -> str:
     return format_kld(value, digits=digits)
 
 
+def plain_nats(value: float) -> str:
+    """Two digits without an exponent, as the ticks of an axis have them: ``0.000021``."""
+    return (
+        f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f}" if 1e-6 <= value < 1 else format_kld(value, digits=2)
+    )
+
+
 def format_span(interval: tuple[float, float] | None) -> str:
     """``low–high`` of an interval in nats, which may be skewed; absent is ``–``.
 
@@ -87,13 +94,6 @@ def format_percent_span(interval: tuple[float, float] | None, share: float | Non
         return ABSENT
     low, high = (_significant(100 * end, 2) for end in interval)
     return f"≤ {high}%" if share == 0 else f"{low}–{high}%"
-
-
-def format_run(value: float | None) -> str:
-    """A length in tokens: ``5.1``, ``17``, ``1,234``, ``33k``."""
-    if value is None:
-        return ABSENT
-    return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}" if value < 9999.5 else f"{value / 1000:,.0f}k"
 
 
 def format_bytes(value: float | None) -> str:

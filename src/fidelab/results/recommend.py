@@ -28,9 +28,10 @@ from fidelab.results.decision_record import (
     Recommendation,
 )
 from fidelab.results.measurement import DECIDING, Measurement
-from fidelab.results.numbers import counted, format_bytes, format_nats, format_percent, one_line
+from fidelab.results.numbers import counted, format_nats, format_percent, one_line
 from fidelab.results.record import ArmRecord, Report, Verdict
 
+REFERENCE = "the reference"
 _WIDTH = re.compile(r"(?:bf|f|fp|float|bfloat)(16|32)", re.IGNORECASE)
 LIMITS = {
     "max_kld": "mean KLD",
@@ -94,12 +95,17 @@ class Sizes:
         if len({*weights}) > 1 and None not in weights:
             if len({*caches}) > 1 and None not in caches and n_ctx:
                 sums = [w + n_ctx * c for w, c in zip(weights, caches, strict=True) if w is not None and c is not None]
-                return cls("total", dict(zip(names, sums[1:], strict=True)), sums[0], "the reference's", n_ctx)
+                return cls("total", dict(zip(names, sums[1:], strict=True)), sums[0], REFERENCE, n_ctx)
             known = [float(w) for w in weights if w is not None]
-            return cls("weights", dict(zip(names, known[1:], strict=True)), known[0], "the reference's")
-        wide = [size for arm in (reference, *others, *candidates) if (size := bytes_in_16_bits(arm))]
+            return cls("weights", dict(zip(names, known[1:], strict=True)), known[0], REFERENCE)
+        wide = [
+            (size, arm.kv_text if size == (arm.ran and arm.ran.cache_bytes_per_token) else "16 bits")
+            for arm in (reference, *others, *candidates)
+            if (size := bytes_in_16_bits(arm))
+        ]
+        base, name = min(wide, key=lambda known: (known[0], known[1] == "16 bits"), default=(caches[0], REFERENCE))
         sizes = {name: size for name, size in zip(names, caches[1:], strict=True) if size is not None}
-        return cls("cache", sizes, min(wide) if wide else caches[0], "a 16-bit cache's" if wide else "the reference's")
+        return cls("cache", sizes, base, name)
 
     def saving(self, name: str) -> float | None:
         """The share of the base's bytes that an arm does without; negative where it takes more."""
@@ -107,15 +113,14 @@ class Sizes:
         return None if size is None or not self.base else 1 - size / self.base
 
     def words(self, name: str) -> str:
-        """``47% smaller KV cache than 16 bits (12,240 bytes per token)``; empty where it is not known."""
+        """``47% smaller KV cache than bf16``; empty where it is not known."""
         saving, size = self.saving(name), self.sizes.get(name)
         if saving is None or size is None:
             return ""
         share = f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
         if self.what == "cache":
-            than = "16 bits" if self.base_name.startswith("a 16") else "the reference"
-            share = f"{abs(saving):.0%} {'smaller' if saving >= 0 else 'larger'}"
-            return f"{share} KV cache than {than} ({format_bytes(size)} bytes per token)"
+            than = "smaller" if saving >= 0 else "larger"
+            return f"{abs(saving):.0%} {than} KV cache than {one_line(self.base_name)}"
         what = "of weights" if self.what == "weights" else f"of weights and cache at {self.n_ctx:,} tokens"
         return f"{share} than the reference ({size / 2**20:,.0f} MiB {what})"
 
@@ -164,7 +169,7 @@ def _why_never(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str
 def _unsuitable(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
     """Why a candidate is too large or too slow; empty where it is not."""
     saving = sizes.saving(arm.name)
-    if saving is not None and saving <= 0 and sizes.base_name.startswith("the ref"):
+    if saving is not None and saving <= 0 and sizes.base_name == REFERENCE:
         return "saves nothing"
     reasons = (_beyond(name, limit, arm, saving) for name, limit in limits.items() if name.startswith("min"))
     return next(filter(None, reasons), "")
@@ -645,6 +650,8 @@ def _percent(share: float) -> str:
 
 def _confirmed_claim(field: _Field, claim: CertificateClaim) -> str:
     limit = field.limits.get(_LIMIT_OF_CLAIM.get(claim.key, ""), claim.margin)
+    if claim.key == "mean_kl":
+        return f"KLD below {_amount(limit, claim).removesuffix(' nats')}"
     return f"{claim.name} below {_amount(limit, claim)}"
 
 
@@ -693,15 +700,20 @@ def _verdict(verdict: Verdict) -> str:
     return f"verdict {verdict.band}, {', '.join(map(one_line, verdict.because))}"
 
 
-_USUAL = ("trajectory", "kld", "rniah", "gsm8k", "degeneration", "paths")
+_USUAL = {
+    "generated text": {"trajectory", "degeneration"},
+    "retrieval": {"rniah"},
+    "tasks": {"gsm8k", "capability", "lm-eval", "toolcalls", "vision"},
+    "serving paths": {"paths"},
+}
+"""What a user may ask about → axes, any of which tests it."""
 
 
 def _untested(report: Report, arms: Sequence[ArmRecord]) -> tuple[str, ...]:
     measured = {name for arm in arms for name, axis in arm.axes.items() if axis.measured}
     longest = reach(arms)
     parts = [] if longest is None else [f"more than {longest:,} tokens"]
-    lacking = [name for name in _USUAL if name not in measured]
-    parts += [f"tests {', '.join(lacking)}"] if lacking else []
+    parts += [what for what, axes in _USUAL.items() if not axes & measured]
     return (*parts, *([] if any(arm.benches for arm in arms) else ["speed"]))
 
 

@@ -30,20 +30,21 @@
     show(null);
   });
 
-  // The command and the record.
-  const copy = byId("copy");
-  copy.addEventListener("click", async () => {
-    const source = byId("command");
-    let done = true;
-    try {
-      await navigator.clipboard.writeText(source.textContent);
-    } catch {
-      getSelection().selectAllChildren(source);
-      done = document.execCommand("copy");
-    }
-    copy.textContent = done ? "Copied" : "Press Ctrl+C";
-    setTimeout(() => { copy.textContent = "Copy"; }, 2000);
-  });
+  // Commands and the record.
+  for (const copy of all("button.copy")) {
+    copy.addEventListener("click", async () => {
+      const source = byId(copy.dataset.copy);
+      let done = true;
+      try {
+        await navigator.clipboard.writeText(source.textContent);
+      } catch {
+        getSelection().selectAllChildren(source);
+        done = document.execCommand("copy");
+      }
+      copy.textContent = done ? "Copied" : "Press Ctrl+C";
+      setTimeout(() => { copy.textContent = "Copy"; }, 2000);
+    });
+  }
   const record = byId("fidelab-report").textContent;
   const raw = byId("raw");
   raw.addEventListener("toggle", () => {
