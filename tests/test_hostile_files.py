@@ -420,7 +420,7 @@ def test_a_strangers_profile_folder_runs_nothing_whatever_it_holds(tmp_path: Pat
         "purpose": "a question",
         "source": {"title": "a paper", "setup": "a machine"},
         "parameters": {"size": 1},
-        "stages": [{"name": "formats", "command": ["formats"]}],
+        "stages": [{"name": "formats", "command": ["setup", "formats"]}],
         "expected": [],
     }
     (tmp_path / "own.yaml").write_text(json.dumps(profile))
