@@ -452,9 +452,9 @@ def _seconds(folder: RunFolder, axis: str, roles: Mapping[str, Set[str]], factor
 
 def _command(command: str, pilot: _Pilot, items: int, text: str | None) -> str | None:
     """The run's own command with the new number, and another text; None where it was no command of a kind we know."""
-    words = shlex.split(command)
-    if words[:2] != ["fidelab", "compare"]:
+    if not command.startswith("fidelab compare "):
         return None
+    words = shlex.split(command)
     if {"-f", "--file"} & {*words}:
         setting = f"axes.{pilot.axis}.{pilot.sample.setting}={items}"
         settings = [setting, *([] if text is None else [f"text={text}"])]
