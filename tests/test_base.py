@@ -113,12 +113,12 @@ def test_what_computes_intervals_needs_scipy_and_nothing_of_an_engine(
 
 def test_a_receipt_without_its_run_is_read_without_extras(made: Path, tmp_path: Path) -> None:
     shutil.copy(made / "receipt.jsonl", tmp_path)
-    done = fidelab(tmp_path, "verify", "receipt.jsonl")
+    done = fidelab(tmp_path, "share", "verify", "receipt.jsonl")
     assert (done.returncode, done.stderr) == (3, ""), done.stderr
 
 
 def test_an_audit_without_extras_names_the_rules_that_did_not_run(made: Path) -> None:
-    found = json.loads(fidelab(made, "audit", "model", "--json").stdout)["findings"]
+    found = json.loads(fidelab(made, "checkpoint", "audit", "model", "--json").stdout)["findings"]
     [finding] = [finding for finding in found if finding["rule"] == "tokenizer-unchecked"]
     assert finding["text"] == "tokenizer.json: this check needs tokenizers: pip install 'fidelab[hf]'"
 
@@ -156,7 +156,7 @@ def test_a_missing_or_half_installed_extra_is_one_line(
 
 def test_a_report_is_written_without_positions_where_pyarrow_is_missing(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "runs", tmp_path / "runs")
-    done = fidelab(tmp_path, "rescore", "latest", gone=HF)
+    done = fidelab(tmp_path, "report", "latest", "--rescore", gone=HF)
     assert done.returncode == 0, done.stderr
     [folder] = (tmp_path / "runs").glob("2*")
     assert not RunFolder(folder).positions.exists()

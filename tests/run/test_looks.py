@@ -237,7 +237,7 @@ def test_a_run_that_was_stopped_in_a_later_look_goes_on_there(looked: Done, tmp_
 
 def test_rescore_gives_the_same_report(looked: Done, room: Path) -> None:
     before = looked.report
-    assert cli("rescore", looked.folder, cwd=room).code == 0
+    assert cli("report", looked.folder, "--rescore", cwd=room).code == 0
     assert looked.report == before
 
 
@@ -270,7 +270,7 @@ def test_no_look_begins_that_would_end_beyond_the_budget(tmp_path: Path) -> None
     done = _compare(tmp_path, "--budget", "5.5s", "--engine-arg", "delay=0.15", "--no-floor", kv=[VARIES])
     assert done.code == 0, done.err
     assert done.axis(VARIES, "kld").facts["windows"] == 8
-    assert "8 of at most 32 windows" in done.out
+    assert "8 of at most 32 windows" in cli("report", done.folder, "--details", cwd=tmp_path).out
     assert done.report["recommendation"]["confidence"] != "confirmed"
     assert f"{VARIES} needs about" in done.out
 
@@ -302,8 +302,9 @@ def test_a_dry_run_says_how_much_is_read_at_least_and_at_most(tmp_path: Path) ->
 
 
 def test_the_terminal_says_how_much_each_candidate_read(looked: Done, fixed: Done) -> None:
-    assert f"windows read: 8 by {FAILS}, 16 by {HOLDS}, 32 by {VARIES}" in " ".join(looked.out.split())
-    assert "windows read" not in fixed.out
+    details = [" ".join(cli("report", run.folder, "--details", cwd=run.cwd).out.split()) for run in (looked, fixed)]
+    assert f"windows read: 8 by {FAILS}, 16 by {HOLDS}, 32 by {VARIES}" in details[0]
+    assert "windows read" not in details[1]
 
 
 def test_the_time_of_a_run_grows_by_each_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

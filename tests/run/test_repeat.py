@@ -144,7 +144,8 @@ def test_repeats_are_the_figures_of_the_runs_own_reports_and_the_value_is_the_fi
 
 
 def test_the_terminal_says_range_and_deviation(shaky: Repeated) -> None:
-    assert "over 4 runs, standard deviation" in " ".join(shaky.done.out.split())
+    details = cli("report", shaky.done.folder, "--details", cwd=shaky.done.cwd).out
+    assert "over 4 runs, standard deviation" in " ".join(details.split())
 
 
 def test_rescoring_scores_every_run_and_merges_them_again(room: Path) -> None:
@@ -302,7 +303,7 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
     ],
 )
 def test_a_stopped_repeat_goes_on_and_keeps_what_is_there(number: signal.Signals, code: int, room: Path) -> None:
-    path = experiment(room, "tilt", runs=3, engine_args={"delay": 0.1})
+    path = experiment(room, "tilt", runs=3, engine_args={"delay": 0.1}, keep_rows=True)
     command = [sys.executable, "-m", "fidelab", "compare", "-f", path.name, "--json"]
     process = subprocess.Popen(command, cwd=room, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 

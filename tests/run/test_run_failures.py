@@ -46,7 +46,7 @@ def test_every_failed_arm_is_named_on_standard_error(name: str, broken: Done) ->
 
 def test_a_cause_that_hits_all_arms_is_printed_once_with_the_place_of_the_logs(room: Path) -> None:
     done = compare(room, "tilt[q=0.6]", "tilt[q=0.7]", flags=["--engine-arg", "crash=1"], windows=4, limit=2)
-    report = " ".join(done.out.split())
+    report = " ".join(cli("report", done.folder, "--details", cwd=room).out.split())
     assert report.count("the worker was ended by SIGABRT") == 1
     assert "tilt[q=0.6], tilt[q=0.7]: not running, for the same reason as the reference" in report
     assert f"what the workers printed: {done.folder / 'logs'}" in done.out
@@ -54,7 +54,8 @@ def test_a_cause_that_hits_all_arms_is_printed_once_with_the_place_of_the_logs(r
 
 
 def test_arms_that_cannot_be_compared_do_not_repeat_why_the_reference_failed(crashed_reference: Done) -> None:
-    report = " ".join(crashed_reference.out.split())
+    done = crashed_reference
+    report = " ".join(cli("report", done.folder, "--details", cwd=done.cwd).out.split())
     assert report.count("the worker was ended by SIGABRT") == 1
     assert "tilt[q=0.6]: not compared: the reference has no answer" in report
 

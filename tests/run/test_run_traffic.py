@@ -68,9 +68,10 @@ def test_domains_stand_in_the_report_and_the_worst_in_the_sentence(run: Done) ->
     means = {m.cell["domain"]: m for m in arm.axes["kld"].metrics if m.name == "mean" and "domain" in m.cell}
     assert set(means) == {"first", "second"}
     worst = max(means, key=lambda name: means[name].value or 0.0)
-    assert f"over 2 kinds of text, worst on {worst}" in " ".join(run.out.split())
-    assert "KLD by kind of text" in run.out
-    assert "KLD of tokens that carry structure" in run.out
+    details = cli("report", run.folder, "--details", cwd=run.cwd).out
+    assert f"Of 2 kinds of text, worst on {worst}" in " ".join(details.split())
+    assert "by kind of text" in details
+    assert "where tokens carry structure" in details
 
 
 def test_prompts_are_the_logs(run: Done) -> None:

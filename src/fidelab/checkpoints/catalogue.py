@@ -60,10 +60,16 @@ def _module(rule: Rule) -> str:
     return rule.find.__module__.rpartition(".")[2]
 
 
+_COMMAND = (
+    r"fidelab [a-z0-9-]+(?: (?:audit|convert|quantize|calibrate|attention|layers|sensitivity)\b)?"
+    r"(?: --to [a-z]+| --[a-z]+| [A-Z]+\b)*"
+)
+
+
 def _cell(text: str) -> str:
     """A text for a table: tokens and commands as code, bars escaped."""
     text = re.sub(r"<\|?\w+\|?>", lambda match: f"`{match[0]}`", text)
-    text = re.sub(r"fidelab \w+(?: --to [a-z]+| --[a-z]+| [A-Z]+\b)*", lambda match: f"`{match[0]}`", text)
+    text = re.sub(_COMMAND, lambda match: f"`{match[0]}`", text)
     return text.replace("|", r"\|")
 
 

@@ -197,6 +197,8 @@ def _print_details(view: View, console: Console) -> None:
     line("")
     for modification in view.modified:
         line(modification, "yellow")
+    if view.text and view.fidelity:
+        line(f"Compared on {view.text}")
     for sentence in view.headlines:
         line(sentence)
     for table in (table for table in view.tables if table.key == "figures"):
@@ -220,7 +222,8 @@ def _print_details(view: View, console: Console) -> None:
 
 
 def _sentence(row: ArmRow) -> str:
-    return f"{row.sentence} (composite too close to call)" if row.too_close else row.sentence
+    sentence = f"{row.sentence} (composite too close to call)" if row.too_close else row.sentence
+    return " · ".join((sentence, *row.others))
 
 
 def _print_titled(table: Others, console: Console) -> None:
