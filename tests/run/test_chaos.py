@@ -270,12 +270,16 @@ def test_a_folder_that_may_only_be_read_is_read_or_named(chaos: Chaos) -> None:
     shutil.rmtree(chaos.room / "runs", ignore_errors=True)
     chaos.left_alone()
     [folder] = chaos.runs
-    # SQLite's library opens its index itself; tests/ledger/test_runs.py has one that cannot be written
     before = {path: path.read_bytes() for path in chaos.room.rglob("[!.]*") if path.is_file()}
     chaos.order("all", "EROFS", 1)
     for reading in (f"report {folder}", "runs list"):
         assert command(chaos, *reading.split()).returncode == 0, reading
-    for writing in (f"rescore {folder}", f"compare --resume {folder}", " ".join(WORDS), f"publish {folder} -o runs/r"):
+    for writing in (
+        f"report {folder} --rescore",
+        f"compare --resume {folder}",
+        " ".join(WORDS),
+        f"share publish {folder} -o runs/r",
+    ):
         done = command(chaos, *writing.split())
         assert done.returncode == 2, writing
         assert "Read-only file system" in done.stderr, writing
