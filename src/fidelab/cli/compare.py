@@ -327,8 +327,28 @@ def _run_file(
 # ------------------------------------------------------------------------------------------- one phase alone
 
 _SCORED = ("reference", "candidate", "as_json", "details", "plot", "markdown")
-_NOT_CAPTURED = ("control", "vary", "serve", "change", "preset", "benches", "n_runs", "keep_rows", "floor", "force",
-                 "as_json", "details", "plot", "markdown", "dry_run", "seed", "bands")  # fmt: skip
+_NOT_CAPTURED = frozenset(
+    (
+        "control",
+        "vary",
+        "serve",
+        "change",
+        "preset",
+        "benches",
+        "n_runs",
+        "keep_rows",
+        "floor",
+        "force",
+        "budget",
+        "as_json",
+        "details",
+        "plot",
+        "markdown",
+        "dry_run",
+        "seed",
+        "bands",
+    )
+)
 
 
 def _capture(data: dict[str, Any], reference: str | None, candidates: Sequence[str], overrides: Sequence[str]) -> None:

@@ -234,10 +234,6 @@ class _Summary:
         asked, answered = (parts_of(name, one.captures) for one in (self.reference, result))
         return alpha_of(1 + max(axis.look(part) for part in asked.keys() & answered), axis.n_looks)
 
-    def reference_record(self) -> ArmRecord:
-        """The reference's own record."""
-        return _bare_record(self.experiment, self.reference)
-
     def _excess(self, arm: Measured, name: str, axis: type[Axis]) -> Iterator[Metric]:
         control = control_of(arm, self.measured)
         if control is not None and name in control.scores:
