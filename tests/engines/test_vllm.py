@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,16 +108,21 @@ def test_sizes_have_units(text: str, size: int) -> None:
     assert size_in_bytes(text) == size
 
 
-def test_the_cache_holds_one_longest_prompt_or_says_that_it_does_not(tmp_path: Path) -> None:
+def test_the_cache_holds_one_longest_prompt_or_says_that_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = {"num_hidden_layers": 30, "num_key_value_heads": 3, "num_attention_heads": 9, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 1 << 16}))
-    size, fits = least_cache_bytes(asked(path=tmp_path))
-    assert (size, fits) == (int(1.25 * (1 << 16) * 30 * 2 * 3 * 64 * 2), True)
-    (tmp_path / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 1 << 40}))
-    size, fits = least_cache_bytes(asked(path=tmp_path))
-    assert not fits
-    assert size < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert least_cache_bytes(asked(path=tmp_path, max_model_len="64")) == (1 << 30, True)
+    needed = int(1.25 * (1 << 16) * 30 * 2 * 3 * 64 * 2)
+
+    def with_available(size: int, **options: str) -> tuple[int, bool]:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=size, free=0))
+        return least_cache_bytes(asked(path=tmp_path, **options))
+
+    assert with_available(2 * needed) == (needed, True)
+    assert with_available(2 * needed - 2) == (needed - 1, False)
+    assert with_available(4 << 30, **{"max_model_len": "64"}) == (1 << 30, True)
+    assert with_available(1 << 20, **{"max_model_len": "64"}) == (1 << 28, True)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ before it, so that the layers below are not computed again: the kept states take
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
@@ -162,7 +162,7 @@ class Reweighing:
         if self._model.module.device.type == "cuda":
             available = torch.cuda.mem_get_info(self._model.module.device)[0]
         else:
-            available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            available = psutil.virtual_memory().available
         return bool(tokens * width * size * len(self._layers) * _SHARE <= available)
 
     def _try_reuse(self, window: Tokens) -> bool:

@@ -299,14 +299,16 @@ def least_cache_bytes(arm: Arm) -> tuple[int, bool]:
     """Bytes for the cache on a CPU, and whether a prompt as long as the model's positions fits.
 
     vLLM's default is the share of memory that it takes of a GPU.  Used instead: 1.25 times the need of one prompt of
-    maximum length, at least 1 GiB, at most half of the free memory.
+    maximum length, at least 1 GiB, at most half of the available memory.
     """
+    import psutil  # vLLM's environment has it; a bare one that only lists the engine need not
+
     shape = _shape(arm.path)
     longest = int(dict(arm.options).get("max-model-len", shape.get("positions") or 0))
     needed = int(1.25 * longest * shape.get("values", 0) * _COMPUTE_BYTES[arm.dtype])
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    size = max(_GIB, needed)
-    return (size, True) if size <= free // 2 else (max(free // 2, _GIB // 4), needed <= free // 2)
+    available = int(psutil.virtual_memory().available)  # with the page cache, which holds the model's files
+    size = min(max(_GIB, needed), max(available // 2, _GIB // 4))
+    return size, needed <= size
 
 
 def _shape(path: str) -> dict[str, Any]:
