@@ -22,7 +22,7 @@ from fidelab.results.record import Report
 from fidelab.results.study import SCHEMA, Study, StudyRow
 from fidelab.studies.leaderboard import rank
 from fidelab.studies.roundings import KLD, TOP1, heatmap
-from tests.browser.conftest import Open, Visit
+from tests.browser.conftest import UNFOLD, Open, Visit
 from tests.report.sample import (
     HOSTILE,
     arm,
@@ -198,7 +198,7 @@ def test_a_page_of_390_pixels_does_not_scroll_sideways_and_keys_reach_parts_that
     name: str, pages: Callable[[str], Path], open_page: Open
 ) -> None:
     visit = open_page(pages(name), width=390)
-    visit("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    visit(UNFOLD)
     assert visit("document.documentElement.scrollWidth") <= 390
     assert visit(STUCK) == []
     assert visit.faults == []
@@ -266,7 +266,7 @@ def test_on_paper_the_ground_is_white_nothing_is_cut_off_and_buttons_are_gone(
     assert visit("document.querySelectorAll('details:not([open]):not(#raw)').length") == 0
     cut = """[...document.querySelectorAll('body *')].filter((part) => part.checkVisibility()
       && getComputedStyle(part).overflowY !== 'visible' && part.scrollHeight > part.clientHeight + 1
-      && !part.closest('svg')).map((part) => part.className)"""
+      && !part.closest('svg, .unseen')).map((part) => part.className)"""
     assert visit(cut) == []
     assert visit.page.pdf(format="A4").startswith(b"%PDF")
 
