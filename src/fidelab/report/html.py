@@ -38,6 +38,7 @@ def render_html(report: Report, positions: Path | None = None) -> str:
     view = build_view(report)
     gallery = gallery_of(report, view, positions)
     axes = [part for part in gallery.parts if part.section.kind == "axis"]
+    texts = [(shown.arm, plot) for part in axes for shown in part.section.shown for plot in shown.texts]
     return render_page(
         "report.html.j2",
         view.title,
@@ -49,7 +50,7 @@ def render_html(report: Report, positions: Path | None = None) -> str:
         loses=[part for part in axes if part.section.name == DECIDING],
         tests=[part for part in axes if part.section.name != DECIDING],
         benches=[part for part in gallery.parts if part.section.kind == "bench"],
-        texts=[(shown.arm.name, plot) for part in axes for shown in part.section.shown for plot in shown.texts],
+        texts=[(arm.name, plot) for arm, plot in sorted(texts, key=lambda shown: shown[0].role != "candidate")],
         columns_of=lambda kept: [FIGURES[n] for n in kept],
         shades_of=shades_of,
         scale_of=scale_of,
