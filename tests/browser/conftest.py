@@ -13,6 +13,9 @@ import pytest
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
+UNFOLD = "document.querySelectorAll('details').forEach((part) => { part.open = true; })"
+"""Opens everything that is folded."""
+
 
 @dataclass
 class Visit:

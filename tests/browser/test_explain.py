@@ -19,7 +19,7 @@ from fidelab.physics.fits import HillFit, fit_affine, fit_hill, read_points
 from fidelab.physics.shapes import Geometry, KVLayer
 from fidelab.physics.traffic import Model
 from fidelab.report.explainer import write_explainer
-from tests.browser.conftest import Open, Visit
+from tests.browser.conftest import UNFOLD, Open, Visit
 
 pytestmark = pytest.mark.browser
 
@@ -101,6 +101,7 @@ def test_each_step_of_the_loop_reads_all_weights_and_one_token_more(page: Path, 
 
 def test_sliders_follow_arrow_keys_and_the_loop_plays_and_stops(page: Path, open_page: Open) -> None:
     visit = open_page(page)
+    visit(UNFOLD)
     slider = visit.page.get_by_label("Sequences:")
     slider.focus()
     before = visit(SET, {})["cache-chosen"]
@@ -164,6 +165,7 @@ def test_points_of_a_file_are_drawn_with_both_fits_and_how_well_they_explain_the
     points = read_points(points_file(tmp_path))
     found = explainer(FORMATS, points=measured_points(points, y="ms", context="context", is_time=True))
     visit = open_page(write_explainer(found, fidelab.__version__, tmp_path / "page.html"))
+    visit(UNFOLD)
     batch, tokens, ms = (points.column(name) for name in ("batch", "context", "ms"))
     rate = 1000 * batch / ms
     curves = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,14 +17,15 @@ from fidelab.report.html import render_html, render_notebook
 from fidelab.report.study import study_html
 from fidelab.results.measurement import Flag
 from fidelab.results.plots import Curve
-from fidelab.results.record import Report
+from fidelab.results.record import NO_REFERENCE, Report
 from fidelab.results.study import SCHEMA, Study, StudyRow
 from fidelab.studies.leaderboard import rank
 from fidelab.studies.roundings import KLD, TOP1, heatmap
-from tests.browser.conftest import Open, Visit
+from tests.browser.conftest import UNFOLD, Open, Visit
 from tests.report.sample import (
     HOSTILE,
     arm,
+    broken,
     hostile_report,
     kld_axis,
     many_arms,
@@ -57,6 +57,15 @@ def wide_report() -> Report:
     control = arm("bf16", axes={LONG: odd_axis(LONG), "kld": kld_axis(0.00003, 0.000004)})
     changes = {"run_id": LONG, "command": LONG, "environment": {LONG: LONG}, "control": control}
     return rich_report().model_copy(update=changes)
+
+
+def crashed_report() -> Report:
+    """The reference crashed, so that nothing was compared."""
+    report = sample_report()
+    reason = "the worker was ended by SIGABRT (last log line: out of memory)"
+    reference = broken("f32", Status.FAILED, reason)
+    candidates = tuple(broken(one.name, Status.FAILED, f"{NO_REFERENCE}: {reason}") for one in report.candidates)
+    return report.model_copy(update={"reference": reference, "candidates": candidates, "control": None})
 
 
 def study_page(_: Path) -> str:
@@ -117,6 +126,9 @@ def points_page(folder: Path) -> str:
 
 PAGES: dict[str, Callable[[Path], str]] = {
     "report": report_page(sample_report()),
+    "one": report_page(sample_report(candidates=sample_report().candidates[:1])),
+    "fifty": report_page(many_arms(50)),
+    "crashed": report_page(crashed_report()),
     "hostile": report_page(hostile_report()),
     "hostile benches": report_page(hostile_benches()),
     "wide": report_page(wide_report()),
@@ -158,11 +170,12 @@ CONTRAST = """() => {
     return [255, 255, 255];
   };
   const low = [];
-  const kinds = "body *:not(svg *, script, style, noscript, [disabled], .heat *, option)";
+  const kinds = "body *:not(svg :not(text), script, style, noscript, [disabled], .heat *, option)";
   for (const element of document.querySelectorAll(kinds)) {
     const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
     if (!own || !element.checkVisibility()) continue;
-    const [a, b] = [parse(getComputedStyle(element).color).slice(0, 3), behind(element)].map(light);
+    const { color, fill } = getComputedStyle(element);
+    const [a, b] = [parse(element.matches("svg text") ? fill : color).slice(0, 3), behind(element)].map(light);
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     const name = `${element.tagName}.${element.className}: ${element.textContent.trim().slice(0, 40)}`;
     if (ratio < 4.5) low.push(`${ratio.toFixed(2)} ${name}`);
@@ -178,6 +191,7 @@ def test_a_page_is_silent_asks_no_network_and_can_be_read_in_both_colours(
 ) -> None:
     visit = open_page(pages(name), dark=dark)
     assert visit.faults == []
+    visit(UNFOLD)
     assert visit("document.querySelectorAll('img, iframe, link, b').length") == 0  # no text of the data is markup
     ground = visit("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     if name != "notebook":  # which has its host's ground
@@ -198,7 +212,7 @@ def test_a_page_of_390_pixels_does_not_scroll_sideways_and_keys_reach_parts_that
     name: str, pages: Callable[[str], Path], open_page: Open
 ) -> None:
     visit = open_page(pages(name), width=390)
-    visit("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    visit(UNFOLD)
     assert visit("document.documentElement.scrollWidth") <= 390
     assert visit(STUCK) == []
     assert visit.faults == []
@@ -266,13 +280,77 @@ def test_on_paper_the_ground_is_white_nothing_is_cut_off_and_buttons_are_gone(
     assert visit("document.querySelectorAll('details:not([open]):not(#raw)').length") == 0
     cut = """[...document.querySelectorAll('body *')].filter((part) => part.checkVisibility()
       && getComputedStyle(part).overflowY !== 'visible' && part.scrollHeight > part.clientHeight + 1
-      && !part.closest('svg')).map((part) => part.className)"""
+      && !part.closest('svg, .unseen')).map((part) => part.className)"""
     assert visit(cut) == []
     assert visit.page.pdf(format="A4").startswith(b"%PDF")
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_every_command_is_copied_as_it_stands(name: str, pages: Callable[[str], Path], open_page: Open) -> None:
+    visit = open_page(pages(name))
+    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visit(UNFOLD)
+    for button in visit.page.locator("button.copy").all():
+        button.click()
+        shown = visit("(id) => document.getElementById(id).textContent", button.get_attribute("data-copy"))
+        button.filter(has_text="Copied").wait_for()
+        assert visit("navigator.clipboard.readText()") == shown
+    assert visit.page.locator("button.copy").count() > 0 or name in ("notebook", "explain", "explain points")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_enter_opens_everything_that_is_folded_and_sorts_tables(
+    name: str, pages: Callable[[str], Path], open_page: Open
+) -> None:
+    visit = open_page(pages(name))
+    closed = "document.querySelector('details:not([open])')"
+    while visit(f"{closed}?.querySelector('summary').focus() ?? {closed} !== null"):
+        visit.page.keyboard.press("Enter")
+        assert visit("document.activeElement.parentElement.open")
+    for n, table in enumerate(visit.page.locator("table.sortable").all()[:8]):
+        table.locator("thead button").first.focus()
+        visit.page.keyboard.press("Enter")
+        orders = (
+            f"[...document.querySelectorAll('table.sortable')[{n}].tHead.rows[0].cells].map((head) => head.ariaSort)"
+        )
+        assert visit(orders)[0] == "ascending"
+        assert set(visit(orders)[1:]) <= {"none"}
+
+
+# Parts that say nothing to a screen reader
+UNLABELLED = """[...document.querySelectorAll('svg.chart, table, th, [role="region"], details')].filter((part) => {
+  if (part.matches('svg')) return part.getAttribute('role') !== 'img' || !part.ariaLabel;
+  if (part.matches('table')) return !part.caption?.textContent.trim();
+  if (part.matches('th')) return !['row', 'col'].includes(part.scope);
+  return part.matches('details') ? !part.querySelector('summary')?.textContent.trim() : !part.ariaLabel;
+}).map((part) => part.outerHTML.slice(0, 120))"""
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "notebook"])
+def test_charts_tables_and_headings_have_labels_for_screen_readers(
+    name: str, pages: Callable[[str], Path], open_page: Open
+) -> None:
+    visit = open_page(pages(name))
+    assert visit(UNLABELLED) == []
+    assert visit("document.querySelectorAll('h1').length") == 1
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("name", ["report", "fifty", "one", "crashed"])
+def test_nothing_of_a_report_is_cut_at_1200_pixels_nor_of_its_first_table_on_a_phone(
+    name: str, width: int, pages: Callable[[str], Path], open_page: Open
+) -> None:
+    visit = open_page(pages(name), width=width)
+    if width == 1200 and name != "fifty":  # whose details have 50 rows of 20 figures
+        visit(UNFOLD)
+    cut = """[...document.querySelectorAll('.scroll')].filter((part) => part.checkVisibility()
+      && part.scrollWidth > part.clientWidth + 1).map((part) => part.ariaLabel)"""
+    assert visit(cut) == []
+    assert visit("document.documentElement.scrollWidth") <= width
+
+
 @pytest.mark.parametrize("what", ["5,000 positions", "200 arms"])
-def test_large_reports_are_shown_within_seconds(what: str, tmp_path: Path, open_page: Open) -> None:
+def test_large_reports_lose_nothing(what: str, tmp_path: Path, open_page: Open) -> None:
     if what == "200 arms":
         report = many_arms(200)
     else:
@@ -281,18 +359,11 @@ def test_large_reports_are_shown_within_seconds(what: str, tmp_path: Path, open_
         candidates = tuple(one.model_copy(update={"axes": axes}) if one.axes else one for one in report.candidates)
         report = report.model_copy(update={"candidates": candidates})
     file = tmp_path / "report.html"
-    began = time.perf_counter()
     file.write_text(report_page(report)(tmp_path), "utf-8")
-    written = time.perf_counter() - began
     visit = open_page(file)
-    shown = visit("""() => new Promise((done) => {
-      requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() / 1000)));
-    })""")
     assert visit.faults == []
     assert "left out" not in visit("document.getElementById('main').textContent")
     if what == "200 arms":
         assert visit("document.querySelectorAll('#figures tbody tr').length") == 200
     else:  # drawn of single positions
         assert visit("document.querySelectorAll('#axis-kld figure').length") == 3
-    print(f"{what}: {file.stat().st_size / 1e6:.1f} MB, written in {written:.2f} s, on screen after {shown:.2f} s")
-    assert shown < 6  # 2 s are promised; the rest is for busy machines

@@ -185,9 +185,9 @@ def test_an_axis_that_no_report_has_is_refused_by_what_there_is() -> None:
 def test_the_page_holds_every_row() -> None:
     board = rank([sample_report()])
     [rows] = groups(board).values()
-    page = study_html(board)
+    page = study_html(board).replace("<wbr>", "")
     assert len(rows) > 1
-    assert all(f'<th scope="row">{row.at["arm"]}</th>' in page for row in rows)
+    assert all(f">{row.at['arm']}</th>" in page for row in rows)
 
 
 def test_nothing_from_a_report_becomes_markup() -> None:
@@ -235,7 +235,7 @@ def test_a_shape_of_work_is_one_column_whatever_the_order_of_its_coordinates() -
 def test_the_table_shows_ties_intervals_and_what_was_left_out() -> None:
     page = study_html(rank([report("r", arm("a", ONE), arm("b", ONE), arm("c"))]))
     assert '<th scope="row">a</th><td>1–2</td>' in page
-    assert "<td>0.100 (0.050–0.20)</td>" in page
+    assert "<td>0.100 <small>(0.050–0.20)</small></td>" in page
     assert "<td>kld was not measured</td>" in page
 
 

@@ -32,7 +32,7 @@ from tests.report.sample import (
 from tests.report.sample_axes import odd_axis
 from tests.report.sample_benches import bench_report, hostile_benches, rich_report
 
-VOID = ("meta", "br")
+VOID = ("meta", "br", "wbr")
 REPORTS = {
     "sample": sample_report(),
     "hostile": hostile_report(),
@@ -171,14 +171,26 @@ def test_an_arm_that_ran_without_axes_renders() -> None:
     assert Page(sample_report(candidates=(arm("q8_0"),), control=arm("bf16"), floor={})).open == []
 
 
-def test_every_heading_of_every_table_is_a_button_that_names_its_order() -> None:
+def test_every_heading_of_a_table_that_sorts_is_a_button_that_names_its_order() -> None:
     page = Page(sample_report())
     heads = [attributes for attributes in page.all("th") if "aria-sort" in attributes]
     assert len(heads) == len(re.findall(r"<th [^>]*><button type=\"button\">", page.source))
-    assert len(heads) == sum(head.count("<th ") for head in re.findall(r"<thead>.*?</thead>", page.source))
+    sorts = re.findall(r"<table class=\"sortable.*?<thead>(.*?)</thead>", page.source, re.DOTALL)
+    assert len(heads) == sum(head.count("<th ") for head in sorts)
     assert len(page.all("table")) >= 7
-    assert {attributes.get("class", "").split()[0] for attributes in page.all("table")} == {"sortable", "heat"}  # type: ignore[union-attr]
+    kinds = {(attributes["class"] or "").split()[0] for attributes in page.all("table")}
+    assert kinds == {"sortable", "turned", "heat"}
     assert {attributes.get("aria-sort") for attributes in heads} == {"none"}
+
+
+def test_a_table_of_many_columns_and_few_rows_is_turned() -> None:
+    page = Page(sample_report()).source.split('<section id="axis-kld"')[1].split("</section>")[0]
+    table = page.split('<table class="turned')[1].split("</table>")[0]
+    heads = re.findall(r"<th scope=\"col\">(.*?)</th>", table)
+    assert heads[:3] == ["configuration", "control bf16", "k16v8"]
+    first = table.split("<tbody>")[1].split("</tr>")[0]
+    assert '<th scope="row">mean, nats</th>' in first
+    assert first.count("<td>") == len(heads) - 1
 
 
 def test_the_control_is_a_band_with_its_name_in_every_kl_chart() -> None:

@@ -55,6 +55,16 @@ def test_each_part_has_a_table_with_the_columns_that_its_rows_have() -> None:
     assert [f"<h2>{part}</h2>" in page for part in ("first", "second", "third")] == [True] * 3
 
 
+def test_what_all_rows_of_a_page_have_in_common_stands_above_the_table() -> None:
+    rows = [
+        StudyRow(status=Status.OK, at={"name": name}, metrics=(LOSS(0.1 * n),), facts={"kv": "q8"})
+        for n, name in enumerate("abc", 1)
+    ]
+    page = study_html(study(rows=tuple(rows)))
+    assert "In all rows: kv q8.</p>" in page
+    assert "<td>q8</td>" not in page
+
+
 def test_a_metric_stands_with_its_interval_and_a_fact_as_it_is() -> None:
     assert ["a", "q8", "0.250", "(0.20–0.30)", "ok"] in [line.split() for line in text_of(study()).splitlines()]
 
@@ -67,7 +77,7 @@ def test_why_a_row_has_no_figures_is_said_once() -> None:
 
 def test_commands_are_in_one_piece() -> None:
     assert f"  {COMMAND}\n" in text_of(study())
-    assert f'<pre class="command">{COMMAND}</pre>' in study_html(study())
+    assert f'<pre id="command1">{COMMAND}</pre><button' in study_html(study())
 
 
 @pytest.mark.parametrize("word", ["[red]x", "\x1b[31mx"])
@@ -76,4 +86,4 @@ def test_words_from_outside_are_no_markup(word: str) -> None:
     text = text_of(study(title=word, rows=rows, sentences=(word,)))
     assert "\x1b" not in text
     assert text.count("[31mx" if "\x1b" in word else "[red]x") == 6
-    assert "<script" not in study_html(study(title="<script>", rows=rows))
+    assert study_html(study(title="<script>", rows=rows)).count("<script") == 1  # the page's own

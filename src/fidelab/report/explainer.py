@@ -8,25 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import finite
-from fidelab.report.html import data_block, script_of, templates
+from fidelab.report.html import data_block, render_page
 from fidelab.results.record import write_atomically
 
 
 def render_explainer(found: Mapping[str, Any], version: str) -> str:
     """The page; ``found`` is what :func:`fidelab.physics.explainer.explainer` gives."""
-    script, digest = script_of("explainer.js")
-    return (
-        templates()
-        .get_template("explainer.html.j2")
-        .render(
-            data=data_block(json.dumps(finite(found), ensure_ascii=False)),
-            formats=found["formats"],
-            points=found["points"],
-            published=found["published"],
-            script=script,
-            digest=digest,
-            version=version,
-        )
+    return render_page(
+        "explainer.html.j2",
+        "What a step of decoding reads",
+        ["explainers", f"fidelab {version}"],
+        "explainer.js",
+        data=data_block(json.dumps(finite(found), ensure_ascii=False)),
+        formats=found["formats"],
+        points=found["points"],
+        published=found["published"],
     )
 
 

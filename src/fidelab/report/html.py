@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -35,28 +37,26 @@ def render_html(report: Report, positions: Path | None = None) -> str:
     """
     view = build_view(report)
     gallery = gallery_of(report, view, positions)
-    script, digest = script_of("page.js", "report.js")
     axes = [part for part in gallery.parts if part.section.kind == "axis"]
-    return (
-        templates()
-        .get_template("report.html.j2")
-        .render(
-            view=view,
-            tables={table.key: table for table in view.tables},
-            frontier=gallery.frontier,
-            loses=[part for part in axes if part.section.name == DECIDING],
-            tests=[part for part in axes if part.section.name != DECIDING],
-            benches=[part for part in gallery.parts if part.section.kind == "bench"],
-            texts=[(shown.arm.name, plot) for part in axes for shown in part.section.shown for plot in shown.texts],
-            columns_of=lambda kept: [FIGURES[n] for n in kept],
-            shades_of=shades_of,
-            scale_of=scale_of,
-            table_of=table_of,
-            one_line=one_line,
-            data=data_block(report.model_dump_json(by_alias=True)),
-            script=script,
-            digest=digest,
-        )
+    texts = [(shown.arm, plot) for part in axes for shown in part.section.shown for plot in shown.texts]
+    return render_page(
+        "report.html.j2",
+        view.title,
+        [view.title if view.answer else "", *view.facts, view.created],
+        "report.js",
+        view=view,
+        tables={table.key: table for table in view.tables},
+        frontier=gallery.frontier,
+        loses=[part for part in axes if part.section.name == DECIDING],
+        tests=[part for part in axes if part.section.name != DECIDING],
+        benches=[part for part in gallery.parts if part.section.kind == "bench"],
+        texts=[(arm.name, plot) for arm, plot in sorted(texts, key=lambda shown: shown[0].role != "candidate")],
+        columns_of=lambda kept: [FIGURES[n] for n in kept],
+        shades_of=shades_of,
+        scale_of=scale_of,
+        table_of=table_of,
+        one_line=one_line,
+        data=data_block(report.model_dump_json(by_alias=True)),
     )
 
 
@@ -79,17 +79,27 @@ def write_html(report: Report, path: str | Path) -> Path:
     return write_atomically(path, render_html(report, Path(path).with_name(POSITIONS)))
 
 
-@cache
-def script_of(*names: str) -> tuple[Markup, str]:
-    """A page's script, of several files in one, and its hash as a content security policy names it."""
+def render_page(template: str, title: str, facts: Sequence[str], *scripts: str, **values: object) -> str:
+    """A page on the common base: head, style sheet, one line of facts, the button for colours, scripts.
+
+    ``facts``: what the line above the answer says; empty ones are left out.  ``scripts``: files that follow
+    ``page.js``, in one element whose SHA-256 the content security policy names.
+    """
     folder = files("fidelab.report") / "templates"
-    text = "".join((folder / name).read_text("utf-8") for name in names).replace("\r\n", "\n")
-    return Markup(text), base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    script = "".join((folder / name).read_text("utf-8") for name in ("page.js", *scripts)).replace("\r\n", "\n")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = templates().get_template(template)
+    return page.render(title=title, facts=facts, script=Markup(script), digest=digest, **values)
 
 
 def data_block(text: str) -> Markup:
     """JSON as it stands in a ``<script type="application/json">``: nothing in it can end that element."""
     return Markup(printable(text, escaped=True).translate(_ESCAPES))
+
+
+def _breakable(text: str) -> Markup:
+    """Text that breaks between the settings of a name, rather than within a word."""
+    return Markup("<wbr>").join(map(printable, re.split(r"(?<=,)(?=[^\W\d])", text)))
 
 
 def _finalized(value: object) -> object:
@@ -102,7 +112,7 @@ def _finalized(value: object) -> object:
 @cache
 def templates() -> Environment:
     """The templates and style sheets of the page; all text that they are given is escaped, and can be printed."""
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("fidelab.report"),
         autoescape=True,
         finalize=_finalized,
@@ -110,3 +120,5 @@ def templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = _breakable
+    return environment

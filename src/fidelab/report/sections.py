@@ -197,9 +197,20 @@ def _section(
     )
 
 
+_FACTS = {
+    "n_ctx": "context",
+    "n_documents": "documents",
+    "n_clusters": "independent samples",
+    "at_most": "windows at most",
+}
+"""Names of facts as people know them."""
+
+
 def _facts(measurement: Measurement) -> str:
-    """``n_ctx 512, estimator hidden``: facts that are one word or number."""
-    words = {one_line(name): fact_of(value) for name, value in measurement.facts.items()}
+    """``context 512, estimator hidden``: facts that are one word or number."""
+    words = {
+        _FACTS.get(name, one_line(name).replace("_", " ")): fact_of(value) for name, value in measurement.facts.items()
+    }
     return ", ".join(f"{name} {word}" for name, word in words.items() if word != ABSENT)
 
 

@@ -12,9 +12,10 @@ from rich.console import Console, JustifyMethod
 from fidelab.report.cells import STATUS, estimate_of, status_line
 from fidelab.report.charts import ChartLine, draw_lines, line_style
 from fidelab.report.heatmap import scale_of, shades_of
-from fidelab.report.html import templates
+from fidelab.report.html import render_page
 from fidelab.report.plots import FULL, NARROW, Drawing
 from fidelab.report.scales import ChartAxis
+from fidelab.report.tables import TextTable
 from fidelab.report.text import literal, print_line, print_path, simple_table
 from fidelab.results.numbers import heading, one_line
 from fidelab.results.plots import Curve
@@ -67,23 +68,22 @@ def render_study(study: Study, console: Console, *, folder: Path | None = None) 
 
 
 def study_html(study: Study) -> str:
-    """The page: the sentences, plots, and all rows; no script, nothing is fetched."""
-    return (
-        templates()
-        .get_template("study.html.j2")
-        .render(
-            study=study,
-            title=one_line(study.title),
-            run_id=one_line(study.run_id),
-            created=study.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
-            version=one_line(study.fidelab_version),
-            word="fail" if _doubtful(study) else "excellent",
-            chart=_chart(study.curves),
-            scale_of=scale_of,
-            shades_of=shades_of,
-            failures=_failures(study),
-            tables=_tables(study, study.rows),
-        )
+    """The page: the sentences, plots, and all rows; nothing is fetched."""
+    created = study.created.strftime("%Y-%m-%d %H:%M %Z").strip()
+    return render_page(
+        "study.html.j2",
+        one_line(study.title),
+        [study.kind, study.sample, created],
+        study=study,
+        run_id=one_line(study.run_id),
+        version=one_line(study.fidelab_version),
+        doubtful=_doubtful(study),
+        chart=_chart(study.curves),
+        scale_of=scale_of,
+        shades_of=shades_of,
+        failures=_failures(study),
+        tables=[_page_table(table) for table in _tables(study, study.rows)],
+        commands=[*study.commands.items(), ("Repeat this run", study.command)],
     )
 
 
@@ -110,6 +110,26 @@ class _Table:
     headings: tuple[str, ...]
     rows: tuple[StudyRow, ...]
     cells: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class _PageTable(TextTable):
+    """A table of the page: ``shared`` names what all rows have in common, ``marked`` numbers the rows with flags."""
+
+    shared: str = ""
+    marked: tuple[int, ...] = ()
+
+
+def _page_table(table: _Table) -> _PageTable:
+    """Columns with one value in three or more rows become a line above the table."""
+    columns = dict(zip(table.headings, zip(*table.cells, strict=True), strict=True))
+    several = len(table.cells) > 2 and len(columns) > 2
+    same = {name: cells[0] for name, cells in list(columns.items())[1:] if several and len(set(cells)) == 1}
+    kept = [name for name in columns if name not in same]
+    shared = " · ".join(f"{name} {cell}" for name, cell in same.items())
+    rows = tuple(zip(*(columns[name] for name in kept), strict=True))
+    marked = tuple(n for n, row in enumerate(table.rows) if row.flags)
+    return _PageTable("rows", table.title or "Rows", tuple(kept), rows, 1, shared, marked)
 
 
 def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:

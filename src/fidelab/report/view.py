@@ -709,7 +709,7 @@ def _run_details(report: Report) -> list[tuple[str, str]]:
         ("created", report.created.isoformat(timespec="seconds")),
         *_flat("", report.environment),
     ]
-    return [(one_line(name), one_line(value)) for name, value in lines]
+    return [(one_line(name).removeprefix("packages.").replace("_", " "), one_line(value)) for name, value in lines]
 
 
 def _flat(prefix: str, tree: Mapping[str, Any]) -> list[tuple[str, str]]:

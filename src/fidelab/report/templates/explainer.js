@@ -2,7 +2,6 @@
 (() => {
   const byId = (id) => document.getElementById(id);
   const data = JSON.parse(byId("data").textContent);
-  document.documentElement.classList.add("js");
 
   // ---------------------------------------------------------------- bytes and bounds, as fidelab.physics.traffic has them
 

@@ -9,7 +9,7 @@
   const theme = byId("theme");
   const system = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
-  const nameTheme = () => { theme.textContent = isDark() ? "Light colours" : "Dark colours"; };
+  const nameTheme = () => { theme.ariaLabel = theme.title = isDark() ? "Light colours" : "Dark colours"; };
   theme.addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";
     nameTheme();
@@ -18,7 +18,8 @@
   nameTheme();
 
   // Tables sort by a heading: rising, falling, as they were. Cells without a number stay last.
-  const textOf = (cell) => (cell.dataset.value ?? cell.firstChild?.textContent ?? "").trim();
+  const words = (cell) => [...cell.childNodes].filter((node) => node.nodeName !== "SMALL").map((node) => node.textContent);
+  const textOf = (cell) => (cell.dataset.value ?? words(cell).join("")).trim();
   const numberOf = (text) => {
     const plain = text.replace(/\u2212/g, "-").replace(/[\u2265\u2264\u2248<>+,\s]/g, "");
     return /^-?\d+(\.\d+)?(e-?\d+)?/i.test(plain) ? parseFloat(plain) : null;
@@ -47,6 +48,22 @@
         heads.forEach((other) => { other.ariaSort = other === head ? next : "none"; });
         sort(table, column, { ascending: 1, descending: -1, none: 0 }[next]);
       });
+    });
+  }
+
+  // Commands are copied in one piece.
+  for (const copy of all("button.copy")) {
+    copy.addEventListener("click", async () => {
+      const source = byId(copy.dataset.copy);
+      let done = true;
+      try {
+        await navigator.clipboard.writeText(source.textContent);
+      } catch {
+        getSelection().selectAllChildren(source);
+        done = document.execCommand("copy");
+      }
+      copy.textContent = done ? "Copied" : "Press Ctrl+C";
+      setTimeout(() => { copy.textContent = "Copy"; }, 2000);
     });
   }
 

@@ -30,21 +30,7 @@
     show(null);
   });
 
-  // Commands and the record.
-  for (const copy of all("button.copy")) {
-    copy.addEventListener("click", async () => {
-      const source = byId(copy.dataset.copy);
-      let done = true;
-      try {
-        await navigator.clipboard.writeText(source.textContent);
-      } catch {
-        getSelection().selectAllChildren(source);
-        done = document.execCommand("copy");
-      }
-      copy.textContent = done ? "Copied" : "Press Ctrl+C";
-      setTimeout(() => { copy.textContent = "Copy"; }, 2000);
-    });
-  }
+  // The record, written out when it is opened.
   const record = byId("fidelab-report").textContent;
   const raw = byId("raw");
   raw.addEventListener("toggle", () => {
