@@ -71,7 +71,16 @@ def _show(outcome: Audit) -> None:
     for finding in outcome.findings:
         print()
         _show_finding(finding, width)
-    print(f"\nverdict: {outcome.verdict}")
+    reasons: dict[str, list[str]] = {}
+    for what, why in outcome.unchecked.items():
+        reasons.setdefault(why, []).append(what)
+    files = f"{outcome.files:,} file{'' if outcome.files == 1 else 's'}"
+    print()
+    _paragraph("checked", f"{len(outcome.rules)} rules, {outcome.tensors:,} tensors, {files}", width)
+    if reasons:
+        said = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
+        _paragraph("not checked", said, width)
+    print(f"verdict: {outcome.verdict}")
 
 
 def _show_finding(finding: Finding, width: int) -> None:
