@@ -276,7 +276,7 @@ def _pasted(
         UsageError: it cannot be read, or a flag says what the command itself says.
         ConfigError: it stands in a file that asks for what a file may not do unasked.
     """
-    from fidelab.config.serve import read_change, read_served
+    from fidelab.config.serve import program_python, read_change, read_served
     from fidelab.config.trust import Trust, check_pasted
     from fidelab.core.errors import UsageError
     from fidelab.engines import ENGINES
@@ -292,11 +292,14 @@ def _pasted(
     if served.file is not None:
         check_pasted(served.settings(), served.file, Trust(trusted))
     own, given = served.settings(), flags.settings()
+    place = given["engine"]
+    if place["image"] is None and place["prefix"] is None:
+        place["python"] = place["python"] or program_python(served)
     flagged = {key: value for key, value in given.items() if value not in (None, "auto")}
     data = {
         **own,
         **flagged,
-        "engine": {**given["engine"], "image": given["engine"]["image"] or served.image, "name": served.engine},
+        "engine": {**place, "image": place["image"] or served.image, "name": served.engine},
         "engine_args": {**own["engine_args"], **given["engine_args"]},
         "env": {**own["env"], **given["env"]},
     }

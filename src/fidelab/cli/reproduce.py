@@ -95,9 +95,8 @@ def run_one(
         list[str] | None, typer.Option("--stage", metavar="NAME", help="Only this stage; may be repeated.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print stages, commands and what would be skipped; run nothing.")
+        bool, typer.Option("--dry-run", help="Print stages, commands, seconds and disk space; run nothing.")
     ] = False,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Print how long each stage takes; run nothing.")] = False,
     output_dir: Annotated[
         Path, typer.Option(help="Where runs are written; profiles lie in its folder 'profiles'.")
     ] = options.RunsOptions.output_dir,
@@ -134,10 +133,9 @@ def run_one(
         raise UsageError("name a profile: fidelab reproduce NAME (fidelab reproduce list shows them)")
     else:
         resolved = resolve(name, load_profile(name, trusted or []), variant, parse_parameters(parameters or []))
-        _check(resolved, context.find_root().command)
-        if dry_run or estimate:
-            planned = plan_profile(resolved, output_dir, only=stages or [], estimate=estimate, command=command_line())
-            show_study(planned, None, as_json)
+        check_stages(resolved, context.find_root().command)
+        if dry_run:
+            show_study(plan_profile(resolved, output_dir, only=stages or [], command=command_line()), None, as_json)
             return
         study, folder = run_profile(resolved, output_dir, only=stages or [], command=command_line(), watch=_watch)
     show_study(study, folder, as_json)
@@ -149,7 +147,7 @@ def _watch(text: str) -> None:
     note(f"fidelab: stage {text}")
 
 
-def _check(resolved: Resolved, root: Any) -> None:
+def check_stages(resolved: Resolved, root: Any) -> None:
     """Refuse experiments and commands of ``root`` that cannot be read, before anything runs.
 
     Raises:

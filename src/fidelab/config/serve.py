@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -314,6 +315,27 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
     said.ignored = {**notes, **outer.ignored, **said.ignored}
     said.secrets += outer.secrets
     return Pasted(engine, said, tuple(program[len(run.entry) :]), tuple(wrapper), mounts, place)
+
+
+def program_python(pasted: Pasted) -> str | None:
+    """Return the interpreter of the environment that a command's program belongs to, by the script's first line.
+
+    ``None`` where the program is not on PATH or no script of Python, is started by an interpreter or in a container, or
+    where a file names it by a path.
+    """
+    name = pasted.program[0] if pasted.program and not pasted.wrapper else ""
+    found = shutil.which(name) if pasted.file is None or os.sep not in name else None
+    if found is None:
+        return None
+    with Path(found).open("rb") as script:
+        first, _, rest = script.read(4096).decode("utf-8", "replace").partition("\n")
+    if first == "#!/bin/sh":  # pip's second line, where the path is too long for the first
+        match = re.match(r"'''exec' \"?([^\"]+?)\"? \"\$0\"", rest)
+        words = [match[1]] if match else []
+    else:
+        words = first.removeprefix("#!").split() if first.startswith("#!") else []
+        words = words[1:] if words and Path(words[0]).name == "env" else words
+    return shutil.which(words[0]) if words and Path(words[0]).name.startswith("python") else None
 
 
 def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, Any]:

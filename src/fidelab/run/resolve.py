@@ -82,8 +82,10 @@ class Settings:
         return [arm for role, arm in self.roles.items() if role.startswith("candidate:")]
 
 
-def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
+def resolve_experiment(experiment: Experiment, created: str = "", *, assume: bool = False) -> Settings:
     """Resolve names, formats, models and environments; ``created`` marks captures that only this run may use.
+
+    ``assume``: see :class:`fidelab.run.deploy.Engines`.
 
     Raises:
         FidelabError: one line naming what was wrong and what to do.
@@ -93,7 +95,7 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
         engine_class(config.name)
     axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
     benches = {name: _load_bench(name, values) for name, values in experiment.benches.items()}
-    with Engines(lambda: _files(experiment)) as engines:
+    with Engines(lambda: _files(experiment), assume) as engines:
         _check_kv_names(experiment, engines)
         return _Resolver(experiment, axes, benches, engines, created).settings()
 
