@@ -313,7 +313,7 @@ def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = 
         )
     running = [row for row in rows.values() if row.measured]
     times = [row.value("seconds") for row in running]
-    disk = sum(row.value("disk") or 0.0 for row in running)
+    seconds, disk = sum(filter(None, times)), sum(row.value("disk") or 0.0 for row in running)
     unknown = f", and {counted(n, 'stage')} of unknown time" if (n := times.count(None)) else ""
     return new_study(
         command=command,
@@ -322,15 +322,13 @@ def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = 
         title=_title(resolved),
         columns=("name", "about", "seconds", "disk"),
         rows=tuple(rows.values()),
-        sentences=(
-            f"in all about {sum(filter(None, times)):,.0f} s and {disk / _MB:,.1f} MB of saved outputs{unknown}",
-        ),
+        sentences=(f"in all about {seconds:,.0f} s and {disk / _MB:,.1f} MB of saved outputs{unknown}",),
         commands=commands,
     )
 
 
 def _dry_run(stage: Stage) -> tuple[float | None, float | None]:
-    """Return the seconds and the bytes of disk that the dry run of an experiment gives; ``None`` where it gives none."""
+    """Return the seconds and the bytes that an experiment's dry run gives; ``None`` where it gives none."""
     with tempfile.TemporaryDirectory() as scratch:
         words = [sys.executable, "-m", *stage_words(stage, Path(scratch)), "--dry-run"]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -402,8 +400,9 @@ def _stage(
 ) -> StudyRow:
     """What became of a stage; ``hours``: what the profile expects on the machine that it needs."""
     metrics = [made(value) for made, value in ((_SECONDS, seconds), (_DISK, disk)) if value is not None]
-    at, facts = {PART: "stage", "name": stage.name}, {"hours": stage.needs.hours, **facts}
-    return StudyRow(status=status, reason=reason, at=at, metrics=tuple(metrics), facts=facts)
+    facts = {"hours": stage.needs.hours, **facts}
+    at = {PART: "stage", "name": stage.name}
+    return StudyRow(status=status, reason=reason, at={**at}, metrics=tuple(metrics), facts=facts)
 
 
 def _kept(folder: Path, stage: Stage) -> StudyRow | None:
