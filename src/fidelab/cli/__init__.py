@@ -114,7 +114,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Which quantized configuration may I run on my engine, and what do I lose and gain?
+    """Measure what quantized KV caches and weights cost in accuracy, and save in memory, on your engine.
 
     [bold]Examples[/bold]
 

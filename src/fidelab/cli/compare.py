@@ -55,7 +55,7 @@ def compare(
             "--file",
             "-f",
             metavar="FILE",
-            help="Run an experiment file (YAML), or a bundled one by name; settings change by --set alone.",
+            help="Run an experiment file (YAML) or a bundled one by name. Change its settings with --set.",
             show_default=False,
         ),
     ] = None,
@@ -64,7 +64,7 @@ def compare(
     kv: Annotated[
         list[str] | None,
         typer.Option(
-            help="Candidate KV format: NAME, K/V, or NAME\\[key=value,…]; repeat it.",
+            help="Candidate KV format: NAME, K/V or NAME\\[key=value,…]. Repeatable.",
             autocompletion=options.complete_kv,
             rich_help_panel=options.ARMS,
         ),
@@ -72,7 +72,7 @@ def compare(
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help="Candidate as KEY=VALUE,…: kv, model, engine or another key; repeat it.",
+            help="Candidate as KEY=VALUE,… (kv, model, engine, …). Repeatable.",
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -80,7 +80,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="Reference as a server's command: vllm serve …, llama-server …, or @FILE.",
+            help="Reference as a server command: vllm serve …, llama-server … or @FILE.",
             show_default=False,
             rich_help_panel=options.ARMS,
         ),
@@ -89,7 +89,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="FLAGS",
-            help="Candidate: flags changed in --serve, as '--kv-cache-dtype fp8'; repeat it.",
+            help="Candidate as changed flags of --serve, e.g. '--kv-cache-dtype fp8'. Repeatable.",
             show_default=False,
             rich_help_panel=options.ARMS,
         ),
@@ -98,7 +98,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="KEY=A,B,…",
-            help="A key of --candidate with several values; repeated, all combinations run.",
+            help="Key of --candidate with several values. If repeated, all combinations run.",
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -132,28 +132,28 @@ def compare(
         bool,
         typer.Option(
             "--keep-rows",
-            help="Keep rows over the vocabulary after they are compared, not only what scoring reads of them.",
+            help="Keep full logits after scoring.",
         ),
     ] = False,
     budget: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Time of the run, such as 10m: read no more windows when they would take longer, decided or not.",
+            help="Time limit of the run, e.g. 10m. Stops reading windows when it would be exceeded.",
             show_default=False,
             rich_help_panel=options.MEASURED,
         ),
     ] = None,
     n_runs: Annotated[
-        int, typer.Option("--runs", help="Whole runs with fresh captures; the report says how far they spread.")
+        int, typer.Option("--runs", help="Number of independent runs. The report shows their spread.")
     ] = 1,
     show: options.ShowOptions,
     dry_run: options.DryRun = False,
     only: Annotated[
         _Phase | None,
         typer.Option(
-            help="capture: save outputs and print a folder per configuration; score: compare such folders, "
-            "--reference DIR --candidate DIR (or NAME=DIR), without an engine.",
+            help="capture: save outputs and print their folders. score: compare saved outputs (--reference DIR "
+            "--candidate DIR).",
             show_default=False,
         ),
     ] = None,
@@ -170,7 +170,7 @@ def compare(
     trusted: options.Trusted = None,
     help_all: options.HelpAll = False,
 ) -> None:
-    r"""Run a reference and candidates on the real engine and say what each candidate loses.
+    r"""Run a reference and candidates on a real engine and report what each candidate loses.
 
     [bold]Examples[/bold]
 

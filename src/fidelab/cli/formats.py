@@ -39,7 +39,7 @@ _WEIGHT = (512, 2048)  # outputs and inputs of the matrix that weight formats ar
 def formats(
     model: Annotated[
         str | None,
-        typer.Option(help="The model whose cache is counted. \\[default: smollm2-135m]", show_default=False),
+        typer.Option(help="Model whose cache size is shown. \\[default: smollm2-135m]", show_default=False),
     ] = None,
     engine: Annotated[
         str | None, typer.Option(help="Only the formats that this engine stores, and how.", show_default=False)

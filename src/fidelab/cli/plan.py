@@ -22,17 +22,17 @@ def plan(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Wanted half-width: in the axis' own unit (kld: nats, trajectory: points), or '5%' of each "
-            "candidate's estimate.",
+            help="Half-width of the interval, in the test's unit (kld: nats, trajectory: points) or e.g. 5% of "
+            "the estimate.",
             show_default=False,
         ),
     ] = None,
     margin: options.Margin = None,
     max_kld: options.MaxKLD = None,
-    axis: Annotated[str, typer.Option(help="Axis of the run, such as kld or trajectory.")] = "kld",
+    axis: Annotated[str, typer.Option(help="Test of the run, e.g. kld or trajectory.")] = "kld",
     as_json: options.Json = False,
 ) -> None:
-    """Estimate the sample size for a given precision or margin, from a finished run.
+    """Estimate the sample size for a precision or margin from a pilot run.
 
     [bold]Examples[/bold]
 
