@@ -36,4 +36,4 @@ def speculation(
     show_study(study, None, as_json)
     ratios = [row for row in study.rows if row.at["part"] == "together"]
     if missing := sum(not row.measured for row in ratios):
-        exit_on([], [f"{missing} of {len(ratios)} cells have no ratio: an arm was not what it should have been"])
+        exit_on([], [f"{missing} of {len(ratios)} cells have no ratio: a run was not of the named kind"])

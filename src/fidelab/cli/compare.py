@@ -226,7 +226,7 @@ def compare(
         arms = {"model": model, **engine.settings(), **({} if reference is None else {"reference": reference})}
         changes = []
     if not kv and not candidate and not vary and not changes:
-        ways = "--kv FORMAT, --candidate KEY=VALUE,…, --vary KEY=A,B,…, or --change FLAGS beside --serve"
+        ways = "--kv FORMAT, --candidate KEY=VALUE,…, --vary KEY=A,B,…, or --change FLAGS with --serve"
         raise UsageError(f"name at least one candidate: {ways}")
     measured = axes.settings()
     if axes.windows is None and axes.protocol != "sliding" and n_runs == 1:
@@ -460,7 +460,7 @@ def launch(
         if experiment.runs > 1:
             note(f"fidelab: {experiment.runs} runs of this plan")
         for words, reason in (experiment.serve.ignored if experiment.serve else {}).items():
-            note(f"fidelab: of the pasted command, in no arm: {words} ({reason})")
+            note(f"fidelab: ignored flags from --serve: {words} ({reason})")
         return
     command = command_line()
     for secret in secrets:
@@ -471,7 +471,7 @@ def launch(
 
 
 def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions, axes: options.AxesOptions) -> Trust:
-    """What is allowed to the run that is gone on with: the flags say what it may ask for."""
+    """Permissions granted to a resumed run, taken from the flags."""
     from fidelab.config.trust import Trust
 
     settings = engine.settings()

@@ -222,16 +222,14 @@ def layers(
     """
     from fidelab.cli.progress import watcher
     from fidelab.core.errors import UsageError
-    from fidelab.studies.layers import bisect
+    from fidelab.studies.layers import compare_layers
 
     candidates = [*(kv or []), *(candidate or [])]
     if len(candidates) != 1:
-        raise UsageError(
-            f"two arms are compared: name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), not {len(candidates)}"
-        )
+        raise UsageError(f"name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), not {len(candidates)}")
     noise = 1.0 if floor else 0.0
     experiment = study_experiment(
-        "bisect",
+        "layers",
         model,
         {"windows": windows, "n_ctx": n_ctx, "protocol": "full"},
         {"candidates": candidates, "floor": noise, "twins": noise},
@@ -240,6 +238,6 @@ def layers(
         text.settings(),
         runs.settings(),
     )
-    study, folder = bisect(experiment, command=command_line(), listener=watcher())
+    study, folder = compare_layers(experiment, command=command_line(), listener=watcher())
     show_study(study, folder.path, as_json)
     exit_on(study.faults)  # a layer that stands out is a finding, that there is nothing to compare is a fault

@@ -12,7 +12,7 @@ from fidelab.cli.commands import Commands
 from fidelab.cli.output import command_line, exit_on, failures, note, open_console, show_report
 
 if TYPE_CHECKING:
-    from fidelab.imports.leave import Imported
+    from fidelab.imports.write_run import Imported
 
 _Tests = Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same for one or more candidates.")]
 _Names = Annotated[

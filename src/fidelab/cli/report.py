@@ -152,7 +152,7 @@ def _write_charts(run_dir: Path, form: _Format, out: Path, width: int) -> None:
     folder = RunFolder.open(run_dir.absolute())
     drawn = draw_charts(folder.read_report(run_dir), width, folder.positions)
     if not drawn:
-        lacking = "no arm has a KLD, another axis with curves, or a bench with two points of one"
+        lacking = "no configuration has a KLD, another test with curves, or a benchmark with two points"
         raise InputError(f"{run_dir} has nothing to draw: {lacking}")
     for path in write_charts(drawn, out.absolute(), "svg" if form is _Format.SVG else "png", width):
         print(path)

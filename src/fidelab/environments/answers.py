@@ -210,7 +210,7 @@ class Assumed(EngineAnswers):
         engine = ENGINES.load(self.environment.engine)
         if question in ("control_for", "check_kv"):
             return answer(engine, question, **fields)
-        about = {"build": None, "device": "cpu", "provenance": {}, "shims": (), "variables": {}}
+        about: dict[str, Any] = {"build": None, "device": "cpu", "provenance": {}, "shims": (), "variables": {}}
         known = {"estimator": str(engine.estimator), "checkpoint_format": engine.checkpoint_format}
         return {"supports": [True, ""], "kv_names": [], "about": {**known, **about}}.get(question, {})
 

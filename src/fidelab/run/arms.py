@@ -207,7 +207,7 @@ def _without_pair(words: Sequence[str], *flags: str) -> list[str]:
 
 
 def _quoted(word: str) -> str:
-    """A word as a shell reads it back; the user's home, which no report needs, as ``~``."""
+    """Shell-quote a word, with the home directory abbreviated to ``~``."""
     home = f"{Path.home()}/"
     return f"~/{shlex.quote(word.removeprefix(home))}" if word.startswith(home) else shlex.quote(word)
 

@@ -139,7 +139,7 @@ def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Sco
     """
     results, facts, planned = read_outcomes(folder)
     left = planned - {result.role for result in results}
-    remedy = f"go on with: fidelab compare --resume {folder.path}"
+    remedy = f"resume with: fidelab compare --resume {folder.path}"
     if left:
         raise InputError(f"{folder.path} was stopped before {min(left)} was captured; {remedy}")
     experiment = load(folder.config)
@@ -185,7 +185,7 @@ def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str
             raise ValueError("its arms are not those of a run")
     except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
         raise InputError(
-            f"{folder.path}: outcomes.json is damaged ({str(error)[:200]}); mend it with: "
+            f"{folder.path}: outcomes.json is damaged ({str(error)[:200]}); repair it with: "
             f"fidelab compare --resume {folder.path}"
         ) from None
     return results, facts, planned

@@ -78,7 +78,7 @@ def prepare(
     of a pasted command need not be installed.  ``servers``: one of them imports the reference's engine meanwhile.
 
     Raises:
-        FidelabError: anything a user can mend, in one line.
+        FidelabError: anything a user can fix, in one line.
     """
     assume = not convert and experiment.serve is not None
     settings = resolve_experiment(_absolute(experiment), created or now(), assume=assume)

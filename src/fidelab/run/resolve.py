@@ -339,7 +339,7 @@ class _Resolver:
         chosen, refused = same_attention([arm for arm in arms if arm.name not in self._unsupported])
         for arm in chosen:
             if (resolved := self._resolved[arm.name]).arm != arm:
-                about = {**resolved.about, "kernels_refused": f"one attention for all arms; {refused}"}
+                about = {**resolved.about, "kernels_refused": f"one attention for all configurations; {refused}"}
                 self._resolved[arm.name] = replace(resolved, arm=arm, about=about)
 
     def _diagnostics(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
@@ -536,7 +536,7 @@ def _refuse_namesakes(arms: Sequence[Arm]) -> None:
     prints: dict[str, str] = {}
     for arm in arms:
         if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():
-            raise UsageError(f"two different arms are named {arm.name!r}; give one of them another 'name'")
+            raise UsageError(f"two different configurations are named {arm.name!r}; give one of them another 'name'")
 
 
 def load_axis(name: str, values: Mapping[str, object]) -> Axis:
