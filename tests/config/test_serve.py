@@ -163,7 +163,7 @@ def test_a_secret_is_in_no_setting(flags: str) -> None:
         ("vllm serve $NOT_SET_HERE", r"\$NOT_SET_HERE is not set here"),
         ("vllm serve m --tokenizer $MY_API_KEY", r"\$MY_API_KEY is a secret"),
         ("vllm serve m n", "'n' belongs to no flag"),
-        ("vllm serve --port 80", "names no model"),
+        ("vllm serve --port 80", "does not name a model"),
         ("vllm serve m --config x.yaml", "--config reads options from a file"),
         ("llama-server -hf a/b:Q4", "-hf names a file of a hub"),
         ("nginx -c x", "nginx -c x is no server that fidelab knows"),
@@ -250,7 +250,7 @@ def test_one_part_of_a_json_option_changes() -> None:
         ("kv=fp8 --x; y", "is for a shell"),
         ("fp8", "'fp8' is neither a flag nor NAME=value"),
         ("--block-size 32 x", "'x' belongs to no flag"),
-        ("OMP_NUM_THREADS=2", "threads is one for all arms"),
+        ("OMP_NUM_THREADS=2", "threads is the same for all configurations"),
     ],
 )
 def test_a_change_that_changes_nothing_is_refused(text: str, said: str) -> None:

@@ -207,7 +207,7 @@ def test_the_resolved_arms_share_one_attention_and_the_record_says_whose_format_
     settings = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8", "q8_0"], dtype="bfloat16")
     assert _attention(list(settings.roles.values())) == dict.fromkeys(("bf16", "k16v8", "q8_0"), "transformers")
     said = settings.resolved["bf16"].about["kernels_refused"]
-    assert "one attention for all arms; q8_0: attention=k16v8 does not hold q8_0" in said
+    assert "one attention for all configurations; q8_0: attention=k16v8 does not hold q8_0" in said
 
 
 def _beside(tmp_path: Path, tiny: Path, *arms: dict[str, Any], **change: Any) -> Settings:

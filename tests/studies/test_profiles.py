@@ -195,7 +195,7 @@ def test_a_stopped_profile_leaves_no_process_and_goes_on(tmp_path: Path) -> None
     said = process.communicate(timeout=60)[1]
     folder = folder_of(tmp_path)
     assert process.returncode == 130
-    assert f"Go on with: fidelab reproduce --resume {folder}" in said
+    assert f"Resume with: fidelab reproduce --resume {folder}" in said
     assert not _alive(folder)
     again = cli("reproduce", "--resume", folder, cwd=tmp_path)
     assert again.code == 0, again.err
