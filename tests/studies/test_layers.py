@@ -151,7 +151,7 @@ def test_an_arm_that_fails_ends_with_1_and_its_reason(room: Path) -> None:
     ("words", "said"),
     [
         ((), "name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), not 0"),
-        (("--kv", "int8", "--kv", "int4"), "two configurations are compared: name one candidate"),
+        (("--kv", "int8", "--kv", "int4"), "name one candidate"),
         (("--kv", "int8", "--candidate", "kv=int4"), "not 2"),
         (("--kv", "f32"), "candidate 'f32' computes the same as the reference"),
         (("--kv", "int8", "--engine", "llamacpp"), "engine llamacpp does not tell what passes through its layers"),
