@@ -36,7 +36,7 @@ def _states(model: Model, kv: str, change: Change) -> NDArray[np.float32]:
     try:
         engine.open(arm(model.path, kv))
         change(engine._model.module.model.layers)
-        engine.answer(Layerwise("bisect", cut.windows, cut.first, cut.last), sink)
+        engine.answer(Layerwise("layers", cut.windows, cut.first, cut.last), sink)
     finally:
         torch.set_grad_enabled(grad)
         torch.set_num_threads(threads)

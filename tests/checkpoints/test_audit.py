@@ -965,9 +965,22 @@ def test_the_verdict_is_the_exit_code_and_json_has_all_of_it(tmp_path: Path) -> 
     assert f"{DOWN}.scales" in done.out
     assert "verdict: broken" in done.out
     answer = json.loads(cli("checkpoint", "audit", folder, "--json", cwd=tmp_path).out)
-    assert (answer["schema"], answer["verdict"], answer["rules"]) == ("fidelab.audit/1", "broken", list(RULES))
+    assert (answer["schema"], answer["verdict"]) == ("fidelab.audit/1", "broken")
+    assert {*answer["rules"], *answer["unchecked"]} == {*RULES}
     [finding] = answer["findings"]
     assert (finding["rule"], finding["count"], finding["tensors"]) == ("scale-nonfinite", 1, [f"{DOWN}.scales"])
+
+
+def test_an_audit_says_what_was_checked_and_what_was_not(tmp_path: Path) -> None:
+    whole, base = quantized("gptq").write(tmp_path / "whole"), plain().write(tmp_path / "base")
+    alone = audit(str(whole))
+    needs_base = {name for name in RULES if name.startswith("base-")}
+    assert {*alone.unchecked} == {*needs_base, "tp-split"}
+    assert (len(alone.rules), alone.files) == (len(RULES) - len(needs_base) - 1, 1)
+    assert audit(str(whole), str(base), 2).unchecked == {}
+    out = " ".join(cli("checkpoint", "audit", whole, cwd=tmp_path).out.split())
+    assert f"checked {len(alone.rules)} rules, {alone.tensors} tensors, 1 file not checked base-missing," in out
+    assert "(needs --base ORIGINAL); tp-split (needs --tp N) verdict: ok" in out
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

@@ -307,9 +307,9 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(words: tuple[str, ...], room
     "words", ["report --rescore", "report", "compare --resume", "report --format svg -o out", "runs baseline main"]
 )
 def test_a_run_of_another_kind_is_not_sent_in_a_circle(words: str, room: Path) -> None:
-    (room / "config.resolved.yaml").write_text("# command: fidelab diagnose layers m\nmodel: m\nkind: bisect\n")
+    (room / "config.resolved.yaml").write_text("# command: fidelab diagnose layers m\nmodel: m\nkind: layers\n")
     said = refused(*words.split(), ".", cwd=room)
-    assert "it is of kind bisect: its record lies there" in said
+    assert "it is of kind layers: its record lies there" in said
     assert "--resume ." not in said
 
 

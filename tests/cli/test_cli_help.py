@@ -165,8 +165,8 @@ def test_commands_and_options_stand_in_groups(shown: Callable[..., Done]) -> Non
     assert panels() == ["Options", "Compare", "Results", "Speed and size", "Diagnosis and checkpoints", "This machine"]
     assert panels("compare") == ["Arguments", "Options"]
     assert re.findall(r"╭─ (.*?) ─+╮", shown("compare", "--help-all").out)[2:] == [
-        "Arms",
-        "What is measured",
+        "Configurations",
+        "Measurement",
         "Scoring",
         "Engine",
     ]
@@ -192,7 +192,7 @@ def test_help_of_compare_shows_a_dozen_options_on_one_screen(tmp_path: Path, mon
 
 def test_paragraphs_are_wrapped_by_the_terminal_alone(shown: Callable[..., Done]) -> None:
     text = shown("check", "--help").out
-    assert "whole 95% interval. Where the interval reaches across a limit, the sample size that would decide" in text
+    assert "whole 95% interval. If the interval crosses a limit, the required sample size is printed." in text
 
 
 def asking(words: str) -> dict[str, str]:

@@ -62,7 +62,7 @@ OTHERS = {
     "--dtype": {"checkpoint convert": "of what is not quantized, not of a computation"},
     "--engine": {
         "diagnose layers": "engines that pass on the states behind layers",
-        "runs list": "a filter",
+        **dict.fromkeys(("runs list", "setup formats"), "a filter"),
         **dict.fromkeys(_PRESET, "the preset's own"),
     },
     "--image": {"doctor": "what is examined instead", "setup engines": "what is listed instead"},
@@ -78,7 +78,6 @@ OTHERS = {
     },
     "--arm": {"report": "of two forms alone"},
     "--max-kld": {"check": "decides, and recommends nothing"},
-    "--markdown": {"check": "a comment on a pull request"},
     "--json": {"check": "a file"},
     "--reference": {"estimate model": "a format of no run"},
     "--tp": dict.fromkeys(("estimate advise", "estimate model"), "what a device holds"),

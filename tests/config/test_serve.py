@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fidelab.config.experiment import validate
-from fidelab.config.serve import Pasted, read_change, read_served
+from fidelab.config.serve import Pasted, program_python, read_change, read_served
 from fidelab.core.errors import ConfigError, InputError, UsageError
 
 CONTROLLED = {"vllm": {"enable-prefix-caching": "every window starts with an empty cache"}}
@@ -163,7 +163,7 @@ def test_a_secret_is_in_no_setting(flags: str) -> None:
         ("vllm serve $NOT_SET_HERE", r"\$NOT_SET_HERE is not set here"),
         ("vllm serve m --tokenizer $MY_API_KEY", r"\$MY_API_KEY is a secret"),
         ("vllm serve m n", "'n' belongs to no flag"),
-        ("vllm serve --port 80", "names no model"),
+        ("vllm serve --port 80", "does not name a model"),
         ("vllm serve m --config x.yaml", "--config reads options from a file"),
         ("llama-server -hf a/b:Q4", "-hf names a file of a hub"),
         ("nginx -c x", "nginx -c x is no server that fidelab knows"),
@@ -250,7 +250,7 @@ def test_one_part_of_a_json_option_changes() -> None:
         ("kv=fp8 --x; y", "is for a shell"),
         ("fp8", "'fp8' is neither a flag nor NAME=value"),
         ("--block-size 32 x", "'x' belongs to no flag"),
-        ("OMP_NUM_THREADS=2", "threads is one for all arms"),
+        ("OMP_NUM_THREADS=2", "threads is the same for all configurations"),
     ],
 )
 def test_a_change_that_changes_nothing_is_refused(text: str, said: str) -> None:
@@ -265,3 +265,31 @@ def test_what_is_read_is_an_ordinary_experiment() -> None:
     assert experiment.serve is not None
     again = validate(experiment.model_dump(mode="json"), "again")
     assert again == experiment
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["#!{python}", "#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''", "#!/usr/bin/env python3.99"],
+    ids=["shebang", "long path", "env"],
+)
+def test_the_python_of_a_program_on_the_path_is_found_by_its_script(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, program = tmp_path / "python3.99", tmp_path / "vllm"
+    for file, text in ((python, "#!/bin/sh\n"), (program, first.format(python=python))):
+        file.write_text(f"{text}\nimport vllm\n")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert program_python(read("vllm serve m")) == str(python)
+    assert program_python(read(f"{program} serve m")) == str(python)
+    program.write_bytes(b"\x7fELF\x02")
+    assert program_python(read("vllm serve m")) is None
+    assert program_python(read("docker run vllm/vllm-openai --model m")) is None
+
+
+def test_a_file_does_not_choose_the_python_by_a_path(tmp_path: Path) -> None:
+    program, file = tmp_path / "vllm", tmp_path / "serve.txt"
+    program.write_text("#!/usr/bin/python3\n")
+    program.chmod(0o755)
+    file.write_text(f"{program} serve m\n")
+    assert program_python(read(f"@{file}")) is None

@@ -77,8 +77,8 @@ def test_a_resolved_file_repeats_the_grid_and_adds_no_candidates() -> None:
         (["block-size=1,2", "block_size=3,4"], "block_size is given twice"),
         (["kv=a"], "kv has a single value: nothing varies"),
         ({"kv": ["a,b", "c"]}, "kv: 'a,b' holds a comma"),
-        (["name=a,b"], "name is nothing that arms are compared in"),
-        (["python=/a,/b"], "python is nothing that arms are compared in"),
+        (["name=a,b"], "name cannot be varied"),
+        (["python=/a,/b"], "python cannot be varied"),
         (["dtype=float8,float32"], "vary: dtype: Input should be 'auto'"),
         (
             [f"a={','.join(map(str, range(9)))}", f"b={','.join(map(str, range(8)))}"],

@@ -26,7 +26,7 @@ from tests.engines.tiny import KINDS, Answers
 
 TOKENS = 24
 WINDOWS = (tiny.tokens(TOKENS), tiny.tokens(TOKENS, 1))
-STATES = Layerwise("bisect", WINDOWS, 0, TOKENS - 1)
+STATES = Layerwise("layers", WINDOWS, 0, TOKENS - 1)
 DEPTH = 8  # layers of the models into which faults are planted
 
 
@@ -72,7 +72,7 @@ def test_what_leaves_the_last_layer_is_what_the_final_norm_gets(checkpoint: Chec
 
 def test_rows_first_to_last_alone_are_kept(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"))
-    some = answered(engine, Layerwise("bisect", WINDOWS, 5, 9))
+    some = answered(engine, Layerwise("layers", WINDOWS, 5, 9))
     for whole, cut in zip(answered(engine, STATES), some, strict=True):
         assert torch.equal(cut["states"], whole["states"][:, 5:10])
 

@@ -35,7 +35,7 @@ PROBES: list[Request] = [
     PREFILL,
     Generate("trajectory", PROMPTS, 4, (), batch=3),
     Forced("forced", PROMPTS[:1], (PROMPTS[1],)),
-    Layerwise("bisect", (PROMPTS[1],), 0, 20, "qkv", (0, 1)),
+    Layerwise("layers", (PROMPTS[1],), 0, 20, "qkv", (0, 1)),
 ]
 SHOWN = {"stored": "shown", "received": "shown", "named": "shown"}
 OWN_KEYS = {"minicpm3", "bloom"}  # their attention takes no keys and values that the cache hands over

@@ -356,7 +356,7 @@ def test_the_program_can_be_chosen(docker: FakeDocker, room: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", ["--privileged", "a b", "-v/:/host", ""])
 def test_a_name_that_docker_would_take_for_a_flag_is_refused(name: str, docker: FakeDocker, room: Path) -> None:
-    refused(compare(room, "tilt", flags=[f"--image={name}"]), "is no name of an image")
+    refused(compare(room, "tilt", flags=[f"--image={name}"]), "is not a valid image reference")
     assert docker.calls == []
 
 

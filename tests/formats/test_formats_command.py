@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from fidelab.cli import formats
+from fidelab.core.errors import UnknownNameError
 from fidelab.environments import listing as environments
 from fidelab.formats import FORMATS, K_QUANTS
 
@@ -31,9 +32,10 @@ def asked_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     Engines that happen to be installed in environments of their own are not asked: that takes long.
     """
+    asked = functools.cache(environments.listing)
     with (
         mock.patch.object(environments, "engines_dir", return_value=tmp_path_factory.mktemp("engines")),
-        mock.patch.object(environments, "listing", functools.cache(environments.listing)),
+        mock.patch.object(environments, "listing", lambda engines=None: asked(tuple(engines) if engines else None)),
         mock.patch.object(formats, "_weight_rows", functools.cache(formats._weight_rows)),
     ):
         yield
@@ -85,6 +87,23 @@ def test_the_table_marks_emulated_formats() -> None:
     assert "int5*" in table
     assert "int4*" not in table
     assert "30 layers, 3 KV heads, head dimension 64" in table
+
+
+def test_an_engine_lists_only_its_formats_and_how_it_stores_them(listing: dict[str, Any]) -> None:
+    here = json.loads(run("--json", "--engine", "transformers"))
+    assert here["formats"]
+    assert all([*entry["stored"]] == ["hf"] for entry in here["formats"] if not entry["refused"])
+    stored = {entry["name"]: entry["stored"].get("hf") for entry in here["formats"]}
+    assert [stored[name] for name in ("bf16", "int4", "k16v8", "int5")] == ["native", "plug-in", "plug-in", "emulated"]
+    table = run("--engine", "hf")
+    assert "stored" in table
+    assert "llamacpp" not in table
+    assert [formats._stored("vllm", name, False) for name in ("fp8", "int8", "k16v8")] == ["native", *["plug-in"] * 2]
+
+
+def test_an_unknown_engine_is_named() -> None:
+    with pytest.raises(UnknownNameError, match="hff"):
+        run("--engine", "hff")
 
 
 def test_the_model_gives_the_geometry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from fidelab.core import Estimator, Status
 from fidelab.core.errors import FidelabError, InputError, MismatchError, UsageError
 from fidelab.imports import kld_dumps
 from fidelab.imports.kld_dumps import import_dumps
-from fidelab.imports.leave import Imported
+from fidelab.imports.write_run import Imported
 from fidelab.metrics.intervals import RatioItems, ratio_interval
 from fidelab.report.positions import read_positions
 from fidelab.results.measurement import Measurement

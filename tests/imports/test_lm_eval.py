@@ -12,8 +12,8 @@ import pytest
 from scipy.stats import binomtest
 
 from fidelab.core.errors import FidelabError, InputError, MismatchError, UsageError
-from fidelab.imports.leave import Imported
 from fidelab.imports.lm_eval import import_samples
+from fidelab.imports.write_run import Imported
 from fidelab.results.measurement import Measurement
 from tests.run.harness import cli
 

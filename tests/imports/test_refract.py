@@ -11,8 +11,8 @@ import pytest
 
 from fidelab.core import KVSpec, Status
 from fidelab.core.errors import InputError
-from fidelab.imports.leave import Imported
 from fidelab.imports.refract import import_refract
+from fidelab.imports.write_run import Imported
 from fidelab.metrics.intervals import binomial_interval
 from fidelab.results.plots import Curve, Heatmap, TablePlot
 from fidelab.results.record import ArmRecord, Report

@@ -145,13 +145,13 @@ def test_a_killed_process_no_longer_counts_as_writing(runs: Path) -> None:
 
 
 def test_experiments_that_are_no_run_are_listed_by_their_kind_and_runs_inside_them_too(runs: Path) -> None:
-    run, outer = run_of(runs), runs / "runs" / "20300101-000000-bisect"
+    run, outer = run_of(runs), runs / "runs" / "20300101-000000-layers"
     outer.mkdir()
-    (outer / "config.resolved.yaml").write_text("# created: 2030-01-01T00:00:00Z\nmodel: m\nkind: bisect\n")
+    (outer / "config.resolved.yaml").write_text("# created: 2030-01-01T00:00:00Z\nmodel: m\nkind: layers\n")
     (outer / "study.json").write_text('{"created": "2030-01-01T00:00:00Z"}')
     shutil.copytree(run, outer / "inner")
     rows = {row.path: row for row in list_runs(runs / "runs")}
-    assert (rows[outer.name].kind, rows[outer.name].status, rows[outer.name].model) == ("bisect", "ok", "m")
+    assert (rows[outer.name].kind, rows[outer.name].status, rows[outer.name].model) == ("layers", "ok", "m")
     assert rows[f"{outer.name}/inner"].kind == "run"
 
 

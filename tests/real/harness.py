@@ -68,7 +68,7 @@ PROBES: dict[str, Request] = {
     "timed": Timed("timing", PROMPTS[:2], n=6),
     "together": Timed("timing", EQUAL, n=6, warmup=0, batch=3),
     "free": replace(GENERATE, prompts=EQUAL, max_tokens=7, batch=1, rows=False),
-    "layers": Layerwise("bisect", WINDOWS[:2], 10, 98),
+    "layers": Layerwise("layers", WINDOWS[:2], 10, 98),
     "nan": replace(GENERATE, prompts=((*PROMPTS[0], BAD), PROMPTS[1])),
     "full": Prefill("kld", (tokens(512, 1),), 500, 510, ((0,) * 11,)),
     "long": Prefill("kld", (tokens(600, 1),), 10, 598, ((0,) * 589,)),

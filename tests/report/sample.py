@@ -113,7 +113,7 @@ def kld_curves(mean: float, edges: Sequence[float] = range(255, 512, 32)) -> tup
             y=(mean, mean),
             log_y=True,
             kl=True,
-            caption="Left: the reference itself is unsure. High lines at the right are the costly ones.",
+            caption="Left: the reference itself is unsure. Loss where the reference is confident matters most.",
         ),
     )
 

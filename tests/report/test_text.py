@@ -126,6 +126,20 @@ def test_numbers_are_never_cut(width: int) -> None:
         assert number in text
 
 
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("n", [1, 50])
+def test_no_table_breaks_a_word_or_a_number_with_one_configuration_or_fifty(n: int, width: int) -> None:
+    names = [f"int4[group={8 * i}]" for i in range(1, n + 1)]
+    measured = [candidate(name, 0.0005, "PASS", 40_001, "x") for name in names]
+    first, whole = (printed(sample_report(candidates=tuple(measured)), width, details=yes) for yes in (False, True))
+    assert max(widest(first), widest(whole)) <= width
+    for name in names:
+        assert re.search(rf"^ +{re.escape(name)} +pass +0\.000500 ", first, re.MULTILINE), name
+    words = set(whole.split())
+    assert {*names, "configuration", "(0.00040–0.00060)", "(0.010–0.017%)", "40,001"} <= words
+    assert not words & {")", "configurati", "referen", "ce"}
+
+
 def test_a_narrow_terminal_says_what_is_left_out() -> None:
     assert "95% interval, same top, flips and size are left out" in " ".join(printed(sample_report(), 40).split())
     assert "left out" not in printed(sample_report(), 80)

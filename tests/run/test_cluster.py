@@ -367,7 +367,7 @@ def test_cpus_of_an_arm_never_keep_a_node_s_gpus_idle(
     [
         ({"name": "ray", "gpus": 1.5}, "1.5 GPUs cannot be given: write a whole number, or a share below 1"),
         ({"name": "ray", "gpus": 0}, "executor.gpus"),
-        ({"name": "local", "gpus": 0.5}, "gpus says what an arm takes of a cluster"),
+        ({"name": "local", "gpus": 0.5}, "gpus is for clusters"),
     ],
 )
 def test_gpus_of_an_arm_are_whole_or_a_share_of_one_on_a_cluster(executor: dict[str, Any], said: str) -> None:
@@ -386,9 +386,9 @@ def test_node_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
     [
         (("--executor", "kubernetes"), "local"),
         (("--executor", "ray", "--address", "127.0.0.1:9"), "no Ray cluster answers at 127.0.0.1:9"),
-        (("--executor", "ray", "--benches", "decode"), "benches time arms against each other"),
+        (("--executor", "ray", "--benches", "decode"), "benches compare timings on one machine"),
         (("--executor", "ray", "--address", "head"), "executor.address"),
-        (("--executor", "ray", "--device", "cpu", "--gpus-per-arm", 0.25), "executor.gpus is for arms on GPUs"),
+        (("--executor", "ray", "--device", "cpu", "--gpus-per-arm", 0.25), "executor.gpus needs device: cuda"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:

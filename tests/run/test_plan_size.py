@@ -441,7 +441,7 @@ def test_where_no_cluster_differs_the_bound_shrinks_with_their_number() -> None:
 def test_a_loss_beyond_the_margin_is_not_planned(pilot: Done) -> None:
     line = certificates(pilot, "--max-kld", "1e-6")["tilt[q=0.7]", "mean_kl"]
     assert line["status"] == "failed"
-    assert "mean KL at or beyond the margin is shown: no number of items certifies it" in line["reason"]
+    assert "mean KL at or beyond the margin is shown: no sample size confirms it" in line["reason"]
 
 
 def test_a_candidate_with_a_claim_that_is_exceeded_sets_no_size(pilot: Done) -> None:
@@ -459,7 +459,7 @@ def test_a_smaller_margin_needs_more_windows(pilot: Done) -> None:
 
 def test_a_table_of_certificates_says_what_it_plans(pilot: Done) -> None:
     said = cli("plan", pilot.folder, "--max-kld", "0.05", cwd=pilot.cwd).out
-    assert "certificates with probability 0.8" in said
+    assert "losses ruled out with probability 0.8" in said
     assert "mean KL" in said
     assert "nats" in said
 
@@ -468,7 +468,7 @@ def test_a_table_of_certificates_says_what_it_plans(pilot: Done) -> None:
 def test_either_a_precision_or_margins_are_given(words: tuple[str, ...], pilot: Done) -> None:
     done = cli("plan", pilot.folder, *words, cwd=pilot.cwd)
     assert done.code == 2
-    assert "give either --precision P, or margins of a certificate: --margin 1%, --max-kld 0.01" in done.err
+    assert "give either --precision P, or margins of a non-inferiority test: --margin 1%, --max-kld 0.01" in done.err
 
 
 def test_a_margin_that_cannot_be_is_refused(pilot: Done) -> None:

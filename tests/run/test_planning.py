@@ -13,8 +13,9 @@ import pytest
 from fidelab.cli.dry_run import show_plan
 from fidelab.config.experiment import validate
 from fidelab.config.schema import EngineConfig, Experiment
+from fidelab.config.serve import read_change, read_served
 from fidelab.core import Arm, KVSpec, Speculation, waiting_variables
-from fidelab.core.errors import ConfigError, InputError, OutputError, UnknownNameError, UsageError
+from fidelab.core.errors import ConfigError, EngineError, InputError, OutputError, UnknownNameError, UsageError
 from fidelab.engines.fake import FakeEngine
 from fidelab.models import pull, resolve
 from fidelab.run.arms import native_kv, same_attention
@@ -206,7 +207,7 @@ def test_the_resolved_arms_share_one_attention_and_the_record_says_whose_format_
     settings = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8", "q8_0"], dtype="bfloat16")
     assert _attention(list(settings.roles.values())) == dict.fromkeys(("bf16", "k16v8", "q8_0"), "transformers")
     said = settings.resolved["bf16"].about["kernels_refused"]
-    assert "one attention for all arms; q8_0: attention=k16v8 does not hold q8_0" in said
+    assert "one attention for all configurations; q8_0: attention=k16v8 does not hold q8_0" in said
 
 
 def _beside(tmp_path: Path, tiny: Path, *arms: dict[str, Any], **change: Any) -> Settings:
@@ -486,3 +487,25 @@ def test_arms_of_a_cluster_have_four_threads_unless_told(tmp_path: Path) -> None
 def test_device_that_is_none_of_a_cluster_is_refused(device: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=said):
         _settings(tmp_path, device=device, executor={"name": "ray"})
+
+
+def test_a_pasted_command_is_planned_without_its_engine_and_not_run(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fidelab.environments.environment.provided_here", lambda cls: not cls.packages)
+    file = write_gguf(tmp_path / "tiny.gguf")
+    served = read_served(f"llama-server -m {file} -fa on", lambda engine: {})
+    data = {
+        "candidates": [read_change("-ctk q8_0", served, lambda engine: {})],
+        "axes": {"kld": {"windows": 2, "n_ctx": 32}},
+    }
+    experiment = validate({**served.settings(), **data, "output_dir": str(tmp_path)}, "test")
+    show_plan(experiment, as_json=True)
+    plan = json.loads(capsys.readouterr().out)
+    assert [job["role"] for job in plan["jobs"]][:3] == ["reference", "control", "candidate:-ctk q8_0"]
+    assert plan["tokens"] > 0
+    [remark] = plan["remarks"]
+    assert remark.startswith("engine llamacpp is not installed: fidelab setup install llamacpp")
+    assert remark.endswith("; planned without asking it")
+    with pytest.raises(EngineError, match="engine llamacpp is not installed"):
+        prepare(experiment)

@@ -157,7 +157,7 @@ def test_rescoring_scores_every_run_and_merges_them_again(room: Path) -> None:
     assert done.code == 0, done.err
     assert (found.report.candidates, found.report.run_id) == (before.candidates, before.run_id)
     shutil.rmtree(found.runs[1])
-    assert "go on with: fidelab compare --resume" in refused("report", "--rescore", found.folder, cwd=room)
+    assert "resume with: fidelab compare --resume" in refused("report", "--rescore", found.folder, cwd=room)
 
 
 @pytest.mark.parametrize("fixture", ["steady", "shaky"])
@@ -320,7 +320,7 @@ def test_a_stopped_repeat_goes_on_and_keeps_what_is_there(number: signal.Signals
     assert psutil.wait_procs(family, timeout=20)[1] == []
     [folder] = room.glob("runs/2*")
     if number == signal.SIGINT:
-        assert err.decode().splitlines()[-1].endswith(f"Go on with: fidelab compare --resume {folder}")
+        assert err.decode().splitlines()[-1].endswith(f"Resume with: fidelab compare --resume {folder}")
     [stopped] = [path.parent for path in folder.glob("2*/report.json")]
     kept = [state(stopped), *(state(path.parent) for path in captured())]
     kept += [state(path.parent) for path in folder.glob("captures/*/*-r100/manifest.json")]

@@ -153,7 +153,7 @@ def test_a_run_that_was_stopped_before_its_benches_is_not_rescored_without_them(
     (done.folder / "outcomes.json").write_text(json.dumps(outcomes))
     again = cli("report", "--rescore", done.folder, cwd=tmp_path)
     assert again.code == 2
-    assert f"go on with: fidelab compare --resume {done.folder}" in again.err
+    assert f"resume with: fidelab compare --resume {done.folder}" in again.err
 
 
 def test_an_arm_that_dies_in_a_bench_leaves_the_others_theirs(tmp_path: Path) -> None:

@@ -73,6 +73,17 @@ def test_a_run_and_its_captures_can_move_together_and_be_rescored(plain: Done, t
     assert (moved / "report.json").read_bytes() == (plain.folder / "report.json").read_bytes()
 
 
+def test_a_run_moved_alone_says_where_its_outputs_are_looked_for_and_what_to_type(plain: Done, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / plain.folder.name
+    shutil.copytree(plain.folder, moved)
+    store, made = moved.parent / "captures", plain.cwd / "runs" / "captures"
+    found = cli("report", "--rescore", moved, cwd=tmp_path)
+    assert (found.code, found.err.count("\n")) == (2, 1)
+    assert f"the saved outputs of {moved} are looked for in {store}; ln -s {made} {store}, or " in found.err
+    store.symlink_to(made)
+    assert cli("report", "--rescore", moved, cwd=tmp_path).code == 0
+
+
 @pytest.mark.parametrize("harm", ["cut", "gone"])
 def test_rescoring_refuses_a_harmed_capture_by_name_and_keeps_the_report(
     harm: str, plain: Done, tmp_path: Path

@@ -13,7 +13,7 @@ from fidelab.core import Arm, FormatSpec, KVSpec, Status
 from fidelab.engines.base import Engine
 from fidelab.inputs.needles import draw_needles
 from fidelab.results.store import RunFolder
-from fidelab.run.pairing import ArmResult, Scorer, _exact_tokens, _loses_much, most_telling
+from fidelab.run.pairing import ArmResult, Scorer, _exact_tokens, _loses_much, select_runtime_info
 from tests.run.harness import Done, axis_of, cli, compare, write_inputs
 
 
@@ -204,7 +204,7 @@ def test_numbers_that_were_changed_in_any_capture_count_as_changed(
 ) -> None:
     arm = Arm("f16", "hf", "m", "/m", "0" * 8, KVSpec.parse("f16"), "bfloat16", "cpu", 1)
     rans = [{"k_format": "f16", "v_format": "f16", "k_changed": share, "v_changed": 0.0} for share in shares]
-    found = most_telling(arm, rans)
+    found = select_runtime_info(arm, rans)
     assert found is not None
     assert found["k_changed"] == told
 

@@ -39,7 +39,7 @@ def column(study: Study, name: str) -> list[float | None]:
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model of four layers, and one of another shape."""
-    folder = tmp_path_factory.mktemp("bisect")
+    folder = tmp_path_factory.mktemp("layers")
     make_tiny(folder / "tiny", layers=LAYERS)
     make_tiny(folder / "other", layers=LAYERS - 1)
     return folder
@@ -71,7 +71,7 @@ def test_the_floor_is_a_second_capture_of_the_reference(done: Done) -> None:
     found = Study.model_validate_json(done.out)
     assert found.arms["floor"].status == "ok"
     assert set(column(found, "floor_error_rms")) == {0.0}
-    folders = sorted(path.name[-3:] for path in (done.cwd / "runs" / "captures").glob("*f32*/bisect-*"))
+    folders = sorted(path.name[-3:] for path in (done.cwd / "runs" / "captures").glob("*f32*/layers-*"))
     assert folders == ["-r0", "-r1"]
 
 
@@ -101,14 +101,14 @@ def test_a_layers_row_is_of_the_states_behind_it() -> None:
 def test_json_is_the_record_in_the_run_folder(done: Done) -> None:
     assert record(done) == Study.model_validate_json(done.out)
     settings = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
-    assert (settings["kind"], settings["reference"]["kv"]) == ("bisect", "f32")
+    assert (settings["kind"], settings["reference"]["kv"]) == ("layers", "f32")
     assert not list(done.folder.glob(".*"))
 
 
 def test_the_settings_file_is_not_taken_for_a_comparison(done: Done) -> None:
     again = cli("compare", "-f", done.folder / "config.resolved.yaml", cwd=done.cwd)
     assert again.code == 2
-    assert "kind: 'bisect'" in again.err
+    assert "kind: 'layers'" in again.err
 
 
 def test_captures_are_found_again_and_the_sentence_names_the_layer(done: Done) -> None:
@@ -151,9 +151,9 @@ def test_an_arm_that_fails_ends_with_1_and_its_reason(room: Path) -> None:
     ("words", "said"),
     [
         ((), "name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), not 0"),
-        (("--kv", "int8", "--kv", "int4"), "two arms are compared: name one candidate"),
+        (("--kv", "int8", "--kv", "int4"), "name one candidate"),
         (("--kv", "int8", "--candidate", "kv=int4"), "not 2"),
-        (("--kv", "f32"), "candidate 'f32' computes what the reference computes"),
+        (("--kv", "f32"), "candidate 'f32' computes the same as the reference"),
         (("--kv", "int8", "--engine", "llamacpp"), "engine llamacpp does not tell what passes through its layers"),
         (("--candidate", "kv=q8_0,engine=openai"), "engine openai does not tell what passes through its layers"),
         (("--kv", "int8", "--engine", "hff"), "unknown engine 'hff'; did you mean 'hf'?"),

@@ -60,7 +60,7 @@ def test_a_job_leaves_its_captures_and_says_what_ran(work: Work) -> None:
 
 
 def test_a_kind_of_probe_that_the_engine_does_not_answer_fails_by_itself(work: Work, tmp_path: Path) -> None:
-    request = Layerwise("bisect", ((1, 2),), 0, 1)
+    request = Layerwise("layers", ((1, 2),), 0, 1)
     [first, *_] = make_job(tmp_path / "captures", replace(sample.ARM, engine="naughty")).tasks
     unknown = replace(first, request=request_record(request), target=f"{first.target}-layers")
     done = work(tasks=[unknown, first])

@@ -253,7 +253,7 @@ class Axis:
         Raises:
             InputError: text or prompts do not suffice; says how much is needed.
         """
-        raise NotImplementedError(f"axis {self.name} has neither a probe nor probes of its own")
+        raise NotImplementedError(f"axis {self.name} must implement request() or requests()")
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         """Compare two captures of the request."""

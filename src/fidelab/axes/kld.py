@@ -134,7 +134,7 @@ _PLOT_TEXTS = {  # key of the curve: title, label of the x axis, caption
     "confidence": (
         "KL by the reference's confidence",
         "reference's largest probability",
-        "Left: the reference itself is unsure. High lines at the right are the costly ones.",
+        "Left: the reference itself is unsure. Loss where the reference is confident matters most.",
     ),
 }
 

@@ -52,7 +52,7 @@ _UNLIKE_SHARE = Definition(
     "prompts_answered_unlike_the_reference",
     "share",
     None,
-    "Share of unperturbed prompts whose two answers have next to nothing in common.",
+    "Share of unperturbed prompts whose two answers have almost no tokens in common.",
 )
 _SKIPPED = Definition("skipped", "count", None, "Perturbations that leave a prompt as it is.")
 
@@ -261,7 +261,7 @@ def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str,
 
 
 def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None:
-    """Share of prompts to which the arms give answers that share next to nothing."""
+    """Share of prompts whose two answers have almost no tokens in common."""
     return float(np.mean([drift(a, b) >= _UNLIKE for a, b in zip(ref, test, strict=True)])) if ref else None
 
 

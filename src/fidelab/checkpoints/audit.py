@@ -13,8 +13,8 @@ from typing import Any, Literal
 from fidelab.checkpoints import geometry, original, templates, tensors  # noqa: F401 (their rules enter the table)
 from fidelab.checkpoints.files import Checkpoint, open_checkpoint
 from fidelab.checkpoints.modules import SCALES, modules_of, scheme_of
-from fidelab.checkpoints.rules import RULES, Finding, Subject
-from fidelab.checkpoints.scan import Statistics, fused, scan, slices
+from fidelab.checkpoints.rules import RULES, Finding, Subject, counted
+from fidelab.checkpoints.scan import Statistics, fused, readable, scan, slices
 from fidelab.core.errors import InputError, UsageError
 
 SCHEMA = "fidelab.audit/1"
@@ -30,7 +30,9 @@ class Audit:
         checkpoint: its name.
         method: of its quantization; ``gguf``; or ``None`` for plain weights.
         findings: the most severe first.
-        tensors, nbytes: what was read.
+        rules: names of those that were applied.
+        unchecked: what was not checked → why.
+        tensors, files, nbytes: number of tensors read, of files they are in, and their bytes.
         quantized: modules that are quantized.
         modules: those that have a weight matrix, quantized or not.
     """
@@ -38,7 +40,10 @@ class Audit:
     checkpoint: str
     method: str | None
     findings: tuple[Finding, ...]
+    rules: tuple[str, ...]
+    unchecked: dict[str, str]
     tensors: int
+    files: int
     nbytes: int
     quantized: int
     modules: int
@@ -57,10 +62,12 @@ class Audit:
             "verdict": self.verdict,
             "method": self.method,
             "tensors": self.tensors,
+            "files": self.files,
             "bytes": self.nbytes,
             "modules": self.modules,
             "quantized_modules": self.quantized,
-            "rules": list(RULES),
+            "rules": list(self.rules),
+            "unchecked": self.unchecked,
             "findings": [finding.as_json() for finding in self.findings],
         }
 
@@ -98,15 +105,36 @@ def audit(
 def _audited(subject: Subject) -> Audit:
     findings = [finding for known in RULES.values() for finding in known.findings(subject)]
     checkpoint = subject.checkpoint
+    unchecked = _unchecked(subject)
     return Audit(
         checkpoint=checkpoint.name,
         method="gguf" if checkpoint.format == "gguf" else subject.scheme.method,
         findings=tuple(sorted(findings, key=lambda finding: _ORDER[str(finding.severity)])),
+        rules=tuple(name for name in RULES if name not in unchecked),
+        unchecked=unchecked,
         tensors=len(checkpoint.tensors),
+        files=len({info.file for info in checkpoint.tensors.values()}),
         nbytes=checkpoint.nbytes,
         quantized=sum(module.quantized for module in subject.modules.values()),
         modules=sum(module.matrix for module in subject.modules.values()),
     )
+
+
+def _unchecked(subject: Subject) -> dict[str, str]:
+    """Return the rules that had nothing to look at, and the tensors whose values were not read, with the reasons."""
+    checkpoint, why = subject.checkpoint, dict[str, str]()
+    if subject.base is None:
+        why |= {name: "needs --base ORIGINAL" for name in RULES if name.startswith("base-")}
+    elif checkpoint.missing_files:
+        why["base-missing"] = "files are missing"
+    if checkpoint.format == "gguf":
+        why["tp-split"] = "not for GGUF files"
+    elif subject.tp == 1:
+        why["tp-split"] = "needs --tp N"
+    blind = [info for info in checkpoint.tensors.values() if not readable(info)]
+    if blind:
+        why[f"values of {counted(blind, 'tensor')}"] = f"type {', '.join(sorted({info.dtype for info in blind}))}"
+    return why
 
 
 def survey(

@@ -126,6 +126,11 @@ def slices(info: TensorInfo) -> Iterator[TensorInfo]:
         yield replace(info, name=f"{info.name}[{n}]", shape=info.shape[1:], start=info.start + n * size, nbytes=size)
 
 
+def readable(info: TensorInfo) -> bool:
+    """Return whether a tensor's values, or the scales of its blocks, can be looked at."""
+    return info.dtype in RAW or info.dtype in _BLOCK_SCALES
+
+
 def scan(checkpoint: Checkpoint, info: TensorInfo, *, scale: bool = False) -> Statistics:
     """Read a tensor once.
 

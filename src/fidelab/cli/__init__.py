@@ -114,7 +114,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Which quantized configuration may I run on my engine, and what do I lose and gain?
+    """Measure what quantized KV caches and weights cost in accuracy, and save in memory, on your engine.
 
     [bold]Examples[/bold]
 
@@ -129,7 +129,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; turn every error that a user can mend into one line and exit code 2."""
+    """Run the command line; turn every error that a user can fix into one line and exit code 2."""
     from fidelab.cli.output import guard_streams
     from fidelab.core import waiting_variables
     from fidelab.core.errors import FidelabError
@@ -148,8 +148,8 @@ def main() -> None:
     except typer.Abort:
         code = _fault("stopped")
     except _Stopped as stop:
-        hint = f"Go on with: {stop.command} --resume {stop.folder}" if stop.folder else "What was finished is kept."
-        print(f"fidelab: stopped; no process was left behind. {hint}", file=sys.stderr)
+        hint = f"Resume with: {stop.command} --resume {stop.folder}" if stop.folder else "What was finished is kept."
+        print(f"fidelab: stopped; no process is left. {hint}", file=sys.stderr)
         code = 130
     except ImportError as error:
         missing = missing_package(error)

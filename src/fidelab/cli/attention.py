@@ -28,20 +28,20 @@ def attention(
     ] = None,
     implementation: Annotated[
         str | None,
-        typer.Option(help="Names of k16v8 audit and module:function, separated by commas. \\[default: all but eager]"),
+        typer.Option(help="Names of k16v8 audit or module:function, comma-separated. \\[default: all but eager]"),
     ] = None,
     text: Annotated[str, typer.Option(help="Text: 'default', 'domains', 'wikitext-2', or a UTF-8 file.")] = "default",
     n_ctx: Annotated[
-        int | None, typer.Option(min=8, help="Tokens of the window. \\[default: the largest length, up to 4096]")
+        int | None, typer.Option(min=8, help="Tokens per window. \\[default: the largest length, up to 4096]")
     ] = None,
     lengths: Annotated[str, typer.Option(metavar="N[,N…]", help="KV lengths.")] = "128,1024,4096,16384",
     dtype: Annotated[str, typer.Option(help="Type of q, k and v: bf16, f16 or f32.")] = "bf16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: options.Json = False,
 ) -> None:
-    """Measure the error of attention implementations against float64, on a model's own q, k and v.
+    """Measure the error of attention implementations against float64 on a model's q, k and v.
 
-    The package k16v8 measures; without a model, use its command: k16v8 audit. Exit code 1 where an error is over its
+    Needs the package k16v8. Without a model, use its command: k16v8 audit. Exit code 1 means that an error exceeds its
     tolerance.
 
     [bold]Example[/bold]

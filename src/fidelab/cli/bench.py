@@ -16,8 +16,7 @@ _DEFAULT = "offline"
 
 app = Commands(
     default=_DEFAULT,
-    help="Speed, start-up and memory: of a model on its engine, and of servers. fidelab bench MODEL is short for "
-    "fidelab bench offline MODEL.",
+    help="Measure speed, start-up time and memory of models and servers. MODEL alone means offline MODEL.",
 )
 
 
@@ -32,15 +31,17 @@ class _MeasureOptions(options.Options, panel=options.MEASURED):
     """The benches, and settings that several of them have."""
 
     benches: options.Benches = "offline"
-    prompt_lens: Annotated[str | None, typer.Option(help="Tokens of prompts: 128,512.", show_default=False)] = None
-    depths: Annotated[
-        str | None, typer.Option(help="Tokens before the first decoded one: 0,512.", show_default=False)
-    ] = None
+    prompt_lens: Annotated[str | None, typer.Option(help="Prompt lengths in tokens: 128,512.", show_default=False)] = (
+        None
+    )
+    depths: Annotated[str | None, typer.Option(help="Context lengths before decoding: 0,512.", show_default=False)] = (
+        None
+    )
     decode_tokens: Annotated[int | None, typer.Option(help="Tokens decoded at each depth. \\[default: 32]")] = None
-    batch: Annotated[str | None, typer.Option(help="Sequences together: 1,4. \\[default: 1]")] = None
-    repeats: Annotated[int | None, typer.Option(help="Measured answers. \\[default: 5; start-up: 3]")] = None
+    batch: Annotated[str | None, typer.Option(help="Batch sizes: 1,4. \\[default: 1]")] = None
+    repeats: Annotated[int | None, typer.Option(help="Number of measurements. \\[default: 5; start-up: 3]")] = None
     interleave: Annotated[
-        str | None, typer.Option(help="Arms in turn (live), repeats over several loads (loads), or auto.")
+        str | None, typer.Option(help="Interleave configurations (live), reload between repeats (loads), or auto.")
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -68,13 +69,13 @@ def offline(
     kv: Annotated[
         list[str] | None,
         typer.Option(
-            help="KV format; the first is what the others are compared with; may be repeated.",
+            help="KV format. The first is the reference. Repeatable.",
             autocompletion=options.complete_kv,
         ),
     ] = None,
     candidate: Annotated[
         list[str] | None,
-        typer.Option(help="A further arm as KEY=VALUE,…, as for fidelab compare; may be repeated."),
+        typer.Option(help="Further configuration as KEY=VALUE,…, as in fidelab compare. Repeatable."),
     ] = None,
     measure: _MeasureOptions,
     overrides: options.Set = None,
@@ -83,7 +84,7 @@ def offline(
     as_json: options.Json = False,
     trusted: options.Trusted = None,
 ) -> None:
-    r"""Measure arms without comparing what they say.
+    r"""Measure speed and memory without comparing outputs.
 
     [bold]Examples[/bold]
 

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    ttft: Annotated[float, typer.Option(min=0, help="The mock's time to the first token, ms.")] = 200,
-    itl: Annotated[float, typer.Option(min=0, help="The mock's time between tokens, ms.")] = 20,
-    jitter: Annotated[float, typer.Option(min=0, help="By which each of these varies, ± ms.")] = 5,
-    concurrency: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 32,
-    requests: Annotated[int, typer.Option(min=1, help="Streams whose timestamps are compared.")] = 128,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these.")] = 64,
-    fast_requests: Annotated[int, typer.Option(min=1, help="Streams for the rate, 8 tokens each.")] = 4000,
+    ttft: Annotated[float, typer.Option(min=0, help="Time to first token of the mock server in ms.")] = 200,
+    itl: Annotated[float, typer.Option(min=0, help="Time between tokens of the mock server in ms.")] = 20,
+    jitter: Annotated[float, typer.Option(min=0, help="Jitter of these times, ± ms.")] = 5,
+    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Streams with compared timestamps.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per stream.")] = 64,
+    fast_requests: Annotated[int, typer.Option(min=1, help="Streams for the throughput test, 8 tokens each.")] = 4000,
     workers: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the jitter.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure the load generator itself, on a mock server that logs when it sent each event.
+    """Measure the accuracy of the load generator on a mock server.
 
     [bold]Examples[/bold]
 

@@ -22,23 +22,22 @@ if TYPE_CHECKING:
 class _ServerOptions(Options, panel="Server"):
     """The server and the model on it."""
 
-    base_url: Annotated[str, typer.Option(help="The server, http://host:port or http://host:port/v1.")]
-    model: Annotated[
-        str | None, typer.Option(help="The model; its tokenizer, too. \\[default: the only one served]")
-    ] = None
-    served_model_name: Annotated[str | None, typer.Option(help="What the server calls it. \\[default: --model]")] = None
-    api_key: Annotated[str | None, typer.Option(help="Sent as bearer token.")] = None
+    base_url: Annotated[str, typer.Option(help="Server URL, http://host:port or http://host:port/v1.")]
+    model: Annotated[str | None, typer.Option(help="Model and tokenizer. \\[default: the only one served]")] = None
+    served_model_name: Annotated[str | None, typer.Option(help="Model name on the server. \\[default: --model]")] = None
+    api_key: Annotated[str | None, typer.Option(help="API key, sent as a bearer token.")] = None
     api_key_env: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Environment variable of the key. \\[default: OPENAI_API_KEY, to this machine alone]"
+            metavar="NAME",
+            help="Environment variable with the API key. \\[default: OPENAI_API_KEY, to this machine alone]",
         ),
     ] = None
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions"
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Name or folder of the model whose tokenizer makes prompts of exact length. "
+            help="Model name or folder of the tokenizer that makes prompts of exact length. "
             "\\[default: --model where it is on this machine, else words calibrated by the server's usage]",
         ),
     ] = None
@@ -53,9 +52,9 @@ class _ServerOptions(Options, panel="Server"):
         }
 
 
-_Prompts = Annotated[str, typer.Option(help="ids, text, or auto: token ids where the server takes them.")]
-_OutputTokens = Annotated[str, typer.Option(help="Tokens of each answer.")]
-_IgnoreEos = Annotated[bool, typer.Option(help="Answers have all their tokens.")]
+_Prompts = Annotated[str, typer.Option(help="ids, text, or auto (token ids if the server accepts them).")]
+_OutputTokens = Annotated[str, typer.Option(help="Output tokens per request.")]
+_IgnoreEos = Annotated[bool, typer.Option(help="Generate all output tokens.")]
 
 
 class _LoadOptions(Options, panel="Load"):
@@ -63,17 +62,17 @@ class _LoadOptions(Options, panel="Load"):
 
     prompts: _Prompts = "auto"
     random_output_len: _OutputTokens = "128"
-    request_rate: Annotated[str, typer.Option(help="Requests per second; inf: closed loop.")] = "inf"
+    request_rate: Annotated[str, typer.Option(help="Requests per second. inf means a closed loop.")] = "inf"
     arrival: Annotated[str, typer.Option(help="poisson or constant.")] = "poisson"
     num_prompts: Annotated[
         int | None, typer.Option(help="Requests per cell. \\[default: twice the concurrency, at least 8]")
     ] = None
-    duration: Annotated[float | None, typer.Option(help="Seconds after which no more is sent.")] = None
-    warmup: Annotated[int, typer.Option(help="Requests sent first and not measured, per cell.")] = 2
+    duration: Annotated[float | None, typer.Option(help="Stop sending after this many seconds.")] = None
+    warmup: Annotated[int, typer.Option(help="Unmeasured warm-up requests per cell.")] = 2
     ramp: Annotated[float, typer.Option(help="Seconds over which a closed loop reaches its concurrency.")] = 0.0
     repeats: Annotated[int, typer.Option(help="Passes over all cells, with fresh prompts.")] = 1
     ignore_eos: _IgnoreEos = True
-    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0
 
     def settings(self) -> dict[str, Any]:
         named = ("prompts", "arrival", "num_prompts", "duration", "warmup", "ramp", "repeats", "ignore_eos")
@@ -90,19 +89,19 @@ class _OneLoadOptions(_LoadOptions):
     dataset_name: Annotated[
         str, typer.Option(help="random, or sharegpt: first turns of the conversations in --dataset-path.")
     ] = "random"
-    dataset_path: Annotated[str | None, typer.Option(help="sharegpt: its JSON file.")] = None
+    dataset_path: Annotated[str | None, typer.Option(help="sharegpt: JSON file.")] = None
     sharegpt_output_len: Annotated[
         int | None, typer.Option(help="sharegpt: tokens of each answer. \\[default: as the dataset's]")
     ] = None
-    random_input_len: Annotated[str, typer.Option(help="Tokens of each prompt.")] = "1024"
-    max_concurrency: Annotated[int | None, typer.Option(help="Requests in flight at most. \\[default: no limit]")] = (
+    random_input_len: Annotated[str, typer.Option(help="Input tokens per request.")] = "1024"
+    max_concurrency: Annotated[int | None, typer.Option(help="Maximum requests in flight. \\[default: no limit]")] = (
         None
     )
     trace: Annotated[
         str | None,
-        typer.Option(help="JSON lines with timestamp, input_length, output_length: lengths and times of the requests."),
+        typer.Option(help="Trace of requests: JSON lines with timestamp, input_length, output_length."),
     ] = None
-    trace_unit: Annotated[str, typer.Option(help="Unit of its timestamps: ms or s.")] = "ms"
+    trace_unit: Annotated[str, typer.Option(help="Unit of the trace's timestamps: ms or s.")] = "ms"
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {
@@ -122,9 +121,7 @@ class _ManyLoadsOptions(_LoadOptions):
 
     concurrency: Annotated[str, typer.Option(help="Requests in flight: 1,2,4,8.")] = "1,2,4,8"
     contexts: Annotated[str, typer.Option(help="Tokens of prompts: 128,1k,4k.")] = "1k"
-    fit: Annotated[
-        bool, typer.Option(help="Leave out cells whose requests the server's cache cannot hold together.")
-    ] = True
+    fit: Annotated[bool, typer.Option(help="Skip cells whose requests do not fit into the server's cache.")] = True
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {
@@ -134,16 +131,18 @@ class _ManyLoadsOptions(_LoadOptions):
         }
 
 
-class _FigureOptions(Options, panel="What is read"):
+class _FigureOptions(Options, panel="Metrics"):
     """The figures of a load."""
 
     goodput: Annotated[
         list[str] | None,
-        typer.Option(help="Targets in ms: ttft:500 tpot:50 e2el:5000; counts requests that meet all."),
+        typer.Option(help="Targets in ms for goodput: ttft:500 tpot:50 e2el:5000."),
     ] = None
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None  # "--goodput ttft:500 tpot:50", as in vLLM
-    percentile_metrics: Annotated[str, typer.Option(help="Of ttft, tpot, itl, e2el.")] = "ttft,tpot,itl,e2el"
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles of these.")] = "50,95,99"
+    percentile_metrics: Annotated[str, typer.Option(help="Metrics with percentiles: ttft, tpot, itl, e2el.")] = (
+        "ttft,tpot,itl,e2el"
+    )
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report.")] = "50,95,99"
 
     def settings(self) -> dict[str, Any]:
         percentiles = self.metric_percentiles.split(",")
@@ -157,11 +156,11 @@ class _FigureOptions(Options, panel="What is read"):
 class _RunOptions(RunsOptions, panel="Run"):
     """How requests are sent, and where the run is kept."""
 
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0
-    timeout: Annotated[float, typer.Option(help="Seconds for one request.")] = 600.0
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0
+    timeout: Annotated[float, typer.Option(help="Time limit per request in seconds.")] = 600.0
     workers: Annotated[int | None, typer.Option(help="Client processes. \\[default: by the load]")] = None
     name: Annotated[str | None, typer.Option(help="Name of the row in the report. \\[default: the model's]")] = None
-    kv: Annotated[str | None, typer.Option(help="KV format that the server was started with, as a label.")] = None
+    kv: Annotated[str | None, typer.Option(help="KV format of the server, as a label.")] = None
 
     def settings(self) -> dict[str, Any]:
         return {"seed": self.seed, "timeout": self.timeout, "workers": self.workers}
@@ -170,9 +169,7 @@ class _RunOptions(RunsOptions, panel="Run"):
 class _OneRunOptions(_RunOptions):
     """With the figures in a file of their own, as vLLM writes it."""
 
-    save_result: Annotated[
-        bool, typer.Option("--save-result", help="Also write the figures to a JSON file with vLLM's names.")
-    ] = False
+    save_result: Annotated[bool, typer.Option("--save-result", help="Also write a JSON file in vLLM's format.")] = False
     result_dir: Annotated[Path | None, typer.Option(help="Its folder. \\[default: this one]")] = None
     result_filename: Annotated[
         str | None, typer.Option(help="Its name. \\[default: by backend, rate, model and time]")
@@ -208,7 +205,7 @@ def serve(
     run: _OneRunOptions,
     as_json: Json = False,
 ) -> None:
-    r"""Put one load on a server and read latencies, rates and goodput.
+    r"""Run one load on a server and measure latency, throughput and goodput.
 
     [bold]Examples[/bold]
 
@@ -238,7 +235,7 @@ def sweep(
     run: _RunOptions,
     as_json: Json = False,
 ) -> None:
-    r"""Put loads of every context and concurrency on a server; say where more requests stop paying.
+    r"""Sweep context lengths and concurrency on a server and find its saturation point.
 
     [bold]Examples[/bold]
 
@@ -256,7 +253,7 @@ class _CapacityOptions(Options, panel="Load"):
     contexts: Annotated[
         str | None, typer.Option(help="Tokens of prompts: 1k,8k. \\[default: the longest, and a quarter of it]")
     ] = None
-    most: Annotated[int, typer.Option(min=1, help="Requests at once that are tried at most.")] = 256
+    most: Annotated[int, typer.Option(min=1, help="Maximum concurrency to try.")] = 256
     random_output_len: _OutputTokens = "64"
     prompts: _Prompts = "auto"
     ignore_eos: _IgnoreEos = True
@@ -271,16 +268,16 @@ class _AnyServerOptions(_ServerOptions, panel="Server"):
 
     base_url: Annotated[
         str | None,
-        typer.Option(help="A server that runs, http://host:port. \\[default: MODEL's own is started]"),
+        typer.Option(help="URL of a running server, http://host:port. \\[default: MODEL's own is started]"),
     ] = None  # type: ignore[assignment]
 
 
-class _TargetOptions(Options, panel="What is read"):
+class _TargetOptions(Options, panel="Metrics"):
     """When an answer is too late."""
 
     goodput: Annotated[
         list[str] | None,
-        typer.Option(help="Targets in ms that nine of ten requests must meet: ttft:500,tpot:50,e2el:5000."),
+        typer.Option(help="Targets in ms for 90% of requests: ttft:500,tpot:50,e2el:5000."),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -292,7 +289,7 @@ class _CapacityRunOptions(_RunOptions, panel="Run"):
 
     kv: Annotated[
         list[str] | None,
-        typer.Option(help="KV format of MODEL's server; the first is what others are compared with; may be repeated."),
+        typer.Option(help="KV format of MODEL's server. The first is the reference. Repeatable."),
     ] = None  # type: ignore[assignment]
 
 
@@ -302,7 +299,9 @@ def capacity(
     *,
     started: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="Start its own server for each --kv, on --engine.", show_default=False),
+        typer.Argument(
+            metavar="[MODEL]", help="Model. Its server is started for each --kv, on --engine.", show_default=False
+        ),
     ] = None,
     server: _AnyServerOptions,
     load: _CapacityOptions,
@@ -311,10 +310,10 @@ def capacity(
     run: _CapacityRunOptions,
     as_json: Json = False,
 ) -> None:
-    r"""Find the longest context and the most requests at once that a server takes, and what stops it.
+    r"""Find the longest context and the highest concurrency of a server.
 
-    Beyond is what is rejected, fails, is preempted, waits for room, or misses the targets of --goodput.  Beside it
-    stands what the size of the server's cache predicts.
+    A load is too high if requests are rejected, fail, are preempted, wait for memory, or miss the targets of --goodput.
+    The limit predicted from the server's cache size is shown, too.
 
     [bold]Examples[/bold]
 

@@ -9,21 +9,21 @@ import typer
 from fidelab.cli.options import Json
 from fidelab.cli.output import command_line, exit_on, show_study
 
-_RUN = "a run's folder or its report.json, with :ARM behind it where that has several."
-
 
 def speculation(
-    plain: Annotated[str, typer.Option(metavar="RUN", help=f"Neither: {_RUN}")],
-    quantized: Annotated[str, typer.Option(metavar="RUN", help="Quantized, without speculation.")],
-    speculative: Annotated[str, typer.Option(metavar="RUN", help="With speculation, not quantized.")],
-    both: Annotated[str, typer.Option(metavar="RUN", help="Quantized, with speculation.")],
+    plain: Annotated[
+        str, typer.Option(metavar="RUN", help="Run with neither (folder or report.json; RUN:NAME picks one).")
+    ],
+    quantized: Annotated[str, typer.Option(metavar="RUN", help="Run with quantization only.")],
+    speculative: Annotated[str, typer.Option(metavar="RUN", help="Run with speculation only.")],
+    both: Annotated[str, typer.Option(metavar="RUN", help="Run with both.")],
     as_json: Json = False,
 ) -> None:
-    """Say whether quantization and speculative decoding multiply, from four measured arms.
+    """Test whether the speed-ups of quantization and speculative decoding multiply.
 
-    The ratio is S_both / (S_quantized · S_speculative), S the output rate over the plain arm's: below 0.9 the two are
-    worth less together than each by itself, above 1.1 more.  Whether an arm speculated is read from what its server
-    counted; where that is not known there is no ratio, and the exit code is 3.
+    The ratio is S_both / (S_quantized · S_speculative), where S is the speed-up over --plain. Below 0.9 the speed-ups
+    overlap, above 1.1 they reinforce each other. If the server's counters do not show whether it speculated, there is
+    no ratio and the exit code is 3.
 
     [bold]Example[/bold]
 
@@ -36,4 +36,4 @@ def speculation(
     show_study(study, None, as_json)
     ratios = [row for row in study.rows if row.at["part"] == "together"]
     if missing := sum(not row.measured for row in ratios):
-        exit_on([], [f"{missing} of {len(ratios)} cells have no ratio: an arm was not what it should have been"])
+        exit_on([], [f"{missing} of {len(ratios)} cells have no ratio: a run was not of the named kind"])

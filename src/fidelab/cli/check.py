@@ -21,20 +21,20 @@ _CODES = {"GO": 0, "NO-GO": 1, "INCONCLUSIVE": UNDECIDED}
 def check(
     run_dir: options.RunDir,
     max_kld: Annotated[
-        float | None, typer.Option(help="Largest mean KL allowed, nats: kld.mean.", show_default=False)
+        float | None, typer.Option(help="Maximum mean KLD in nats (kld.mean).", show_default=False)
     ] = None,
     min_same_top: Annotated[
         str | None,
-        typer.Option(help="Least share of positions with the same top token, 97%: kld.top1.", show_default=False),
+        typer.Option(help="Minimum share of equal top tokens, e.g. 97% (kld.top1).", show_default=False),
     ] = None,
     policy: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML with rules on any metric.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="YAML file with limits on any metric.", show_default=False)
     ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(
             metavar="RUN",
-            help="Also compare each metric with this run: a baseline's name, a run's folder, a report.json.",
+            help="Also compare with this baseline: a name, run folder or report.json.",
             show_default=False,
         ),
     ] = None,
@@ -45,17 +45,17 @@ def check(
     every: Annotated[bool, typer.Option("--all", help="Check all configurations.")] = False,
     json_file: Annotated[
         str | None,
-        typer.Option("--json", metavar="FILE", help="Write the decision as JSON; -: print it.", show_default=False),
+        typer.Option("--json", metavar="FILE", help="Write the decision as JSON; - prints it.", show_default=False),
     ] = None,
     junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as JUnit XML.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Write the decision as JUnit XML.", show_default=False)
     ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False,
+    markdown: options.Markdown = False,
 ) -> None:
-    """Decide a finished run: GO (exit code 0), NO-GO (1), or INCONCLUSIVE (3); needs no engine.
+    """Check a finished run against limits: GO (exit code 0), NO-GO (1) or INCONCLUSIVE (3).
 
-    A figure passes or fails by its whole 95% interval. Where the interval reaches across a limit, the sample size that
-    would decide is named.
+    A figure passes or fails by its whole 95% interval. If the interval crosses a limit, the required sample size is
+    printed. No engine is needed.
 
     [bold]Examples[/bold]
 

@@ -22,25 +22,23 @@ if TYPE_CHECKING:
 _MARGIN = 13  # columns before the text of a finding
 _NAMES = 8  # tensors listed of each finding
 
-app = Commands(help="Quantized checkpoints as files: audit, convert, quantize, calibrate.")
+app = Commands(help="Audit, convert, quantize and calibrate checkpoint files.")
 
 
 @app.command()
 def audit(
-    checkpoint: Annotated[
-        str, typer.Argument(help="A folder with config.json and *.safetensors, a .gguf file or a hub id.")
-    ],
+    checkpoint: Annotated[str, typer.Argument(help="Folder with config.json and *.safetensors, .gguf file or hub id.")],
     base: Annotated[
         str | None,
-        typer.Option(metavar="ORIGINAL", help="The checkpoint that it was made from.", show_default=False),
+        typer.Option(metavar="ORIGINAL", help="Original checkpoint, to compare with.", show_default=False),
     ] = None,
-    tp: Annotated[int, typer.Option(help="Devices that tensor parallelism would split it over.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size to check.")] = 1,
     as_json: options.Json = False,
 ) -> None:
-    """Look for what breaks a checkpoint at run time: scales, packing, experts, index, lists of kept layers.
+    """Check a checkpoint for faults that break it at run time, such as bad scales or packing.
 
-    Every tensor is read once; nothing of the model is run, and no GPU is needed. Of a repository on the hub, tensors
-    are read by ranges and not stored. Exit code 1 where the verdict is broken.
+    Every tensor is read once. The model is not run, and no GPU is needed. Tensors on the hub are read by ranges and not
+    stored. Exit code 1 means that the verdict is broken.
 
     [bold]Examples[/bold]
 
@@ -71,7 +69,16 @@ def _show(outcome: Audit) -> None:
     for finding in outcome.findings:
         print()
         _show_finding(finding, width)
-    print(f"\nverdict: {outcome.verdict}")
+    reasons: dict[str, list[str]] = {}
+    for what, why in outcome.unchecked.items():
+        reasons.setdefault(why, []).append(what)
+    files = f"{outcome.files:,} file{'' if outcome.files == 1 else 's'}"
+    print()
+    _paragraph("checked", f"{len(outcome.rules)} rules, {outcome.tensors:,} tensors, {files}", width)
+    if reasons:
+        said = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
+        _paragraph("not checked", said, width)
+    print(f"verdict: {outcome.verdict}")
 
 
 def _show_finding(finding: Finding, width: int) -> None:
@@ -105,14 +112,14 @@ def _paragraph(label: str, text: str, width: int) -> None:
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or embedded model.")],
-    target: Annotated[Path, typer.Argument(help="Folder to be made.")],
+    target: Annotated[Path, typer.Argument(help="Output folder. It must not exist.")],
     to: Annotated[
         str,
         typer.Option("--to", help="awq, gptq, compressed-tensors, safetensors (dense) or gguf.", show_default=False),
     ],
     lossy: Annotated[
         bool,
-        typer.Option("--lossy", help="Round weights that the target cannot hold, and report the added error."),
+        typer.Option("--lossy", help="Round weights that the target cannot hold and report the added error."),
     ] = False,
     dtype: Annotated[
         str,
@@ -120,11 +127,11 @@ def convert(
     ] = "keep",
     as_json: options.Json = False,
 ) -> None:
-    """Write a quantized checkpoint in another layout without changing a weight.
+    """Convert a quantized checkpoint to another layout without changing a weight.
 
-    Codes, scales and zero points are rearranged, never computed anew. What the target cannot hold is refused unless
-    --lossy is given. Both checkpoints are then read again, dequantized and compared tensor by tensor: the result is
-    printed, and kept in certificate.json beside the weights.
+    Codes, scales and zero points are rearranged, not recomputed. Weights that the target cannot hold need --lossy. Both
+    checkpoints are then dequantized and compared tensor by tensor. The result is printed and saved as certificate.json
+    next to the weights.
 
     [bold]Examples[/bold]
 
@@ -149,19 +156,24 @@ def convert(
 @app.command()
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder with safetensors, hub id or embedded model.")],
-    recipe: Annotated[Path, typer.Option(metavar="FILE", help="The recipe, in YAML.", show_default=False)],
+    recipe: Annotated[Path, typer.Option(metavar="FILE", help="Recipe (YAML).", show_default=False)],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to be made. \\[default: by model and recipe]", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Output folder. It must not exist. \\[default: by model and recipe]",
+            show_default=False,
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
     python: options.Python = None,
     as_json: options.Json = False,
 ) -> None:
     """Quantize a model by a recipe, audit the result, and compare it with the original.
 
-    The recipe is checked against the checkpoint's names and shapes before anything is loaded.
-    The tool has an environment of its own: fidelab setup install llm-compressor.
+    The recipe is checked against the checkpoint's names and shapes first. Quantizing needs its own environment: fidelab
+    setup install llm-compressor.
 
     [bold]Example[/bold]
 
@@ -199,16 +211,16 @@ def calibrate(
     *,
     model: options.FloatModel,
     out: options.NewFolder,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of the prompts.")] = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Number of windows of prompts.")] = 16,
     n_ctx: options.WindowTokens = 512,
     prompts: options.Prompts = "default",
     runs: options.CapturedRunsOptions,
     as_json: options.Json = False,
 ) -> None:
-    """Write a copy of a model with static scales for an FP8 KV cache, which vLLM reads with the weights.
+    """Write a copy of a model with static scales for vLLM's FP8 KV cache.
 
-    The model runs once over windows of prompts; a layer's scale of keys, and of values, is their largest magnitude
-    there over 448. What the scales cost is measured like any format: compare the copy with --kv fp8_e4m3.
+    The model runs once over windows of prompts. Each scale is the largest magnitude of a layer's keys or values,
+    divided by 448. To measure the cost of the scales, compare the copy with --kv fp8_e4m3.
 
     [bold]Examples[/bold]
 
@@ -243,13 +255,13 @@ def calibrate(
 def make_fragile(
     model: options.Model,
     out: options.NewFolder,
-    pairs: Annotated[int, typer.Option(help="RoPE pairs of every head of K that become outliers.")] = 2,
-    factor: Annotated[int, typer.Option(help="What their rows are multiplied by: a power of two.")] = 4096,
+    pairs: Annotated[int, typer.Option(help="RoPE pairs per head of K that become outliers.")] = 2,
+    factor: Annotated[int, typer.Option(help="Factor of these rows, a power of two.")] = 4096,
 ) -> None:
-    """Write a copy that computes the same, with keys that FP8 without scales cannot hold.
+    """Write an equivalent copy whose keys overflow FP8 without scales.
 
-    Rows of K are multiplied by the factor and those of Q divided by it, which changes no score of attention. The copy
-    shows what a KV format does to a model with outliers in K.
+    Rows of K are multiplied by a factor and rows of Q divided by it, so attention scores stay the same. The copy shows
+    what a KV format does to a model with outliers in K.
     """
     from fidelab.checkpoints.fragile import make_fragile as write
     from fidelab.models import path as locate

@@ -55,7 +55,7 @@ def compare(
             "--file",
             "-f",
             metavar="FILE",
-            help="Run an experiment file (YAML), or a bundled one by name; settings change by --set alone.",
+            help="Run an experiment file (YAML) or a bundled one by name. Change its settings with --set.",
             show_default=False,
         ),
     ] = None,
@@ -64,7 +64,7 @@ def compare(
     kv: Annotated[
         list[str] | None,
         typer.Option(
-            help="Candidate KV format: NAME, K/V, or NAME\\[key=value,…]; repeat it.",
+            help="Candidate KV format: NAME, K/V or NAME\\[key=value,…]. Repeatable.",
             autocompletion=options.complete_kv,
             rich_help_panel=options.ARMS,
         ),
@@ -72,7 +72,7 @@ def compare(
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help="Candidate as KEY=VALUE,…: kv, model, engine or another key; repeat it.",
+            help="Candidate as KEY=VALUE,… (kv, model, engine, …). Repeatable.",
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -80,7 +80,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="Reference as a server's command: vllm serve …, llama-server …, or @FILE.",
+            help="Reference as a server command: vllm serve …, llama-server … or @FILE.",
             show_default=False,
             rich_help_panel=options.ARMS,
         ),
@@ -89,7 +89,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="FLAGS",
-            help="Candidate: flags changed in --serve, as '--kv-cache-dtype fp8'; repeat it.",
+            help="Candidate as changed flags of --serve, e.g. '--kv-cache-dtype fp8'. Repeatable.",
             show_default=False,
             rich_help_panel=options.ARMS,
         ),
@@ -98,7 +98,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="KEY=A,B,…",
-            help="A key of --candidate with several values; repeated, all combinations run.",
+            help="Key of --candidate with several values. If repeated, all combinations run.",
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -132,28 +132,28 @@ def compare(
         bool,
         typer.Option(
             "--keep-rows",
-            help="Keep rows over the vocabulary after they are compared, not only what scoring reads of them.",
+            help="Keep full logits after scoring.",
         ),
     ] = False,
     budget: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Time of the run, such as 10m: read no more windows when they would take longer, decided or not.",
+            help="Time limit of the run, e.g. 10m. Stops reading windows when it would be exceeded.",
             show_default=False,
             rich_help_panel=options.MEASURED,
         ),
     ] = None,
     n_runs: Annotated[
-        int, typer.Option("--runs", help="Whole runs with fresh captures; the report says how far they spread.")
+        int, typer.Option("--runs", help="Number of independent runs. The report shows their spread.")
     ] = 1,
     show: options.ShowOptions,
     dry_run: options.DryRun = False,
     only: Annotated[
         _Phase | None,
         typer.Option(
-            help="capture: save outputs and print a folder per configuration; score: compare such folders, "
-            "--reference DIR --candidate DIR (or NAME=DIR), without an engine.",
+            help="capture: save outputs and print their folders. score: compare saved outputs (--reference DIR "
+            "--candidate DIR).",
             show_default=False,
         ),
     ] = None,
@@ -170,7 +170,7 @@ def compare(
     trusted: options.Trusted = None,
     help_all: options.HelpAll = False,
 ) -> None:
-    r"""Run a reference and candidates on the real engine and say what each candidate loses.
+    r"""Run a reference and candidates on a real engine and report what each candidate loses.
 
     [bold]Examples[/bold]
 
@@ -226,7 +226,7 @@ def compare(
         arms = {"model": model, **engine.settings(), **({} if reference is None else {"reference": reference})}
         changes = []
     if not kv and not candidate and not vary and not changes:
-        ways = "--kv FORMAT, --candidate KEY=VALUE,…, --vary KEY=A,B,…, or --change FLAGS beside --serve"
+        ways = "--kv FORMAT, --candidate KEY=VALUE,…, --vary KEY=A,B,…, or --change FLAGS with --serve"
         raise UsageError(f"name at least one candidate: {ways}")
     measured = axes.settings()
     if axes.windows is None and axes.protocol != "sliding" and n_runs == 1:
@@ -276,7 +276,7 @@ def _pasted(
         UsageError: it cannot be read, or a flag says what the command itself says.
         ConfigError: it stands in a file that asks for what a file may not do unasked.
     """
-    from fidelab.config.serve import read_change, read_served
+    from fidelab.config.serve import program_python, read_change, read_served
     from fidelab.config.trust import Trust, check_pasted
     from fidelab.core.errors import UsageError
     from fidelab.engines import ENGINES
@@ -292,11 +292,14 @@ def _pasted(
     if served.file is not None:
         check_pasted(served.settings(), served.file, Trust(trusted))
     own, given = served.settings(), flags.settings()
+    place = given["engine"]
+    if place["image"] is None and place["prefix"] is None:
+        place["python"] = place["python"] or program_python(served)
     flagged = {key: value for key, value in given.items() if value not in (None, "auto")}
     data = {
         **own,
         **flagged,
-        "engine": {**given["engine"], "image": given["engine"]["image"] or served.image, "name": served.engine},
+        "engine": {**place, "image": place["image"] or served.image, "name": served.engine},
         "engine_args": {**own["engine_args"], **given["engine_args"]},
         "env": {**own["env"], **given["env"]},
     }
@@ -457,7 +460,7 @@ def launch(
         if experiment.runs > 1:
             note(f"fidelab: {experiment.runs} runs of this plan")
         for words, reason in (experiment.serve.ignored if experiment.serve else {}).items():
-            note(f"fidelab: of the pasted command, in no arm: {words} ({reason})")
+            note(f"fidelab: ignored flags from --serve: {words} ({reason})")
         return
     command = command_line()
     for secret in secrets:
@@ -468,7 +471,7 @@ def launch(
 
 
 def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions, axes: options.AxesOptions) -> Trust:
-    """What is allowed to the run that is gone on with: the flags say what it may ask for."""
+    """Permissions granted to a resumed run, taken from the flags."""
     from fidelab.config.trust import Trust
 
     settings = engine.settings()

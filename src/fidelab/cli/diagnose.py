@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _YAML = (".yaml", ".yml")
 _PER_VALUE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:bpv|bits?)?", re.IGNORECASE)
 
-app = Commands(help="Find where a loss comes from: a layer, groups of weights, keys and values, or attention.")
+app = Commands(help="Find the source of a loss: layers, weights, keys and values, or attention.")
 app.command("attention")(attention)
 
 
@@ -37,38 +37,39 @@ def sensitivity(
     ] = None,
     bits: Annotated[
         str | None,
-        typer.Option(help="Widths of keys and values instead: 8,7,6,5,4,3,2.", show_default=False),
+        typer.Option(help="Bit widths of keys and values instead: 8,7,6,5,4,3,2.", show_default=False),
     ] = None,
     by: Annotated[
         str | None,
         typer.Option(
-            help="What is rounded at a time: module (default), layer or kind of weights; of the cache all layers "
-            "(default: cache), and also each layer or head.",
+            help="Unit to round: module (default), layer or kind for weights; cache (default), layer or head for "
+            "--bits.",
             show_default=False,
         ),
     ] = None,
-    group: Annotated[int, typer.Option(help="With --bits: values that share a scale.")] = 32,
+    group: Annotated[int, typer.Option(help="With --bits: values per scale.")] = 32,
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Make a plan: bytes of the layers' weights, as 80MB, 4.5bpw, or a format for its size; with --bits "
-            "bits per value of the cache: 5bpv."
+            help="Size of the plan: 80MB, 4.5bpw or a weight format; with --bits, bits per cache value (5bpv)."
         ),
     ] = None,
     export: Annotated[
         Path | None, typer.Option(help="Write the plan's --tensor-type arguments for llama-quantize to this file.")
     ] = None,
     text: options.TextOptions,
-    windows: Annotated[int, typer.Option(help="Windows of text; with a budget, every second is kept to test it.")] = 8,
+    windows: Annotated[
+        int, typer.Option(help="Number of text windows. With a budget, every second one tests the plan.")
+    ] = 8,
     n_ctx: options.WindowTokens = 512,
     engine: options.EngineOptions,
     runs: options.CapturedRunsOptions,
     as_json: options.Json = False,
 ) -> None:
-    r"""Round one group of weights, or keys and values, and say what it costs; with a budget, choose formats.
+    r"""Measure the cost of rounding each group of weights, or keys and values. With a budget, choose formats.
 
-    The model is loaded once. Repeating the command goes on where it was stopped. The plan is chosen on one half of the
-    windows and measured on the other, beside the best single format that fits the same budget.
+    The model is loaded once. Repeating the command resumes it. The plan is chosen on one half of the windows and tested
+    on the other, against the best single format within the same budget.
 
     [bold]Examples[/bold]
 
@@ -167,21 +168,21 @@ def _export(plan: StudyPlan, file: Path) -> None:
 
 
 class _EngineOptions(options.EngineOptions):
-    engine: Annotated[
-        str, typer.Option(help="Engine that runs both arms; hf, vllm and sglang tell what passes their layers.")
-    ] = options.EngineOptions.engine
+    engine: Annotated[str, typer.Option(help="Engine of both configurations: hf, vllm or sglang.")] = (
+        options.EngineOptions.engine
+    )
 
 
 @app.command("layers")
 @options.expand_options
 def layers(
     *,
-    model: Annotated[str, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder.")],
+    model: Annotated[str, typer.Argument(help="smollm2-135m, hub id (optional @revision) or folder.")],
     reference: options.Reference = None,
     kv: Annotated[
         list[str] | None,
         typer.Option(
-            help="The candidate's KV format: NAME, K/V, or NAME\\[key=value,…].",
+            help="KV format of the candidate: NAME, K/V or NAME\\[key=value,…].",
             show_default=False,
             autocompletion=options.complete_kv,
         ),
@@ -194,20 +195,20 @@ def layers(
         ),
     ] = None,
     text: options.TextOptions,
-    windows: Annotated[int, typer.Option(help="Windows of text that both arms read.")] = 2,
+    windows: Annotated[int, typer.Option(help="Number of text windows.")] = 2,
     n_ctx: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
     floor: Annotated[
-        bool, typer.Option(help="Capture the reference again, and the candidate with other last bits.")
+        bool, typer.Option(help="Repeat the reference, and the candidate with changed last bits, to measure noise.")
     ] = True,
     engine: _EngineOptions,
     runs: options.CapturedRunsOptions,
     as_json: options.Json = False,
 ) -> None:
-    r"""Find the layer at which a candidate parts from its reference, by the states behind every layer.
+    r"""Find the first layer whose hidden states diverge from the reference.
 
-    Errors are relative to the norm of each row's state. A layer stands out where it adds more than three times what
-    the others add, at least as much as reaches it, and more than three times the floor. In 16-bit types what is smaller
-    than rounding cannot be seen: --dtype float32 --reference f32 shows the format alone.
+    Errors are relative to the norm of each hidden state. A layer stands out if it adds more than three times the error
+    of the others, at least its input error, and more than three times the run-to-run noise. 16-bit types hide errors
+    below their rounding; --dtype float32 --reference f32 shows the format alone.
 
     [bold]Examples[/bold]
 
@@ -221,16 +222,14 @@ def layers(
     """
     from fidelab.cli.progress import watcher
     from fidelab.core.errors import UsageError
-    from fidelab.studies.layers import bisect
+    from fidelab.studies.layers import compare_layers
 
     candidates = [*(kv or []), *(candidate or [])]
     if len(candidates) != 1:
-        raise UsageError(
-            f"two arms are compared: name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), not {len(candidates)}"
-        )
+        raise UsageError(f"name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), not {len(candidates)}")
     noise = 1.0 if floor else 0.0
     experiment = study_experiment(
-        "bisect",
+        "layers",
         model,
         {"windows": windows, "n_ctx": n_ctx, "protocol": "full"},
         {"candidates": candidates, "floor": noise, "twins": noise},
@@ -239,6 +238,6 @@ def layers(
         text.settings(),
         runs.settings(),
     )
-    study, folder = bisect(experiment, command=command_line(), listener=watcher())
+    study, folder = compare_layers(experiment, command=command_line(), listener=watcher())
     show_study(study, folder.path, as_json)
     exit_on(study.faults)  # a layer that stands out is a finding, that there is nothing to compare is a fault

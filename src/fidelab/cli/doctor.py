@@ -12,27 +12,27 @@ from fidelab.cli.output import waiting
 
 def doctor(
     trial: Annotated[
-        bool, typer.Option("--trial", help="Also let each installed engine run each of its KV formats; takes minutes.")
+        bool, typer.Option("--trial", help="Also try each KV format on each installed engine. Takes minutes.")
     ] = False,
     system: Annotated[
         bool,
         typer.Option(
             "--system",
-            help="Instead: driver, GPUs, whether these reach each other, and versions known to be bad.",
+            help="Check the driver, GPUs, their interconnect and known bad versions instead.",
         ),
     ] = False,
     image: Annotated[
         str | None,
         typer.Option(
-            help="Instead: the engines in a container image; with --trial they run in it.", show_default=False
+            help="Check the engines in a container image instead. With --trial they run in it.", show_default=False
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Check this machine: what works, what does not, and what to do about it.
+    """Check this machine and suggest fixes.
 
-    Exits with 1 where the main job, a comparison of the embedded model's k16v8, could not run; with --system, where
-    something is known to be bad; with --image, where no engine works in the image.
+    Exit code 1 means that a comparison of the embedded model cannot run, with --system that a known bad version was
+    found, and with --image that no engine works in the image.
 
     [bold]Example[/bold]
 

@@ -99,7 +99,7 @@ def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
         ],
         "not_supported": dict(settings.unsupported),
         "unavailable": dict(prepared.plan.unavailable),
-        "remarks": list(prepared.plan.remarks),
+        "remarks": [*prepared.plan.remarks, *_not_installed(prepared)],
         "follows": leading,
         "not_counted": [name for name in leading if type(settings.axes[name]).foreseen is Axis.foreseen],
         "tokens": sum(job.tokens for job in expected.jobs),
@@ -107,6 +107,12 @@ def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
         "conversion_bytes": conversion_bytes(prepared.plan),
         "captures_dir": str(settings.captures_dir),
     }
+
+
+def _not_installed(prepared: Prepared) -> list[str]:
+    """Return the engines that are not installed here, each with what to do."""
+    problems = {str(arm.about.get("not_installed", "")) for arm in prepared.settings.resolved.values()} - {""}
+    return [f"{problem}; planned without asking it" for problem in sorted(problems)]
 
 
 def _times(expected: Estimate, planning: float) -> dict[str, Any]:

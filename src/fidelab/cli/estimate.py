@@ -26,8 +26,7 @@ _KV = ("bf16", "k16v8", "fp8_e4m3", "q8_0", "int4")
 
 app = Commands(
     default="model",
-    help="What a format can gain: bytes, ceilings and bounds of a model; weights and KV cache together; fits of "
-    "measured figures. fidelab estimate MODEL is short for fidelab estimate model MODEL.",
+    help="Estimate the size and speed of formats from a model's shape. MODEL alone means model MODEL.",
 )
 
 
@@ -50,28 +49,28 @@ def parse_counts(text: str, what: str) -> list[int]:
 @app.command()
 def model(
     name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model's folder, config.json, GGUF file, hub id or name.")
+        str | None, typer.Argument(metavar="MODEL", help="Model folder, config.json, GGUF file, hub id or name.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Instead of MODEL: layers, all alike.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads of each layer.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Elements of a head.")] = None,
-    params: Annotated[float | None, typer.Option(help="Parameters, such as 7.6e9.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Instead of MODEL: number of layers.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads per layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head dimension.")] = None,
+    params: Annotated[float | None, typer.Option(help="Number of parameters, e.g. 7.6e9.")] = None,
     kv: Annotated[list[str] | None, typer.Option(help=f"KV formats [default: {', '.join(_KV[1:])}].")] = None,
-    reference: Annotated[str, typer.Option(help="The format that ceilings are against.")] = _KV[0],
-    device: Annotated[list[str] | None, typer.Option(help="Devices of the table, such as H100.")] = None,
-    context: Annotated[str, typer.Option(help="Tokens per sequence; k is 1,024.")] = "2k,8k,32k",
-    batch: Annotated[str, typer.Option(help="Sequences.")] = "1,8,32",
+    reference: Annotated[str, typer.Option(help="Reference format of the speed-ups.")] = _KV[0],
+    device: Annotated[list[str] | None, typer.Option(help="Devices of the table, e.g. H100.")] = None,
+    context: Annotated[str, typer.Option(help="Lengths in tokens per sequence (k is 1,024).")] = "2k,8k,32k",
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
     weight_bits: Annotated[float, typer.Option(help="Bits per weight, scales included.")] = 16.0,
     tp: options.Sharing = 1,
     memory: options.Memory = None,
     overhead: options.Overhead = None,
-    speedup: Annotated[float | None, typer.Option(help="A measured speed-up, to be held against ceilings.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Measured tokens/s, to be held against bounds.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="Measured speed-up to compare with the upper bounds.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Measured tokens/s to compare with the upper bounds.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Say what a model's KV cache weighs in each format, and what reading fewer bytes can gain at most.
+    """Estimate a model's KV cache size and maximum speed-up for each format.
 
-    Needs the configuration alone, no weights. All rates are bounds that no program can beat.
+    Only the model's configuration is read, no weights. All rates are upper bounds (roofline).
 
     [bold]Examples[/bold]
 
@@ -263,10 +262,10 @@ def _rate(entry: Mapping[str, Any]) -> str:
 @options.expand_options
 def advise(
     *,
-    model: Annotated[str, typer.Argument(help="A model as the runs name it: folder, GGUF file, hub id or name.")],
-    device: Annotated[str, typer.Option(help="A row of the device table, such as H200.")],
-    context: Annotated[str, typer.Option(help="Tokens of each sequence; k is 1,024.")] = "32k",
-    batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    model: Annotated[str, typer.Argument(help="Model as named in the runs: folder, GGUF file, hub id or name.")],
+    device: Annotated[str, typer.Option(help="Device of the table, e.g. H200.")],
+    context: Annotated[str, typer.Option(help="Tokens per sequence (k is 1,024).")] = "32k",
+    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
     memory: options.Memory = None,
     overhead: options.Overhead = None,
     tp: options.Sharing = 1,
@@ -276,17 +275,18 @@ def advise(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="A run folder or report.json with losses; repeat it. \\[default: this model's in --output-dir]",
+            help="Run folder or report.json with losses. Repeatable. \\[default: this model's in --output-dir]",
             show_default=False,
         ),
     ] = None,
     runs: options.RunsOptions,
     as_json: options.Json = False,
 ) -> None:
-    """Choose weights and KV cache together: measured losses against memory and decode ceilings.
+    """Choose weight and KV cache formats by measured loss, memory and decode speed.
 
-    Losses come from runs of fidelab compare; what no arm ran is predicted as the sum of its parts, and says so.
-    Without --max-kld it is the pair of the least loss that fits, with it the fastest that is shown to lose less.
+    Losses come from runs of fidelab compare. A pair that was not measured is predicted as the sum of its parts and
+    marked as such. Without --max-kld, the pair with the least loss that fits is chosen; with it, the fastest pair
+    within the limit.
 
     [bold]Examples[/bold]
 
@@ -322,29 +322,29 @@ def advise(
     show_study(found, None, as_json)
 
 
-_Row = Annotated[str | None, typer.Option("--as", help="Name of the row; by default the device's own.")]
-_Columns = Annotated[str, typer.Option("--x", help="Column of batches; A*B multiplies two columns.")]
+_Row = Annotated[str | None, typer.Option("--as", help="Name of the row (default: the device's name).")]
+_Columns = Annotated[str, typer.Option("--x", help="Column of batch sizes. A*B multiplies two columns.")]
 _Length = Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")]
 _Time = Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")]
-_Part = Annotated[str | None, typer.Option(help="Which list of a JSON object.")]
+_Part = Annotated[str | None, typer.Option(help="Key of the list in a JSON object.")]
 
 
 @app.command()
 def fit(
-    file: Annotated[Path, typer.Argument(help="CSV, or JSON with a list of objects.")],
-    y: Annotated[str, typer.Option("--y", help="Column that is fitted: a speed-up, tokens/s, or with --time a time.")],
+    file: Annotated[Path, typer.Argument(help="CSV file, or JSON file with a list of objects.")],
+    y: Annotated[str, typer.Option("--y", help="Column to fit: speed-up, tokens/s, or with --time a time.")],
     x: _Columns = "batch",
     length: _Length = None,
     time: _Time = False,
     cluster: Annotated[str | None, typer.Option(help="Column of models or machines; intervals resample these.")] = None,
     part: _Part = None,
-    min_x: Annotated[float | None, typer.Option(help="Leave out points below this x.")] = None,
-    kv_bytes: Annotated[float | None, typer.Option(help="KV bytes per token, for the bandwidth of c.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device of the table that the points were measured on.")] = None,
-    ceiling: Annotated[float | None, typer.Option(help="Largest speed-up that fewer bytes allow.")] = None,
+    min_x: Annotated[float | None, typer.Option(help="Skip points below this x.")] = None,
+    kv_bytes: Annotated[float | None, typer.Option(help="KV cache bytes per token, to derive a bandwidth.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device that the points were measured on.")] = None,
+    ceiling: Annotated[float | None, typer.Option(help="Upper bound of the speed-up.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Fit a Hill curve over the batch and an affine time of a step to measured figures, and say which explains more.
+    """Fit a Hill curve and an affine step-time model to measured figures and compare them.
 
     [bold]Examples[/bold]
 
@@ -405,20 +405,18 @@ def _show_fit(found: Mapping[str, Any]) -> None:
 
 @app.command()
 def explain(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to be written.")] = Path("explain.html"),
-    models: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL", help="Models that are shown before the known ones.")
-    ] = None,
-    points: Annotated[Path | None, typer.Option(help="Measured points, CSV or JSON, for the saturation.")] = None,
-    y: Annotated[str | None, typer.Option("--y", help="Column of --points: a speed-up, tokens/s or a time.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output file.")] = Path("explain.html"),
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Models to show first.")] = None,
+    points: Annotated[Path | None, typer.Option(help="Measured points (CSV or JSON) for the saturation chart.")] = None,
+    y: Annotated[str | None, typer.Option("--y", help="Column of --points: speed-up, tokens/s or time.")] = None,
     x: _Columns = "batch",
     length: _Length = None,
     time: _Time = False,
     part: _Part = None,
 ) -> None:
-    """Write a page that explains what a step of decoding reads: the loop, cache and bandwidth, saturation.
+    """Write an interactive page that explains decoding: cache, bandwidth and saturation.
 
-    One file with sliders, which fetches nothing. Figures are those of fidelab estimate.
+    One self-contained file with sliders. Its figures are those of fidelab estimate.
 
     [bold]Examples[/bold]
 
@@ -453,14 +451,13 @@ def list_devices(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="First put in what somebody measured: study.json of profile hardware-report, or the JSON of "
-            "estimate probe.",
+            help="First add a measurement: study.json of profile hardware-report, or JSON of estimate probe.",
         ),
     ] = None,
     name: _Row = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the device table: published figures, what was measured, and which rows nobody checked.
+    """List the device table with published and measured figures.
 
     [bold]Examples[/bold]
 
@@ -498,10 +495,10 @@ def list_devices(
 def probe(
     name: _Row = None,
     device: Annotated[str, typer.Option(help="cpu, or a CUDA device such as cuda:0.")] = "cpu",
-    seconds: Annotated[float, typer.Option(help="For each rate.")] = 2.0,
+    seconds: Annotated[float, typer.Option(help="Seconds per measurement.")] = 2.0,
     as_json: options.Json = False,
 ) -> None:
-    """Measure this device: copying, reading, and multiplying matrices; keep the row in the device table.
+    """Measure this device's bandwidth and matrix throughput, and store them in the device table.
 
     [bold]Examples[/bold]
 

@@ -11,8 +11,9 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.output import open_console, waiting
+from fidelab.core import KVSpec, engine_name
 from fidelab.doctor.text import by_reason
-from fidelab.engines.k16v8 import K16V8, meaning
+from fidelab.engines.k16v8 import K16V8, is_pair, meaning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,26 +39,36 @@ _WEIGHT = (512, 2048)  # outputs and inputs of the matrix that weight formats ar
 def formats(
     model: Annotated[
         str | None,
-        typer.Option(help="The model whose cache is counted. \\[default: smollm2-135m]", show_default=False),
+        typer.Option(help="Model whose cache size is shown. \\[default: smollm2-135m]", show_default=False),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Only the formats that this engine stores, and how.", show_default=False)
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the formats of caches and of weights: bytes, error, where they run, and why one cannot run here.
+    """List KV cache and weight formats with their size, error and engines.
 
-    Errors are L2 norms relative to that of the values, normally distributed: over all, and in the worst token. Weight
-    formats are those of --candidate weights=… on engine hf, rounded to nearest without calibration.
+    Errors are relative L2 norms on normally distributed values, over all tokens and for the worst token. Weight formats
+    are those of --candidate weights=… on engine hf, rounded to nearest without calibration.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       fidelab setup formats --model Qwen/Qwen2.5-7B-Instruct
+
+      fidelab setup formats --engine llama.cpp
     """
+    from fidelab.engines import ENGINES
     from fidelab.environments.listing import chosen, listing
 
-    geometry = _geometry(model)
+    geometry, name = _geometry(model), engine and engine_name(engine)
+    if name is not None:
+        ENGINES.load(name)
     with waiting("asking the engines"):
-        places = chosen(listing())
+        places = chosen(listing() if name is None else listing([name]))
     rows = _rows(geometry, places)
-    weights = _weight_rows()
+    if name is not None:
+        rows = [row for row in rows if row["stored"] or row["refused"]]
+    weights = _weight_rows() if name in (None, "hf") else []
     if as_json:
         print(json.dumps({"geometry": asdict(geometry), "formats": rows, "weights": weights}, indent=2))
         return
@@ -70,7 +81,7 @@ def formats(
     table.add_column("format", no_wrap=True)
     for heading in ("bits/value", "bytes/token", "typical error", "worst error"):
         table.add_column(heading, justify="right")
-    table.add_column("engines", overflow="fold")
+    table.add_column("engines" if name is None else "stored", overflow="fold")
     for row in rows:
         known = row["bits_per_value"] is not None
         if not known and not row["engines"]:
@@ -85,7 +96,12 @@ def formats(
             if known
             else ["–"] * 4
         )
-        engines = [*row["engines"], *(f"({engine})" for engine in row["refused"])]
+        if name is None:
+            engines = [*row["engines"], *(f"({refused})" for refused in row["refused"])]
+        elif not row["stored"]:
+            continue  # below, with the reason
+        else:
+            engines = [*row["stored"].values()]
         table.add_row(f"{row['name']}{'*' if row['emulated'] else ''}", *numbers, Text(", ".join(engines)))
     console = open_console()
     console.print(table)
@@ -93,10 +109,14 @@ def formats(
         Text(
             f"{geometry.model}: {geometry.layers} layers, {geometry.kv_heads} KV heads, head dimension "
             f"{geometry.head_dim}; K and V counted, default options.\n"
-            "* emulated: the error is the true one, the bytes are those of ideal packing; we store more.\n"
-            "int8 and int4 have one scale for each token and head on vllm and sglang, one for 32 values on hf.\n"
-            "–: the engines' own, which fidelab does not define.  (engine): cannot run it here, or not with a model in "
-            "bfloat16."
+            "* emulated: true errors, bytes as if packed; more is stored.\n"
+            "int8 and int4 have one scale per token and head on vllm and sglang, one per 32 values on hf.\n"
+            "–: the engine's own format, not defined by fidelab.\n"
+            + (
+                "(engine): cannot run it here, or not with a model in bfloat16."
+                if name is None
+                else "native: the engine's own cache.  plug-in: the cache of fidelab (hf) or of package k16v8."
+            )
         )
     )
     for place in places.values():
@@ -104,6 +124,8 @@ def formats(
             console.print(Padding(Text(f"{place.engine}: {place.problem}; {place.remedy}"), (0, 0, 0, 2)))
         for why, names in by_reason(place.refused).items():
             console.print(Padding(Text(f"({place.engine}) {', '.join(names)}: {why}"), (0, 0, 0, 2)))
+    if not weights:
+        return
     rounded = Table(box=box.SIMPLE_HEAD, title="Weights, on engine hf: --candidate weights=NAME", title_justify="left")
     rounded.add_column("format", no_wrap=True)
     for heading in ("bits/weight", "typical error"):
@@ -153,26 +175,32 @@ def _geometry(name: str | None) -> _Geometry:
 
 
 def _rows(geometry: _Geometry, places: Mapping[str, Installed]) -> list[dict[str, Any]]:
-    """Our formats, then those that engines have besides, of which nothing is known."""
+    """Return fidelab's formats, then those that engines define; ``stored``: engine → native, plug-in or emulated."""
     from fidelab.formats import FORMATS
 
     names = dict.fromkeys([*FORMATS.names(), K16V8, *(name for place in places.values() for name in place.kv_names)])
-    return [
-        {
-            "name": name,
-            **_numbers(name, geometry),
-            "engines": [e for e, place in places.items() if name in place.kv_names and name not in place.refused],
-            "refused": {e: place.refused[name] for e, place in places.items() if name in place.refused},
-        }
-        for name in names
-    ]
+    rows = []
+    for name in names:
+        numbers = _numbers(name, geometry)
+        engines = [e for e, place in places.items() if name in place.kv_names and name not in place.refused]
+        refused = {e: place.refused[name] for e, place in places.items() if name in place.refused}
+        stored = {e: _stored(e, name, numbers["emulated"]) for e in engines}
+        rows.append({"name": name, **numbers, "engines": engines, "stored": stored, "refused": refused})
+    return rows
+
+
+def _stored(engine: str, name: str, emulated: bool) -> str:
+    """Return how an engine keeps a format: in its own cache, in that of a plug-in, or wider than its bits."""
+    if engine == "hf":
+        return "native" if name in ("f32", "f16", "bf16") else "emulated" if emulated else "plug-in"
+    pair = engine in ("vllm", "sglang") and is_pair(meaning(KVSpec.parse(name), "bf16"))
+    return "plug-in" if pair else "native"
 
 
 def _numbers(name: str, geometry: _Geometry) -> dict[str, Any]:
     """Bytes and errors of a format by fidelab's definition; ``None`` where it has none."""
     import torch
 
-    from fidelab.core import KVSpec
     from fidelab.formats import FORMATS, create
 
     kv, dim = meaning(KVSpec.parse(name), "bf16"), geometry.head_dim

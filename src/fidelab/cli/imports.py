@@ -12,34 +12,34 @@ from fidelab.cli.commands import Commands
 from fidelab.cli.output import command_line, exit_on, failures, note, open_console, show_report
 
 if TYPE_CHECKING:
-    from fidelab.imports.leave import Imported
+    from fidelab.imports.write_run import Imported
 
-_Tests = Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same of one or more candidates.")]
+_Tests = Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same for one or more candidates.")]
 _Names = Annotated[
-    list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder; the folder's by default.")
+    list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder (default: the folder's name).")
 ]
 
 
 class _RunsOptions(options.RunsOptions):
-    output_dir: Annotated[Path, typer.Option(help="Where the run folder is made.")] = options.RunsOptions.output_dir
+    output_dir: Annotated[Path, typer.Option(help="Folder for the new run folder.")] = options.RunsOptions.output_dir
 
 
-app = Commands(help="Read what other tools measured, recompute it, and report it.")
+app = Commands(help="Import results of other tools and recompute them.")
 
 
 @app.command("refract")
 @options.expand_options
 def refract(
     *,
-    report: Annotated[Path, typer.Argument(metavar="REPORT", help="REFRACT's report, schema v0.2 or v0.3 (JSON).")],
+    report: Annotated[Path, typer.Argument(metavar="REPORT", help="REFRACT report (JSON, schema v0.2 or v0.3).")],
     name: Annotated[
-        str | None, typer.Option(help="Name of the candidate; its cache formats by default.", show_default=False)
+        str | None, typer.Option(help="Name of the candidate (default: its cache formats).", show_default=False)
     ] = None,
     bootstrap: options.SeedOptions,
     runs: _RunsOptions,
     as_json: options.Json = False,
 ) -> None:
-    """Compute a REFRACT report's scores again from its own data, by its definitions and by ours.
+    """Recompute a REFRACT report's scores by its definitions and by fidelab's.
 
     [bold]Example[/bold]
 
@@ -61,12 +61,12 @@ def kld_dumps(
         Path,
         typer.Argument(
             metavar="REF",
-            help="Reference: a folder, a file or a capture.",
+            help="Reference: folder, file or saved outputs.",
         ),
     ],
     test_dirs: _Tests,
     name: _Names = None,
-    model: Annotated[str | None, typer.Option(help="What to call the model.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model.", show_default=False)] = None,
     stride: Annotated[
         int | None,
         typer.Option(help="Tokens between windows. \\[default: a quarter of a window's rows]", show_default=False),
@@ -77,8 +77,8 @@ def kld_dumps(
 ) -> None:
     """Compare dumped log-probabilities.
 
-    A dump is a folder (N.safetensors, key log_probs, rows × vocabulary), a file that llama-perplexity
-    --kl-divergence-base wrote, or a capture of axis kld on the same windows.
+    A dump is a folder (N.safetensors, key log_probs, rows × vocabulary), a file of llama-perplexity
+    --kl-divergence-base, or saved outputs of the test kld on the same windows.
 
     [bold]Examples[/bold]
 
@@ -109,7 +109,7 @@ def kld_dumps(
 @options.expand_options
 def lm_eval(
     *,
-    ref_dir: Annotated[Path, typer.Argument(metavar="REF", help="The reference's output folder, with samples.")],
+    ref_dir: Annotated[Path, typer.Argument(metavar="REF", help="Output folder of the reference, with samples.")],
     test_dirs: _Tests,
     name: _Names = None,
     margin: options.Margin = None,
@@ -117,7 +117,7 @@ def lm_eval(
     runs: _RunsOptions,
     as_json: options.Json = False,
 ) -> None:
-    """Compare runs of lm-evaluation-harness item by item, from what --log_samples wrote.
+    """Compare runs of lm-evaluation-harness sample by sample, from --log_samples.
 
     [bold]Example[/bold]
 

@@ -158,7 +158,7 @@ def begin_from_preset(
 
 # --------------------------------------------------------------------------------- single options and arguments
 
-ARMS, MEASURED, ENGINE, SCORING = "Arms", "What is measured", "Engine", "Scoring"  # panels of --help
+ARMS, MEASURED, ENGINE, SCORING = "Configurations", "Measurement", "Engine", "Scoring"  # panels of --help
 
 
 def _of_table(module: str, table: str) -> Callable[[str], list[str]]:
@@ -197,14 +197,14 @@ def _runs(incomplete: str) -> list[str]:
     return [name for name in found if name.startswith(incomplete)]
 
 
-_MODEL = typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.", show_default=False)
+_MODEL = typer.Argument(help="smollm2-135m, hub id, folder or .gguf file.", show_default=False)
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 
 FloatModel = Annotated[
-    str, typer.Argument(help="A model whose weights are floating-point: name, hub id or folder.", show_default=False)
+    str, typer.Argument(help="Model with floating-point weights: name, hub id or folder.", show_default=False)
 ]
-WindowTokens = Annotated[int, typer.Option(min=8, help="Tokens of a window.")]
+WindowTokens = Annotated[int, typer.Option(min=8, help="Tokens per window.")]
 
 
 def find_run(name: Path | None) -> Path | None:
@@ -218,7 +218,7 @@ RunDir = Annotated[
     Path,
     typer.Argument(
         metavar="RUN_DIR",
-        help="A run's folder, its report.json, or 'latest': the newest in runs.",
+        help="Run folder, report.json, or 'latest' (newest in runs).",
         autocompletion=_runs,
         callback=find_run,
     ),
@@ -226,7 +226,7 @@ RunDir = Annotated[
 Reference = Annotated[
     str | None,
     typer.Option(
-        help="KV format, or KEY=VALUE,…, of the reference. \\[default: native]",
+        help="Reference: KV format or KEY=VALUE,…. \\[default: native]",
         show_default=False,
         autocompletion=complete_kv,
         rich_help_panel=ARMS,
@@ -236,8 +236,7 @@ Preset = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Preset that all arms begin from, by name or file: model, engine, options. The reference is the preset "
-        "itself unless --reference says otherwise.",
+        help="Preset (name or file) with model, engine and options. It is the reference unless --reference is given.",
         show_default=False,
         autocompletion=complete_preset,
         rich_help_panel=ARMS,
@@ -246,7 +245,7 @@ Preset = Annotated[
 Benches = Annotated[
     str,
     typer.Option(
-        help="Benches, separated by commas: startup, prefill, decode, memory, serving; offline: the first four.",
+        help="Benchmarks, comma-separated: startup, prefill, decode, memory, serving, offline (the first four).",
         show_default=False,
         autocompletion=_of_table("fidelab.bench", "BENCHES"),
         rich_help_panel=MEASURED,
@@ -256,7 +255,7 @@ Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Any other setting, as in axes.rniah.lengths=\\[512]; may be repeated.",
+        help="Any other setting, e.g. axes.rniah.lengths=\\[512]. Repeatable.",
         rich_help_panel=MEASURED,
     ),
 ]
@@ -270,36 +269,35 @@ def _show_all(context: typer.Context, value: bool) -> None:
 
 
 HelpAll = Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show all options.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk and time; run nothing.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk space and time without running.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown for a pull request.")]
 Trusted = Annotated[
     list[Path] | None,
     typer.Option(
         "--trust",
         metavar="FILE",
-        help="A settings file that may start programs, send keys and read files elsewhere; remembered.",
+        help="Trust this settings file (it may run commands and read files). Remembered.",
         show_default=False,
     ),
 ]
 
 Python = Annotated[
     str | None,
-    typer.Option(help="Interpreter of the engine's environment; found by itself.", show_default=False),
+    typer.Option(help="Python of the engine's environment (default: auto-detect).", show_default=False),
 ]
 Prefix = Annotated[
     str | None,
-    typer.Option(help="Command before that interpreter, or before docker: 'ssh host', 'srun …'.", show_default=False),
+    typer.Option(help="Command prefix for Python or docker, e.g. 'ssh host' or 'srun …'.", show_default=False),
 ]
 Image = Annotated[
     str | None,
-    typer.Option(help="Container image that has the engine; run by docker or podman.", show_default=False),
+    typer.Option(help="Container image with the engine, for docker or podman.", show_default=False),
 ]
-PythonPath = Annotated[
-    list[str] | None, typer.Option(help="Folder of modules that go before the engine's own; may be repeated.")
-]
+PythonPath = Annotated[list[str] | None, typer.Option(help="Folder of modules to put first on PYTHONPATH. Repeatable.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
 Threads = Annotated[
-    int | None, typer.Option(help="CPU threads of a worker. \\[default: all usable cores]", show_default=False)
+    int | None, typer.Option(help="CPU threads per worker. \\[default: all usable cores]", show_default=False)
 ]
 
 # -------------------------------------------------------------------------------------- parts of an experiment
@@ -309,21 +307,26 @@ class EngineOptions(Options, panel=ENGINE):
     """An engine, where it lives, and what it computes with."""
 
     engine: Annotated[
-        str, typer.Option(help="Engine that runs all arms.", autocompletion=_of_table("fidelab.engines", "ENGINES"))
+        str,
+        typer.Option(
+            help="Engine that runs all configurations.", autocompletion=_of_table("fidelab.engines", "ENGINES")
+        ),
     ] = "hf"
     python: Python = None
     image: Image = None
     prefix: Prefix = None
     pythonpath: PythonPath = None
-    engine_arg: Annotated[list[str] | None, typer.Option(help="Engine option K=V, or env.NAME=V; may be repeated.")] = (
-        None
-    )
+    engine_arg: Annotated[
+        list[str] | None, typer.Option(help="Engine option K=V, or variable env.NAME=V. Repeatable.")
+    ] = None
     dtype: Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")] = "auto"
     device: Device = "auto"
     threads: Threads = None
     deadline: Annotated[
         float | None,
-        typer.Option(help="Seconds for one arm, model load included. \\[default: 14400]", show_default=False),
+        typer.Option(
+            help="Time limit per configuration in seconds, model load included. \\[default: 14400]", show_default=False
+        ),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -369,11 +372,11 @@ class ServableEngineOptions(EngineOptions):
     """An engine, or a server by its address."""
 
     base_url: Annotated[
-        str | None, typer.Option(help="Engine openai: the server, http://host:port/v1.", show_default=False)
+        str | None, typer.Option(help="Engine openai: server URL, http://host:port/v1.", show_default=False)
     ] = None
     served: Annotated[
         str | None,
-        typer.Option("--model", help="Engine openai: what the server calls the model.", show_default=False),
+        typer.Option("--model", help="Engine openai: model name on the server.", show_default=False),
     ] = None
 
     def _engine_args(self) -> dict[str, str]:
@@ -384,17 +387,15 @@ class ServableEngineOptions(EngineOptions):
 class ExecutorOptions(Options, panel=ENGINE):
     """Where the arms' processes run."""
 
-    executor: Annotated[str, typer.Option(help="Where arms run: local or ray, there with 4 threads unless told.")] = (
-        "local"
-    )
+    executor: Annotated[str, typer.Option(help="Where configurations run: local or ray.")] = "local"
     address: Annotated[
         str | None,
-        typer.Option(help="Ray cluster: auto, HOST:PORT, or local for one of this run's own.", show_default=False),
+        typer.Option(help="Ray cluster: auto, HOST:PORT, or local (start one for this run).", show_default=False),
     ] = None
     gpus_per_arm: Annotated[
         float | None,
         typer.Option(
-            help="GPUs of an arm on a cluster: whole, or a share below 1, for arms that fit on a GPU together. "
+            help="GPUs per configuration on a cluster. A value below 1 shares a GPU. "
             "\\[default: the tensor parallel size]",
             show_default=False,
         ),
@@ -412,7 +413,7 @@ class TextOptions(Options, panel=MEASURED):
 
 
 Prompts = Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")]
-NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Folder to be made.", show_default=False)]
+NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Output folder. It must not exist.", show_default=False)]
 
 
 class AxesOptions(TextOptions):
@@ -425,10 +426,12 @@ class AxesOptions(TextOptions):
             autocompletion=_of_table("fidelab.axes", "AXES"),
         ),
     ] = None
-    quick: Annotated[bool, typer.Option("--quick", help="KLD alone, with fewer windows.")] = False
+    quick: Annotated[bool, typer.Option("--quick", help="Measure KLD only, with fewer windows.")] = False
     windows: Annotated[
         int | None,
-        typer.Option(help="KLD: windows of text. \\[default: 32, or fewer where all is decided]", show_default=False),
+        typer.Option(
+            help="KLD: number of text windows. \\[default: 32, or fewer where all is decided]", show_default=False
+        ),
     ] = None
     n_ctx: Annotated[
         str | None,
@@ -449,12 +452,12 @@ class AxesOptions(TextOptions):
     traffic: Annotated[
         str | None,
         typer.Option(
-            help="Your own log: OpenAI's .jsonl, ShareGPT's .json, .txt.",
+            help="Log of requests: OpenAI or gateway .jsonl, ShareGPT .json, .txt.",
             show_default=False,
         ),
     ] = None
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Traffic: leave out and count bad records.")] = False
-    keep_text: Annotated[bool, typer.Option("--keep-text", help="Traffic: its texts may stand in reports.")] = False
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Traffic: skip and count bad records.")] = False
+    keep_text: Annotated[bool, typer.Option("--keep-text", help="Include traffic text in reports.")] = False
     n_predict: Annotated[
         int | None, typer.Option(help="Trajectory: tokens per prompt. \\[default: 64]", show_default=False)
     ] = None
@@ -463,7 +466,7 @@ class AxesOptions(TextOptions):
     ] = None
     limit: Annotated[
         list[str] | None,
-        typer.Option(help="First items only: N (prompts) or AXIS=N; may be repeated.", show_default=False),
+        typer.Option(help="First items only: N (prompts) or AXIS=N. Repeatable.", show_default=False),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -487,15 +490,15 @@ class SeedOptions(Options, panel=SCORING):
 class ScoringOptions(SeedOptions):
     """How captures become scores."""
 
-    bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab"
+    bands: Annotated[str, typer.Option(help="Score bands: fidelab or refract.")] = "fidelab"
 
 
 MaxKLD = Annotated[
-    float | None, typer.Option(help="Recommend what costs less than this: mean KL, nats.", show_default=False)
+    float | None, typer.Option(help="Maximum mean KLD for a recommendation, in nats.", show_default=False)
 ]
-Memory = Annotated[str | None, typer.Option(help="Memory of each device, such as 80G.")]
-Overhead = Annotated[str | None, typer.Option(help="What the engine takes besides, measured, such as 2GiB.")]
-Sharing = Annotated[int, typer.Option("--tp", help="Devices that share the model (tensor parallel).")]
+Memory = Annotated[str | None, typer.Option(help="Memory per device, e.g. 80G.")]
+Overhead = Annotated[str | None, typer.Option(help="Measured memory overhead of the engine, e.g. 2GiB.")]
+Sharing = Annotated[int, typer.Option("--tp", help="Tensor parallel size.")]
 
 
 class LimitOptions(Options, panel=SCORING):
@@ -503,17 +506,15 @@ class LimitOptions(Options, panel=SCORING):
 
     max_kld: MaxKLD = None
     max_flips: Annotated[
-        str | None, typer.Option(help="… and changes fewer top tokens than this: 1%.", show_default=False)
+        str | None, typer.Option(help="Maximum share of changed top tokens, e.g. 1%.", show_default=False)
     ] = None
     max_accuracy_loss: Annotated[
-        str | None, typer.Option(help="… and loses at most this many correct predictions, net: 1%.", show_default=False)
+        str | None, typer.Option(help="Maximum net loss of correct predictions, e.g. 1%.", show_default=False)
     ] = None
-    min_saving: Annotated[
-        str | None, typer.Option(help="… and saves at least this of the bytes: 40%.", show_default=False)
-    ] = None
+    min_saving: Annotated[str | None, typer.Option(help="Minimum memory saving, e.g. 40%.", show_default=False)] = None
     min_tokens_per_s: Annotated[
         float | None,
-        typer.Option(help="… and generates at least this many tokens per second.", show_default=False),
+        typer.Option(help="Minimum generated tokens per second.", show_default=False),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -523,7 +524,8 @@ class LimitOptions(Options, panel=SCORING):
 
 
 Margin = Annotated[
-    str | None, typer.Option(help="Loss of accuracy that a certificate rules out. \\[default: 1%]", show_default=False)
+    str | None,
+    typer.Option(help="Non-inferiority margin: loss of accuracy to rule out. \\[default: 1%]", show_default=False),
 ]
 
 
@@ -537,9 +539,9 @@ class ShowOptions(Options):
     """How a report is shown."""
 
     as_json: Json = False
-    details: Annotated[bool, typer.Option("--details", help="Print everything that was measured.")] = False
+    details: Annotated[bool, typer.Option("--details", help="Print all measurements.")] = False
     plot: Annotated[bool, typer.Option("--plot", help="Print a text plot of KLD against size.")] = False
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, as for a pull request.")] = False
+    markdown: Markdown = False
 
     def check(self) -> None:
         """Refuse forms that exclude each other.
@@ -556,7 +558,7 @@ class ShowOptions(Options):
 class RunsOptions(Options):
     """The folder of runs."""
 
-    output_dir: Annotated[Path, typer.Option(help="Where runs are written.")] = Path("runs")
+    output_dir: Annotated[Path, typer.Option(help="Folder for runs.")] = Path("runs")
 
     def settings(self) -> dict[str, Any]:
         return {"output_dir": str(self.output_dir)}
@@ -565,4 +567,4 @@ class RunsOptions(Options):
 class CapturedRunsOptions(RunsOptions):
     """The folder of runs that leave captures."""
 
-    output_dir: Annotated[Path, typer.Option(help="Where runs and saved outputs are written.")] = RunsOptions.output_dir
+    output_dir: Annotated[Path, typer.Option(help="Folder for runs and saved outputs.")] = RunsOptions.output_dir

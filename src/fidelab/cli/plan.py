@@ -22,17 +22,17 @@ def plan(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Wanted half-width: in the axis' own unit (kld: nats, trajectory: points), or '5%' of each "
-            "candidate's estimate.",
+            help="Half-width of the interval, in the test's unit (kld: nats, trajectory: points) or e.g. 5% of "
+            "the estimate.",
             show_default=False,
         ),
     ] = None,
     margin: options.Margin = None,
     max_kld: options.MaxKLD = None,
-    axis: Annotated[str, typer.Option(help="Axis of the run, such as kld or trajectory.")] = "kld",
+    axis: Annotated[str, typer.Option(help="Test of the run, e.g. kld or trajectory.")] = "kld",
     as_json: options.Json = False,
 ) -> None:
-    """Estimate the sample size for a given precision or margin, from a finished run.
+    """Estimate the sample size for a precision or margin from a pilot run.
 
     [bold]Examples[/bold]
 
@@ -62,7 +62,7 @@ def _show(plan: SizePlan) -> None:
     console = open_console()
     line = partial(print_line, console)
     certified = plan.asked is None
-    what = "certificates with probability 0.8" if certified else "95% intervals"
+    what = "losses ruled out with probability 0.8" if certified else "95% intervals"
     line(f"{one_line(plan.run_id)}: {plan.axis}, {plan.items_now} {plan.items}; {what}")
     table = simple_table()
     table.add_column("arm", overflow="fold", max_width=30)
@@ -76,7 +76,7 @@ def _show(plan: SizePlan) -> None:
         line(said)
     if plan.advice is None:
         if certified and any(entry.status == "failed" for entry in plan.lines):
-            line("No number of items would certify the others.")
+            line("No sample size would confirm the others.")
         else:
             line(f"The run is {'large' if certified else 'precise'} enough: {plan.items_now} {plan.items} do.")
         return

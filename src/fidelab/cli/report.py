@@ -13,7 +13,7 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.output import exit_on, failures, note, show_report
 
-_FORMS = "Other forms"
+_FORMS = "Export"
 
 
 class _Format(StrEnum):
@@ -27,16 +27,14 @@ class _Format(StrEnum):
 def report(
     *,
     run_dir: options.RunDir,
-    rescore: Annotated[
-        bool, typer.Option("--rescore", help="Compute all scores again from the saved outputs.")
-    ] = False,
+    rescore: Annotated[bool, typer.Option("--rescore", help="Recompute all scores from the saved outputs.")] = False,
     limits: options.MarginOptions,
     show: options.ShowOptions,
     form: Annotated[
         _Format | None,
         typer.Option(
             "--format",
-            help="Write instead: lm-eval (JSON), hub (a model card with its metadata), svg or png (each chart a file).",
+            help="Export as lm-eval (JSON), hub (model card), svg or png (one file per chart).",
             rich_help_panel=_FORMS,
         ),
     ] = None,
@@ -44,7 +42,7 @@ def report(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of lm-eval and hub: the configuration. \\[default: the recommended or the only one]",
+            help="Configuration for lm-eval and hub. \\[default: the recommended or the only one]",
             rich_help_panel=_FORMS,
         ),
     ] = None,
@@ -54,15 +52,15 @@ def report(
             "--out",
             "-o",
             metavar="PATH",
-            help="A file, or of hub, svg and png a folder. \\[default: printed]",
+            help="Output file; a folder for hub, svg and png. \\[default: printed]",
             rich_help_panel=_FORMS,
         ),
     ] = None,
     width: Annotated[
-        int, typer.Option(min=200, max=8000, help="Of charts: pixels from left to right.", rich_help_panel=_FORMS)
+        int, typer.Option(min=200, max=8000, help="Width of charts in pixels.", rich_help_panel=_FORMS)
     ] = 900,
 ) -> None:
-    """Show a run's report again, and write its report.html anew where the folder may be written.
+    """Print a run's report and update its report.html.
 
     [bold]Examples[/bold]
 
@@ -154,7 +152,7 @@ def _write_charts(run_dir: Path, form: _Format, out: Path, width: int) -> None:
     folder = RunFolder.open(run_dir.absolute())
     drawn = draw_charts(folder.read_report(run_dir), width, folder.positions)
     if not drawn:
-        lacking = "no arm has a KLD, another axis with curves, or a bench with two points of one"
+        lacking = "no configuration has a KLD, another test with curves, or a benchmark with two points"
         raise InputError(f"{run_dir} has nothing to draw: {lacking}")
     for path in write_charts(drawn, out.absolute(), "svg" if form is _Format.SVG else "png", width):
         print(path)

@@ -17,18 +17,17 @@ if TYPE_CHECKING:
 
 app = Commands(
     default="run",
-    help="Repeat published measurements in stages, and compare the figures: fidelab reproduce NAME is short for "
-    "fidelab reproduce run NAME.",
+    help="Repeat published measurements and compare the figures. NAME alone means run NAME.",
 )
 
-Name = Annotated[str, typer.Argument(help="A profile: its name, or the path of a file.", show_default=False)]
+Name = Annotated[str, typer.Argument(help="Profile name or file.", show_default=False)]
 VariantName = Annotated[
     str | None,
-    typer.Option("--variant", help="Another size: tiny runs on two cores.", show_default=False),
+    typer.Option("--variant", help="Variant of the profile, e.g. tiny (runs on two cores).", show_default=False),
 ]
 Parameters = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Another value of a parameter of the profile; may be repeated."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Change a parameter of the profile. Repeatable."),
 ]
 
 
@@ -65,7 +64,7 @@ def list_profiles(as_json: options.Json = False) -> None:
 
 @app.command()
 def show(name: Name, variant: VariantName = None, trusted: options.Trusted = None) -> None:
-    """Print a profile as YAML; with a variant, what it would run.
+    """Print a profile as YAML, or the settings of one variant.
 
     [bold]Examples[/bold]
 
@@ -87,31 +86,30 @@ def show(name: Name, variant: VariantName = None, trusted: options.Trusted = Non
 def run_one(
     context: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(help="A profile: its name, or the path of its file.", show_default=False)
+        str | None, typer.Argument(help="Profile name or file; not with --resume.", show_default=False)
     ] = None,
     variant: VariantName = None,
     parameters: Parameters = None,
     stages: Annotated[
-        list[str] | None, typer.Option("--stage", metavar="NAME", help="Only this stage; may be repeated.")
+        list[str] | None, typer.Option("--stage", metavar="NAME", help="Run only this stage. Repeatable.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print stages, commands and what would be skipped; run nothing.")
+        bool, typer.Option("--dry-run", help="Print stages, commands, time and disk space without running.")
     ] = False,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Print how long each stage takes; run nothing.")] = False,
     output_dir: Annotated[
-        Path, typer.Option(help="Where runs are written; profiles lie in its folder 'profiles'.")
+        Path, typer.Option(help="Folder for runs. Profiles go into its subfolder profiles.")
     ] = options.RunsOptions.output_dir,
     as_json: options.Json = False,
     resume_dir: Annotated[
         Path | None,
-        typer.Option("--resume", metavar="PROFILE_DIR", help="Go on with a stopped profile.", show_default=False),
+        typer.Option("--resume", metavar="PROFILE_DIR", help="Resume a stopped profile.", show_default=False),
     ] = None,
     trusted: options.Trusted = None,
 ) -> None:
-    """Run a profile's stages and set the source's figures beside those measured here.
+    """Run a profile's stages and compare the published figures with the measured ones.
 
-    A stage that this machine cannot run is skipped, with its reason in skips.json; one that fails leaves the others to
-    run, and the exit code is 1.
+    A stage that cannot run on this machine is skipped, and skips.json gives the reason. If a stage fails, the others
+    still run and the exit code is 1.
 
     [bold]Examples[/bold]
 
@@ -134,10 +132,9 @@ def run_one(
         raise UsageError("name a profile: fidelab reproduce NAME (fidelab reproduce list shows them)")
     else:
         resolved = resolve(name, load_profile(name, trusted or []), variant, parse_parameters(parameters or []))
-        _check(resolved, context.find_root().command)
-        if dry_run or estimate:
-            planned = plan_profile(resolved, output_dir, only=stages or [], estimate=estimate, command=command_line())
-            show_study(planned, None, as_json)
+        check_stages(resolved, context.find_root().command)
+        if dry_run:
+            show_study(plan_profile(resolved, output_dir, only=stages or [], command=command_line()), None, as_json)
             return
         study, folder = run_profile(resolved, output_dir, only=stages or [], command=command_line(), watch=_watch)
     show_study(study, folder, as_json)
@@ -149,7 +146,7 @@ def _watch(text: str) -> None:
     note(f"fidelab: stage {text}")
 
 
-def _check(resolved: Resolved, root: Any) -> None:
+def check_stages(resolved: Resolved, root: Any) -> None:
     """Refuse experiments and commands of ``root`` that cannot be read, before anything runs.
 
     Raises:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
     from fidelab.results.baselines import Baselines
 
-app = Commands(help="List and show runs; keep reports as baselines; export saved outputs.")
+app = Commands(help="List and show runs, store baselines, export saved outputs.")
 
 
-_Folder = Annotated[Path, typer.Option("--dir", help="Folder of baselines; may be committed.")]
+_Folder = Annotated[Path, typer.Option("--dir", help="Folder of baselines. It can be committed.")]
 _DIR = Path("baselines")
 
 
@@ -30,16 +30,16 @@ _DIR = Path("baselines")
 @options.expand_options
 def list_runs(
     *,
-    model: Annotated[str | None, typer.Option(help="Only of models with this in their names.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Only with an arm on this engine.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only models whose name contains this text.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Only runs on this engine.")] = None,
     since: Annotated[
         str | None,
-        typer.Option(metavar="WHEN", help="Only from this day or time on: 2026-01-31, or 7d, 12h before now."),
+        typer.Option(metavar="WHEN", help="Only runs since a date (2026-01-31) or within a time (7d, 12h)."),
     ] = None,
     runs: options.RunsOptions,
     as_json: options.Json = False,
 ) -> None:
-    """List runs, the latest first: what was compared, how it ended, its answer, its size with captures.
+    """List runs, newest first, with status, result and size.
 
     [bold]Example[/bold]
 
@@ -74,7 +74,7 @@ def list_runs(
 
 @app.command()
 def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
-    """What is known of one run: command, arms, verdicts, captures, and on what it was made.
+    """Show a run's command, configurations, verdicts, saved outputs and machine.
 
     [bold]Example[/bold]
 
@@ -108,10 +108,10 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
 
 @app.command()
 def export(
-    capture: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of saved outputs, of axis kld.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
+    capture: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of saved outputs of the test kld.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Output file.")],
 ) -> None:
-    """Write saved outputs as llama-perplexity reads one with --kl-divergence-base.
+    """Export saved outputs as a base file for llama-perplexity --kl-divergence-base.
 
     llama-perplexity then compares any GGUF with it: llama-perplexity -m MODEL -c N_CTX --kl-divergence
     --kl-divergence-base FILE. The windows have to be those of the second half, from the text's start.
@@ -127,12 +127,12 @@ def export(
 
 @app.command("baseline")
 def save_baseline(
-    name: Annotated[str, typer.Argument(help="The baseline's name.")],
+    name: Annotated[str, typer.Argument(help="Name of the baseline.")],
     run_dir: options.RunDir,
     folder: _Folder = _DIR,
-    force: Annotated[bool, typer.Option("--force", help="Replace a baseline of this name.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing baseline.")] = False,
 ) -> None:
-    """Keep a run's report under a name, for fidelab check --baseline NAME.
+    """Store a run's report as a baseline for fidelab check --baseline NAME.
 
     [bold]Example[/bold]
 
@@ -145,7 +145,7 @@ def save_baseline(
 
 @app.command("baselines")
 def list_baselines(folder: _Folder = _DIR, as_json: options.Json = False) -> None:
-    """List baselines, one per line: name, day, metrics and arms; or what is wrong with its file."""
+    """List baselines with date, metrics and configurations."""
     from fidelab.results.baselines import Baselines
 
     entries = [_baseline_record(Baselines(folder), name) for name in Baselines(folder).names()]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LOG = "; --log names what it printed"
 _SERVE = "serve."  # before an option of the server alone
 
-app = Commands(help="Start, check and stop the servers of presets; list presets.")
+app = Commands(help="Start, check and stop servers from presets.")
 
 
 def _running(incomplete: str) -> list[str]:
@@ -34,9 +34,7 @@ def _running(incomplete: str) -> list[str]:
     return [server.name for server in records() if server.name.startswith(incomplete)]
 
 
-Name = Annotated[
-    str, typer.Argument(help="A preset: its name, or the path of its file.", autocompletion=options.complete_preset)
-]
+Name = Annotated[str, typer.Argument(help="Preset name or file.", autocompletion=options.complete_preset)]
 
 
 class PresetOptions(options.Options, panel="Preset"):
@@ -44,15 +42,14 @@ class PresetOptions(options.Options, panel="Preset"):
 
     engine: Annotated[
         str | None,
-        typer.Option(help="Its engine, where NAME stands for several: NAME-vllm, …", show_default=False),
+        typer.Option(help="Engine, if NAME exists for several: NAME-vllm, …", show_default=False),
     ] = None
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Another value, as for --candidate: kv=fp8_e4m3; serve.KEY=VALUE: an option of its server alone; may "
-            "be repeated.",
+            help="Change a value, e.g. kv=fp8_e4m3, or a server option with serve.KEY=VALUE. Repeatable.",
         ),
     ] = None
     python: options.Python = None
@@ -123,18 +120,20 @@ def start(
     preset: PresetOptions,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(help="Port. \\[default: a free one]", min=1, show_default=False)] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds until it must answer; a first start may compile.")] = 1800.0,
-    force: Annotated[bool, typer.Option("--force", help="Start what the engine is known to run wrongly, too.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Leave it running; fidelab serve stop ends it.")] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Time limit for the start in seconds. A first start may compile.")
+    ] = 1800.0,
+    force: Annotated[bool, typer.Option("--force", help="Start even if a known engine bug applies.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command without starting.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Keep it running until fidelab serve stop.")] = False,
     as_json: options.Json = False,
     trusted: options.Trusted = None,
 ) -> None:
-    r"""Start the server of a preset, and check that it runs as declared.
+    r"""Start the server of a preset and check its settings.
 
-    It listens on this machine alone unless told otherwise. When it answers, its own settings (KV type, context,
-    attention backend, pool size, speculation, and whatever the preset names) are compared with the preset; where
-    they differ, it is ended, and the exit code is 1. Ctrl-C ends it.
+    By default it listens on this machine only. Once it answers, its settings (KV type, context, attention backend, pool
+    size, speculation and others in the preset) are compared with the preset. If they differ, it is stopped and the exit
+    code is 1. Ctrl-C stops it.
 
     [bold]Examples[/bold]
 
@@ -183,11 +182,11 @@ def _wait(launched: Launched) -> None:
 def stop(
     name: Annotated[
         str | None,
-        typer.Argument(help="What was started: its preset's name. \\[default: the only one]", autocompletion=_running),
+        typer.Argument(help="Preset name of the server. \\[default: the only one]", autocompletion=_running),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every server that fidelab started.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Stop all servers started by fidelab.")] = False,
 ) -> None:
-    """Stop servers that fidelab serve start has started."""
+    """Stop servers started by fidelab serve start."""
     from fidelab.core.errors import UnknownNameError, UsageError
     from fidelab.environments.servers import end, records
 
@@ -208,7 +207,7 @@ def stop(
 
 @app.command("presets")
 def list_presets(as_json: options.Json = False) -> None:
-    """List the presets that come with fidelab, and your own (~/.config/fidelab/presets)."""
+    """List bundled presets and your own (~/.config/fidelab/presets)."""
     from fidelab.config.presets import listing, load_preset, own_folder
     from fidelab.core.errors import ConfigError
 
@@ -246,7 +245,7 @@ def list_presets(as_json: options.Json = False) -> None:
 @app.command()
 @options.expand_options
 def show(*, name: Name, preset: PresetOptions, trusted: options.Trusted = None) -> None:
-    """Print a preset as YAML, and the command of its engine's own server."""
+    """Print a preset as YAML and its server command."""
     import yaml
 
     from fidelab.core.errors import FidelabError
@@ -271,17 +270,17 @@ def check_preset(
     base_url: Annotated[
         str | None,
         typer.Option(
-            help="A running server, http://host:port. \\[default: the one of this preset that fidelab started]",
+            help="URL of a running server, http://host:port. \\[default: the one of this preset that fidelab started]",
             show_default=False,
         ),
     ] = None,
-    log: Annotated[Path | None, typer.Option(help="What that server printed, where you have it.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Log file of the server.")] = None,
     as_json: options.Json = False,
     trusted: options.Trusted = None,
 ) -> None:
-    r"""Compare a running server's settings with a preset; without a server, ask the engine whether it can run it.
+    r"""Compare a running server's settings with a preset. Without a server, check whether the engine supports it.
 
-    The exit code is 1 where a setting differs, and 3 where a server does not tell the type of its cache.
+    Exit code 1 means that a setting differs, 3 that the server does not report its KV cache type.
 
     [bold]Examples[/bold]
 

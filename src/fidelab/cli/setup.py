@@ -17,7 +17,7 @@ from fidelab.core.errors import UnknownNameError
 if TYPE_CHECKING:
     from fidelab.environments.listing import Installed
 
-app = Commands(help="Engines, models and formats of this machine, and the space that they take.")
+app = Commands(help="Manage engines, models, formats and disk space.")
 
 
 @app.command("engines")
@@ -27,7 +27,7 @@ def list_engines(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List every engine: where it is, its version, its device, and how many KV formats run."""
+    """List engines with location, version, device and number of KV formats."""
     from fidelab.environments.listing import listing
 
     with waiting("asking the engines"):
@@ -73,22 +73,21 @@ def install_engine(
     cpu: Annotated[bool, typer.Option("--cpu", help="For CPUs.")] = False,
     path: Annotated[
         Path | None,
-        typer.Option(help="The environment's folder. \\[default: in fidelab's cache]", show_default=False),
+        typer.Option(help="Folder of the environment. \\[default: in fidelab's cache]", show_default=False),
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(help="The Python to make it with. \\[default: the one that runs fidelab]", show_default=False),
+        typer.Option(help="Python to create it with. \\[default: the one that runs fidelab]", show_default=False),
     ] = None,
     reinstall: Annotated[
-        bool, typer.Option("--reinstall", help="Make it again in any case; the old one stays until the new one runs.")
+        bool, typer.Option("--reinstall", help="Reinstall. The old environment is kept until the new one runs.")
     ] = False,
 ) -> None:
-    """Make an environment for an engine, with the versions that fidelab is tested with, and try the engine out.
+    """Install an engine into its own environment, with tested versions, and try it.
 
-    Without --cuda, --rocm or --cpu it is for what this machine has.
-    The trial prefills and decodes with the engine's native KV format. Where that does not run, nothing is installed.
-    Other formats are tried when a run first asks for them, or all at once by fidelab doctor --trial.
-    An environment that is there stays, unless its recipe has changed.
+    Without --cuda, --rocm or --cpu, the device of this machine is used. The trial runs the engine's native KV format.
+    If it fails, nothing is installed. Other formats are tried at first use, or by the command fidelab doctor --trial.
+    An environment that exists is kept unless its recipe has changed.
 
     [bold]Example[/bold]
 
@@ -115,7 +114,7 @@ def install_engine(
 
 @app.command("models")
 def list_models() -> None:
-    """List the embedded model, and what was made from GGUF files."""
+    """List the embedded model and models converted from GGUF files."""
     from fidelab.models import listing
 
     for entry in listing():
@@ -128,10 +127,10 @@ def list_models() -> None:
 
 @app.command()
 def fetch(
-    name: Annotated[str, typer.Argument(help="smollm2-135m, a hub id with optional @revision, or a .gguf file.")],
+    name: Annotated[str, typer.Argument(help="smollm2-135m, hub id (optional @revision) or .gguf file.")],
     form: Annotated[str, typer.Option(help="hf (safetensors folder) or gguf.")] = "hf",
 ) -> None:
-    """Fetch a model, so that later runs need no network, and print where it lies.
+    """Download a model and print its path. Later runs need no network.
 
     [bold]Example[/bold]
 
@@ -151,27 +150,29 @@ def clean(
     *,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME…", help="Rows of the table, or an environment's folder. \\[default: show all]"),
+        typer.Argument(metavar="NAME…", help="Rows of the table, or folders of environments. \\[default: show all]"),
     ] = None,
     older_than: Annotated[
         float | None,
         typer.Option(
             metavar="DAYS",
-            help="Also converted weights, and outputs of finished runs, older than this; 0: all.",
+            help="Also remove converted weights and outputs of finished runs older than this (0: all).",
             show_default=False,
         ),
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove them; without it, they are only named.")] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove the files. Without it, they are only listed.")
+    ] = False,
     runs: options.RunsOptions,
     captures_dir: Annotated[
-        Path | None, typer.Option(help="Folder of saved outputs. \\[default: captures, where runs are written]")
+        Path | None, typer.Option(help="Folder of saved outputs. \\[default: captures in --output-dir]")
     ] = None,
 ) -> None:
-    """Show what environments, models and saved outputs take, and remove what is chosen.
+    """Show the disk space of environments, models and saved outputs, or remove them.
 
-    What killed processes left, damaged outputs, and weights of GGUF files that do not exist any more can always be
-    removed. Reports, pages and GGUF files stay. A run whose outputs are removed cannot be scored again, but run again.
-    Outputs of stopped runs, and those that a younger run shares, stay.
+    Leftovers of killed processes, damaged outputs, and converted weights of deleted GGUF files can always be removed.
+    Reports, pages and GGUF files are kept, and so are outputs of stopped runs and those shared with a newer run. A run
+    without outputs cannot be rescored, only repeated.
 
     [bold]Examples[/bold]
 

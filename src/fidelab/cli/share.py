@@ -16,23 +16,21 @@ from fidelab.cli.output import UNDECIDED, command_line, exit_on, note, print_jso
 if TYPE_CHECKING:
     from fidelab.results.record import Report
 
-app = Commands(help="Publish verifiable results, verify those of others, rank runs, mirror runs to trackers.")
+app = Commands(help="Publish, verify and rank results, or copy them to an experiment tracker.")
 
 
 @app.command()
 def publish(
     run_dir: options.RunDir,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="The receipt; a file that is not there yet.")
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Output file. It must not exist.")],
     supersedes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A receipt that this one corrects.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Earlier result that this one corrects.", show_default=False)
     ] = None,
-    because: Annotated[str, typer.Option(help="Why it is corrected.", show_default=False)] = "",
+    because: Annotated[str, typer.Option(help="Reason for the correction.", show_default=False)] = "",
 ) -> None:
-    """Write a run's receipt: its figures and the hashes of its captures, as JSON lines that others can verify.
+    """Write a run's verifiable result: its figures and the hashes of its saved outputs, as JSON lines.
 
-    Plots, texts and folders stay out of it. Receipts are never replaced: a correction names what it supersedes.
+    It contains no plots, texts or paths. A correction is a new file that names the one it supersedes.
 
     [bold]Examples[/bold]
 
@@ -54,22 +52,22 @@ _VERDICTS = {"verified": "verified", "consistent": "consistent, not verified", "
 
 @app.command()
 def verify(
-    receipts: Annotated[list[Path], typer.Argument(metavar="RECEIPT", help="What fidelab share publish wrote.")],
+    receipts: Annotated[list[Path], typer.Argument(metavar="RECEIPT", help="File written by fidelab share publish.")],
     run: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN_DIR",
-            help="Its run, with captures. \\[default: the run of this name in runs, if it is there]",
+            help="Run folder with saved outputs. \\[default: the run of this name in runs, if it is there]",
             show_default=False,
             callback=options.find_run,
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Check receipts; exit with 1 where one was altered, contradicts itself, or is not what the captures give.
+    """Verify published results against their hashes and saved outputs.
 
-    Where the run is at hand, all figures are computed again from its captures, without an engine. Where it is not,
-    a receipt is consistent at best, and the exit code is 3.
+    With the run, all figures are recomputed from its saved outputs, without an engine. Without it, only consistency can
+    be checked, and the exit code is 3. Exit code 1 means that a result was altered, is contradictory or differs.
 
     [bold]Examples[/bold]
 
@@ -126,7 +124,7 @@ def leaderboard(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR",
-            help="Run folders, report.json files or receipts (.jsonl); or a folder of runs: all of them.",
+            help="Run folders, report.json files, published results (.jsonl) or a folder of runs.",
         ),
     ],
     out: Annotated[
@@ -138,12 +136,12 @@ def leaderboard(
             help="leaderboard.html or .json. \\[default: printed]",
         ),
     ] = None,
-    by: Annotated[str, typer.Option(help="The axis or bench by whose first figure arms are ranked.")] = "kld",
+    by: Annotated[str, typer.Option(help="Test or benchmark to rank by.")] = "kld",
     as_json: options.Json = False,
 ) -> None:
-    """Rank the arms of many runs: in one table only what was measured alike, ties shown as ties.
+    """Rank the configurations of many runs. Only comparable measurements share a table.
 
-    Of receipts, one that another one corrects is named as superseded, and not ranked.
+    Superseded results are listed but not ranked.
 
     [bold]Examples[/bold]
 
@@ -231,11 +229,11 @@ class _Tracker(StrEnum):
 def mirror(
     run_dir: options.RunDir,
     to: Annotated[_Tracker, typer.Option("--to", help="wandb (Weights & Biases) or trackio.")],
-    project: Annotated[str, typer.Option(help="The project there.")] = "fidelab",
+    project: Annotated[str, typer.Option(help="Project of the tracker.")] = "fidelab",
 ) -> None:
-    """Copy a finished run to an experiment tracker: figures with intervals, verdicts, provenance, tables, the page.
+    """Copy a finished run to an experiment tracker.
 
-    Where to, and whether over the network, is up to the tracker's own variables (WANDB_MODE, TRACKIO_DIR).
+    The tracker's variables (WANDB_MODE, TRACKIO_DIR) control the destination and network use.
 
     [bold]Examples[/bold]
 

@@ -23,8 +23,8 @@ class EngineLine(BaseModel):
     name: str | None = Field(default=None, description="how tables call the line; the engine's name by default")
     reference: KVFormat | None = Field(default=None, description="KV format of the reference; the engine's native one")
     candidate: KVFormat = Field(description="KV format of the candidate: the engine's 8-bit cache")
-    engine_args: Options = Field(default_factory=dict, description="engine options of both arms")
-    dtype: Dtype = Field(default="auto", description="compute type of both arms")
+    engine_args: Options = Field(default_factory=dict, description="engine options of both configurations")
+    dtype: Dtype = Field(default="auto", description="compute type of both configurations")
 
     @property
     def label(self) -> str:
@@ -68,7 +68,9 @@ class CrossEngine(BaseModel):
     seed: int = Field(default=42, ge=0, description="seed of the bootstrap")
     device: str = Field(default="auto", description="cpu, cuda, cuda:0 … or auto")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of a worker; all usable cores by default")
-    deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
+    deadline: float | None = Field(
+        default=14_400, gt=0, description="seconds for one configuration, model load included"
+    )
     output_dir: str = Field(default="runs", description="where runs are written")
     timing: TimingConfig | None = Field(
         default_factory=TimingConfig, description="speed of the references; null: not measured"

@@ -41,7 +41,7 @@ def check_vary(vary: Mapping[str, list[str]]) -> None:
     """
     for key, values in vary.items():
         if key in _NO_LEVELS:
-            raise ValueError(f"{key} is nothing that arms are compared in; vary kv, engine, model, dtype or an option")
+            raise ValueError(f"{key} cannot be varied; vary kv, engine, model, dtype or an option")
         if not values or "" in values:
             raise ValueError(f"{key} has an empty value; write {key}=a,b,…")
         twice = next((value for value in values if values.count(value) > 1), None)

@@ -42,7 +42,7 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} does not exist; name an experiment file") from None
     except IsADirectoryError:
         raise ConfigError(
-            f"{path} is a folder; name an experiment file (to go on with a run: fidelab compare --resume {path})"
+            f"{path} is a folder; name an experiment file (to resume a run: fidelab compare --resume {path})"
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None

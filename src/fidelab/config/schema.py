@@ -59,9 +59,7 @@ class EngineConfig(BaseModel):
     @classmethod
     def _is_reference(cls, value: str | None) -> str | None:
         if value is not None and not _IMAGE.fullmatch(value):
-            raise ValueError(
-                f"{value!r} is no name of an image: write it as docker does, repository:tag or repository@digest"
-            )
+            raise ValueError(f"{value!r} is not a valid image reference: use repository:tag or repository@digest")
         return value
 
     @model_validator(mode="before")
@@ -147,14 +145,18 @@ class ArmConfig(BaseModel):
     model_config = _STRICT
 
     kv: KVFormat | None = Field(default=None, description="KV format: a name, K/V, with options in brackets")
-    name: str | None = Field(default=None, description="how reports call the arm; what it differs in by default")
-    engine: EngineConfig | None = Field(default=None, description="engine of this arm alone")
-    model: str | None = Field(default=None, description="checkpoint of this arm alone, of the same tokenizer")
-    dtype: Dtype | None = Field(default=None, description="compute type of this arm alone")
-    engine_args: Options = Field(default_factory=dict, description="engine options of this arm alone")
-    env: Variables = Field(default_factory=dict, description="environment variables of this arm's process alone")
+    name: str | None = Field(
+        default=None, description="how reports call the configuration; what it differs in by default"
+    )
+    engine: EngineConfig | None = Field(default=None, description="engine of this configuration alone")
+    model: str | None = Field(default=None, description="checkpoint of this configuration alone, of the same tokenizer")
+    dtype: Dtype | None = Field(default=None, description="compute type of this configuration alone")
+    engine_args: Options = Field(default_factory=dict, description="engine options of this configuration alone")
+    env: Variables = Field(
+        default_factory=dict, description="environment variables of this configuration's process alone"
+    )
     without: tuple[str, ...] = Field(
-        default=(), description="options of the experiment's engine_args that this arm alone goes without"
+        default=(), description="options of the experiment's engine_args that this configuration alone goes without"
     )
 
 
@@ -166,16 +168,18 @@ class ServeConfig(BaseModel):
     program: tuple[str, ...] = Field(default=(), description="words before the flags; none: an image starts by itself")
     wrapper: tuple[str, ...] = Field(default=(), description="docker run … IMAGE, where the server runs in a container")
     model_flag: str = Field(default="", description="flag that names the model; empty: a word of its own")
-    words: tuple[str, ...] = Field(default=(), description="flags that go into no arm")
+    words: tuple[str, ...] = Field(default=(), description="flags that go into no configuration")
     mounts: dict[str, str] = Field(default_factory=dict, description="folder in the image → folder here")
-    ignored: dict[str, str] = Field(default_factory=dict, description="words that go into no arm → the reason")
+    ignored: dict[str, str] = Field(
+        default_factory=dict, description="words that go into no configuration → the reason"
+    )
 
 
 class Preset(ArmConfig):
     """An arm in a file of its own, which a server can be started from, too."""
 
-    engine: EngineConfig = Field(description="engine of the arm")
-    model: str = Field(description="checkpoint of the arm")
+    engine: EngineConfig = Field(description="engine of the configuration")
+    model: str = Field(description="checkpoint of the configuration")
     about: str = Field(default="", description="what it is, in one line")
     serve: Options = Field(default_factory=dict, description="options that its server alone gets: template, parsers …")
 
@@ -194,7 +198,7 @@ Share = Annotated[float, BeforeValidator(parse_share)]
 
 
 class Limits(BaseModel):
-    """What a candidate may lose and has to save to be recommended, and the margin of its certificate."""
+    """What a candidate may lose and has to save to be recommended, and its non-inferiority margin."""
 
     model_config = _STRICT
 
@@ -206,7 +210,7 @@ class Limits(BaseModel):
     min_saving: Share | None = Field(default=None, gt=0, lt=1, description="least share of bytes saved: 40%")
     min_tokens_per_s: float | None = Field(default=None, gt=0, description="least rate of generated tokens, tok/s")
     margin: Share | None = Field(
-        default=None, gt=0, lt=1, description="loss of accuracy that a certificate rules out; 1% by default"
+        default=None, gt=0, lt=1, description="non-inferiority margin: loss of accuracy to rule out; 1% by default"
     )
 
     @model_validator(mode="after")
@@ -244,7 +248,7 @@ class ExecutorConfig(BaseModel):
     gpus: float | None = Field(
         default=None,
         gt=0,
-        description="ray: GPUs of an arm on cuda, whole or a share below 1; its tensor parallel size by default",
+        description="ray: GPUs per configuration on cuda, below 1 to share; its tensor parallel size by default",
     )
 
     @field_validator("gpus")
@@ -257,7 +261,7 @@ class ExecutorConfig(BaseModel):
     @model_validator(mode="after")
     def _gpus_of_cluster(self) -> ExecutorConfig:
         if self.name == "local" and self.gpus is not None:
-            raise ValueError("gpus says what an arm takes of a cluster: leave it out, or write name: ray")
+            raise ValueError("gpus is for clusters: omit it, or write name: ray")
         return self
 
 
@@ -268,23 +272,28 @@ class Experiment(BaseModel):
 
     model: str = Field(description="embedded name, hub id with optional @revision, folder, or .gguf file")
     engine: EngineConfig = Field(
-        default_factory=lambda: EngineConfig(name="hf"), description="which engine runs all arms"
+        default_factory=lambda: EngineConfig(name="hf"), description="which engine runs all configurations"
     )
-    engine_args: Options = Field(default_factory=dict, description="engine options of all arms")
-    env: Variables = Field(default_factory=dict, description="environment variables of all arms' processes")
+    engine_args: Options = Field(default_factory=dict, description="engine options of all configurations")
+    env: Variables = Field(default_factory=dict, description="environment variables of all configurations' processes")
     serve: ServeConfig | None = Field(
-        default=None, description="what a pasted server command says besides the arms; written by compare --serve"
+        default=None,
+        description="what a pasted server command says besides the configurations; written by compare --serve",
     )
-    reference: ArmConfig = Field(default_factory=ArmConfig, description="the arm all others are compared with")
+    reference: ArmConfig = Field(
+        default_factory=ArmConfig, description="the configuration all others are compared with"
+    )
     control: ArmConfig | Literal["auto", "full", "none"] = Field(
-        default="auto", description="arm that should cost nothing; full: also what tells format loss from kernel loss"
+        default="auto",
+        description="control, which should cost nothing; full: also separate format loss from kernel loss",
     )
     candidates: list[ArmConfig] = Field(
-        default_factory=list, description="the arms in question; none only where nothing is compared, or with vary"
+        default_factory=list,
+        description="the configurations in question; none only where nothing is compared, or with vary",
     )
     vary: dict[str, list[str]] = Field(
         default_factory=dict,
-        description="key of an arm → its values; all combinations run",
+        description="key of a configuration → its values; all combinations run",
     )
     axes: dict[str, dict[str, Any]] = Field(default_factory=_default_axes, description="axes and their settings")
     benches: dict[str, dict[str, Any]] = Field(default_factory=dict, description="benches and their settings")
@@ -317,12 +326,16 @@ class Experiment(BaseModel):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of a worker; all usable cores by default, 4 on a cluster"
     )
-    deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
+    deadline: float | None = Field(
+        default=14_400, gt=0, description="seconds for one configuration, model load included"
+    )
     budget: float | None = Field(
         default=None, gt=0, description="seconds after which no further look begins, by the estimate; or 90s, 10m, 2h"
     )
-    executor: ExecutorConfig = Field(default_factory=ExecutorConfig, description="where the arms' processes run")
-    force: bool = Field(default=False, description="run what the engine is known to run wrongly, too")
+    executor: ExecutorConfig = Field(
+        default_factory=ExecutorConfig, description="where the configurations' processes run"
+    )
+    force: bool = Field(default=False, description="run even if a known engine bug applies")
     limits: Limits = Field(
         default_factory=Limits, description="what a candidate may lose and has to save to be recommended"
     )
@@ -394,9 +407,9 @@ class Experiment(BaseModel):
         if self.axes and not self.candidates and not self.vary:
             raise ValueError("candidates: name at least one")
         if self.benches and self.executor.name != "local":
-            raise ValueError("benches time arms against each other on one machine: leave them out, or executor local")
+            raise ValueError("benches compare timings on one machine: omit them, or use executor local")
         if self.device == "cpu" and self.executor.gpus is not None:
-            raise ValueError("executor.gpus is for arms on GPUs: leave it out, or write device: cuda")
+            raise ValueError("executor.gpus needs device: cuda; omit it otherwise")
         if self.traffic is not None and (self.text, self.prompts) != ("default", "default"):
             raise ValueError("traffic gives the text and the prompts: leave out text and prompts")
         return self

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,9 +193,9 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "context-shift": "no window is longer than the context",
             "defrag-thold": "llama.cpp itself ignores it",
             **dict.fromkeys(("mmap", "mlock"), "says how weights get into memory; no number depends on it"),
-            "threads-batch": "arms compute with one number of threads, that of --threads",
-            "ctx-size": "an arm's context is as long as what it is asked",
-            "fit": "an arm's context is as long as what it is asked",
+            "threads-batch": "configurations use one number of threads, that of --threads",
+            "ctx-size": "the context is as long as each request",
+            "fit": "the context is as long as each request",
             "mmproj": "only text is asked",
         },
     ),
@@ -301,19 +302,40 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
             raise UsageError(f"{where}: a container inside of a container is not read; paste the inner command")
     engine = _engine_of(program, image, where)
     if image and engine not in _RUN_IN_IMAGE:
-        notes[image] = "arms run in the engine's installed environment: this engine's images have no Python"
+        notes[image] = "runs in the engine's installed environment: this engine's images have no Python"
     _variables(outer, assigned, "-e " if wrapper else "")
     said = _flags(engine, rest, controlled(engine), where, {}, positional=True)
     for key, value in said.options.items():
         said.options[key] = move_folders(value, mounts)
     if "model" not in said.fields:
-        raise UsageError(f"{where}: the command names no model; it is what arms load")
+        raise UsageError(f"{where}: the command does not name a model, which every configuration needs")
     said.fields["model"] = move_folders(said.fields["model"], mounts)
     said.env = {name: move_folders(value, mounts) for name, value in outer.env.items()}
     said.fields = {**outer.fields, **said.fields}
     said.ignored = {**notes, **outer.ignored, **said.ignored}
     said.secrets += outer.secrets
     return Pasted(engine, said, tuple(program[len(run.entry) :]), tuple(wrapper), mounts, place)
+
+
+def program_python(pasted: Pasted) -> str | None:
+    """Return the interpreter of the environment that a command's program belongs to, by the script's first line.
+
+    ``None`` where the program is not on PATH or no script of Python, is started by an interpreter or in a container, or
+    where a file names it by a path.
+    """
+    name = pasted.program[0] if pasted.program and not pasted.wrapper else ""
+    found = shutil.which(name) if pasted.file is None or os.sep not in name else None
+    if found is None:
+        return None
+    with Path(found).open("rb") as script:
+        first, _, rest = script.read(4096).decode("utf-8", "replace").partition("\n")
+    if first == "#!/bin/sh":  # pip's second line, where the path is too long for the first
+        match = re.match(r"'''exec' \"?([^\"]+?)\"? \"\$0\"", rest)
+        words = [match[1]] if match else []
+    else:
+        words = first.removeprefix("#!").split() if first.startswith("#!") else []
+        words = words[1:] if words and Path(words[0]).name == "env" else words
+    return shutil.which(words[0]) if words and Path(words[0]).name.startswith("python") else None
 
 
 def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, Any]:
@@ -333,7 +355,7 @@ def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, 
     change = _flags(engine, words, controlled(engine), where, base.options, positional=False)
     _variables(change, assigned, "")
     if change.secrets or any(_SECRET.fullmatch(name) for name in change.env):
-        raise UsageError("--change: a key or a token is nothing that arms are compared in; set it for all of fidelab")
+        raise UsageError("--change: a key or token cannot differ between configurations; set it for all of fidelab")
     dialect = _DIALECTS[engine]
     shared = {**dialect.unsaid, **base.options}
     fields: dict[str, Any] = {}
@@ -351,7 +373,7 @@ def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, 
         fields["model"] = model + (f"@{revision}" if revision else "")
     for key in ("device", "threads"):
         if key in change.fields:
-            raise UsageError(f"{where}: {key} is one for all arms; change the command itself")
+            raise UsageError(f"{where}: {key} is the same for all configurations; change the command itself")
     options = {key: move_folders(value, pasted.mounts) for key, value in change.options.items()}
     options = {key: value for key, value in options.items() if shared.get(key) != value}
     env = {key: value for key, value in change.env.items() if base.env.get(key) != value}

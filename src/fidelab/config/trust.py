@@ -241,7 +241,7 @@ def demands(settings: Asking) -> list[Demand]:
     executor = settings.executor if isinstance(settings, Experiment) else None
     if executor is not None and executor.name != "local" and executor.address != "local":
         address = executor.address or "auto"
-        found.append(Demand("address", address, "is a cluster that arms would be sent to", address))
+        found.append(Demand("address", address, "is a cluster that would run configurations", address))
     serve = settings.serve if isinstance(settings, Experiment) else None
     if serve is not None:
         words = shlex.join([*serve.wrapper, *serve.program, *serve.words])

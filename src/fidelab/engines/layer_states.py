@@ -92,7 +92,7 @@ def stream_of(handed_on: Any, _given: Sequence[Any]) -> Tensor:
     values = handed_on if isinstance(handed_on, tuple) else (handed_on,)
     states = [x for x in values if getattr(x, "ndim", 0) == 2 and x.is_floating_point()]
     if not states:
-        raise RuntimeError("what passes a decoder layer is no state of every token")
+        raise RuntimeError("decoder layer output does not have shape [tokens, hidden]")
     if len(states) > 1 and states[1].shape == states[0].shape:
         total: Tensor = states[0] + states[1]
         return total

@@ -195,6 +195,26 @@ def _did_not_run(failing: Mapping[str, str], name: str) -> str:
     return f"it did not run in its trial: {failing[name]}" if name in failing else ""
 
 
+class Assumed(EngineAnswers):
+    """An engine that is not installed, for planning: what its adapter says without it, and otherwise yes.
+
+    Attributes:
+        problem: why the engine cannot be asked, and what to do.
+    """
+
+    def __init__(self, environment: Environment, problem: str) -> None:
+        super().__init__(environment)
+        self.problem = problem
+
+    def _ask(self, question: str, **fields: Any) -> Any:
+        engine = ENGINES.load(self.environment.engine)
+        if question in ("control_for", "check_kv"):
+            return answer(engine, question, **fields)
+        about: dict[str, Any] = {"build": None, "device": "cpu", "provenance": {}, "shims": (), "variables": {}}
+        known = {"estimator": str(engine.estimator), "checkpoint_format": engine.checkpoint_format}
+        return {"supports": [True, ""], "kv_names": [], "about": {**known, **about}}.get(question, {})
+
+
 class _Here(EngineAnswers):
     """In this process."""
 

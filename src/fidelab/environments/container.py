@@ -56,7 +56,7 @@ class Image:
 
     @property
     def remote(self) -> bool:
-        """Whether a shell elsewhere splits the command again."""
+        """True if the command passes through a remote shell (ssh) and must be quoted twice."""
         return any(Path(word).name == "ssh" for word in self.program[:-1])
 
     def call(self, *words: str) -> list[str]:

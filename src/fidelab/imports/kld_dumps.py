@@ -27,7 +27,7 @@ from fidelab.core.errors import UsageError
 from fidelab.imports.dump_folder import Dump, open_dump, pair_windows
 from fidelab.imports.json_file import metrics_of
 from fidelab.imports.kld_base import BaseFile
-from fidelab.imports.leave import Imported, Source, leave_run, window_blocks
+from fidelab.imports.write_run import Imported, Source, window_blocks, write_run
 from fidelab.metrics.composite import cost_alike
 from fidelab.metrics.divergence import (
     RowComparison,
@@ -120,7 +120,7 @@ def import_dumps(
     bare: dict[str, Any] = {"engine": "unstated engine", "model": model or "unstated model"}
     records = [_record(arm, label, bare, places, seed) for arm, label in zip(arms, labels, strict=True)]
     positions = [(label, _columns(arm, places)) for arm, label in zip(arms, labels, strict=True)]
-    report, folder = leave_run(
+    report, folder = write_run(
         _source(reference, dumps, labels, step),
         ArmRecord(status=Status.OK, name=_label(ref) or "reference", **bare),
         records,

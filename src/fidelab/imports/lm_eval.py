@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fidelab.core import Status
 from fidelab.core.errors import InputError, MismatchError, UsageError
-from fidelab.imports.leave import Imported, Source, leave_run
+from fidelab.imports.write_run import Imported, Source, write_run
 from fidelab.metrics.equivalence import MARGIN, Loss, certify, flip_counts
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.decision_record import Certificate, FlipRecord
@@ -105,7 +105,7 @@ def import_samples(
         )
     facts = {"reference": str(ref.name), "margin": margin, "tasks": sorted({key[0] for key in reference.values})}
     source = Source("lm-eval", facts, facts, {"lm-eval": facts["tasks"]})
-    report, folder = leave_run(
+    report, folder = write_run(
         source, ArmRecord(status=Status.OK, name=ref.resolve().name, **bare), records, output_dir, command
     )
     return Imported(report, folder, tuple(_notes(reference, arms, pairs)))

@@ -12,9 +12,9 @@ from typing import Any
 
 from fidelab.core import Status, digest
 from fidelab.core.errors import InputError
-from fidelab.imports.leave import Imported, Source, leave_run
 from fidelab.imports.refract_axes import Recomputed, RefractLine, read_kld, read_plad, read_rniah, read_trajectory
 from fidelab.imports.refract_file import RefractFile, read_refract
+from fidelab.imports.write_run import Imported, Source, write_run
 from fidelab.metrics.composite import BANDS, harmonic_mean
 from fidelab.metrics.composite import composite as combine
 from fidelab.results.measurement import Measurement
@@ -59,7 +59,7 @@ def import_refract(
     candidate = _arm(file, "candidate", name, axes=axes, composite=composite, wider_keys="k16v8")
     verdict = judge(candidate, reason=_why_no_bound(axes.get("kld")))
     candidates = [candidate.model_copy(update={"verdict": verdict})]
-    report, folder = leave_run(_source(file, measured), _arm(file, "reference"), candidates, output_dir, command)
+    report, folder = write_run(_source(file, measured), _arm(file, "reference"), candidates, output_dir, command)
     return Imported(report, folder, notes)
 
 

@@ -19,8 +19,8 @@ from fidelab.axes.kld import KLD_METRICS
 from fidelab.axes.trajectory import TRAJECTORY_METRICS, survival_plot
 from fidelab.core import Estimator, Status
 from fidelab.imports.json_file import Node, metrics_of
-from fidelab.imports.leave import window_blocks
 from fidelab.imports.refract_file import RefractFile
+from fidelab.imports.write_run import window_blocks
 from fidelab.metrics.agreement import (
     PairAgreement,
     exact_match_rate,

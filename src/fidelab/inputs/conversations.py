@@ -60,7 +60,7 @@ class Conversation:
 @dataclass(frozen=True)
 class Traffic:
     """A log.  ``bad``: why records were left out, each with its place; ``skip_bad``: whether that was asked for.
-    ``images``: parts that were left out.
+    ``failed``: requests of a gateway log that were answered by an error.  ``images``: parts that were left out.
 
     ``text``: a log of plain text, which has no conversations.
     """
@@ -68,6 +68,7 @@ class Traffic:
     name: str
     conversations: tuple[Conversation, ...] = ()
     bad: tuple[str, ...] = ()
+    failed: int = 0
     images: int = 0
     text: Text | None = None
     skip_bad: bool = False
@@ -89,9 +90,11 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     """Read a log of requests, each as the model's chat template writes it.
 
     ``.jsonl``: one object per line with ``messages`` and perhaps ``tools`` (OpenAI's chat requests and fine-tuning
-    files), or with these in its ``body`` (batch files), or with plain ``text``; ``id`` or ``custom_id``, and ``domain``
-    are kept.  ``.json``: a list of such objects, or of ShareGPT's with ``conversations``.  ``.txt`` and ``.md``: plain
-    text (:func:`~fidelab.inputs.texts.load_text`).  Images and other parts that are no text are left out and counted.
+    files), or with these in its ``body`` (batch files), or in its ``request`` with the answer in ``response`` (gateway
+    logs, see ``_exchange``), or with plain ``text``; ``id`` or ``custom_id``, and ``domain`` are kept.  ``.json``: a
+    list of such objects, or of ShareGPT's with ``conversations``.  ``.txt`` and ``.md``: plain text
+    (:func:`~fidelab.inputs.texts.load_text`).  Images and other parts without text, and failed requests of a gateway
+    log, are left out and counted.
 
     Raises:
         InputError: unreadable, no conversation in it, or bad records without ``skip_bad`` (how many, and the first
@@ -108,7 +111,7 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
         records = [(f"entry {number}", lambda entry=entry: entry) for number, entry in enumerate(_entries(path), 1)]  # type: ignore[misc]
     else:
         raise InputError(f"{_WHAT} {path}: the name should end in .jsonl, .json, .txt or .md")
-    images, conversations, bad = 0, list[Conversation](), list[str]()
+    images, failed, conversations, bad = 0, 0, list[Conversation](), list[str]()
     seen: set[str] = set()
     for place, read in records:
         try:
@@ -116,6 +119,9 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
             one = reader.conversation(place.split()[-1])
             if one.id in seen:
                 raise _Bad(f"the id {one.id!r} is there twice")
+        except _Failed:
+            failed += 1
+            continue
         except (ValueError, InputError) as error:
             bad.append(f"{place}: {error}")
             continue
@@ -125,12 +131,13 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     if bad and not skip_bad:
         more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise InputError(
-            f"{_WHAT} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_SHOWN])}{more}; mend them, "
-            "or leave them out with --skip-bad"
+            f"{_WHAT} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_SHOWN])}{more}; fix them, "
+            "or skip them with --skip-bad"
         )
     if not conversations:
-        raise InputError(f"{_WHAT} {path} has no conversation in it" + (f": {bad[0]}" if bad else ""))
-    return Traffic(str(path), tuple(conversations), tuple(bad), images, skip_bad=skip_bad)
+        why = bad[:1] or [f"all {failed:,} requests failed"] * bool(failed)
+        raise InputError(": ".join([f"{_WHAT} {path} has no conversation in it", *why]))
+    return Traffic(str(path), tuple(conversations), tuple(bad), failed, images, skip_bad=skip_bad)
 
 
 def _entries(path: Path) -> list[Any]:
@@ -147,6 +154,57 @@ class _Bad(ValueError):
     """What is wrong with a record."""
 
 
+class _Failed(Exception):
+    """The record is of a request that was answered by an error."""
+
+
+def _exchange(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the request of a gateway's record, with the answer as its last message.
+
+    LiteLLM, Portkey and proxies of OpenAI's interface write ``request`` and ``response``, as objects or JSON strings,
+    some with the payload in ``body``.
+
+    Raises:
+        _Failed: the record has a status other than 200 or success, or an error.
+        _Bad: the request or the response cannot be read.
+    """
+    request, response = (_payload(record, name) for name in ("request", "response"))
+    for place in (record, record.get("response"), response):
+        if isinstance(place, dict):
+            status = place.get("status_code") or place.get("status")
+            if place.get("error") or str(status or 200).lower() not in ("200", "success", "ok", "completed"):
+                raise _Failed
+    if not isinstance(request.get("messages"), list):
+        raise _Bad("the request has no list of messages")
+    choices = response.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(first, dict) or not isinstance(first.get("message"), dict):
+        raise _Bad("the response has no choices[0].message; streamed chunks are not read")
+    return {**request, "messages": [*request["messages"], first["message"]]}
+
+
+def _payload(record: dict[str, Any], name: str) -> dict[str, Any]:
+    given = record.get(name)
+    for _ in range(2):  # the object, then its body
+        if isinstance(given, str):
+            try:
+                given = strict_json(given, not_finite=float)
+            except ValueError as error:
+                if name == "response":
+                    return {}  # an error's text, perhaps: the status decides
+                raise _Bad(f"the {name} is not JSON: {error}") from None
+        if not isinstance(given, dict) or not isinstance(given.get("body"), dict | str):
+            break
+        given = given["body"]
+    return given if isinstance(given, dict) else {}
+
+
+_ENVELOPES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {  # by the key that holds the request
+    "body": lambda record: record["body"] if isinstance(record["body"], dict) else record,
+    "request": _exchange,
+}
+
+
 @dataclass
 class _Record:
     """Reads one record.  ``images``: parts without text that it left out; ``urls``: of the images among them."""
@@ -160,8 +218,8 @@ class _Record:
     def conversation(self, number: str) -> Conversation:
         outer = self.record
         if not isinstance(outer, dict):
-            raise _Bad("expected an object with 'messages', 'conversations' or 'text'")
-        inner = outer["body"] if isinstance(outer.get("body"), dict) else outer
+            raise _Bad("expected an object with 'messages', 'request', 'conversations' or 'text'")
+        inner = next((read(outer) for key, read in _ENVELOPES.items() if key in outer), outer)
         tools, plain = _tools(inner.get("tools")), inner.get("text")
         if isinstance(plain, str) and plain.strip():
             messages: tuple[dict[str, Any], ...] = ()
@@ -170,7 +228,7 @@ class _Record:
         elif isinstance(inner.get("conversations"), list):
             messages = tuple(self._turn(i, turn) for i, turn in enumerate(inner["conversations"], 1))
         else:
-            raise _Bad("expected a list as 'messages' or 'conversations', or a 'text'")
+            raise _Bad("expected a list as 'messages' or 'conversations', a 'request' with 'response', or a 'text'")
         if not messages and not plain:
             raise _Bad("the list of messages is empty")
         text = self.tokenizer.render(messages, tools=tools, private=True) if messages else str(plain)
@@ -382,6 +440,8 @@ def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
     lines = [f"{traffic.name}: conversations: {len(traffic.conversations):,} ({kinds})"]
     if traffic.bad:
         lines.append(f"bad records left out: {len(traffic.bad):,} ({'; '.join(traffic.bad[:_SHOWN])})")
+    if traffic.failed:
+        lines.append(f"failed requests left out: {traffic.failed:,}")
     if traffic.images:
         lines.append(f"images and other parts without text left out: {traffic.images:,} (axis vision shows images)")
     tooled = next((conversation for conversation in traffic.conversations if conversation.tools), None)

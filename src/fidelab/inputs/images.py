@@ -248,7 +248,7 @@ def traffic_image_prompts(traffic: Traffic) -> tuple[ImagePrompt, ...]:
         more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise InputError(
             f"traffic file {traffic.name} has images in {len(bad)} conversations that cannot be used: "
-            f"{'; '.join(bad[:_SHOWN])}{more}; mend them, or leave them out with --skip-bad"
+            f"{'; '.join(bad[:_SHOWN])}{more}; fix them, or skip them with --skip-bad"
         )
     drawn = png(draw("blue", "circle", 1))
     prompts = []

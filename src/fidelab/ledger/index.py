@@ -45,7 +45,7 @@ _HEAD = re.compile(r"# created: (\S+)")
 class LedgerRow:
     """One run.
 
-    ``kind``: ``run``, or that of an experiment which is none (``bisect``, ``sensitivity``, …).  ``status``: ``ok``;
+    ``kind``: ``run``, or that of an experiment which is none (``layers``, ``sensitivity``, …).  ``status``: ``ok``;
     ``failed``, where an arm or a bench failed; ``stopped`` before there was a report; ``damaged``; and ``writing``
     while a process works on it.  ``verdicts``: candidate → band, else the status that left it without one.  ``bytes``:
     of its own folder.  ``captures``: absolute path → bytes of those that it refers to, still there or not.

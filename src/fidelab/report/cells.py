@@ -184,7 +184,7 @@ def status_line(outcome: Outcome) -> str:
     return f"{STATUS[outcome.status]}: {one_line(outcome.reason or '')}"
 
 
-def told_already(arm: ArmRecord | None, reason: str | None) -> bool:
+def is_duplicate_reason(arm: ArmRecord | None, reason: str | None) -> bool:
     """The reason is that of the whole arm, or the missing reference, each of which has a line of its own."""
     own, whole = one_line(reason or ""), one_line((arm.reason if arm else "") or "")
     lost = arm is not None and not arm.measured and whole != ""

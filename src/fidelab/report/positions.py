@@ -64,7 +64,7 @@ def read_positions(
     pa, pq = (require(name, "positions.parquet") for name in ("pyarrow", "pyarrow.parquet"))  # without types
     measured = {name: ArmPositions() for name in expected}
     if not path.is_file():
-        raise InputError("there is no positions.parquet beside this report")
+        raise InputError("this report has no positions.parquet next to it")
     try:
         with pq.ParquetFile(path) as file:
             for number in range(file.num_row_groups):

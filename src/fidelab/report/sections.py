@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from fidelab.report.cells import fact_of, shared, status_line, told_already
+from fidelab.report.cells import fact_of, is_duplicate_reason, shared, status_line
 from fidelab.report.tables import Notes, TextTable, tables_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable
@@ -169,7 +169,7 @@ def _section(
             shared(
                 (arm.name, status_line(measurement))
                 for arm, measurement in arms
-                if not measurement.measured and not told_already(records.get(arm.id), measurement.reason)
+                if not measurement.measured and not is_duplicate_reason(records.get(arm.id), measurement.reason)
             )
         ),
         lines=tuple(shared((arm.name, one_line(flag.text)) for arm, measurement in arms for flag in measurement.flags)),

@@ -232,14 +232,16 @@ def _print_titled(table: Others, console: Console) -> None:
 
 
 def _print_whole(shown: Others, console: Console) -> None:
-    """A table with all its columns: those that do not fit follow in further tables with the same first columns."""
+    """A table with all its columns: those that do not fit follow in further tables with the same first columns.
+
+    Where not even one fits next to all names, the first name stands alone.
+    """
     names, rest = list(range(shown.named)), list(range(shown.named, len(shown.columns)))
     while rest:
-        fitting = (
-            n for n in range(len(rest), 1, -1) if _fits(_grid(shown, names + rest[:n], console, True, 1), console)
-        )
-        n = next(fitting, 1)
-        console.print(_grid(shown, names + rest[:n], console, True, 1))
+        ways = [(names, n) for n in range(len(rest), 0, -1)] + [(names[:1], 1)]
+        fitting = (way for way in ways if _fits(_grid(shown, way[0] + rest[: way[1]], console, True, 1), console))
+        kept, n = next(fitting, ways[-1])
+        console.print(_grid(shown, kept + rest[:n], console, True, 1))
         rest = rest[n:]
 
 

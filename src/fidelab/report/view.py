@@ -19,13 +19,13 @@ from fidelab.report.cells import (
     estimate_of,
     excess_of,
     flips_of,
+    is_duplicate_reason,
     kld_of,
     plain,
     same_of,
     shared,
     status_line,
     text_of,
-    told_already,
 )
 from fidelab.report.sections import Section, arm_id, arms_of, sections_of
 from fidelab.report.summary import (
@@ -569,7 +569,7 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
     lines = [f"{one_line(name)} {status_line(bench)}" for name, bench in broken.items()]
     for name, axis in arm.axes.items():
         if not axis.measured:
-            if not told_already(arm, axis.reason):
+            if not is_duplicate_reason(arm, axis.reason):
                 lines.append(f"{one_line(name)} {status_line(axis)}")
         elif axis.n_failed:
             total = f" of {axis.n_items:,}" if axis.n_items is not None else ""

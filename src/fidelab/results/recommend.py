@@ -637,7 +637,7 @@ def _evidence(
         yield f"preliminary: {clusters}; at least {MIN_CLUSTERS} are needed to confirm"
     else:
         open_claims = [claim for claim in claims if not field._claim_holds(claim)]
-        undecided = "a larger candidate is undecided" if claims else "no certificate"
+        undecided = "a larger candidate is undecided" if claims else "no non-inferiority test"
         why = _claim(open_claims[0]) if open_claims else undecided
         yield f"likely, not confirmed: {why}"
     if field.limits:

@@ -349,7 +349,7 @@ class Report(Document):
     reference: ArmRecord
     """The arm that all others are compared with."""
     control: ArmRecord | None = None
-    """The nearest arm that should cost nothing: the noise floor of the kernel path."""
+    """The nearest configuration that should cost nothing: the noise of the kernel path."""
     controls: tuple[ArmRecord, ...] = ()
     """The same on other kernel paths, for the candidates that run there (engine hf: another ``attention``)."""
     candidates: tuple[ArmRecord, ...] = ()

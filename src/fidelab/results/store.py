@@ -67,7 +67,7 @@ class RunFolder:
         """An existing run.
 
         Raises:
-            InputError: the folder is no run, or one of another kind (a bisect, a run across engines).
+            InputError: the folder is no run, or one of another kind (layers, a run across engines).
         """
         if not (path / CONFIG).is_file():
             what = "holds no config.resolved.yaml" if path.is_dir() else "does not exist"
@@ -165,11 +165,11 @@ class RunFolder:
             return dict(strict_json(read_file(path, _MOST_BYTES)))
         except FileNotFoundError:
             raise InputError(
-                f"{self.path} has no finished arm yet; go on with: fidelab compare --resume {self.path}"
+                f"{self.path} has no finished configuration yet; resume with: fidelab compare --resume {self.path}"
             ) from None
         except (OSError, ValueError, TypeError) as error:
             raise InputError(
-                f"{path} is damaged ({error}); mend it with: fidelab compare --resume {self.path}"
+                f"{path} is damaged ({error}); repair it with: fidelab compare --resume {self.path}"
             ) from None
 
     def sweep(self) -> None:

@@ -25,7 +25,7 @@ STUDY: Final = "study.json"
 PART: Final = "part"
 """Coordinate of rows that stand in tables of their own, one for each of its values."""
 StudyKind = Literal[
-    "sensitivity", "kv-sensitivity", "bisect", "cross-engine", "profile", "speculation", "advice", "leaderboard"
+    "sensitivity", "kv-sensitivity", "layers", "cross-engine", "profile", "speculation", "advice", "leaderboard"
 ]
 
 

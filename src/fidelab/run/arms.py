@@ -130,7 +130,7 @@ def with_kv(arm: ArmConfig, kv: KVSpec) -> ArmConfig:
 
 
 def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: EngineAnswers) -> None:
-    """Refuse a format whose name the engine does not know.
+    """Refuse a format whose name the engine does not know; an engine that names none is not installed.
 
     Raises:
         UnknownNameError: lists those that it knows.
@@ -139,7 +139,7 @@ def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: EngineAnswer
         return
     known = answers.kv_names()
     for fmt in (config.kv.k, config.kv.v):
-        if fmt.name not in known:
+        if known and fmt.name not in known:
             raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)
 
 
@@ -207,7 +207,7 @@ def _without_pair(words: Sequence[str], *flags: str) -> list[str]:
 
 
 def _quoted(word: str) -> str:
-    """A word as a shell reads it back; the user's home, which no report needs, as ``~``."""
+    """Shell-quote a word, with the home directory abbreviated to ``~``."""
     home = f"{Path.home()}/"
     return f"~/{shlex.quote(word.removeprefix(home))}" if word.startswith(home) else shlex.quote(word)
 

@@ -78,7 +78,7 @@ def capacity_of_arms(
         if report is not None:
             write_html(report, folder.html)
             if len(records) < len(arms):
-                say(f"fidelab: the arms so far are in {folder.path}")
+                say(f"fidelab: the configurations so far are in {folder.path}")
     assert report is not None
     return report, folder
 

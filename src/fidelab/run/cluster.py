@@ -288,7 +288,7 @@ def _refused(job: Job, asker: Sequence[str], variables: Mapping[str, str]) -> Jo
             return JobOutcome(status=Status.FAILED, reason=str(reply["text"]))
         able, reason = reply["value"]
     except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError) as error:
-        why = f"engine {job.arm['engine']} did not say on node {os.uname().nodename} whether it can run this arm"
+        why = f"engine {job.arm['engine']} did not say on node {os.uname().nodename} whether it can run this"
         return JobOutcome(status=Status.FAILED, reason=f"{why} ({type(error).__name__}: {' '.join(asker)})")
     return None if able else JobOutcome(status=Status.NOT_SUPPORTED, reason=str(reason))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import platform
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -138,7 +139,7 @@ def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Sco
     """
     results, facts, planned = read_outcomes(folder)
     left = planned - {result.role for result in results}
-    remedy = f"go on with: fidelab compare --resume {folder.path}"
+    remedy = f"resume with: fidelab compare --resume {folder.path}"
     if left:
         raise InputError(f"{folder.path} was stopped before {min(left)} was captured; {remedy}")
     experiment = load(folder.config)
@@ -147,12 +148,26 @@ def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Sco
         experiment = experiment.model_copy(update={"limits": validate_as(Limits, merged, "limits")})
     if experiment.benches and not any(result.benches for result in results):
         raise InputError(f"{folder.path} was stopped before its benches were measured; {remedy}")
+    if missing := next((path for result in results for path in result.captures.values() if not path.is_dir()), None):
+        raise CaptureError(_missing(missing, experiment, folder))
     for result in results:
         try:
             result.check_captures()
         except MismatchError as error:
             raise type(error)(f"{error}: captures were mixed up; {remedy}") from None
     return score_run(experiment, facts, results)
+
+
+def _missing(capture: Path, experiment: Experiment, folder: RunFolder) -> str:
+    """Say where a run's saved outputs are looked for, and what to type where the run was moved without them."""
+    store = capture.parents[1]
+    made = Path(experiment.captures_dir or Path(experiment.output_dir) / "captures")
+    moved = made.is_dir() and not store.exists()
+    remedy = f"ln -s {shlex.quote(str(made))} {shlex.quote(str(store))}" if moved else "move them there"
+    return (
+        f"capture {capture} does not exist: the saved outputs of {folder.path} are looked for in {store}; {remedy}, or "
+        f"capture again: fidelab compare --resume {folder.path}"
+    )
 
 
 def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str]]:
@@ -170,7 +185,7 @@ def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str
             raise ValueError("its arms are not those of a run")
     except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
         raise InputError(
-            f"{folder.path}: outcomes.json is damaged ({str(error)[:200]}); mend it with: "
+            f"{folder.path}: outcomes.json is damaged ({str(error)[:200]}); repair it with: "
             f"fidelab compare --resume {folder.path}"
         ) from None
     return results, facts, planned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from fidelab.core.errors import EngineError
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.engines.variables import thread_variables, variables_of
-from fidelab.environments.answers import EngineAnswers, ask
+from fidelab.environments.answers import Assumed, EngineAnswers, ask
 from fidelab.environments.environment import Environment, candidates
 from fidelab.models import Model
 
@@ -68,10 +69,12 @@ class Engines:
     """The engines of an experiment; each environment is asked by one process, for as long as this is open.
 
     ``files``: names models and other files that they may be asked about, for those that run in containers.
+    ``assume``: an engine that is not installed is assumed to run what is asked of it, for a plan that runs nothing.
     """
 
-    def __init__(self, files: Callable[[], Sequence[str]] = tuple) -> None:
+    def __init__(self, files: Callable[[], Sequence[str]] = tuple, assume: bool = False) -> None:
         self._files = files
+        self._assume = assume
         self._stack = ExitStack()
         self._found: dict[EngineConfig, EngineAnswers] = {}
 
@@ -90,13 +93,19 @@ class Engines:
             EngineError: it is not installed, or its environment does not work; says what to do.
         """
         if config not in self._found:
-            found = candidates(
-                config.name,
-                python=config.python,
-                prefix=config.prefix,
-                pythonpath=config.pythonpath,
-                image=config.image,
-            )
+            try:
+                found = candidates(
+                    config.name,
+                    python=config.python,
+                    prefix=config.prefix,
+                    pythonpath=config.pythonpath,
+                    image=config.image,
+                )
+            except EngineError as error:
+                if not self._assume:
+                    raise
+                self._found[config] = Assumed(Environment(config.name, sys.executable), str(error))
+                return self._found[config]
             guessed = bool(config.prefix) and config.python is None and config.image is None
             self._found[config] = self._first(found) if guessed else self._enter(found[0])
         return self._found[config]
@@ -144,6 +153,8 @@ def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:
 def about_there(asked: EngineAnswers) -> dict[str, Any]:
     """An engine's installation, for the record of what ran."""
     shims, image = _named(asked), asked.environment.image
+    if isinstance(asked, Assumed):
+        return {"not_installed": asked.problem}
     return {
         **({"image": {"name": image.name, "digest": image.digest}} if image else {}),
         **({"provenance": dict(asked.about.provenance)} if asked.about.provenance else {}),

@@ -475,7 +475,7 @@ def engaged(result: ArmResult) -> tuple[Status, str | None]:
     return result.status, result.reason
 
 
-def most_telling(arm: Arm, rans: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def select_runtime_info(arm: Arm, rans: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The runtime info to judge an arm by, out of those of its captures.
 
     Captures of a run that was stopped and resumed are from several processes, each of which has its own evidence.  So a

@@ -99,7 +99,7 @@ def _find(role: str, path: Path, name: str | None) -> _Found:
         key = capture.manifest["key"]
         asked = asked or {"arm": key["arm"], **capture.manifest["asked"]}
         if asked["arm"] != key["arm"]:
-            raise CaptureError(f"{path} holds captures of several arms; name the folder of one")
+            raise CaptureError(f"{path} holds captures of several configurations; name the folder of one")
         same = captures.setdefault(capture.axis, {})
         known = same.get(key["probe"])
         if known is None or key["replicate"] < known.manifest["key"]["replicate"]:
@@ -132,7 +132,9 @@ def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResu
             picked[axis] = captures[0]
     for axis, reference in chosen[0].items():
         if any(picked[axis].folder == reference.folder for picked in chosen[1:]):
-            raise UsageError(f"reference and candidate are the same capture {reference.folder}; capture that arm again")
+            raise UsageError(
+                f"reference and candidate are the same capture {reference.folder}; capture one of them again"
+            )
     return [arm.result(picked) for arm, picked in zip(arms, chosen, strict=True)]
 
 

@@ -74,13 +74,14 @@ def prepare(
 
     ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
     this run's captures begin.  ``created``: when the run was first started; now unless told.  ``convert``: convert the
-    weights of GGUF files where an arm needs that; without it, captures of such an arm count as missing.  ``servers``:
-    one of them imports the reference's engine meanwhile.
+    weights of GGUF files where an arm needs that; without it, captures of such an arm count as missing, and the engine
+    of a pasted command need not be installed.  ``servers``: one of them imports the reference's engine meanwhile.
 
     Raises:
-        FidelabError: anything a user can mend, in one line.
+        FidelabError: anything a user can fix, in one line.
     """
-    settings = resolve_experiment(_absolute(experiment), created or now())
+    assume = not convert and experiment.serve is not None
+    settings = resolve_experiment(_absolute(experiment), created or now(), assume=assume)
     if servers is not None and settings.axes and experiment.executor.name == "local":
         spawner(settings.resolved[settings.reference.name], servers)
     tokenizer = Tokenizer.load(settings.model)

@@ -110,7 +110,7 @@ def rescore_all(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple
         return rescore(run_dir, limits)
     runs = [_begun(folder.path, STRIDE * number) for number in range(1, experiment.runs + 1)]
     if None in runs:
-        raise InputError(f"{folder.path} is unfinished; go on with: fidelab compare --resume {folder.path}")
+        raise InputError(f"{folder.path} is unfinished; resume with: fidelab compare --resume {folder.path}")
     return _write(folder, experiment, [rescore(run.path, limits)[0] for run in runs if run is not None]), folder
 
 

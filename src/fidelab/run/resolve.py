@@ -82,8 +82,10 @@ class Settings:
         return [arm for role, arm in self.roles.items() if role.startswith("candidate:")]
 
 
-def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
+def resolve_experiment(experiment: Experiment, created: str = "", *, assume: bool = False) -> Settings:
     """Resolve names, formats, models and environments; ``created`` marks captures that only this run may use.
+
+    ``assume``: see :class:`fidelab.run.deploy.Engines`.
 
     Raises:
         FidelabError: one line naming what was wrong and what to do.
@@ -93,7 +95,7 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
         engine_class(config.name)
     axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
     benches = {name: _load_bench(name, values) for name, values in experiment.benches.items()}
-    with Engines(lambda: _files(experiment)) as engines:
+    with Engines(lambda: _files(experiment), assume) as engines:
         _check_kv_names(experiment, engines)
         return _Resolver(experiment, axes, benches, engines, created).settings()
 
@@ -337,7 +339,7 @@ class _Resolver:
         chosen, refused = same_attention([arm for arm in arms if arm.name not in self._unsupported])
         for arm in chosen:
             if (resolved := self._resolved[arm.name]).arm != arm:
-                about = {**resolved.about, "kernels_refused": f"one attention for all arms; {refused}"}
+                about = {**resolved.about, "kernels_refused": f"one attention for all configurations; {refused}"}
                 self._resolved[arm.name] = replace(resolved, arm=arm, about=about)
 
     def _diagnostics(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
@@ -534,7 +536,7 @@ def _refuse_namesakes(arms: Sequence[Arm]) -> None:
     prints: dict[str, str] = {}
     for arm in arms:
         if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():
-            raise UsageError(f"two different arms are named {arm.name!r}; give one of them another 'name'")
+            raise UsageError(f"two different configurations are named {arm.name!r}; give one of them another 'name'")
 
 
 def load_axis(name: str, values: Mapping[str, object]) -> Axis:

@@ -27,7 +27,7 @@ from fidelab.run.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, fol
 from fidelab.run.cluster import Cluster, Needs, run_job
 from fidelab.run.deploy import ResolvedArm, engine_class
 from fidelab.run.estimate import Rates, Timings, Work, estimate_job, work_of
-from fidelab.run.pairing import ArmResult, most_telling
+from fidelab.run.pairing import ArmResult, select_runtime_info
 from fidelab.run.resolve import Settings
 from fidelab.workers.fork_server import ForkServers
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
@@ -465,7 +465,7 @@ def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult
             rans.append(ran)
     if status is Status.OK and failures:
         status, reason = Status.FAILED, reason or "; ".join(dict.fromkeys(failures.values()))
-    told = most_telling(job.arm, rans)
+    told = select_runtime_info(job.arm, rans)
     last = outcome.log_tail[-1] if outcome.log_tail else ""
     if status is not Status.OK and last and reason and reason.startswith("the worker") and last not in reason:
         reason = f"{reason} (last log line: {last[:200]})"

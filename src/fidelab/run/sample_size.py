@@ -180,7 +180,7 @@ def plan_size(
         CaptureError: a capture is gone or damaged; names it.
     """
     if (precision is None) == (not limits):
-        raise UsageError("give either --precision P, or margins of a certificate: --margin 1%, --max-kld 0.01")
+        raise UsageError("give either --precision P, or margins of a non-inferiority test: --margin 1%, --max-kld 0.01")
     asked = None if precision is None else Precision.parse(precision)
     folder = RunFolder.open(run_dir.absolute())
     report, experiment = folder.read_report(run_dir), load(folder.config)
@@ -277,12 +277,12 @@ def _claims(report: Report, pilot: _Pilot, limits: Limits) -> Iterator[SizeLine]
         reason = _why_not(arm, pilot.axis)
         losses = [] if reason else losses_of(pilot.axis, pilot.score(f"candidate:{arm.name}"), limits)
         if not losses:
-            yield SizeLine(arm.name, "certificate", "failed", reason or "has no certificate on this axis")
+            yield SizeLine(arm.name, "certificate", "failed", reason or "has no non-inferiority test on this axis")
             continue
         one = certify(losses, seed=pilot.experiment.seed)
         if one.state == "exceeded":
             [shown, *_] = (claim for claim in one.claims if claim.state == "exceeded")
-            reason = f"{CLAIM_NAMES[shown.key]} at or beyond the margin is shown: no number of items certifies it"
+            reason = f"{CLAIM_NAMES[shown.key]} at or beyond the margin is shown: no sample size confirms it"
             said = (shown.estimate, shown.detectable, shown.margin, shown.clusters)
             yield SizeLine(arm.name, shown.key, "failed", reason, *said)
             continue
@@ -295,7 +295,7 @@ def _claim(arm: str, claim: Claim, loss: Loss, n: int) -> SizeLine:
     if claim.state == "holds":
         return SizeLine(arm, claim.key, "enough", None, *said)
     if claim.estimate is not None and claim.estimate >= claim.margin:
-        reason = f"{CLAIM_NAMES[claim.key]}: the loss is not below the margin: more of the same would not certify it"
+        reason = f"{CLAIM_NAMES[claim.key]}: the loss is not below the margin: more data would not confirm it"
         return SizeLine(arm, claim.key, "failed", reason, *said)
     if claim.estimate is None or loss.spread is None or claim.detectable is None:
         reason = "a single cluster says nothing about spread: make a pilot with more windows or prompts"

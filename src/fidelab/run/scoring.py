@@ -45,7 +45,7 @@ from fidelab.run.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
 from fidelab.run.resolve import CONTROL, TRUTH, load_axis
 from fidelab.run.speculation import with_forecast
 
-_SHA256 = re.compile("[0-9a-f]{64}")  # what could not be found has a name there
+_SHA256 = re.compile("[0-9a-f]{64}")  # weights that could not be hashed carry a label instead of a digest
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class _Summary:
         lost = [name for name in faults if name in wanted]
         scores = {name: score.found.value("score") for name, score in counted.items()}
         if not counted or lost or None in scores.values():
-            return None  # the mean of what happened to be usable would flatter
+            return None  # averaging only the axes that succeeded would overstate the score
         intervals = {name: score.found.ci("score") for name, score in counted.items()}
         whole = composite(
             {name: scores.get(name) for name in wanted},

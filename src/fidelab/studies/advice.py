@@ -248,7 +248,7 @@ def read_runs(model: str, runs: Sequence[Path], output_dir: Path = RUNS, native:
     for path in () if runs else sorted(output_dir.glob("*/report.json")):
         try:
             folder = RunFolder.open(path.parent)
-        except FidelabError:  # of another kind: a bisect, a sensitivity
+        except FidelabError:  # of another kind: layers, a sensitivity
             continue
         try:
             report = folder.read_report()

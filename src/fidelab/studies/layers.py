@@ -33,7 +33,7 @@ from fidelab.run.prepare import prepare
 from fidelab.run.runner import Listener, Silent
 from fidelab.studies.study import OpenStudy, arm_of, run_jobs, why_none, with_requests
 
-_STATES, _QKV = "bisect", "qkv"
+_STATES, _QKV = "layers", "qkv"
 _CURVE = {"error": "median", "error_p90": "tail", "error_rms": "rms"}  # metric → field of a curve
 _ABOUT = {"error": "median over rows", "error_p90": "90th percentile of rows", "error_rms": "root mean square of rows"}
 ADDED, ADDED_TAIL = (
@@ -43,7 +43,9 @@ ADDED, ADDED_TAIL = (
 RATIO = Definition("times_others", "", "lower", "added error over the root mean square of the other layers'")
 
 
-def bisect(experiment: Experiment, *, command: str, listener: Listener | None = None) -> tuple[Study, RunFolder]:
+def compare_layers(
+    experiment: Experiment, *, command: str, listener: Listener | None = None
+) -> tuple[Study, RunFolder]:
     """Find the layer at which the candidate differs from the reference; the new run folder gets ``study.json``.
 
     ``experiment``: one candidate, no control, and of the axes ``kld``, whose windows and scored rows are taken.
@@ -61,10 +63,8 @@ def bisect(experiment: Experiment, *, command: str, listener: Listener | None = 
         why = settings.unsupported[candidate.name]
         raise NotSupportedError(f"candidate {candidate.name!r} cannot run on engine {candidate.engine}: {why}")
     if candidate.fingerprint() == settings.reference.fingerprint():
-        raise UsageError(
-            f"candidate {candidate.name!r} computes what the reference computes: a bisect needs two different arms"
-        )
-    study = OpenStudy.begin("bisect", prepared, command, listener)
+        raise UsageError(f"candidate {candidate.name!r} computes the same as the reference: name a different candidate")
+    study = OpenStudy.begin("layers", prepared, command, listener)
     jobs = [with_requests(prepared, job, [_over_states(job)]) for job in prepared.plan.jobs]
     results = {result.role.partition(":")[0]: result for result in study.run(jobs)}
     results.setdefault("candidate", ArmResult("candidate", candidate, Status.FAILED, "not asked: the reference failed"))
@@ -81,7 +81,7 @@ def bisect(experiment: Experiment, *, command: str, listener: Listener | None = 
         fields = {**found, "sentences": (*found["sentences"], *_failures(arms))}
     reference, other = (f"{one_line(arm.name)} ({one_line(arm.engine)}, {arm.dtype})" for arm in pair)
     return study.write(
-        kind="bisect",
+        kind="layers",
         title=f"{other} against {reference}",
         windows=len(request.windows),
         n_rows=n_rows,
@@ -121,7 +121,9 @@ def capture_qkv(experiment: Experiment, layers: Sequence[int], *, listener: List
 def _check(experiment: Experiment) -> None:
     """There are two arms, on engines that tell their layers."""
     if len(experiment.candidates) != 1:
-        raise UsageError(f"a bisect is between two arms: name one candidate, not {len(experiment.candidates)}")
+        raise UsageError(
+            f"a layer comparison takes two configurations: name one candidate, not {len(experiment.candidates)}"
+        )
     for arm in (experiment.reference, *experiment.candidates):
         engine = (arm.engine or experiment.engine).name
         if "layerwise" not in engine_class((arm.engine or experiment.engine).name).kinds:
@@ -286,4 +288,4 @@ def _rows(capture: Capture, items: Sequence[int], place: int) -> NDArray[np.floa
 def _failures(arms: dict[str, StudyArm]) -> Iterator[str]:
     for role, arm in arms.items():
         if not arm.measured and role != TWIN:
-            yield f"{'noise floor' if role == FLOOR else role} {one_line(arm.name)}: {status_line(arm)}"
+            yield f"{'run-to-run noise' if role == FLOOR else role} {one_line(arm.name)}: {status_line(arm)}"

@@ -44,12 +44,13 @@ from fidelab.studies.study import new_study, write_study
 
 SKIPS = "skips.json"
 KIND: Final = "profile"
-_GB = 1e9
+_GB, _MB = 1e9, 1e6
 _MOST_BYTES = 256 << 20  # of a stage's JSON
 _GRACE = 60.0  # seconds in which a stopped stage leaves what it has
 _STEP = re.compile(r"[^.\[]+|\[[^\]]*\]")
 
 _SECONDS = Definition("seconds", "s", None, "Wall time.", name="time")
+_DISK = Definition("disk", "bytes", None, "Saved outputs and converted weights.")
 _EXPECTED = Definition("expected", "", None, "The source's figure.")
 _MEASURED = Definition("measured", "", None, "The same figure measured here.")
 _COLUMNS = ("name", "stage", "unit", "expected", "measured", "why", "seconds")
@@ -283,13 +284,10 @@ def stage_words(stage: Stage, folder: Path) -> list[str]:
     ]  # whoever runs the profile has trusted it
 
 
-def plan_profile(
-    resolved: Resolved, output_dir: Path, *, only: Sequence[str] = (), estimate: bool = False, command: str = ""
-) -> Study:
-    """The stages and what would become of them, without running any.
+def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = (), command: str = "") -> Study:
+    """Return the stages, whether each can run here, and its cost in seconds and bytes, without running any.
 
-    ``estimate``: with the time of experiments by their dry runs; else, and of other commands, it is what the profile
-    tells.
+    The cost of an experiment is that of its dry run.  That of another command is what the profile gives.
 
     Raises:
         UnknownNameError: ``only`` names a stage that the profile does not have.
@@ -299,7 +297,7 @@ def plan_profile(
         skips = judge(stage, machine, {name: row.status for name, row in rows.items()})
         words = ["compare", "-f", "EXPERIMENT", "--json"] if stage.experiment is not None else stage.command or ()
         commands[stage.name] = shlex.join(_with_program([*map(str, words)]))
-        seconds = _dry_run(stage) if estimate and not skips and stage.experiment is not None else None
+        seconds, disk = (None, None) if skips or stage.experiment is None else _dry_run(stage)
         if seconds is None and stage.needs.hours is not None:
             seconds = 3600 * stage.needs.hours
         rows[stage.name] = _stage(
@@ -307,34 +305,39 @@ def plan_profile(
             Status.NOT_SUPPORTED if skips else Status.OK,
             _lacking(skips) or None,
             seconds,
+            disk,
             about=stage.about,
             experiment=stage.experiment,
             skips=[skip.model_dump() for skip in skips],
             needs=stage.needs.model_dump(mode="json", exclude_defaults=True),
         )
-    times = [row.value("seconds") for row in rows.values() if row.measured]
+    running = [row for row in rows.values() if row.measured]
+    times = [row.value("seconds") for row in running]
+    seconds, disk = sum(filter(None, times)), sum(row.value("disk") or 0.0 for row in running)
     unknown = f", and {counted(n, 'stage')} of unknown time" if (n := times.count(None)) else ""
     return new_study(
         command=command,
         settings=resolved.model_dump(mode="json"),
         kind=KIND,
         title=_title(resolved),
-        columns=("name", "about", "seconds"),
+        columns=("name", "about", "seconds", "disk"),
         rows=tuple(rows.values()),
-        sentences=(f"in all {sum(filter(None, times)):,.0f} s{unknown}",) if any(times) else (),
+        sentences=(f"in all about {seconds:,.0f} s and {disk / _MB:,.1f} MB of saved outputs{unknown}",),
         commands=commands,
     )
 
 
-def _dry_run(stage: Stage) -> float | None:
-    """Seconds that the dry run of an experiment tells; ``None`` where it tells none."""
+def _dry_run(stage: Stage) -> tuple[float | None, float | None]:
+    """Return the seconds and the bytes that an experiment's dry run gives; ``None`` where it gives none."""
     with tempfile.TemporaryDirectory() as scratch:
         words = [sys.executable, "-m", *stage_words(stage, Path(scratch)), "--dry-run"]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
-        return float(strict_json(done.stdout)["seconds"])
-    except (ValueError, KeyError, TypeError):
-        return None
+        plan = strict_json(done.stdout)
+        whole = sum(float(plan.get(key, 0)) for key in ("disk_bytes", "conversion_bytes"))
+        return float(plan["seconds"]), whole
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, None
 
 
 def _chosen(resolved: Resolved, only: Sequence[str]) -> list[Stage]:
@@ -387,11 +390,19 @@ def _conduct(
     return study
 
 
-def _stage(stage: Stage, status: Status, reason: str | None, seconds: float | None = None, **facts: Any) -> StudyRow:
+def _stage(
+    stage: Stage,
+    status: Status,
+    reason: str | None,
+    seconds: float | None = None,
+    disk: float | None = None,
+    **facts: Any,
+) -> StudyRow:
     """What became of a stage; ``hours``: what the profile expects on the machine that it needs."""
-    metrics = () if seconds is None else (_SECONDS(seconds),)
-    told = {"hours": stage.needs.hours, **facts}
-    return StudyRow(status=status, reason=reason, at={PART: "stage", "name": stage.name}, metrics=metrics, facts=told)
+    metrics = [made(value) for made, value in ((_SECONDS, seconds), (_DISK, disk)) if value is not None]
+    facts = {"hours": stage.needs.hours, **facts}
+    at = {PART: "stage", "name": stage.name}
+    return StudyRow(status=status, reason=reason, at={**at}, metrics=tuple(metrics), facts=facts)
 
 
 def _kept(folder: Path, stage: Stage) -> StudyRow | None:

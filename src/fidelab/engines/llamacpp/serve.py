@@ -98,7 +98,7 @@ def python_server(arm: Arm, host: str, port: int) -> list[str]:
             continue
         if name not in _SETTINGS:
             raise NotSupportedError(
-                f"the server of llama-cpp-python has no {key}: put llama.cpp's own {PROGRAM} on PATH, or leave it away"
+                f"the server of llama-cpp-python has no {key}: put llama.cpp's own {PROGRAM} on PATH, or omit it"
             )
         words = ENUMERATIONS.get(key, ())
         settings[name] = (

@@ -217,7 +217,7 @@ class SGLangEngine(Engine):
 
     def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
         if request.tensors != "states":
-            raise NotSupportedError("engine sglang tells the states between its layers; q, k and v engine hf alone")
+            raise NotSupportedError("engine sglang captures hidden states only; use engine hf to capture q, k and v")
         if switched(self._options.get("cuda-graph", "off")):
             raise NotSupportedError("SGLang's layers can be seen where they run one by one: remove cuda-graph")
         for index, window in enumerate(request.windows):

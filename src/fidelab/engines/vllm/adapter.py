@@ -209,7 +209,7 @@ class VLLMEngine(Engine):
 
     def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
         if request.tensors != "states":
-            raise NotSupportedError("engine vllm tells the states between its layers; q, k and v engine hf alone")
+            raise NotSupportedError("engine vllm captures hidden states only; use engine hf to capture q, k and v")
         windows = request.windows
         for index, states in enumerate(self._model.layer_states(windows, request.first, request.last)):
             sink.add(index, {"states": states})

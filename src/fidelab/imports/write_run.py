@@ -49,7 +49,7 @@ def window_blocks(n_windows: int, overlap: int = 1) -> NDArray[np.int64]:
     return blocks
 
 
-def leave_run(
+def write_run(
     source: Source,
     reference: ArmRecord,
     candidates: Sequence[ArmRecord],
