@@ -61,7 +61,6 @@ COMMANDS = [
     ("share", "publish"),
     ("share", "verify"),
     ("share", "leaderboard"),
-    ("share", "mirror"),
     ("reproduce",),
     ("reproduce", "list"),
     ("reproduce", "show"),

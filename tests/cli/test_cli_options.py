@@ -100,7 +100,6 @@ OTHERS = {
         "import kld-dumps": "a candidate's, repeated",
         "import lm-eval": "a candidate's, repeated",
     },
-    "--to": {"share mirror": "a tracker"},
     "--out": {
         "share leaderboard": "a file of one of three kinds",
         "share publish": "a file that must not be there",

@@ -18,7 +18,6 @@ MOVED_COMMANDS: Mapping[str, str] = {
     "captures": "fidelab setup clean (removes), or fidelab runs export DIR FILE",
     "captures export": "fidelab runs export DIR FILE",
     "runs gc": "fidelab setup clean",
-    "runs mirror": "fidelab share mirror RUN",
     "physics": "fidelab estimate MODEL",
     "advise": "fidelab estimate advise MODEL",
     "explain": "fidelab estimate explain",

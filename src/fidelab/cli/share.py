@@ -1,9 +1,8 @@
-"""``fidelab share``: receipts, leaderboards and mirrors: what leaves a run for others."""
+"""``fidelab share``: receipts and leaderboards: what leaves a run for others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ from fidelab.cli.output import UNDECIDED, command_line, exit_on, note, print_jso
 if TYPE_CHECKING:
     from fidelab.results.record import Report
 
-app = Commands(help="Publish verifiable results, verify those of others, rank runs, mirror runs to trackers.")
+app = Commands(help="Publish verifiable results, verify those of others, and rank runs.")
 
 
 @app.command()
@@ -220,30 +219,3 @@ def _reports(paths: list[Path]) -> Iterator[Report]:
                 if not inside:
                     raise
                 note(f"fidelab: left out: {error}")
-
-
-class _Tracker(StrEnum):
-    WANDB = "wandb"
-    TRACKIO = "trackio"
-
-
-@app.command()
-def mirror(
-    run_dir: options.RunDir,
-    to: Annotated[_Tracker, typer.Option("--to", help="wandb (Weights & Biases) or trackio.")],
-    project: Annotated[str, typer.Option(help="The project there.")] = "fidelab",
-) -> None:
-    """Copy a finished run to an experiment tracker: figures with intervals, verdicts, provenance, tables, the page.
-
-    Where to, and whether over the network, is up to the tracker's own variables (WANDB_MODE, TRACKIO_DIR).
-
-    [bold]Examples[/bold]
-
-      fidelab share mirror latest --to trackio
-
-      WANDB_MODE=offline fidelab share mirror latest --to wandb --project kv
-    """
-    from fidelab.ledger.mirror import mirror as write
-    from fidelab.results.store import RunFolder
-
-    print(write(RunFolder.open(run_dir.absolute()), to.value, project))
