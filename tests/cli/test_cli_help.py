@@ -39,7 +39,6 @@ COMMANDS = [
     ("estimate",),
     ("estimate", "model"),
     ("estimate", "advise"),
-    ("estimate", "fit"),
     ("estimate", "explain"),
     ("diagnose",),
     ("diagnose", "layers"),

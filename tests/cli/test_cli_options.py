@@ -51,7 +51,6 @@ OTHERS = {
     "--device": {
         "estimate advise": "a row of the device table, and required",
         "estimate model": "rows of the device table",
-        "estimate fit": "a row of the device table",
         "estimate probe": "what is measured",
     },
     "--context": {"estimate advise": "one context"},
@@ -145,7 +144,6 @@ OTHERS = {
         "checkpoint calibrate": "of prompts",
     },
     "--workers": {"bench calibrate": "always given; no load to choose by"},
-    "--y": {"estimate explain": "needed beside --points alone"},
 }
 
 

@@ -26,8 +26,8 @@ _KV = ("bf16", "k16v8", "fp8_e4m3", "q8_0", "int4")
 
 app = Commands(
     default="model",
-    help="What a format can gain: bytes, ceilings and bounds of a model; weights and KV cache together; fits of "
-    "measured figures. fidelab estimate MODEL is short for fidelab estimate model MODEL.",
+    help="What a format can gain: bytes, ceilings and bounds of a model; weights and KV cache together. "
+    "fidelab estimate MODEL is short for fidelab estimate model MODEL.",
 )
 
 
@@ -65,8 +65,6 @@ def model(
     tp: options.Sharing = 1,
     memory: options.Memory = None,
     overhead: options.Overhead = None,
-    speedup: Annotated[float | None, typer.Option(help="A measured speed-up, to be held against ceilings.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Measured tokens/s, to be held against bounds.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Say what a model's KV cache weighs in each format, and what reading fewer bytes can gain at most.
@@ -89,11 +87,6 @@ def model(
     sizes = {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "params": params}
     geometry, native = _geometry(name, sizes)
     devices = [find_device(one) for one in device or ()]
-    for what, value in (("speedup", speedup), ("rate", rate)):
-        if value is not None and not value > 0:
-            raise UsageError(f"--{what} must be above 0, not {value:g}")
-    if rate is not None and not devices:
-        raise UsageError("--rate is held against what a device allows: name it with --device")
     found = overview(
         Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0),
         KVSpec.parse(reference),
@@ -102,7 +95,6 @@ def model(
         parse_counts(batch, "batch"),
         devices,
         None if memory is None else parse_bytes(memory),
-        {key: value for key, value in (("speedup", speedup), ("rate", rate)) if value is not None},
     )
     if as_json:
         print_json(found)
@@ -236,21 +228,6 @@ def _show(found: Mapping[str, Any]) -> None:
                     f"{row['kv']} at {at}: {row['overflow_bytes'] / 2**30:.1f} GiB do not fit; to be read in every "
                     f"step, a link would have to be faster by: {said}"
                 )
-    bounds: dict[str, list[str]] = {}
-    for cell in cells:
-        for flag in cell.get("cannot_be_right", ()):
-            if "kv" in flag:
-                why = f"{flag['kv']}: {format_ratio(flag['speedup'])} is not from reading fewer bytes, which"
-                most = format_ratio(flag["at_most"])
-            else:
-                rate = format_count(flag["tokens_per_s"])
-                why = f"{flag['device']}: {rate} tokens/s cannot be right; reading weights and caches"
-                most = format_amount(flag["at_most"])
-            here = f"{format_tokens(cell['tokens'])} × {cell['batch']}"
-            bounds.setdefault(why, []).append(f"{most} at {here}")
-    for why, places in bounds.items():
-        line("")
-        line(f"{why} allows {', '.join(places)}")
 
 
 def _rate(entry: Mapping[str, Any]) -> str:
@@ -323,84 +300,6 @@ def advise(
 
 
 _Row = Annotated[str | None, typer.Option("--as", help="Name of the row; by default the device's own.")]
-_Columns = Annotated[str, typer.Option("--x", help="Column of batches; A*B multiplies two columns.")]
-_Length = Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")]
-_Time = Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")]
-_Part = Annotated[str | None, typer.Option(help="Which list of a JSON object.")]
-
-
-@app.command()
-def fit(
-    file: Annotated[Path, typer.Argument(help="CSV, or JSON with a list of objects.")],
-    y: Annotated[str, typer.Option("--y", help="Column that is fitted: a speed-up, tokens/s, or with --time a time.")],
-    x: _Columns = "batch",
-    length: _Length = None,
-    time: _Time = False,
-    cluster: Annotated[str | None, typer.Option(help="Column of models or machines; intervals resample these.")] = None,
-    part: _Part = None,
-    min_x: Annotated[float | None, typer.Option(help="Leave out points below this x.")] = None,
-    kv_bytes: Annotated[float | None, typer.Option(help="KV bytes per token, for the bandwidth of c.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device of the table that the points were measured on.")] = None,
-    ceiling: Annotated[float | None, typer.Option(help="Largest speed-up that fewer bytes allow.")] = None,
-    as_json: options.Json = False,
-) -> None:
-    """Fit a Hill curve over the batch and an affine time of a step to measured figures, and say which explains more.
-
-    [bold]Examples[/bold]
-
-      fidelab estimate fit ablation.csv --y speedup_vs_p0 --cluster model
-
-      fidelab estimate fit steps.json --y latency_ms --time --length context
-    """
-    from fidelab.physics.devices import find_device
-    from fidelab.physics.fits import compare_fits, read_points
-
-    for what, value in (("kv-bytes", kv_bytes), ("ceiling", ceiling)):
-        if value is not None and not value > 0:
-            raise UsageError(f"--{what} must be above 0, not {value:g}")
-    found = compare_fits(
-        read_points(file, part),
-        y=y,
-        x=x,
-        context=length,
-        is_time=time,
-        by=cluster,
-        min_x=min_x,
-        kv_bytes=kv_bytes,
-        device=find_device(device) if device else None,
-        ceiling=ceiling,
-    )
-    if as_json:
-        print_json(found)
-    else:
-        _show_fit(found)
-
-
-def _show_fit(found: Mapping[str, Any]) -> None:
-    from fidelab.report.text import print_line, print_table
-
-    console = open_console()
-    line = partial(print_line, console)
-    for name, entry in found["fits"].items():
-        if "why_not" in entry:
-            line(f"{name}: {entry['why_not']}")
-            continue
-        how = f"{entry['clusters']} clusters resampled" if entry["clusters"] else "linearised"
-        line(f"{name}: {entry['formula']}, {entry['n']} points, R² {entry['r2']:.4f}; 95% intervals ({how})")
-        cells = ((key, *(f"{value:.5g}" for value in values)) for key, values in entry["parameters"].items())
-        print_table(console, ("", "estimate", "from", "to"), cells)
-    for text in found["sentences"]:
-        line(text)
-    if residuals := found["residuals"]:
-        line("")
-        line(f"residuals by {found['x']}: median, and from the smallest to the largest")
-        headings, lines = [found["x"]], [[f"{row['x']:g}"] for row in residuals]
-        for name in residuals[0]["by_fit"]:
-            headings += [name, ""]
-            for line_of, row in zip(lines, residuals, strict=True):
-                entry = row["by_fit"][name]
-                line_of += [f"{entry['median']:+.3g} ({entry['from']:+.3g} to {entry['to']:+.3g})", entry["bar"]]
-        print_table(console, headings, lines, words=range(2, len(headings), 2))
 
 
 @app.command()
@@ -409,12 +308,6 @@ def explain(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="MODEL", help="Models that are shown before the known ones.")
     ] = None,
-    points: Annotated[Path | None, typer.Option(help="Measured points, CSV or JSON, for the saturation.")] = None,
-    y: Annotated[str | None, typer.Option("--y", help="Column of --points: a speed-up, tokens/s or a time.")] = None,
-    x: _Columns = "batch",
-    length: _Length = None,
-    time: _Time = False,
-    part: _Part = None,
 ) -> None:
     """Write a page that explains what a step of decoding reads: the loop, cache and bandwidth, saturation.
 
@@ -424,26 +317,15 @@ def explain(
 
       fidelab estimate explain -o explain.html
 
-      fidelab estimate explain ./Qwen3-8B --points ablation.csv --y speedup_vs_p0
+      fidelab estimate explain ./Qwen3-8B
     """
     import fidelab
-    from fidelab.physics.explainer import explainer, measured_points
-    from fidelab.physics.fits import read_points
+    from fidelab.physics.explainer import explainer
     from fidelab.physics.geometry import named_geometry
     from fidelab.report.explainer import write_explainer
 
-    found = None
-    if points is None:
-        given = {"y": y, "length": length, "time": time, "part": part, "x": x != "batch"}
-        if named := [f"--{name}" for name, value in given.items() if value]:
-            raise UsageError(f"{', '.join(named)}: of which points? Name their file with --points")
-    else:
-        read = read_points(points, part)
-        if y is None:
-            raise UsageError(f"--points {points} needs --y, one of its columns: {', '.join(read.columns)}")
-        found = measured_points(read, y=y, x=x, context=length, is_time=time)
     shapes = [named_geometry(name)[0] for name in models or ()]
-    written = write_explainer(explainer(_KV, shapes, found), fidelab.__version__, output)
+    written = write_explainer(explainer(_KV, shapes), fidelab.__version__, output)
     print(written)
 
 
