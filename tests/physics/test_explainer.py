@@ -56,7 +56,7 @@ def test_the_page_stands_alone_and_nothing_of_the_data_ends_its_block(tmp_path: 
     name = "</script><b>x"
     folder = tmp_path / name
     folder.mkdir(parents=True)
-    CONFIGURATIONS["Qwen2.5-7B"]().save_pretrained(folder)  # type: ignore[attr-defined]
+    CONFIGURATIONS["Qwen2.5-7B"]().save_pretrained(folder)
     page = tmp_path / "explain.html"
     done = CliRunner().invoke(app, ["estimate", "explain", str(folder), "-o", str(page)])
     assert done.exit_code == 0, done.exception

@@ -260,7 +260,7 @@ def advise(
     runs: options.RunsOptions,
     as_json: options.Json = False,
 ) -> None:
-    """Choose weights and KV cache together: measured losses against memory and decode ceilings.
+    """Rank weights and KV cache together: measured losses against memory and decode ceilings.
 
     Losses come from runs of fidelab compare; what no arm ran is predicted as the sum of its parts, and says so.
     Without --max-kld it is the pair of the least loss that fits, with it the fastest that is shown to lose less.
