@@ -64,7 +64,7 @@ def test_recurrent_state_is_as_large_as_in_a_real_forward(kind: str, tmp_path: P
 def test_a_model_whose_cache_stays_empty_is_an_error_that_names_class_and_parameter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model("granite").config.save_pretrained(tmp_path)  # which the table of architectures lacks
+    model("granite").config.save_pretrained(tmp_path)
     monkeypatch.setattr(geometry, "cache_parameter", lambda _model: "swallowed_by_kwargs")
     with pytest.raises(InputError, match=r"of \d+ layers of GraniteForCausalLM cached nothing .* swallowed_by_kwargs="):
         model_geometry(tmp_path)
