@@ -26,7 +26,6 @@ COMMANDS = [
     ("runs",),
     ("runs", "list"),
     ("runs", "show"),
-    ("runs", "export"),
     ("runs", "baseline"),
     ("runs", "baselines"),
     ("plan",),
