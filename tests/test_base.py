@@ -135,7 +135,11 @@ def test_doctor_reports_what_the_main_job_needs(made: Path) -> None:
         (["compare", "model", "--kv", "int4"], EXTRAS, "scoring needs SciPy: pip install 'fidelab[stats]'"),
         (["compare", "model", "--kv", "int4"], ("transformers",), "Transformers: pip install 'fidelab[hf]'"),
         (["compare", "model", "--kv", "int4"], ("torch",), "PyTorch: pip install 'fidelab[hf]'"),
-        (["estimate", "other"], ("transformers",), "shape of model_type 'granite' needs Transformers: pip install 'fidelab[hf]'"),
+        (
+            ["estimate", "other"],
+            ("transformers",),
+            "shape of model_type 'granite' needs Transformers: pip install 'fidelab[hf]'",
+        ),
         (["estimate", "other"], ("torch",), "shape of model_type 'granite' needs PyTorch: pip install 'fidelab[hf]'"),
         (["estimate", "probe"], EXTRAS, "needs PyTorch: pip install 'fidelab[hf]'"),
         (["plan", "runs/latest", "--margin", "1%"], EXTRAS, "needs SciPy: pip install 'fidelab[stats]'"),
