@@ -40,7 +40,7 @@ AUDITS = adapter.audit_faults()
 
 _PROSE = {"at_run_time", "text", "name", "schema", "checkpoint", "run_id", "created", "fidelab_version", "command"}
 _PROSE |= {"about", "sentences", "title", "note"}
-_LEFT_OUT = _PROSE | {"settings", "weights", "option", "tensor_types"}
+_LEFT_OUT = _PROSE | {"settings", "weights", "option"}
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

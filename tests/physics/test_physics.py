@@ -28,7 +28,7 @@ from fidelab.physics.geometry import model_geometry, named_geometry
 from fidelab.physics.overview import overview
 from fidelab.physics.probe import probe_device
 from fidelab.physics.shapes import Geometry, KVLayer
-from fidelab.physics.traffic import Model, composition, interconnect_shortfall, required_link_bandwidth
+from fidelab.physics.traffic import Model, interconnect_shortfall, required_link_bandwidth
 from tests.tiny_models import KINDS, model
 
 BF16, K16V8, FP8 = (KVSpec.parse(name) for name in ("bf16", "k16v8", "fp8_e4m3"))
@@ -231,16 +231,11 @@ def test_bounds_follow_from_bytes_and_operations() -> None:
     assert QWEN.prefill_rate(8192, h100)[1] == "compute"
 
 
-def test_links_and_compositions_are_plain_ratios() -> None:
+def test_links_are_plain_ratios() -> None:
     required = required_link_bandwidth(100e9, 0.01)
     assert [int(interconnect_shortfall(required, link * 1e9)) for link in (900, 64, 32)] == [11, 156, 312]
-    rho, how = composition(1.5, 1.2, 1.25)
-    assert rho == pytest.approx(1.0)
-    assert how == "multiplicative"
-    assert [composition(s, 1, 1)[1] for s in (0.89, 1.11)] == ["sub-multiplicative", "super-multiplicative"]
-    for wrong in (lambda: interconnect_shortfall(1, 0), lambda: composition(1, 0, 1)):
-        with pytest.raises(UsageError, match="above 0"):
-            wrong()
+    with pytest.raises(UsageError, match="above 0"):
+        interconnect_shortfall(1, 0)
 
 
 # ------------------------------------------------------------------------------------------ devices, commands
