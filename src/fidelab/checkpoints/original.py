@@ -563,18 +563,10 @@ def _floats(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) ->
 
 
 def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) -> NDArray[Any]:
-    """Rows of a tensor as they are stored; of a repository on the hub, requests for single rows would be dearer than
-    the tensor."""
+    """Rows of a tensor as they are stored."""
     if info.nbytes <= _WHOLE:
         return checkpoint.read(info)[rows]
-    if checkpoint.remote is None:
-        return np.concatenate([checkpoint.read(_some(info, int(row), 1)) for row in rows])
-    found, place = [], 0
-    for chunk in checkpoint.chunks(info):
-        part = chunk.reshape(-1, *info.shape[1:])
-        found.append(part[rows[(rows >= place) & (rows < place + len(part))] - place])
-        place += len(part)
-    return np.concatenate(found)
+    return np.concatenate([checkpoint.read(_some(info, int(row), 1)) for row in rows])
 
 
 def _columns(checkpoint: Checkpoint, info: TensorInfo, columns: NDArray[np.intp]) -> NDArray[Any]:
