@@ -273,75 +273,11 @@ def test_a_wrong_row_of_the_own_table_is_named(text: str, said: str, state: Path
         find_device("H100")
 
 
-PROBE = {"memory": 205.9, "bandwidth": 4100.0, "sustained": 4100.0, "read": 3900.0, "compute": {"bf16": 600.0}}
-
-
-def reported(folder: Path, name: str = "AMD Instinct MI300X OAM", **changes: Any) -> Path:
-    """What the owner of a device sends."""
-    probe = {"name": name, **PROBE, "verified": "fidelab estimate probe, 2026-11-23", **changes}
-    file = folder / "study.json"
-    file.write_text(json.dumps({"facts": {"outputs": {"probe": probe, "machine": {}}}}))
-    return file
-
-
-@pytest.mark.parametrize(
-    ("told", "row"),
-    [
-        ("AMD Instinct MI300X OAM", "MI300X"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
-        ("AMD Radeon AI PRO R9700", "R9700"),
-    ],
-)
-def test_a_hardware_report_verifies_the_row_of_its_device(told: str, row: str, state: Path, tmp_path: Path) -> None:
-    before = find_device(row)
-    memory = 1.07 * before.memory / 1e9  # devices count in GiB
-    assert run("devices", "--add", str(reported(tmp_path, told, memory=memory))).exit_code == 0
-    after = find_device(row)
-    assert (after.sustained, after.peak_bandwidth, after.compute) == (4.1e12, before.peak_bandwidth, before.compute)
-    assert (before.verified, told in after.verified) == ("", True)
-    table = json.loads(run("devices", "--json").stdout)["devices"]
-    assert [name for name, one in table.items() if one["verified"]] == [row]
-    said = next(line for line in run("devices").stdout.splitlines() if line.split()[:1] == ["W7900"])
-    assert said.split()[-1] == "unverified"
-
-
-def test_a_device_that_the_table_does_not_know_becomes_a_row_of_its_own(state: Path, tmp_path: Path) -> None:
-    run("devices", "--add", str(reported(tmp_path, "Some GPU")))
-    assert find_device("some gpu").peak_bandwidth == 4.1e12
-    run("devices", "--add", str(reported(tmp_path, "NVIDIA A100-PCIE-40GB", memory=42.4)))
-    assert find_device("NVIDIA A100-PCIE-40GB").sustained == 4.1e12
-    assert not find_device("A100").verified
-    done = run("devices", "--add", str(reported(tmp_path, "NVIDIA A100-PCIE-40GB", memory=42.4)), "--as", "a100")
-    assert isinstance(done.exception, UsageError)
-    assert "two devices" in str(done.exception)
-
-
 def test_the_profile_collects_what_is_read() -> None:
     text = files("fidelab.config").joinpath("profiles/hardware-report.yaml").read_text("utf-8")
     profile = yaml.safe_load(text)
     [probe] = [stage["command"] for stage in profile["stages"] if stage["name"] == "probe"]
     assert (profile["collect"], probe[:2], "--json" in probe) == (True, ["estimate", "probe"], True)
-
-
-def test_what_physics_probe_printed_is_taken_too(state: Path, tmp_path: Path) -> None:
-    file = tmp_path / "probe.json"
-    file.write_text(run("probe", "--seconds", "0.01", "--as", "mine", "--json").stdout)
-    row = find_device("mine")
-    state.unlink()
-    assert run("devices", "--add", str(file)).exit_code == 0
-    assert find_device("mine") == row
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"outputs": {}}', '{"name": 1, "sustained": 2}', '{"name": "x"}'])
-def test_a_file_without_rates_is_refused_and_the_table_stays(text: str, state: Path, tmp_path: Path) -> None:
-    file = tmp_path / "x.json"
-    file.write_text(text)
-    assert isinstance(run("devices", "--add", str(file)).exception, InputError)
-    assert isinstance(run("devices", "--add", str(reported(tmp_path, sustained=-1))).exception, InputError)
-    assert isinstance(run("devices", "--as", "x").exception, UsageError)
-    assert not state.exists()
 
 
 def run(*words: str) -> Any:

@@ -331,32 +331,16 @@ def explain(
 
 @app.command("devices")
 def list_devices(
-    add: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="First put in what somebody measured: study.json of profile hardware-report, or the JSON of "
-            "estimate probe.",
-        ),
-    ] = None,
-    name: _Row = None,
     as_json: options.Json = False,
 ) -> None:
     """List the device table: published figures, what was measured, and which rows nobody checked.
 
-    [bold]Examples[/bold]
+    [bold]Example[/bold]
 
       fidelab estimate devices
-
-      fidelab estimate devices --add study.json --as MI300X
     """
-    from fidelab.physics.devices import add_measured, devices, own_table
+    from fidelab.physics.devices import devices
 
-    if name is not None and add is None:
-        raise UsageError("--as names the row of --add FILE: give both, or neither")
-    if add is not None:
-        label, _ = add_measured(add, name)
-        note(f"{label}: kept in {own_table()}")
     table = devices()
     if as_json:
         rows = {name: {**vars(row), "verified": row.verified or None} for name, row in table.items()}

@@ -106,11 +106,6 @@ def _bound(rate: float, by: str) -> dict[str, Any]:
     return {"tokens_per_s": rate, "bound": by}
 
 
-def _at_most(positions: int | None, tokens: int | None) -> int | None:
-    """The tokens that both allow: the model's positions, and the memory; ``None``: no limit."""
-    return min((n for n in (positions, tokens) if n is not None), default=None)
-
-
 def _fits(
     model: Model,
     specs: Sequence[KVSpec],
@@ -132,7 +127,10 @@ def _fits(
             {
                 "kv": spec.label,
                 "longest_in_memory": in_memory,
-                "longest_context": {batch: _at_most(most, tokens) for batch, tokens in in_memory.items()},
+                "longest_context": {
+                    batch: min((n for n in (most, tokens) if n is not None), default=None)
+                    for batch, tokens in in_memory.items()
+                },
                 "largest_batch": {str(tokens): model.largest_batch(spec, tokens, room) for tokens in contexts},
                 "compute_bound_batch": {
                     str(tokens): model.compute_bound_batch(spec, tokens, device) for tokens in contexts
