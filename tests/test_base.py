@@ -56,9 +56,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BASE = [
     (["--help"], "Compare"),
-    (["estimate", "./model"], "2 layers"),
-    (["estimate", f"model/{GGUF_NAME}"], "2 layers"),
-    (["estimate", "explain", "model", "-o", "page.html"], "page.html"),
+    (["estimate", "--layers", "28", "--kv-heads", "4", "--head-dim", "128", "--params", "7.6e9"], "57,344"),
+    (["estimate", "explain", "-o", "page.html"], "page.html"),
     (["checkpoint", "audit", "model"], "verdict: ok"),
     (["checkpoint", "audit", f"model/{GGUF_NAME}"], "verdict: ok"),
     (["report", "latest"], "tilt"),
@@ -136,9 +135,12 @@ def test_doctor_reports_what_the_main_job_needs(made: Path) -> None:
         (["compare", "model", "--kv", "int4"], EXTRAS, "scoring needs SciPy: pip install 'fidelab[stats]'"),
         (["compare", "model", "--kv", "int4"], ("transformers",), "Transformers: pip install 'fidelab[hf]'"),
         (["compare", "model", "--kv", "int4"], ("torch",), "PyTorch: pip install 'fidelab[hf]'"),
-        (["estimate", "other"], EXTRAS, "not in the table of fidelab estimate, so that it needs Transformers"),
-        (["estimate", "other"], ("transformers",), "so that it needs Transformers: pip install 'fidelab[hf]'"),
-        (["estimate", "other"], ("torch",), "so that it needs PyTorch: pip install 'fidelab[hf]'"),
+        (
+            ["estimate", "other"],
+            ("transformers",),
+            "shape of model_type 'granite' needs Transformers: pip install 'fidelab[hf]'",
+        ),
+        (["estimate", "other"], ("torch",), "shape of model_type 'granite' needs PyTorch: pip install 'fidelab[hf]'"),
         (["estimate", "probe"], EXTRAS, "needs PyTorch: pip install 'fidelab[hf]'"),
         (["plan", "runs/latest", "--margin", "1%"], EXTRAS, "needs SciPy: pip install 'fidelab[stats]'"),
     ],

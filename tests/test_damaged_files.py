@@ -50,7 +50,6 @@ from fidelab.ledger.receipt import verify
 from fidelab.models import resolve as resolve_model
 from fidelab.models.gguf import read_header
 from fidelab.physics import devices
-from fidelab.physics.fits import read_points
 from fidelab.results.record import Report
 from tests.captures import sample
 from tests.imports.sample import refract_report
@@ -266,8 +265,6 @@ CASES = {
     ),
     "recipe": Case(text("recipe.yaml", RECIPE), read_recipe, damaged_value),
     "devices": Case(text("devices.yaml", {"mine": MINE, "other": MINE}), read_devices, damaged_value),
-    "points": Case(text("points.json", ROWS), read_points, damaged_value),
-    "points of a sheet": Case(text("points.csv", "batch,tok_s,name\n1,9.5,a\n2,19.0,b\n"), read_points),
     "manifest": Case(
         lambda folder: sample.write(folder) / MANIFEST,
         lambda path: load_manifest(path.parent),

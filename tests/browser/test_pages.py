@@ -10,8 +10,7 @@ import pytest
 
 import fidelab
 from fidelab.core import Status
-from fidelab.physics.explainer import explainer, measured_points
-from fidelab.physics.fits import read_points
+from fidelab.physics.explainer import explainer
 from fidelab.report.explainer import render_explainer
 from fidelab.report.html import render_html, render_notebook
 from fidelab.report.study import study_html
@@ -111,19 +110,6 @@ def notebook_page(_: Path) -> str:
     return f"{head}<title>notebook</title><body>{render_notebook(rich_report())}"
 
 
-def points_page(folder: Path) -> str:
-    """The explainers with points whose names are markup; made up: a Hill curve with a step."""
-    file = folder / "<img src=x onerror=alert(1)>.csv"
-    rows = [
-        f"{batch},{1024 * n},{8 + 0.01 * batch + 0.00001 * batch * 1024 * n}"
-        for batch in (1, 2, 4, 8, 16, 64)
-        for n in (1, 8)
-    ]
-    file.write_text("\n".join(["batch,context,</script><b>ms", *rows]), "utf-8")
-    points = measured_points(read_points(file), y="</script><b>ms", context="context", is_time=True)
-    return render_explainer(explainer(FORMATS, points=points), fidelab.__version__)
-
-
 PAGES: dict[str, Callable[[Path], str]] = {
     "report": report_page(sample_report()),
     "one": report_page(sample_report(candidates=sample_report().candidates[:1])),
@@ -136,7 +122,6 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "notebook": notebook_page,
     "leaderboard": lambda _: study_html(rank([sample_report(), hostile_report(), wide_report()])),
     "explain": lambda _: render_explainer(explainer(FORMATS), fidelab.__version__),
-    "explain points": points_page,
 }
 
 

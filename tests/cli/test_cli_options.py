@@ -51,7 +51,6 @@ OTHERS = {
     "--device": {
         "estimate advise": "a row of the device table, and required",
         "estimate model": "rows of the device table",
-        "estimate fit": "a row of the device table",
         "estimate probe": "what is measured",
     },
     "--context": {"estimate advise": "one context"},
@@ -99,7 +98,6 @@ OTHERS = {
         "import kld-dumps": "a candidate's, repeated",
         "import lm-eval": "a candidate's, repeated",
     },
-    "--to": {"share mirror": "a tracker"},
     "--out": {
         "share leaderboard": "a file of one of three kinds",
         "share publish": "a file that must not be there",
@@ -145,7 +143,6 @@ OTHERS = {
         "checkpoint calibrate": "of prompts",
     },
     "--workers": {"bench calibrate": "always given; no load to choose by"},
-    "--y": {"estimate explain": "needed beside --points alone"},
 }
 
 

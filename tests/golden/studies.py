@@ -17,7 +17,7 @@ STUDIES = DATA / "studies.csv"
 PHYSICS: Mapping[str, tuple[str, ...]] = {
     "dense": (
         *("--layers", "28", "--kv-heads", "4", "--head-dim", "128", "--params", "7.6e9", "--device", "H100"),
-        *("--speedup", "1.38", "--rate", "20000", "--context", "2k,32k", "--batch", "1,32"),
+        *("--context", "2k,32k", "--batch", "1,32"),
     ),
     "devices": (
         *("--layers", "61", "--kv-heads", "8", "--head-dim", "80", "--params", "3e10", "--device", "H200"),
@@ -40,7 +40,7 @@ AUDITS = adapter.audit_faults()
 
 _PROSE = {"at_run_time", "text", "name", "schema", "checkpoint", "run_id", "created", "fidelab_version", "command"}
 _PROSE |= {"about", "sentences", "title", "note"}
-_LEFT_OUT = _PROSE | {"settings", "weights", "option", "tensor_types"}
+_LEFT_OUT = _PROSE | {"settings", "weights", "option"}
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

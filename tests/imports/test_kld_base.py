@@ -6,23 +6,19 @@ The files in ``data`` were written by llama-perplexity of llama.cpp (as in llama
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 from scipy.special import log_softmax, rel_entr
 
-from fidelab.captures.requests import Prefill
 from fidelab.core.errors import FidelabError, InputError, MismatchError, UsageError
-from fidelab.imports.dump_folder import export_base, open_dump
-from fidelab.imports.kld_base import BaseFile, write_base
+from fidelab.imports.kld_base import BaseFile
 from fidelab.imports.kld_dumps import import_dumps
 from fidelab.results.measurement import Measurement
-from tests.captures.sample import named, writer
-from tests.run.harness import cli
 
 DATA = Path(__file__).parent / "data"
 F32, Q4 = DATA / "llama-perplexity-f32.kld", DATA / "llama-perplexity-q4_0.kld"
@@ -45,20 +41,26 @@ def tokens(vocabulary: int = VOCABULARY) -> NDArray[np.int64]:
 
 
 def written(path: Path, values: NDArray[np.float32], ids: NDArray[np.int64] | None = None) -> Path:
+    """A file with these rows [windows, rows, vocabulary], encoded as llama-perplexity does."""
     ids = tokens(values.shape[-1]) if ids is None else ids
-    write_base(path, ids, values.shape[-1], lambda number: iter([values[number]]))
+    vocabulary = values.shape[-1]
+    logs = log_softmax(values.astype(np.float64), axis=-1)
+    top = logs.max(axis=-1, keepdims=True)
+    least = np.maximum(logs.min(axis=-1, keepdims=True), top - 16.0)
+    scale = (top - least) / 65535
+    rows = np.zeros((*logs.shape[:2], 2 * ((vocabulary + 1) // 2) + 4), dtype="<u2")
+    rows[..., :4] = np.concatenate([scale, least], axis=-1).astype("<f4").view("<u2")
+    rows[..., 4 : 4 + vocabulary] = np.clip(np.rint((logs - least) / scale), 0, 65535)
+    head = np.array([ids.shape[1], vocabulary, len(ids)], dtype="<i4")
+    path.write_bytes(b"_logits_" + head.tobytes() + ids.astype("<i4").tobytes() + rows.tobytes())
     return path
 
 
-def captured(store: Path, name: str, values: NDArray[np.float32], first: int = N_CTX // 2) -> Path:
-    """A capture of log-probabilities with rows like a file's, one more than that has where ``values`` has it."""
-    ids = tuple(tuple(window) for window in tokens().tolist())
-    n = values.shape[1]
-    request = Prefill("kld", ids, first, first + n - 1, ((0,) * n,) * WINDOWS)
-    out = writer(store, named(name), request, [f"<{n}>" for n in range(VOCABULARY)])
-    for number in range(WINDOWS):
-        out.add(number, {"logprobs": log_softmax(values[number], axis=-1).astype(np.float32)})
-    return out.finish("logprobs", {"device": "cpu"}, {"tokens": WINDOWS * N_CTX})
+def folder(path: Path, values: NDArray[np.float32]) -> Path:
+    path.mkdir()
+    for number, rows in enumerate(log_softmax(values, axis=-1).astype(np.float32)):
+        save_file({"log_probs": rows}, path / f"{number}.safetensors")
+    return path
 
 
 def test_a_file_of_llama_perplexity_gives_its_own_figures(tmp_path: Path) -> None:
@@ -70,20 +72,9 @@ def test_a_file_of_llama_perplexity_gives_its_own_figures(tmp_path: Path) -> Non
     assert (found.n_items, found.n_failed, found.facts["n_ctx"]) == (6 * 7, 0, 16)
 
 
-def test_what_is_written_is_what_llama_perplexity_writes(tmp_path: Path) -> None:
-    read = BaseFile.read(F32)
-    ids = np.stack([read.tokens(number) for number in read.numbers])
-    path = tmp_path / "again.kld"
-    write_base(path, ids, read.vocabulary, lambda number: iter([read.open(number).rows(0, 7)]))
-    ours, theirs = (np.frombuffer(file.read_bytes(), "<u2").astype(int) for file in (path, F32))
-    assert ours[: 10 + ids.size * 2].tolist() == theirs[: 10 + ids.size * 2].tolist()  # header and tokens
-    rows = [side[10 + ids.size * 2 :].reshape(6 * 7, -1)[:, 4:304] for side in (ours, theirs)]
-    assert np.abs(rows[0] - rows[1]).max() <= 2  # the last bits of their float32 sums
-
-
 def test_rows_come_back_within_half_a_step(tmp_path: Path) -> None:
     values = scores(0)
-    read = open_dump(written(tmp_path / "a.kld", values))
+    read = BaseFile.read(written(tmp_path / "a.kld", values))
     for number in range(WINDOWS):
         logs = log_softmax(values[number].astype(np.float64), axis=-1)
         step = (logs.max(-1) - logs.min(-1)) / 65535
@@ -94,17 +85,17 @@ def test_rows_come_back_within_half_a_step(tmp_path: Path) -> None:
 def test_tokens_far_below_the_most_likely_one_share_what_is_left(tmp_path: Path) -> None:
     values = scores(0)
     values[..., 4:] -= 60.0
-    rows = open_dump(written(tmp_path / "a.kld", values)).open(0)
+    rows = BaseFile.read(written(tmp_path / "a.kld", values)).open(0)
     unknown = rows.unknown(0, ROWS)
     assert unknown is not None
     assert unknown[:, 4:].all()
     np.testing.assert_allclose(np.exp(rows.rows(0, ROWS).astype(np.float64)).sum(-1), 1.0, atol=1e-4)
 
 
-def test_kl_of_a_capture_against_a_file_is_that_with_far_tokens_as_one(tmp_path: Path) -> None:
+def test_kl_of_a_folder_against_a_file_is_that_with_far_tokens_as_one(tmp_path: Path) -> None:
     ref, test = scores(0), scores(1)
     ref[..., 4:] -= 9.0  # of most rows some are further than 16 nats, of some none
-    found = score(tmp_path, written(tmp_path / "ref.kld", ref), captured(tmp_path / "captures", "int8", test))
+    found = score(tmp_path, written(tmp_path / "ref.kld", ref), folder(tmp_path / "int8", test))
     p, q = (np.exp(log_softmax(side.astype(np.float64), axis=-1)) for side in (ref, test))
     logs = np.log(p)
     far = logs - logs.max(-1, keepdims=True) <= -16
@@ -113,33 +104,6 @@ def test_kl_of_a_capture_against_a_file_is_that_with_far_tokens_as_one(tmp_path:
     expected = rel_entr(*pooled).sum(-1)
     assert found.value("mean") == pytest.approx(expected.mean(), abs=2e-4)
     assert expected.mean() <= rel_entr(p, q).sum(-1).mean()
-
-
-def test_an_exported_capture_is_scored_like_the_capture(tmp_path: Path) -> None:
-    ref, test = (captured(tmp_path / "captures", name, scores(n)) for n, name in enumerate(("bf16", "int8")))
-    export_base(ref, tmp_path / "ref.kld")
-    direct, exported = score(tmp_path / "a", ref, test), score(tmp_path / "b", tmp_path / "ref.kld", test)
-    for name in ("mean", "top1", "rms_dp"):
-        assert exported.value(name) == pytest.approx(direct.value(name), abs=1e-3)
-
-
-def test_the_command_exports_and_says_what_cannot_be_exported(tmp_path: Path) -> None:
-    good = captured(tmp_path / "captures", "int8", scores(0))
-    other = captured(tmp_path / "captures", "int4", scores(0), first=0)
-    assert cli("runs", "export", good, tmp_path / "a.kld", cwd=tmp_path).code == 0
-    assert (tmp_path / "a.kld").is_file()
-    done = cli("runs", "export", other, tmp_path / "b.kld", cwd=tmp_path)
-    assert (done.code, "protocol half" in done.err) == (2, True)
-    assert cli("runs", "export", tmp_path, tmp_path / "b.kld", cwd=tmp_path).code == 2
-    assert not (tmp_path / "b.kld").exists()
-
-
-def test_a_row_that_is_not_finite_leaves_no_file(tmp_path: Path) -> None:
-    values = scores(0)
-    values[3, 1, 2] = math.nan
-    with pytest.raises(InputError, match="NaN"):
-        written(tmp_path / "a.kld", values)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_windows_of_other_tokens_are_refused_and_another_first_token_is_not(tmp_path: Path) -> None:
@@ -156,8 +120,7 @@ def test_windows_of_other_tokens_are_refused_and_another_first_token_is_not(tmp_
 
 def test_fewer_windows_are_refused_by_number(tmp_path: Path) -> None:
     ref = written(tmp_path / "ref.kld", scores(0))
-    few = tmp_path / "few.kld"
-    write_base(few, tokens()[:4], VOCABULARY, lambda number: iter([scores(1)[number]]))
+    few = written(tmp_path / "few.kld", scores(1)[:4], tokens()[:4])
     with pytest.raises(MismatchError, match="lacks window 4 and 7 more"):
         score(tmp_path, ref, few)
 
@@ -181,9 +144,8 @@ def test_a_damaged_file_is_refused_in_one_line(name: str, tmp_path: Path) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_a_capture_without_rows_over_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    whole = captured(tmp_path / "captures", "int8", scores(0))
+def test_a_path_without_a_dump_and_the_reference_itself_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="itself"):
-        score(tmp_path, whole, whole)
+        score(tmp_path, F32, F32)
     with pytest.raises(InputError, match="llama-perplexity"):
-        open_dump(tmp_path / "nothing")
+        score(tmp_path, F32, tmp_path / "nothing")

@@ -288,7 +288,7 @@ def test_a_shorter_last_window_is_no_fault(tmp_path: Path) -> None:
 def test_other_window_numbers_are_named(tmp_path: Path) -> None:
     ref, test, _ = dumps(tmp_path, n=4)
     (test / "2.safetensors").rename(test / "9.safetensors")
-    assert f"{test} lacks 2.safetensors, which {ref} has" in refused(tmp_path, ref, test, MismatchError)
+    assert f"{test} lacks window 2, which {ref} has" in refused(tmp_path, ref, test, MismatchError)
 
 
 def test_other_numbers_of_rows_are_named(tmp_path: Path) -> None:

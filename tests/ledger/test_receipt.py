@@ -248,25 +248,6 @@ def test_a_receipt_is_never_replaced(receipt: Path, runs: Path) -> None:
     assert receipt.read_bytes() == before
 
 
-def test_a_correction_supersedes_and_both_are_told(receipt: Path, runs: Path) -> None:
-    cli(
-        "share",
-        "publish",
-        "latest",
-        "-o",
-        "new.jsonl",
-        "--supersedes",
-        "receipt.jsonl",
-        "--because",
-        "a typo",
-        cwd=runs,
-    )
-    old, new = json.loads(cli("share", "verify", "receipt.jsonl", "new.jsonl", "--json", cwd=runs).out)["receipts"]
-    assert old["remarks"] == ["it is superseded by new.jsonl"]
-    assert new["remarks"] == [f"it supersedes receipt {old['hash'][:12]} of {old['run_id']}: a typo"]
-    assert lines_of(runs / "new.jsonl")[0]["supersedes"]["hash"] == old["hash"]
-
-
 def test_a_receipt_gives_back_the_report_without_plots(receipt: Path, runs: Path) -> None:
     [run] = (runs / "runs").glob("2*")
     report = Report.from_json(run / "report.json")
@@ -278,30 +259,6 @@ def test_a_receipt_gives_back_the_report_without_plots(receipt: Path, runs: Path
     )
 
 
-def test_a_leaderboard_ranks_the_correction_and_names_what_it_supersedes(receipt: Path, runs: Path) -> None:
-    words = ("--supersedes", "receipt.jsonl", "--because", "a typo")
-    cli("share", "publish", "latest", "-o", "new.jsonl", *words, cwd=runs)
-    board = Study.model_validate_json(cli("share", "leaderboard", "receipt.jsonl", "new.jsonl", "--json", cwd=runs).out)
-    ranked, superseded = board.rows[:2], board.rows[2:]
-    assert [row.at["arm"] for row in ranked] == ["tilt[q=0.6]", "tilt[q=0.9]"]
-    [run] = {row.at["run"] for row in ranked}
-    why = f"superseded by receipt {(ledger.read_receipt(runs / 'new.jsonl').hash or '')[:12]} of {run}: a typo"
-    assert [(row.at["arm"], row.reason) for row in superseded] == [("tilt[q=0.6]", why), ("tilt[q=0.9]", why)]
-
-
-def test_the_folder_of_a_run_that_another_run_corrects_is_superseded_too(receipt: Path, runs: Path) -> None:
-    [old] = (runs / "runs").glob("2*")
-    new = old.with_name("20990101-000000-fake")
-    shutil.copytree(old, new)
-    report = json.loads((new / "report.json").read_text())
-    (new / "report.json").write_text(json.dumps({**report, "run_id": new.name}))
-    words = ("--supersedes", "receipt.jsonl", "--because", "the wrong text")
-    assert cli("share", "publish", new, "-o", "new.jsonl", *words, cwd=runs).code == 0
-    board = Study.model_validate_json(cli("share", "leaderboard", old, "new.jsonl", "--json", cwd=runs).out)
-    assert [row.at["run"] for row in board.rows if row.measured] == [new.name] * 2
-    assert [row.at["run"] for row in board.rows if not row.measured] == [old.name] * 2
-
-
 def test_an_altered_receipt_is_not_ranked(receipt: Path, runs: Path) -> None:
     receipt.write_text(receipt.read_text().replace("fake", "face", 1))
     done = cli("share", "leaderboard", "receipt.jsonl", cwd=runs)
@@ -311,12 +268,3 @@ def test_an_altered_receipt_is_not_ranked(receipt: Path, runs: Path) -> None:
     done = cli("share", "leaderboard", "receipt.jsonl", cwd=runs)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "kld, score" in done.err
-
-
-def test_an_altered_receipt_cannot_be_superseded(receipt: Path, runs: Path) -> None:
-    receipt.write_text(receipt.read_text().replace("fake", "face", 1))
-    done = cli(
-        "share", "publish", "latest", "-o", "n.jsonl", "--supersedes", "receipt.jsonl", "--because", "x", cwd=runs
-    )
-    assert done.code == 2
-    assert not (runs / "n.jsonl").exists()

@@ -23,7 +23,6 @@ LINES: dict[str, dict[str, Any]] = {
     "vllm": {"engine": "vllm", "reference": "auto", "candidate": "fp8_e4m3"},
     "sglang": {"engine": "sglang", "reference": "auto", "candidate": "fp8_e4m3"},
 }
-TOKENS = 2048
 SAME_CHECKPOINT = ("hf", "vllm", "sglang")
 
 
@@ -51,7 +50,6 @@ def experiment(output: Path, engines: list[str]) -> CrossEngine:
         "threads": 1,
         "device": "cpu",
         "timing": {"prompt": 64, "n": 8, "repeats": 3},
-        "long": {"tokens": TOKENS},
         "output_dir": str(output),
     }
     return validate_cross(data, "experiment")
@@ -94,13 +92,6 @@ def test_it_is_timed_by_both_methods(study: Study, engine: str) -> None:
     assert (timing.value("load") or 0) > 0
     rates = [timing.metric(key) for key in ("prefill", "decode_isolated")]
     assert [len(rate.repeats) for rate in rates if rate] == [3, 3]
-
-
-def test_the_long_window_is_counted_exactly(study: Study, engine: str) -> None:
-    window = row(study, engine, "long window")
-    assert (window.status, window.reason) == ("ok", None)
-    assert (window.value("counted"), window.value("rows")) == (TOKENS, TOKENS)
-    assert window.value("bytes_per_token") == window.value("by_hand") == 2 * 2 * 32 * 2 * 2
 
 
 def test_the_8_bit_cache_costs_little_or_is_not_supported(study: Study, engine: str) -> None:

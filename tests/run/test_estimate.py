@@ -164,15 +164,14 @@ def test_a_dry_run_of_a_cross_engine_file_counts_every_engine_and_runs_none(tmp_
         "text": "text.txt",
         "prompts": "prompts.txt",
         "timing": {"prompt": 64, "n": 16, "repeats": 3},
-        "long": {"tokens": 2048},
     }
     (tmp_path / "cross.yaml").write_text(canonical_json(experiment))
     done, data = (cli("compare", "-f", "cross.yaml", "--dry-run", *more, cwd=tmp_path) for more in ((), ["--json"]))
     assert done.code == data.code == 0
     plan = json.loads(data.out)
     roles = [job["role"] for job in plan["engines"]["one"]["jobs"]]
-    assert roles == ["reference", "candidate:tilt", "floor", "timing", "2,048 tokens"]
+    assert roles == ["reference", "candidate:tilt", "floor", "timing"]
     assert "has no option 'colour'" in plan["engines"]["absent"]["reason"]
-    assert plan["tokens"] == sum(job["tokens"] for job in plan["engines"]["one"]["jobs"]) > 2048
+    assert plan["tokens"] == sum(job["tokens"] for job in plan["engines"]["one"]["jobs"]) > 0
     assert "cannot run: " in done.out
     assert not list(tmp_path.glob("runs"))

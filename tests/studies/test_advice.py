@@ -1,4 +1,4 @@
-"""Advice: what is measured and what predicted, the frontier, the choice, what to measure next, and its commands."""
+"""Advice: what is measured and what predicted, the ranking, and its commands."""
 
 from __future__ import annotations
 
@@ -20,18 +20,7 @@ from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord
 from fidelab.results.study import Study, StudyRow
-from fidelab.studies.advice import (
-    Loss,
-    Losses,
-    Measured,
-    Option,
-    Pair,
-    advise,
-    choose,
-    frontier,
-    next_cells,
-    read_runs,
-)
+from fidelab.studies.advice import Loss, Measured, Option, Pair, advise, loss_of, ranked, read_runs
 from tests.report.sample import kld_axis
 from tests.report.sample import sample_report as whole_report
 from tests.run.harness import cli
@@ -46,85 +35,71 @@ def pair(weights: str = "native", kv: str = "bf16") -> Pair:
     return Pair(weights, str(spec.k), str(spec.v))
 
 
-def measured(**losses: float) -> Losses:
+def measured(**losses: float) -> dict[Pair, Measured]:
     """``w_k_v`` → mean, with intervals of ± 10%; ``n`` stands for what is native."""
     found = {}
     for text, mean in losses.items():
         weights, k, v = (None if part == "n" else part for part in text.split("_"))
         one = Pair(weights or "native", k or "bf16", v or "bf16")
         found[one] = Measured(mean, (0.9 * mean, 1.1 * mean), text)
-    return Losses(found)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ losses
 
 
 def test_what_no_arm_ran_is_the_sum_of_its_parts() -> None:
-    found = measured(int4_n_n=0.03, n_int8_n=0.002, n_n_int2=0.01).of(pair("int4", "int8/int2"))
+    found = loss_of(pair("int4", "int8/int2"), measured(int4_n_n=0.03, n_int8_n=0.002, n_n_int2=0.01))
     assert (found.source, len(found.parts)) == ("predicted", 3)
     assert found.mean == pytest.approx(0.042)
 
 
 def test_what_an_arm_ran_is_its_figure_and_not_the_sum() -> None:
-    found = measured(int4_n_n=0.03, n_int8_int8=0.002, int4_int8_int8=0.05).of(pair("int4", "int8"))
-    assert (found.source, found.mean, found.interval) == ("measured", 0.05, (0.9 * 0.05, 1.1 * 0.05))
+    found = loss_of(pair("int4", "int8"), measured(int4_n_n=0.03, n_int8_int8=0.002, int4_int8_int8=0.05))
+    assert (found.source, found.mean, found.low, found.high) == ("measured", 0.05, 0.9 * 0.05, 1.1 * 0.05)
 
 
 def test_the_fewest_parts_are_added() -> None:
     losses = measured(int4_n_n=0.03, n_int8_n=0.002, n_n_int2=0.01, n_int8_int2=0.5)
-    assert losses.of(pair("int4", "int8/int2")).mean == pytest.approx(0.53)
+    assert loss_of(pair("int4", "int8/int2"), losses).mean == pytest.approx(0.53)
 
 
 def test_a_part_that_was_never_measured_leaves_the_loss_unknown() -> None:
-    found = measured(int4_n_n=0.03, n_int8_n=0.002).of(pair("int4", "int8"))
-    assert (found.source, found.mean, found.interval) == ("unknown", math.inf, None)
+    found = loss_of(pair("int4", "int8"), measured(int4_n_n=0.03, n_int8_n=0.002))
+    assert (found.source, found.mean, found.high) == ("unknown", math.inf, math.inf)
 
 
 def test_weights_that_were_measured_with_a_32_bit_cache_are_a_prediction_with_a_16_bit_one() -> None:
-    losses = Losses({Pair("int4", "f32", "f32"): Measured(0.03, (0.02, 0.04))})
-    found = losses.of(pair("int4"))
+    found = loss_of(pair("int4"), {Pair("int4", "f32", "f32"): Measured(0.03, (0.02, 0.04))})
     assert (found.source, found.mean) == ("predicted", 0.03)
-    assert found.interval == pytest.approx((0.02, 0.04))
+    assert (found.low, found.high) == pytest.approx((0.02, 0.04))
 
 
 def test_skipped_layers_are_never_taken_from_a_format_without_them() -> None:
     losses = measured(int4_n_n=0.03, n_int8_int8=0.002)
-    assert losses.of(Pair("int4", "int8", "int8", (0,))).source == "unknown"
-    whole = Losses({**losses.measured, Pair("native", "int8", "int8", (0,)): Measured(0.001, (0.0, 0.002))})
-    assert whole.of(Pair("int4", "int8", "int8", (0,))).mean == pytest.approx(0.031)
+    assert loss_of(Pair("int4", "int8", "int8", (0,)), losses).source == "unknown"
+    whole = {**losses, Pair("native", "int8", "int8", (0,)): Measured(0.001, (0.0, 0.002))}
+    assert loss_of(Pair("int4", "int8", "int8", (0,)), whole).mean == pytest.approx(0.031)
     assert Pair("int4", "int8", "bf16", (0, 3)).spec.skip_layers == (0, 3)
 
 
-def test_without_checks_the_interval_is_that_of_every_angle_between_the_errors() -> None:
+def test_the_interval_of_a_prediction_is_that_of_every_angle_between_the_errors() -> None:
     """KL is a squared length of errors, to second order: no sum of errors of these lengths lies outside."""
     rng = np.random.default_rng(0)
     lengths = [math.sqrt(0.03), math.sqrt(0.002), math.sqrt(0.01)]
-    found = Losses(
+    found = loss_of(
+        pair("int4", "int8/int2"),
         {
             pair("int4"): Measured(0.03, (0.03, 0.03)),
             pair("native", "int8/bf16"): Measured(0.002, (0.002, 0.002)),
             pair("native", "bf16/int2"): Measured(0.01, (0.01, 0.01)),
-        }
-    ).of(pair("int4", "int8/int2"))
+        },
+    )
     errors = rng.normal(size=(20_000, 3, 2))
     errors *= np.array(lengths)[:, None] / np.linalg.norm(errors, axis=2, keepdims=True)
     joint = (errors.sum(axis=1) ** 2).sum(axis=1)
     assert found.low <= joint.min() <= 1.2 * found.low + 1e-4
     assert 0.98 * found.high <= joint.max() <= found.high * (1 + 1e-9)
-
-
-def test_measured_pairs_tell_how_far_predictions_are_wrong() -> None:
-    a, b, rho = 0.04, (0.01, 0.02, 0.03, 0.05), (0.28, 0.30, 0.32, 0.30)
-    cells = {pair("w"): Measured(a, (a, a))}
-    for n, (loss, r) in enumerate(zip(b, rho, strict=True)):
-        cells[pair("native", f"f{n}")] = Measured(loss, (loss, loss))
-        both = a + loss + 2 * r * math.sqrt(a * loss)
-        cells[pair("w", f"f{n}")] = Measured(both, (both, both))
-    losses = Losses(cells)
-    assert [round(row[3], 6) for row in losses.checks] == [*rho]
-    low, high = losses.correlations
-    assert 0.2 < low < 0.28
-    assert 0.32 < high < 0.4
 
 
 # ---------------------------------------------------------------------------------------------- choosing
@@ -142,63 +117,22 @@ def options(seed: int, n: int = 40) -> list[Option]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_frontier_is_what_no_other_option_undercuts(seed: int) -> None:
-    cells = options(seed)
-    expected = [
-        one
-        for one in cells
-        if not any(
-            (other.bytes, other.loss.mean) != (one.bytes, one.loss.mean)
-            and other.bytes <= one.bytes
-            and other.loss.mean <= one.loss.mean
-            for other in cells
-        )
-    ]
-    assert {one.pair for one in frontier(cells)} == {one.pair for one in expected}
-
-
-def test_of_equal_bytes_the_least_loss_is_chosen() -> None:
+def test_of_equal_bytes_the_least_loss_is_first() -> None:
     same = [Option(pair(f"w{n}"), 10.0, 1.0, Loss(loss, loss, loss, "measured")) for n, loss in enumerate((3, 1, 2))]
-    found = choose(same, 10.0)
-    assert found is not None
-    assert found.pair.weights == "w1"
+    found, is_shown = ranked(same, 10.0)
+    assert ([one.pair.weights for one in found], is_shown) == (["w1", "w2", "w0"], True)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_fastest_is_chosen_whose_interval_ends_below_the_limit(seed: int) -> None:
+def test_the_fastest_is_first_whose_interval_ends_below_the_limit(seed: int) -> None:
     cells, limit, memory = options(seed), 0.03, 9.0
-    found = choose(cells, memory, limit)
+    found, is_shown = ranked(cells, memory, limit)
     able = [one for one in cells if one.bytes <= memory and one.loss.high <= limit]
-    assert found is not None
-    assert found in able
-    assert found.speedup == max(one.speedup for one in able)
-    assert choose(cells, memory, 1e-9) is None
-
-
-@pytest.mark.parametrize("limit", [None, 0.03])
-def test_what_is_to_be_measured_next_is_what_could_take_the_place_of_the_choice(limit: float | None) -> None:
-    """Each by itself against the chosen one, at the ends of their intervals."""
-    seen = 0
-    for seed in range(10):
-        cells, memory = options(seed), 8.0
-        chosen = choose(cells, memory, limit)
-        assert chosen is not None
-        proposed = next_cells(cells, chosen, memory, limit, most=len(cells))
-        assert (chosen in proposed) == (chosen.loss.source == "predicted")
-        for one in cells:
-            if one is chosen:
-                continue
-            best, worst = settled(one, one.loss.low), settled(chosen, chosen.loss.high)
-            could = one.loss.source == "predicted" and choose([worst, best], memory, limit) is best
-            assert (one in proposed) == could
-            seen += could
-    assert seen > 10
-
-
-def settled(option: Option, loss: float) -> Option:
-    """The option if its loss were found to be this."""
-    return Option(option.pair, option.bytes, option.speedup, Loss(loss, loss, loss, "measured"))
+    assert is_shown
+    assert found[0] in able
+    assert found[0].speedup == max(one.speedup for one in able)
+    assert all(one.bytes > memory for one in found[sum(one.bytes <= memory for one in cells) :])
+    assert not ranked(cells, memory, 1e-9)[1]
 
 
 # ------------------------------------------------------------------------------------------------ advice
@@ -255,8 +189,7 @@ def advised(folder: Path, *arms: ArmRecord, **asked: Any) -> Study:
 
 def pairs(found: Study) -> dict[tuple[str, str], StudyRow]:
     """(weights, cache) → the row of the pair."""
-    rows = (row for row in found.rows if row.at["part"] in ("frontier", "other pairs"))
-    return {(str(row.at["weights"]), str(row.at["kv"])): row for row in rows}
+    return {(str(row.at["weights"]), str(row.at["kv"])): row for row in found.rows}
 
 
 def recommended(found: Study) -> StudyRow:
@@ -287,8 +220,6 @@ def test_within_a_limit_the_fastest_pair_is_recommended_with_the_command_of_its_
     tight = advised(tmp_path, *ARMS, max_kld=0.0024, context=32_768, batch=32)
     assert tight.facts["recommended"] == {"weights": "native", "kv": "int8"}
     assert tight.commands["run"] == "serve --kv int8"
-    assert {"weights": "int8", "kv": "int8"} in tight.facts["next"]
-    assert "weights=int8,kv=int8" in tight.commands["to measure"]
     loose = advised(tmp_path, *ARMS, max_kld=0.2)
     assert loose.facts["recommended"] == {"weights": "int4", "kv": "int4"}
     assert recommended(loose).facts["source"] == "predicted"
@@ -304,15 +235,6 @@ def test_memory_alone_decides_where_no_limit_is_given(tmp_path: Path) -> None:
     found = advised(tmp_path, *ARMS, memory=room)
     losses = [row.value("kld") for row in whole.values() if (row.value("bytes") or 0.0) <= room]
     assert recommended(found).value("kld") == min(loss for loss in losses if loss is not None)
-
-
-def test_an_8_bit_cache_is_held_against_the_next_smaller_weights(tmp_path: Path) -> None:
-    first = advised(tmp_path, *ARMS).row(part="8-bit cache instead of smaller weights")
-    assert first is not None
-    assert [first.at[name] for name in ("weights", "kv", "instead of")] == ["native", "int8", "int8"]
-    assert first.value("difference") == pytest.approx(0.001)
-    assert first.ci("difference") == pytest.approx((0.0018 - 0.0011, 0.0022 - 0.0009))
-    assert "not paired" in first.facts["how"]
 
 
 def test_bytes_that_a_simulation_left_in_32_bits_count_as_16(tmp_path: Path) -> None:
@@ -341,9 +263,7 @@ def test_sizes_that_cannot_be_are_refused(tmp_path: Path, asked: dict[str, Any],
     assert message in str(error.value)
 
 
-def test_what_is_missing_from_the_runs_is_said(tmp_path: Path) -> None:
-    assert any("no format of the weights was measured" in note for note in advised(tmp_path, *ARMS[:2]).sentences)
-    assert any("no format of the cache was measured" in note for note in advised(tmp_path, *ARMS[2:]).sentences)
+def test_a_context_beyond_what_was_measured_is_said(tmp_path: Path) -> None:
     assert any("not at 1,048,576" in note for note in advised(tmp_path, *ARMS, context=1 << 20).sentences)
 
 
@@ -371,7 +291,7 @@ def test_a_run_whose_reference_is_quantized_is_left_out(tmp_path: Path) -> None:
     spoiled = report(*ARMS).model_copy(update={"reference": arm("int8", None, "int8")})
     file.write_text(spoiled.to_json())
     found = read_runs("m", [file])
-    assert not found.measured
+    assert not found.losses
     assert "its reference" in found.notes[0] or "the reference of" in found.notes[0]
 
 
@@ -392,7 +312,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_a_real_run_is_found_joined_and_compared_by_its_documents(tiny: Path) -> None:
+def test_a_real_run_is_found_and_joined(tiny: Path) -> None:
     done = cli(
         "estimate", "advise", "./model", "--device", "H100", "--context", "4k", "--batch", "2", "--json", cwd=tiny
     )
@@ -405,13 +325,6 @@ def test_a_real_run_is_found_joined_and_compared_by_its_documents(tiny: Path) ->
     sides = [by["native", name].value("kld") or 0.0 for name in ("int4/bf16", "bf16/int4")]
     assert by["native", "int4"].value("kld") == pytest.approx(sum(sides))
     assert found.facts["recommended"]["kv"] == "bf16"
-    first = found.row(part="8-bit cache instead of smaller weights")
-    assert first is not None
-    means = [by[name].value("kld") or 0.0 for name in (("native", "int8"), ("int8", "bf16"))]
-    low, high = first.ci("difference") or (math.nan, math.nan)
-    assert first.value("difference") == pytest.approx(means[0] - means[1])
-    assert first.facts["how"].startswith("paired by ")
-    assert low <= means[0] - means[1] <= high
 
 
 def test_people_get_a_table_that_says_what_is_predicted(tiny: Path) -> None:
@@ -423,12 +336,10 @@ def test_people_get_a_table_that_says_what_is_predicted(tiny: Path) -> None:
     assert "run " in done.out
 
 
-def test_a_model_that_was_never_measured_gets_its_bytes_and_the_command_that_measures(tiny: Path) -> None:
+def test_a_model_that_was_never_measured_gets_the_command_that_measures(tiny: Path) -> None:
     done = cli("estimate", "advise", "./model", "--device", "H100", "--output-dir", "nowhere", cwd=tiny)
-    assert done.code == 0, done.err
-    assert "nothing was measured for this model" in done.out
-    assert "fidelab compare ./model" in done.out
-    assert "unknown" in done.out
+    assert done.code == 2
+    assert "no run measured a format of ./model: first fidelab compare ./model --kv q8_0" in done.err
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,6 @@ EXPERIMENT: dict[str, Any] = {
     "prompts": "prompts.txt",
     "threads": 1,
     "timing": {"prompt": 64, "n": 16, "repeats": 3},
-    "long": {"tokens": 2048},
 }
 
 
@@ -140,12 +139,6 @@ def test_the_floor_is_the_references_own(found: Study) -> None:
     assert [row(found, name, "reference").value("floor") for name in ("one", "two")] == [0.0, 0.0]
 
 
-def test_the_long_window_is_stored_row_by_row(found: Study) -> None:
-    window = row(found, "two", "long window")
-    assert (window.status, window.facts["tokens"], window.value("rows")) == ("ok", 2048, 2048)
-    assert window.value("kv_bytes") == 2048 * (window.value("bytes_per_token") or 0)
-
-
 # ----------------------------------------------------------------------------------------------- failures
 
 
@@ -161,7 +154,7 @@ def test_an_engine_that_cannot_run_leaves_its_reason_and_the_others_go_on(done: 
 
 def test_an_engine_that_is_not_installed_says_how_to_install_it(tmp_path: Path, cache: Path) -> None:
     lines = [{"engine": "vllm", "candidate": "fp8_e4m3"}, EXPERIMENT["engines"][0]]
-    done = cross(tmp_path / "room", engines=lines, timing=None, long=None, axes={"kld": {"windows": 4, "n_ctx": 16}})
+    done = cross(tmp_path / "room", engines=lines, timing=None, axes={"kld": {"windows": 4, "n_ctx": 16}})
     absent, present = (row(study(done), name, "reference") for name in ("vllm", "one"))
     assert "engine vllm is not installed: fidelab setup install vllm" in (absent.reason or "")
     assert present.status == "ok"
@@ -198,7 +191,7 @@ def test_bad_settings_are_one_line_before_anything_runs(tmp_path: Path, change: 
 
 def test_a_text_too_short_for_the_timed_prompts_fails_the_timing_alone(tmp_path: Path) -> None:
     lines, axes = [EXPERIMENT["engines"][0]], {"kld": {"windows": 4, "n_ctx": 16}}
-    done = cross(tmp_path / "room", engines=lines, axes=axes, timing={"prompt": 9999, "repeats": 3}, long=None)
+    done = cross(tmp_path / "room", engines=lines, axes=axes, timing={"prompt": 9999, "repeats": 3})
     timing, candidate = (row(study(done), "one", part) for part in ("timing", "candidate"))
     assert "3 windows of n_ctx 9999 need 29997" in (timing.reason or "")
     assert (timing.status, candidate.status) == ("failed", "ok")
@@ -226,7 +219,7 @@ def test_the_tables_say_every_figure(found: Study) -> None:
     out = io.StringIO()
     render_study(found, Console(file=out, width=100))
     text = out.getvalue()
-    for said in ("256", "1,024", "64.0", "0.0204", "0.00503", "not supported", "PASS", "agreement", "2,048"):
+    for said in ("256", "1,024", "64.0", "0.0204", "0.00503", "not supported", "PASS", "agreement"):
         assert said in text
     assert "two candidate: not supported: the fake engine refuses this format" in text
     assert max(map(len, text.splitlines())) <= 100
@@ -263,7 +256,7 @@ def test_an_unknown_name_lists_the_bundled_experiments(tmp_path: Path, said: str
 
 def test_defaults_are_the_four_axes_and_perplexity(tmp_path: Path) -> None:
     line = {"engine": "fake", "candidate": "exact", "reference": "nonsense"}
-    data = {**EXPERIMENT, "engines": [line], "axes": None, "timing": None, "long": None}
+    data = {**EXPERIMENT, "engines": [line], "axes": None, "timing": None}
     (tmp_path / "cross.yaml").write_text(json.dumps(data))
     write_inputs(tmp_path)
     done = cli("compare", "-f", "cross.yaml", cwd=tmp_path)
@@ -290,28 +283,3 @@ def test_a_stopped_experiment_offers_no_run_of_one_engine_to_go_on_with(tmp_path
     with pytest.raises(KeyboardInterrupt) as stopped:
         run_cross(experiment, command="fidelab compare", watch=stop)
     assert not isinstance(stopped.value, Interrupted)
-
-
-@pytest.mark.model
-def test_the_long_window_has_the_bytes_that_follow_by_hand(tmp_path: Path, cache: Path) -> None:
-    """hf on the model of random weights: 2 layers · 2 KV heads · 32 dimensions · 2 sides · 2 bytes."""
-    write_inputs(tmp_path)
-    line = {"engine": "hf", "reference": "bf16", "candidate": "fp8_e4m3", "dtype": "bfloat16"}
-    from fidelab.models.tiny import make_tiny
-
-    model = make_tiny(tmp_path / "tiny")
-    data = {
-        **EXPERIMENT,
-        "model": str(model),
-        "engines": [line],
-        "axes": {"kld": {"windows": 2, "n_ctx": 64}},
-        "timing": None,
-        "long": {"tokens": 1024},
-        "text": "default",
-    }
-    (tmp_path / "cross.yaml").write_text(json.dumps(data))
-    done = cli("compare", "-f", "cross.yaml", "--json", cwd=tmp_path)
-    window = row(Study.model_validate_json(done.out), "hf", "long window")
-    assert (window.status, window.value("counted"), window.value("rows")) == ("ok", 1024, 1024)
-    assert window.value("bytes_per_token") == window.value("by_hand") == 2 * 2 * 32 * 2 * 2
-    assert (window.value("peak_host_bytes") or 0) > 0

@@ -45,12 +45,11 @@ from fidelab.checkpoints.layouts import (
 from fidelab.core.errors import InputError, OutputError, UnknownNameError, UsageError
 from fidelab.models import gguf
 from fidelab.models.convert import originals, to_safetensors
-from fidelab.models.gguf_writer import Tensor, check_tokenizer, load_config, write_gguf
 
 _log = logging.getLogger(__name__)
 
 CERTIFICATE = "certificate.json"
-TARGETS = ("awq", "gptq", "compressed-tensors", "safetensors", "gguf")
+TARGETS = ("awq", "gptq", "compressed-tensors", "safetensors")
 DTYPES = {"keep": None, "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """What tensors of 16 or 32 bits may be stored as; ``keep``: as they are, and dequantized weights as float32."""
 
@@ -193,11 +192,7 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
     target = target.expanduser().absolute()
     with open_checkpoint(source) as checkpoint:
         check_target(checkpoint, target)
-        if to == "gguf" and checkpoint.format != "gguf":
-            write = partial(_write_gguf, checkpoint, dtype=DTYPES[dtype], lossy=lossy)
-        elif checkpoint.format == "gguf":
-            if to == "gguf":
-                raise InputError(f"{source} is a GGUF file already; there is nothing to convert")
+        if checkpoint.format == "gguf":
             if to != "safetensors":
                 raise InputError(f"{source} is a GGUF file, whose blocks {to} cannot hold; convert it --to safetensors")
             write = partial(_convert_gguf, checkpoint, dtype=dtype, lossy=lossy)
@@ -862,73 +857,3 @@ def _convert_gguf(source: Checkpoint, folder: Path, *, dtype: str, lossy: bool) 
             f"{worst.max_error:.3g}); --lossy allows it and reports the error, --dtype float32 avoids it"
         )
     return certificate
-
-
-def _write_gguf(source: Checkpoint, folder: Path, *, dtype: str | None, lossy: bool) -> Certificate:
-    """A folder as a GGUF file of dense weights; the certificate compares what Transformers reads from that file."""
-    config = load_config(source.folder)
-    modules = quantized_modules(source.tensors, source.quantization)
-    parts = {tensor for module in modules.values() for tensor in module.parts.values()}
-    carried = {name: info for name, info in source.tensors.items() if name not in parts}
-    _check_once(source, modules, carried)
-    if odd := next((info for info in carried.values() if info.dtype not in _FLOATS), None):
-        raise InputError(f"tensor {odd.name} of {source.name} is of type {odd.dtype}, which is no dense weight")
-
-    def reader(name: str) -> Callable[[], NDArray[np.float32]]:
-        if name in carried:
-            return lambda: source.floats(name)
-        module = modules[name.removesuffix(".weight")]
-        return lambda: _load(source, module).dequantize()
-
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    tensors = [
-        Tensor(name, info.shape, dtype or (info.dtype if info.dtype in _BYTES else "F32"), reader(name))
-        for name, info in carried.items()
-        if name not in tied
-    ]
-    for name, module in modules.items():
-        tensors.append(Tensor(f"{name}.weight", _facts(source, module).shape, dtype or "F32", reader(f"{name}.weight")))
-    check_room(folder.parent.parent / "target", sum(math.prod(t.shape) * _BYTES[t.dtype] for t in tensors))
-    file = folder / "model.gguf"
-
-    def cast(values: NDArray[np.float32], kind: str, name: str) -> NDArray[Any]:
-        return _cast(values, kind, name, lossy)
-
-    write_gguf(file, source.folder, config, tensors, cast)
-    text = gguf.text_folder(file, folder.parent / "text")
-    check_tokenizer(source.folder, text)
-    _check_config(source, config, text)
-    method = method_of(source.quantization) if source.quantization else "dense"
-    certificate = Certificate(source.name, folder, method, "gguf", {"dtype": dtype or "keep"})
-    certificate.notes.append("weights are dense in the file; llama-quantize makes k-quants of it")
-    wanted = {tensor.name: tensor for tensor in tensors}
-    for name, values in originals(file, text):
-        if name not in wanted:
-            raise OutputError(f"the target has tensor {name}, which the source lacks; please report this")
-        compared = Compared(name)
-        compared.add(wanted.pop(name).read(), values)
-        (certificate.modules if name.removesuffix(".weight") in modules else certificate.tensors).append(compared)
-    if wanted:
-        raise OutputError(f"the target lacks tensor {min(wanted)}; please report this")
-    if not lossy and not certificate.exact:
-        raise OutputError(f"{certificate.worst.name} differs though no loss was allowed; please report this")
-    return certificate
-
-
-def _check_config(source: Checkpoint, config: Any, text: Path) -> None:
-    """Check that the file says of the model what the source does.
-
-    Raises:
-        OutputError: it does not.
-    """
-    there = load_config(text)
-    for key in (
-        *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
-        *("vocab_size", "tie_word_embeddings", "max_position_embeddings", "rms_norm_eps"),
-    ):
-        ours, theirs = (float(getattr(one, key)) for one in (config, there))
-        if not math.isclose(ours, theirs, rel_tol=1e-6):  # numbers are float32 there
-            raise OutputError(f"{key} of {source.name} is {ours:g}, read back it is {theirs:g}; please report this")
-    ours, theirs = (float(one.rope_parameters["rope_theta"]) for one in (config, there))
-    if not math.isclose(ours, theirs, rel_tol=1e-6):
-        raise OutputError(f"rope_theta of {source.name} is {ours:g}, read back it is {theirs:g}; please report this")

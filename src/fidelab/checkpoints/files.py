@@ -1,8 +1,8 @@
 """A checkpoint as tensors by name: safetensors (one file or shards with an index) and GGUF, here or on the hub.
 
 Opening reads headers and JSON files only.  Tensors are then read one at a time or in chunks, from their places in the
-files, so that the memory needed does not depend on the size of the model.  Of a repository on the hub, what is read is
-fetched by ranged requests; nothing of its weights is stored.
+files, so that the memory needed does not depend on the size of the model.  A repository on the hub is downloaded first,
+as for a run.
 
 Checkpoints come from anybody: every number of a header is checked against the size of its file before it is used, an
 index cannot name files outside its folder, and pickled weights are refused.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -55,10 +54,7 @@ _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SINGLE = "model.safetensors"
 _MOST_SPLITS = 1000
 _CHUNK = 16 << 20  # bytes
-_MOST_HEADER = 100_000_000  # bytes of a safetensors header, the published limit
-_GGUF_HEADER = 4 << 20, 1 << 30  # bytes of a GGUF file fetched for its header: at first, at most
 _MOST_NAME = 512  # characters
-_AHEAD = 4 << 20  # bytes that are fetched from the hub at least
 _LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # beside config.json, by older writers
 
 
@@ -106,10 +102,7 @@ class Checkpoint:
     copies: tuple[TensorInfo, ...] = ()
     beside: tuple[TensorInfo, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    remote: tuple[str, str] | None = None  # repository and commit
-    _scratch: tempfile.TemporaryDirectory[str] | None = None
     _open: tuple[Path, FileIO] | None = None
-    _ahead: tuple[Path, int, bytes] | None = None  # the last piece that came from the hub, and its place
 
     @property
     def nbytes(self) -> int:
@@ -159,12 +152,10 @@ class Checkpoint:
             yield self._bytes(info, start, min(step, info.nbytes - start)).view(kind)
 
     def close(self) -> None:
-        """Close the open file, and remove what was stored of a repository's headers."""
+        """Close the open file."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
-        if self._scratch is not None:
-            self._scratch.cleanup()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -181,9 +172,7 @@ class Checkpoint:
             raise InputError(f"{self.name} has no tensor {tensor!r}") from None
 
     def _bytes(self, info: TensorInfo, start: int, size: int) -> NDArray[np.uint8]:
-        """Bytes of a tensor, from its file or from the hub."""
-        if self.remote is not None:
-            return self._fetched(info.file, info.start + start, size)
+        """Bytes of a tensor, from its file."""
         if self._open is None or self._open[0] != info.file:
             if self._open is not None:
                 self._open[1].close()
@@ -197,21 +186,6 @@ class Checkpoint:
         if done < size:
             raise InputError(f"{info.file} ends within tensor {info.name!r}: it was changed while it was read")
         return content
-
-    def _fetched(self, file: Path, start: int, size: int) -> NDArray[np.uint8]:
-        """Bytes of a file on the hub; with small tensors come those behind them, which are mostly asked for next."""
-        assert self.remote is not None
-        if size >= _AHEAD:
-            return np.frombuffer(hub.read_range(*self.remote, file.name, start, size), np.uint8)
-        if (
-            self._ahead is None
-            or self._ahead[0] != file
-            or not 0 <= start - self._ahead[1] <= len(self._ahead[2]) - size
-        ):
-            length = min(_AHEAD, file.stat().st_size - start)
-            self._ahead = file, start, hub.read_range(*self.remote, file.name, start, length)
-        place = start - self._ahead[1]
-        return np.frombuffer(self._ahead[2][place : place + size], np.uint8)
 
 
 def open_checkpoint(name: str | Path, *, complete: bool = True) -> Checkpoint:
@@ -244,7 +218,8 @@ def open_checkpoint(name: str | Path, *, complete: bool = True) -> Checkpoint:
             f"no checkpoint {text!r} here; a checkpoint is a folder with config.json and *.safetensors, a .gguf file, "
             f"a hub id (owner/name or owner/name@revision) or an embedded model ({', '.join(embedded.NAMES)})"
         )
-    return _open_remote(match["repo"], match["revision"], text, complete)
+    folder, _ = hub.snapshot(match["repo"], match["revision"])
+    return _open_folder(folder, text, complete)
 
 
 def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
@@ -392,68 +367,6 @@ def _ggml(dtype: str) -> int:
     from gguf import GGMLQuantizationType
 
     return int(GGMLQuantizationType[dtype])
-
-
-def _open_remote(repo: str, revision: str | None, name: str, complete: bool) -> Checkpoint:
-    """A repository of the hub: its JSON files as they are, of its weight files the headers."""
-    folder, commit = hub.snapshot(repo, revision, weights=False)
-    try:
-        if weight_files(folder):  # fetched before
-            return _open_folder(folder, name, complete)
-    except InputError:
-        pass
-    sizes = hub.sizes(repo, commit)
-    scratch = tempfile.TemporaryDirectory(prefix="fidelab-checkpoint-")
-    copy = Path(scratch.name)
-    for text in folder.glob("*"):
-        if text.is_file():
-            (copy / text.name).symlink_to(text)
-    shards = [file for file in sizes if file.endswith(".safetensors")]
-    ggufs = [file for file in sizes if file.endswith(".gguf")]
-    if (copy / INDEX).is_file():
-        shards = [file for file in shards if file in {*read_index(copy / INDEX).values(), _SINGLE}]
-    elif _SINGLE in shards:
-        shards = [_SINGLE]
-    for file in shards:
-        length = int.from_bytes(hub.read_range(repo, commit, file, 0, min(8, sizes[file])), "little")
-        header = hub.read_range(repo, commit, file, 0, min(sizes[file], 8 + min(length, _MOST_HEADER)))
-        _sparse(copy / file, header, sizes[file])
-    if ggufs and not shards:
-        if len(ggufs) > 1:
-            raise InputError(f"{name} holds {len(ggufs)} GGUF files: download one of them and pass its path")
-        _fetch_gguf_header(copy / ggufs[0], repo, commit, sizes[ggufs[0]])
-        opened = _open_gguf(copy / ggufs[0], name)
-    else:
-        for file in sizes if not shards else ():  # by their names, pickled weights are refused
-            if not (copy / file).exists() and "/" not in file:
-                (copy / file).touch()
-        opened = _open_folder(copy, name, complete)
-    opened.remote, opened._scratch = (repo, commit), scratch
-    return opened
-
-
-def _sparse(file: Path, begin: bytes, size: int) -> None:
-    """A file of ``size`` bytes of which only the beginning takes room on the disk."""
-    with file.open("wb") as out:
-        out.write(begin)
-        out.truncate(size)
-
-
-def _fetch_gguf_header(file: Path, repo: str, commit: str, size: int) -> None:
-    """Fetch as much of a GGUF file as its header takes, which only reading it tells."""
-    length, most = _GGUF_HEADER
-    while True:
-        length = min(length, size)
-        file.unlink(missing_ok=True)
-        _sparse(file, hub.read_range(repo, commit, file.name, 0, length), size)
-        try:
-            header = gguf.read_header(file)
-            if size - header.data_bytes <= length:
-                return
-        except InputError:
-            if length >= min(size, most):
-                raise
-        length *= 4
 
 
 def to_floats(raw: NDArray[Any], dtype: str) -> NDArray[np.float32]:

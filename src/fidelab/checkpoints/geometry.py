@@ -13,7 +13,7 @@ from typing import Any
 
 from fidelab.checkpoints.files import RAW
 from fidelab.checkpoints.modules import Module
-from fidelab.checkpoints.rules import Finding, Subject, rule
+from fidelab.checkpoints.rules import Finding, Subject, broken
 
 _PADDING = 1024  # rows by which an embedding may exceed the vocabulary
 _LAYER = re.compile(r"(?P<stack>.*?)(?:layers|h|blocks|blk|block)\.(?P<number>\d+)\.(?P<leaf>.+)")
@@ -162,16 +162,14 @@ def _or(numbers: set[int]) -> str:
     return " or ".join(f"{n:,}" for n in sorted(numbers)[:4])
 
 
-@rule(
-    "geometry-layers",
+@broken(
     title="More or fewer layers than configured",
-    severity="broken",
     symptom="the loader stops, or the missing layers stay as they were initialized: noise; further ones are ignored",
     cause="layers pruned or merged without the configuration, a configuration of another size, or a lost shard",
     check="layers are numbered from 0 to num_hidden_layers - 1 (or block_count), with none besides",
     command="take config.json of the same model, or fetch the missing shard",
 )
-def _layers(subject: Subject) -> Iterator[Finding]:
+def _geometry_layers(subject: Subject) -> Iterator[Finding]:
     geometry, stack = _geometry(subject), _stack(subject)
     count = geometry.layers
     if count is None or not stack or count > 10_000:
@@ -193,17 +191,15 @@ def _layers(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "geometry-shapes",
+@broken(
     title="Shapes other than configured",
-    severity="broken",
     symptom="a size mismatch while loading; with fused or transposed layers garbage instead of an error",
     cause="config.json of another size or version of the model, a transposed matrix, or heads or neurons that were cut",
     check="outputs and inputs of attention and MLP layers, quantized or not, against hidden_size, heads, head_dim, "
     "key-value heads and every intermediate size that is configured",
     command="compare config.json with the original's: fidelab checkpoint audit CHECKPOINT --base ORIGINAL",
 )
-def _shapes(subject: Subject) -> Iterator[Finding]:
+def _geometry_shapes(subject: Subject) -> Iterator[Finding]:
     sizes = _geometry(subject).sizes
     wrong: dict[tuple[str, str, int, str], list[str]] = defaultdict(list)
     for modules in _stack(subject).values():
@@ -230,16 +226,14 @@ def _shapes(subject: Subject) -> Iterator[Finding]:
             yield Finding(f"{name} is {width:,} wide, configured {_or(hidden)}", [name])
 
 
-@rule(
-    "geometry-vocabulary",
+@broken(
     title="A vocabulary other than configured",
-    severity="broken",
     symptom="an error while loading, or an index error at tokens that the embedding lacks",
     cause="an embedding resized without the configuration, or tokens added without the embedding",
     check="embedding and LM head have vocab_size rows, or up to 1,024 more as padding, and about as many as each other",
     command="set vocab_size to the rows of the embedding, and see that the tokenizer has no ids beyond",
 )
-def _vocabulary(subject: Subject) -> Iterator[Finding]:
+def _geometry_vocabulary(subject: Subject) -> Iterator[Finding]:
     configured = max(_geometry(subject).numbers("vocab_size"), default=None)
     embedding = _embedding(subject)
     rows: dict[str, int] = {} if embedding is None else {embedding[0]: embedding[1][0]}
@@ -265,16 +259,14 @@ def _vocabulary(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"rows of the vocabulary differ: {texts}", list(rows), severity="suspicious")
 
 
-@rule(
-    "geometry-experts",
+@broken(
     title="More or fewer experts than configured",
-    severity="broken",
     symptom="an error while loading, experts that stay uninitialized, or tokens routed to experts that are not there",
     cause="experts pruned or merged without the configuration or the router, or names that were not remapped",
     check="numbered or fused experts of every layer, and the rows of its router, are as many as configured",
     command="take config.json of the same model; fidelab checkpoint audit CHECKPOINT --base ORIGINAL names the missing",
 )
-def _experts(subject: Subject) -> Iterator[Finding]:
+def _geometry_experts(subject: Subject) -> Iterator[Finding]:
     allowed = _geometry(subject).numbers(*_COUNTS)
     if not allowed:
         return

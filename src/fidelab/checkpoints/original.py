@@ -29,7 +29,7 @@ from fidelab.checkpoints.layouts import (
     unpack_words,
 )
 from fidelab.checkpoints.modules import Module, bare_name, kind_of, modules_of, tensor_in, text_config, weight_in
-from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, counted, rule, some_are
+from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, broken, counted, some_are
 from fidelab.core.errors import InputError
 
 Floats = NDArray[np.float32]
@@ -70,10 +70,8 @@ _SIBLINGS: tuple[tuple[str, ...], ...] = (  # which read the same activations
 _AFTER_NORMS = {leaf for leaves in _SIBLINGS for leaf in leaves} | {"qkv_proj", "gate_up_proj"}
 
 
-@rule(
-    "base-missing",
+@broken(
     title="Layers that the original has",
-    severity="broken",
     symptom="the engine leaves them as initialized, or refuses: noise in text, or a blind or deaf model",
     cause="experts, biases or towers that a conversion did not know by name",
     check="with --base: every tensor of the original is there, as it is or quantized, and of the same shape",
@@ -110,8 +108,7 @@ def _base_missing(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             f"{counted(missing, 'tensor')} of the original {are(missing)} not there: {and_more(missing)}", missing
         )
-    if shapes:
-        yield some_are(shapes, "module", "of another shape than the original")
+    yield from some_are(shapes, "module", "of another shape than the original")
 
 
 def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
@@ -123,10 +120,8 @@ def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
-@rule(
-    "base-differs",
+@broken(
     title="Weights that are not the original's",
-    severity="broken",
     symptom="noise, or another model's answers, though every tensor loads",
     cause="codes in another order than the kernel unpacks, zero points off by one, layers swapped, scales of another "
     "run, or another original",
@@ -149,10 +144,8 @@ def _base_differs(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "base-kept-differs",
+@broken(
     title="Kept tensors that are not the original's",
-    severity="broken",
     symptom="answers of another model, or noise where a norm or an embedding is far off, though every tensor loads",
     cause="norms stored with or without their one, an embedding that was resized or partly written, tensors of another "
     "revision",
@@ -570,18 +563,10 @@ def _floats(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) ->
 
 
 def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) -> NDArray[Any]:
-    """Rows of a tensor as they are stored; of a repository on the hub, requests for single rows would be dearer than
-    the tensor."""
+    """Rows of a tensor as they are stored."""
     if info.nbytes <= _WHOLE:
         return checkpoint.read(info)[rows]
-    if checkpoint.remote is None:
-        return np.concatenate([checkpoint.read(_some(info, int(row), 1)) for row in rows])
-    found, place = [], 0
-    for chunk in checkpoint.chunks(info):
-        part = chunk.reshape(-1, *info.shape[1:])
-        found.append(part[rows[(rows >= place) & (rows < place + len(part))] - place])
-        place += len(part)
-    return np.concatenate(found)
+    return np.concatenate([checkpoint.read(_some(info, int(row), 1)) for row in rows])
 
 
 def _columns(checkpoint: Checkpoint, info: TensorInfo, columns: NDArray[np.intp]) -> NDArray[Any]:
@@ -646,10 +631,8 @@ _GGUF_LENGTHS = ("context_length", "vocab_size", "attention.sliding_window")
 _GGUF_OTHER = ("general.", "tokenizer.", "split.", "quantize.")
 
 
-@rule(
-    "base-config",
+@broken(
     title="A configuration that is not the original's",
-    severity="broken",
     symptom="noise where heads, positions or norms are computed otherwise, worse answers at long contexts where only "
     "their scaling is, though every tensor loads",
     cause="a configuration that was edited, filled with defaults by a newer library, or taken from a sibling",

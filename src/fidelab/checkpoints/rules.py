@@ -3,15 +3,18 @@
 The audit runs every rule, and the failure catalogue in docs/ is made from this table, so that neither can have what the
 other lacks.  A rule is a function over a :class:`Subject` that yields what it found:
 
-    @rule("scale-zero", title=…, severity="broken", symptom=…, cause=…, check=…, command=…)
-    def _zero_scales(subject: Subject) -> Iterator[Finding]:
+    @broken(title=…, symptom=…, cause=…, check=…, command=…)
+    def _scale_zero(subject: Subject) -> Iterator[Finding]:
         yield Finding("the scales of 3 modules are all zero", tensors)
+
+Its decorator is its severity; its function's name, with hyphens, is the name of the rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from fidelab.checkpoints.files import Checkpoint
@@ -107,17 +110,23 @@ RULES: dict[str, Rule] = {}
 _Check = Callable[[Subject], Iterable[Finding]]
 
 
-def rule(
-    id: str, *, title: str, severity: Severity, symptom: str, cause: str, check: str, command: str
+def _entering(
+    severity: Severity, *, title: str, symptom: str, cause: str, check: str, command: str
 ) -> Callable[[_Check], _Check]:
     """Enter a function into :data:`RULES`; the arguments are those of :class:`Rule`."""
 
     def enter(find: _Check) -> _Check:
+        id = find.__name__.strip("_").replace("_", "-")
         assert id not in RULES, f"two rules are called {id}"
         RULES[id] = Rule(id, title, severity, symptom, cause, check, command, find)
         return find
 
     return enter
+
+
+broken = partial(_entering, "broken")
+suspicious = partial(_entering, "suspicious")
+information = partial(_entering, "information")
 
 
 # What findings say of many names.
@@ -140,6 +149,7 @@ def are(names: Sequence[Any]) -> str:
     return "is" if len(names) == 1 else "are"
 
 
-def some_are(names: Sequence[str], noun: str, says: str, severity: Severity | None = None) -> Finding:
-    """``3 tensors are …: a, b and 1 more``."""
-    return Finding(f"{counted(names, noun)} {are(names)} {says}: {and_more(names)}", names, severity)
+def some_are(names: Sequence[str], noun: str, says: str, severity: Severity | None = None) -> list[Finding]:
+    """``3 tensors are …: a, b and 1 more``; nothing where there are no names."""
+    text = f"{counted(names, noun)} {are(names)} {says}: {and_more(names)}"
+    return [Finding(text, names, severity)] if names else []

@@ -15,7 +15,7 @@ from typing import Any
 
 from fidelab.checkpoints.files import Checkpoint
 from fidelab.checkpoints.modules import generates
-from fidelab.checkpoints.rules import Finding, Subject, rule
+from fidelab.checkpoints.rules import Finding, Subject, broken, information, suspicious
 from fidelab.core import read_file
 from fidelab.core.errors import InputError, MissingPackageError
 from fidelab.core.registry import require
@@ -289,44 +289,38 @@ def _quoted(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------------- the tokenizer
 
 
-@rule(
-    "tokenizer-unreadable",
+@broken(
     title="Tokenizer files that cannot be read",
-    severity="broken",
     symptom="the server does not start, or falls back to another tokenizer or template without a word",
     cause="a download that broke off, or a file edited by hand",
     check="every file of the tokenizer is read, tokenizer.json by the package tokenizers itself",
     command="copy the tokenizer's files from the original model",
 )
-def _unreadable(subject: Subject) -> Iterator[Finding]:
+def _tokenizer_unreadable(subject: Subject) -> Iterator[Finding]:
     for text in _chat(subject).unreadable:
         yield Finding(text)
 
 
-@rule(
-    "tokenizer-unchecked",
+@information(
     title="Tokenizer or chat template not checked",
-    severity="information",
     symptom="unknown: the rules about special tokens and chat templates did not run",
     cause="fidelab is installed without the extra hf",
     check="the packages tokenizers and Transformers are installed",
     command="pip install 'fidelab[hf]' and audit again",
 )
-def _unchecked(subject: Subject) -> Iterator[Finding]:
+def _tokenizer_unchecked(subject: Subject) -> Iterator[Finding]:
     for text in _chat(subject).unchecked:
         yield Finding(text)
 
 
-@rule(
-    "special-token-unknown",
+@broken(
     title="Special tokens that the vocabulary lacks",
-    severity="broken",
     symptom="BOS becomes <unk> or several ordinary tokens; answers do not end, or ids lie outside the embedding",
     cause="a tokenizer_config.json of another model, or one that lost its added tokens on conversion",
     check="bos, eos, unk and pad of tokenizer_config.json are ids of tokenizer.json, and BOS is not <unk>",
     command="copy tokenizer.json, tokenizer_config.json and special_tokens_map.json from the original model",
 )
-def _special_unknown(subject: Subject) -> Iterator[Finding]:
+def _special_token_unknown(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
     if chat.tokenizer is not None:
         for token, text in chat.special.items():
@@ -338,16 +332,14 @@ def _special_unknown(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"bos_token is the unknown token {bos!r}")
 
 
-@rule(
-    "special-id-range",
+@broken(
     title="Ids of special tokens outside the vocabulary",
-    severity="broken",
     symptom="an index error or garbage when a batch is padded; answers that never end",
     cause="ids of another model's configuration, or an embedding that was cut to its used rows",
     check="bos, eos and pad ids of config.json, generation_config.json or GGUF are rows of the embedding",
     command="correct the ids after those of the original model",
 )
-def _id_range(subject: Subject) -> Iterator[Finding]:
+def _special_id_range(subject: Subject) -> Iterator[Finding]:
     rows = _rows(subject)
     if rows is None:
         return
@@ -357,16 +349,14 @@ def _id_range(subject: Subject) -> Iterator[Finding]:
             yield Finding(f"{key} {', '.join(map(str, bad))} of {file} is outside the {rows:,} rows of the embedding")
 
 
-@rule(
-    "vocabulary-beyond-embedding",
+@suspicious(
     title="Tokens beyond the embedding",
-    severity="suspicious",
     symptom="an index error, a crash of the device or arbitrary text as soon as such a token occurs",
     cause="tokens added to the tokenizer of a model whose embedding was not resized, or the other model's tokenizer",
     check="the largest id of the tokenizer is a row of the embedding; broken where the chat template uses it",
     command="take the tokenizer of the original model, or resize the embedding of the original and quantize again",
 )
-def _beyond_embedding(subject: Subject) -> Iterator[Finding]:
+def _vocabulary_beyond_embedding(subject: Subject) -> Iterator[Finding]:
     chat, rows = _chat(subject), _rows(subject)
     if rows is None:
         return
@@ -386,10 +376,8 @@ def _beyond_embedding(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"{count:,} tokens and only {rows:,} rows of the embedding", severity="broken")
 
 
-@rule(
-    "eos-missing",
+@suspicious(
     title="No end of sequence",
-    severity="suspicious",
     symptom="answers run on to the limit of tokens, often into a conversation with themselves",
     cause="eos_token_id lost when the configuration was written anew",
     check="eos in the tokenizer, generation_config.json or config.json; encoders need none",
@@ -404,10 +392,8 @@ def _eos_missing(subject: Subject) -> Iterator[Finding]:
         yield Finding("neither the tokenizer nor a configuration names an end-of-sequence token")
 
 
-@rule(
-    "eos-disagree",
+@suspicious(
     title="Different ends of sequence",
-    severity="suspicious",
     symptom="answers that do not end on one engine and do on another, or stop at once",
     cause="generation_config.json of the base model beside the tokenizer of the tuned one",
     check="the tokenizer's eos is among eos_token_id of generation_config.json, or else of config.json",
@@ -427,10 +413,8 @@ def _eos_disagree(subject: Subject) -> Iterator[Finding]:
             return
 
 
-@rule(
-    "bos-doubled",
+@suspicious(
     title="BOS twice",
-    severity="suspicious",
     symptom="slightly worse answers on every prompt, different by engine and endpoint; nothing fails",
     cause="a chat template that writes BOS before a tokenizer that adds one, or writes it twice",
     check="the rendered prompt and the tokenizer's own frame begin with one BOS; where both write one, that is told",
@@ -459,16 +443,14 @@ def _bos_doubled(subject: Subject) -> Iterator[Finding]:
 # -------------------------------------------------------------------------------------------------------- the template
 
 
-@rule(
-    "template-invalid",
+@broken(
     title="A chat template that does not work",
-    severity="broken",
     symptom="HTTP 400 or 500 for every chat request, while completions work",
     cause="a template cut off or escaped wrongly on conversion, or written for another engine",
     check="it parses, and shows the text of a user's message and of an answer, within 10 s and 1 GiB",
     command="copy chat_template.jinja or tokenizer_config.json from the original model",
 )
-def _invalid(subject: Subject) -> Iterator[Finding]:
+def _template_invalid(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
     if chat.exceeded:
         yield Finding(f"the chat template in {chat.place} was stopped: {chat.exceeded}")
@@ -484,32 +466,28 @@ def _invalid(subject: Subject) -> Iterator[Finding]:
             return
 
 
-@rule(
-    "template-parts",
+@suspicious(
     title="Content in parts is blanked",
-    severity="suspicious",
     symptom="answers to an empty question from clients that send content as a list of parts, such as agents and IDEs",
     cause="a template that only prints content that is a string, or only parts of images",
     check="content [{type: text}] is shown, or refused with an error; a server then flattens it",
     command="let the template also print the text of each part, or pass --chat-template with one that does",
 )
-def _parts(subject: Subject) -> Iterator[Finding]:
+def _template_parts(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
     text = chat.texts.get("parts")
     if text is not None and _QUESTION not in text and _QUESTION in chat.texts.get("user", ""):
         yield Finding("a message whose content is a list with one text is shown without its text")
 
 
-@rule(
-    "template-tool-arguments",
+@suspicious(
     title="Arguments of tool calls",
-    severity="suspicious",
     symptom="empty edits and broken calls in agents after the first tool call, or HTTP 400 and 500",
     cause="a template that expects arguments as text where engines pass objects, or encodes them twice",
     check="a call's arguments, as an object and as JSON text, are shown as JSON encoded once",
     command="make the template print text as it is and objects by tojson, or pass --chat-template with one that does",
 )
-def _tool_arguments(subject: Subject) -> Iterator[Finding]:
+def _template_tool_arguments(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
     if "tool_calls" not in (chat.template or "") or "prompt" not in chat.texts:
         return
@@ -534,16 +512,14 @@ def _arguments(chat: _Chat, name: str) -> str:
     return "written as Python writes them, not as JSON" if f"'town': '{_CITY}'" in text else ""
 
 
-@rule(
-    "template-tools-ignored",
+@suspicious(
     title="Tools that the prompt does not show",
-    severity="suspicious",
     symptom="the model does not call tools, calls invented ones, or repeats a call whose result it never sees",
     cause="a template that was simplified, or of the base model",
     check="where a template speaks of tools: offered tools, a call and its result are in the prompt",
     command="copy the chat template from the original model",
 )
-def _tools_ignored(subject: Subject) -> Iterator[Finding]:
+def _template_tools_ignored(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
     template = chat.template or ""
     if "tool" not in template:
@@ -562,16 +538,14 @@ def _tools_ignored(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "template-role-dropped",
+@suspicious(
     title="A role whose messages vanish",
-    severity="suspicious",
     symptom="instructions have no effect, and no error says so",
     cause="a template that skips roles it does not know",
     check="messages of the roles system and developer are shown, or refused with an error",
     command="send such instructions as system (or in the user's message), or take the template of the original model",
 )
-def _role_dropped(subject: Subject) -> Iterator[Finding]:
+def _template_role_dropped(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
     if _QUESTION not in chat.texts.get("user", ""):
         return
@@ -581,16 +555,14 @@ def _role_dropped(subject: Subject) -> Iterator[Finding]:
         yield Finding("messages of role developer are left out without an error", severity="information")
 
 
-@rule(
-    "template-unclosed-turn",
+@suspicious(
     title="Answers without an end",
-    severity="suspicious",
     symptom="answers run on, or the model writes the user's next turn itself",
     cause="a template without the end-of-turn token, or an end-of-turn token that eos_token_id does not list",
     check="what the template puts behind an answer has a special token, and one that ends generation",
     command="list the end-of-turn token in eos_token_id of generation_config.json, or restore the original template",
 )
-def _unclosed_turn(subject: Subject) -> Iterator[Finding]:
+def _template_unclosed_turn(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
     before, found, tail = chat.texts.get("turn", "").rpartition(_ANSWER)
     if not found:
@@ -617,16 +589,14 @@ def _unclosed_turn(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "template-generation-prompt",
+@suspicious(
     title="No way into the answer",
-    severity="suspicious",
     symptom="the model first writes its own role, continues the user's message, or answers in another turn's format",
     cause="a template without add_generation_prompt, or with one of another format than its answers",
     check="the prompt is the conversation followed by what the template itself puts before an answer",
     command="copy the chat template from the original model",
 )
-def _generation_prompt(subject: Subject) -> Iterator[Finding]:
+def _template_generation_prompt(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
     asked, prompt, turn = (chat.texts.get(name) for name in ("user", "prompt", "turn"))
     if asked is None or prompt is None or turn is None or not turn.startswith(asked) or _ANSWER not in turn:
@@ -644,16 +614,14 @@ def _generation_prompt(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"a prompt ends with {opened[:60]!r}, while answers begin with {header[:60]!r}")
 
 
-@rule(
-    "template-special-tokens",
+@suspicious(
     title="Marks of the template that are not tokens",
-    severity="suspicious",
     symptom="the model sees its role marks spelled out in pieces: role confusion, answers that do not end",
     cause="the template of another model, or a tokenizer that lost its added tokens",
     check="marks such as <|im_start|> in rendered conversations are single ids, and not <unk>",
     command="copy tokenizer.json and the chat template from the same original model",
 )
-def _template_tokens(subject: Subject) -> Iterator[Finding]:
+def _template_special_tokens(subject: Subject) -> Iterator[Finding]:
     chat = _chat(subject)
     if chat.tokenizer is None:
         return

@@ -23,7 +23,18 @@ from fidelab.checkpoints.modules import (
     text_config,
     weight_in,
 )
-from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, counted, rule, some_are
+from fidelab.checkpoints.rules import (
+    Finding,
+    Severity,
+    Subject,
+    and_more,
+    are,
+    broken,
+    counted,
+    information,
+    some_are,
+    suspicious,
+)
 from fidelab.checkpoints.scan import MOST_SLICES, Statistics, fused, scan, slices
 
 _FLOAT16_MAX = 65504.0
@@ -87,10 +98,8 @@ def _ranges(numbers: Iterable[int]) -> str:
 # -------------------------------------------------------------------------------------------------- values and scales
 
 
-@rule(
-    "nonfinite",
+@broken(
     title="NaN or infinite weights",
-    severity="broken",
     symptom="empty answers, a repeated first token or NaN log-probabilities from the first layer that has them on",
     cause="an overflow while calibrating or converting, such as bfloat16 norms written as float16; or a damaged file",
     check="every value of every tensor in floating point, and of GGUF the scales of every block",
@@ -112,10 +121,8 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "scale-nonfinite",
+@broken(
     title="NaN or infinite scales",
-    severity="broken",
     symptom="NaN logits and empty answers; some kernels skip the layer instead, and text turns to noise",
     cause="a layer that calibration never reached, or a division by a zero range",
     check="every scale is a finite number",
@@ -129,10 +136,8 @@ def _scale_nonfinite(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"{count:,} scales {are(range(count))} NaN or infinite, in {and_more(names)}", names)
 
 
-@rule(
-    "scale-zero",
+@broken(
     title="Zero scales",
-    severity="broken",
     symptom="the layer gives zeros or NaN: empty answers, or text that repeats",
     cause="scales that were never written, were clamped at zero, or vanished in float16",
     check="no tensor of scales is all zero; of the others, how many zeros it has",
@@ -155,10 +160,8 @@ def _scale_zero(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"{zeros:,} of {size:,} scales are zero in {and_more(names)}", names, "suspicious")
 
 
-@rule(
-    "scale-absurd",
+@suspicious(
     title="Absurd scales",
-    severity="suspicious",
     symptom="activations overflow or vanish behind the layer: noise, or answers as if the layer were missing",
     cause="a wrong unit of the scale (its reciprocal, a missing global scale), or a diverged optimization",
     check=f"no weight beyond {_LARGEST_WEIGHT:g} or all below {_SMALLEST_WEIGHT:g} by its scale, none {_OUTLIER:g} "
@@ -205,10 +208,8 @@ def _code_range(module: Module) -> float:
     return float(1 << ((packing.bits if packing and packing.bits else 4) - 1))
 
 
-@rule(
-    "scale-negative",
+@information(
     title="Negative scales",
-    severity="information",
     symptom="none where the engine multiplies as it is; NaN or wrong weights where a tool takes logarithms of scales "
     "or clamps them at zero",
     cause="symmetric AutoRound keeps the sign of the value with the largest magnitude in its scale",
@@ -224,10 +225,8 @@ def _scale_negative(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"{negative:,} of {size:,} scales ({share:.1f}%) are negative in {and_more(names)}", names)
 
 
-@rule(
-    "scale-underflow",
+@suspicious(
     title="Scales too small for float16",
-    severity="suspicious",
     symptom="weights of small groups become zero or coarse in float16 kernels: a slow loss of quality, seldom noise",
     cause="bfloat16 or float32 scales that an engine casts to float16, or scales of nearly dead groups",
     check="scales of integers that float16 rounds to zero, and float16 scales below 2^-14, which have fewer bits",
@@ -251,16 +250,14 @@ def _scale_underflow(subject: Subject) -> Iterator[Finding]:
             yield Finding(f"{sum(n for _, n in found):,} scales {says}, in {and_more(names)}", names)
 
 
-@rule(
-    "overflow-float16",
+@suspicious(
     title="Values beyond float16",
-    severity="suspicious",
     symptom="infinite activations and NaN logits as soon as the model runs in float16",
     cause="a bfloat16 model, whose range is larger, served or converted in float16",
     check="no bfloat16 or float32 value beyond 65504; broken where the configuration says float16",
     command="serve with --dtype bfloat16",
 )
-def _overflow(subject: Subject) -> Iterator[Finding]:
+def _overflow_float16(subject: Subject) -> Iterator[Finding]:
     scales = {name for _, _, name, _ in _scales(subject)}
     found = [
         (name, statistics.largest)
@@ -282,10 +279,8 @@ def _dtype(checkpoint: Checkpoint) -> str:
     return str(next(filter(None, values), "")).removeprefix("torch.")
 
 
-@rule(
-    "zero-weights",
+@suspicious(
     title="Zero weights",
-    severity="suspicious",
     symptom="the layer adds nothing: empty or fluent but empty-headed answers, or noise if it is an early layer",
     cause="tensors that were allocated and never written, or codes clamped away by negative scales",
     check="no matrix is all zero, no norm where other norms are not, no packed matrix holds one code everywhere, or "
@@ -313,10 +308,8 @@ def _zero_weights(subject: Subject) -> Iterator[Finding]:
                 (lived if live else dead if subject.base is None else []).append(name)
             elif module.quantized and not blocks and s.blank > s.size // 10 and info.dtype in ("I32", "U32"):
                 partly.append(name)
-    if lived:
-        yield some_are(lived, "tensor", "zero where the original has weights", "broken")
-    if dead:
-        yield some_are(dead, "tensor", "zero, or one code everywhere")
+    yield from some_are(lived, "tensor", "zero where the original has weights", "broken")
+    yield from some_are(dead, "tensor", "zero, or one code everywhere")
     if partly:
         yield Finding(f"over a tenth of the packed words are blank in {and_more(partly)}", partly)
 
@@ -354,10 +347,8 @@ def _zero_in_base(subject: Subject, module: Module) -> bool:
 # ------------------------------------------------------------------------------------------------------------- experts
 
 
-@rule(
-    "experts-uncalibrated",
+@broken(
     title="Uncalibrated experts",
-    severity="broken",
     symptom="noise or NaN as soon as a token is routed to such an expert: short tests pass, long or foreign texts fail",
     cause="no calibration token reached these experts, so that their scales stayed infinite, zero or at their default",
     check="scales of every expert: finite, not zero, not one default value; the same parts in all experts of a layer",
@@ -411,10 +402,8 @@ def _default(s: Statistics, part: str) -> bool:
     return s.size > 0 and s.same and (s.first == 1 or (s.size > 4 and not part.startswith("input")))
 
 
-@rule(
-    "experts-missing",
+@broken(
     title="Experts missing",
-    severity="broken",
     symptom="the loader leaves the experts as it initialized them: noise whenever a token is routed to them",
     cause="names that were not remapped, or a filter that dropped a part of the experts",
     check="the experts of every layer are numbered without gaps and as many as in the other layers",
@@ -437,16 +426,12 @@ def _experts_missing(subject: Subject) -> Iterator[Finding]:
         for n in range(min(most[leaf_of(layer)] + 1, MOST_SLICES)):
             if n not in present:
                 (gaps if n < last else fewer).append(layer.replace("*", str(n), 1))
-    if gaps:
-        yield some_are(gaps, "expert", "not there, and such with higher numbers are")
-    if fewer:
-        yield some_are(fewer, "expert", "not there, which other layers have", "broken" if gaps else "suspicious")
+    yield from some_are(gaps, "expert", "not there, and such with higher numbers are")
+    yield from some_are(fewer, "expert", "not there, which other layers have", "broken" if gaps else "suspicious")
 
 
-@rule(
-    "router-missing",
+@broken(
     title="Experts without their router",
-    severity="broken",
     symptom="the loader leaves the router as it initialized it: tokens go to random experts, and text is noise",
     cause="a filter for expert names that dropped the router of a layer, or a shard that was written anew without it",
     check="every layer with experts has a router, where another layer has one",
@@ -467,17 +452,14 @@ def _router_missing(subject: Subject) -> Iterator[Finding]:
     missing = [
         f"{layer}{stacks[leaf_of(layer)]}" for layer in experts if leaf_of(layer) in stacks and layer not in routers
     ]
-    if missing:
-        yield some_are(missing, "router", "not there, and other layers of experts have theirs")
+    yield from some_are(missing, "router", "not there, and other layers of experts have theirs")
 
 
 # --------------------------------------------------------------------------------------------------- files and index
 
 
-@rule(
-    "index-missing",
+@broken(
     title="Tensors that the index names and no file holds",
-    severity="broken",
     symptom="an error while loading, or weights left as they were initialized and noise from there on",
     cause="a shard that was not downloaded, or an index that belongs to another version of the files",
     check="every name of model.safetensors.index.json is in a file",
@@ -494,10 +476,8 @@ def _index_missing(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "index-unlisted",
+@suspicious(
     title="Tensors that the index does not name",
-    severity="suspicious",
     symptom="engines that go by the index do not load them: weights as initialized, or an older version of the layer",
     cause="shards that were written anew without their index",
     check="every tensor of every shard is in model.safetensors.index.json",
@@ -508,13 +488,11 @@ def _index_unlisted(subject: Subject) -> Iterator[Finding]:
     if index is not None:
         unlisted = [name for name in subject.checkpoint.tensors if name not in index]
         if unlisted:
-            yield some_are(unlisted, "tensor", "not in the index")
+            yield from some_are(unlisted, "tensor", "not in the index")
 
 
-@rule(
-    "index-elsewhere",
+@suspicious(
     title="Tensors in another file than the index says",
-    severity="suspicious",
     symptom="engines that fetch tensors by the index fail with a missing key; others load",
     cause="shards that were written anew without their index",
     check="every tensor is in the file that the index names for it",
@@ -526,14 +504,11 @@ def _index_elsewhere(subject: Subject) -> Iterator[Finding]:
     for info in (*checkpoint.tensors.values(), *checkpoint.copies):
         homes[info.name].add(info.file.name)
     wrong = [name for name, file in (checkpoint.index or {}).items() if name in homes and file not in homes[name]]
-    if wrong:
-        yield some_are(wrong, "tensor", "in another file than the index says")
+    yield from some_are(wrong, "tensor", "in another file than the index says")
 
 
-@rule(
-    "scale-apart",
+@information(
     title="Scales in another file than their weights",
-    severity="information",
     symptom="none in engines that load all files; tools that convert file by file skip the layer, and NaN follows",
     cause="shards that were cut at a size, through the middle of a module",
     check="the parts of every quantized module are in one file",
@@ -547,35 +522,29 @@ def _scale_apart(subject: Subject) -> Iterator[Finding]:
         for info in module.parts.values()
         if info.file != module.packed.file
     ]
-    if apart:
-        yield some_are(apart, "tensor", "apart from the weights")
+    yield from some_are(apart, "tensor", "apart from the weights")
 
 
-@rule(
-    "duplicate-tensor",
+@suspicious(
     title="A tensor twice",
-    severity="suspicious",
     symptom="which of the two is loaded depends on the engine and the order of files; other content, other answers",
     cause="old shards beside new ones, or one layer saved under two prefixes",
     check="no name is in two files, and no layer under two prefixes; broken where the contents differ",
     command="remove the older files, and write the checkpoint anew: fidelab checkpoint convert",
 )
-def _duplicates(subject: Subject) -> Iterator[Finding]:
+def _duplicate_tensor(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
     differ: list[str] = []
     same: list[str] = []
     for copy in checkpoint.copies:
         (same if _equal(checkpoint, copy, checkpoint.tensors[copy.name]) else differ).append(copy.name)
-    if differ:
-        yield some_are(differ, "tensor", "in two files with other content", "broken")
-    if same:
-        yield some_are(same, "tensor", "in two files")
+    yield from some_are(differ, "tensor", "in two files with other content", "broken")
+    yield from some_are(same, "tensor", "in two files")
     bare: dict[str, list[str]] = defaultdict(list)
     for name in checkpoint.tensors:
         bare[bare_name(name)].append(name)
     twice = [name for names in bare.values() if len(names) > 1 for name in names]
-    if twice:
-        yield some_are(twice, "tensor", "the same layers under two prefixes")
+    yield from some_are(twice, "tensor", "the same layers under two prefixes")
 
 
 def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
@@ -585,10 +554,8 @@ def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
     return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
 
 
-@rule(
-    "stale-file",
+@suspicious(
     title="A single file beside the shards",
-    severity="suspicious",
     symptom="Transformers loads model.safetensors and never looks at the shards, engines that go by the index load the "
     "shards: other weights, other answers",
     cause="an older version of the checkpoint that was left in the folder when shards were written into it",
@@ -626,17 +593,15 @@ _NEEDED = {
 }
 
 
-@rule(
-    "incomplete-module",
+@broken(
     title="Quantized layers that lack a part",
-    severity="broken",
     symptom="a missing key while loading, or a layer that is skipped: NaN or noise",
     cause="a converter that skipped what it did not find (a scale in another file), or names that were not remapped",
     check="packed weights have scales, and zero points where AWQ, GPTQ or symmetric: false of compressed-tensors want "
     "them, and scales have weights",
     command="convert again with fidelab checkpoint convert, which refuses to write an incomplete module",
 )
-def _incomplete(subject: Subject) -> Iterator[Finding]:
+def _incomplete_module(subject: Subject) -> Iterator[Finding]:
     lacking: dict[str, list[str]] = defaultdict(list)
     for module in subject.modules.values():
         parts = set(module.parts)
@@ -674,16 +639,14 @@ def _cache_scales(module: Module) -> bool:
     return "weight" in module.parts and all(part.startswith("input") for part in module.parts if part in SCALES)
 
 
-@rule(
-    "doubly-quantized",
+@broken(
     title="Weights stored twice, or quantized twice",
-    severity="broken",
     symptom="either copy may be loaded: noise where the two differ, and twice the memory where both are",
     cause="packed weights saved beside the original ones, or a quantized checkpoint quantized again",
     check="a module has one form of its weight, and the configuration one method",
     command="quantize the original anew; fidelab checkpoint convert writes each module in one form",
 )
-def _doubly(subject: Subject) -> Iterator[Finding]:
+def _doubly_quantized(subject: Subject) -> Iterator[Finding]:
     forms = ("weight", "qweight", "weight_packed", "blocks")
     twice = [module.name for module in subject.modules.values() if sum(form in module.parts for form in forms) > 1]
     if twice:
@@ -706,30 +669,26 @@ def _doubly(subject: Subject) -> Iterator[Finding]:
         yield Finding("config.json has a quantization_config and another compression_config")
 
 
-@rule(
-    "quantization-mismatch",
+@broken(
     title="Configuration and tensors disagree whether anything is quantized",
-    severity="broken",
     symptom="a missing key while loading, or packed integers taken for weights: noise",
     cause="a config.json that was copied from the original, or weights that were",
     check="a quantization_config goes with quantized tensors, and quantized tensors with a quantization_config",
     command="fetch config.json and weights of the same revision; or quantize again",
 )
-def _mismatch(subject: Subject) -> Iterator[Finding]:
+def _quantization_mismatch(subject: Subject) -> Iterator[Finding]:
     if subject.checkpoint.format == "gguf":
         return
     quantized = [module.name for module in _quantized(subject)]
     if quantized and subject.scheme.method is None:
-        yield some_are(quantized, "module", "quantized and config.json says nothing of it")
+        yield from some_are(quantized, "module", "quantized and config.json says nothing of it")
     scales = subject.scheme.kv_cache and any("k_scale" in module.parts for module in subject.modules.values())
     if not quantized and not scales and subject.scheme.method is not None and subject.checkpoint.tensors:
         yield Finding(f"config.json says {subject.scheme.method} and no module is quantized")
 
 
-@rule(
-    "ignored-quantized",
+@broken(
     title="Layers that the configuration lists as kept, and are quantized",
-    severity="broken",
     symptom="the engine builds a 16-bit layer and finds packed weights: a missing key, or NaN in that layer",
     cause="an ignore list that was edited, or belongs to another run",
     check="no quantized module matches ignore, modules_to_not_convert or what else the method calls it",
@@ -737,17 +696,14 @@ def _mismatch(subject: Subject) -> Iterator[Finding]:
 )
 def _ignored_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if subject.scheme.ignores(module.name)]
-    if names:
-        yield some_are(names, "quantized module", f"listed in {subject.scheme.ignored_by}")
+    yield from some_are(names, "quantized module", f"listed in {subject.scheme.ignored_by}")
 
 
 _EXEMPT = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token prediction, built plain by engines
 
 
-@rule(
-    "plain-not-ignored",
+@broken(
     title="Layers kept in 16 bits that the configuration does not list",
-    severity="broken",
     symptom="the engine builds a quantized layer and finds no packed weights: a missing key, or a layer that stays as "
     "initialized (NaN in a dense layer, text that is noise)",
     cause="layers kept at quantization time and not written to the list",
@@ -780,18 +736,14 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
             plain.append(module.name)
         elif module.in_layer and module.kind in ("linear", "recurrent", "vision"):
             rest.append(module.name)
-    if plain:
-        yield some_are(plain, "module", f"in 16 bits and not in {scheme.ignored_by}")
-    if rest:
-        yield some_are(
-            rest, "module", f"in 16 bits, may be built quantized, and not in {scheme.ignored_by}", "suspicious"
-        )
+    yield from some_are(plain, "module", f"in 16 bits and not in {scheme.ignored_by}")
+    yield from some_are(
+        rest, "module", f"in 16 bits, may be built quantized, and not in {scheme.ignored_by}", "suspicious"
+    )
 
 
-@rule(
-    "ignore-key",
+@broken(
     title="A list of kept layers under a key that the method does not read",
-    severity="broken",
     symptom="the engine builds the listed layers quantized: a missing key, or NaN in a dense layer",
     cause="a conversion between methods that left ignore where modules_to_not_convert is read, or the reverse",
     check="the list is under the key of the configuration's method",
@@ -809,10 +761,8 @@ def _ignore_key(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"{wrong[0]} is not read for {scheme.method}, {expected} is", listed)
 
 
-@rule(
-    "router-quantized",
+@broken(
     title="A quantized router or shared-expert gate",
-    severity="broken",
     symptom="the loader builds it in 16 bits and has no place for packed weights: a missing key, or random routing",
     cause='a pattern such as "experts" that matches more, or less, than it was written for',
     check="routers and shared-expert gates are stored in 16 or 32 bits",
@@ -820,14 +770,11 @@ def _ignore_key(subject: Subject) -> Iterator[Finding]:
 )
 def _router_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if module.kind in ("router", "shared gate")]
-    if names:
-        yield some_are(names, "router or shared-expert gate", "quantized")
+    yield from some_are(names, "router or shared-expert gate", "quantized")
 
 
-@rule(
-    "norm-quantized",
+@broken(
     title="A quantized norm",
-    severity="broken",
     symptom="a missing key while loading, or activations of the wrong size in every layer behind it",
     cause="a pattern that matches more than linear layers",
     check="norms are stored in 16 or 32 bits",
@@ -835,14 +782,11 @@ def _router_quantized(subject: Subject) -> Iterator[Finding]:
 )
 def _norm_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if module.kind == "norm"]
-    if names:
-        yield some_are(names, "norm", "quantized")
+    yield from some_are(names, "norm", "quantized")
 
 
-@rule(
-    "recurrent-quantized",
+@suspicious(
     title="Recurrent layers in few bits",
-    severity="suspicious",
     symptom="errors add up in the state: good short answers, noise after some hundred tokens",
     cause="DeltaNet, Mamba or convolution layers taken for ordinary linear layers",
     check="projections of recurrent layers have at least 8 bits",
@@ -855,17 +799,14 @@ def _recurrent_quantized(subject: Subject) -> Iterator[Finding]:
         bits = (packing.bits if packing else None) or subject.scheme.bits
         if module.kind == "recurrent" and bits is not None and bits < 8:
             names.append(module.name)
-    if names:
-        yield some_are(names, "recurrent layer", "in fewer than 8 bits")
+    yield from some_are(names, "recurrent layer", "in fewer than 8 bits")
 
 
 # ------------------------------------------------------------------------------------------------------------- packing
 
 
-@rule(
-    "packing-mismatch",
+@broken(
     title="Bits, groups or shapes other than the configuration says",
-    severity="broken",
     symptom="an error about shapes while loading, or codes unpacked at the wrong places: noise",
     cause="a configuration that belongs to another run, or per-layer settings that it does not mention",
     check="bits, number of groups, packing order, stored shape, and the shapes of zero points and scales follow from "
@@ -944,10 +885,8 @@ def _strategy_shape(subject: Subject, module: Module) -> str | None:
     return None
 
 
-@rule(
-    "group-not-dividing",
+@broken(
     title="Groups that do not divide the inputs",
-    severity="broken",
     symptom="engines refuse the layer, or their kernels read scales of the next row at the end of each: noise",
     cause="a group size taken over from another model (704 = 5.5 × 128, 576 = 4.5 × 128)",
     check="the inputs of every quantized layer are a multiple of the group size",
@@ -969,10 +908,8 @@ def _group_not_dividing(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "tp-split",
+@broken(
     title="Layers that tensor parallelism cannot split",
-    severity="broken",
     symptom="engines refuse to load with this number of devices, or devices use scales of their neighbours: noise",
     cause="a group size that divides the layer and not a device's share of it (704 / 2 = 5.5 × 64)",
     check="with --tp N: inputs / N are a multiple of the group size, outputs / N a multiple of 8",
@@ -1009,10 +946,8 @@ def _parts(checkpoint: Checkpoint, module: Module, tp: int) -> int:
     return int(heads) if few else tp  # type: ignore[arg-type]
 
 
-@rule(
-    "group-index",
+@broken(
     title="A group index that is not one",
-    severity="broken",
     symptom="wrong scales for most inputs: noise, or a crash where a kernel reads beyond its scales",
     cause="an index that was dropped, zeroed or written for another order of inputs (desc_act, actorder)",
     check="g_idx is within the groups, is not one group for all, is in order where the configuration says so, and is "
@@ -1054,10 +989,8 @@ def _group_index(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "zero-point-offset",
+@broken(
     title="Zero points of the other version of GPTQ",
-    severity="broken",
     symptom="all weights are off by one step: fluent noise, or answers that fall apart after a few words",
     cause="version 1 of the format stores zero points minus one, version 2 as they are, and only the configuration "
     "tells them apart",
@@ -1087,10 +1020,8 @@ def _zero_point_offset(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "zero-point-unannounced",
+@broken(
     title="Zero points of weights that are configured as symmetric",
-    severity="broken",
     symptom="a key without a place while loading, or kernels for symmetric weights that leave the zero points out: "
     "every weight is shifted, and text is noise",
     cause="a configuration of another run, or a symmetric flag that was set by hand to get a faster kernel",
@@ -1144,10 +1075,8 @@ def _in_the_middle(checkpoint: Checkpoint, zeros: TensorInfo, n: int, bits: int)
     return bool((fields == first).all()) and first in ((middle,) if rows else (middle, middle - 1))
 
 
-@rule(
-    "scale-dtype",
+@information(
     title="Scales of another type than the model",
-    severity="information",
     symptom="kernels that want scales in the activations' type are passed over for slow ones, two to five times slower",
     cause="scales written in float16 beside a bfloat16 model, or layers written by different tools",
     check="scales of GPTQ and AWQ have 16 bits; 16-bit scales are of one type, the one that the configuration names",
@@ -1182,16 +1111,14 @@ def _scale_dtype(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"scales are {dtype} and the model is {model}, in {and_more(names)}", names)
 
 
-@rule(
-    "kv-scales-missing",
+@suspicious(
     title="Announced scales of the KV cache are not there",
-    severity="suspicious",
     symptom="an FP8 KV cache with scales of 1: a loss that grows with the context, or clipped keys",
     cause="calibration of the KV cache that did not run, or scales that a conversion dropped",
     check="a kv_cache_scheme goes with k_scale and v_scale of every attention layer",
     command="fidelab compare MODEL --kv fp8 measures the loss; or calibrate the KV cache again",
 )
-def _kv_scales(subject: Subject) -> Iterator[Finding]:
+def _kv_scales_missing(subject: Subject) -> Iterator[Finding]:
     scales = _cache_scale_names(subject)
     if not scales:
         if subject.scheme.kv_cache:
@@ -1213,8 +1140,7 @@ def _kv_scales(subject: Subject) -> Iterator[Finding]:
         for part in ("k_scale", "v_scale")
         if (layer, part) not in scales
     ]
-    if missing:
-        yield some_are(missing, "scale", "not there, and other layers have theirs")
+    yield from some_are(missing, "scale", "not there, and other layers have theirs")
 
 
 def _cache_scale_names(subject: Subject) -> dict[tuple[str, str], TensorInfo]:
@@ -1234,10 +1160,8 @@ def _place(scales: Mapping[tuple[str, str], TensorInfo], part: str) -> str:
     return places.get(part, f"self_attn.{part}")
 
 
-@rule(
-    "kv-scales-default",
+@suspicious(
     title="Scales of the KV cache left at 1",
-    severity="suspicious",
     symptom="an FP8 KV cache that clips keys beyond 448, or wastes most of its codes on small values: a loss that "
     "grows with the context",
     cause="calibration of the KV cache that did not run, or wrote its initial value",
@@ -1252,13 +1176,13 @@ def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
     ]
     if ones:
         severity: Severity = "information" if subject.scheme.method == "modelopt" else "suspicious"
-        yield some_are(ones, "scale of the KV cache" if len(ones) == 1 else "KV-cache scale", "exactly 1", severity)
+        yield from some_are(
+            ones, "scale of the KV cache" if len(ones) == 1 else "KV-cache scale", "exactly 1", severity
+        )
 
 
-@rule(
-    "kv-scales-unannounced",
+@suspicious(
     title="Scales of the KV cache that the configuration does not announce",
-    severity="suspicious",
     symptom="engines leave the scales out, or find no place for them and stop; an FP8 KV cache then has scales of 1",
     cause="a configuration that was copied from another run, or lost its kv_cache_scheme in a conversion",
     check="k_scale and v_scale go with a kv_cache_scheme (or what else the method calls it)",
@@ -1267,16 +1191,14 @@ def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
 def _kv_scales_unannounced(subject: Subject) -> Iterator[Finding]:
     names = [info.name for info in _cache_scale_names(subject).values() if math.prod(info.shape) == 1]
     if names and not subject.scheme.kv_cache:
-        yield some_are(names, "scale of the KV cache" if len(names) == 1 else "KV-cache scale", "not announced")
+        yield from some_are(names, "scale of the KV cache" if len(names) == 1 else "KV-cache scale", "not announced")
 
 
 # ------------------------------------------------------------------------------------------------------ missing layers
 
 
-@rule(
-    "vision-missing",
+@broken(
     title="No vision tower",
-    severity="broken",
     symptom="fabricated answers about images, which the text part never sees",
     cause="a text-only conversion or calibration of a model for images, or names lost on the way",
     check="a vision_config goes with tensors of a vision tower, an audio_config with an audio tower; suspicious where "
@@ -1299,10 +1221,8 @@ def _has(modules: Iterable[Module], kind: str) -> bool:
     return any(module.kind == kind for module in modules)
 
 
-@rule(
-    "head-missing",
+@broken(
     title="No LM head or no embedding",
-    severity="broken",
     symptom="an LM head as initialized: every token is as likely as every other; or an error while loading",
     cause="a head taken for a tied one and dropped, or names lost on the way",
     check="an LM head is stored where tie_word_embeddings is false, and an embedding table always",
@@ -1330,10 +1250,8 @@ def _head_missing(subject: Subject) -> Iterator[Finding]:
             yield Finding("tie_word_embeddings is false and there is no lm_head", ["lm_head.weight"])
 
 
-@rule(
-    "head-tied",
+@suspicious(
     title="An LM head that is not the embedding it is tied to",
-    severity="suspicious",
     symptom="engines that tie the two leave the stored head out, others load it: other answers, or noise where the "
     "head was trained",
     cause="tie_word_embeddings of the original beside a head that was trained or untied, or a head that was left over",

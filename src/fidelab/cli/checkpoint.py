@@ -115,7 +115,7 @@ def convert(
     target: Annotated[Path, typer.Argument(help="Output folder. It must not exist.")],
     to: Annotated[
         str,
-        typer.Option("--to", help="awq, gptq, compressed-tensors, safetensors (dense) or gguf.", show_default=False),
+        typer.Option("--to", help="awq, gptq, compressed-tensors or safetensors (dense).", show_default=False),
     ],
     lossy: Annotated[
         bool,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -15,11 +14,9 @@ from fidelab.cli.compare import study_experiment
 from fidelab.cli.output import command_line, exit_on, note, show_study
 
 if TYPE_CHECKING:
-    from fidelab.results.study import StudyPlan
     from fidelab.studies.cache import Place
-    from fidelab.studies.weights import By, Export
+    from fidelab.studies.weights import By
 
-_YAML = (".yaml", ".yml")
 _PER_VALUE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:bpv|bits?)?", re.IGNORECASE)
 
 app = Commands(help="Find the source of a loss: layers, weights, keys and values, or attention.")
@@ -54,9 +51,6 @@ def sensitivity(
             help="Size of the plan: 80MB, 4.5bpw or a weight format; with --bits, bits per cache value (5bpv)."
         ),
     ] = None,
-    export: Annotated[
-        Path | None, typer.Option(help="Write the plan's --tensor-type arguments for llama-quantize to this file.")
-    ] = None,
     text: options.TextOptions,
     windows: Annotated[
         int, typer.Option(help="Number of text windows. With a budget, every second one tests the plan.")
@@ -88,12 +82,6 @@ def sensitivity(
     by = kinds[0] if by is None else by
     if by not in kinds:
         raise UsageError(f"--by {by}: write {kinds[0]}, {kinds[1]} or {kinds[2]}")
-    if bits is not None and export is not None:
-        raise UsageError("--export writes plans of weights; a plan of keys and values stands in the report")
-    if by != "module" and export is not None and export.suffix in _YAML:
-        raise UsageError("--export: a recipe names single matrices: leave out --by")
-    if export is not None and budget is None:
-        raise UsageError("--export writes a plan: give it a --budget")
     experiment = study_experiment(
         "sensitivity",
         model,
@@ -118,11 +106,8 @@ def sensitivity(
     else:
         from fidelab.studies.weights import sensitivity as measure
 
-        exports: Export | None = None if export is None else "recipe" if export.suffix in _YAML else "llama-quantize"
-        study, folder = measure(experiment, weights or [], by=cast("By", by), budget=budget, exports=exports, **watched)
+        study, folder = measure(experiment, weights or [], by=cast("By", by), budget=budget, **watched)
     show_study(study, folder.path, as_json)
-    if export is not None and study.plan is not None:
-        _export(study.plan, export)
     exit_on(study.faults)
 
 
@@ -143,28 +128,6 @@ def _per_value(budget: str | None) -> float | None:
     if match := _PER_VALUE.fullmatch(budget.strip()):
         return float(match[1])
     raise UsageError(f"--budget {budget}: with --bits write bits per value of the cache, such as 5bpv")
-
-
-def _export(plan: StudyPlan, file: Path) -> None:
-    import yaml
-
-    from fidelab.core.errors import OutputError, UsageError
-    from fidelab.studies.weights import recipe_of
-
-    if file.suffix in _YAML:
-        recipe = recipe_of(plan)
-        text = None if recipe is None else yaml.safe_dump(recipe, sort_keys=False)
-        how = f"fidelab checkpoint quantize MODEL --recipe {file}; method: gptq with calibration: costs less"
-    else:
-        text = "\n".join(plan.tensor_types) + "\n" if plan.tensor_types else None
-        how = f"llama-quantize $(cat {file}) MODEL.gguf OUT.gguf COPY"
-    if text is None:
-        raise UsageError("nothing is exported: the plan keeps everything native, or has weights of unknown names")
-    try:
-        file.write_text(text, "utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
-    note(f"fidelab: {how}")
 
 
 class _EngineOptions(options.EngineOptions):

@@ -64,8 +64,6 @@ def model(
     tp: options.Sharing = 1,
     memory: options.Memory = None,
     overhead: options.Overhead = None,
-    speedup: Annotated[float | None, typer.Option(help="Measured speed-up to compare with the upper bounds.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Measured tokens/s to compare with the upper bounds.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Estimate a model's KV cache size and maximum speed-up for each format.
@@ -88,11 +86,6 @@ def model(
     sizes = {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "params": params}
     geometry, native = _geometry(name, sizes)
     devices = [find_device(one) for one in device or ()]
-    for what, value in (("speedup", speedup), ("rate", rate)):
-        if value is not None and not value > 0:
-            raise UsageError(f"--{what} must be above 0, not {value:g}")
-    if rate is not None and not devices:
-        raise UsageError("--rate is held against what a device allows: name it with --device")
     found = overview(
         Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0),
         KVSpec.parse(reference),
@@ -101,7 +94,6 @@ def model(
         parse_counts(batch, "batch"),
         devices,
         None if memory is None else parse_bytes(memory),
-        {key: value for key, value in (("speedup", speedup), ("rate", rate)) if value is not None},
     )
     if as_json:
         print_json(found)
@@ -235,21 +227,6 @@ def _show(found: Mapping[str, Any]) -> None:
                     f"{row['kv']} at {at}: {row['overflow_bytes'] / 2**30:.1f} GiB do not fit; to be read in every "
                     f"step, a link would have to be faster by: {said}"
                 )
-    bounds: dict[str, list[str]] = {}
-    for cell in cells:
-        for flag in cell.get("cannot_be_right", ()):
-            if "kv" in flag:
-                why = f"{flag['kv']}: {format_ratio(flag['speedup'])} is not from reading fewer bytes, which"
-                most = format_ratio(flag["at_most"])
-            else:
-                rate = format_count(flag["tokens_per_s"])
-                why = f"{flag['device']}: {rate} tokens/s cannot be right; reading weights and caches"
-                most = format_amount(flag["at_most"])
-            here = f"{format_tokens(cell['tokens'])} × {cell['batch']}"
-            bounds.setdefault(why, []).append(f"{most} at {here}")
-    for why, places in bounds.items():
-        line("")
-        line(f"{why} allows {', '.join(places)}")
 
 
 def _rate(entry: Mapping[str, Any]) -> str:
@@ -323,96 +300,12 @@ def advise(
 
 
 _Row = Annotated[str | None, typer.Option("--as", help="Name of the row (default: the device's name).")]
-_Columns = Annotated[str, typer.Option("--x", help="Column of batch sizes. A*B multiplies two columns.")]
-_Length = Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")]
-_Time = Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")]
-_Part = Annotated[str | None, typer.Option(help="Key of the list in a JSON object.")]
-
-
-@app.command()
-def fit(
-    file: Annotated[Path, typer.Argument(help="CSV file, or JSON file with a list of objects.")],
-    y: Annotated[str, typer.Option("--y", help="Column to fit: speed-up, tokens/s, or with --time a time.")],
-    x: _Columns = "batch",
-    length: _Length = None,
-    time: _Time = False,
-    cluster: Annotated[str | None, typer.Option(help="Column of models or machines; intervals resample these.")] = None,
-    part: _Part = None,
-    min_x: Annotated[float | None, typer.Option(help="Skip points below this x.")] = None,
-    kv_bytes: Annotated[float | None, typer.Option(help="KV cache bytes per token, to derive a bandwidth.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device that the points were measured on.")] = None,
-    ceiling: Annotated[float | None, typer.Option(help="Upper bound of the speed-up.")] = None,
-    as_json: options.Json = False,
-) -> None:
-    """Fit a Hill curve and an affine step-time model to measured figures and compare them.
-
-    [bold]Examples[/bold]
-
-      fidelab estimate fit ablation.csv --y speedup_vs_p0 --cluster model
-
-      fidelab estimate fit steps.json --y latency_ms --time --length context
-    """
-    from fidelab.physics.devices import find_device
-    from fidelab.physics.fits import compare_fits, read_points
-
-    for what, value in (("kv-bytes", kv_bytes), ("ceiling", ceiling)):
-        if value is not None and not value > 0:
-            raise UsageError(f"--{what} must be above 0, not {value:g}")
-    found = compare_fits(
-        read_points(file, part),
-        y=y,
-        x=x,
-        context=length,
-        is_time=time,
-        by=cluster,
-        min_x=min_x,
-        kv_bytes=kv_bytes,
-        device=find_device(device) if device else None,
-        ceiling=ceiling,
-    )
-    if as_json:
-        print_json(found)
-    else:
-        _show_fit(found)
-
-
-def _show_fit(found: Mapping[str, Any]) -> None:
-    from fidelab.report.text import print_line, print_table
-
-    console = open_console()
-    line = partial(print_line, console)
-    for name, entry in found["fits"].items():
-        if "why_not" in entry:
-            line(f"{name}: {entry['why_not']}")
-            continue
-        how = f"{entry['clusters']} clusters resampled" if entry["clusters"] else "linearised"
-        line(f"{name}: {entry['formula']}, {entry['n']} points, R² {entry['r2']:.4f}; 95% intervals ({how})")
-        cells = ((key, *(f"{value:.5g}" for value in values)) for key, values in entry["parameters"].items())
-        print_table(console, ("", "estimate", "from", "to"), cells)
-    for text in found["sentences"]:
-        line(text)
-    if residuals := found["residuals"]:
-        line("")
-        line(f"residuals by {found['x']}: median, and from the smallest to the largest")
-        headings, lines = [found["x"]], [[f"{row['x']:g}"] for row in residuals]
-        for name in residuals[0]["by_fit"]:
-            headings += [name, ""]
-            for line_of, row in zip(lines, residuals, strict=True):
-                entry = row["by_fit"][name]
-                line_of += [f"{entry['median']:+.3g} ({entry['from']:+.3g} to {entry['to']:+.3g})", entry["bar"]]
-        print_table(console, headings, lines, words=range(2, len(headings), 2))
 
 
 @app.command()
 def explain(
     output: Annotated[Path, typer.Option("--output", "-o", help="Output file.")] = Path("explain.html"),
     models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Models to show first.")] = None,
-    points: Annotated[Path | None, typer.Option(help="Measured points (CSV or JSON) for the saturation chart.")] = None,
-    y: Annotated[str | None, typer.Option("--y", help="Column of --points: speed-up, tokens/s or time.")] = None,
-    x: _Columns = "batch",
-    length: _Length = None,
-    time: _Time = False,
-    part: _Part = None,
 ) -> None:
     """Write an interactive page that explains decoding: cache, bandwidth and saturation.
 
@@ -422,56 +315,30 @@ def explain(
 
       fidelab estimate explain -o explain.html
 
-      fidelab estimate explain ./Qwen3-8B --points ablation.csv --y speedup_vs_p0
+      fidelab estimate explain ./Qwen3-8B
     """
     import fidelab
-    from fidelab.physics.explainer import explainer, measured_points
-    from fidelab.physics.fits import read_points
+    from fidelab.physics.explainer import explainer
     from fidelab.physics.geometry import named_geometry
     from fidelab.report.explainer import write_explainer
 
-    found = None
-    if points is None:
-        given = {"y": y, "length": length, "time": time, "part": part, "x": x != "batch"}
-        if named := [f"--{name}" for name, value in given.items() if value]:
-            raise UsageError(f"{', '.join(named)}: of which points? Name their file with --points")
-    else:
-        read = read_points(points, part)
-        if y is None:
-            raise UsageError(f"--points {points} needs --y, one of its columns: {', '.join(read.columns)}")
-        found = measured_points(read, y=y, x=x, context=length, is_time=time)
     shapes = [named_geometry(name)[0] for name in models or ()]
-    written = write_explainer(explainer(_KV, shapes, found), fidelab.__version__, output)
+    written = write_explainer(explainer(_KV, shapes), fidelab.__version__, output)
     print(written)
 
 
 @app.command("devices")
 def list_devices(
-    add: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="First add a measurement: study.json of profile hardware-report, or JSON of estimate probe.",
-        ),
-    ] = None,
-    name: _Row = None,
     as_json: options.Json = False,
 ) -> None:
     """List the device table with published and measured figures.
 
-    [bold]Examples[/bold]
+    [bold]Example[/bold]
 
       fidelab estimate devices
-
-      fidelab estimate devices --add study.json --as MI300X
     """
-    from fidelab.physics.devices import add_measured, devices, own_table
+    from fidelab.physics.devices import devices
 
-    if name is not None and add is None:
-        raise UsageError("--as names the row of --add FILE: give both, or neither")
-    if add is not None:
-        label, _ = add_measured(add, name)
-        note(f"{label}: kept in {own_table()}")
     table = devices()
     if as_json:
         rows = {name: {**vars(row), "verified": row.verified or None} for name, row in table.items()}

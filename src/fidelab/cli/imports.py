@@ -59,10 +59,7 @@ def kld_dumps(
     *,
     ref_dir: Annotated[
         Path,
-        typer.Argument(
-            metavar="REF",
-            help="Reference: folder, file or saved outputs.",
-        ),
+        typer.Argument(metavar="REF", help="Reference: a folder or a file."),
     ],
     test_dirs: _Tests,
     name: _Names = None,
@@ -77,8 +74,8 @@ def kld_dumps(
 ) -> None:
     """Compare dumped log-probabilities.
 
-    A dump is a folder (N.safetensors, key log_probs, rows × vocabulary), a file of llama-perplexity
-    --kl-divergence-base, or saved outputs of the test kld on the same windows.
+    A dump is a folder (N.safetensors, key log_probs, rows × vocabulary) or a file of llama-perplexity
+    --kl-divergence-base.
 
     [bold]Examples[/bold]
 
@@ -86,7 +83,7 @@ def kld_dumps(
 
       fidelab import kld-dumps kld/ref kld/awq kld/nvfp4 --name AWQ --name NVFP4
 
-      fidelab import kld-dumps f16.kld runs/captures/q8_0/kld-1a2b-r0
+      fidelab import kld-dumps f16.kld q8_0.kld
     """
     from fidelab.imports import IMPORTS
 

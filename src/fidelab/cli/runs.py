@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
     from fidelab.results.baselines import Baselines
 
-app = Commands(help="List and show runs, store baselines, export saved outputs.")
+app = Commands(help="List and show runs, store baselines.")
 
 
 _Folder = Annotated[Path, typer.Option("--dir", help="Folder of baselines. It can be committed.")]
@@ -104,25 +104,6 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
     for name, value in facts.items():
         if value not in ("", None, {}, []):
             print(f"{name:<24}  {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
-
-
-@app.command()
-def export(
-    capture: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of saved outputs of the test kld.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Output file.")],
-) -> None:
-    """Export saved outputs as a base file for llama-perplexity --kl-divergence-base.
-
-    llama-perplexity then compares any GGUF with it: llama-perplexity -m MODEL -c N_CTX --kl-divergence
-    --kl-divergence-base FILE. The windows have to be those of the second half, from the text's start.
-
-    [bold]Example[/bold]
-
-      fidelab runs export runs/captures/f16/kld-1a2b-r0 f16.kld
-    """
-    from fidelab.imports.dump_folder import export_base
-
-    export_base(capture, file)
 
 
 @app.command("baseline")

@@ -1,9 +1,7 @@
-"""``fidelab share``: receipts, leaderboards and mirrors: what leaves a run for others."""
+"""``fidelab share``: receipts and leaderboards: what leaves a run for others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,35 +14,26 @@ from fidelab.cli.output import UNDECIDED, command_line, exit_on, note, print_jso
 if TYPE_CHECKING:
     from fidelab.results.record import Report
 
-app = Commands(help="Publish, verify and rank results, or copy them to an experiment tracker.")
+app = Commands(help="Publish verifiable results, verify those of others, and rank runs.")
 
 
 @app.command()
 def publish(
     run_dir: options.RunDir,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Output file. It must not exist.")],
-    supersedes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Earlier result that this one corrects.", show_default=False)
-    ] = None,
-    because: Annotated[str, typer.Option(help="Reason for the correction.", show_default=False)] = "",
 ) -> None:
     """Write a run's verifiable result: its figures and the hashes of its saved outputs, as JSON lines.
 
-    It contains no plots, texts or paths. A correction is a new file that names the one it supersedes.
+    It contains no plots, texts or paths.
 
     [bold]Examples[/bold]
 
       fidelab share publish latest -o receipt.jsonl
-
-      fidelab share publish latest -o new.jsonl --supersedes old.jsonl --because "…"
     """
-    from fidelab.core.errors import UsageError
     from fidelab.ledger.receipt import publish as write
     from fidelab.results.store import RunFolder
 
-    if (supersedes is None) != (not because):
-        raise UsageError("--supersedes FILE and --because TEXT go together")
-    print(write(RunFolder.open(run_dir.absolute()), out, supersedes=supersedes, because=because))
+    print(write(RunFolder.open(run_dir.absolute()), out))
 
 
 _VERDICTS = {"verified": "verified", "consistent": "consistent, not verified", "wrong": "wrong"}
@@ -82,18 +71,9 @@ def verify(
     if run is not None and len(receipts) > 1:
         raise UsageError("--run is the run of one receipt: verify the others by themselves")
     found = [ledger.verify(path, lambda *given: recompute(*given).report, run) for path in receipts]
-    heads = [one.receipt.head for one in found]
-    corrected = {
-        head.supersedes.hash: one.receipt.path
-        for one, head in zip(found, heads, strict=True)
-        if head is not None and head.supersedes is not None
-    }
     entries = []
-    for one, head in zip(found, heads, strict=True):
-        path, checked = one.receipt.path, one.recomputed
-        remarks = [*one.remarks]
-        if (later := corrected.get(one.receipt.hash or "")) is not None:
-            remarks.append(f"it is superseded by {later}")
+    for one in found:
+        path, head, checked = one.receipt.path, one.receipt.head, one.recomputed
         entries.append(
             {
                 "receipt": str(path),
@@ -102,14 +82,14 @@ def verify(
                 "verdict": one.verdict,
                 "faults": list(one.faults),
                 "recomputed": checked,
-                "remarks": remarks,
+                "remarks": list(one.remarks),
             }
         )
         if as_json:
             continue
         again = "" if checked is None else f", {checked:,} numbers computed again from captures"
         print(f"{path}: {_VERDICTS[one.verdict]}: {len(one.receipt.lines)} lines{again}")
-        for line in remarks:
+        for line in one.remarks:
             print(f"  {line}")
     if as_json:
         print_json({"receipts": entries})
@@ -141,8 +121,6 @@ def leaderboard(
 ) -> None:
     """Rank the configurations of many runs. Only comparable measurements share a table.
 
-    Superseded results are listed but not ranked.
-
     [bold]Examples[/bold]
 
       fidelab share leaderboard runs receipts/*.jsonl -o leaderboard.html
@@ -160,88 +138,36 @@ def leaderboard(
     faces = {".html": study_html, ".json": Study.to_json}
     if out is not None and (as_json or out.suffix.lower() not in faces):
         raise UsageError(f"-o {out}: write a name that ends in .html or .json, without --json")
-    reports, superseded = _current(runs)
-    study = rank(reports, BENCH + by if by in BENCHES.names() else by, superseded, command_line())
+    study = rank(_reports(runs), BENCH + by if by in BENCHES.names() else by, command_line())
     if out is not None:
         print(write_atomically(out, faces[out.suffix.lower()](study)))
     else:
         show_study(study, None, as_json)
 
 
-def _current(paths: list[Path]) -> tuple[list[Report], list[tuple[Report, str]]]:
-    """The reports of runs and receipts, and those that a receipt among them corrects, with a line that says so.
-
-    A run's own folder counts as corrected, too, where the correction is of another run.
-    """
-    from fidelab.ledger.receipt import read_receipt
-
-    receipts = [read_receipt(path) for path in paths if path.suffix == ".jsonl"]
-    found = [(one.hash, one.report()) for one in receipts]
-    found += [(None, report) for report in _reports([path for path in paths if path.suffix != ".jsonl"])]
-    corrected: dict[str | None, str] = {}
-    for one in receipts:
-        if one.head is not None and (former := one.head.supersedes) is not None:
-            why = f"superseded by receipt {(one.hash or '')[:12]} of {one.head.run_id}: {former.reason}"
-            corrected[former.hash] = why
-            if former.run_id != one.head.run_id:
-                corrected[former.run_id] = why
-    current: list[Report] = []
-    superseded: list[tuple[Report, str]] = []
-    for key, report in found:
-        if (correction := corrected.get(key or report.run_id)) is None:
-            current.append(report)
-        else:
-            superseded.append((report, correction))
-    return current, superseded
-
-
-def _reports(paths: list[Path]) -> Iterator[Report]:
-    """The reports of runs, and of all runs in folders; each once.
+def _reports(paths: list[Path]) -> list[Report]:
+    """The reports of runs and receipts, and of all runs in folders; each once.
 
     Raises:
         InputError: one that was named is none; of those in a folder, damaged and unfinished ones are left out.
     """
     from fidelab.core.errors import InputError
+    from fidelab.ledger.receipt import read_receipt
     from fidelab.results.baselines import read_run
     from fidelab.results.store import CONFIG, REPORT, find_run
 
     seen: set[Path] = set()
-    for path in map(find_run, paths):
+    reports = [read_receipt(path).report() for path in paths if path.suffix == ".jsonl"]
+    for path in map(find_run, (path for path in paths if path.suffix != ".jsonl")):
         inside = sorted(path.glob(f"*/{REPORT}")) if path.is_dir() and not (path / CONFIG).is_file() else []
         for file in inside or [path / REPORT if path.is_dir() and (path / REPORT).is_file() else path]:
             if file.resolve() in seen:
                 continue
             seen.add(file.resolve())
             try:
-                yield read_run(file)
+                reports.append(read_run(file))
             except InputError as error:
                 if not inside:
                     raise
                 note(f"fidelab: left out: {error}")
-
-
-class _Tracker(StrEnum):
-    WANDB = "wandb"
-    TRACKIO = "trackio"
-
-
-@app.command()
-def mirror(
-    run_dir: options.RunDir,
-    to: Annotated[_Tracker, typer.Option("--to", help="wandb (Weights & Biases) or trackio.")],
-    project: Annotated[str, typer.Option(help="Project of the tracker.")] = "fidelab",
-) -> None:
-    """Copy a finished run to an experiment tracker.
-
-    The tracker's variables (WANDB_MODE, TRACKIO_DIR) control the destination and network use.
-
-    [bold]Examples[/bold]
-
-      fidelab share mirror latest --to trackio
-
-      WANDB_MODE=offline fidelab share mirror latest --to wandb --project kv
-    """
-    from fidelab.ledger.mirror import mirror as write
-    from fidelab.results.store import RunFolder
-
-    print(write(RunFolder.open(run_dir.absolute()), to.value, project))
+    return reports

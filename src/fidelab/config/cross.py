@@ -43,14 +43,6 @@ class TimingConfig(BaseModel):
     warmup: int = Field(default=1, ge=0, description="prompts answered before, unmeasured")
 
 
-class Long(BaseModel):
-    """A long prefill through a tiny model of random weights: exact counts and memory."""
-
-    model_config = _STRICT
-
-    tokens: int = Field(default=32_768, ge=16, description="tokens of the one window")
-
-
 class CrossEngine(BaseModel):
     """One text and its token ids on every engine, and each engine's candidate against its own reference."""
 
@@ -75,7 +67,6 @@ class CrossEngine(BaseModel):
     timing: TimingConfig | None = Field(
         default_factory=TimingConfig, description="speed of the references; null: not measured"
     )
-    long: Long | None = Field(default_factory=Long, description="the long prefill; null: not measured")
 
     @field_validator("axes", mode="before")
     @classmethod

@@ -1,11 +1,10 @@
-"""Dumped log-probabilities, and the checks before anything is compared: a folder of files, a window each; a file of
-llama-perplexity (:mod:`.kld_base`); a capture of ours.
-"""
+"""Dumped log-probabilities, and the checks before anything is compared: a folder of files, a window each."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -13,14 +12,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.axes.rows import CHUNK, item_rows, logits
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
-from fidelab.captures.manifest import MANIFEST
-from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill
-from fidelab.core import Estimator
 from fidelab.core.errors import CaptureError, InputError, MismatchError
-from fidelab.imports.kld_base import BaseFile, is_base_file, write_base
 
 KEY: Final = "log_probs"
 _NUMBERED = re.compile(r"(0|[1-9]\d*)\.safetensors")
@@ -42,50 +35,47 @@ class WindowRows(Protocol):
         """Where they are known together alone, and stand as their mean; ``None``: all are known."""
 
 
-class Dump(Protocol):
+@dataclass
+class Dump(ABC):
     """Rows of next-token distributions, window by window; ``shapes``: window → (rows, vocabulary).
 
     ``first`` is the position in the window of the first row; ``n_ctx`` the tokens of a window and ``stride`` those
     between windows where that is known.
     """
 
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def shapes(self) -> Mapping[int, tuple[int, int]]: ...
-
-    @property
-    def first(self) -> int: ...
-
-    @property
-    def n_ctx(self) -> int | None: ...
-
-    @property
-    def stride(self) -> int | None: ...
+    path: Path
+    shapes: Mapping[int, tuple[int, int]]
+    kind: str
+    first: int = 0
+    n_ctx: int | None = None
+    stride: int | None = None
 
     @property
     def numbers(self) -> list[int]:
         """The windows, in order."""
+        return sorted(self.shapes)
 
     @property
     def vocabulary(self) -> int:
         """Ids per row."""
+        return next(iter(self.shapes.values()))[1]
 
     def tokens(self, number: int) -> NDArray[np.int64] | None:
         """The tokens of a window, where they are known."""
+        return None
 
+    @abstractmethod
     def name_of(self, number: int) -> str:
         """A window, in messages."""
 
+    @abstractmethod
     def open(self, number: int) -> WindowRows:
         """One window, mapped."""
 
     def facts(self) -> dict[str, Any]:
         """The facts for the report's environment."""
+        name = self.path.resolve().name
+        return {"folder": name, "files": len(self.shapes), "ids": self.vocabulary, "type": self.kind}
 
 
 @dataclass(frozen=True)
@@ -112,155 +102,17 @@ class WindowFile:
         return None
 
 
-class _Shaped:
-    """What follows from the shapes of windows."""
-
-    shapes: Mapping[int, tuple[int, int]]
-
-    @property
-    def numbers(self) -> list[int]:
-        """The windows, in order."""
-        return sorted(self.shapes)
-
-    @property
-    def vocabulary(self) -> int:
-        """Ids per row."""
-        return next(iter(self.shapes.values()))[1]
-
-
-@dataclass
-class DumpFolder(_Shaped):
+class DumpFolder(Dump):
     """A checked folder, whose windows have a row for each of their tokens."""
-
-    path: Path
-    shapes: Mapping[int, tuple[int, int]]
-    kind: str
-    first: int = 0
-    n_ctx: int | None = None
-    stride: int | None = None
-
-    def tokens(self, number: int) -> None:
-        return None
 
     def name_of(self, number: int) -> str:
         return str(self.path / f"{number}.safetensors")
 
     def open(self, number: int) -> WindowFile:
-        """One window, mapped."""
         return _open_file(self.path / f"{number}.safetensors")
 
-    def facts(self) -> dict[str, Any]:
-        """The facts for the report's environment."""
-        return {
-            "folder": self.path.resolve().name,
-            "files": len(self.shapes),
-            "ids": self.vocabulary,
-            "type": self.kind,
-        }
 
-
-@dataclass
-class CaptureDump(_Shaped):
-    """A capture of ours that has rows over the whole vocabulary."""
-
-    path: Path
-    capture: Capture
-    request: Prefill
-    shapes: Mapping[int, tuple[int, int]]
-
-    kind = "capture"
-
-    @property
-    def first(self) -> int:
-        return self.request.first
-
-    @property
-    def n_ctx(self) -> int:
-        return max(map(len, self.request.windows))
-
-    @property
-    def stride(self) -> int:
-        return int(dict(self.request.settings).get("stride") or self.n_ctx)
-
-    def tokens(self, number: int) -> NDArray[np.int64]:
-        return np.asarray(self.request.windows[number], dtype=np.int64)
-
-    def name_of(self, number: int) -> str:
-        return f"window {number} of {self.path}"
-
-    def open(self, number: int) -> _CaptureRows:
-        return _CaptureRows(self.capture, number)
-
-    def facts(self) -> dict[str, Any]:
-        folder = self.path.resolve()
-        name = f"{folder.parent.name}/{folder.name}"
-        return {"folder": name, "files": len(self.shapes), "ids": self.vocabulary, "type": self.kind}
-
-
-@dataclass(frozen=True)
-class _CaptureRows:
-    capture: Capture
-    item: int
-
-    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        return logits(self.capture, self.item, start, stop)
-
-    def unknown(self, start: int, stop: int) -> None:
-        return None
-
-
-def open_dump(path: Path) -> Dump:
-    """Open a dump of any kind, and check it.
-
-    Raises:
-        InputError: nothing of these kinds, or damaged; the message names the file.
-        CaptureError: a capture that is damaged.
-    """
-    if path.is_file() and is_base_file(path):
-        return BaseFile.read(path)
-    if (path / MANIFEST).is_file():
-        return _open_capture(path)
-    return _open_folder(path)
-
-
-def _open_capture(path: Path) -> CaptureDump:
-    capture = Capture(path)
-    request = capture.request
-    if not isinstance(request, Prefill) or capture.estimator is Estimator.TOPK:
-        what = "the top tokens alone" if isinstance(request, Prefill) else f"answers of kind {request.kind}"
-        raise InputError(f"{path} holds {what}, no rows of windows over the vocabulary: name a capture of axis kld")
-    width = logits(capture, 0, 0, 1).shape[1] if item_rows(capture, 0) else 0
-    shapes = {number: (item_rows(capture, number), width) for number in range(len(request.windows))}
-    lacking = next((number for number, (rows, _) in shapes.items() if rows != request.n_rows), None)
-    if lacking is not None:
-        raise InputError(f"{path}: window {lacking} has {shapes[lacking][0]} of {request.n_rows} rows; capture again")
-    return CaptureDump(path, capture, request, shapes)
-
-
-def export_base(path: Path, output: Path) -> None:
-    """Write a capture as ``llama-perplexity --kl-divergence-base`` does.
-
-    Raises:
-        InputError: no such capture, or windows of several lengths or other rows than the second half.
-        OutputError: the file cannot be written.
-    """
-    if not (path / MANIFEST).is_file():
-        raise InputError(f"{path} is no capture: name a folder below runs/captures that holds {MANIFEST}")
-    dump = _open_capture(path)
-    windows = dump.request.windows
-    n_ctx = len(windows[0])
-    if {len(window) for window in windows} != {n_ctx} or dump.first != n_ctx // 2:
-        raise InputError(f"{path}: such a file has the second halves of windows of one length: capture protocol half")
-    rows = n_ctx - 1 - n_ctx // 2
-
-    def of(number: int) -> Iterator[NDArray[np.float32]]:
-        for start in range(0, rows, CHUNK):
-            yield logits(dump.capture, number, start, min(start + CHUNK, rows))
-
-    write_base(output, np.asarray(windows, dtype=np.int64), dump.vocabulary, of)
-
-
-def _open_folder(path: Path) -> DumpFolder:
+def open_folder(path: Path) -> DumpFolder:
     """Open a folder: check every file, and the sum of some rows of each.
 
     Raises:
@@ -269,7 +121,7 @@ def _open_folder(path: Path) -> DumpFolder:
     """
     if not path.is_dir():
         raise InputError(
-            f"{path} is no folder: name one that holds 0.safetensors, 1.safetensors …, a capture, or a file that "
+            f"{path} is no folder: name one that holds 0.safetensors, 1.safetensors …, or a file that "
             "llama-perplexity --kl-divergence-base wrote"
         )
     files = sorted(entry.name for entry in path.iterdir())
@@ -314,7 +166,7 @@ def pair_windows(ref: Dump, test: Dump) -> None:
         if missing:
             rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise MismatchError(
-                f"{other.path} lacks {_short(other, missing[0])}{rest}, which {dump.path} has: capture the same windows"
+                f"{other.path} lacks window {missing[0]}{rest}, which {dump.path} has: capture the same windows"
             )
     for number in ref.numbers:
         n_ref, n_test = ref.shapes[number][0], test.shapes[number][0]
@@ -332,12 +184,8 @@ def pair_windows(ref: Dump, test: Dump) -> None:
         if ref.first != test.first or not np.array_equal(ours[1:], theirs[1:]):
             raise MismatchError(
                 f"{test.name_of(number)} has other tokens or rows than {ref.name_of(number)}: compare what was made of "
-                "one text, with one tokenizer and one context (for captures: --set axes.kld.place=start)"
+                "one text, with one tokenizer and one context"
             )
-
-
-def _short(dump: Dump, number: int) -> str:
-    return f"{number}.safetensors" if isinstance(dump, DumpFolder) else f"window {number}"
 
 
 _DRAFT = (

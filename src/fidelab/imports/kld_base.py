@@ -1,4 +1,4 @@
-"""The file of ``llama-perplexity --kl-divergence-base``, read and written.
+"""The file of ``llama-perplexity --kl-divergence-base``.
 
 Magic ``_logits_``, then in 32 bits each the tokens per window ``n_ctx``, the size of the vocabulary and the number of
 windows, then the tokens of all windows.  Each window has n_ctx - 1 - n_ctx // 2 rows, the first of position
@@ -10,18 +10,14 @@ SmolLM2-135M.  See docs/metrics.md#imported-results.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.core.errors import InputError, MismatchError, OutputError
-from fidelab.metrics.divergence import log_softmax
+from fidelab.core.errors import InputError
+from fidelab.imports.dump_folder import Dump
 
 _MAGIC = b"_logits_"
 _HEADER = np.dtype("<i4")
@@ -32,16 +28,11 @@ _MOST = 1 << 24  # of each number in the header
 
 
 @dataclass
-class BaseFile:
-    """A checked file; ``rows`` are mapped."""
+class BaseFile(Dump):
+    """A checked file; its rows are mapped."""
 
-    path: Path
-    n_ctx: int
-    vocabulary: int
-    _tokens: NDArray[np.int32]
-    _rows: NDArray[np.uint16]
-
-    kind = "16 bits"
+    _tokens: NDArray[np.int32] = field(kw_only=True)
+    _rows: NDArray[np.uint16] = field(kw_only=True)
 
     @classmethod
     def read(cls, path: Path) -> BaseFile:
@@ -69,24 +60,8 @@ class BaseFile:
                 mapped = np.memmap(file, np.dtype("<u2"), "r", file.tell(), (rows, width))
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-        return cls(path, n_ctx, vocabulary, tokens, mapped)
-
-    @property
-    def first(self) -> int:
-        return self.n_ctx // 2
-
-    @property
-    def stride(self) -> int:
-        return self.n_ctx
-
-    @property
-    def shapes(self) -> Mapping[int, tuple[int, int]]:
-        per_window = self.n_ctx - 1 - self.first
-        return dict.fromkeys(range(len(self._tokens)), (per_window, self.vocabulary))
-
-    @property
-    def numbers(self) -> list[int]:
-        return list(range(len(self._tokens)))
+        shapes = dict.fromkeys(range(windows), (n_ctx - 1 - n_ctx // 2, vocabulary))
+        return cls(path, shapes, "llama-perplexity", n_ctx // 2, n_ctx, n_ctx, _tokens=tokens, _rows=mapped)
 
     def tokens(self, number: int) -> NDArray[np.int64]:
         return np.asarray(self._tokens[number], dtype=np.int64)
@@ -95,12 +70,8 @@ class BaseFile:
         return f"window {number} of {self.path}"
 
     def open(self, number: int) -> _BaseRows:
-        per_window = self.n_ctx - 1 - self.first
-        return _BaseRows(self._rows[number * per_window : (number + 1) * per_window], self.vocabulary)
-
-    def facts(self) -> dict[str, Any]:
-        name = self.path.resolve().name
-        return {"folder": name, "files": len(self._tokens), "ids": self.vocabulary, "type": "llama-perplexity"}
+        per_window, vocabulary = self.shapes[number]
+        return _BaseRows(self._rows[number * per_window : (number + 1) * per_window], vocabulary)
 
 
 @dataclass(frozen=True)
@@ -137,57 +108,6 @@ def is_base_file(path: Path) -> bool:
             return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
         return False
-
-
-def write_base(
-    path: Path,
-    windows: NDArray[np.int64],
-    vocabulary: int,
-    rows: Callable[[int], Iterator[NDArray[np.float32]]],
-) -> None:
-    """Write such a file: ``windows [n, n_ctx]`` and, for each number of a window, its rows, some at a time.
-
-    Raises:
-        MismatchError: a window has not the n_ctx - 1 - n_ctx // 2 rows that the file has room for.
-    """
-    n, n_ctx = windows.shape
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(_MAGIC)
-            file.write(np.array([n_ctx, vocabulary, n], dtype=_HEADER).tobytes())
-            file.write(windows.astype(_HEADER).tobytes())
-            for number in range(n):
-                written = 0
-                for scores in rows(number):
-                    file.write(_encoded(scores, vocabulary).tobytes())
-                    written += len(scores)
-                if written != n_ctx - 1 - n_ctx // 2:
-                    raise MismatchError(
-                        f"window {number} has {written} rows; such a file has the {n_ctx - 1 - n_ctx // 2} of the "
-                        "second half of each window (protocol half)"
-                    )
-        temporary.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _encoded(scores: NDArray[np.float32], vocabulary: int) -> NDArray[np.uint16]:
-    logs = log_softmax(scores)
-    if np.isnan(logs).any():
-        raise InputError("a row holds NaN or infinity, which such a file cannot say; capture again")
-    top = logs.max(axis=-1, keepdims=True)
-    least = np.maximum(logs.min(axis=-1, keepdims=True), top - _REACH)
-    scale = (top - least) / _STEPS
-    with np.errstate(invalid="ignore", divide="ignore"):
-        numbers = np.where(scale > 0, np.rint((logs - least) / scale), 0.0)
-    rows = np.zeros((len(scores), _width(vocabulary)), dtype="<u2")
-    rows[:, :4] = np.concatenate([scale, least], axis=-1).astype("<f4").view("<u2")
-    rows[:, 4 : 4 + vocabulary] = np.clip(numbers, 0, _STEPS)
-    return rows
 
 
 def _width(vocabulary: int) -> int:

@@ -3,7 +3,7 @@
 A dump is a folder of ``0.safetensors``, ``1.safetensors`` … as a patched server writes them, each with one tensor
 ``log_probs`` [rows, vocabulary]: the protocol ``sliding``, windows of 2048 tokens every 512, every row scored.  Row r
 says what follows token r.  See docs/metrics.md#windows-and-contexts.  Or it is a file that
-``llama-perplexity --kl-divergence-base`` wrote, or a capture of ours.
+``llama-perplexity --kl-divergence-base`` wrote.
 Folders hold no tokens, so Δp of the actual token is not known; and dumps no sign of what ran, so rows that all equal
 the reference's are no proof of anything.
 """
@@ -21,12 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.axes.kld import KLD_METRICS, kl_curve
-from fidelab.captures.manifest import MANIFEST
 from fidelab.core import Estimator, Status, usable_cores
 from fidelab.core.errors import UsageError
-from fidelab.imports.dump_folder import Dump, open_dump, pair_windows
+from fidelab.imports.dump_folder import Dump, open_folder, pair_windows
 from fidelab.imports.json_file import metrics_of
-from fidelab.imports.kld_base import BaseFile
+from fidelab.imports.kld_base import BaseFile, is_base_file
 from fidelab.imports.write_run import Imported, Source, window_blocks, write_run
 from fidelab.metrics.composite import cost_alike
 from fidelab.metrics.divergence import (
@@ -96,8 +95,7 @@ def import_dumps(
         OutputError: the run folder cannot be written.
     """
     labels = _labels(ref, tests, names)
-    reference = open_dump(ref)
-    dumps = [open_dump(test) for test in tests]
+    reference, *dumps = (BaseFile.read(path) if is_base_file(path) else open_folder(path) for path in (ref, *tests))
     for dump in dumps:
         pair_windows(reference, dump)
     n_rows = [reference.shapes[number][0] for number in reference.numbers]
@@ -122,7 +120,7 @@ def import_dumps(
     positions = [(label, _columns(arm, places)) for arm, label in zip(arms, labels, strict=True)]
     report, folder = write_run(
         _source(reference, dumps, labels, step),
-        ArmRecord(status=Status.OK, name=_label(ref) or "reference", **bare),
+        ArmRecord(status=Status.OK, name=ref.resolve().name or "reference", **bare),
         records,
         output_dir,
         command,
@@ -142,17 +140,11 @@ def _labels(ref: Path, tests: Sequence[Path], names: Sequence[str] | None) -> li
     same = next((test for test in tests if test.resolve() == ref.resolve()), None)
     if same is not None:
         raise UsageError(f"{same} is the reference itself: nothing would be compared")
-    labels = list(names) if names is not None else [_label(test) for test in tests]
+    labels = list(names) if names is not None else [test.resolve().name for test in tests]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise UsageError(f"two test folders are named {twice!r}; tell them apart with --name")
     return labels
-
-
-def _label(path: Path) -> str:
-    """The folder's or the file's name; of a capture that of its arm."""
-    path = path.resolve()
-    return path.parent.name if (path / MANIFEST).is_file() else path.name
 
 
 # ------------------------------------------------------------------------------------------------- rows

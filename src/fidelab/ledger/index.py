@@ -219,7 +219,8 @@ def _read(folder: Path, path: str) -> LedgerRow:
         if (place / REPORT).is_file():
             row |= _of_report(Report.from_json(place / REPORT))
         if (place / STUDY).is_file():
-            row |= _of_study(strict_json(read_file(place / STUDY, _MOST_BYTES)))
+            study = strict_json(read_file(place / STUDY, _MOST_BYTES))
+            row |= {"created": _utc(study["created"]), "status": "ok"}
     except (FidelabError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         row |= {"status": "damaged", "problem": " ".join(str(error).split())[:300]}
     return LedgerRow(**row)
@@ -242,7 +243,11 @@ def _utc(text: str) -> str:
 
 def _of_report(report: Report) -> dict[str, Any]:
     records = [arm for _, arm in arms(report)]
-    faults = [arm.name for arm in records if arm.status in _FAULTS or _bench_failed(arm)]
+    faults = [
+        arm.name
+        for arm in records
+        if arm.status in _FAULTS or any(bench.status is Status.FAILED for bench in arm.benches.values())
+    ]
     advice = report.recommendation
     return {
         "created": _utc(report.created.isoformat()),
@@ -257,18 +262,10 @@ def _of_report(report: Report) -> dict[str, Any]:
     }
 
 
-def _bench_failed(arm: ArmRecord) -> bool:
-    return any(bench.status is Status.FAILED for bench in arm.benches.values())
-
-
 def _verdict(arm: ArmRecord) -> str:
     if arm.status in NEEDS_REASON:
         return arm.status.value
     return (arm.verdict.band if arm.verdict else None) or "no verdict"
-
-
-def _of_study(record: Any) -> dict[str, Any]:
-    return {"created": _utc(record["created"]), "status": "ok"}
 
 
 def _captures(place: Path) -> dict[str, int]:

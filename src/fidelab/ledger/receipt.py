@@ -57,17 +57,6 @@ class _Line(Record):
     """SHA-256 of this line's canonical JSON without this field."""
 
 
-class Supersedes(Record):
-    """An earlier receipt that this one corrects; it stays what it was."""
-
-    hash: Sha256
-    """``hash`` of its last line."""
-    run_id: str
-    """Its run."""
-    reason: str
-    """Why it was corrected."""
-
-
 class HeadLine(_Line):
     """The first line: what a report says besides its arms."""
 
@@ -75,8 +64,6 @@ class HeadLine(_Line):
     """What the line holds."""
     schema_name: Literal["fidelab.receipt/0"] = Field(default=SCHEMA, alias="schema")
     """Name and version of this schema."""
-    supersedes: Supersedes | None
-    """What it corrects; null: nothing."""
     run_id: str
     """Name of the run's folder."""
     created: AwareDatetime
@@ -101,7 +88,7 @@ class HeadLine(_Line):
     """As in the report."""
 
 
-_HEAD = HeadLine.model_fields.keys() - _Line.model_fields.keys() - {"kind", "schema_name", "supersedes"}
+_HEAD = HeadLine.model_fields.keys() - _Line.model_fields.keys() - {"kind", "schema_name"}
 """Fields that a head has of the report."""
 
 
@@ -223,42 +210,30 @@ class Verified:
 # ----------------------------------------------------------------------------------------------------- publishing
 
 
-def publish(run: RunFolder, path: Path, *, supersedes: Path | None = None, because: str = "") -> Path:
+def publish(run: RunFolder, path: Path) -> Path:
     """Write the receipt of a finished run.
-
-    Args:
-        supersedes: a receipt that this one corrects.  because: why.
 
     Raises:
         UsageError: the file exists: receipts are never replaced.
-        InputError: the run has no report, or a receipt to be superseded is damaged.
+        InputError: the run has no report.
         CaptureError: a capture is gone, damaged, or edited.
         OutputError: the file cannot be written.
     """
     if path.exists():
-        raise UsageError(f"{path} exists, and receipts are not replaced: name another file, and --supersedes {path}")
-    former = None
-    if supersedes is not None:
-        old = read_receipt(supersedes)
-        if old.faults or old.head is None or old.hash is None:
-            raise InputError(f"{supersedes} cannot be superseded: {next(iter(old.faults), 'it is no receipt')}")
-        former = Supersedes(hash=old.hash, run_id=old.head.run_id, reason=because)
-    lines = _chained(_bodies(run.read_report(), _captures(run), former))
+        raise UsageError(f"{path} exists, and receipts are not replaced: name another file")
+    lines = _chained(_bodies(run.read_report(), _captures(run)))
     try:
         return write_atomically(path, "".join(f"{line}\n" for line in lines))
     except UnicodeEncodeError as error:
         raise OutputError(f"{path}: cannot write: {error.reason}") from None
 
 
-def _bodies(
-    report: Report, captures: Sequence[Mapping[str, Any]], supersedes: Supersedes | None
-) -> Iterator[Mapping[str, Any]]:
+def _bodies(report: Report, captures: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """The lines without numbers and hashes."""
     plain = report.model_dump(mode="json", by_alias=True)
     head = {name: plain[name] for name in _HEAD}
     head["floor"] = {name: {**found, "plots": []} for name, found in head["floor"].items()}
-    former = None if supersedes is None else supersedes.model_dump(mode="json")
-    yield {"kind": "head", "schema": SCHEMA, "supersedes": former, **public(head)}
+    yield {"kind": "head", "schema": SCHEMA, **public(head)}
     for role, arm in arms(report):
         body = arm.model_dump(mode="json", by_alias=True)
         for group in ("axes", "benches"):
@@ -336,7 +311,7 @@ def verify(path: Path, recompute: Recompute, run: Path | None = None) -> Verifie
     if run is None and ((RUNS / receipt.head.run_id) / CONFIG).is_file():
         run = RUNS / receipt.head.run_id
     faults = [*receipt.faults, *_inconsistent(receipt, receipt.head)]
-    remarks = [*_said(receipt.head)]
+    remarks = list[str]()
     recomputed: int | None = None
     if run is None:
         remarks.append("its run is not at hand: figures were compared with each other, not computed again")
@@ -418,12 +393,6 @@ def _title(line: Mapping[str, Any]) -> str:
             return str(line.get("kind"))
 
 
-def _said(head: HeadLine) -> Iterator[str]:
-    if former := head.supersedes:
-        reason = f": {former.reason}" if former.reason else ""
-        yield f"it supersedes receipt {former.hash[:12]} of {former.run_id}{reason}"
-
-
 def _inconsistent(receipt: Receipt, head: HeadLine) -> Iterator[str]:
     """Figures that follow from others in the receipt, and do not."""
     records = [(line.role, line.arm) for line in receipt.lines if isinstance(line, ArmLine)]
@@ -485,7 +454,7 @@ def _recomputed(
         raise  # says nothing about the run
     except FidelabError as error:
         return None, [f"{folder.path} cannot be scored: {error}"]
-    bodies = [strict_json(text) for text in _chained(_bodies(report, captures, head.supersedes))]
+    bodies = [strict_json(text) for text in _chained(_bodies(report, captures))]
     keys = [_title(body) for body in bodies]
     theirs = {
         _title(body): body for body in (json.loads(line.model_dump_json(by_alias=True)) for line in receipt.lines)

@@ -184,46 +184,6 @@ class _Cursor:
         return list(struct.unpack_from(f"<{count}{_NUMBERS[kind]}", self._content, here)) if count <= _KEPT else count
 
 
-# llama.cpp's keys → fields of config.json, alike for these architectures
-_CONFIG_OF = frozenset({"llama", "qwen2", "qwen3"})
-_FIELDS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-}
-
-
-def header_config(header: Header) -> dict[str, Any] | None:
-    """Return the fields of ``config.json`` that determine the model's shape, from the header alone.
-
-    ``None``: the architecture is not one of those that are read here, or the file deviates from its plain form.
-    """
-    prefix, tensors = header.architecture, {tensor.name: tensor for tensor in header.tensors}
-    given = {key.removeprefix(f"{prefix}."): value for key, value in header.metadata.items()}
-    table = tensors.get("token_embd.weight")
-    key_length, biased = given.get("attention.key_length"), "blk.0.attn_q.bias" in tensors
-    if (
-        prefix not in _CONFIG_OF
-        or table is None
-        or not all(isinstance(given.get(key), int) for key in _FIELDS)
-        or given.get("expert_count")
-        or given.get("attention.sliding_window")
-        or biased is not (prefix == "qwen2")
-        or key_length != given.get("attention.value_length")
-    ):
-        return None
-    fields = {"head_dim": key_length} if key_length else {}
-    return fields | {
-        "model_type": prefix,
-        **{name: given[key] for key, name in _FIELDS.items()},
-        "vocab_size": table.shape[0],
-        "tie_word_embeddings": "output.weight" not in tensors,
-    }
-
-
 def text_folder(file: Path, target: Path) -> Path:
     """The folder ``target`` with the file's tokenizer, chat template and, where Transformers knows the architecture,
     config; made once, in seconds.

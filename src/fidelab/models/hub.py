@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fidelab.core.errors import InputError, UnavailableError
 
@@ -33,48 +32,6 @@ def snapshot(repo: str, revision: str | None, *, weights: bool = True) -> tuple[
         allowed = _ALLOWED if weights else _TEXTS
         path = Path(snapshot_download(repo, revision=revision, allow_patterns=allowed, ignore_patterns=_IGNORED))
     return path, path.name
-
-
-def sizes(repo: str, commit: str) -> dict[str, int]:
-    """The files at the root of a model repository, with their sizes in bytes.
-
-    Raises:
-        InputError, UnavailableError: as :func:`snapshot`.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
-
-    with _hub_errors(repo, commit):
-        return {
-            file.path: file.size for file in HfApi().list_repo_tree(repo, revision=commit) if isinstance(file, RepoFile)
-        }
-
-
-def read_range(repo: str, commit: str, filename: str, start: int, size: int) -> bytes:
-    """``size`` bytes of a file of a model repository from ``start`` on, without fetching the rest of the file.
-
-    Raises:
-        InputError, UnavailableError: as :func:`snapshot`; also where the hub answers with other bytes.
-    """
-    import huggingface_hub
-
-    utils: Any = huggingface_hub.utils
-
-    if not size:
-        return b""
-    with _hub_errors(repo, commit):
-        url = huggingface_hub.hf_hub_url(repo, filename, revision=commit)
-        wanted = {
-            **utils.build_hf_headers(),
-            "Range": f"bytes={start}-{start + size - 1}",
-            "Accept-Encoding": "identity",
-        }
-        response = utils.http_backoff("GET", url, headers=utils.build_hf_headers() | wanted, timeout=60)
-        utils.hf_raise_for_status(response)
-        content = bytes(response.content)
-        if len(content) != size:
-            raise OSError(f"{filename}: {len(content):,} bytes came where {size:,} were asked for")
-    return content
 
 
 def dataset_file(repo: str, filename: str) -> Path:

@@ -12,12 +12,10 @@ from typing import Any
 
 import yaml
 
-from fidelab.core import read_file, state_dir, strict_json
+from fidelab.core import read_file, state_dir
 from fidelab.core.errors import InputError, UsageError, nearest_first
 
 _MOST_BYTES = 2**20
-_MOST_REPORT = 64 * 2**20
-_MEMORY = 0.15  # by which a device's own count may differ from the published one: what firmware keeps, and GB for GiB
 _FIELDS = {"memory", "reported", "bandwidth", "sustained", "read", "compute", "links", "verified", "source"}
 
 
@@ -116,52 +114,6 @@ def remember_device(name: str, row: Mapping[str, Any]) -> Path:
     part.write_text(yaml.safe_dump(table, sort_keys=False), "utf-8")
     part.replace(path)
     return path
-
-
-def add_measured(path: Path, name: str | None = None) -> tuple[str, Device]:
-    """Put what somebody measured on a device into the user's table, and return its row.
-
-    A row of the package keeps its published figures, and gets the measured rates; a device that the table does not
-    know, or knows with another memory, becomes a row of its own.
-
-    Args:
-        path: ``study.json`` of profile ``hardware-report``, or what ``fidelab estimate probe --json`` printed.
-        name: of the row; by default the one whose name the device's contains, else the device's.
-
-    Raises:
-        InputError: the file is none of these.  UsageError: its memory is not that of the row that was named.
-    """
-    try:
-        content = strict_json(read_file(path, _MOST_REPORT))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise InputError(f"{path}: no JSON ({error})") from None
-    facts = content.get("facts") if isinstance(content, dict) else None
-    outputs = facts.get("outputs") if isinstance(facts, dict) else None
-    probe = outputs.get("probe") if isinstance(outputs, dict) else content
-    if not isinstance(probe, dict) or not isinstance(probe.get("name"), str) or "sustained" not in probe:
-        raise InputError(
-            f"{path} holds no rates of a device: give study.json of fidelab reproduce hardware-report, or what "
-            "fidelab estimate probe --json printed"
-        )
-    told, row = probe["name"], {key: value for key, value in probe.items() if key != "name"}
-    measured = _device(told, row, str(path))
-    published = _shipped()
-    spelled = {key.lower(): key for key in published}
-    found = _rows_of(told, published)
-    known = spelled.get(name.strip().lower()) if name else found[0] if len(found) == 1 else None
-    if known is not None and not math.isclose(measured.memory, 1e9 * published[known]["memory"], rel_tol=_MEMORY):
-        if name is not None:
-            has = f"{measured.memory / 1e9:.0f} GB, and the table's {known} {published[known]['memory']} GB"
-            raise UsageError(f"{path}: {told} has {has}: they are two devices; name a row of its own with --as")
-        known = None
-    label = known or (name.strip() if name else told)
-    if known is not None:
-        rates = {key: row[key] for key in ("sustained", "read") if key in row}
-        row = {**published[known], **rates, "verified": f"{told}: {measured.verified}"}
-    remember_device(label, row)
-    return label, _device(label, row, str(path))
 
 
 def _rows_of(told: str, table: Mapping[str, Any]) -> list[str]:

@@ -6,20 +6,16 @@ The page's script repeats a few lines of :mod:`fidelab.physics.traffic` on these
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fidelab.core import KVSpec
-from fidelab.core.errors import InputError, UsageError
+from fidelab.core.errors import UsageError
 from fidelab.physics.devices import devices
-from fidelab.physics.fits import Points, compare_fits
 from fidelab.physics.shapes import Geometry, KVLayer
 from fidelab.physics.traffic import Model
 
 WEIGHT_BITS = (16.0, 8.0, 4.25)
-_MOST_POINTS = 5_000
 _QUARTERS = (4, 5, 6, 7)  # of each power of two, where sliders stop
 _BATCHES = (1, 2, 3, *(n * 2**power for power in range(8) for n in _QUARTERS), 2**10)
 _CONTEXTS = (*(n * 2**power for power in range(5, 18) for n in _QUARTERS), 2**20)
@@ -76,15 +72,12 @@ KNOWN_MODELS = (
 )
 
 
-def explainer(
-    formats: Sequence[str], models: Sequence[Geometry] = (), points: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def explainer(formats: Sequence[str], models: Sequence[Geometry] = ()) -> dict[str, Any]:
     """What the page holds; plain data.
 
     Args:
         formats: of the cache; ceilings are against the first, which every model can have.
         models: shown before the known ones.
-        points: what :func:`measured_points` made of a file; without them curves alone are drawn.
 
     Raises:
         InputError: the user's device table is wrong.
@@ -106,7 +99,6 @@ def explainer(
         "contexts": list(_CONTEXTS),
         "batches": list(_BATCHES),
         "published": PUBLISHED_HILL,
-        "points": points,
     }
 
 
@@ -136,38 +128,4 @@ def _model(model: Model, labels: Sequence[str]) -> dict[str, Any]:
         "max_positions": geometry.max_positions,
         "attention": [[flops, window, heads.count((flops, window))] for flops, window in dict.fromkeys(heads)],
         "formats": formats,
-    }
-
-
-def measured_points(
-    points: Points, *, y: str, x: str = "batch", context: str | None = None, is_time: bool = False
-) -> dict[str, Any]:
-    """Points of a file with both fits, as the page draws them; arguments as of :func:`compare_fits`.
-
-    ``rate`` is the fitted column, or with ``is_time`` the tokens per second that milliseconds stand for.
-
-    Raises:
-        UsageError: a column is not there.  InputError: no fit can be had, or too many points for a page.
-    """
-    found = compare_fits(points, y=y, x=x, context=context, is_time=is_time)
-    hill, affine = found["fits"]["Hill"], found["fits"].get("affine", {})
-    if "why_not" in hill:
-        raise InputError(f"{points.source}: {hill['why_not']}")
-    batch, value = points.column(x), points.column(y)
-    if len(batch) > _MOST_POINTS:
-        raise InputError(f"{points.source}: {len(batch):,} points are too many for a page; {_MOST_POINTS:,} at most")
-    rate = 1000 * batch / value if is_time else value
-    terms = {name: values[0] for name, values in affine.get("parameters", {}).items()}
-    return {
-        "source": Path(points.source).name,
-        "x": x,
-        "y": y,
-        "unit": "tokens/s" if terms or is_time else "speed-up",
-        "batch": batch.tolist(),
-        "rate": rate.tolist(),
-        "tokens": points.column(context).tolist() if context is not None and "c" in terms else None,
-        "hill": {name: values[0] for name, values in hill["parameters"].items()},
-        "affine": terms if terms and math.isfinite(sum(terms.values())) else None,
-        "why_no_affine": affine.get("why_not", "" if affine else "a speed-up has no affine time of a step"),
-        "sentences": found["sentences"],
     }

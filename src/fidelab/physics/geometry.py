@@ -1,6 +1,6 @@
-"""The shape of a named model: from the table of architectures, else from the model that Transformers builds.
+"""The shape of a named model, from the model that Transformers builds.
 
-Outside the table nothing is derived from the names of configuration fields: Transformers builds the model on the
+Nothing is derived from the names of configuration fields: Transformers builds the model on the
 ``meta`` device, where tensors have shapes and no content, and one token is passed through it.  What its cache holds
 afterwards is what the architecture caches, also for shared layers, latents, sliding windows and recurrent states.
 """
@@ -17,10 +17,9 @@ from fidelab.core import cache_parameter
 from fidelab.core.errors import FidelabError, InputError
 from fidelab.core.registry import require
 from fidelab.models import embedded, hub
-from fidelab.models.gguf import header_config, hf_config, read_header
+from fidelab.models.gguf import hf_config
 from fidelab.models.resolve import HUB_ID
 from fidelab.models.weights import read_json
-from fidelab.physics.architectures import geometry_of_config
 from fidelab.physics.shapes import Geometry, KVLayer
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
 
     Raises:
         InputError: there is none, Transformers does not know the architecture, or cannot build it from these fields.
-        MissingPackageError: the table of architectures lacks the configuration, and Transformers is not installed.
+        MissingPackageError: Transformers or torch is not installed.
     """
     file = source if source.is_file() else source / "config.json"
     words = read_json(file)
@@ -44,9 +43,7 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
         raise _cannot(file, "it lacks model_type")
     try:
         _check_sizes(words, file)
-        if (shape := geometry_of_config(words, name or str(source))) is not None:
-            return shape
-        user = f"{file}: model_type {kind!r} with these fields is not in the table of fidelab estimate, so that it"
+        user = f"{file}: the shape of model_type {kind!r}"
         transformers = require("transformers", user)
         require("torch", user)
         config = transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
@@ -73,10 +70,7 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
         file = here if here.suffix == ".gguf" else embedded.gguf_file()
         if not file.is_file():
             raise InputError(f"no file {name}")
-        words = header_config(read_header(file.resolve()))
-        if words is not None and (shape := geometry_of_config(words, name)) is not None:
-            return shape, "bf16"
-        require("transformers", f"{name}: the shape of a GGUF file of this architecture")
+        require("transformers", f"{name}: the shape of a GGUF file")
         with tempfile.TemporaryDirectory() as scratch:
             hf_config(file.resolve(), Path(scratch)).save_pretrained(scratch)
             return replace(model_geometry(Path(scratch)), name=name), "bf16"

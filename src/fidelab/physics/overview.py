@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fidelab.core import KVSpec
 from fidelab.physics.devices import Device
-from fidelab.physics.fits import impossible_rate, impossible_speedup
 from fidelab.physics.traffic import Model, interconnect_shortfall, required_link_bandwidth
 
 
@@ -19,7 +18,6 @@ def overview(
     batches: Sequence[int],
     devices: Sequence[Device] = (),
     memory: float | None = None,
-    measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The record that ``fidelab estimate MODEL --json`` prints; plain data.
 
@@ -27,7 +25,6 @@ def overview(
         reference: the format that ceilings are against; ``specs``: the others.
         contexts, batches: tokens per sequence, sequences; every combination is a cell.
         memory: bytes of each device, instead of the table's.
-        measured: ``speedup`` and ``rate`` (tokens per second of all sequences), which every cell is held against.
 
     Raises:
         UsageError: a format is unknown, or this model's cache cannot have it.
@@ -67,10 +64,7 @@ def overview(
             for spec in everything
         ],
         "cells": [
-            cell
-            for tokens in contexts
-            for batch in batches
-            for cell in [_cell(model, reference, everything, tokens, batch, devices, measured or {})]
+            _cell(model, reference, everything, tokens, batch, devices) for tokens in contexts for batch in batches
         ],
         "devices": [_fits(model, everything, contexts, batches, device, memory) for device in devices],
     }
@@ -91,23 +85,12 @@ def _cell(
     tokens: int,
     batch: int,
     devices: Sequence[Device],
-    measured: Mapping[str, float],
 ) -> dict[str, Any]:
     ceilings = {spec.label: model.ceiling(spec, reference, tokens, batch) for spec in specs[1:]}
     rates = {
         device.name: {spec.label: model.decode_rate(spec, tokens, batch, device) for spec in specs}
         for device in devices
     }
-    flags = []
-    if "speedup" in measured:
-        for label, ceiling in ceilings.items():
-            if impossible_speedup(measured["speedup"], ceiling):
-                flags.append({"kv": label, "speedup": measured["speedup"], "at_most": ceiling})
-    if "rate" in measured:
-        for name, by_format in rates.items():
-            bound = max(rate for rate, _ in by_format.values())
-            if impossible_rate(measured["rate"], bound):
-                flags.append({"device": name, "tokens_per_s": measured["rate"], "at_most": bound})
     return {
         "tokens": tokens,
         "batch": batch,
@@ -116,16 +99,11 @@ def _cell(
         "decode": {name: {label: _bound(*rate) for label, rate in found.items()} for name, found in rates.items()},
         "prefill": {device.name: _bound(*model.prefill_rate(tokens, device)) for device in devices},
         "touched_experts": model.geometry.touched_experts(batch),
-    } | ({"cannot_be_right": flags} if flags else {})
+    }
 
 
 def _bound(rate: float, by: str) -> dict[str, Any]:
     return {"tokens_per_s": rate, "bound": by}
-
-
-def _at_most(positions: int | None, tokens: int | None) -> int | None:
-    """The tokens that both allow: the model's positions, and the memory; ``None``: no limit."""
-    return min((n for n in (positions, tokens) if n is not None), default=None)
 
 
 def _fits(
@@ -149,7 +127,10 @@ def _fits(
             {
                 "kv": spec.label,
                 "longest_in_memory": in_memory,
-                "longest_context": {batch: _at_most(most, tokens) for batch, tokens in in_memory.items()},
+                "longest_context": {
+                    batch: min((n for n in (most, tokens) if n is not None), default=None)
+                    for batch, tokens in in_memory.items()
+                },
                 "largest_batch": {str(tokens): model.largest_batch(spec, tokens, room) for tokens in contexts},
                 "compute_bound_batch": {
                     str(tokens): model.compute_bound_batch(spec, tokens, device) for tokens in contexts

@@ -217,17 +217,3 @@ def interconnect_shortfall(required: float, link: float) -> float:
     if not link > 0:
         raise UsageError("a link's bandwidth must be above 0")
     return required / link
-
-
-def composition(both: float, quantized: float, speculative: float) -> tuple[float, str]:
-    """``ρ = S_both / (S_quant · S_spec)``: how the speed-ups of a format and of speculation combine.
-
-    Below 0.9 ``sub-multiplicative``, above 1.1 ``super-multiplicative``, else ``multiplicative``.
-
-    Raises:
-        UsageError: a speed-up is not above 0.
-    """
-    if not min(both, quantized, speculative) > 0:
-        raise UsageError("speed-ups must be above 0")
-    rho = both / (quantized * speculative)
-    return rho, "sub-multiplicative" if rho < 0.9 else "super-multiplicative" if rho > 1.1 else "multiplicative"

@@ -21,7 +21,6 @@ def render_explainer(found: Mapping[str, Any], version: str) -> str:
         "explainer.js",
         data=data_block(json.dumps(finite(found), ensure_ascii=False)),
         formats=found["formats"],
-        points=found["points"],
         published=found["published"],
     )
 

@@ -82,8 +82,6 @@ class StudyPlan(Record):
     """What it costs on the same windows."""
     difference: Metric | None = None
     """Plan minus uniform, paired by clusters; below 0 the plan is better."""
-    tensor_types: tuple[str, ...] = ()
-    """``--tensor-type`` arguments of llama-quantize, where it has all formats."""
 
 
 class Study(Document):

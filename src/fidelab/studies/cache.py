@@ -54,7 +54,6 @@ _WIDTHS = range(2, 9)
 _SIDES: tuple[Side, ...] = ("keys", "values", "both")
 _ONE_SIDE = _SIDES[:2]
 _STATISTICS = {"amax of K": "k_amax", "channel kurtosis of K": "k_kurtosis", "amax of V": "v_amax"}
-_STATISTICS = {"amax of K": "k_amax", "channel kurtosis of K": "k_kurtosis", "amax of V": "v_amax"}
 _CALIBRATED = (1, 4, 16)  # windows
 _FP8, _TOP = "fp8_e4m3", 448.0
 _PREDICTED = 4  # bits, where that is among the widths

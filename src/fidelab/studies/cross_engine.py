@@ -1,7 +1,7 @@
 """The cross-engine experiment: one text on several engines, one after another, and what they say together.
 
-For each engine: its candidate against its own reference (an ordinary run), the reference timed, a long prefill through
-a tiny model.  Then the references against one another.  What an engine cannot do stays in its rows; the others go on.
+For each engine: its candidate against its own reference (an ordinary run), and the reference timed.  Then
+the references against one another.  What an engine cannot do stays in its rows; the others go on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fidelab.axes.perplexity import Perplexity
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill, Timed
+from fidelab.captures.requests import Timed
 from fidelab.config.cross import KIND, CrossEngine, EngineLine, TimingConfig
 from fidelab.config.load import dump, expand, expand_existing
 from fidelab.config.schema import EngineConfig, Experiment
@@ -34,20 +34,18 @@ from fidelab.inputs.corpus import make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import TEXTS, load_text
 from fidelab.metrics.latency import decode_rate_by_subtraction, decode_rate_isolated, prefill_rate
-from fidelab.models import Model, resolve
-from fidelab.models.cache import build_once, cache_dir
+from fidelab.models import resolve
 from fidelab.models.embedded import NAMES
-from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.results.measurement import DECIDING, Coordinates, Definition, Flag, Metric, key_of
 from fidelab.results.numbers import counted
 from fidelab.results.record import Report, Verdict
 from fidelab.results.store import RunFolder
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.run.build import PlannedCapture, PlannedJob
-from fidelab.run.conduct import capture, execute, read_outcomes
+from fidelab.run.conduct import execute, read_outcomes
 from fidelab.run.deploy import engine_class
 from fidelab.run.estimate import Estimate, Timings, estimate_job
-from fidelab.run.pairing import ArmResult, Scorer, engaged
+from fidelab.run.pairing import ArmResult, Scorer
 from fidelab.run.prepare import Prepared, prepare
 from fidelab.run.resolve import load_axis
 from fidelab.run.runner import Listener, Silent
@@ -57,11 +55,7 @@ CrossWatch = Callable[[str], Listener | None]
 Floats = NDArray[np.float64]
 
 _AXES = ("trajectory", DECIDING, "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
-_LONG = "long window"
 _RESERVED = (*TEXTS, "fake", *NAMES)  # names that are no paths, even where a file is called so
-_TINY = {"vocab": 512, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
-_POSITIONS = 40_960
-_ELEMENT = {"float32": 4, "f32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "f16": 2}  # bytes
 _LIBRARY = {"hf": "transformers"}  # of engines that come with this package
 _PREFILL, _DECODE = "timing.prefill", "timing.decode"
 _COLUMNS = (
@@ -71,8 +65,8 @@ _COLUMNS = (
     *("from", "kld", "top1"),  # of candidates and of references from one another
 )
 _NOTE = (
-    "16-bit references, each engine's 8-bit cache against its own reference, references from one another, "
-    "one window through a tiny model of random weights; timing: medians of prompts answered one at a time"
+    "16-bit references, each engine's 8-bit cache against its own reference, references from one another; "
+    "timing: medians of prompts answered one at a time"
 )
 _PPL = Definition("perplexity", "", "lower", "Perplexity of the reference over the same windows.")
 _BYTES = Definition("bytes_per_token", "bytes", "lower", "Bytes of cache per token, as stored.", exact=True)
@@ -87,17 +81,6 @@ _SUBTRACTION = Definition(
     optional=True,
 )
 _COMPOSITE = Definition("composite", "points", "higher", "Harmonic mean of the four axes.")
-_COUNTED, _ROWS = (
-    Definition(key, "count", None, about, exact=True)
-    for key, about in (("counted", "Tokens that the engine processed, by itself."), ("rows", "Rows that were stored."))
-)
-_BY_HAND = Definition(
-    "by_hand", "bytes", None, "Layers * KV heads * 2 * head dimension * bytes of an element.", exact=True
-)
-_KV_BYTES = Definition("kv_bytes", "bytes", "lower", "Bytes per token * tokens.", exact=True, name="KV bytes")
-_PEAK = Definition("peak_host_bytes", "bytes", "lower", "The most memory of the host that the worker's processes took.")
-_SECONDS = Definition("seconds", "s", "lower", "The whole capture.")
-_LONG_COLUMNS = ("counted", "rows", "bytes_per_token", "by_hand", "kv_bytes", "peak_host_bytes", "seconds")
 
 
 def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _what: None) -> tuple[Study, RunFolder]:
@@ -125,7 +108,7 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
         settings=cross.model_dump(mode="json"),
         kind=KIND,
         title=f"{Path(cross.model).name}, {counted(len(cross.engines), 'engine')}",
-        columns=tuple(dict.fromkeys((*_COLUMNS, *axes, "composite", "band", "verdict", "tokens", *_LONG_COLUMNS))),
+        columns=tuple(dict.fromkeys((*_COLUMNS, *axes, "composite", "band", "verdict"))),
         note=_NOTE,
     )
     references: dict[str, ArmResult] = {}
@@ -201,11 +184,11 @@ class _Line:
         self._experiment = _experiment(cross, line, folder)
 
     def plan(self) -> PlannedLine:
-        """What :meth:`measure` would do: the axes, the timing, the long prefill."""
+        """What :meth:`measure` would do: the axes and the timing."""
         label, began = self._line.label, time.monotonic()
         try:
             prepared = prepare(self._experiment, convert=False)
-            runs = 1 + (self._cross.timing is not None) + (self._cross.long is not None)
+            runs = 1 + (self._cross.timing is not None)
             planning = runs * (time.monotonic() - began)
             expected = prepared.estimate()
             jobs = [estimate_job(job, Timings()) for job in self._further(prepared)]
@@ -215,16 +198,9 @@ class _Line:
 
     def _further(self, prepared: Prepared) -> Iterator[PlannedJob]:
         """The jobs besides those of the axes."""
-        job, timing, long = prepared.plan.jobs[0], self._cross.timing, self._cross.long
-        if timing is not None:
-            alone = replace(prepared, plan=replace(prepared.plan, jobs=(job,)))
-            yield self._timed(alone, timing)
-        if long is not None and not engine_class(self._line.engine.name).is_server:
-            model = resolve(_long_model(self._line.engine, long.tokens))
-            arm = replace(job.arm, model=model.name, weights=model.weights)
-            request = Prefill(DECIDING, ((0,) * long.tokens,), 0, long.tokens - 1, ((0,) * long.tokens,))
-            capture = PlannedCapture(DECIDING, request, {}, self._folder / "long")
-            yield PlannedJob(f"{long.tokens:,} tokens", replace(job.resolved, arm=arm, model=model), (capture,))
+        if self._cross.timing is not None:
+            alone = replace(prepared, plan=replace(prepared.plan, jobs=prepared.plan.jobs[:1]))
+            yield self._timed(alone, self._cross.timing)
 
     def measure(self) -> tuple[list[StudyRow], ArmResult | None]:
         """Rows about this engine, what it cannot do included; and its reference, where that was asked."""
@@ -255,8 +231,6 @@ class _Line:
         if cross.timing and well:
             yield self._speed(cross.timing)
         yield self._candidate(report)
-        if cross.long:
-            yield self._long(cross.long.tokens)
 
     def _row(
         self,
@@ -338,30 +312,6 @@ class _Line:
         finally:
             listener.close()
 
-    # --------------------------------------------------------------------------------------------- long
-
-    def _long(self, tokens: int) -> StudyRow:
-        """One window of so many tokens through the reference's cache, on a model that every engine can load."""
-        if engine_class(self._line.engine.name).is_server:
-            return self._row(_LONG, Status.NOT_SUPPORTED, "a server has its own model", facts={"tokens": tokens})
-        try:
-            model = _long_model(self._line.engine, tokens)
-            experiment = self._experiment.model_copy(
-                update={
-                    "model": model,
-                    "axes": {
-                        DECIDING: {"windows": 1, "n_ctx": tokens, "protocol": "sliding"}
-                    },  # every row: every token
-                    "text": "default",  # what it says does not matter to random weights, and it is long enough
-                    "captures_dir": str(self._folder / "long" / slug(self._line.label)),
-                }
-            )
-            [result] = capture(experiment, listener=self._begin(f"{tokens:,} tokens"))
-            status, reason, metrics = _long_window(result, resolve(model), tokens)
-            return self._row(_LONG, status, reason, metrics, {"tokens": tokens})
-        except FidelabError as error:
-            return self._row(_LONG, Status.FAILED, str(error), facts={"tokens": tokens})
-
 
 def _experiment(cross: CrossEngine, line: EngineLine, folder: Path) -> Experiment:
     found = cross.experiment(line, cross.axes or {}, str(folder / "runs"))
@@ -428,51 +378,6 @@ def _seconds(folder: Path) -> Floats:
     return np.stack(
         [np.asarray(capture.array(item, "seconds"), dtype=np.float64) for item in range(len(capture.items))]
     )
-
-
-def _long_model(engine: EngineConfig, tokens: int) -> str:
-    """A model of random weights in the form that the engine loads; made once."""
-    if engine.name == "fake":
-        return "fake"
-    sizes = {**_TINY, "positions": max(_POSITIONS, tokens)}
-    name = "tiny-" + "-".join(f"{key}{value}" for key, value in sizes.items())
-    folder = build_once(cache_dir() / "models" / name, lambda scratch: make_tiny(scratch / name, **sizes))
-    return str(folder / GGUF_NAME if engine_class(engine.name).checkpoint_format == "gguf" else folder)
-
-
-def _long_window(result: ArmResult, model: Model, tokens: int) -> tuple[Status, str | None, list[Metric]]:
-    """The outcome of a window through a model of random weights, and what was counted and held."""
-    status, reason = engaged(result)
-    if DECIDING not in result.captures:
-        return status, reason or "no capture", []
-    ran, capture = result.ran or {}, Capture(result.captures[DECIDING])
-    facts, held = capture.manifest["facts"], ran.get("cache_bytes_per_token")
-    rows = sum(capture.array_shape(item, str(capture.estimator))[0] for item in range(len(capture.items)))
-    if status is Status.OK and facts.get("tokens") not in (None, tokens):
-        status, reason = Status.FAILED, f"the engine processed {facts['tokens']} tokens, not {tokens}"
-    if status is Status.OK and isinstance(capture.request, Prefill) and rows != capture.request.n_rows:
-        status, reason = Status.FAILED, f"{rows} rows were stored, not {capture.request.n_rows}"
-    metrics = [
-        _COUNTED(facts.get("tokens")),
-        _ROWS(rows),
-        _BYTES(held),
-        _BY_HAND(_bytes_by_hand(model, ran)),
-        _KV_BYTES(None if held is None else held * tokens),
-        _PEAK(ran.get("peak_host_bytes")),
-        _SECONDS(facts.get("seconds")),
-    ]
-    return status, reason, metrics
-
-
-def _bytes_by_hand(model: Model, ran: Mapping[str, Any]) -> float | None:
-    """Of a cache of plain numbers: Σ over layers of H_kv · D · (bytes of K + bytes of V).
-
-    See docs/metrics.md#bytes-per-token.
-    """
-    sides = [_ELEMENT.get(str(ran.get(f"{side}_dtype")).removeprefix("torch.")) for side in "kv"]
-    if model.layers is None or model.kv_heads is None or model.head_dim is None:
-        return None
-    return None if None in sides else model.layers * model.kv_heads * model.head_dim * sum(filter(None, sides))
 
 
 def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> StudyRow:

@@ -52,7 +52,6 @@ class _Entry:
 def rank(
     reports: Sequence[Report],
     by: str = DECIDING,
-    superseded: Sequence[tuple[Report, str]] = (),
     command: str = "",
 ) -> Study:
     """Rank the candidates of all reports by the first headline of an axis or bench; of a bench the references, too.
@@ -61,9 +60,6 @@ def rank(
     other's, so its best rank is one more than the number of arms that are better, its worst the number of those that
     are not worse.  The interval of repeats is from the smallest to the largest; exact figures are intervals of no
     width.  Each row has ``best`` and ``worst`` among its facts, where it has a rank.
-
-    Args:
-        superseded: reports that were corrected, with what says so: their arms are named and not ranked.
 
     Raises:
         InputError: no report has such a figure, or neither side of it is better; names what there is.
@@ -79,7 +75,6 @@ def rank(
         else:
             alike = canonical_json([headline, entry.conditions[headline]])
             found.setdefault(alike, (headline, []))[1].append(entry)
-    unranked += [_unranked(report, arm, why) for report, why in superseded for arm in report.candidates]
     if not found:
         raise InputError(f"no report has a figure of {by}; there are: {', '.join(sorted(names - {CACHE})) or 'none'}")
     groups = sorted(found.values(), key=lambda group: -len(group[1]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -205,7 +205,6 @@ class Choices:
     values: int
     option: Callable[[Mapping[str, str]], str]
     rivals: Mapping[str, tuple[str, float]]
-    tensor_types: Callable[[Mapping[str, str]], tuple[str, ...]] = field(default=lambda formats: ())
 
 
 @dataclass(frozen=True)
@@ -351,7 +350,6 @@ def _plan(
         uniform_size=None if best is None else rivals[best][1],
         uniform_measured=None if best is None else measured[best].measurement(),
         difference=None if difference is None else DIFFERENCE(difference.estimate, difference.interval),
-        tensor_types=choices.tensor_types(formats),
     )
 
 

@@ -23,25 +23,19 @@ from fidelab.results.measurement import Definition, Metric
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
-from fidelab.results.study import Study, StudyPlan, StudyRow
+from fidelab.results.study import Study, StudyRow
 from fidelab.run.prepare import prepare
 from fidelab.run.runner import Listener
 from fidelab.studies.roundings import KLD, Cell, Choices, Found, Question, Say, heatmap, measure, windows_of
 from fidelab.studies.study import OpenStudy
 
 By = Literal["module", "layer", "kind"]
-Export = Literal["llama-quantize", "recipe"]
 
 BYTES = Definition("bytes", "bytes", "lower", "what the group takes in the format", exact=True)
 PARAMETERS = Definition("parameters", "count", None, "weights that are rounded", exact=True)
 _SHOWN = 15  # rows in the terminal
 _GROUPS = (16, 32, 64, 128, 256)  # of integer formats that a plan of any size is compared with
 _BITS = re.compile(r"(?P<bits>[0-9]*\.?[0-9]+)\s*(bpw|bits?)", re.IGNORECASE)
-_LLAMA_CPP = {  # what llama.cpp calls the weights of a layer
-    **{f"{part}_proj": f"attn_{part}" for part in "qkv"},
-    **{f"{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-    "o_proj": "attn_output",
-}
 _BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")
 _GGML = re.compile(r"q[2-8]_([01k])|iq4_nl")
 
@@ -144,7 +138,6 @@ class _Weights(Question):
                 str(spec): (_text(spec, [group.pattern for group in self.groups]), float(size))
                 for spec, size in _rivals([*self.specs], named, self.groups, limit).items()
             },
-            tensor_types=lambda chosen: _tensor_types(self.groups, chosen),
         )
 
 
@@ -154,7 +147,6 @@ def sensitivity(
     *,
     by: By = "module",
     budget: str | None = None,
-    exports: Export | None = None,
     command: str = "",
     listener: Listener | None = None,
     say: Say = lambda text: None,
@@ -165,7 +157,6 @@ def sensitivity(
         experiment: the model on engine hf; of the axes ``kld``, whose windows and scored rows are taken.
         formats: of weights: ``int4[group=64]``, ``q4_k``.
         by: a group is one weight matrix, all of a layer, or all of one kind.
-        exports: refuse formats that this cannot have, before anything runs.
         budget: bytes of the decoder layers' weights: ``80MB``, ``4.5bpw``, or a format, for what that takes everywhere.
         say: gets a line now and then while answers are scored.
 
@@ -176,10 +167,6 @@ def sensitivity(
     if experiment.engine.name != "hf":
         raise NotSupportedError(f"engine {experiment.engine.name} cannot round single weights; leave out --engine")
     specs = _specs(formats)
-    if exports == "llama-quantize" and (lacking := [str(spec) for spec in specs if not _GGML.fullmatch(str(spec))]):
-        raise UsageError(f"--export: llama-quantize has no {', '.join(lacking)}; it has q4_k, q6_k, q8_0 and others")
-    if exports == "recipe" and (len(specs) != 1 or not _scheme(next(iter(specs)))):
-        raise UsageError("--export: a recipe has one format beside 16 bits: pass a single --weights of int4 or int8")
     prepared = prepare(experiment, only="reference")
     groups = _groups(str(prepared.settings.reference.path), by)
     question = _Weights(f"Weight sensitivity of {experiment.model}", by, groups, specs)
@@ -288,41 +275,3 @@ def _plan_text(formats: Mapping[str, str], names: Sequence[FormatSpec]) -> str:
         if patterns := [pattern for pattern, found in formats.items() if found == str(spec)]:
             parts.append(_text(spec, patterns))
     return "+".join(parts) or NATIVE
-
-
-def _scheme(spec: FormatSpec) -> dict[str, Any] | None:
-    """The scheme of a recipe with this format; ``None``: there is none."""
-    options = dict(spec.options)
-    if spec.name not in ("int4", "int8") or set(options) - {"group"}:
-        return None
-    bits = spec.name.removeprefix("int")
-    return {"format": f"W{bits}A16", "group": int(options.get("group", 128))}
-
-
-def recipe_of(plan: StudyPlan) -> dict[str, Any] | None:
-    """The plan as a recipe of ``fidelab checkpoint quantize``: what is native is kept; ``None`` with other formats.
-
-    Only plans of single matrices, whose names a recipe can have.
-    """
-    formats = {name for name in plan.formats.values() if name != NATIVE}
-    schemes = [_scheme(FormatSpec.parse(name)) for name in formats]
-    if len(schemes) != 1 or schemes[0] is None or any("." not in group for group in plan.formats):
-        return None
-    kept = [{"pattern": group, "matches": 1} for group, found in plan.formats.items() if found == NATIVE]
-    return {"method": "rtn", "scheme": schemes[0], "keep": kept}
-
-
-def _tensor_types(groups: Sequence[_Group], formats: Mapping[str, str]) -> tuple[str, ...]:
-    """Arguments of llama-quantize; none where it lacks a format, or a weight's place in its files is not known."""
-    arguments = []
-    for group in groups:
-        found = formats[group.pattern]
-        if found == NATIVE:
-            found = "f16"
-        elif not _GGML.fullmatch(found):
-            return ()
-        for weight in group.weights:
-            if weight.kind not in _LLAMA_CPP or weight.tensor.ndim != 2:
-                return ()
-            arguments.append(rf"--tensor-type blk\.{weight.layer}\.{_LLAMA_CPP[weight.kind]}={found}")
-    return tuple(arguments)

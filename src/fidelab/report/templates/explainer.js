@@ -35,11 +35,7 @@
     const ratio = Math.exp(gamma * (Math.log(x) - Math.log(b_half)));
     return (smax * ratio) / (1 + ratio);
   };
-  const affine = (x, { a, b, c = 0 }, tokens = 0) => (1000 * x) / (a + b * x + c * x * tokens); // ms to a rate per second
-  const determination = (measured, fitted) => {
-    const mean = sum(measured) / measured.length;
-    return 1 - sum(measured.map((y, n) => (y - fitted[n]) ** 2)) / sum(measured.map((y) => (y - mean) ** 2));
-  };
+  const affine = (x, { a, b }) => (1000 * x) / (a + b * x); // ms to a rate per second
 
   // ------------------------------------------------------------------------------------------------ numbers as text
 
@@ -324,55 +320,29 @@
 
   // ---------------------------------------------------------------------------------------------------------- saturation
 
-  const { points } = data;
-  const start = points?.hill ?? data.published;
   const names = ["smax", "b_half", "gamma"];
-  const curves = Object.fromEntries(names.map((name) => [name, factorSlider(name, start[name])]));
-  const terms = points?.affine ? Object.fromEntries(Object.entries(points.affine).map(([name, value]) => [name, factorSlider(name, value)])) : null;
-  const valuesOf = (sliders) => Object.fromEntries(Object.entries(sliders).map(([name, slider]) => [name, slider.value()]));
-  const contexts = [...new Set(points?.tokens ?? [])].sort((a, b) => a - b);
-  if (contexts.length) {
-    fill(byId("tokens"), contexts.map((n) => [n, n.toLocaleString("en")]));
-    byId("tokens").value = contexts[0];
-  }
+  const curves = Object.fromEntries(names.map((name) => [name, factorSlider(name, data.published[name])]));
   const drawCurves = () => {
     for (const slider of Object.values(curves)) slider.show();
-    for (const [name, slider] of Object.entries(terms ?? {})) slider.show(name === "c" ? 1e6 : 1);
-    const h = valuesOf(curves);
-    const line = terms ? valuesOf(terms) : { a: (1000 * h.b_half) / h.smax, b: 1000 / h.smax };
-    const tokens = contexts.length ? Number(byId("tokens").value) : 0;
-    const xs = points?.batch ?? [];
-    const last = 2 ** Math.ceil(Math.log2(Math.max(16, 4 * Math.max(...(xs.length ? xs : [32])))));
-    const first = Math.min(1, 2 ** Math.floor(Math.log2(Math.min(1, ...xs))));
-    const grid = between(first, last);
-    const high = 1.08 * Math.max(...grid.map((x) => hill(x, h)), ...grid.map((x) => affine(x, line, tokens)), ...(points?.rate ?? []));
-    const unit = points?.unit === "tokens/s" ? "tokens/s" : "speed-up";
+    const h = Object.fromEntries(Object.entries(curves).map(([name, slider]) => [name, slider.value()]));
+    const line = { a: (1000 * h.b_half) / h.smax, b: 1000 / h.smax };
+    const grid = between(1, 128);
+    const high = 1.08 * Math.max(...grid.map((x) => hill(x, h)), ...grid.map((x) => affine(x, line)));
     const svg = byId("curves");
-    const paper = sheet(svg, { x: [first, last], high, xLabel: points?.x ?? "sequences", yLabel: unit });
-    const dots = (style, isShown, r) => svg.append(drawn("g", { class: `stroke reference ${style}` }, ...xs.flatMap((x, n) => (
-      isShown(n) ? [drawn("circle", { cx: paper.atX(x), cy: paper.atY(points.rate[n]), r, class: "hollow" })] : []))));
-    const isHere = (n) => !contexts.length || points.tokens[n] === tokens;
-    dots("others", (n) => !isHere(n), 2);
-    dots("", isHere, 3.2);
+    const paper = sheet(svg, { x: [1, 128], high, xLabel: "sequences", yLabel: "speed-up" });
     paper.line("s0 d0", grid, (x) => hill(x, h));
-    paper.line("s1 d1", grid, (x) => affine(x, line, tokens));
-    const fitted = xs.length ? [xs.map((x) => hill(x, h)), xs.map((x, n) => affine(x, line, points.tokens?.[n] ?? 0))]
-      .map((values) => determination(points.rate, values)) : [];
-    svg.dataset.r2 = JSON.stringify(fitted);
-    const perToken = line.c === undefined ? "" : `, c ${inWords(1e6 * line.c)} ns, T = ${tokens.toLocaleString("en")}`;
-    const affineText = `a ${inWords(line.a)} ms, b ${inWords(line.b)} ms${perToken}`;
-    const r2 = (n) => (fitted.length ? `, R² ${fitted[n].toFixed(3)}` : "");
+    paper.line("s1 d1", grid, (x) => affine(x, line));
     byId("curves-keys").replaceChildren(
-      key("s0 d0", `Hill: Smax ${inWords(h.smax)}, B½ ${inWords(h.b_half)}, γ ${inWords(h.gamma)}${r2(0)}`),
-      key("s1 d1", `affine step: ${terms ? affineText : "γ = 1"}${r2(1)}`),
+      key("s0 d0", `Hill: Smax ${inWords(h.smax)}, B½ ${inWords(h.b_half)}, γ ${inWords(h.gamma)}`),
+      key("s1 d1", "affine step: γ = 1"),
     );
-    const at = [2, 8, 32].map((x) => `B = ${x}: Hill ${inWords(hill(x, h))}, affine ${inWords(affine(x, line, tokens))}`);
+    const at = [2, 8, 32].map((x) => `B = ${x}: Hill ${inWords(hill(x, h))}, affine ${inWords(affine(x, line))}`);
     put("curves-said", `${at.join("; ")}.`);
-    svg.setAttribute("aria-label", `${unit} by ${points?.x ?? "sequences"}. ${at.join("; ")}; ${count(xs.length, "point")}`);
+    svg.setAttribute("aria-label", `speed-up by sequences. ${at.join("; ")}`);
   };
-  listen([...names, ...Object.keys(terms ?? {}), "tokens"], "input", drawCurves);
+  listen(names, "input", drawCurves);
   byId("curves-reset").addEventListener("click", () => {
-    for (const slider of [...Object.values(curves), ...Object.values(terms ?? {})]) slider.reset();
+    for (const slider of Object.values(curves)) slider.reset();
     drawCurves();
   });
 
