@@ -194,9 +194,9 @@ class Loss:
         if found is None:
             return None
         if not self.proportion:
-            reach = EARLY_REACH if self.alpha <= LOOK_ALPHAS[0] else 1.0
-            estimate = self.estimate or 0.0
-            return found[0], min(estimate + reach * (found[1] - estimate), self.bounds[1])
+            farther = EARLY_REACH - 1 if self.alpha <= LOOK_ALPHAS[0] else 0.0
+            reach = max(found[1] - (self.estimate or 0.0), 0.0)
+            return found[0], min(found[1] + farther * reach, self.bounds[1])
         if not self.cautious:
             return found
         lost = self.items if self.less is None else _positive_part(self.items, self.less)
