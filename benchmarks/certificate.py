@@ -218,7 +218,7 @@ def looks(runs: int) -> int:
     for spread in (0.5, 1.0):
         for name, losses in CANDIDATES.items():
             four = [losses[at % len(losses)] for at in range(4)]
-            firsts = [_first_wrong_look(np.random.default_rng([LOOKS_SEED, number]), spread, four) for number in range(runs)]
+            firsts = [_first_wrong_look(rng, spread, four) for rng in _draws(runs)]
             one, two, four_of = (100 * sum(first < k for first in firsts) / runs for k in (1, 2, 4))
             missed += _line(f"σ {spread:g} | confirmed: {name} | {one:.1f}% | {two:.1f}%", four_of, WORST, runs)
         for name, loss in {"the margin": KL_MARGIN, "FAIL": KL_EDGES[-1]}.items():
@@ -232,14 +232,16 @@ def looks(runs: int) -> int:
     print("\n| spread | losses | windows read | confirmed | confirmed by 32 windows at once |\n|:--|:--|--:|--:|--:|")
     for spread in (0.5, 1.0):
         for name, losses in SPENT.items():
-            found = [next(_looked(np.random.default_rng([LOOKS_SEED, number]), spread, losses)) for number in range(runs)]
-            at_once = [
-                next(_looked(np.random.default_rng([LOOKS_SEED, number]), spread, losses, LOOKS[-1:])) for number in range(runs)
-            ]
+            found = [next(_looked(rng, spread, losses)) for rng in _draws(runs)]
+            at_once = [next(_looked(rng, spread, losses, LOOKS[-1:])) for rng in _draws(runs)]
             read = 100 * sum(LOOKS[look] for look, *_ in found) / LOOKS[-1] / runs
             power, fixed = (100 * sum(holds for _, holds, *_ in each) / runs for each in (found, at_once))
             print(f"| σ {spread:g} | {name} | {read:.0f}% | {power:.0f}% | {fixed:.0f}% |", flush=True)
     return missed
+
+
+def _draws(runs: int) -> Iterator[Rng]:
+    return (np.random.default_rng([LOOKS_SEED, number]) for number in range(runs))
 
 
 def _first_wrong_look(rng: Rng, spread: float, losses: list[tuple[float, float]]) -> int:
