@@ -1,6 +1,7 @@
 """How often an equivalence certificate is wrong, and how often a true twin gets one, from simulated runs.
 
 python benchmarks/certificate.py [--runs 2000] [--only items documents sampling sequence looks twins]
+python benchmarks/certificate.py --recorded RUN/report.json ... [--runs 200]  # what looks read of these documents
 
 The runs go through the package's own functions.  A certificate is false where it holds although the planted loss of
 accuracy is the margin or more.  Nominal: 5% of the runs at most.  Of several candidates of a run, those that are
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
+import operator
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +42,7 @@ from fidelab.metrics.equivalence import (
 )
 from fidelab.metrics.intervals import RatioItems, ratio_interval
 from fidelab.metrics.sample_size import clusters_to_certify
+from fidelab.results.decision_record import DocumentSums
 
 Floats = NDArray[np.float64]
 Rng = np.random.Generator
@@ -54,9 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=2000, help="per line")
     parser.add_argument("--only", nargs="+", default=list(GROUPS), choices=list(GROUPS), metavar="GROUP")
+    parser.add_argument("--recorded", nargs="+", type=Path, default=[], metavar="REPORT", help="instead of simulations")
     args = parser.parse_args()
-    began, missed = time.perf_counter(), 0
-    for name in args.only:
+    began, missed = time.perf_counter(), int(bool(args.recorded) and recorded(args.recorded, args.runs))
+    for name in [] if args.recorded else args.only:
         print(f"\n### {name}: {GROUPS[name].__doc__}\n")
         missed += GROUPS[name](args.runs)
     print(f"\n{missed} of the rates miss their goal; {time.perf_counter() - began:.0f} s")
@@ -266,16 +272,73 @@ def _looked(
         level = np.exp(spread * (shared + rng.normal(0, 1, LOOKS[-1])) / math.sqrt(2) - spread**2 / 2)
         drop = lost * level + rng.normal(0, 0.003, LOOKS[-1])
         for look, n in enumerate(sizes):
-            alpha = alpha_of(look + 1, len(sizes))
             items = RatioItems.of(kl * level[:n], 1.0, np.arange(n))
-            own = [Loss.of_kl(items), Loss.of_probability(drop[:n], np.arange(n))]
-            judged = certify([replace(loss, alpha=alpha) for loss in own])
-            holds, exceeded = judged.state == "holds", judged.state == "exceeded"
-            edge = replace(Loss.of_kl(items, KL_EDGES[-1]), alpha=LOOK_ALPHAS[0])
-            fails = not holds and (edge.estimate or 0.0) > edge.margin and certify([edge]).state == "exceeded"
-            if holds or exceeded or fails:
+            found = _at(alpha_of(look + 1, len(sizes)), items, Loss.of_probability(drop[:n], np.arange(n)))
+            if any(found):
                 break
-        yield look, holds, exceeded, fails
+        yield look, *found
+
+
+def _at(alpha: float, kl: RatioItems, probability: Loss) -> tuple[bool, bool, bool]:
+    """Whether a candidate holds, exceeds a margin, is shown to FAIL, at a look of this level."""
+    state = certify([replace(loss, alpha=alpha) for loss in (Loss.of_kl(kl), probability)]).state
+    edge = replace(Loss.of_kl(kl, KL_EDGES[-1]), alpha=LOOK_ALPHAS[0])
+    fails = state != "holds" and (edge.estimate or 0.0) > edge.margin and certify([edge]).state == "exceeded"
+    return state == "holds", state == "exceeded", fails
+
+
+FIXED = (10, 13, 16, 20, 26, 32, 40, 52)  # documents of fixed runs
+LESS = 0.5  # of a fixed run's windows
+
+
+def recorded(reports: Sequence[Path], runs: int) -> bool:
+    """Print what runs of looks read of documents drawn from recorded runs; whether that is more than the goal.
+
+    A run decides where all its candidates are confirmed or shown to lose the margin.  The fixed run of equal power is
+    the smallest of :data:`FIXED` that decides as often.  Its size is chosen before it is known how hard a question is,
+    so the goal is held against the size that has this power for every recorded run.
+    """
+    intervals.resample_weights = functools.cache(intervals.resample_weights)
+    print("| run | candidates | decided | documents read by an arm | fixed run of equal power |\n|:--|--:|--:|--:|--:|")
+    reads, sizes = [], []
+    for path in reports:
+        candidates = json.loads(path.read_text())["candidates"]
+        arms = [DocumentSums.model_validate(arm["documents"][-1]) for arm in candidates if arm["documents"]]
+        looked = [_read(rng, arms, LOOKS) for rng in _draws(runs)]
+        power = sum(decided for decided, _ in looked)
+        reads.append(sum(documents for _, documents in looked) / runs / (len(arms) + 1))
+        enough = (n for n in FIXED if sum(_read(rng, arms, (n,))[0] for rng in _draws(runs)) >= power)
+        sizes.append(next(enough, FIXED[-1]))
+        name = path.parent.name
+        print(f"| {name} | {len(arms)} | {power / runs:.0%} | {reads[-1]:.1f} | {sizes[-1]} |", flush=True)
+    share = sum(reads) / len(reads) / max(sizes)
+    own = sum(map(operator.truediv, reads, sizes)) / len(sizes)
+    print(
+        f"\nOf a fixed run of {max(sizes)} documents, which has this power for all of them: {share:.2f} of the windows;"
+    )
+    print(
+        f"goal ≤ {LESS:g}: {'' if share <= LESS else 'not '}reached. Of fixed runs of each one's own size: {own:.2f}."
+    )
+    print(f"Of {LOOKS[-1]} documents, which are read where nothing is decided: {share * max(sizes) / LOOKS[-1]:.2f}.")
+    return share > LESS
+
+
+def _read(rng: Rng, arms: Sequence[DocumentSums], sizes: tuple[int, ...]) -> tuple[bool, int]:
+    """Whether all candidates are decided, and the documents that they and the reference read."""
+    drawn = rng.integers(0, len(arms[0].documents), LOOKS[-1])
+    read, decided = [], True
+    for arm in arms:
+        kl, lost, positions = (np.asarray(sums)[drawn] for sums in (arm.kl, arm.probability_loss, arm.positions))
+        for look, n in enumerate(sizes):
+            shared = positions[:n], np.arange(n)
+            items, probability = (RatioItems.of(values[:n], *shared) for values in (kl, lost))
+            loss = replace(Loss.of_probability([0.0], [0]), items=probability)
+            if any(_at(alpha_of(look + 1, len(sizes)), items, loss)):
+                break
+        else:
+            decided = False
+        read.append(n)
+    return decided, sum(read) + max(read)
 
 
 def twins(runs: int) -> int:
