@@ -22,7 +22,7 @@ from tests.run.harness import SMALL, Done, axis_of, cli, write_inputs
 from tests.run.test_attribution import part_means, relabelled
 from tests.run.test_run_closed_forms import tilt
 
-SHORT, LONG, WINDOWS, LONGER = 16, 64, 8, 6
+SHORT, LONG, WINDOWS, LONGER = 16, 64, 24, 6  # 24 · 16 / 64 windows of the longer context
 CONTROL, MIXED = 0.52, [0.62, 0.68] * (WINDOWS // 2)
 MEAN = sum(map(tilt, MIXED)) / WINDOWS
 PREFILLS = {f"kld.{SHORT}": WINDOWS * (SHORT // 2 - 1), f"kld.{LONG}": LONGER * (LONG // 2 - 1)}  # part → rows
@@ -89,7 +89,7 @@ def test_the_verdict_rests_on_the_worst_context(run: Done) -> None:
 def test_a_failed_position_of_either_context_counts(run: Done) -> None:
     arm = f"nan-row[item={LONGER},row=2]"  # the longer context has no such window
     assert (kld(run, arm).facts["n_ctx"], kld(run, arm).n_failed) == (SHORT, 1)
-    assert run.arm(arm)["verdict"]["band"] == "FAIL"  # one of 56
+    assert run.arm(arm)["verdict"]["band"] == "DEGRADED"
 
 
 def test_equal_answers_at_both_contexts_are_identical(run: Done) -> None:

@@ -190,8 +190,9 @@ class KLDSettings(AxisSettings):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Windows after which a new capture begins: the looks, or those of a run until decided, which can serve it."""
-        return self.early or tuple(cut for cut in KLD.until_decided["looks"] if cut < self.windows)
+        """Windows after which a new capture begins: the looks, or those of a run until decided of the same size."""
+        usual = KLD.until_decided
+        return self.early or (usual["looks"] if self.windows == usual["windows"] else ())
 
 
 class KLD(Axis):

@@ -23,7 +23,7 @@ from fidelab.core import digest
 from fidelab.core.errors import CaptureError, InputError, OtherSchemaError
 
 _ROWS = {"hidden", "logprobs"}
-_IN_USE = ".in-use"  # each arm's folder has a byte of it, which processes lock
+_IN_USE = "in-use"  # each arm's folder has a byte of it, which processes lock
 _GRACE = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
 _OURS = re.compile(r".+-[0-9a-f]{12}-r\d+")  # how manifest.capture_folder names a capture
 _SHARED = {"heads": re.compile(r"[0-9a-f]{24}\.safetensors"), "vocabularies": re.compile(r"[0-9a-f]{24}\.json\.gz")}
