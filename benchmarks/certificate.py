@@ -1,6 +1,7 @@
 """How often an equivalence certificate is wrong, and how often a true twin gets one, from simulated runs.
 
 python benchmarks/certificate.py [--runs 2000] [--only items documents sampling sequence looks twins]
+python benchmarks/certificate.py --recorded RUN/report.json ... [--runs 200]  # what looks read of these documents
 
 The runs go through the package's own functions.  A certificate is false where it holds although the planted loss of
 accuracy is the margin or more.  Nominal: 5% of the runs at most.  Of several candidates of a run, those that are
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
+import operator
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +42,7 @@ from fidelab.metrics.equivalence import (
 )
 from fidelab.metrics.intervals import RatioItems, ratio_interval
 from fidelab.metrics.sample_size import clusters_to_certify
+from fidelab.results.decision_record import DocumentSums
 
 Floats = NDArray[np.float64]
 Rng = np.random.Generator
@@ -54,9 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=2000, help="per line")
     parser.add_argument("--only", nargs="+", default=list(GROUPS), choices=list(GROUPS), metavar="GROUP")
+    parser.add_argument("--recorded", nargs="+", type=Path, default=[], metavar="REPORT", help="instead of simulations")
     args = parser.parse_args()
-    began, missed = time.perf_counter(), 0
-    for name in args.only:
+    began, missed = time.perf_counter(), int(bool(args.recorded) and recorded(args.recorded, args.runs))
+    for name in [] if args.recorded else args.only:
         print(f"\n### {name}: {GROUPS[name].__doc__}\n")
         missed += GROUPS[name](args.runs)
     print(f"\n{missed} of the rates miss their goal; {time.perf_counter() - began:.0f} s")
@@ -85,8 +91,8 @@ def draw(rng: Rng, clusters: int, per_cluster: int, loss: float, flips: float = 
     return right.astype(np.float64), test.astype(np.float64), ids
 
 
-def _rates(runs: int, one: Callable[[Rng], bool]) -> float:
-    return 100 * sum(one(np.random.default_rng([7, number])) for number in range(runs)) / runs
+def _rates(runs: int, one: Callable[[Rng], bool], seed: int = 7) -> float:
+    return 100 * sum(one(np.random.default_rng([seed, number])) for number in range(runs)) / runs
 
 
 def _false(clusters: int, per_cluster: int, spread: float, runs: int) -> int:
@@ -195,6 +201,7 @@ def _tested(rng: Rng, n: int, losses: list[tuple[float, float]]) -> Iterator[tup
 
 
 LOOKS = (13, 26, 52)  # documents in 8, 16 and 32 windows
+LOOKS_SEED = 11  # not the 7 that EARLY_REACH was chosen with
 SPENT = {  # as CANDIDATES; how much is read, and how often the first one is confirmed
     "safe": [(0.001, 0.0)],
     "half of the margin": [(0.5 * KL_MARGIN, 0.0)],
@@ -217,7 +224,7 @@ def looks(runs: int) -> int:
     for spread in (0.5, 1.0):
         for name, losses in CANDIDATES.items():
             four = [losses[at % len(losses)] for at in range(4)]
-            firsts = [_first_wrong_look(np.random.default_rng([7, number]), spread, four) for number in range(runs)]
+            firsts = [_first_wrong_look(rng, spread, four) for rng in _draws(runs)]
             one, two, four_of = (100 * sum(first < k for first in firsts) / runs for k in (1, 2, 4))
             missed += _line(f"σ {spread:g} | confirmed: {name} | {one:.1f}% | {two:.1f}%", four_of, WORST, runs)
         for name, loss in {"the margin": KL_MARGIN, "FAIL": KL_EDGES[-1]}.items():
@@ -226,19 +233,21 @@ def looks(runs: int) -> int:
                 [(_, _, exceeded, fails)] = _looked(rng, spread, [(0.999 * loss, 0.0)])
                 return exceeded if loss == KL_MARGIN else fails
 
-            missed += _line(f"σ {spread:g} | shown: {name} | – | –", _rates(runs, shown), WORST, runs)
+            missed += _line(f"σ {spread:g} | shown: {name} | – | –", _rates(runs, shown, LOOKS_SEED), WORST, runs)
     runs = math.ceil(runs / 5)
     print("\n| spread | losses | windows read | confirmed | confirmed by 32 windows at once |\n|:--|:--|--:|--:|--:|")
     for spread in (0.5, 1.0):
         for name, losses in SPENT.items():
-            found = [next(_looked(np.random.default_rng([7, number]), spread, losses)) for number in range(runs)]
-            at_once = [
-                next(_looked(np.random.default_rng([7, number]), spread, losses, LOOKS[-1:])) for number in range(runs)
-            ]
+            found = [next(_looked(rng, spread, losses)) for rng in _draws(runs)]
+            at_once = [next(_looked(rng, spread, losses, LOOKS[-1:])) for rng in _draws(runs)]
             read = 100 * sum(LOOKS[look] for look, *_ in found) / LOOKS[-1] / runs
             power, fixed = (100 * sum(holds for _, holds, *_ in each) / runs for each in (found, at_once))
             print(f"| σ {spread:g} | {name} | {read:.0f}% | {power:.0f}% | {fixed:.0f}% |", flush=True)
     return missed
+
+
+def _draws(runs: int) -> Iterator[Rng]:
+    return (np.random.default_rng([LOOKS_SEED, number]) for number in range(runs))
 
 
 def _first_wrong_look(rng: Rng, spread: float, losses: list[tuple[float, float]]) -> int:
@@ -263,16 +272,73 @@ def _looked(
         level = np.exp(spread * (shared + rng.normal(0, 1, LOOKS[-1])) / math.sqrt(2) - spread**2 / 2)
         drop = lost * level + rng.normal(0, 0.003, LOOKS[-1])
         for look, n in enumerate(sizes):
-            alpha = alpha_of(look + 1, len(sizes))
             items = RatioItems.of(kl * level[:n], 1.0, np.arange(n))
-            own = [Loss.of_kl(items), Loss.of_probability(drop[:n], np.arange(n))]
-            judged = certify([replace(loss, alpha=alpha) for loss in own])
-            holds, exceeded = judged.state == "holds", judged.state == "exceeded"
-            edge = replace(Loss.of_kl(items, KL_EDGES[-1]), alpha=LOOK_ALPHAS[0])
-            fails = not holds and (edge.estimate or 0.0) > edge.margin and certify([edge]).state == "exceeded"
-            if holds or exceeded or fails:
+            found = _at(alpha_of(look + 1, len(sizes)), items, Loss.of_probability(drop[:n], np.arange(n)))
+            if any(found):
                 break
-        yield look, holds, exceeded, fails
+        yield look, *found
+
+
+def _at(alpha: float, kl: RatioItems, probability: Loss) -> tuple[bool, bool, bool]:
+    """Whether a candidate holds, exceeds a margin, is shown to FAIL, at a look of this level."""
+    state = certify([replace(loss, alpha=alpha) for loss in (Loss.of_kl(kl), probability)]).state
+    edge = replace(Loss.of_kl(kl, KL_EDGES[-1]), alpha=LOOK_ALPHAS[0])
+    fails = state != "holds" and (edge.estimate or 0.0) > edge.margin and certify([edge]).state == "exceeded"
+    return state == "holds", state == "exceeded", fails
+
+
+FIXED = (10, 13, 16, 20, 26, 32, 40, 52)  # documents of fixed runs
+LESS = 0.5  # of a fixed run's windows
+
+
+def recorded(reports: Sequence[Path], runs: int) -> bool:
+    """Print what runs of looks read of documents drawn from recorded runs; whether that is more than the goal.
+
+    A run decides where all its candidates are confirmed or shown to lose the margin.  The fixed run of equal power is
+    the smallest of :data:`FIXED` that decides as often.  Its size is chosen before it is known how hard a question is,
+    so the goal is held against the size that has this power for every recorded run.
+    """
+    intervals.resample_weights = functools.cache(intervals.resample_weights)
+    print("| run | candidates | decided | documents read by an arm | fixed run of equal power |\n|:--|--:|--:|--:|--:|")
+    reads, sizes = [], []
+    for path in reports:
+        candidates = json.loads(path.read_text())["candidates"]
+        arms = [DocumentSums.model_validate(arm["documents"][-1]) for arm in candidates if arm["documents"]]
+        looked = [_read(rng, arms, LOOKS) for rng in _draws(runs)]
+        power = sum(decided for decided, _ in looked)
+        reads.append(sum(documents for _, documents in looked) / runs / (len(arms) + 1))
+        enough = (n for n in FIXED if sum(_read(rng, arms, (n,))[0] for rng in _draws(runs)) >= power)
+        sizes.append(next(enough, FIXED[-1]))
+        name = path.parent.name
+        print(f"| {name} | {len(arms)} | {power / runs:.0%} | {reads[-1]:.1f} | {sizes[-1]} |", flush=True)
+    share = sum(reads) / len(reads) / max(sizes)
+    own = sum(map(operator.truediv, reads, sizes)) / len(sizes)
+    print(
+        f"\nOf a fixed run of {max(sizes)} documents, which has this power for all of them: {share:.2f} of the windows;"
+    )
+    print(
+        f"goal ≤ {LESS:g}: {'' if share <= LESS else 'not '}reached. Of fixed runs of each one's own size: {own:.2f}."
+    )
+    print(f"Of {LOOKS[-1]} documents, which are read where nothing is decided: {share * max(sizes) / LOOKS[-1]:.2f}.")
+    return share > LESS
+
+
+def _read(rng: Rng, arms: Sequence[DocumentSums], sizes: tuple[int, ...]) -> tuple[bool, int]:
+    """Whether all candidates are decided, and the documents that they and the reference read."""
+    drawn = rng.integers(0, len(arms[0].documents), LOOKS[-1])
+    read, decided = [], True
+    for arm in arms:
+        kl, lost, positions = (np.asarray(sums)[drawn] for sums in (arm.kl, arm.probability_loss, arm.positions))
+        for look, n in enumerate(sizes):
+            shared = positions[:n], np.arange(n)
+            items, probability = (RatioItems.of(values[:n], *shared) for values in (kl, lost))
+            loss = replace(Loss.of_probability([0.0], [0]), items=probability)
+            if any(_at(alpha_of(look + 1, len(sizes)), items, loss)):
+                break
+        else:
+            decided = False
+        read.append(n)
+    return decided, sum(read) + max(read)
 
 
 def twins(runs: int) -> int:

@@ -80,6 +80,25 @@ def test_a_golden_report_ends_with_the_exit_code_of_its_decision(
     assert max(map(len, done.out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("downgrades", "limit", "code", "said"),
+    [
+        ((), 1, 0, "GO: r"),
+        (("loses 4 of 36 needles",), 1, 3, "loses 4 of 36 needles"),
+        (("loses 4 of 36 needles",), 0.001, 1, "NO-GO: r"),
+    ],
+)
+def test_a_configuration_whose_verdict_another_axis_lowers_never_passes(
+    downgrades: tuple[str, ...], limit: float, code: int, said: str, tmp_path: Path
+) -> None:
+    lost = kld_axis(0.0312, 0.002).model_copy(update={"downgrades": downgrades})
+    arm = candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", axes={"kld": lost})
+    sample_report(run_id="r", candidates=(arm,)).write(tmp_path / "report.json")
+    done = cli("check", "report.json", "--max-kld", limit, cwd=tmp_path)
+    assert done.code == code
+    assert said in " ".join(done.out.split())
+
+
 def test_the_recommended_configuration_is_checked_unless_another_is_named(tmp_path: Path) -> None:
     advice = Recommendation(arm="fp8_e4m3", text="Use fp8_e4m3")
     sample_report(recommendation=advice).write(tmp_path / "report.json")

@@ -112,6 +112,7 @@ def test_an_output_equal_to_the_references_has_nothing_to_estimate() -> None:
     [
         ({"n_failed": 1, "n_items": 8}, "1 of 8 items gave no figure"),
         ({"fails": ("garbage",)}, "garbage"),
+        ({"downgrades": ("loses 4 of 36 needles",)}, "loses 4 of 36 needles"),
     ],
 )
 def test_figures_that_leave_something_out_do_not_pass(fields: dict[str, Any], said: str) -> None:
@@ -119,6 +120,15 @@ def test_figures_that_leave_something_out_do_not_pass(fields: dict[str, Any], sa
     found = one(report, metric="kld.mean", max=1)
     assert (found.decision, found.reason) == ("INCONCLUSIVE", said)
     assert one(report, metric="kld.mean", max=0.001).decision == "NO-GO"
+
+
+def test_a_format_that_was_not_applied_does_not_pass() -> None:
+    kld = Measurement(status=Status.OK, metrics=(MEAN(0.01, (0.008, 0.012)),))
+    arm = candidate(
+        "int8", 0.1, "FAIL", 1, "no", axes={"kld": kld}, status=Status.NOT_ENGAGED, reason="stored bf16", forced=True
+    )
+    found = one(sample_report(candidates=(arm,)), metric="kld.mean", max=1)
+    assert (found.decision, found.reason) == ("INCONCLUSIVE", "stored bf16")
 
 
 # ------------------------------------------------------------------------------------------------ sample size

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.store import drop_rows
 from fidelab.core.errors import CaptureError
-from tests.run.harness import Done, cli, compare, same_report
+from tests.run.harness import SMALL, Done, cli, compare, same_report, write_inputs
 
 ARMS = ("tilt[q=0.6]", "tilt[q=0.9]", "nan-row[item=3,row=2]", "small-vocab[cut=16,q=0.5]")
 AXES = ("--axes", "kld,forced,perplexity,trajectory", "--set", "axes.perplexity.contexts=[32]")
@@ -66,6 +69,25 @@ def test_reference_is_asked_again_for_a_new_candidate_alone(tmp_path: Path) -> N
     assert "captured again, as rows went after an earlier comparison (--keep-rows): kld of exact" in done.err
     alone = _run(tmp_path / "alone", kv=ARMS[:2])
     assert _scored(done)["candidates"] == _scored(alone)["candidates"]
+
+
+def test_of_two_runs_at_once_neither_takes_the_rows_that_the_other_reads(tmp_path: Path) -> None:
+    """The second one begins when the first one's reference has answered, and ends before all its candidates have."""
+    write_inputs(tmp_path)
+    sizes = ("--windows", "8", "--n-ctx", "16", "--axes", "kld", "--no-floor", "--engine-arg", "delay=0.1")
+    words = ("compare", "fake", *SMALL, *sizes, "--kv", ARMS[0])
+    several = [word for q in (0.7, 0.8, 0.9) for word in ("--kv", f"tilt[q={q}]")]
+    with subprocess.Popen([sys.executable, "-m", "fidelab", *words, *several], cwd=tmp_path) as first:
+        while not any('"job_ended"' in file.read_text() for file in tmp_path.glob("runs/2*/events.jsonl")):
+            assert first.poll() is None
+            time.sleep(0.05)
+        second = cli(*words, cwd=tmp_path)
+        assert first.poll() is None
+        assert any("logprobs" in capture.names(0) for capture in _captures_in(tmp_path))
+        assert (second.code, first.wait()) == (0, 0)
+    reports = [json.loads(file.read_text()) for file in tmp_path.glob("runs/2*/report.json")]
+    assert [arm["status"] for report in reports for arm in report["candidates"]] == ["ok"] * 5
+    assert not any("logprobs" in capture.names(0) for capture in _captures_in(tmp_path))
 
 
 def test_kept_rows_are_captured_again_where_they_are_gone(tmp_path: Path) -> None:

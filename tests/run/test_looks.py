@@ -17,6 +17,7 @@ from fidelab.axes.kld import KLD, KLDSettings
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Prefill
 from fidelab.engines.fake import FakeEngine
+from fidelab.inputs.corpus import make_windows
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.equivalence import ALPHA, LOOK_ALPHAS, Loss, alpha_of, certify
@@ -97,7 +98,7 @@ def test_a_decided_candidate_is_asked_no_more_and_an_undecided_one_is(looked: Do
 
 def test_windows_fix_the_size(fixed: Done) -> None:
     assert _read(fixed) == dict.fromkeys(ARMS, 32)
-    assert _asked(fixed) == [(arm, ["kld"]) for arm in ("exact", *ARMS, "exact")]
+    assert _asked(fixed) == [(arm, ["kld", "kld.+1", "kld.+2"]) for arm in ("exact", *ARMS, "exact")]
 
 
 def test_all_is_asked_at_once_where_a_start_takes_longer_than_the_later_looks(
@@ -136,26 +137,36 @@ def test_a_quick_run_looks_as_well(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ what is read
 
 
+TEXT = Text("t", "".join(f"line {i} of a text\n" for i in range(400)), (), "")
+
+
+def _whole() -> tuple[tuple[int, ...], ...]:
+    return make_windows(Tokenizer.load(resolve("fake")), TEXT, 64, 32).windows
+
+
 def _windows(looks: tuple[int, ...], **settings: object) -> dict[str, Prefill]:
-    text = "".join(f"line {i} of a text\n" for i in range(400))
-    inputs = AxisInputs(Tokenizer.load(resolve("fake")), Text("t", text, (), ""), (), 10_000)
+    inputs = AxisInputs(Tokenizer.load(resolve("fake")), TEXT, (), 10_000)
     axis = KLD(KLDSettings.model_validate({"windows": 32, "n_ctx": 64, "looks": looks, **settings}))
     return {part: request for part, request in axis.requests(inputs).items() if isinstance(request, Prefill)}
 
 
 def test_windows_of_looks_are_disjoint_and_together_those_of_the_whole() -> None:
-    [whole] = _windows(()).values()
     parts = _windows((8, 16))
     assert [len(parts[part].windows) for part in ("", "+1", "+2")] == [8, 8, 16]
-    assert sorted(window for part in parts.values() for window in part.windows) == sorted(whole.windows)
+    assert sorted(window for part in parts.values() for window in part.windows) == sorted(_whole())
     assert {part.axis for part in parts.values()} == {"kld", "kld.+1", "kld.+2"}
 
 
+def test_a_fixed_run_asks_what_the_looks_of_a_run_of_its_size_ask() -> None:
+    assert _windows(()) == _windows((8, 16))
+    assert [*_windows((), windows=24)] == [""]
+
+
 def test_windows_of_a_look_and_those_before_it_are_evenly_spread() -> None:
-    [whole] = _windows(()).values()
+    whole = _whole()
     read: list[int] = []
     for part in _windows((8, 16)).values():
-        read = sorted([*read, *map(whole.windows.index, part.windows)])
+        read = sorted([*read, *map(whole.index, part.windows)])
         gaps = np.diff([-1, *read, 32])
         assert max(gaps) < 2 * 32 / len(read)
 
@@ -210,6 +221,21 @@ def test_a_difference_of_arms_with_other_looks_is_over_the_windows_that_both_rea
 
 
 # ------------------------------------------------------------------------------------------------ resumed and failed
+
+
+@pytest.mark.parametrize(("flags", "again"), [(("--keep-rows",), []), ((), ["kld.+1", "kld.+2"])])
+def test_a_fixed_run_captures_only_what_the_looks_before_it_did_not(
+    fixed: Done, tmp_path: Path, flags: tuple[str, ...], again: list[str]
+) -> None:
+    """The reference reads windows again whose rows went, and with which further candidates are compared."""
+    _compare(tmp_path, *flags)
+    done = _compare(tmp_path, "--windows", 32, *flags)
+    second, third = "kld.+1", "kld.+2"
+    missing = [again, [second, third], [third], [], [second, third]]
+    assert _asked(done) == list(zip(("exact", *ARMS, "exact"), missing, strict=True))
+    for name in ARMS:
+        assert _record(done, name).axes == _record(fixed, name).axes
+        assert _record(done, name).certificates == _record(fixed, name).certificates
 
 
 def test_a_resumed_run_asks_nothing_again_and_gives_the_same_report(looked: Done, room: Path) -> None:

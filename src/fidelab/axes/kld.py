@@ -188,6 +188,12 @@ class KLDSettings(AxisSettings):
         """Windows after each look but the last one."""
         return tuple(look for look in self.looks if look < self.windows)
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Windows after which a new capture begins: the looks, or those of a run until decided of the same size."""
+        usual = KLD.until_decided
+        return self.early or (usual["looks"] if self.windows == usual["windows"] else ())
+
 
 class KLD(Axis):
     """KL(reference ‖ candidate), nats, after the same context through each arm's own cache; a part per context.
@@ -214,8 +220,8 @@ class KLD(Axis):
         requests: dict[str, Request] = {}
         for n_ctx, part in parts.items():
             whole = self._cut(inputs, part, n_ctx, sizes[n_ctx])
-            for look, items in enumerate(_nested([self._asked(n_ctx, n) for n in self.settings.early], sizes[n_ctx])):
-                name = f"{part}+{look}" if look else part
+            for cut, items in enumerate(_nested([self._asked(n_ctx, n) for n in self.settings.cuts], sizes[n_ctx])):
+                name = f"{part}+{cut}" if cut else part
                 if items:
                     some = whole if len(items) == sizes[n_ctx] else whole.select(items)
                     requests[name] = replace(some, axis=part_name(self.name, name))
@@ -226,7 +232,7 @@ class KLD(Axis):
         return 1 + len(self.settings.early)
 
     def look(self, part: str) -> int:
-        return int(part.partition("+")[2] or 0)
+        return _cut_of(part) if self.settings.early else 0
 
     def _contexts(self) -> tuple[int, ...]:
         n_ctx = self.settings.n_ctx
@@ -278,7 +284,7 @@ class KLD(Axis):
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         looks: dict[str, list[Pair]] = {}
-        for part in sorted(pairs, key=self.look):
+        for part in sorted(pairs, key=_cut_of):
             looks.setdefault(part.partition("+")[0], []).append(pairs[part])
         scores = {part: self._score(some, seed) for part, some in looks.items()}
         unmeasurable = next((score for score in scores.values() if score.not_measurable), None)
@@ -304,7 +310,7 @@ class KLD(Axis):
         return self._score([pair], seed)
 
     def _score(self, pairs: Sequence[Pair], seed: int) -> AxisScore:
-        """One context; a pair for each look, in their order."""
+        """One context; a pair for each of its captures, in their order."""
         first, asked = pairs[0], [_prefill(pair) for pair in pairs]
         if (nothing := not_measurable(pairs)) is not None:
             return nothing
@@ -323,12 +329,13 @@ class KLD(Axis):
         documents = first.ref.manifest["settings"].get("unit") == "document"
         grouped = tuple(self._groups(pairs, rows, score, seed))
         n_clusters, n_ctx = score.n_clusters, len(request.windows[0])
+        read = tuple(accumulate(len(pair.items) for pair in pairs))
         by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
         return replace(
             score,
             right=(rows.right_ref, rows.right_test),
             probability_loss=-rows.dp,
-            looks=tuple(accumulate(len(pair.items) for pair in pairs)),
+            looks=read if self.settings.early else read[-1:],
             positions={
                 "window": windows,
                 "position": positions,
@@ -419,8 +426,13 @@ def _by_context(score: AxisScore) -> list[Metric]:
     return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in metrics if metric is not None]
 
 
+def _cut_of(part: str) -> int:
+    """The number of a context's capture, from 0: a further one holds more of its windows."""
+    return int(part.partition("+")[2] or 0)
+
+
 def _nested(sizes: Sequence[int], n: int) -> list[list[int]]:
-    """Of ``n`` windows those that each look adds: its windows with those before it, ``sizes``, are evenly spread."""
+    """Of ``n`` windows those of each capture: its windows with those before it, ``sizes``, are evenly spread."""
     sets = [list(range(n))]
     for size in reversed(sizes):
         later = sets[0]

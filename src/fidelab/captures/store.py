@@ -1,11 +1,13 @@
-"""Remove what is not needed any more: captures of a folder, and rows of a capture."""
+"""Remove what is not needed any more: captures of a folder, and rows of a capture that no other run reads."""
 
 from __future__ import annotations
 
+import fcntl
 import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from fidelab.captures.manifest import FIGURES, PARTIAL, key_digest
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.writer import CaptureWriter, abandoned
+from fidelab.core import digest
 from fidelab.core.errors import CaptureError, InputError, OtherSchemaError
 
 _ROWS = {"hidden", "logprobs"}
+_IN_USE = "in-use"  # each arm's folder has a byte of it, which processes lock
 _GRACE = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
 _OURS = re.compile(r".+-[0-9a-f]{12}-r\d+")  # how manifest.capture_folder names a capture
 _SHARED = {"heads": re.compile(r"[0-9a-f]{24}\.safetensors"), "vocabularies": re.compile(r"[0-9a-f]{24}\.json\.gz")}
@@ -104,6 +108,45 @@ def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]
     except BaseException:
         writer.abort()
         raise
+
+
+class Readers:
+    """The processes that read the captures of some arms: while there is another one, rows stay.
+
+    Locks end with their process.  Runs of one process, and those on a file system without locks, are not told apart.
+    """
+
+    def __init__(self, store: Path, arms: Iterable[Path]) -> None:
+        """Become one of them; waits while another one drops rows.  ``arms``: their folders in the store."""
+        store.mkdir(parents=True, exist_ok=True)
+        self._file = (store / _IN_USE).open("a+b")
+        for arm in {*arms}:
+            with suppress(OSError):
+                fcntl.lockf(self._file, fcntl.LOCK_SH, 1, _byte(arm))
+
+    @contextmanager
+    def alone(self, arm: Path) -> Iterator[bool]:
+        """Whether no other process reads this arm's captures; then none begins to until the block ends."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte(arm))
+        except (BlockingIOError, PermissionError):
+            yield False
+            return
+        except OSError:  # no locks
+            yield True
+            return
+        try:
+            yield True
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_SH, 1, _byte(arm))
+
+    def close(self) -> None:
+        """Be none of them any more."""
+        self._file.close()
+
+
+def _byte(arm: Path) -> int:
+    return int(digest(arm.name)[:12], 16)
 
 
 def _folders(store: Path) -> Iterator[Path]:

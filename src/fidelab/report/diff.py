@@ -40,8 +40,8 @@ def render_diff(diff: Diff, console: Console) -> None:
     """Print it."""
     line = partial(print_line, console)
     line(f"{one_line(diff.now.name)} against baseline {one_line(diff.baseline.name)}", "bold")
-    for refusal in diff.refused:
-        line(f"not compared: {_refusal(refusal)}", "red")
+    for refusal in dict.fromkeys(map(_refusal, diff.refused)):
+        line(f"not compared: {refusal}", "red")
     shown = _rows(diff)
     if shown:
         console.print(_table(shown, console))
@@ -60,7 +60,7 @@ def render_diff_markdown(diff: Diff) -> str:
         rows.append((escaped(outcome), code_cell(arm), code_cell(place), *map(escaped, figures)))
     parts = [
         f"{code_span(diff.now.name)} against baseline {code_span(diff.baseline.name)}: {escaped(_summary(diff))}",
-        _bullets(f"not compared: {_refusal(refusal)}" for refusal in diff.refused),
+        _bullets(f"not compared: {refusal}" for refusal in dict.fromkeys(map(_refusal, diff.refused))),
         pipe_table(_COLUMNS, 3, rows) if rows else "",
         _bullets(_missing(diff)),
         _bullets(_asides(diff)),

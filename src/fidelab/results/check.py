@@ -27,6 +27,7 @@ from fidelab.results.recommend import own_sums
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.table import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, MetricTable, tabulate
 from fidelab.results.values import Count, Document, OpenInterval, Record
+from fidelab.results.verdict import harms_of
 
 SCHEMA: Final = "fidelab.check/0"
 
@@ -311,7 +312,10 @@ def _doubt(arm: ArmRecord, metric: Metric, measurement: Measurement | None) -> s
     """Why a figure within its limits does not pass; empty where it does."""
     if measurement is not None and measurement.n_failed and metric.key != "failed_items":
         return f"{measurement.n_failed:,} of {measurement.n_items or 0:,} items gave no figure"
-    return "; ".join(reason for axis in arm.axes.values() for reason in axis.fails)
+    ran = arm.status in (Status.OK, Status.IDENTICAL)
+    reasons = [] if ran else [arm.reason or arm.status.value.replace("_", " ")]
+    reasons += [reason for axis in arm.axes.values() for reason in axis.fails]
+    return "; ".join(dict.fromkeys((*reasons, *harms_of(arm))))
 
 
 def _evidence(arm: ArmRecord, metric: Metric, measurement: Measurement | None) -> _Evidence | None:

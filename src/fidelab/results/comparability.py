@@ -5,6 +5,7 @@ See docs/metrics.md#comparability.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -26,6 +27,7 @@ _CALLED = {
     COUNTED: "what the composite is made of",
     "floor": "the share of items captured again for the floor",
 }
+_CAPTURE = re.compile(r"\.?\+\d+(?=\.)")  # kld.+1.items, kld.512+1.items
 _LONGEST = 40  # characters of a value: lists are long
 _VOLATILE = ("loaded_host_bytes", "peak_host_bytes", "seconds")  # of what ran: differs from one run to the next
 # What last bits depend on: of the environment, and of what ran.
@@ -70,7 +72,8 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
 
 
 def in_words(field: str, baseline: Any, now: Any) -> str:
-    """What it means that a field of :func:`fields` differs; hashes are left out."""
+    """What it means that a field of :func:`fields` differs; hashes, and which of an axis' captures, are left out."""
+    field = _CAPTURE.sub("", field)
     axis, _, name = field.rpartition(".")
     if name in _MEANINGS and axis:
         return f"{axis}: {_MEANINGS[name]}"

@@ -94,7 +94,7 @@ def _rule(arm: ArmRecord) -> Ruling | None:
         upper,
         kld.n_failed or 0,
         kld.n_items or 0,
-        _harms(arm),
+        harms_of(arm),
         [reason for axis in arm.axes.values() for reason in axis.fails],
         kld_least=mean.value if mean else None,
         kld_lower=low,
@@ -102,7 +102,7 @@ def _rule(arm: ArmRecord) -> Ruling | None:
     )
 
 
-def _harms(arm: ArmRecord) -> tuple[str, ...]:
+def harms_of(arm: ArmRecord) -> tuple[str, ...]:
     """Reasons for a downgrade of the verdict: those of the axes, and perplexity that contradicts the KLD.
 
     See docs/metrics.md#verdicts.
@@ -197,7 +197,7 @@ class _Case:
     @property
     def lowered_by(self) -> str:
         """Why the band is below what the KLD alone gives."""
-        return ", ".join((*(reason for axis in self.arm.axes.values() for reason in axis.fails), *_harms(self.arm)))
+        return ", ".join((*(reason for axis in self.arm.axes.values() for reason in axis.fails), *harms_of(self.arm)))
 
     @property
     def mended(self) -> str | None:

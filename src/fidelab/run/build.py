@@ -12,6 +12,7 @@ from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key, key_digest, load_manifest, seed_of
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Generate, Request, Served, request_record
+from fidelab.captures.store import Readers
 from fidelab.core import Arm
 from fidelab.core.errors import FidelabError, UnavailableError
 from fidelab.engines.base import IMAGE_KINDS, one_line
@@ -127,6 +128,11 @@ class Plan:
         roles = {job.role for job in self.jobs if job.role.startswith(("reference", "candidate:"))}
         asked = {job.role: job for job in self.at_look(roles, last)} if last else {}
         return replace(self, jobs=linked([asked.get(job.role, job) for job in self.jobs]) if last else self.jobs)
+
+    def readers(self) -> Readers:
+        """The processes whose runs read the captures of this plan's arms, this one among them."""
+        arms = (capture.folder.parent for job in self.jobs for capture in job.captures)
+        return Readers(self.settings.captures_dir, arms)
 
     def job(self, role: str) -> PlannedJob | None:
         """The job of a role, if the plan has it."""

@@ -23,6 +23,7 @@ from typing import Any
 import fidelab
 from fidelab.axes import AXES
 from fidelab.captures.reader import Capture, find_captures
+from fidelab.captures.store import Readers
 from fidelab.config.experiment import load, validate
 from fidelab.config.load import dump, read_text, read_yaml, validate_as
 from fidelab.config.schema import Experiment, Limits
@@ -239,7 +240,7 @@ def _conduct(
     listener.start(plan, folder)
     ahead = threading.Thread(target=_prepare_scoring, name="scoring")
     try:
-        with terminate_as_interrupt(), folder.writing():
+        with terminate_as_interrupt(), folder.writing(), contextlib.closing(plan.readers()) as readers:
             if plan.settings.axes:
                 ahead.start()
             asking = prepared.asking(listener, folder.event, cluster=cluster)
@@ -250,7 +251,7 @@ def _conduct(
                 answered = asking.run_all(plan.jobs, folder.log)
             else:  # only benches ask the arms
                 answered = (ArmResult(job.role, job.arm, Status.OK) for job in plan.jobs)
-            _keep(answered, results, plan, folder, facts, cluster)
+            _keep(answered, results, plan, folder, facts, cluster, readers)
             for look in range(1, n_looks(plan.settings)):
                 if not (more := undecided(plan, facts, _every(plan, results))):
                     break
@@ -263,7 +264,7 @@ def _conduct(
                 folder.event("look", number=look + 1, undecided=more)
                 asking.pace.expect(seconds)
                 answered = asking.run_all(jobs, folder.log)
-                _keep(answered, results, plan, folder, facts, cluster)
+                _keep(answered, results, plan, folder, facts, cluster, readers)
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed
             if plan.settings.benches:
@@ -274,11 +275,11 @@ def _conduct(
             listener.scoring()
             began = time.monotonic()
             if not plan.settings.experiment.keep_rows and cluster is not None:
-                drop_rows_there(cluster, plan.settings.experiment.axes, results, folder.path)
+                drop_rows_there(cluster, plan.settings.experiment.axes, results, folder.path, readers)
             scored = score_run(plan.settings.experiment, facts, _every(plan, results))
             report = _write(folder, scored)
             if not plan.settings.experiment.keep_rows:
-                drop_reference_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
+                drop_reference_rows(plan.settings.axes, results, [job.role for job in plan.jobs], readers)
             if all(result.status is Status.OK for result in results):
                 Timings().add_scoring((time.monotonic() - began) / expected.scoring)
             return report
@@ -297,6 +298,7 @@ def _keep(
     folder: RunFolder,
     facts: RunFacts,
     cluster: Cluster | None,
+    readers: Readers,
 ) -> None:
     """Store each result as it comes; that of a further look takes the place of the one before."""
     for result in answered:
@@ -309,7 +311,7 @@ def _keep(
             results[known] = replace(result, timing=spent or before)
         _store_outcomes(folder, facts, plan, results)
         if not plan.settings.experiment.keep_rows and cluster is None:
-            drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs])
+            drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs], readers)
 
 
 @contextlib.contextmanager

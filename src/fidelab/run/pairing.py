@@ -8,6 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
 from fidelab.captures.manifest import key_digest, load_manifest
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture, key_name
-from fidelab.captures.store import drop_rows, has_rows
+from fidelab.captures.store import Readers, drop_rows, has_rows
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Estimator, Status, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, MismatchError
@@ -109,29 +110,43 @@ class ArmResult:
                 raise MismatchError(f"capture {folder} holds what belongs into {key_name(capture)}, not {self.role}")
 
 
-def drop_compared_rows(axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str]) -> None:
+def drop_compared_rows(
+    axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str], readers: Readers
+) -> None:
     """Put figures in the place of rows of log-probabilities with which no arm of ``roles`` is still to be compared.
 
     ``results``: the arms that have answered, of those that will.  An arm whose twin is to come keeps its rows until
-    then; so do axes that read more of rows than figures, and rows that cannot be compared.
+    then; so do axes that read more of rows than figures, rows that cannot be compared, and arms of another run.
     """
     for result, base in _to_drop(results, roles):
-        _drop(axes, result, base, (Estimator.LOGPROBS,))
+        with _alone(readers, result) as alone:
+            if alone:
+                _drop(axes, result, base, (Estimator.LOGPROBS,))
 
 
-def drop_reference_rows(axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str]) -> None:
+def drop_reference_rows(
+    axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str], readers: Readers
+) -> None:
     """The same for arms that others are compared with, the reference above all, once all of ``roles`` were compared.
 
     Rows stay where an arm of them failed: it may be asked again.
     """
     by_role = {result.role: result for result in results}
     for base in results:
-        readers = [by_role.get(role) for role in roles if base_of(role) == base.role]
-        done = [reader for reader in readers if reader is not None and reader.status is Status.OK]
-        if not base_of(base.role) and len(done) == len(readers):
+        others = [by_role.get(role) for role in roles if base_of(role) == base.role]
+        done = [other for other in others if other is not None and other.status is Status.OK]
+        if not base_of(base.role) and len(done) == len(others):
             captures = {name: folder for name, folder in base.captures.items() if _were_compared(name, folder, done)}
-            alone = replace(base, captures=captures)
-            _drop(axes, alone, alone, (Estimator.LOGPROBS,))
+            itself = replace(base, captures=captures)
+            with _alone(readers, itself) as alone:
+                if alone:
+                    _drop(axes, itself, itself, (Estimator.LOGPROBS,))
+
+
+def _alone(readers: Readers, result: ArmResult) -> AbstractContextManager[bool]:
+    """Whether no other run reads this arm's captures."""
+    folder = next(iter(result.captures.values()), None)
+    return nullcontext(False) if folder is None else readers.alone(folder.parent)
 
 
 def _were_compared(name: str, base: Path, readers: Sequence[ArmResult]) -> bool:
@@ -145,7 +160,11 @@ def _were_compared(name: str, base: Path, readers: Sequence[ArmResult]) -> bool:
 
 
 def drop_rows_there(
-    cluster: Cluster, axes: Mapping[str, Mapping[str, Any]], results: Sequence[ArmResult], folder: Path
+    cluster: Cluster,
+    axes: Mapping[str, Mapping[str, Any]],
+    results: Sequence[ArmResult],
+    folder: Path,
+    readers: Readers,
 ) -> None:
     """The same on a cluster, where all arms have answered, hidden states included: rows are compared by its nodes.
 
@@ -154,16 +173,17 @@ def drop_rows_there(
     twins = [result for result in results if result.role.partition(":")[0] == TWIN]
     for wave in (twins, [result for result in results if result not in twins]):
         running = []
-        for result, base in _to_drop(results, ()):
-            if result in wave:
-                arms = {"result": result.record(folder), "base": base.record(folder)}
-                ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
-                running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0), _drop_here))
-        for handle in running:
-            try:
-                handle.result()
-            except (Lost, *FOREIGN) as error:
-                _LOGGER.debug("rows are compared here: %s", error)
+        with ExitStack() as held:
+            for result, base in _to_drop(results, ()):
+                if result in wave and held.enter_context(_alone(readers, result)):
+                    arms = {"result": result.record(folder), "base": base.record(folder)}
+                    ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
+                    running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0), _drop_here))
+            for handle in running:
+                try:
+                    handle.result()
+                except (Lost, *FOREIGN) as error:
+                    _LOGGER.debug("rows are compared here: %s", error)
 
 
 def _drop_here(ticket: str) -> str:

@@ -27,7 +27,7 @@ from fidelab.axes import AXES
 from fidelab.axes.base import Axis, AxisScore, SampleSize, part_name, parts_of
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill
+from fidelab.captures.requests import Prefill, Tokens
 from fidelab.config.experiment import load
 from fidelab.config.load import validate_as
 from fidelab.config.schema import Experiment, Limits
@@ -223,9 +223,18 @@ class _Pilot:
         return min(self._reference.values(), key=lambda capture: len(capture.request.items()[0]))
 
     @property
+    def items(self) -> list[Tokens]:
+        """Windows or prompts; windows of a context are in several captures."""
+        asked, first = self.reference.request.items(), len(self.reference.request.items()[0])
+        if not isinstance(self.reference.request, Prefill):
+            return [*asked]
+        every = [capture.request.items() for capture in self._reference.values()]
+        return [window for windows in every if len(windows[0]) == first for window in windows]
+
+    @property
     def n_items(self) -> int:
-        """Windows or prompts."""
-        return len(self.reference.items)
+        """How many."""
+        return len(self.items)
 
     def score(self, role: str) -> AxisScore:
         """The arm of this role against the reference."""
@@ -414,10 +423,10 @@ def _supply(pilot: _Pilot) -> Supply | None:
     try:
         tokenizer = Tokenizer.load(resolve(pilot.results["reference"].arm.path))
         if isinstance(request, Prefill):
-            n_ctx, stride, n = asked["n_ctx"], asked["stride"], len(request.windows)
+            n_ctx, stride, n = asked["n_ctx"], asked["stride"], pilot.n_items
             text = load_text(experiment.text, tokenizer)
             cut = make_windows(tokenizer, text, n_ctx, n, asked["protocol"], stride, asked["place"])
-            same, name = cut.windows == request.windows, f"text {experiment.text}"
+            same, name = sorted(cut.windows) == sorted(pilot.items), f"text {experiment.text}"
             holds = (cut.text_tokens - n_ctx) // stride + 1
         else:
             prompts = load_prompts(None if experiment.prompts == "default" else Path(experiment.prompts))
