@@ -276,6 +276,9 @@ class Experiment(BaseModel):
         default=None, description="what a pasted server command says besides the arms; written by compare --serve"
     )
     reference: ArmConfig = Field(default_factory=ArmConfig, description="the arm all others are compared with")
+    reference_from: str | None = Field(
+        default=None, description="a packed reference in its place: a folder, or hf://owner/name[@revision]"
+    )
     control: ArmConfig | Literal["auto", "full", "none"] = Field(
         default="auto", description="arm that should cost nothing; full: also what tells format loss from kernel loss"
     )
