@@ -111,8 +111,8 @@ def dataset_files(repo: str, revision: str | None, names: list[str], *, local: b
 def upload_dataset(repo: str, folder: Path, message: str, replaced: list[str]) -> str:
     """Publish a folder in a dataset repository, in one commit; returns the commit.
 
-    The repository is made if need be.  Files there that match ``replaced`` and are not in the folder go.  What an interrupted upload has sent belongs to no commit, and the next one
-    does not send it again.
+    The repository is made if need be.  Files there that match ``replaced`` and are not in the folder go.  What an
+    interrupted upload has sent belongs to no commit, and the next one does not send it again.
 
     Raises:
         InputError: refused, such as for want of a token.  UnavailableError: the hub cannot be reached.

@@ -74,6 +74,8 @@ def _contents(
     report, experiment = run.read_report(), load(run.config)
     if report.borrowed is not None:
         raise InputError(f"{run.path}: its reference is borrowed from {report.borrowed.place}; share that")
+    if experiment.traffic is not None and not experiment.keep_text:
+        raise InputError(f"{run.path}: its windows are of a log of requests, whose text a pack would publish")
     reference, facts = _reference(run)
     axes = [name for name in experiment.axes if not AXES.load(name).follows]
     parts = {part: path for part, path in reference.captures.items() if part.partition(".")[0] in axes}
