@@ -77,8 +77,8 @@ def read_range(repo: str, commit: str, filename: str, start: int, size: int) -> 
     return content
 
 
-def dataset_sizes(repo: str, revision: str | None) -> tuple[str, dict[str, int]]:
-    """The commit of a dataset repository, and all its files with their sizes in bytes.
+def dataset_sizes(repo: str, revision: str | None) -> dict[str, int]:
+    """All files of a dataset repository, with their sizes in bytes.
 
     Raises:
         InputError, UnavailableError: as :func:`snapshot`.
@@ -87,9 +87,8 @@ def dataset_sizes(repo: str, revision: str | None) -> tuple[str, dict[str, int]]
     from huggingface_hub.hf_api import RepoFile
 
     with _hub_errors(repo, revision):
-        commit = str(HfApi().dataset_info(repo, revision=revision).sha)
-        tree = HfApi().list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
-        return commit, {file.path: file.size for file in tree if isinstance(file, RepoFile)}
+        tree = HfApi().list_repo_tree(repo, recursive=True, revision=revision, repo_type="dataset")
+        return {file.path: file.size for file in tree if isinstance(file, RepoFile)}
 
 
 def dataset_files(repo: str, revision: str | None, names: list[str], *, local: bool = False) -> Path:
@@ -174,6 +173,8 @@ def _refusal(error: Exception, repo: str, revision: str | None) -> str | None:
             )
         case errors.RevisionNotFoundError():
             return f"{repo} has no revision {revision!r}; name a branch, tag or commit from its hub page"
+        case errors.HfHubHTTPError() if error.response.status_code in (401, 403):
+            return f"the hub does not let you write to {repo}; set HF_TOKEN to a token that may"
         case errors.HFValidationError():
             return f"{repo!r} is not a hub id: write owner/name or owner/name@revision"
     return None

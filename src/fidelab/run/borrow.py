@@ -41,7 +41,7 @@ def find_pack(place: str, *, whole: bool = True) -> Pack:
         return read_pack(expand(place), place)
     repo, revision = split_place(place)
     try:
-        commit, sizes = hub.dataset_sizes(repo, revision)
+        sizes = hub.dataset_sizes(repo, revision)
     except UnavailableError:
         try:
             folder = hub.dataset_files(repo, revision, [MANIFEST], local=True)
@@ -50,14 +50,15 @@ def find_pack(place: str, *, whole: bool = True) -> Pack:
         if not (folder / MANIFEST).is_file():
             raise
         return read_pack(folder, f"{HUB}{repo}@{folder.name}")
-    place = f"{HUB}{repo}@{commit}"
     check_listed(place, sizes)
-    pack = read_pack(hub.dataset_files(repo, commit, [MANIFEST]), place)
+    folder = hub.dataset_files(repo, revision, [MANIFEST])  # by its name, under which it is then found offline
+    place = f"{HUB}{repo}@{folder.name}"
+    pack = read_pack(folder, place)
     if whole:
         for file in pack.manifest.files:
             if sizes.get(file.name) != file.bytes:
                 raise CaptureError(f"{place}: {file.name} is missing or truncated there; publish the pack again")
-        hub.dataset_files(repo, commit, [file.name for file in pack.manifest.files])
+        hub.dataset_files(repo, folder.name, [file.name for file in pack.manifest.files])
     return pack
 
 
