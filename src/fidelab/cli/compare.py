@@ -60,7 +60,16 @@ def compare(
         ),
     ] = None,
     preset: options.Preset = None,
-    reference: options.Reference = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="KV format, or KEY=VALUE,…, of the reference; or one that others ran: a folder, hf://owner/name "
+            "or auto. \\[default: native]",
+            show_default=False,
+            autocompletion=options.complete_kv,
+            rich_help_panel=options.ARMS,
+        ),
+    ] = None,
     references: Annotated[
         list[str] | None,
         typer.Option(

@@ -226,8 +226,7 @@ RunDir = Annotated[
 Reference = Annotated[
     str | None,
     typer.Option(
-        help="KV format, or KEY=VALUE,…, of the reference; or one that others ran: a folder, hf://owner/name or auto. "
-        "\\[default: native]",
+        help="KV format, or KEY=VALUE,…, of the reference. \\[default: native]",
         show_default=False,
         autocompletion=complete_kv,
         rich_help_panel=ARMS,

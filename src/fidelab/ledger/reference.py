@@ -89,8 +89,8 @@ class ReferenceManifest(Document):
     """Compute type."""
     machine: str
     """Processor and GPUs."""
-    quantized_checkpoint: str
-    """Format below 16 bits of the checkpoint's weights: the reference was made of dequantized weights; empty: none."""
+    weights: str
+    """``dequantized from`` or ``quantized as``, and the formats below 16 bits of the checkpoint; empty: none."""
     tokenizer: PackedTokenizer
     """The tokenizer."""
     head_tokens: Count | None
@@ -147,7 +147,7 @@ class Pack:
             place=self.place,
             sha256=self.sha256,
             machine=own.machine,
-            quantized_checkpoint=own.quantized_checkpoint,
+            weights=own.weights,
             difference=own.difference,
         )
 

@@ -240,7 +240,7 @@ def _borrowed(report: Report) -> Iterator[str]:
     """Where a borrowed reference comes from, and how far verdicts allow for its machine."""
     if (found := report.borrowed) is None:
         return
-    weights = f", from dequantized {one_line(found.quantized_checkpoint)} weights" if found.quantized_checkpoint else ""
+    weights = f", weights {one_line(found.weights)}" if found.weights else ""
     if found.difference is None:
         machines = "how far machines differ is unknown"
     else:

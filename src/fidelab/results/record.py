@@ -345,8 +345,8 @@ class Borrowed(Record):
     """Of its manifest."""
     machine: str
     """Processor and GPUs that it ran on."""
-    quantized_checkpoint: str = ""
-    """Format below 16 bits of its checkpoint's weights: it was made of dequantized weights; empty: none."""
+    weights: str = ""
+    """``dequantized from`` or ``quantized as``, and the formats below 16 bits of its checkpoint; empty: none."""
     difference: MachineDifference | None = None
     """How far it is from itself on another machine: it widens the intervals of verdicts; null: not measured."""
 

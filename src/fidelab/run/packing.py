@@ -17,13 +17,14 @@ from fidelab.core.errors import InputError, OutputError, UsageError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.ledger.receipt import public
 from fidelab.ledger.reference import FOLDERS, sample_digest, write_pack
-from fidelab.models import hub, quantized_as, resolve
+from fidelab.models import Model, hub, quantized_as, resolve
 from fidelab.results.measurement import DECIDING
 from fidelab.results.record import MachineDifference
 from fidelab.results.store import RunFolder
 from fidelab.run.attribution import measure_diagnostic
 from fidelab.run.borrow import HUB, split_place
 from fidelab.run.conduct import read_outcomes
+from fidelab.run.deploy import engine_class
 from fidelab.run.pairing import ArmResult
 from fidelab.run.scoring import RunFacts
 
@@ -92,12 +93,21 @@ def _contents(
         "model": public(str(experiment.model)),
         "checkpoint_sha256": model.weights,
         "machine": _machine(facts),
-        "quantized_checkpoint": quantized_as(model),
+        "weights": _weights(model, reference.arm.engine),
         "axes": {name: experiment.axes[name] for name in axes if any(p.partition(".")[0] == name for p in parts)},
         "noise": {name: found for name, found in report.floor.items() if name in axes and found.measured},
         "difference": None if other is None else _difference(run, other),
     }
     return found, captures, (tokenizer.pieces(), sample_digest(tokenizer.encode))
+
+
+def _weights(model: Model, engine: str) -> str:
+    """In words, formats below 16 bits that a checkpoint stores, and whether the engine computes with 16-bit copies."""
+    if not (formats := quantized_as(model)):
+        return ""
+    converted = model.kind == "gguf" and engine_class(engine).checkpoint_format != "gguf"
+    dequantized = converted or (engine == "hf" and formats == "compressed-tensors")
+    return f"{'dequantized from' if dequantized else 'quantized as'} {formats}"
 
 
 def _reference(run: RunFolder) -> tuple[ArmResult, RunFacts]:
