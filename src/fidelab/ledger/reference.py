@@ -144,7 +144,7 @@ class Pack:
         """What reports say of it."""
         own = self.manifest
         return Borrowed(
-            place=self.place,
+            place=self.place if self.place.startswith("hf://") else Path(self.place).name,
             sha256=self.sha256,
             machine=own.machine,
             weights=own.weights,

@@ -242,10 +242,10 @@ def _borrowed(report: Report) -> Iterator[str]:
         return
     weights = f", weights {one_line(found.weights)}" if found.weights else ""
     if found.difference is None:
-        machines = "how far machines differ is unknown"
+        machines = "difference between machines unknown"
     else:
         machines = f"verdicts allow for {format_nats(found.difference.mean)} between machines"
-    yield f"reference borrowed from {one_line(found.place)} ({one_line(found.machine)}{weights}); {machines}"
+    yield f"reference borrowed from {one_line(found.place)} ({one_line(found.machine)}{weights}), {machines}"
 
 
 def others_in_words(arm: ArmRecord) -> tuple[str, ...]:

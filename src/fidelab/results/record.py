@@ -340,7 +340,7 @@ class Borrowed(Record):
     """A packed reference that somebody else ran."""
 
     place: str
-    """Where it was found: a folder, or ``hf://owner/name@commit``."""
+    """Where it was found: a folder's name, or ``hf://owner/name@commit``."""
     sha256: str
     """Of its manifest."""
     machine: str

@@ -60,7 +60,7 @@ def share_reference(run: RunFolder, to: str, other: RunFolder | None = None) -> 
             pack = write_pack(made, captures, facts, tokenizer)
             if repo is None:
                 made.rename(folder)
-                return str(folder)
+                return to
             message = f"Reference of {pack.manifest.model} on {pack.manifest.engine}"
             commit = hub.upload_dataset(repo, made, message, [f"{name}/*" for name in FOLDERS])
             return f"{HUB}{repo}@{commit}"
