@@ -171,6 +171,12 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def other_windows(pack: Path) -> None:
+    """Other tokens in the request, with the hashes of files made to fit."""
+    flip(pack / "captures" / "kld" / "probe.json.gz")
+    sign(pack)
+
+
 def other_head(pack: Path) -> None:
     """A head of other shape, with all hashes made to fit."""
     change(pack, captures={"kld": "kld"})
@@ -209,7 +215,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: change(p, files=[*manifest_of(p)["files"], {**file_named(PART), "bytes": 1 << 41}]),
         "TiB",
     ),
-    "other windows": (lambda pack: (flip(pack / "captures/kld/probe.json.gz"), sign(pack)), "probe.json.gz"),
+    "other windows": (other_windows, "probe.json.gz"),
     "other request": (lambda pack: edit_capture(pack, key={"probe": "0" * 64}), "probe.json.gz"),
     "other head": (other_head, "the output head does not fit"),
     "other arm": (lambda pack: edit_capture(pack, asked={"dtype": "float16"}), "another arm"),

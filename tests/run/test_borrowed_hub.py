@@ -58,6 +58,8 @@ def _with_uploads(hub: Store) -> type[BaseHTTPRequestHandler]:
     downloads: Any = _handler(hub)
 
     class Handler(downloads):  # type: ignore[misc]
+        path: str
+
         def _answer(self, body: bool) -> None:
             match self.path.partition("?")[0].strip("/").split("/"):
                 case ["api", "datasets", "owner", "pack"] | ["api", "datasets", "owner", "pack", "revision", _]:
