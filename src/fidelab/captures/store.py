@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.captures.container import Array
+from fidelab.captures.container import Array, TensorFile
 from fidelab.captures.manifest import FIGURES, PARTIAL, key_digest
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.captures.writer import CaptureWriter, abandoned
+from fidelab.captures.writer import CaptureWriter, abandoned, store_head, store_vocabulary
 from fidelab.core import digest
 from fidelab.core.errors import CaptureError, InputError, OtherSchemaError
 
@@ -147,6 +147,36 @@ class Readers:
 
 def _byte(arm: Path) -> int:
     return int(digest(arm.name)[:12], 16)
+
+
+def copy_capture(capture: Capture, folder: Path, key: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Write a capture anew in ``folder``, two levels below a store, under another key; its head and vocabulary, too.
+
+    ``asked``: its arm, as manifests have it.
+
+    Raises:
+        CaptureError: its rows are gone, or it is damaged.
+    """
+    if capture.against:
+        raise CaptureError(
+            f"capture {capture.folder}: its rows went after a comparison; capture again with --keep-rows"
+        )
+    store, head = folder.parent.parent, capture.head
+    writer = CaptureWriter(folder, capture.request, key, asked, capture.vocabulary)
+    try:
+        for item, record in enumerate(capture.items):
+            if names := capture.names(item):
+                writer.add(item, {name: capture.array(item, name) for name in names})
+            if record["failed"] is not None:
+                writer.fail(item, record["failed"])
+        if head is not None:
+            file = TensorFile(head.path)
+            writer.head(store_head(store, {name: file.get(name) for name in file.names()}, head.softcap, head.scale))
+        store_vocabulary(store, capture.vocabulary, capture.pieces())
+        writer.finish(str(capture.estimator), capture.manifest["ran"], capture.manifest["facts"])
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def _folders(store: Path) -> Iterator[Path]:

@@ -60,7 +60,27 @@ def compare(
         ),
     ] = None,
     preset: options.Preset = None,
-    reference: options.Reference = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="KV format, or KEY=VALUE,…, of the reference; or one that others ran: a folder, hf://owner/name "
+            "or auto. \\[default: native]",
+            show_default=False,
+            autocompletion=options.complete_kv,
+            rich_help_panel=options.ARMS,
+        ),
+    ] = None,
+    references: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--references",
+            metavar="PLACE",
+            envvar="FIDELAB_REFERENCES",
+            help="Where --reference auto looks: packs, folders of packs, hf://owner/name; repeat it.",
+            show_default=False,
+            rich_help_panel=options.ARMS,
+        ),
+    ] = None,
     kv: Annotated[
         list[str] | None,
         typer.Option(
@@ -225,11 +245,18 @@ def compare(
     else:
         arms = {"model": model, **engine.settings(), **({} if reference is None else {"reference": reference})}
         changes = []
+    if reference is not None and serve is None and (borrowed := _borrowed(reference, references, model, context)):
+        arms = {**{key: value for key, value in arms.items() if key != "reference"}, "reference_from": borrowed}
+        candidate = candidate or ([] if kv or vary else [f"name={Path(model or '').name or 'candidate'}"])
+    elif reference == _AUTO:
+        arms.pop("reference")
     if not kv and not candidate and not vary and not changes:
         ways = "--kv FORMAT, --candidate KEY=VALUE,…, --vary KEY=A,B,…, or --change FLAGS with --serve"
         raise UsageError(f"name at least one candidate: {ways}")
     measured = axes.settings()
-    if axes.windows is None and axes.protocol != "sliding" and n_runs == 1:
+    if "reference_from" in arms and axes.axes is None:
+        measured["axes"] = {"kld": {}}
+    elif axes.windows is None and axes.protocol != "sliding" and n_runs == 1:
         _until_decided(measured["axes"])
     data: dict[str, Any] = {
         **arms,
@@ -251,6 +278,34 @@ def compare(
     if serve is None:
         data = options.begin_from_preset(preset, context, data, trusted)
     launch(experiment_from(data, "compare", overrides or [], trusted), show, dry_run, secrets)
+
+
+_AUTO = "auto"
+_WINDOWS = ("text", "prompts", "traffic", "quick", "windows", "n_ctx", "protocol", "stride", "limit", "control")
+
+
+def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, context: typer.Context) -> str | None:
+    """The place of a packed reference; ``None`` for a reference that runs here.
+
+    Raises:
+        UsageError: a flag asks for other windows than the pack's.
+    """
+    from fidelab.core.errors import UsageError
+    from fidelab.models import resolve
+    from fidelab.run.borrow import HUB, find_for
+
+    place: str | None = reference
+    if reference == _AUTO:
+        place = find_for(resolve(model or ""), places or [], lambda text: note(f"fidelab: {text}"))
+        where = f"found {place}" if place else f"none of {len(places or [])} places has one, it runs here"
+        note(f"fidelab: reference of {model}: {where}")
+    elif not reference.startswith(HUB) and not Path(reference).expanduser().is_dir():
+        place = None
+    if place is not None:
+        given = options.given_flags(context)
+        if useless := next((given[name] for name in _WINDOWS if name in given), None):
+            raise UsageError(f"a borrowed reference has windows and settings of its own: leave out {useless}")
+    return place
 
 
 def _until_decided(axes: Mapping[str, dict[str, Any]]) -> None:

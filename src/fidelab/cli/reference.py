@@ -133,6 +133,7 @@ def _file_pages() -> dict[str, str]:
     from fidelab.config.cross import CrossEngine
     from fidelab.config.profiles import Profile
     from fidelab.config.schema import Experiment, Preset
+    from fidelab.ledger import reference
     from fidelab.ledger.receipt import json_schema
     from fidelab.results.record import Report
     from fidelab.results.study import Study
@@ -175,6 +176,14 @@ def _file_pages() -> dict[str, str]:
             "The lines of what `fidelab share publish` writes ([receipts](../sharing.md#receipts)). Records that are "
             "not listed here are those of [report.json](report.md).",
             {"Lines": json_schema()},
+            elsewhere=Report.json_schema()["$defs"],
+            written=True,
+        ),
+        "reference.md": _schema_page(
+            "Packed references",
+            "The `manifest.json` of what `fidelab share reference` writes ([references](../sharing.md#references)). "
+            "The JSON Schema is `schema/fidelab.reference-0.schema.json`.",
+            {"Manifest": reference.json_schema()},
             elsewhere=Report.json_schema()["$defs"],
             written=True,
         ),

@@ -171,3 +171,35 @@ def _reports(paths: list[Path]) -> list[Report]:
                     raise
                 note(f"fidelab: left out: {error}")
     return reports
+
+
+@app.command()
+def reference(
+    run_dir: options.RunDir,
+    to: Annotated[str, typer.Option("--to", metavar="PLACE", help="A new folder, or hf://owner/name.")],
+    other: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="A run of the same reference on another machine: the pack says how far the two are apart.",
+            show_default=False,
+            callback=options.find_run,
+        ),
+    ] = None,
+) -> None:
+    """Pack a run's reference, so that others compare with it and need not run it.
+
+    The pack holds token windows, saved outputs, the output head and what they were made with.
+    fidelab compare MODEL --reference PLACE takes it.
+
+    [bold]Examples[/bold]
+
+      fidelab share reference latest --to smollm2-reference
+
+      fidelab share reference latest --to hf://owner/smollm2-reference
+    """
+    from fidelab.results.store import RunFolder
+    from fidelab.run.packing import share_reference
+
+    beside = None if other is None else RunFolder.open(other.absolute())
+    print(share_reference(RunFolder.open(run_dir.absolute()), to, beside))

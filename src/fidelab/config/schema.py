@@ -283,6 +283,9 @@ class Experiment(BaseModel):
     reference: ArmConfig = Field(
         default_factory=ArmConfig, description="the configuration all others are compared with"
     )
+    reference_from: str | None = Field(
+        default=None, description="a packed reference in its place: a folder, or hf://owner/name[@revision]"
+    )
     control: ArmConfig | Literal["auto", "full", "none"] = Field(
         default="auto",
         description="control, which should cost nothing; full: also separate format loss from kernel loss",

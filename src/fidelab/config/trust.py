@@ -42,6 +42,7 @@ _NAMES = {
     "text": ("default", "domains", "wikitext-2"),
     "prompts": ("default",),
     "traffic": ("",),
+    "reference_from": ("",),
 }  # values that are no files
 
 

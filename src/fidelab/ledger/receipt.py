@@ -29,7 +29,7 @@ from fidelab.metrics.composite import Band, kl_band
 from fidelab.metrics.divergence import kld_score
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import Measurement, walk
-from fidelab.results.record import ArmRecord, Attribution, Comparison, Report, write_atomically
+from fidelab.results.record import ArmRecord, Attribution, Borrowed, Comparison, Report, write_atomically
 from fidelab.results.store import CONFIG, OUTCOMES, RUNS, RunFolder
 from fidelab.results.table import arms
 from fidelab.results.values import Count, FreeDict, Record
@@ -84,6 +84,8 @@ class HeadLine(_Line):
     """As in the report."""
     floor: dict[str, Measurement]
     """As in the report, without plots."""
+    borrowed: Borrowed | None
+    """As in the report."""
     recommendation: Recommendation | None
     """As in the report."""
 

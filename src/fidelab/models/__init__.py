@@ -7,7 +7,7 @@ and removes it. Checkpoints are data here: safetensors and GGUF, never pickle, n
 """
 
 from fidelab.models.cache import cache_dir
-from fidelab.models.resolve import Model, check_conversion, path, pull, resolve, with_weights
+from fidelab.models.resolve import Model, check_conversion, path, pull, quantized_as, resolve, with_weights
 from fidelab.models.store import Listed, collect_garbage, listing
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "listing",
     "path",
     "pull",
+    "quantized_as",
     "resolve",
     "with_weights",
 ]

@@ -34,6 +34,56 @@ def snapshot(repo: str, revision: str | None, *, weights: bool = True) -> tuple[
     return path, path.name
 
 
+def dataset_sizes(repo: str, revision: str | None) -> dict[str, int]:
+    """All files of a dataset repository, with their sizes in bytes.
+
+    Raises:
+        InputError, UnavailableError: as :func:`snapshot`.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    with _hub_errors(repo, revision):
+        tree = HfApi().list_repo_tree(repo, recursive=True, revision=revision, repo_type="dataset")
+        return {file.path: file.size for file in tree if isinstance(file, RepoFile)}
+
+
+def dataset_files(repo: str, revision: str | None, names: list[str], *, local: bool = False) -> Path:
+    """The folder with these files of a dataset repository; ``local``: they were fetched before, and nothing is asked.
+
+    Raises:
+        InputError, UnavailableError: as :func:`snapshot`.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(repo, revision):
+        return Path(
+            snapshot_download(
+                repo, repo_type="dataset", revision=revision, allow_patterns=names, local_files_only=local
+            )
+        )
+
+
+def upload_dataset(repo: str, folder: Path, message: str, replaced: list[str]) -> str:
+    """Publish a folder in a dataset repository, in one commit; returns the commit.
+
+    The repository is made if need be.  Files there that match ``replaced`` and are not in the folder go.  What an
+    interrupted upload has sent belongs to no commit, and the next one does not send it again.
+
+    Raises:
+        InputError: refused, such as for want of a token.  UnavailableError: the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    with _hub_errors(repo, None, "publish"):
+        api = HfApi()
+        api.create_repo(repo, repo_type="dataset", exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repo, repo_type="dataset", folder_path=folder, commit_message=message, delete_patterns=replaced
+        )
+        return str(done.oid)
+
+
 def dataset_file(repo: str, filename: str) -> Path:
     """One file of a dataset repository.
 
@@ -50,15 +100,16 @@ def dataset_file(repo: str, filename: str) -> Path:
 
 
 @contextmanager
-def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+def _hub_errors(repo: str, revision: str | None, doing: str = "fetch") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the one boundary: huggingface_hub lets errors of several HTTP libraries through
         if (refusal := _refusal(error, repo, revision)) is not None:
             raise InputError(refusal) from error
         cause = first_line(error.__cause__ or error)
+        where = f"{repo} from" if doing == "fetch" else f"{repo} on"
         raise UnavailableError(
-            f"cannot fetch {repo} from the hub ({cause}); check the connection and run again, or pass a path"
+            f"cannot {doing} {where} the hub ({cause}); check the connection and run again, or pass a path"
         ) from error
 
 
@@ -79,6 +130,8 @@ def _refusal(error: Exception, repo: str, revision: str | None) -> str | None:
             )
         case errors.RevisionNotFoundError():
             return f"{repo} has no revision {revision!r}; name a branch, tag or commit from its hub page"
+        case errors.HfHubHTTPError() if error.response.status_code in (401, 403):
+            return f"the hub does not let you write to {repo}; set HF_TOKEN to a token that may"
         case errors.HFValidationError():
             return f"{repo!r} is not a hub id: write owner/name or owner/name@revision"
     return None

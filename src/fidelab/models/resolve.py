@@ -98,6 +98,20 @@ def resolve(name: str) -> Model:
     return _read(folder, name, revision=commit)
 
 
+def quantized_as(model: Model) -> str:
+    """The formats below 16 bits in which a checkpoint stores its weights (``Q8_0``, ``fp8``); empty for none."""
+    if model.kind == "fake":
+        return ""
+    if model.kind == "gguf" and model.gguf is not None:
+        from gguf import GGMLQuantizationType
+
+        names = {kind.value: kind.name for kind in GGMLQuantizationType}
+        stored = {names.get(tensor.type, f"type {tensor.type}") for tensor in read_header(model.gguf).tensors}
+        return ", ".join(sorted(name for name in stored if not re.fullmatch(r"B?F\d+", name)))
+    found = read_json(model.path / "config.json").get("quantization_config")
+    return str(found.get("quant_method") or "quantized") if isinstance(found, dict) else ""
+
+
 def with_weights(model: Model) -> Model:
     """The model in the form that Transformers, vLLM and SGLang load; the weights of a GGUF file are converted once.
 

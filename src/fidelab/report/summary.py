@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, shared, text_of
@@ -15,6 +15,7 @@ from fidelab.results.numbers import (
     counted,
     format_figure,
     format_kld,
+    format_nats,
     format_percent,
     format_span,
     heading,
@@ -229,10 +230,22 @@ def remarks_of(report: Report) -> tuple[str, ...]:
 
 
 def engine_remarks_of(report: Report) -> tuple[str, ...]:
-    """What engines remark on how their arms ran, a sentence each."""
+    """What engines remark on how their arms ran, a sentence each, after that of a borrowed reference."""
     arms = (report.reference, *([report.control] if report.control else []), *report.controls, *report.candidates)
     remarks = ((arm, text) for arm in arms if arm.ran for text in arm.ran.remarks)
-    return tuple(shared((one_line(arm.name), one_line(text)) for arm, text in remarks))
+    return (*_borrowed(report), *shared((one_line(arm.name), one_line(text)) for arm, text in remarks))
+
+
+def _borrowed(report: Report) -> Iterator[str]:
+    """Where a borrowed reference comes from, and how far verdicts allow for its machine."""
+    if (found := report.borrowed) is None:
+        return
+    weights = f", weights {one_line(found.weights)}" if found.weights else ""
+    if found.difference is None:
+        machines = "difference between machines unknown"
+    else:
+        machines = f"verdicts allow for {format_nats(found.difference.mean)} between machines"
+    yield f"reference borrowed from {one_line(found.place)} ({one_line(found.machine)}{weights}), {machines}"
 
 
 def others_in_words(arm: ArmRecord) -> tuple[str, ...]:

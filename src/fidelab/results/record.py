@@ -327,6 +327,30 @@ class Attribution(Record):
     """What last bits alone move the candidate by; a part below it tells nothing."""
 
 
+class MachineDifference(Record):
+    """How far a reference is from itself on another machine."""
+
+    mean: Positive
+    """Mean KLD of the two, nats."""
+    machines: tuple[str, str]
+    """Processor and GPUs of both; the first one made the reference."""
+
+
+class Borrowed(Record):
+    """A packed reference that somebody else ran."""
+
+    place: str
+    """Where it was found: a folder's name, or ``hf://owner/name@commit``."""
+    sha256: str
+    """Of its manifest."""
+    machine: str
+    """Processor and GPUs that it ran on."""
+    weights: str = ""
+    """``dequantized from`` or ``quantized as``, and the formats below 16 bits of its checkpoint; empty: none."""
+    difference: MachineDifference | None = None
+    """How far it is from itself on another machine: it widens the intervals of verdicts; null: not measured."""
+
+
 class Report(Document):
     """Everything a run found."""
 
@@ -362,6 +386,8 @@ class Report(Document):
     """The reference's 32-bit twin on the same engine, over the reference."""
     floor: dict[str, Measurement] = Field(default_factory=dict)
     """Axis → the reference against a replicate of itself: repeatability."""
+    borrowed: Borrowed | None = None
+    """Where the reference comes from, if this run did not run it."""
     recommendation: Recommendation | None = None
     """Which candidate to run; null where nothing was compared, and in reports of earlier versions."""
 

@@ -83,13 +83,26 @@ def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> 
 # ---------------------------------------------------------------------------------------------------- the band
 
 
-def _rule(arm: ArmRecord) -> Ruling | None:
+def widened(interval: tuple[float, float], difference: float) -> tuple[float, float]:
+    """An interval of mean KLD with what the reference's own difference between machines may add or take.
+
+    The root of a small KLD is a distance, for which the triangle inequality holds.  See docs/sharing.md#references.
+    """
+    low, high = (math.sqrt(max(end, 0.0)) for end in interval)
+    step = math.sqrt(difference)
+    return max(low - step, 0.0) ** 2, (high + step) ** 2
+
+
+def _rule(arm: ArmRecord, report: Report | None) -> Ruling | None:
     """The band by the record; ``None`` where no KLD was asked for."""
     kld = arm.deciding
     if kld is None:
         return None
     mean = kld.metric("mean", {})
     low, upper = (None, None) if mean is None or mean.bound or mean.interval is None else mean.interval
+    borrowed = report.borrowed if report else None
+    if borrowed is not None and borrowed.difference is not None and low is not None and upper is not None:
+        low, upper = widened((low, upper), borrowed.difference.mean)
     return verdict(
         upper,
         kld.n_failed or 0,
@@ -155,16 +168,18 @@ class _Case:
     control: ArmRecord | None = None
     native_keys: ArmRecord | None = None
     n_ctx: int | None = None
+    report: Report | None = None
 
     @classmethod
     def of(cls, arm: ArmRecord, report: Report | None, reason: str) -> _Case:
         kld = arm.deciding or Measurement(status=Status.OK)
-        case = cls(arm, kld, _rule(arm), reason or arm.reason or "")
+        case = cls(arm, kld, _rule(arm, report), reason or arm.reason or "")
         if report is None:
             return case
         controls = (*((report.control,) if report.control else ()), *report.controls)
         return replace(
             case,
+            report=report,
             reference=report.reference,
             control=next((control for control in controls if control.name == arm.control), None),
             native_keys=_native_keys(arm, report),
@@ -202,7 +217,7 @@ class _Case:
     @property
     def mended(self) -> str | None:
         """Band of the arm with native keys."""
-        ruling = _rule(self.native_keys) if self.native_keys else None
+        ruling = _rule(self.native_keys, self.report) if self.native_keys else None
         return None if ruling is None or ruling.band is None else ruling.band.value
 
 

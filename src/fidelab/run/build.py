@@ -146,6 +146,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     so that "identical" is seen in two real captures.
     """
     resolved = settings.resolved
+    pack = settings.pack
     able = {role: arm for role, arm in settings.roles.items() if arm.name not in settings.unsupported}
     jobs = [PlannedJob(role, resolved[arm.name], ()) for role, arm in able.items()]
     if settings.experiment.twins > 0 and any(axis in settings.axes for axis in _DIAGNOSED):
@@ -158,14 +159,14 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     unavailable: dict[str, str] = {}
     for name, axis in settings.axes.items():
         try:
-            requests[name] = axis.requests(inputs)
+            requests[name] = axis.requests(inputs) if pack is None else pack.requests(name)
         except UnavailableError as error:
             unavailable[name] = str(error)
     if not requests and settings.axes:
         raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
     numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]
     asked = linked([with_probes(settings, job, requests) for job in numbered])
-    remarks = [_beyond(name, settings.axes[name], inputs) for name in requests]
+    remarks = [_beyond(name, settings.axes[name], inputs) for name in requests if pack is None]
     if again := [f"{c.axis} of {job.arm.name}" for job in asked for c in job.captures if c.lost_rows()]:
         remarks.append(f"captured again, as rows went after an earlier comparison (--keep-rows): {', '.join(again)}")
     return Plan(settings, asked, unavailable, tuple(filter(None, remarks)), requests)

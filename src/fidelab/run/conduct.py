@@ -32,6 +32,7 @@ from fidelab.core import Status, slug, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
 from fidelab.core.registry import require
 from fidelab.core.serial import from_json, to_json
+from fidelab.ledger.reference import Pack
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.run.benches import BENCHES, Benching
@@ -229,7 +230,7 @@ def _conduct(
     plan = prepared.plan
     expected, started = prepared.estimate(), time.monotonic()
     after = expected.scoring + sum(expected.benches.values())
-    facts = replace(facts, unavailable=dict(plan.unavailable))
+    facts = replace(facts, unavailable=dict(plan.unavailable), borrowed=_borrowed(plan.settings.pack))
     results: list[ArmResult] = []
     folder.event(
         "planned",
@@ -278,7 +279,7 @@ def _conduct(
                 drop_rows_there(cluster, plan.settings.experiment.axes, results, folder.path, readers)
             scored = score_run(plan.settings.experiment, facts, _every(plan, results))
             report = _write(folder, scored)
-            if not plan.settings.experiment.keep_rows:
+            if not plan.settings.experiment.keep_rows and plan.settings.pack is None:
                 drop_reference_rows(plan.settings.axes, results, [job.role for job in plan.jobs], readers)
             if all(result.status is Status.OK for result in results):
                 Timings().add_scoring((time.monotonic() - began) / expected.scoring)
@@ -289,6 +290,14 @@ def _conduct(
     finally:
         prepared.servers.close()
         listener.close()
+
+
+def _borrowed(pack: Pack | None) -> dict[str, Any]:
+    """What the report says of a borrowed reference."""
+    if pack is None:
+        return {}
+    noise = {name: found.model_dump(mode="json") for name, found in pack.manifest.noise.items()}
+    return {**pack.borrowed().model_dump(mode="json"), "noise": noise}
 
 
 def _keep(

@@ -42,6 +42,7 @@ class ResolvedArm:
     the worker's environment may change what it computes: captures of another build, or made under other variables, are
     others.  ``about``: how it is installed in full, for the record.  ``draft``: the model that drafts for it.
     ``unasked``: whether the engine can run the arm is to be asked where it runs, on a device that is not here.
+    ``borrowed``: somebody else ran it; ``model`` is not its own, and nothing of it runs here.
     """
 
     arm: Arm
@@ -52,6 +53,7 @@ class ResolvedArm:
     about: Mapping[str, Any] = field(default_factory=dict)
     draft: Model | None = None
     unasked: bool = False
+    borrowed: bool = False
 
     @property
     def estimator(self) -> Estimator:
@@ -61,6 +63,8 @@ class ResolvedArm:
     @property
     def lacks_weights(self) -> bool:
         """The engine loads safetensors, and the model, or the one that drafts, has its weights in a GGUF file."""
+        if self.borrowed:
+            return False
         models = [model for model in (self.model, self.draft) if model is not None]
         return any(model.text_only for model in models) and loads_safetensors(self.engine_class)
 

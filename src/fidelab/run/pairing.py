@@ -277,7 +277,7 @@ class Scorer:
 
     def compare_ahead(self, results: Sequence[ArmResult]) -> None:
         """Compare the rows of hidden states of all arms at once, where that is worth a process of its own."""
-        asked, work = [], 0.0
+        asked = []
         for name, captures in self._reference.items():
             for part, ref in captures.items():
                 tests = []
@@ -288,14 +288,14 @@ class Scorer:
                     try:
                         test = Capture(folder, verify=False)
                         pair = Pair.match(ref, test, subset=_is_part(result))
-                        if is_comparable(ref, test) and next(iter(self.axes[name].compared(pair)), None):
-                            work += operations(test)
+                        worthwhile = is_comparable(ref, test) and operations(ref) >= tiles.WORTHWHILE
+                        if worthwhile and next(iter(self.axes[name].compared(pair)), None):
                             tests.append((folder, _is_part(result)))
                     except (FidelabError, OSError, *FOREIGN) as error:  # scoring meets it again, and says it
                         _LOGGER.debug("%s, %s is not compared ahead: %s", result.role, part_name(name, part), error)
                 if tests:
                     asked.append(Asked(name, self.experiment.axes[name], ref.folder, tests))
-        if work >= tiles.WORTHWHILE:
+        if asked:
             self._figures = compare_apart(asked, self.experiment.threads or usable_cores())
 
     def measure(self, result: ArmResult) -> Measured:

@@ -12,6 +12,7 @@ from fidelab.axes.base import AxisInputs
 from fidelab.config.load import expand, expand_existing
 from fidelab.config.schema import Experiment
 from fidelab.core import Status
+from fidelab.core.errors import UsageError
 from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
 from fidelab.inputs.images import placeholder
 from fidelab.inputs.prompts import load_prompts
@@ -19,6 +20,7 @@ from fidelab.inputs.texts import TEXTS, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
 from fidelab.run.benches import BenchPlan
+from fidelab.run.borrow import borrow, check_model
 from fidelab.run.build import Plan, build_plan
 from fidelab.run.cluster import Cluster
 from fidelab.run.estimate import Estimate, check_disk, estimate
@@ -70,7 +72,7 @@ def prepare(
     convert: bool = True,
     servers: ForkServers | None = None,
 ) -> Prepared:
-    """Resolve and plan; nothing runs and nothing is written (but a model may be fetched and converted).
+    """Resolve and plan; nothing runs and nothing is written (but models may be fetched, converted, packs unpacked).
 
     ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
     this run's captures begin.  ``created``: when the run was first started; now unless told.  ``convert``: convert the
@@ -80,11 +82,17 @@ def prepare(
     Raises:
         FidelabError: anything a user can fix, in one line.
     """
+    experiment, pack = borrow(_absolute(experiment))
+    if pack is not None and replicate:
+        raise UsageError("a borrowed reference cannot be repeated: leave out runs")
     assume = not convert and experiment.serve is not None
-    settings = resolve_experiment(_absolute(experiment), created or now(), assume=assume)
-    if servers is not None and settings.axes and experiment.executor.name == "local":
+    settings = resolve_experiment(experiment, created or now(), pack, assume=assume)
+    if servers is not None and pack is None and settings.axes and experiment.executor.name == "local":
         spawner(settings.resolved[settings.reference.name], servers)
     tokenizer = Tokenizer.load(settings.model)
+    if pack is not None:
+        check_model(pack, settings.model, tokenizer)
+        pack.install(settings.captures_dir)
     inputs = _inputs(settings, tokenizer)
     plan = build_plan(convert_weights(settings, convert), inputs, replicate)
     if inputs.traffic is not None:
@@ -125,6 +133,8 @@ def _absolute(experiment: Experiment) -> Experiment:
     updates |= {name: expand_existing(getattr(experiment, name), reserved) for name, reserved in words.items()}
     if experiment.traffic is not None:
         updates["traffic"] = expand_existing(experiment.traffic, ())
+    if experiment.reference_from is not None:
+        updates["reference_from"] = expand_existing(experiment.reference_from, ())
     if experiment.captures_dir is not None:
         updates["captures_dir"] = str(expand(experiment.captures_dir))
     return experiment.model_copy(update=updates)

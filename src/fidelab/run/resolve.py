@@ -24,6 +24,7 @@ from fidelab.engines.installed import gpu_files
 from fidelab.engines.k16v8 import versions_for
 from fidelab.environments.answers import EngineAnswers
 from fidelab.environments.container import named_paths
+from fidelab.ledger.reference import Pack
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
 from fidelab.models.weights import content_sha256
 from fidelab.run.arms import (
@@ -58,7 +59,8 @@ class Settings:
 
     ``roles``: all arms under their roles, in the order in which they run: reference, control, controls of other kernel
     paths, candidates, and with ``control: full`` diagnostic arms, which separate format loss from kernel loss.
-    ``resolved`` and ``unsupported`` go by the arm's name: where it runs, and why it cannot.
+    ``resolved`` and ``unsupported`` go by the arm's name: where it runs, and why it cannot.  ``pack``: what the
+    reference is borrowed from.
     """
 
     experiment: Experiment
@@ -70,6 +72,7 @@ class Settings:
     resolved: Mapping[str, ResolvedArm]
     output_dir: Path
     captures_dir: Path
+    pack: Pack | None = None
 
     @property
     def reference(self) -> Arm:
@@ -82,10 +85,12 @@ class Settings:
         return [arm for role, arm in self.roles.items() if role.startswith("candidate:")]
 
 
-def resolve_experiment(experiment: Experiment, created: str = "", *, assume: bool = False) -> Settings:
+def resolve_experiment(
+    experiment: Experiment, created: str = "", pack: Pack | None = None, *, assume: bool = False
+) -> Settings:
     """Resolve names, formats, models and environments; ``created`` marks captures that only this run may use.
 
-    ``assume``: see :class:`fidelab.run.deploy.Engines`.
+    ``pack``: what the reference is borrowed from.  ``assume``: see :class:`fidelab.run.deploy.Engines`.
 
     Raises:
         FidelabError: one line naming what was wrong and what to do.
@@ -97,7 +102,7 @@ def resolve_experiment(experiment: Experiment, created: str = "", *, assume: boo
     benches = {name: _load_bench(name, values) for name, values in experiment.benches.items()}
     with Engines(lambda: _files(experiment), assume) as engines:
         _check_kv_names(experiment, engines)
-        return _Resolver(experiment, axes, benches, engines, created).settings()
+        return _Resolver(experiment, axes, benches, engines, created, pack).settings()
 
 
 def _files(experiment: Experiment) -> list[str]:
@@ -122,7 +127,9 @@ class _Resolver:
         benches: Mapping[str, Bench],
         engines: Engines,
         created: str,
+        pack: Pack | None,
     ) -> None:
+        self._pack = pack
         self._engines = engines
         self._created = created
         self._asked_dtype = experiment.dtype
@@ -136,7 +143,7 @@ class _Resolver:
 
     def settings(self) -> Settings:
         experiment = self._experiment
-        reference = self._arm(experiment.reference)
+        reference = self._arm(experiment.reference) if self._pack is None else self._borrowed(self._pack)
         candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
         _refuse_twins(candidates, self._resolved)
         control = self._control(reference)
@@ -154,8 +161,9 @@ class _Resolver:
             **{f"candidate:{arm.name}": arm for arm in candidates},
             **diagnostics,
         }
-        self._give_one_attention([arm for role, arm in roles.items() if not role.startswith(EXACT)])
-        self._give_one_attention([arm for role, arm in roles.items() if role.startswith(EXACT)])  # a group of their own
+        here = {role: arm for role, arm in roles.items() if not (role == "reference" and self._pack)}
+        self._give_one_attention([arm for role, arm in here.items() if not role.startswith(EXACT)])
+        self._give_one_attention([arm for role, arm in here.items() if role.startswith(EXACT)])  # a group of their own
         settings = Settings(
             experiment=experiment,
             model=self._model,
@@ -166,6 +174,7 @@ class _Resolver:
             resolved=self._resolved,
             output_dir=output,
             captures_dir=_folder(Path(experiment.captures_dir or output / "captures"), "captures_dir"),
+            pack=self._pack,
         )
         return _with_resolved(settings, self._resolved)
 
@@ -173,6 +182,15 @@ class _Resolver:
         if name not in self._models:
             self._models[name] = resolve(name)
         return self._models[name]
+
+    def _borrowed(self, pack: Pack) -> Arm:
+        """The arm of a packed reference, which nothing here runs."""
+        arm = pack.arm
+        environment = self._engines.ask(self._experiment.engine).environment
+        self._resolved[arm.name] = ResolvedArm(
+            arm, engine_class(arm.engine), self._model, environment, pack.versions, borrowed=True
+        )
+        return arm
 
     def _candidate(self, config: ArmConfig) -> Arm:
         """A candidate; one whose own engine or model is unavailable is unsupported and does not affect the others."""
@@ -508,7 +526,8 @@ def _check_kv_names(experiment: Experiment, engines: Engines) -> None:
 
 
 def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
-    yield experiment.reference
+    if experiment.reference_from is None:
+        yield experiment.reference
     yield from experiment.candidates
     if "engine" not in experiment.vary:  # else a name that one engine lacks is a cell that is not supported
         yield from cells_of(experiment)

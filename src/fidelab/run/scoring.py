@@ -19,6 +19,7 @@ from fidelab.bench import BENCHES
 from fidelab.config.schema import Experiment, Limits
 from fidelab.core import Arm, Status
 from fidelab.core.registry import require
+from fidelab.core.serial import OMIT
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import one_line
 from fidelab.metrics.composite import composite, cost_alike
@@ -31,6 +32,7 @@ from fidelab.results.plots import Texts
 from fidelab.results.recommend import recommended
 from fidelab.results.record import (
     ArmRecord,
+    Borrowed,
     Comparison,
     Composite,
     NoiseFloor,
@@ -50,13 +52,18 @@ _SHA256 = re.compile("[0-9a-f]{64}")  # weights that could not be hashed carry a
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about the run itself; ``unavailable``: axes that could not be measured, and why."""
+    """Facts about the run itself.
+
+    ``unavailable``: axes that could not be measured, and why.  ``borrowed``: fields of
+    :class:`~fidelab.results.record.Borrowed`, and the ``noise`` of the pack; empty where the reference ran here.
+    """
 
     run_id: str
     created: str
     command: str
     environment: Mapping[str, Any]
     unavailable: Mapping[str, str] = field(default_factory=dict)
+    borrowed: Mapping[str, Any] = field(default_factory=dict, metadata=OMIT)
 
     def __post_init__(self) -> None:
         """Raise ValueError where ``created`` is no time with a zone."""
@@ -96,6 +103,8 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     summary = _Summary(experiment, measured, reference, floors)
     records = summary.decided(candidates)
     limits = experiment.limits
+    borrowed = dict(facts.borrowed)
+    noise = {name: Measurement.model_validate(found) for name, found in borrowed.pop("noise", {}).items()}
     report = Report(
         run_id=facts.run_id,
         created=datetime.fromisoformat(facts.created),
@@ -111,7 +120,8 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         comparisons=tuple(summary.comparisons(candidates)),
         attribution=attribute(experiment, reference, measured, diagnostics, floors),
         truth=_truth(experiment, reference, diagnostics),
-        floor=summary.axes(measured["floor"]) if "floor" in measured else {},
+        floor=summary.axes(measured["floor"]) if "floor" in measured else noise,
+        borrowed=Borrowed.model_validate(borrowed) if borrowed else None,
     )
     report = recommended(judged(report), **limits.model_dump(exclude={"margin"}))
     tables = [

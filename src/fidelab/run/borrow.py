@@ -1,0 +1,134 @@
+"""References that others ran: found in a folder or on the hub, and put in the place of an experiment's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from fidelab.config.load import expand
+from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
+from fidelab.core.errors import CaptureError, FidelabError, InputError, UnavailableError, UsageError
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.ledger.reference import MANIFEST, Pack, check_listed, read_pack, sample_digest
+from fidelab.models import Model, hub
+from fidelab.models.resolve import HUB_ID
+
+HUB = "hf://"
+
+
+def split_place(place: str) -> tuple[str, str | None]:
+    """Repository and revision of ``hf://owner/name[@revision]``.
+
+    Raises:
+        UsageError: it is not of this form.
+    """
+    match = HUB_ID.fullmatch(place.removeprefix(HUB))
+    if not place.startswith(HUB) or match is None:
+        raise UsageError(f"{place} is not a place on the hub: write hf://owner/name or hf://owner/name@revision")
+    return match["repo"], match["revision"]
+
+
+def find_pack(place: str, *, whole: bool = True) -> Pack:
+    """The pack in a folder or on the hub; not ``whole``: of one on the hub its manifest alone is fetched.
+
+    Where the hub cannot be reached, a pack that was fetched before is taken.
+
+    Raises:
+        InputError, UnavailableError: there is none, or the hub cannot be reached.
+        CaptureError: it is damaged.
+    """
+    if not place.startswith(HUB):
+        return read_pack(expand(place), place)
+    repo, revision = split_place(place)
+    try:
+        sizes = hub.dataset_sizes(repo, revision)
+    except UnavailableError:
+        try:
+            folder = hub.dataset_files(repo, revision, [MANIFEST], local=True)
+        except FidelabError:
+            folder = Path()
+        if not (folder / MANIFEST).is_file():
+            raise
+        return read_pack(folder, f"{HUB}{repo}@{folder.name}")
+    check_listed(place, sizes)
+    folder = hub.dataset_files(repo, revision, [MANIFEST])  # by its name, under which it is then found offline
+    place = f"{HUB}{repo}@{folder.name}"
+    pack = read_pack(folder, place)
+    if whole:
+        for file in pack.manifest.files:
+            if sizes.get(file.name) != file.bytes:
+                raise CaptureError(f"{place}: {file.name} is missing or truncated there; publish the pack again")
+        hub.dataset_files(repo, folder.name, [file.name for file in pack.manifest.files])
+    return pack
+
+
+def find_for(model: Model, places: Sequence[str], note: Callable[[str], None]) -> str | None:
+    """The first of some places that has a pack of this checkpoint; ``None``: none has.
+
+    A place is a pack, on the hub or in a folder, or a folder of packs.  What cannot be read or reached is noted.
+    """
+    for place in places:
+        for one in _inside(place):
+            try:
+                if find_pack(one, whole=False).manifest.checkpoint_sha256 == model.weights:
+                    return one
+            except FidelabError as error:
+                note(str(error))
+    return None
+
+
+def _inside(place: str) -> Iterator[str]:
+    folder = Path() if place.startswith(HUB) else expand(place)
+    if place.startswith(HUB) or (folder / MANIFEST).is_file() or not folder.is_dir():
+        yield place
+    else:
+        yield from (str(path.parent) for path in sorted(folder.glob(f"*/{MANIFEST}")))
+
+
+def borrow(experiment: Experiment) -> tuple[Experiment, Pack | None]:
+    """The experiment with a pack's settings, and the pack, checked; without ``reference_from`` as it was.
+
+    Raises:
+        UsageError: it asks for what takes the reference's engine, or for an axis that the pack lacks.
+        FidelabError: as :func:`find_pack` and :meth:`Pack.check`.
+    """
+    if experiment.reference_from is None:
+        return experiment, None
+    wants = {
+        "benches": experiment.benches,
+        "control": experiment.control not in ("auto", "none"),
+        "runs": experiment.runs > 1,
+        "text": experiment.text != "default",
+        "prompts": experiment.prompts != "default",
+        "traffic": experiment.traffic,
+    }
+    if asked := next((name for name, value in wants.items() if value), None):
+        raise UsageError(f"{asked}: a borrowed reference answers no new questions; leave it out, or run the reference")
+    pack = find_pack(experiment.reference_from)
+    pack.check()
+    there = pack.manifest.axes
+    if lacking := [name for name in experiment.axes if name not in there]:
+        raise UsageError(f"{pack.place} has no saved outputs of axis {lacking[0]}; it has {', '.join(there)}")
+    arm = pack.arm
+    engine = None if arm.engine == experiment.engine.name else EngineConfig(name=arm.engine)
+    changed = {
+        "reference": ArmConfig(kv=arm.kv, name=arm.name, engine=engine),
+        "reference_from": pack.place if pack.place.startswith(HUB) else str(pack.folder),
+        "axes": {name: there[name] for name in experiment.axes},
+        "control": "none",
+        "floor": 0.0,
+    }
+    return experiment.model_copy(update=changed), pack
+
+
+def check_model(pack: Pack, model: Model, tokenizer: Tokenizer) -> None:
+    """Refuse a model that cannot answer a pack's windows.
+
+    Raises:
+        MismatchError: another tokenizer or vocabulary.  InputError: its context is shorter than a window.
+    """
+    pack.check_tokenizer(tokenizer.vocabulary(), tokenizer.pieces(), sample_digest(tokenizer.encode))
+    longest = max(len(item) for capture in pack.captures.values() for item in capture.request.items())
+    if model.max_positions is not None and longest > model.max_positions:
+        what = f"reads {model.max_positions:,} tokens, and {pack.place} has windows of {longest:,}"
+        raise InputError(f"{model.name} {what}; name another pack")
