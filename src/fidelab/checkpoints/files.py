@@ -204,7 +204,7 @@ def open_checkpoint(name: str | Path, *, complete: bool = True) -> Checkpoint:
     """
     text = str(name)
     if text in embedded.NAMES:
-        return _open_gguf(embedded.gguf_file(), text)
+        return _open_gguf(embedded.gguf_file(text), text)
     here = Path(text).expanduser()
     if text and here.is_dir():
         return _open_folder(here.absolute(), text, complete)

