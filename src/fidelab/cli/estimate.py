@@ -303,6 +303,38 @@ _Row = Annotated[str | None, typer.Option("--as", help="Name of the row (default
 
 
 @app.command()
+def fit(
+    file: Annotated[Path, typer.Argument(help="CSV file, JSON list of objects, or report.json with bench decode.")],
+    y: Annotated[str, typer.Option("--y", help="Column to fit: speed-up, tokens/s, or with --time a time.")],
+    x: Annotated[str, typer.Option("--x", help="Column of batch sizes.")] = "batch",
+    context: Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")] = None,
+    time: Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")] = False,
+    cluster: Annotated[str | None, typer.Option(help="Column of models or machines; intervals resample these.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Fit a Hill curve and an affine step time to measured figures and compare them.
+
+    [bold]Examples[/bold]
+
+      fidelab estimate fit ablation.csv --y speedup_vs_p0 --cluster model
+
+      fidelab estimate fit steps.json --y latency_ms --time --context context
+    """
+    from fidelab.physics.fits import compare_fits, read_points
+    from fidelab.report.text import print_line, print_table
+
+    found = compare_fits(read_points(file), y=y, x=x, context=context, is_time=time, cluster=cluster)
+    if as_json:
+        print_json(found)
+        return
+    console = open_console()
+    for name, one in found["fits"].items():
+        print_line(console, f"{name}: R² of the rate {one['r2']:.4f}, {found['n']} points, 95% intervals")
+        rows = ((key, *(f"{value:.5g}" for value in values)) for key, values in one["parameters"].items())
+        print_table(console, ("", "estimate", "from", "to"), rows)
+
+
+@app.command()
 def explain(
     output: Annotated[Path, typer.Option("--output", "-o", help="Output file.")] = Path("explain.html"),
     models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Models to show first.")] = None,
