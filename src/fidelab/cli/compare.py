@@ -63,8 +63,7 @@ def compare(
     reference: Annotated[
         str | None,
         typer.Option(
-            help="KV format, or KEY=VALUE,…, of the reference; or one that others ran: a folder, hf://owner/name "
-            "or auto. \\[default: native]",
+            help="Reference: KV format or KEY=VALUE,…; or a packed one: folder, hf://owner/name or auto.",
             show_default=False,
             autocompletion=options.complete_kv,
             rich_help_panel=options.ARMS,
@@ -76,7 +75,7 @@ def compare(
             "--references",
             metavar="PLACE",
             envvar="FIDELAB_REFERENCES",
-            help="Where --reference auto looks: packs, folders of packs, hf://owner/name; repeat it.",
+            help="Place that --reference auto searches: pack, folder of packs or hf://owner/name. Repeatable.",
             show_default=False,
             rich_help_panel=options.ARMS,
         ),

@@ -14,7 +14,7 @@ from fidelab.cli.output import UNDECIDED, command_line, exit_on, note, print_jso
 if TYPE_CHECKING:
     from fidelab.results.record import Report
 
-app = Commands(help="Publish verifiable results, verify those of others, and rank runs.")
+app = Commands(help="Publish, verify and rank results. Pack references for others.")
 
 
 @app.command()
@@ -181,16 +181,16 @@ def reference(
         Path | None,
         typer.Option(
             metavar="RUN_DIR",
-            help="A run of the same reference on another machine: the pack says how far the two are apart.",
+            help="Run of the same reference on another machine. Their difference goes into the pack.",
             show_default=False,
             callback=options.find_run,
         ),
     ] = None,
 ) -> None:
-    """Pack a run's reference, so that others compare with it and need not run it.
+    """Pack a run's reference, so that others can compare with it without running it.
 
-    The pack holds token windows, saved outputs, the output head and what they were made with.
-    fidelab compare MODEL --reference PLACE takes it.
+    The pack holds token windows, saved outputs and the output head.
+    Use it with fidelab compare MODEL --reference PLACE.
 
     [bold]Examples[/bold]
 
