@@ -78,7 +78,8 @@ OTHERS = {
     "--arm": {"report": "of two forms alone"},
     "--max-kld": {"check": "decides, and recommends nothing"},
     "--json": {"check": "a file"},
-    "--reference": {"estimate model": "a format of no run"},
+    "--reference": {"estimate model": "a format of no run", "compare": "a packed reference, too"},
+    "--to": {"checkpoint convert": "a form of weights"},
     "--tp": dict.fromkeys(("estimate advise", "estimate model"), "what a device holds"),
     "--model": {
         "bench capacity": "the model on the server",

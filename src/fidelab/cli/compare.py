@@ -63,7 +63,8 @@ def compare(
     reference: Annotated[
         str | None,
         typer.Option(
-            help="Reference: KV format or KEY=VALUE,…; or a packed one: folder, hf://owner/name or auto.",
+            help="Reference: KV format or KEY=VALUE,…; or a packed one: folder, hf://owner/name or "
+            "auto. \\[default: native]",
             show_default=False,
             autocompletion=options.complete_kv,
             rich_help_panel=options.ARMS,

@@ -307,7 +307,7 @@ def fit(
     file: Annotated[Path, typer.Argument(help="CSV file, JSON list of objects, or report.json with bench decode.")],
     y: Annotated[str, typer.Option("--y", help="Column to fit: speed-up, tokens/s, or with --time a time.")],
     x: Annotated[str, typer.Option("--x", help="Column of batch sizes.")] = "batch",
-    context: Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")] = None,
+    length: Annotated[str | None, typer.Option(help="Column of tokens per sequence, for the affine time.")] = None,
     time: Annotated[bool, typer.Option("--time", help="--y is the time of a step, in ms.")] = False,
     cluster: Annotated[str | None, typer.Option(help="Column of models or machines; intervals resample these.")] = None,
     as_json: options.Json = False,
@@ -318,12 +318,12 @@ def fit(
 
       fidelab estimate fit ablation.csv --y speedup_vs_p0 --cluster model
 
-      fidelab estimate fit steps.json --y latency_ms --time --context context
+      fidelab estimate fit steps.json --y latency_ms --time --length context
     """
     from fidelab.physics.fits import compare_fits, read_points
     from fidelab.report.text import print_line, print_table
 
-    found = compare_fits(read_points(file), y=y, x=x, context=context, is_time=time, cluster=cluster)
+    found = compare_fits(read_points(file), y=y, x=x, context=length, is_time=time, cluster=cluster)
     if as_json:
         print_json(found)
         return
