@@ -41,7 +41,14 @@ class Variant:
 
 
 def variants(
-    cache: PagedCache, heads: int, dtype: torch.dtype, attention: Attention, target: Target, *, count: bool = False
+    cache: PagedCache,
+    heads: int,
+    dtype: torch.dtype,
+    attention: Attention,
+    target: Target,
+    *,
+    count: bool = False,
+    queries: int = 1,
 ) -> list[Variant]:
     """Everything that the kernels compile for a cache, by the names of :data:`VARIANTS`.
 
@@ -52,6 +59,7 @@ def variants(
         attention: What attention does besides; of its sinks, whether there are some.
         target: For which processor.
         count: Whether the writer counts what saturates.
+        queries: Of each sequence in decode.
     """
     rows, kv_heads = 2, cache.kv_heads
 
@@ -76,7 +84,7 @@ def variants(
             "decode",
             decode_kernel,
             (q, part, lse, *held, *queries, scale, MOST_SPLITS),
-            decode_constants(dtype, heads, cache, attention, target),
+            decode_constants(dtype, heads, cache, attention, target, queries),
             tiles("decode", target, cache),
         ),
     ]
@@ -116,6 +124,7 @@ def warm_up(
     attention: Attention,
     device: torch.device,
     names: Collection[str] = VARIANTS,
+    queries: int = 1,
 ) -> None:
     """Compile ``names`` for ``device``, or take them from Triton's cache of files; the interpreter has nothing to do.
 
@@ -131,7 +140,7 @@ def warm_up(
     if target.backend == "interpreter":
         return
     with current(device):
-        for variant in variants(cache, heads, dtype, attention, target):
+        for variant in variants(cache, heads, dtype, attention, target, queries=queries):
             if variant.name in names:
                 options = compile_options(variant.tile)
                 variant.function.warmup(*variant.arguments, grid=(1,), **variant.constants, **options)
