@@ -53,6 +53,11 @@ _BAD: list[tuple[str, Callable[[Problem], Any]]] = [
     ("q has 3 heads", lambda p: _TORCH.decode(p.q[:, :3], p.cache)),
     ("q is float16 and keys are bf16", lambda p: _TORCH.decode(p.q.half(), p.cache)),
     ("q holds 1 queries for 2 sequences", lambda p: _TORCH.decode(p.q[:1], p.cache)),
+    ("q holds 3 queries for 2 sequences", lambda p: _TORCH.decode(p.q[:1].repeat(3, 1, 1), p.cache)),
+    (
+        "9 queries of a sequence with 2 heads for each KV head; decode takes at most 16 such rows: call extend",
+        lambda p: _TORCH.decode(p.q.repeat(9, 1, 1), p.cache),
+    ),
     ("window is -1", lambda p: _TORCH.decode(p.q, p.cache, Attention(window=-1))),
     ("softcap is -2", lambda p: _TORCH.decode(p.q, p.cache, Attention(softcap=-2))),
     ("sinks is float32 [3]", lambda p: _TORCH.decode(p.q, p.cache, Attention(sinks=torch.zeros(3)))),

@@ -223,7 +223,7 @@ name, formats = "model.layers.0.self_attn.attn", Formats.parse("1")
 layer = torch.nn.Module.__new__(backend.VLLMAttention)
 torch.nn.Module.__init__(layer)
 layer.impl = object.__new__(backend.K16V8Attention)  # its own __init__ asks for the configuration of a whole engine
-shape = dict(num_heads=8, head_size=64, scale=0.1, sinks=None, formats=formats)
+shape = dict(num_heads=8, num_kv_heads=2, head_size=64, scale=0.1, sinks=None, formats=formats)
 vars(layer.impl).update(shape, _of=None, _window=0, _softcap=0.0)
 spec = FullAttentionSpec(
     block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, state_content_bytes=formats.content_bytes(64, 64)
@@ -231,10 +231,27 @@ spec = FullAttentionSpec(
 config = SimpleNamespace(
     compilation_config=SimpleNamespace(static_forward_context={name: layer}),
     parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-    speculative_config=None,
+    speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
 )
+support = backend.K16V8Builder.get_cudagraph_support(config, spec).name
 with pretend_cuda() as cuda:
     builder = backend.K16V8Builder(spec, [name], config, torch.device("cuda:0"))
+    decoding = []
+    for counts in ([4, 4, 4], [4, 4, 0], [4, 4, 1], [1, 1, 4], [2, 2, 2], [4, 4, 300]):
+        starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
+        lengths = torch.tensor([30, 40, 300], dtype=torch.int32)
+        tokens = 12 if counts[2] == 0 else sum(counts)  # a graph's batch is padded
+        step = CommonAttentionMetadata(
+            query_start_loc=starts.to("cuda"), query_start_loc_cpu=starts, seq_lens=lengths.to("cuda"), num_reqs=3,
+            num_actual_tokens=tokens, max_query_len=max(counts), max_seq_len=300, causal=True,
+            block_table_tensor=torch.zeros(3, 40, dtype=torch.int32, device="cuda"),
+            slot_mapping=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
+        )
+        with cuda.recorded() as waited:
+            built = builder.build(0, step)
+        rest = None if built.extend_start_loc is None else built.extend_start_loc.tolist()
+        decoding.append([built.num_decodes * built.decode_queries, rest])
+        assert not waited, waited
     starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2, 302, 402], [30, 40, 300, 500]))
     step = CommonAttentionMetadata(
         query_start_loc=starts.to("cuda"), query_start_loc_cpu=starts, seq_lens=lengths.to("cuda"), num_reqs=4,
@@ -246,15 +263,35 @@ with pretend_cuda() as cuda:
     with cuda.recorded() as waited:
         built = builder.build(0, step)
         built.prompts.chunks(16, 0, 300)
-print(json.dumps([compiled, built.num_decodes, waited, cuda.asynchronous]))
+print(json.dumps([compiled, support, decoding, built.num_decodes, waited, cuda.asynchronous]))
 """
 
 
-def test_on_a_device_vllms_builder_compiles_before_it_serves_and_waits_for_nothing(environment: Environment) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "support", "decoding"),
+    [
+        # tokens for the decode kernel, and where the queries of the other sequences begin
+        (
+            3,
+            "UNIFORM_BATCH",
+            [[12, None], [12, None], [8, [0, 1]], [2, [0, 4]], [0, [0, 2, 4, 6]], [8, [0, 300]]],
+        ),
+        # 4 query heads of a KV head times 5 queries: more rows than a tile has
+        (
+            4,
+            "UNIFORM_SINGLE_TOKEN_DECODE",
+            [[0, [0, 4, 8, 12]], [0, [0, 4, 8, 8]], [0, [0, 4, 8, 9]], [2, [0, 4]], [0, [0, 2, 4, 6]], [0, [0, 4, 8, 308]]],
+        ),
+    ],
+)
+def test_on_a_device_vllms_builder_compiles_before_it_serves_and_waits_for_nothing(
+    drafts: int, support: str, decoding: list[Any], environment: Environment
+) -> None:
     folders = [_K16V8 / "benchmarks", _K16V8 / "tests"]  # of the driver, and of the pretend device
     variables = {**os.environ, **environment.variables(), SWITCH: "1"}
     variables["PYTHONPATH"] = os.pathsep.join([*map(str, folders), variables.get("PYTHONPATH", "")])
-    done = subprocess.run([environment.python, "-c", _BUILDER], env=variables, capture_output=True, text=True)
+    done = subprocess.run([environment.python, "-c", _BUILDER.replace("DRAFTS", str(drafts))], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = ["write_kernel", "decode_kernel", "merge_kernel", "merge_kernel", "extend_kernel", "gather_kernel"]
-    assert json.loads(done.stdout.splitlines()[-1]) == [kernels, 2, [], 1]
+    kernels += ["decode_kernel"] * (support == "UNIFORM_BATCH")  # of one query, and of all drafts
+    assert json.loads(done.stdout.splitlines()[-1]) == [kernels, support, decoding, 2, [], 1]

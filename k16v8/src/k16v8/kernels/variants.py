@@ -71,7 +71,7 @@ def variants(
     key, value = empty(rows, kv_heads, cache.head_dim), empty(rows, kv_heads, cache.v_dim)
     part, slots = out.float(), empty(rows, kind=torch.int64)
     sinks, scale = attention.sinks is not None, attention.scale_for(cache.head_dim)
-    held, queries, outputs = cache_arguments(cache), q.stride()[:2], out.stride()[:2]
+    held, q_strides, outputs = cache_arguments(cache), q.stride()[:2], out.stride()[:2]
     found = [
         Variant(
             "write",
@@ -83,7 +83,7 @@ def variants(
         Variant(
             "decode",
             decode_kernel,
-            (q, part, lse, *held, *queries, scale, MOST_SPLITS),
+            (q, part, lse, *held, *q_strides, scale, MOST_SPLITS),
             decode_constants(dtype, heads, cache, attention, target, queries),
             tiles("decode", target, cache),
         ),
@@ -103,7 +103,7 @@ def variants(
         Variant(
             "extend",
             extend_kernel,
-            (q, numbers, lse if sinks else out, out, lse, *held, *queries, *outputs, lse.stride(0), scale, rows),
+            (q, numbers, lse if sinks else out, out, lse, *held, *q_strides, *outputs, lse.stride(0), scale, rows),
             extend_constants(dtype, heads, cache, attention, target),
             tiles("extend", target, cache),
         ),

@@ -48,6 +48,7 @@ __all__ = [
     "attend_prompts",
     "decode_buffer",
     "decode_plan",
+    "decode_queries",
     "prefill_workspace",
     "prompt_route",
     "read_back",
@@ -285,21 +286,39 @@ def decode_buffer(device: torch.device) -> Tensor:
 
 
 def decode_plan(kernels: Kernels, q: Tensor, cache: PagedCache, attention: Attention) -> Any:
-    """The plan of one decode shape (``q``: ``[B, heads, D]``), made once, in :func:`decode_buffer`.
+    """The plan of one decode shape (``q``: ``[B * n, heads, D]``), made once, in :func:`decode_buffer`.
 
     ``None`` where the kernels need none.
     """
     if kernels.implementation == "torch":
         return None
-    device, (batch, heads) = cache.k_cache.device, q.shape[:2]
+    device, heads, batch = cache.k_cache.device, q.shape[1], len(cache.lengths)
     kind = q.dtype, cache.k_format, cache.v_format, cache.k_scale is None, cache.v_scale is None
     options = attention.window, attention.softcap, attention.sinks is None
-    key = (kernels.implementation, device, *q.shape, cache.kv_heads, cache.v_dim, cache.max_length, *kind, *options)
+    key = (kernels.implementation, device, batch, *q.shape, cache.kv_heads, cache.v_dim, cache.max_length, *kind, *options)
     if key not in _PLANS:
         if len(_PLANS) == _MOST_PLANS:
             _PLANS.clear()
-        _PLANS[key] = kernels.plan(batch, heads, cache, attention, dtype=q.dtype, buffer=decode_buffer(device))
+        given = {"queries": len(q) // batch, "dtype": q.dtype, "buffer": decode_buffer(device)}
+        _PLANS[key] = kernels.plan(batch, heads, cache, attention, **given)
     return _PLANS[key]
+
+
+def decode_queries(ratio: int, drafts: int) -> int:
+    """Return how many queries of a sequence the decode kernels take: one more than ``drafts``, else one.
+
+    ``ratio``: query heads of a KV head.
+    """
+    from k16v8.kernels.checks import MOST_ROWS
+
+    return 1 + drafts if ratio * (1 + drafts) <= MOST_ROWS and _named_kernels() == "triton" else 1
+
+
+def _named_kernels() -> str:
+    named = os.environ.get(KERNELS_SWITCH, "").strip() or "triton"
+    if named not in ("triton", "flashinfer"):
+        raise UsageError(f"{KERNELS_SWITCH}={named}: write triton or flashinfer")
+    return named
 
 
 _WORKSPACES: dict[torch.device, Tensor] = {}
@@ -401,9 +420,7 @@ class Pages:
         from k16v8.kernels import dispatch
         from k16v8.kernels.cache import scaling_of, storage
 
-        named = os.environ.get(KERNELS_SWITCH, "").strip() or "triton"
-        if named not in ("triton", "flashinfer"):
-            raise UsageError(f"{KERNELS_SWITCH}={named}: write triton or flashinfer")
+        named = _named_kernels()
         return dispatch.choose(
             "torch" if torch.device(device).type == "cpu" else named,
             k_format=self.k_format,
@@ -419,10 +436,13 @@ class Pages:
             v_scaling=scaling_of(self.v_scales),
         )
 
-    def warm_up(self, kernels: Kernels, heads: int, dtype: torch.dtype, attention: Attention, device: Any) -> None:
+    def warm_up(
+        self, kernels: Kernels, heads: int, dtype: torch.dtype, attention: Attention, device: Any, queries: int = 1
+    ) -> None:
         """Compile what steps on these pages, or on others like them, will launch: a server calls it before it serves.
 
-        The pages may lie on ``meta``; ``device``: where those of the server lie.  The torch path compiles nothing.
+        The pages may lie on ``meta``; ``device``: where those of the server lie; ``queries``: of each sequence, where
+        drafts are verified.  The torch path compiles nothing.
         """
         import torch
 
@@ -435,6 +455,8 @@ class Pages:
         numbers = torch.empty(1, dtype=torch.int32, device=self.keys.device)
         cache = self.paged(numbers.view(1, 1), numbers)
         warm_up(cache, heads, dtype, attention, torch.device(device), names)
+        if queries > 1:
+            warm_up(cache, heads, dtype, attention, torch.device(device), ("decode",), queries)
 
 
 def read_back(found: Pages, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Every step writes its tokens into the pages first (``do_kv_cache_update``) and attends to the pages then, so prompts in
 chunks and cached prefixes are one case: each sequence's last tokens over the whole of it.  vLLM puts sequences that
 decode before the others (``reorder_batch_threshold``): they go to the decode kernel also where a prompt is in the
-step.
+step.  Drafts of speculative decoding are verified there too, where all sequences have equally many.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from k16v8.plugins.shared import (
     attend_prompts,
     decode_buffer,
     decode_plan,
+    decode_queries,
     prefill_workspace,
     read_back,
     switched,
@@ -116,7 +117,8 @@ class K16V8Metadata:
     query_start_loc: Tensor  # int32 [B + 1]
     seq_lens: Tensor  # int32 [B]
     block_table: Tensor  # int32 [B, max_blocks]
-    num_decodes: int  # sequences with one token, which come first
+    num_decodes: int  # sequences that decode, which come first
+    decode_queries: int  # tokens of each of them
     extend_start_loc: Tensor | None  # int32 [B - num_decodes + 1]: of the others, counted from their first token
     prompts: PrefillBatch | None = None  # the others on the host, where vLLM knows their lengths there
 
@@ -124,21 +126,27 @@ class K16V8Metadata:
 class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
     """Takes from a step what the kernels need.
 
-    A step in which all sequences decode may be captured whole: its table has the width of the longest sequence that
+    A step in which all sequences decode, or all verify equally many drafts, may be captured whole: its table has the width of the longest sequence that
     vLLM allows, lengths, table and slots stay where they are, padding has length 0 and slot -1.
     """
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
+        self._queries = _decode_queries(vllm_config)
+        self._init_reorder_batch_threshold(self._queries)
         if not _ON_CPU:
             decode_buffer(torch.device(device))
             if installed() != Libraries():
                 prefill_workspace(torch.device(device))
             for name, layer in get_layers_from_vllm_config(vllm_config, VLLMAttention, layer_names).items():
-                layer.impl.warm_up(kv_cache_spec, name, device)
+                layer.impl.warm_up(kv_cache_spec, name, device, self._queries)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return which batches a graph may hold: of verifications, where the decode kernel takes them."""
+        if _decode_queries(vllm_config) == 1 + _drafts(vllm_config):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -146,18 +154,35 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
         step = common_attn_metadata
         if step.causal is not True:
             raise NotImplementedError(f"{LABEL} attends causally only")
-        decodes, others, tokens, _ = split_decodes_and_prefills(step, decode_threshold=1)
-        if decodes != tokens:  # some have no token at all: padding, which only extend passes over
-            decodes, others = 0, decodes + others
+        queries = int(step.query_start_loc_cpu[1])
+        threshold = self._queries if queries == self._queries else 1  # other numbers were not compiled
+        split = split_decodes_and_prefills(step, decode_threshold=threshold, require_uniform=True)
+        decodes, others, tokens, _ = split
+        if decodes * queries != tokens or not queries:  # some have no token: padding, which only extend passes over
+            decodes, others, tokens = 0, decodes + others, 0
         return K16V8Metadata(
             step.num_actual_tokens,
             step.query_start_loc,
             step.seq_lens,
             step.block_table_tensor,
             decodes,
-            step.query_start_loc[decodes:] - decodes if others else None,
+            queries,
+            step.query_start_loc[decodes:] - tokens if others else None,
             _prompts(step, decodes) if others else None,
         )
+
+
+def _drafts(config: Any) -> int:
+    """Drafts that a step verifies for each sequence."""
+    drafts: int | None = config.speculative_config and config.speculative_config.num_speculative_tokens
+    return drafts or 0
+
+
+def _decode_queries(config: Any) -> int:
+    """Queries of a sequence that all layers' decode kernels take."""
+    layers = get_layers_from_vllm_config(config, VLLMAttention).values()
+    ratios = [x.impl.num_heads // x.impl.num_kv_heads for x in layers if isinstance(x.impl, K16V8Attention)]
+    return decode_queries(max(ratios, default=1), _drafts(config))
 
 
 def _prompts(step: CommonAttentionMetadata, decodes: int) -> PrefillBatch | None:
@@ -252,14 +277,15 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         self._open(layer, kv_cache, query.dtype)
         assert self.kernels is not None
         q, out, first = query[:n], output[:n], step.num_decodes
+        tokens = first * step.decode_queries
         if first:
             cache = self._pages.paged(step.block_table[:first], step.seq_lens[:first])
-            plan = decode_plan(self.kernels, q[:first], cache, self._attention)
-            self.kernels.decode(q[:first], cache, self._attention, out=out[:first], plan=plan)
+            plan = decode_plan(self.kernels, q[:tokens], cache, self._attention)
+            self.kernels.decode(q[:tokens], cache, self._attention, out=out[:tokens], plan=plan)
         if step.extend_start_loc is not None:
             cache = self._pages.paged(step.block_table[first:], step.seq_lens[first:])
             attend_prompts(
-                self.kernels, q[first:], step.extend_start_loc, cache, self._attention, out[first:], step.prompts
+                self.kernels, q[tokens:], step.extend_start_loc, cache, self._attention, out[tokens:], step.prompts
             )
         return output
 
@@ -278,14 +304,14 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         sinks = None if self.sinks is None else self.sinks.float()
         return Attention(self.scale, self._window, self._softcap, sinks)
 
-    def warm_up(self, spec: AttentionSpec, layer_name: str, device: torch.device | str) -> None:
+    def warm_up(self, spec: AttentionSpec, layer_name: str, device: torch.device | str, queries: int) -> None:
         """Compile what this layer launches, before its pages are there; layers that are alike compile once."""
         here = self.formats.in_layer(extract_layer_index(self._of or layer_name))
         width = here.content_bytes(spec.head_size, spec.head_size_v) // spec.dtype.itemsize
         shape = (2, spec.num_kv_heads, spec.block_size, width)
         held: Pages = pages(torch.empty(shape, dtype=spec.dtype, device="meta"), self.head_size, here)
         kernels = held.kernels(self.num_heads, spec.dtype, device)
-        held.warm_up(kernels, self.num_heads, spec.dtype, self._options(), device)
+        held.warm_up(kernels, self.num_heads, spec.dtype, self._options(), device, queries)
 
     def spec(self, spec: AttentionSpec, layer_name: str, layers: int) -> AttentionSpec:
         """What a layer of the model's ``layers`` takes of the cache.
