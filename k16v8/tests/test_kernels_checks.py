@@ -116,7 +116,7 @@ def test_the_name_says_implementation_formats_and_scales() -> None:
         ("head dimension 63 is no multiple", {"v_format": "int4", "v_dim": 63}),
         ("keys are bf16 and queries float16", {"dtype": torch.float16}),
         ("head dimension 72", {"implementation": "interpreter", "head_dim": 72}),
-        ("page size 8", {"implementation": "interpreter", "page": 8}),
+        ("page size 24; pages have a multiple of 16 tokens", {"implementation": "interpreter", "page": 24}),
         ("32 query heads per KV head", {"implementation": "triton", "heads": 32, "kv_heads": 1}),
         ("16-bit queries", {"implementation": "triton", "k_format": "f32", "dtype": torch.float32}),
         ("need a GPU, the tensors lie on cpu", {"implementation": "triton"}),

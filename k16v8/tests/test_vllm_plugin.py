@@ -194,17 +194,6 @@ def test_the_environment_switches_it(text: str | None, said: str, monkeypatch: p
     assert str(switched()) == said
 
 
-@pytest.mark.parametrize(("text", "former", "on"), [(None, "1", True), ("0", "1", False), ("1", "0", True)])
-def test_the_former_name_of_the_switch_counts_where_the_switch_is_not_set(
-    text: str | None, former: str, on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setenv("FIDELAB_K16V8", former)
-    if text is not None:
-        monkeypatch.setenv(SWITCH, text)
-    assert (switched() is not None) is on
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -20,7 +20,7 @@ import transformers
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
 from k16v8.kernels.prefill import Call, varlen_arguments
-from k16v8.plugins.shared import SWITCH
+from k16v8.plugins.shared import COUNT_SWITCH, SWITCH
 from k16v8.plugins.vllm.plugin import VLLM
 from tests.engines import tiny
 from tests.real.harness import (
@@ -236,6 +236,8 @@ config = SimpleNamespace(
 support = backend.K16V8Builder.get_cudagraph_support(config, spec).name
 with pretend_cuda() as cuda:
     builder = backend.K16V8Builder(spec, [name], config, torch.device("cuda:0"))
+    pages = [backend.K16V8Backend.get_preferred_block_size(size) for size in (16, 48, 128)]
+    pages += [backend.K16V8Backend.supports_block_size(size) for size in (528, 24)]
     decoding = []
     for counts in ([4, 4, 4], [4, 4, 0], [4, 4, 1], [1, 1, 4], [2, 2, 2], [4, 4, 300]):
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
@@ -263,7 +265,7 @@ with pretend_cuda() as cuda:
     with cuda.recorded() as waited:
         built = builder.build(0, step)
         built.prompts.chunks(16, 0, 300)
-print(json.dumps([compiled, support, decoding, built.num_decodes, waited, cuda.asynchronous]))
+print(json.dumps([compiled, support, pages, decoding, built.num_decodes, waited, cuda.asynchronous]))
 """
 
 
@@ -294,4 +296,35 @@ def test_on_a_device_vllms_builder_compiles_before_it_serves_and_waits_for_nothi
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = ["write_kernel", "decode_kernel", "merge_kernel", "merge_kernel", "extend_kernel", "gather_kernel"]
     kernels += ["decode_kernel"] * (support == "UNIFORM_BATCH")  # of one query, and of all drafts
-    assert json.loads(done.stdout.splitlines()[-1]) == [kernels, support, decoding, 2, [], 1]
+    assert json.loads(done.stdout.splitlines()[-1]) == [kernels, support, [64, 64, 128, True, False], decoding, 2, [], 1]
+
+
+_COUNTED = """
+import json
+import torch
+from k16v8.plugins.shared import Formats
+from k16v8.plugins.vllm import backend
+
+layer = torch.nn.Module()
+layer.layer_name, formats = "model.layers.3.self_attn.attn", Formats.parse("1")
+made = object.__new__(backend.K16V8Attention)
+vars(made).update(
+    num_heads=4, head_size=64, scale=0.1, sinks=None, formats=formats, _of=None, _window=0, _softcap=0.0, _cache=None
+)
+cache = torch.zeros(3, 2, 16, formats.content_bytes(64, 64) // 2, dtype=torch.bfloat16)
+key, value = torch.ones(2, 5, 2, 64, dtype=torch.bfloat16)
+value[1, 0, :3] = 500.0
+for _ in range(2):
+    made.do_kv_cache_update(layer, key, value, cache, torch.arange(16, 21))
+print(json.dumps(made.read_back([1], key.flatten(1), value.flatten(1)).get("counted")))
+"""
+
+
+@pytest.mark.parametrize(("text", "counted"), [("0", None), ("1", [0, 6])])
+def test_vllms_layer_counts_what_saturates_where_it_is_asked_for(
+    text: str, counted: list[int] | None, environment: Environment
+) -> None:
+    variables = {**os.environ, **environment.variables(), SWITCH: "1", COUNT_SWITCH: text}
+    done = subprocess.run([environment.python, "-c", _COUNTED], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == counted

@@ -151,6 +151,8 @@ CASES = (
     Case("decode k16v8 diffuse", heads=2, kv_heads=1, lengths=(600, 90), outlier=1.0),
     # 65, 97 and 66 tokens: the last split has tokens that the first queries do not see
     Case("verify k16v8", heads=8, lengths=(65, 4, 31, 97), drafts=3, splits=3),
+    Case("decode k16v8 page of 48", lengths=(47, 50, 150), page=48, splits=3),
+    Case("decode k16v8 page of 528", lengths=(600, 90), page=528, window=70),
     Case("verify k16v8 mha", heads=2, lengths=(33, 66), drafts=7, head_dim=128, page=64),
     Case("verify k16v8 ratio 7", heads=14, lengths=(65, 128), drafts=1, head_dim=80, v_scaling="per-tensor"),
     Case("verify k16v8 window", lengths=(5, 24, 66, 90), drafts=4, window=24, sinks=True, v_scaling="per-token-head"),
@@ -163,6 +165,7 @@ CASES = (
     Case("extend k16v8 soft-cap", softcap=8.0, lengths=(30, 64), queries=(2, 33), v_scaling="per-tensor", page=32),
     Case("extend k16v8 wide", heads=2, kv_heads=1, head_dim=256, page=64, lengths=(70,), queries=(20,)),
     Case("extend k16v8 narrow values", head_dim=96, v_dim=64, page=128, lengths=(20, 33), queries=(20, 5)),
+    Case("extend k16v8 page of 48", lengths=(150, 20), queries=(20, 20), page=48),
     Case("extend k16v16", v_format="bf16", lengths=(50,), queries=(33,)),
     Case("extend k8v8", k_format="fp8_e4m3", k_scaling="per-tensor", lengths=(50, 9), queries=(17, 9)),
     Case("extend int8", k_format="int8", v_format="int8", lengths=(50, 9), queries=(17, 9), head_dim=80),

@@ -19,7 +19,7 @@ from k16v8.kernels.weights import LAYOUTS, QuantizedWeight
 __all__ = [
     "HEAD_DIMS",
     "IMPLEMENTATIONS",
-    "PAGES",
+    "PAGE_STEP",
     "Kernels",
     "WeightKernels",
     "choose",
@@ -30,7 +30,7 @@ __all__ = [
 Implementation = Literal["torch", "triton", "interpreter", "flashinfer"]
 IMPLEMENTATIONS = ("torch", "triton", "interpreter", "flashinfer")
 HEAD_DIMS = (64, 80, 96, 128, 256)  # what the gates cover
-PAGES = (16, 32, 64, 128)
+PAGE_STEP = 16  # pages have a multiple of so many tokens
 _CAPABILITY = (8, 0)  # of NVIDIA GPUs: products of bfloat16; below 8.9 FP8 is converted by integer operations
 
 
@@ -204,8 +204,8 @@ def _triton_refusal(
     for dim in dims:
         if dim not in HEAD_DIMS:
             return f"head dimension {dim}; the gates cover {', '.join(map(str, HEAD_DIMS))}"
-    if page not in PAGES:
-        return f"page size {page}; the gates cover {', '.join(map(str, PAGES))}"
+    if page < 1 or page % PAGE_STEP:
+        return f"page size {page}; pages have a multiple of {PAGE_STEP} tokens"
     if ratio > checks.MOST_ROWS:
         return f"{ratio} query heads per KV head; the gates cover 1 to {checks.MOST_ROWS}"
     return _device_refusal(implementation, device)

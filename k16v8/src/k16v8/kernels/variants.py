@@ -124,6 +124,8 @@ def warm_up(
     attention: Attention,
     device: torch.device,
     names: Collection[str] = VARIANTS,
+    *,
+    count: bool = False,
     queries: int = 1,
 ) -> None:
     """Compile ``names`` for ``device``, or take them from Triton's cache of files; the interpreter has nothing to do.
@@ -140,7 +142,7 @@ def warm_up(
     if target.backend == "interpreter":
         return
     with current(device):
-        for variant in variants(cache, heads, dtype, attention, target, queries=queries):
+        for variant in variants(cache, heads, dtype, attention, target, count=count, queries=queries):
             if variant.name in names:
                 options = compile_options(variant.tile)
                 variant.function.warmup(*variant.arguments, grid=(1,), **variant.constants, **options)

@@ -10,10 +10,10 @@
 - ``skip-layers=0,4-29`` in the brackets of either side: layers that keep the model's 16-bit type;
 - ``0``: off.
 
-``FIDELAB_K16V8``, its former name, is read where ``K16V8`` is not set.
-
 ``K16V8_KERNELS=flashinfer`` takes the decode kernel of FlashInfer on data-centre Blackwell; it never ran on one.
 Unset or ``triton``: the Triton kernels.
+
+``K16V8_COUNT=1`` counts for each layer the written numbers that lie beyond their format's range.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from k16v8.kernels.reference import Attention
 
 __all__ = [
+    "COUNT_SWITCH",
     "KERNELS_SWITCH",
     "LABEL",
     "SWITCH",
@@ -46,6 +47,7 @@ __all__ = [
     "Pages",
     "Side",
     "attend_prompts",
+    "counters",
     "decode_buffer",
     "decode_plan",
     "decode_queries",
@@ -57,7 +59,7 @@ __all__ = [
 
 Version = tuple[int, ...]
 SWITCH = "K16V8"  # environment variable
-_FORMER_SWITCH = "FIDELAB_K16V8"
+COUNT_SWITCH = "K16V8_COUNT"  # environment variable
 KERNELS_SWITCH = "K16V8_KERNELS"  # environment variable
 LABEL = "k16v8"  # of the attention backends, in logs and records
 NATIVE = "native"  # the model's own 16-bit type
@@ -191,14 +193,35 @@ def switched() -> Formats | None:
     Raises:
         UsageError: the variable has a value that means nothing.
     """
-    name = SWITCH if SWITCH in os.environ else _FORMER_SWITCH
-    text = os.environ.get(name, "").strip()
+    text = os.environ.get(SWITCH, "").strip()
     if text in ("", "0"):
         return None
     try:
         return Formats.parse(text)
     except UsageError as error:
-        raise UsageError(f"{name}={text}: {error}") from None
+        raise UsageError(f"{SWITCH}={text}: {error}") from None
+
+
+def counters(layers: int, device: torch.device | str) -> Tensor | None:
+    """Return zeros, int32 ``[layers, 2]``: what writing adds to for keys and values; ``None`` where nothing is counted.
+
+    A server makes them before it captures a graph.
+
+    Raises:
+        UsageError: the variable has a value that means nothing.
+    """
+    if not _counting():
+        return None
+    import torch
+
+    return torch.zeros(layers, 2, dtype=torch.int32, device=device)
+
+
+def _counting() -> bool:
+    text = os.environ.get(COUNT_SWITCH, "").strip() or "0"
+    if text not in ("0", "1"):
+        raise UsageError(f"{COUNT_SWITCH}={text}: write 1, or 0 for off")
+    return text == "1"
 
 
 @dataclass(frozen=True)
@@ -454,17 +477,20 @@ class Pages:
         names = [name for name in VARIANTS if not by_library or name in ("write", "extend", "gather")]
         numbers = torch.empty(1, dtype=torch.int32, device=self.keys.device)
         cache = self.paged(numbers.view(1, 1), numbers)
-        warm_up(cache, heads, dtype, attention, torch.device(device), names)
+        warm_up(cache, heads, dtype, attention, torch.device(device), names, count=_counting())
         if queries > 1:
-            warm_up(cache, heads, dtype, attention, torch.device(device), ("decode",), queries)
+            warm_up(cache, heads, dtype, attention, torch.device(device), ("decode",), queries=queries)
 
 
-def read_back(found: Pages, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
+def read_back(
+    found: Pages, blocks: list[int], key: Tensor, value: Tensor, counted: Tensor | None = None
+) -> dict[str, Any]:
     """Compare what a request's first tokens were given with what its blocks hold, and where.
 
     ``key``: ``[n, heads · D]``, ``value``: ``[n, heads · Dv]``.  Numbers of 16 bits must be equal bit by bit, codes and
     their scales what the format makes of the numbers.  ``matches``: the share of all that is; ``disjoint``: no byte
-    belongs to two of keys, values and scales; ``saturated``: numbers beyond the format's range.
+    belongs to two of keys, values and scales; ``saturated``: numbers beyond the format's range.  ``counted`` (int32
+    ``[2]``): such keys and values of all that was written so far, named so in the result where they are counted.
     """
     import torch
 
@@ -488,6 +514,7 @@ def read_back(found: Pages, blocks: list[int], key: Tensor, value: Tensor) -> di
         "matches": float(torch.cat([same for same, _ in sides]).float().mean()),
         "disjoint": len({*held}) == len(held),
         "saturated": sum(beyond for _, beyond in sides),
+        **({} if counted is None else {"counted": counted.tolist()}),
     }
 
 

@@ -32,7 +32,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
-from k16v8.kernels.dispatch import HEAD_DIMS, PAGES, Kernels
+from k16v8.kernels.dispatch import HEAD_DIMS, PAGE_STEP, Kernels
 from k16v8.kernels.prefill import Libraries, PrefillBatch, installed
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import (
@@ -40,6 +40,7 @@ from k16v8.plugins.shared import (
     Formats,
     Pages,
     attend_prompts,
+    counters,
     decode_buffer,
     decode_plan,
     decode_queries,
@@ -52,6 +53,7 @@ from k16v8.plugins.vllm.plugin import pages
 __all__ = ["K16V8Backend"]
 
 _log = init_logger(f"vllm.{__name__}")
+_PAGE = 64  # tokens: fewer cost more loads of the block table; static, unmeasured
 _DTYPES = [torch.bfloat16, torch.float16]
 _ON_CPU = current_platform.device_type == "cpu"
 
@@ -78,7 +80,12 @@ class K16V8Backend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)] if _ON_CPU else list(PAGES)
+        return [MultipleOf(PAGE_STEP)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return the tokens of a page where the user asks for none."""
+        return default_block_size if _ON_CPU else max(default_block_size, _PAGE)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -254,7 +261,8 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         self._open(layer, kv_cache, key.dtype)
         assert self.kernels is not None
         none = slot_mapping.new_zeros(0, dtype=torch.int32)
-        self.kernels.write(key[:n], value[:n], self._pages.paged(none.view(0, 1), none), slot_mapping)
+        cache = self._pages.paged(none.view(0, 1), none)
+        self.kernels.write(key[:n], value[:n], cache, slot_mapping, saturated=self._counted)
 
     def forward(
         self,
@@ -297,6 +305,8 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         self._pages: Pages = pages(kv_cache, self.head_size, self.formats.in_layer(self.layer))
         self._attention = self._options()
         self.kernels = self._pages.kernels(self.num_heads, dtype, kv_cache.device)
+        counted = counters(1, kv_cache.device)
+        self._counted = None if counted is None else counted[0]
         self._cache = kv_cache
         _log.info_once("%s: %s, pages of %d tokens", LABEL, self.kernels.name, kv_cache.shape[2])
 
@@ -327,7 +337,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
 
     def read_back(self, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
         """:func:`k16v8.plugins.shared.read_back` of this layer."""
-        return read_back(self._pages, blocks, key, value)
+        return read_back(self._pages, blocks, key, value, self._counted)
 
 
 def _by_layer(get_kv_cache_spec: Callable[..., KVCacheSpec | None]) -> Callable[..., KVCacheSpec | None]:
