@@ -211,6 +211,7 @@ from triton import knobs
 from triton.runtime import driver
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from k16v8.plugins import shared
 from k16v8.plugins.shared import Formats
 from k16v8.plugins.vllm import backend
 from pretend_cuda import pretend_cuda
@@ -235,7 +236,11 @@ config = SimpleNamespace(
 )
 support = backend.K16V8Builder.get_cudagraph_support(config, spec).name
 with pretend_cuda() as cuda:
+    q = torch.empty(5, 8, 64, dtype=torch.bfloat16, device="cuda")
+    layer.impl.forward(layer, q, q, q, q, None, torch.empty_like(q))  # vLLM measures its memory
+    held = dict(shared._BUFFERS)
     builder = backend.K16V8Builder(spec, [name], config, torch.device("cuda:0"))
+    assert held == shared._BUFFERS and list(held) == [q.device]
     pages = [backend.K16V8Backend.get_preferred_block_size(size) for size in (16, 48, 128)]
     pages += [backend.K16V8Backend.supports_block_size(size) for size in (528, 24)]
     decoding = []

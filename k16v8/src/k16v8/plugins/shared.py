@@ -54,6 +54,7 @@ __all__ = [
     "prefill_workspace",
     "prompt_route",
     "read_back",
+    "reserve",
     "switched",
 ]
 
@@ -356,6 +357,21 @@ def prefill_workspace(device: torch.device) -> Tensor:
 
         _WORKSPACES[device] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
     return _WORKSPACES[device]
+
+
+def reserve(device: torch.device, queries: int = 0, heads: int = 1, head_dim: int = 0, v_dim: int = 0) -> None:
+    """Make the buffers of a GPU, and take for a moment what a step of so many queries takes besides.
+
+    An engine that measures its memory while this runs leaves room for both.
+    """
+    import torch
+
+    from k16v8.kernels.prefill import Libraries, installed, scratch_bytes
+
+    decode_buffer(device)
+    if installed() != Libraries():
+        prefill_workspace(device)
+        torch.empty(scratch_bytes(queries, heads, head_dim, v_dim) if queries else 0, dtype=torch.uint8, device=device)
 
 
 def attend_prompts(

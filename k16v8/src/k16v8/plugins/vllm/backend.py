@@ -33,7 +33,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
 from k16v8.kernels.dispatch import HEAD_DIMS, PAGE_STEP, Kernels
-from k16v8.kernels.prefill import Libraries, PrefillBatch, installed
+from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import (
     LABEL,
@@ -41,11 +41,10 @@ from k16v8.plugins.shared import (
     Pages,
     attend_prompts,
     counters,
-    decode_buffer,
     decode_plan,
     decode_queries,
-    prefill_workspace,
     read_back,
+    reserve,
     switched,
 )
 from k16v8.plugins.vllm.plugin import pages
@@ -142,9 +141,7 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
         self._queries = _decode_queries(vllm_config)
         self._init_reorder_batch_threshold(self._queries)
         if not _ON_CPU:
-            decode_buffer(torch.device(device))
-            if installed() != Libraries():
-                prefill_workspace(torch.device(device))
+            reserve(torch.device(device))
             for name, layer in get_layers_from_vllm_config(vllm_config, VLLMAttention, layer_names).items():
                 layer.impl.warm_up(kv_cache_spec, name, device, self._queries)
 
@@ -279,7 +276,9 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         """``query`` ``[N, heads, D]`` over the pages, into ``output`` ``[N, heads, Dv]``."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(f"{LABEL} does not quantize its output")
-        if attn_metadata is None:  # profiling
+        if attn_metadata is None:  # vLLM measures what a step takes
+            if not _ON_CPU:
+                reserve(query.device, *query.shape, output.shape[2])
             return output.zero_()
         step, n = attn_metadata, attn_metadata.num_actual_tokens
         self._open(layer, kv_cache, query.dtype)
