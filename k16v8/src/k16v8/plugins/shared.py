@@ -430,7 +430,7 @@ class Pages:
 
     keys: Tensor  # [blocks, tokens, heads, width(D)], in the type in which the kernels hold their format
     values: Tensor  # [blocks, tokens, heads, width(Dv)]
-    k_scales: Tensor | None  # [blocks, tokens, heads], float16
+    k_scales: Tensor | None  # [blocks, tokens, heads], float16; or one float32 of all
     v_scales: Tensor | None
     k_format: str  # names of the kernels
     v_format: str
@@ -438,7 +438,25 @@ class Pages:
     @property
     def tensors(self) -> list[Tensor]:
         """Keys, values, and the scales that there are."""
-        return [x for x in (self.keys, self.values, self.k_scales, self.v_scales) if x is not None]
+        held = (self.keys, self.values, self.k_scales, self.v_scales)
+        return [x for x in held if x is not None and x.dim()]
+
+    def on(self, device: torch.device | str) -> Pages:
+        """Return these pages with an FP8 type that ``device`` converts itself.
+
+        gfx942 has e4m3fnuz, whose codes are worth half as much.  There e4m3 without scales is e4m3fnuz with a scale
+        of 2: the same numbers up to 448, and saturation at 480.
+        """
+        import torch
+
+        if torch.device(device).type != "cuda" or _architecture(torch.device(device)) != "gfx942":
+            return self
+        changed: dict[str, Any] = {}
+        for side in "kv":
+            if getattr(self, f"{side}_format") == "fp8_e4m3" and getattr(self, f"{side}_scales") is None:
+                changed[f"{side}_format"] = "fp8_e4m3fnuz"
+                changed[f"{side}_scales"] = torch.full((), 2.0, device=self.keys.device)
+        return replace(self, **changed)
 
     def paged(self, table: Tensor, lengths: Tensor) -> PagedCache:
         """The layer's cache for the kernels; ``table``: int32 ``[B, max_blocks]``, ``lengths``: int32 ``[B]``."""
@@ -525,13 +543,18 @@ def read_back(
     return {
         "stored": stored[0],
         "v_stored": stored[1],
-        "k_format": found.k_format,
-        "v_format": found.v_format,
+        "k_format": _asked(found.k_format, found.k_scales),
+        "v_format": _asked(found.v_format, found.v_scales),
         "matches": float(torch.cat([same for same, _ in sides]).float().mean()),
         "disjoint": len({*held}) == len(held),
         "saturated": sum(beyond for _, beyond in sides),
         **({} if counted is None else {"counted": counted.tolist()}),
     }
+
+
+def _asked(name: str, scales: Tensor | None) -> str:
+    """The format that a server was asked for; see :meth:`Pages.on`."""
+    return name if scales is None or scales.dim() else "fp8_e4m3"
 
 
 def _compared(held: Tensor, scales: Tensor | None, name: str, given: Tensor, blocks: list[int]) -> tuple[Tensor, int]:
@@ -547,6 +570,8 @@ def _compared(held: Tensor, scales: Tensor | None, name: str, given: Tensor, blo
         exact = given.to(codes.dtype).contiguous()
         return (codes.view(torch.int16) == exact.view(torch.int16)).flatten(), 0
     given, same = given.float(), []
+    if scales is not None and not scales.dim():
+        given, scales = given / scales, None
     if scales is not None:
         factor = scales[blocks].flatten(0, 1)[:n]
         same.append((factor == token_scale(given, stored)).flatten())

@@ -301,7 +301,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         if self._cache is kv_cache:
             return
         self.layer = extract_layer_index(self._of or str(layer.layer_name))
-        self._pages: Pages = pages(kv_cache, self.head_size, self.formats.in_layer(self.layer))
+        self._pages: Pages = pages(kv_cache, self.head_size, self.formats.in_layer(self.layer)).on(kv_cache.device)
         self._attention = self._options()
         self.kernels = self._pages.kernels(self.num_heads, dtype, kv_cache.device)
         counted = counters(1, kv_cache.device)
@@ -318,7 +318,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         here = self.formats.in_layer(extract_layer_index(self._of or layer_name))
         width = here.content_bytes(spec.head_size, spec.head_size_v) // spec.dtype.itemsize
         shape = (2, spec.num_kv_heads, spec.block_size, width)
-        held: Pages = pages(torch.empty(shape, dtype=spec.dtype, device="meta"), self.head_size, here)
+        held: Pages = pages(torch.empty(shape, dtype=spec.dtype, device="meta"), self.head_size, here).on(device)
         kernels = held.kernels(self.num_heads, spec.dtype, device)
         held.warm_up(kernels, self.num_heads, spec.dtype, self._options(), device, queries)
 
