@@ -330,10 +330,10 @@ def test_a_prompt_takes_no_more_memory_than_an_engine_is_told(
         prefills.prefill(
             q, batch, cache, None, attend, gather=gather, workspace=workspace.view(torch.uint8)[:size], out=out, lse=lse
         )
-    told = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    told = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     most = max(accumulate(told))
     numbers = 4 * q.numel()
-    assert numbers < most <= prefills.scratch_bytes(*q.shape, cache.v_dim)
+    assert numbers < most <= prefills.scratch_bytes(len(q), q.shape[1], q.shape[2], cache.v_dim)
 
 
 def test_a_workspace_too_small_for_a_window_is_refused() -> None:

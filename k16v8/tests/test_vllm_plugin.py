@@ -159,7 +159,7 @@ def test_where_fp8_is_fnuz_codes_are_worth_twice_and_the_numbers_are_those_of_e4
     numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     value = numbers[numbers.abs() <= 448]
     value = torch.nn.functional.pad(value, (0, -len(value) % (HEADS * DIM))).view(-1, HEADS, DIM)
-    for part in value.split(BLOCKS * TOKENS):
+    for part in torch.split(value, BLOCKS * TOKENS):
         found = []
         for device in ("cpu", "cuda"):
             held = paged().on(device)

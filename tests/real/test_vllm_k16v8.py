@@ -287,7 +287,14 @@ print(json.dumps([compiled, support, pages, decoding, built.num_decodes, waited,
         (
             4,
             "UNIFORM_SINGLE_TOKEN_DECODE",
-            [[0, [0, 4, 8, 12]], [0, [0, 4, 8, 8]], [0, [0, 4, 8, 9]], [2, [0, 4]], [0, [0, 2, 4, 6]], [0, [0, 4, 8, 308]]],
+            [
+                [0, [0, 4, 8, 12]],
+                [0, [0, 4, 8, 8]],
+                [0, [0, 4, 8, 9]],
+                [2, [0, 4]],
+                [0, [0, 2, 4, 6]],
+                [0, [0, 4, 8, 308]],
+            ],
         ),
     ],
 )
@@ -297,11 +304,24 @@ def test_on_a_device_vllms_builder_compiles_before_it_serves_and_waits_for_nothi
     folders = [_K16V8 / "benchmarks", _K16V8 / "tests"]  # of the driver, and of the pretend device
     variables = {**os.environ, **environment.variables(), SWITCH: "1"}
     variables["PYTHONPATH"] = os.pathsep.join([*map(str, folders), variables.get("PYTHONPATH", "")])
-    done = subprocess.run([environment.python, "-c", _BUILDER.replace("DRAFTS", str(drafts))], env=variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [environment.python, "-c", _BUILDER.replace("DRAFTS", str(drafts))],
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = ["write_kernel", "decode_kernel", "merge_kernel", "merge_kernel", "extend_kernel", "gather_kernel"]
     kernels += ["decode_kernel"] * (support == "UNIFORM_BATCH")  # of one query, and of all drafts
-    assert json.loads(done.stdout.splitlines()[-1]) == [kernels, support, [64, 64, 128, True, False], decoding, 2, [], 1]
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        kernels,
+        support,
+        [64, 64, 128, True, False],
+        decoding,
+        2,
+        [],
+        1,
+    ]
 
 
 _COUNTED = """

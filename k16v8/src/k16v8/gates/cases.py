@@ -28,7 +28,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """``queries``: of each sequence, ``None`` for decode, which has one more than ``drafts``.  ``heads`` over ``kv_heads`` is the GQA ratio.
+    """``queries``: of each sequence, ``None`` for decode, which has one more than ``drafts``.
+
+    ``heads`` over ``kv_heads`` is the GQA ratio.
 
     ``outlier``: how much larger one channel of the keys is.  At 1 attention is spread over all tokens.  ``workspace``:
     tokens that are gathered at once for a prompt, 0 for kernels that read the cache in place.

@@ -302,7 +302,7 @@ def _built(
 def _variant(
     kernel: str, target: Target, k_format: str, v_format: str, head_dim: int, page: int, full: bool
 ) -> Variant:
-    """What a launch has; 4 query heads per KV head, and 16 splits; ``verify``: decode of as many queries as it takes."""
+    """What a launch has; 4 query heads per KV head, and 16 splits; ``verify``: decode of 4 queries."""
     from k16v8.kernels.variants import variants
 
     heads = _KV_HEADS * _RATIO

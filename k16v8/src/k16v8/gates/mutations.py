@@ -155,7 +155,9 @@ MUTATIONS = (
     Mutation("window off by one", "decode k16v8 window", _window),
     Mutation("one page stale", "decode k16v8 ratio 8", _stale),
     Mutation("mask off by one, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: min(i + 1, queries - 1))),
-    Mutation("wrong row order, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: (i * ratio + j) % queries)),
+    Mutation(
+        "wrong row order, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: (i * ratio + j) % queries)
+    ),
     Mutation(
         "ratio ignored, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: min(i * ratio + j, queries - 1))
     ),

@@ -5,7 +5,8 @@
 
 A sequence has one query, or as many as drafts are verified at once.  One program takes one split of one sequence and KV
 head.  Rows of its ``tl.dot`` tile are all queries with all query heads of that KV head: row ``r`` is query
-``r // ratio`` and head ``r % ratio``, as in extend.  K of 16 bits goes to the product as it lies in memory; codes are widened in registers.
+``r // ratio`` and head ``r % ratio``, as in extend.  K of 16 bits goes to the product as it lies in memory; codes are
+widened in registers.
 Softmax statistics and the accumulation of P·V are float32, also across splits.
 """
 

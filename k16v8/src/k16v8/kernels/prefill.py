@@ -347,8 +347,7 @@ def prefill(
             step = max(1, _JOINED // (5 * 4 * held[0].numel()))
             for at in range(0, len(found), step):
                 rows = _rows(call.rows, at, step)
-                joined = _joined(held[rows], lse[rows], found[at : at + step], log[at : at + step])
-                held[rows], lse[rows] = joined
+                held[rows], lse[rows] = _joined(held[rows], lse[rows], found[at : at + step], log[at : at + step])
     if attention.sinks is not None:  # a sink joins the sum last: all else is multiplied by what it leaves over
         joined = torch.logaddexp(lse, attention.sinks)
         held.mul_(torch.exp(lse - joined).unsqueeze(-1))

@@ -103,6 +103,6 @@ def extend(
 def decode(
     q: Tensor, cache: PagedCache, attention: Attention | None = None, *, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """The last ``n`` tokens of each sequence: ``q`` ``[B * n, heads, D]`` → ``[B * n, heads, Dv]``, ``[B * n, heads]``."""
+    """The last ``n`` tokens of each sequence: ``q`` ``[B * n, heads, D]``; returns as :func:`extend`."""
     starts = torch.arange(0, len(q) + 1, len(q) // len(cache.lengths), device=q.device)
     return extend(q, starts, cache, attention, dtype=dtype)

@@ -319,12 +319,24 @@ def decode_plan(kernels: Kernels, q: Tensor, cache: PagedCache, attention: Atten
     device, heads, batch = cache.k_cache.device, q.shape[1], len(cache.lengths)
     kind = q.dtype, cache.k_format, cache.v_format, cache.k_scale is None, cache.v_scale is None
     options = attention.window, attention.softcap, attention.sinks is None
-    key = (kernels.implementation, device, batch, *q.shape, cache.kv_heads, cache.v_dim, cache.max_length, *kind, *options)
+    key = (
+        kernels.implementation,
+        device,
+        batch,
+        *q.shape,
+        cache.kv_heads,
+        cache.v_dim,
+        cache.max_length,
+        *kind,
+        *options,
+    )
     if key not in _PLANS:
         if len(_PLANS) == _MOST_PLANS:
             _PLANS.clear()
-        given = {"queries": len(q) // batch, "dtype": q.dtype, "buffer": decode_buffer(device)}
-        _PLANS[key] = kernels.plan(batch, heads, cache, attention, **given)
+        buffer = decode_buffer(device)
+        _PLANS[key] = kernels.plan(
+            batch, heads, cache, attention, queries=len(q) // batch, dtype=q.dtype, buffer=buffer
+        )
     return _PLANS[key]
 
 
@@ -359,8 +371,10 @@ def prefill_workspace(device: torch.device) -> Tensor:
     return _WORKSPACES[device]
 
 
-def reserve(device: torch.device, queries: int = 0, heads: int = 1, head_dim: int = 0, v_dim: int = 0) -> None:
-    """Make the buffers of a GPU, and take for a moment what a step of so many queries takes besides.
+def reserve(device: torch.device, step: tuple[int, int, int, int] | None = None) -> None:
+    """Make the buffers of a GPU, and take for a moment what a prompt takes besides.
+
+    ``step``: queries, query heads, head dimensions of keys and values.
 
     An engine that measures its memory while this runs leaves room for both.
     """
@@ -371,7 +385,7 @@ def reserve(device: torch.device, queries: int = 0, heads: int = 1, head_dim: in
     decode_buffer(device)
     if installed() != Libraries():
         prefill_workspace(device)
-        torch.empty(scratch_bytes(queries, heads, head_dim, v_dim) if queries else 0, dtype=torch.uint8, device=device)
+        torch.empty(scratch_bytes(*step) if step else 0, dtype=torch.uint8, device=device)
 
 
 def attend_prompts(

@@ -132,8 +132,9 @@ class K16V8Metadata:
 class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
     """Takes from a step what the kernels need.
 
-    A step in which all sequences decode, or all verify equally many drafts, may be captured whole: its table has the width of the longest sequence that
-    vLLM allows, lengths, table and slots stay where they are, padding has length 0 and slot -1.
+    A step in which all sequences decode, or all verify equally many drafts, may be captured whole: its table has the
+    width of the longest sequence that vLLM allows, lengths, table and slots stay where they are, padding has length 0
+    and slot -1.
     """
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any) -> None:
@@ -278,7 +279,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
             raise NotImplementedError(f"{LABEL} does not quantize its output")
         if attn_metadata is None:  # vLLM measures what a step takes
             if not _ON_CPU:
-                reserve(query.device, *query.shape, output.shape[2])
+                reserve(query.device, (query.shape[0], query.shape[1], query.shape[2], output.shape[2]))
             return output.zero_()
         step, n = attn_metadata, attn_metadata.num_actual_tokens
         self._open(layer, kv_cache, query.dtype)
