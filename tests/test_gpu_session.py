@@ -175,7 +175,7 @@ def test_steps_run_in_their_order_and_every_figure_is_in_the_record(call: Call, 
     assert step(record, "decode")["figures"]["figures"]["host"]["microseconds"] == 340
     assert step(record, "text")["figures"]["axes"]["kld"]["mean"]["value"] == 0.0004
     assert step(record, "vllm-k16v8")["figures"]["tokens_per_second"] == 1024
-    assert step(record, "sglang")["figures"] == [{"median_decode_throughput": 400}]
+    assert step(record, "sglang")["figures"] == [{"median_decode_throughput": 400, "cuda_graphs": False}]
     assert (record["machine"]["device"]["name"], record["machine"]["commit"]) == ("NVIDIA H100", "abc")
 
 

@@ -376,3 +376,10 @@ def test_without_sglang_the_bench_says_so_in_one_line() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("k16v8: SGLang cannot be imported (")
     assert done.stderr.count("\n") == 1
+
+
+def test_sglangs_bench_refuses_our_backend_with_graphs_and_says_why() -> None:
+    words = [sys.executable, "-m", "k16v8.bench.sglang", "--attention-backend", "k16v8"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "no CUDA graphs, since its table of pages moves in each step: add --disable-cuda-graph" in done.stderr
