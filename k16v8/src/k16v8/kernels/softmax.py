@@ -123,12 +123,12 @@ def attend_tokens(
         n = at + i
         inside = (n >= first) & (n < end)
         # page and place of a token: what of it does not change from tile to tile stays out of the loop
-        if TOKENS % PAGE == 0:
-            page = at // PAGE + i // PAGE
-            place = i % PAGE
-        elif PAGE % TOKENS == 0:
+        if PAGE % TOKENS == 0:
             page = at // PAGE + i * 0
             place = at % PAGE + i
+        elif TOKENS % PAGE == 0:
+            page = at // PAGE + i // PAGE
+            place = i % PAGE
         else:
             page = n // PAGE
             place = n % PAGE
