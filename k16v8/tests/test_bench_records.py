@@ -18,10 +18,9 @@ from k16v8.bench import run as bench
 from k16v8.bench.conduct import bench_kernels
 from k16v8.bench.contenders import CONTENDERS, Contender, Draw, Work
 from k16v8.bench.run import Settings, run_one
-from k16v8.bench.shapes import Cell, geometry
+from k16v8.bench.shapes import Cell
 from k16v8.errors import EngineError, InputError, OutputError, UsageError
-from k16v8.kernels.cache import codes_to_values
-from small_bench import CPU, DECODE, EXTEND, OURS, SETTINGS, TINY
+from small_bench import DECODE, EXTEND, OURS, SETTINGS, TINY
 
 pytestmark = pytest.mark.usefixtures("small_device")
 
@@ -194,79 +193,6 @@ def test_a_bench_of_which_nothing_fits_is_refused(record_path: Path, monkeypatch
     assert not record_path.exists()
 
 
-# Whole models
-
-
-def test_a_filled_cache_holds_its_tokens_at_the_bytes_of_its_formats() -> None:
-    from k16v8.bench.end_to_end import build_model, fill, kv_per_token
-
-    model = build_model(TINY, CPU, 256)
-    for pair, share in (("16/16", 1.0), ("16/8", 0.75), ("8/8", 0.5)):
-        held = fill(model, pair, 3, 65)
-        assert held.get_seq_length() == 65
-        assert held.storage()[0].lengths.tolist() == [65] * 3
-        assert held.bytes_per_token() == kv_per_token(TINY, pair) == share * 1024
-        layer = held.storage()[1]
-        full = layer.block_table[:, 0].long()  # pages that tokens fill
-        for codes, name in ((layer.k_cache, layer.k_format), (layer.v_cache, layer.v_format)):
-            assert abs(codes_to_values(codes[full], name).std().item() - 1) < 0.05
-
-
-def test_a_step_reads_all_weights_but_the_embedding_table() -> None:
-    from k16v8.bench.end_to_end import build_model, read_bytes
-
-    assert read_bytes(build_model(TINY, CPU, 256)) == 2 * (TINY.parameters - TINY.vocab * TINY.hidden)
-
-
-def test_a_settled_step_repeats_in_place_and_is_the_step_that_generate_takes() -> None:
-    from k16v8.bench.end_to_end import Step, build_model, fill
-
-    model = build_model(TINY, CPU, 256)
-    settled, plain = (Step(model, fill(model, "16/8", 2, 70)) for _ in range(2))
-    settled.settle()
-    again = [settled.again() for _ in range(3)]
-    expected = plain.next()
-    assert all(torch.equal(one, expected) for one in again)
-    assert torch.equal(settled.next(), plain.next())
-
-
-def test_decoding_is_judged_against_bytes_of_weights_and_cache() -> None:
-    from k16v8.bench.end_to_end import judge_decoding
-
-    fixed = {"geometry": "qwen2.5-7b", "batch": 32, "tokens": 32768, "status": "measured", "weights": 2 * 7.616e9}
-    found: list[dict[str, Any]] = [
-        {**fixed, "formats": "16/16", "kv_per_token": 57_344, "stepped": 0.1, "replayed": 0.030},
-        {**fixed, "formats": "16/8", "kv_per_token": 43_008, "stepped": 0.1, "replayed": 0.030 / 1.38},
-        {**fixed, "formats": "8/8", "status": "no_memory"},
-    ]
-    judge_decoding(found)
-    k16v8 = found[1]
-    assert round(k16v8["ceiling"], 2) == 1.25
-    assert k16v8["replayed_speedup"] == pytest.approx(1.38)
-    assert (k16v8["replayed_above_ceiling"], k16v8["stepped_above_ceiling"]) == (True, False)
-    assert found[0]["replayed_tokens_per_second"] == pytest.approx(32 / 0.030)
-    assert "ceiling" not in found[2]
-
-
-def test_a_model_that_does_not_fit_or_cannot_be_built_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    from k16v8.bench import end_to_end
-
-    found: list[dict[str, Any]] = []
-    ask = (geometry("llama-3.1-8b"), TINY), (128,), 2, CPU, found, lambda: None
-    monkeypatch.setattr(end_to_end, "free_bytes", lambda device: 10**10)
-    monkeypatch.setattr(end_to_end, "build_model", _no_model)
-    end_to_end.decode_with_models(*ask)
-    llama, tiny = found[:3], found[3:]
-    assert {(one["status"], one["reason"]) for one in llama} == {
-        ("no_memory", "the weights need 16.3 GB, 10.0 GB are free")
-    }
-    assert {(one["status"], one["reason"]) for one in tiny} == {("failed", "ImportError: too old")}
-
-
-def _no_model(*args: Any) -> Any:
-    raise ImportError("too old")
-
-
 # The command
 
 
@@ -284,8 +210,7 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_in_tmp")
 def test_the_command_measures_checks_and_claims_no_goal() -> None:
-    models = ("--end-to-end", "--end-to-end-batch", "2", "--end-to-end-lengths", "128")
-    done = _run(*TINY_RUN, "--seconds", "0", *models, "--json")
+    done = _run(*TINY_RUN, "--seconds", "0", "--json")
     assert done.exit_code == 0, done
     record = json.loads(done.stdout)
     (path,) = Path("runs").glob("kernels-cpu-*.json")
@@ -296,7 +221,6 @@ def test_the_command_measures_checks_and_claims_no_goal() -> None:
         ours = [one for one in cell["results"] if one["role"] == "ours"]
         assert [one["status"] for one in ours] == ["measured"] * 3
         assert all(one["speedup"] > 0 and one["error"] <= 0.0035 for one in ours)
-    assert {one["status"] for one in record["end_to_end"]} == {"measured"}
     assert {goal["verdict"] for goal in record["goals"]} == {"unmeasured"}
 
 
@@ -324,7 +248,6 @@ def test_the_table_names_what_was_not_measured_and_why(monkeypatch: pytest.Monke
         (("--kernels", "interpreter"), "unknown kernel implementation"),
         (("--resume", "a.json", "--output", "b.json"), "leave out --output"),
         (("--resume", "missing.json"), "missing.json"),
-        (("--end-to-end", "--end-to-end-lengths", "2k,32"), "write 64 or more"),
         (("--geometry", "llama-3.1-8b", "--batch", "100000", "--prefixes", "none"), "no cell fits"),
     ],
 )

@@ -105,7 +105,7 @@ def test_the_description_of_a_machine_has_what_a_session_asks(capsys: pytest.Cap
     assert machine.main(["--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["slug"].startswith("cpu")
-    assert found["pages"] == [16, 32, 64, 128]
+    assert found["page_step"] == 16
     assert found["versions"]["torch"] == torch.__version__
     assert {"vllm", "sglang", "sglang-kernel", "flashinfer-python"} <= found["versions"].keys()
 
@@ -245,7 +245,7 @@ def test_the_pool_covers_gates_serving_and_goal_cells_on_a_gpu_and_builds_alone_
     found = units("sm_90", device="cuda")
     kinds = {unit.kind: [one.name for one in found if one.kind == unit.kind] for unit in found}
     assert {"build", "case", "serving", "cell"} == kinds.keys()
-    assert "decode bf16/fp8_e4m3 16" in kinds["build"]
+    assert "decode bf16/fp8_e4m3 64" in kinds["build"]
     assert "decode 32/8/128 B32 T32768 16/8" in kinds["cell"]
     assert len(kinds["case"]) > 20
     assert {unit.kind for unit in units("sm_90", device="cpu")} == {"build"}
@@ -317,11 +317,11 @@ def _serving(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_pages_that_the_gates_do_not_cover_are_one_line() -> None:
+def test_pages_of_no_multiple_of_16_tokens_are_one_line() -> None:
     pytest.importorskip("triton")
     done = _serving("--page", "24")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "k16v8: interpreter[k=bf16,v=fp8_e4m3]: page size 24; the gates cover 16, 32, 64, 128\n"
+    assert done.stderr == "k16v8: interpreter[k=bf16,v=fp8_e4m3]: page size 24; pages have a multiple of 16 tokens\n"
 
 
 def test_a_decode_that_is_ended_leaves_the_checks_that_it_made() -> None:
@@ -376,3 +376,10 @@ def test_without_sglang_the_bench_says_so_in_one_line() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("k16v8: SGLang cannot be imported (")
     assert done.stderr.count("\n") == 1
+
+
+def test_sglangs_bench_refuses_our_backend_with_graphs_and_says_why() -> None:
+    words = [sys.executable, "-m", "k16v8.bench.sglang", "--attention-backend", "k16v8"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "no CUDA graphs, since its table of pages moves in each step: add --disable-cuda-graph" in done.stderr

@@ -24,7 +24,7 @@ from k16v8.kernels.prefill import Call, PrefillBatch, gather, prefill
 from k16v8.kernels.upload import upload
 from pretend_cuda import pretend_cuda
 
-FEW = ("decode k16v8 window", "decode int4", "extend k16v8 window", "gather k16v8 chunks")
+FEW = ("decode k16v8 window", "decode int4", "verify k16v8", "extend k16v8 window", "gather k16v8 chunks")
 BROKEN = ("V scale off by 7%", "mask off by one, extend", "one page stale, gather")
 
 
@@ -143,7 +143,8 @@ from pretend_cuda import pretend_cuda
 dispatch._device_refusal = lambda *_: None  # the interpreter stands in for the compiled kernels of a device
 choose = dispatch.choose
 serving.choose = lambda _, **shape: choose("interpreter", **shape)
-few = ("decode k16v8 window", "decode k16v8 per tensor", "decode int4", "extend k16v8 window", "gather k16v8 chunks")
+few = ("decode k16v8 window", "decode k16v8 per tensor", "decode int4", "verify k16v8 window")
+few += ("extend k16v8 window", "gather k16v8 chunks")
 with pretend_cuda() as cuda:
     for case in CASES:
         if case.name not in few:
@@ -156,7 +157,7 @@ with pretend_cuda() as cuda:
         with cuda.recorded() as found:
             kernels.write(problem.key, problem.value, cache, problem.slots)
             if starts is None:
-                plan = kernels.plan(len(q), q.shape[1], cache, problem.attention)
+                plan = kernels.plan(len(case.lengths), q.shape[1], cache, problem.attention, queries=1 + case.drafts)
                 kernels.decode(q, cache, problem.attention, plan=plan)
             else:
                 kernels.extend(q, starts, cache, problem.attention)

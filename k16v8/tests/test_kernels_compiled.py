@@ -42,27 +42,27 @@ def test_registers_suffice_but_for_named_exceptions(compiled: dict[Any, Any]) ->
 @pytest.mark.full
 def test_a_thread_of_decode_loads_16_bytes_of_keys_or_values_at_once(compiled: dict[Any, Any]) -> None:
     for key, one in compiled.items():
-        if key[0] == "decode" and key[3] == "plain":
+        if key[0] in ("decode", "verify") and key[3] == "plain":
             assert set(one["loads"]) == {"4", "16"}, key  # 4: lengths and the block table
             assert one["asynchronous"] >= one["loads"]["16"] - 2, key  # but for the queries
 
 
 def test_products_are_on_the_matrix_units(compiled: dict[Any, Any]) -> None:
-    for kernel, unit in (("decode", "mma"), ("extend", "wgmma")):
+    for kernel, unit in (("decode", "mma"), ("verify", "mma"), ("extend", "wgmma")):
         assert {one["matrix"] for key, one in compiled.items() if key[0] == kernel} == {unit}
 
 
 def test_while_a_tile_is_computed_enough_of_the_next_is_under_way(compiled: dict[Any, Any]) -> None:
     """4.8 TB/s at 700 ns on 132 multiprocessors: 25 KB for each."""
     for key, one in compiled.items():
-        if key[0] == "decode":
+        if key[0] in ("decode", "verify"):
             assert one["in_flight"] >= 2 * 25 * 1024, key
 
 
 def test_occupancy_is_known_of_every_kernel(compiled: dict[Any, Any]) -> None:
     assert all(one["programs"] >= 1 for one in compiled.values())
     for key, one in compiled.items():  # registers alone, by hand: four warps of one program in four partitions
-        if key[0] == "decode":
+        if key[0] in ("decode", "verify"):
             assert one["programs"] <= 16384 // (-(-one["registers"] * 32 // 256) * 256), key
 
 

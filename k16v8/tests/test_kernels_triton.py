@@ -92,6 +92,10 @@ out, lse = kernels.decode(problem.q, problem.cache)
 assert not out[0].any() and torch.all(lse[0] == float("-inf")) and out[1].isfinite().all()
 out, lse = kernels.decode(problem.q, problem.cache, Attention(sinks=torch.ones(4)))
 assert not out[0].any() and torch.allclose(lse[0], torch.ones(4))
+problem.cache.lengths.copy_(torch.tensor([0, 2]))  # of three queries the first lies before the sequence
+out, lse = kernels.decode(problem.q.repeat(3, 1, 1), problem.cache)
+blank = [True, True, True, True, False, False]
+assert [not x.any() for x in out] == blank and (lse == float("-inf")).all(1).tolist() == blank and out.isfinite().all()
 """
 
 
@@ -109,7 +113,7 @@ def test_compiling_says_that_nothing_ran(tmp_path: Path) -> None:
     results = json.loads(done.stdout)["results"]
     assert {(result["kernel"], result["target"]) for result in results} == {
         (kernel, target)
-        for kernel in ("write", "decode", "merge", "extend", "gather")
+        for kernel in ("write", "decode", "verify", "merge", "extend", "gather")
         for target in ("sm_90", "gfx942")
     }
     assert {result["status"] for result in results} == {"compiled, never run"}
@@ -305,8 +309,8 @@ for plan in (kernels.plan(1, 4, problem.cache), kernels.plan(2, 2, problem.cache
 def test_a_plan_for_another_shape_is_refused() -> None:
     done = _python(_SMALL_PLAN)
     assert done.stdout.splitlines() == [
-        "the plan is for 1 sequences, 4 heads and 64 values on cpu; this is 2, 4 and 64 on cpu",
-        "the plan is for 2 sequences, 2 heads and 64 values on cpu; this is 2, 4 and 64 on cpu",
+        "the plan is for 1 queries, 4 heads and 64 values on cpu; this is 2, 4 and 64 on cpu",
+        "the plan is for 2 queries, 2 heads and 64 values on cpu; this is 2, 4 and 64 on cpu",
     ], done.stderr
 
 

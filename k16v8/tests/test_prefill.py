@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -306,6 +307,33 @@ def test_a_library_without_a_log_sum_exp_of_each_token_is_an_error(monkeypatch: 
     x, starts = torch.zeros(2, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
     with pytest.raises(NotSupportedError, match="log-sum-exp"):
         attend(x, x, x, prefills.Call(slice(0, 2), True, starts, starts, 2, 2), 0.1, 0, 0.0)
+
+
+@pytest.mark.parametrize("lengths", [(2300,), (2300, 40, 600)])  # one sequence's rows lie together
+def test_a_prompt_takes_no_more_memory_than_an_engine_is_told(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefills, "_JOINED", 1 << 20)
+    problem = Case("x", heads=16, lengths=lengths, queries=tuple(n - n // 3 for n in lengths)).build(0)
+    cache, q, random = problem.cache, problem.q, torch.Generator().manual_seed(0)
+    size = 900 * 2 * cache.kv_heads * (cache.head_dim + cache.v_dim)  # several chunks
+    batch, workspace = PrefillBatch(lengths, problem.query_starts.diff().tolist(), cache.block_table), torch.zeros(size)  # type: ignore[union-attr]
+
+    def attend(q: Tensor, keys: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return torch.randn(q.shape, dtype=q.dtype, generator=random), torch.zeros(q.shape[:2])
+
+    def gather(*_: Any) -> None: ...
+
+    batch.chunks(cache.page, 0, prefills.capacity(cache, size))
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    with torch.profiler.profile(profile_memory=True) as profile:
+        prefills.prefill(
+            q, batch, cache, None, attend, gather=gather, workspace=workspace.view(torch.uint8)[:size], out=out, lse=lse
+        )
+    told = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    most = max(accumulate(told))
+    numbers = 4 * q.numel()
+    assert numbers < most <= prefills.scratch_bytes(len(q), q.shape[1], q.shape[2], cache.v_dim)
 
 
 def test_a_workspace_too_small_for_a_window_is_refused() -> None:

@@ -21,13 +21,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from k16v8.errors import NotSupportedError
+from k16v8.errors import NotSupportedError, UsageError
 from k16v8.kernels import dispatch, reference
 from k16v8.kernels.cache import PagedCache
 from k16v8.plugins import shared
 from k16v8.plugins.sglang import plugin as sglang_k16v8
 from k16v8.plugins.sglang.plugin import BACKEND, cell_bytes, lacking, pool_class, register
-from k16v8.plugins.shared import SWITCH
+from k16v8.plugins.shared import COUNT_SWITCH, SWITCH
 from pretend_cuda import pretend_cuda
 
 RECORDED = {
@@ -281,6 +281,23 @@ def test_keys_values_and_scales_take_what_a_cell_says(
     assert len({x.untyped_storage().data_ptr() for x in buffers}) == len(buffers)
     if switch in ("1", "per-token-head"):
         assert (pool.k_buffer[0].dtype, pool.v_buffer[0].dtype) == (torch.bfloat16, torch.uint8)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1", "yes"])
+def test_saturated_values_of_each_layer_are_counted_where_they_are_asked_for(
+    text: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COUNT_SWITCH, text)
+    if text == "yes":
+        with pytest.raises(UsageError, match="K16V8_COUNT=yes: write 1, or 0 for off"):
+            plugin.K16V8Pool(16)
+        return
+    sequences, pool = Sequences(16), plugin.K16V8Pool(16)
+    slots, _, k, v = sequences.of(0, 0, 20)
+    for _ in range(2):
+        pool.set_kv_buffer(Radix(1), slots, k, v)
+    found = [pool.read_back(layer, slots, k, v).get("counted") for layer in range(2)]
+    assert found == ([[0, 0], [0, 2]] if text == "1" else [None, None])
 
 
 @pytest.mark.parametrize("side", ["k_buffer", "v_buffer"])

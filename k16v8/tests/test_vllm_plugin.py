@@ -13,7 +13,7 @@ from torch import Tensor
 
 from k16v8.errors import NotSupportedError, UsageError
 from k16v8.kernels import torch_path
-from k16v8.kernels.cache import STORAGES
+from k16v8.kernels.cache import STORAGES, dequantize
 from k16v8.plugins import shared
 from k16v8.plugins.sglang.plugin import SGLANG
 from k16v8.plugins.shared import SWITCH, Engine, Formats, Pages, Side, read_back, switched
@@ -151,6 +151,28 @@ def test_one_wrong_bit_is_seen(text: str, part: str) -> None:
     assert read_back(found, [3, 1], key.flatten(1), value.flatten(1))["matches"] < 1
 
 
+def test_where_fp8_is_fnuz_codes_are_worth_twice_and_the_numbers_are_those_of_e4m3(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared, "_architecture", lambda device: "gfx942")
+    # every bfloat16 from -448 to 448
+    numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    value = numbers[numbers.abs() <= 448]
+    value = torch.nn.functional.pad(value, (0, -len(value) % (HEADS * DIM))).view(-1, HEADS, DIM)
+    for part in torch.split(value, BLOCKS * TOKENS):
+        found = []
+        for device in ("cpu", "cuda"):
+            held = paged().on(device)
+            written(held, part, part, [*range(BLOCKS)])
+            none = torch.zeros(1, dtype=torch.int32)
+            found.append(dequantize(held.paged(none.view(1, 1), none))[1])
+            seen = read_back(held, [*range(BLOCKS)], part.flatten(1), part.flatten(1))
+            assert (seen["matches"], seen["saturated"], seen["v_format"]) == (1.0, 0, "fp8_e4m3")
+            assert seen["v_stored"] == ("float8_e4m3fnuz" if device == "cuda" else "float8_e4m3fn")
+        assert torch.equal(*found)
+    assert paged("per-token-head").on("cuda").v_format == "fp8_e4m3"
+
+
 def test_content_in_another_format_is_seen() -> None:
     found, (key, value) = paged("1"), sequence()
     written(found, key, value, [3, 1])
@@ -192,17 +214,6 @@ def test_the_environment_switches_it(text: str | None, said: str, monkeypatch: p
     if text is not None:
         monkeypatch.setenv(SWITCH, text)
     assert str(switched()) == said
-
-
-@pytest.mark.parametrize(("text", "former", "on"), [(None, "1", True), ("0", "1", False), ("1", "0", True)])
-def test_the_former_name_of_the_switch_counts_where_the_switch_is_not_set(
-    text: str | None, former: str, on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setenv("FIDELAB_K16V8", former)
-    if text is not None:
-        monkeypatch.setenv(SWITCH, text)
-    assert (switched() is not None) is on
 
 
 @pytest.mark.parametrize(

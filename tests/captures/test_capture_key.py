@@ -118,7 +118,6 @@ def variables(engine: str, **environment: str) -> dict[str, str]:
         ("llamacpp", "GGML_CUDA_FORCE_MMQ"),
         ("vllm", "VLLM_USE_FLASHINFER_SAMPLER"),
         ("vllm", "VLLM_DISABLE_COMPILE_CACHE"),
-        ("vllm", "FIDELAB_K16V8"),
         ("vllm", "K16V8"),
         ("vllm", "VLLM_FUSED_MOE_CHUNK_TOKENS"),
         ("sglang", "SGLANG_USE_CPU_ENGINE"),

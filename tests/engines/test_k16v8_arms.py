@@ -161,6 +161,9 @@ def test_the_worst_layer_counts_and_skipped_layers_are_told_by_what_they_hold() 
     assert (found["matches"], found["saturated"], found["layers"]) == (0.5, 3, 3)
     assert (found["v_format"], found["skip_layers"]) == ("fp8_e4m3", [0])
     kv = KVSpec.parse("bf16/fp8_e4m3[skip-layers=0]")
+    assert "counted" not in found
+    counted = [PAGES | {"counted": [1, 2]}, PAGES | {"counted": [0, 3]}]
+    assert read_back_layers(dict(enumerate(counted)), [])["counted"] == [1, 5]
     assert k16v8.holds_pair(kv, read_back_layers({0: wide, 1: PAGES}, [0]))
     assert not k16v8.holds_pair(kv, read_back_layers({0: PAGES, 1: PAGES}, [0]))  # it was not skipped
     assert not k16v8.holds_pair(KVSpec.parse("bf16/int8"), SEEN)

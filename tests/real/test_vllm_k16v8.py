@@ -20,7 +20,7 @@ import transformers
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
 from k16v8.kernels.prefill import Call, varlen_arguments
-from k16v8.plugins.shared import SWITCH
+from k16v8.plugins.shared import COUNT_SWITCH, SWITCH
 from k16v8.plugins.vllm.plugin import VLLM
 from tests.engines import tiny
 from tests.real.harness import (
@@ -211,6 +211,7 @@ from triton import knobs
 from triton.runtime import driver
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from k16v8.plugins import shared
 from k16v8.plugins.shared import Formats
 from k16v8.plugins.vllm import backend
 from pretend_cuda import pretend_cuda
@@ -223,7 +224,7 @@ name, formats = "model.layers.0.self_attn.attn", Formats.parse("1")
 layer = torch.nn.Module.__new__(backend.VLLMAttention)
 torch.nn.Module.__init__(layer)
 layer.impl = object.__new__(backend.K16V8Attention)  # its own __init__ asks for the configuration of a whole engine
-shape = dict(num_heads=8, head_size=64, scale=0.1, sinks=None, formats=formats)
+shape = dict(num_heads=8, num_kv_heads=2, head_size=64, scale=0.1, sinks=None, formats=formats)
 vars(layer.impl).update(shape, _of=None, _window=0, _softcap=0.0)
 spec = FullAttentionSpec(
     block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, state_content_bytes=formats.content_bytes(64, 64)
@@ -231,10 +232,33 @@ spec = FullAttentionSpec(
 config = SimpleNamespace(
     compilation_config=SimpleNamespace(static_forward_context={name: layer}),
     parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-    speculative_config=None,
+    speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
 )
+support = backend.K16V8Builder.get_cudagraph_support(config, spec).name
 with pretend_cuda() as cuda:
+    q = torch.empty(5, 8, 64, dtype=torch.bfloat16, device="cuda")
+    layer.impl.forward(layer, q, q, q, q, None, torch.empty_like(q))  # vLLM measures its memory
+    held = dict(shared._BUFFERS)
     builder = backend.K16V8Builder(spec, [name], config, torch.device("cuda:0"))
+    assert held == shared._BUFFERS and list(held) == [q.device]
+    pages = [backend.K16V8Backend.get_preferred_block_size(size) for size in (16, 48, 128)]
+    pages += [backend.K16V8Backend.supports_block_size(size) for size in (528, 24)]
+    decoding = []
+    for counts in ([4, 4, 4], [4, 4, 0], [4, 4, 1], [1, 1, 4], [2, 2, 2], [4, 4, 300]):
+        starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
+        lengths = torch.tensor([30, 40, 300], dtype=torch.int32)
+        tokens = 12 if counts[2] == 0 else sum(counts)  # a graph's batch is padded
+        step = CommonAttentionMetadata(
+            query_start_loc=starts.to("cuda"), query_start_loc_cpu=starts, seq_lens=lengths.to("cuda"), num_reqs=3,
+            num_actual_tokens=tokens, max_query_len=max(counts), max_seq_len=300, causal=True,
+            block_table_tensor=torch.zeros(3, 40, dtype=torch.int32, device="cuda"),
+            slot_mapping=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
+        )
+        with cuda.recorded() as waited:
+            built = builder.build(0, step)
+        rest = None if built.extend_start_loc is None else built.extend_start_loc.tolist()
+        decoding.append([built.num_decodes * built.decode_queries, rest])
+        assert not waited, waited
     starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2, 302, 402], [30, 40, 300, 500]))
     step = CommonAttentionMetadata(
         query_start_loc=starts.to("cuda"), query_start_loc_cpu=starts, seq_lens=lengths.to("cuda"), num_reqs=4,
@@ -246,15 +270,86 @@ with pretend_cuda() as cuda:
     with cuda.recorded() as waited:
         built = builder.build(0, step)
         built.prompts.chunks(16, 0, 300)
-print(json.dumps([compiled, built.num_decodes, waited, cuda.asynchronous]))
+print(json.dumps([compiled, support, pages, decoding, built.num_decodes, waited, cuda.asynchronous]))
 """
 
 
-def test_on_a_device_vllms_builder_compiles_before_it_serves_and_waits_for_nothing(environment: Environment) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "support", "decoding"),
+    [
+        # tokens for the decode kernel, and where the queries of the other sequences begin
+        (
+            3,
+            "UNIFORM_BATCH",
+            [[12, None], [12, None], [8, [0, 1]], [2, [0, 4]], [0, [0, 2, 4, 6]], [8, [0, 300]]],
+        ),
+        # 4 query heads of a KV head times 5 queries: more rows than a tile has
+        (
+            4,
+            "UNIFORM_SINGLE_TOKEN_DECODE",
+            [
+                [0, [0, 4, 8, 12]],
+                [0, [0, 4, 8, 8]],
+                [0, [0, 4, 8, 9]],
+                [2, [0, 4]],
+                [0, [0, 2, 4, 6]],
+                [0, [0, 4, 8, 308]],
+            ],
+        ),
+    ],
+)
+def test_on_a_device_vllms_builder_compiles_before_it_serves_and_waits_for_nothing(
+    drafts: int, support: str, decoding: list[Any], environment: Environment
+) -> None:
     folders = [_K16V8 / "benchmarks", _K16V8 / "tests"]  # of the driver, and of the pretend device
     variables = {**os.environ, **environment.variables(), SWITCH: "1"}
     variables["PYTHONPATH"] = os.pathsep.join([*map(str, folders), variables.get("PYTHONPATH", "")])
-    done = subprocess.run([environment.python, "-c", _BUILDER], env=variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [environment.python, "-c", _BUILDER.replace("DRAFTS", str(drafts))],
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = ["write_kernel", "decode_kernel", "merge_kernel", "merge_kernel", "extend_kernel", "gather_kernel"]
-    assert json.loads(done.stdout.splitlines()[-1]) == [kernels, 2, [], 1]
+    kernels += ["decode_kernel"] * (support == "UNIFORM_BATCH")  # of one query, and of all drafts
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        kernels,
+        support,
+        [64, 64, 128, True, False],
+        decoding,
+        2,
+        [],
+        1,
+    ]
+
+
+_COUNTED = """
+import json
+import torch
+from k16v8.plugins.shared import Formats
+from k16v8.plugins.vllm import backend
+
+layer = torch.nn.Module()
+layer.layer_name, formats = "model.layers.3.self_attn.attn", Formats.parse("1")
+made = object.__new__(backend.K16V8Attention)
+vars(made).update(
+    num_heads=4, head_size=64, scale=0.1, sinks=None, formats=formats, _of=None, _window=0, _softcap=0.0, _cache=None
+)
+cache = torch.zeros(3, 2, 16, formats.content_bytes(64, 64) // 2, dtype=torch.bfloat16)
+key, value = torch.ones(2, 5, 2, 64, dtype=torch.bfloat16)
+value[1, 0, :3] = 500.0
+for _ in range(2):
+    made.do_kv_cache_update(layer, key, value, cache, torch.arange(16, 21))
+print(json.dumps(made.read_back([1], key.flatten(1), value.flatten(1)).get("counted")))
+"""
+
+
+@pytest.mark.parametrize(("text", "counted"), [("0", None), ("1", [0, 6])])
+def test_vllms_layer_counts_what_saturates_where_it_is_asked_for(
+    text: str, counted: list[int] | None, environment: Environment
+) -> None:
+    variables = {**os.environ, **environment.variables(), SWITCH: "1", COUNT_SWITCH: text}
+    done = subprocess.run([environment.python, "-c", _COUNTED], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == counted

@@ -172,14 +172,16 @@ def read_back_layers(layers: Mapping[int, dict[str, Any]], skipped: Iterable[int
     """What the package found in the pages of several layers as one; ``skipped``: by what the plug-in was told.
 
     Formats are those of the layers that are not skipped.  ``matches`` is that of the worst layer, ``skip_layers``
-    those that hold other formats.
+    those that hold other formats.  ``counted``: saturated keys and values of all writes, with ``K16V8_COUNT=1``.
     """
     others = [layer for layer in layers if layer not in {*skipped}] or list(layers)
     named = layers[others[0]]
+    counted = [found["counted"] for found in layers.values() if "counted" in found]
     return named | {
         "matches": min(found["matches"] for found in layers.values()),
         "disjoint": all(found["disjoint"] for found in layers.values()),
         "saturated": sum(found["saturated"] for found in layers.values()),
+        **({"counted": [sum(side) for side in zip(*counted, strict=True)]} if counted else {}),
         "layers": len(layers),
         "skip_layers": [
             layer for layer, found in layers.items() if any(found[x] != named[x] for x in ("k_format", "v_format"))

@@ -81,7 +81,7 @@ _CONTROLLED = {
     **dict.fromkeys(_THREADS, "pass --threads"),
     **dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH"), "name folders with --pythonpath"),
     "CUDA_VISIBLE_DEVICES": "pass --device, or set it for all of fidelab",
-    **dict.fromkeys(("K16V8", "FIDELAB_K16V8"), "write the pair as kv=K/V"),
+    "K16V8": "write the pair as kv=K/V",
     **dict.fromkeys(
         (
             *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "NUMBA_NUM_THREADS"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,10 @@ from k16v8.bench.shapes import Geometry, has_goal
 from k16v8.bench.timing import bandwidth
 from k16v8.errors import InputError, OutputError
 
-__all__ = ["SCHEMA", "EndToEnd", "bench_kernels", "load", "save"]
+__all__ = ["SCHEMA", "bench_kernels", "load", "save"]
 
 SCHEMA = "k16v8.bench/0"
 _SAME = ("k16v8", "torch", "triton", "cuda")  # versions that one record must have throughout
-
-
-@dataclass(frozen=True)
-class EndToEnd:
-    """``batch`` sequences of each of ``lengths`` tokens, decoded by each of ``geometries``."""
-
-    geometries: Sequence[Geometry]
-    lengths: Sequence[int]
-    batch: int = 32
 
 
 def bench_kernels(
@@ -38,9 +28,8 @@ def bench_kernels(
     path: Path,
     *,
     resume: bool = False,
-    end_to_end: EndToEnd | None = None,
 ) -> dict[str, Any]:
-    """Measure the cells that goals are about, whole models, all other cells; the record lies at ``path`` throughout.
+    """Measure the cells that goals are about, then all others; the record lies at ``path`` throughout.
 
     ``resume``: go on with the record at ``path``: what it holds is not measured again.
 
@@ -80,25 +69,6 @@ def bench_kernels(
     keep()
     dear = [cell for cell in settings.cells if not has_goal(cell)]
     record["left_out"] = run(settings, [cell for cell in settings.cells if has_goal(cell)], record, keep)
-    if end_to_end is not None:
-        # Transformers is only imported for this
-        from k16v8.bench.end_to_end import decode_with_models, judge_decoding
-
-        def keep_models() -> None:
-            judge_decoding(record["end_to_end"])
-            keep()
-
-        record["left_out"] += decode_with_models(
-            end_to_end.geometries,
-            end_to_end.lengths,
-            end_to_end.batch,
-            settings.device,
-            record["end_to_end"],
-            keep_models,
-            implementation=settings.kernels,
-            seconds=settings.seconds,
-            until=settings.until,
-        )
     record["left_out"] += run(settings, dear, record, keep)
     record["device_after"] = describe(settings.device)
     keep()
@@ -115,7 +85,6 @@ def _new(device: dict[str, Any], found: dict[str, str | None]) -> dict[str, Any]
         "goals": [],
         "left_out": 0,
         "cells": [],
-        "end_to_end": [],
     }
 
 

@@ -23,7 +23,7 @@ import torch
 
 import k16v8
 from k16v8.errors import K16V8Error, NotSupportedError, one_line
-from k16v8.kernels.dispatch import PAGES
+from k16v8.kernels.dispatch import PAGE_STEP
 
 __all__ = ["capability_notes", "describe", "driver_version", "main", "no_gpu", "slug", "versions"]
 
@@ -165,7 +165,7 @@ def _describe_machine(device: torch.device) -> dict[str, Any]:
         "versions": versions(),
         "slug": slug(str(found["name"])),
         "target": target,
-        "pages": list(PAGES),
+        "page_step": PAGE_STEP,
         "fa3": fa3,
         "notes": notes,
     }

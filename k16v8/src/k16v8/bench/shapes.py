@@ -38,39 +38,28 @@ _GOAL_BATCHES = (32, 1)
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a model, whose embedding and head are apart; ``family``: of its configuration in Transformers."""
+    """The sizes of a model."""
 
     name: str
-    family: Literal["llama", "qwen2", "mistral"]
-    layers: int
     heads: int
     kv_heads: int
     head_dim: int
     hidden: int
     intermediate: int
-    vocab: int
 
     @property
     def shape(self) -> Shape:
         """Of its attention."""
         return self.heads, self.kv_heads, self.head_dim
 
-    @property
-    def parameters(self) -> int:
-        """All of them: embedding, head, and in each layer four projections, three of the MLP, two norms."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        bias = q + 2 * kv if self.family == "qwen2" else 0
-        layer = self.hidden * (2 * q + 2 * kv + 3 * self.intermediate + 2) + bias
-        return self.layers * layer + self.hidden * (2 * self.vocab + 1)
-
 
 GEOMETRIES = {
     one.name: one
     for one in (
-        Geometry("llama-3.1-8b", "llama", 32, 32, 8, 128, 4096, 14336, 128256),
-        Geometry("qwen2.5-7b", "qwen2", 28, 28, 4, 128, 3584, 18944, 152064),
-        Geometry("mistral-7b", "mistral", 32, 32, 8, 128, 4096, 14336, 32768),
-        Geometry("tiny", "llama", 2, 4, 2, 64, 256, 512, 512),  # for tests
+        Geometry("llama-3.1-8b", 32, 8, 128, 4096, 14336),
+        Geometry("qwen2.5-7b", 28, 4, 128, 3584, 18944),
+        Geometry("mistral-7b", 32, 8, 128, 4096, 14336),
+        Geometry("tiny", 4, 2, 64, 256, 512),  # for tests
     )
 }
 

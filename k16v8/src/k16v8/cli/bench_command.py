@@ -10,7 +10,7 @@ the device takes to read that many bytes.
 
 examples:
   k16v8 bench --geometry qwen2.5-7b --lengths 2k --batch 1,4
-  k16v8 bench --device cuda --end-to-end --minutes 9
+  k16v8 bench --device cuda --minutes 9
   k16v8 bench --operations weights --geometry qwen2.5-7b --experts none --rows 1
 """
 
@@ -29,8 +29,8 @@ __all__ = ["add_arguments", "run"]
 
 # what is measured unless told: a GPU in ten minutes, a CPU in two
 _DEFAULTS: dict[str, dict[str, str]] = {
-    "cuda": {"batch": "1,4,8,16,32,64", "lengths": "2k,8k,32k,128k", "prefixes": "2k,8k,32k", "depths": "2k,8k,32k"},
-    "cpu": {"batch": "1,4", "lengths": "512,2k", "prefixes": "512", "depths": "512"},
+    "cuda": {"batch": "1,4,8,16,32,64", "lengths": "2k,8k,32k,128k", "prefixes": "2k,8k,32k"},
+    "cpu": {"batch": "1,4", "lengths": "512,2k", "prefixes": "512"},
 }
 _CHUNK = {"cuda": 512, "cpu": 64}
 _EXTEND_BATCHES = {"cuda": (1, 8), "cpu": (1,)}
@@ -38,7 +38,6 @@ _GEOMETRIES = "llama-3.1-8b,qwen2.5-7b,mistral-7b"
 _LAYERS = {"cuda": _GEOMETRIES, "cpu": "llama-3.1-8b"}  # linear ones, unless told
 _EXPERTS = {"cuda": "qwen3-30b-a3b,mixtral-8x7b", "cpu": "none"}
 _ROWS = {"cuda": "1,4,16,64,512,4096", "cpu": "1"}
-_MODELS = {"cuda": "qwen2.5-7b,llama-3.1-8b", "cpu": "tiny"}  # of --end-to-end unless told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,9 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=at_least(0.0, float, 60.0), default=0.1, help="Of each timing. [default: 0.1]")
     add("--minutes", type=at_least(0.0, float), help="After which nothing more is begun.")
     add("--seed", type=at_least(0, int), default=0, help="Of the random inputs. [default: 0]")
-    add("--end-to-end", action="store_true", help="Decode with whole models of random weights, too (cpu: tiny).")
-    add("--end-to-end-batch", type=at_least(1, int), default=32, help="Sequences there. [default: 32]")
-    add("--end-to-end-lengths", help="Tokens there. [default: 2k,8k,32k; cpu: 512]")
     add("--output", type=Path, help="The record. [default: runs/kernels-DEVICE-TIME.json]")
     add("--resume", type=Path, help="Go on with this record; what it holds is kept.")
     add_operations(parser, "attention")
@@ -85,9 +81,8 @@ def run(options: argparse.Namespace) -> int:
     """
     import torch
 
-    from k16v8.bench.conduct import EndToEnd, bench_kernels
+    from k16v8.bench.conduct import bench_kernels
     from k16v8.bench.contenders import CONTENDERS
-    from k16v8.bench.end_to_end import PAGE
     from k16v8.bench.machine import describe, slug
     from k16v8.bench.run import Settings
     from k16v8.bench.shapes import cells, expert_geometry, geometry, weight_cells
@@ -97,14 +92,11 @@ def run(options: argparse.Namespace) -> int:
     device = options.device
     measured = operations(options.operations)
     own, pairs, layouts = _checked(device, options.kernels, options.formats, options.layouts)
-    if options.end_to_end and "attention" not in measured:
-        raise UsageError("--end-to-end decodes with attention kernels; add attention to --operations, or leave it out")
     if options.resume is not None and options.output is not None:
         raise UsageError("--resume writes to the record that it goes on with; leave out --output")
     place, default = torch.device(device), _DEFAULTS[device]
-    chosen, models, layered = (
-        [geometry(name) for name in (options.geometry or names).split(",")]
-        for names in (_GEOMETRIES, _MODELS[device], _LAYERS[device])
+    chosen, layered = (
+        [geometry(name) for name in (options.geometry or names).split(",")] for names in (_GEOMETRIES, _LAYERS[device])
     )
     experts = options.experts or _EXPERTS[device]
     weighed = weight_cells(
@@ -134,9 +126,6 @@ def run(options: argparse.Namespace) -> int:
         options.seed,
         until=math.inf if options.minutes is None else began + 60 * options.minutes,
     )
-    depths = counts("--end-to-end-lengths", options.end_to_end_lengths or default["depths"])
-    if min(depths) < PAGE:
-        raise UsageError(f"--end-to-end-lengths {min(depths)}: the last {PAGE} tokens are timed; write {PAGE} or more")
     path = options.resume or options.output
     if path is None:
         path = Path("runs") / f"kernels-{slug(str(describe(place)['name']))}-{time.strftime('%Y%m%d-%H%M%S')}.json"
@@ -145,7 +134,6 @@ def run(options: argparse.Namespace) -> int:
         chosen if "attention" in measured else [],
         path,
         resume=options.resume is not None,
-        end_to_end=EndToEnd(models, depths, options.end_to_end_batch) if options.end_to_end else None,
     )
     if options.as_json:
         show_json(record, indent=1)

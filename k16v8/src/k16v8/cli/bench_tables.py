@@ -15,7 +15,7 @@ _SPREAD = 0.1  # of repeats, from the 10th to the 90th percentile, above which a
 
 
 def render(record: dict[str, Any]) -> Iterator[str]:
-    """One table per geometry, one of whole models, the goals, and what was not measured and why."""
+    """One table per geometry, the goals, and what was not measured and why."""
     from k16v8.bench.shapes import GEOMETRIES
 
     run = record["runs"][-1]
@@ -60,12 +60,6 @@ def render(record: dict[str, Any]) -> Iterator[str]:
                 f"inputs lie in {min(caches)} to {max(caches)} places in turn, twice the last cache and more; "
                 f"largest error of what was measured: {worst:.2g} (relative L2; most is 0.0035)"
             )
-    if record["end_to_end"]:
-        yield _models(record["end_to_end"])
-        yield (
-            "tok/s of steps as generate does them and of one step replayed from a CUDA graph; speed-up over 16/16; "
-            "^: more than 2% above its ceiling"
-        )
     yield from _missing(record)
     for goal in record["goals"] if len(weighed) < len(record["cells"]) or not record["cells"] else ():
         found = f"{goal['found']:.3g} at {goal['where']}" if goal["found"] is not None else goal["reason"]
@@ -130,24 +124,6 @@ def _figures(one: dict[str, Any] | None, extend: bool) -> str:
     return f"{_micro(one)}{speedup} {rate}"
 
 
-def _models(found: list[dict[str, Any]]) -> str:
-    headings = ("model", "B", "T", "K/V", "steps, tok/s", "speed-up", "graph, tok/s", "speed-up", "ceiling", "KV share")
-    rows = []
-    for one in found:
-        row = [one["geometry"], f"{one['batch']}", f"{one['tokens']:,}", one["formats"]]
-        if one["status"] != "measured":
-            row.append(one["status"].replace("_", " "))
-            rows.append(row + [""] * (len(headings) - len(row)))
-            continue
-        for how in ("stepped", "replayed"):
-            rate, speedup = one[f"{how}_tokens_per_second"], one[f"{how}_speedup"]
-            flag = "^" if one[f"{how}_above_ceiling"] else ""
-            row += [f"{rate:,.0f}" if rate else "–", f"{speedup:.3f}{flag}" if speedup else "–"]
-        row += [f"{one['ceiling']:.3f}" if one["ceiling"] else "–", f"{100 * one['kv_share']:.1f}%"]
-        rows.append(row)
-    return table(headings, rows, "whole models, random weights")
-
-
 def _missing(record: dict[str, Any]) -> Iterator[str]:
     """Each reason once, with the cells that it is about where it is not all of them."""
     where: dict[tuple[str, str, str], list[str]] = {}
@@ -158,12 +134,6 @@ def _missing(record: dict[str, Any]) -> Iterator[str]:
             every[who] = every.get(who, 0) + 1
             if one["status"] != "measured":
                 where.setdefault((who, one["status"], one["reason"]), []).append(cell["key"])
-    for one in record["end_to_end"]:
-        who = f"{one['geometry']} {one['formats']}"
-        if one["status"] != "measured":
-            where.setdefault((who, one["status"], one["reason"]), []).append(f"T{one['tokens']}")
-        elif one["replay_reason"]:
-            where.setdefault(("CUDA graphs of whole models", "not_supported", one["replay_reason"]), [])
     for (who, status, reason), keys in where.items():
         place = "" if not keys or len(keys) == every.get(who) else f" at {', '.join(keys)}"
         yield f"{who} {status.replace('_', ' ')}{place}: {reason}"

@@ -28,7 +28,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """``queries``: of each sequence, ``None`` for decode.  ``heads`` over ``kv_heads`` is the GQA ratio.
+    """``queries``: of each sequence, ``None`` for decode, which has one more than ``drafts``.
+
+    ``heads`` over ``kv_heads`` is the GQA ratio.
 
     ``outlier``: how much larger one channel of the keys is.  At 1 attention is spread over all tokens.  ``workspace``:
     tokens that are gathered at once for a prompt, 0 for kernels that read the cache in place.
@@ -46,6 +48,7 @@ class Case:
     page: int = 16
     lengths: tuple[int, ...] = (1, 15, 16, 17, 47)
     queries: tuple[int, ...] | None = None
+    drafts: int = 0
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
@@ -88,7 +91,7 @@ class Case:
         for x, scale in ((key, cache.k_scale), (value, cache.v_scale)):
             if scale is not None and scale.dim() == 0:
                 scale.copy_(x.abs().max() / 400)  # a few values saturate
-        counts = self.queries or (1,) * len(self.lengths)
+        counts = self.queries or (1 + self.drafts,) * len(self.lengths)
         starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
         return Problem(
             cache,
@@ -148,12 +151,23 @@ CASES = (
     Case("decode k16 v int4", v_format="int4", lengths=(40, 70), head_dim=80),
     Case("decode k16v8 narrow values", head_dim=128, v_dim=64, lengths=(40, 17), v_scaling="per-token-head"),
     Case("decode k16v8 diffuse", heads=2, kv_heads=1, lengths=(600, 90), outlier=1.0),
+    # 65, 97 and 66 tokens: the last split has tokens that the first queries do not see
+    Case("verify k16v8", heads=8, lengths=(65, 4, 31, 97), drafts=3, splits=3),
+    Case("decode k16v8 page of 48", lengths=(47, 50, 150), page=48, splits=3),
+    Case("decode k16v8 page of 528", lengths=(600, 90), page=528, window=70),
+    Case("verify k16v8 mha", heads=2, lengths=(33, 66), drafts=7, head_dim=128, page=64),
+    Case("verify k16v8 ratio 7", heads=14, lengths=(65, 128), drafts=1, head_dim=80, v_scaling="per-tensor"),
+    Case("verify k16v8 window", lengths=(5, 24, 66, 90), drafts=4, window=24, sinks=True, v_scaling="per-token-head"),
+    Case("verify k16v8 soft-cap", softcap=8.0, lengths=(40, 65), drafts=2, splits=3),
+    Case("verify k8v8", k_format="fp8_e4m3", k_scaling="per-token-head", lengths=(40, 65), drafts=3, splits=3),
+    Case("verify int4", k_format="int4", v_format="int4", lengths=(40, 65), drafts=2),
     Case("extend k16v8", lengths=(5, 40, 33), queries=(5, 7, 1)),
     Case("extend k16v8 ratio 7", heads=7, kv_heads=1, lengths=(50, 20), queries=(18, 20), head_dim=128),
     Case("extend k16v8 window", window=10, lengths=(50, 20), queries=(30, 3), v_scaling="per-token-head", sinks=True),
     Case("extend k16v8 soft-cap", softcap=8.0, lengths=(30, 64), queries=(2, 33), v_scaling="per-tensor", page=32),
     Case("extend k16v8 wide", heads=2, kv_heads=1, head_dim=256, page=64, lengths=(70,), queries=(20,)),
     Case("extend k16v8 narrow values", head_dim=96, v_dim=64, page=128, lengths=(20, 33), queries=(20, 5)),
+    Case("extend k16v8 page of 48", lengths=(150, 20), queries=(20, 20), page=48),
     Case("extend k16v16", v_format="bf16", lengths=(50,), queries=(33,)),
     Case("extend k8v8", k_format="fp8_e4m3", k_scaling="per-tensor", lengths=(50, 9), queries=(17, 9)),
     Case("extend int8", k_format="int8", v_format="int8", lengths=(50, 9), queries=(17, 9), head_dim=80),

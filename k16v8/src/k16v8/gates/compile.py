@@ -21,6 +21,7 @@ import torch
 
 from k16v8.errors import UnknownNameError
 from k16v8.kernels.cache import PagedCache, Scaling, storage
+from k16v8.kernels.checks import MOST_ROWS
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.weights import LAYOUTS, Layout, QuantizedWeight
 
@@ -41,7 +42,7 @@ __all__ = [
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
 OPTIONS = ("plain", "all")
-KERNELS = ("write", "decode", "merge", "extend", "gather")
+KERNELS = ("write", "decode", "verify", "merge", "extend", "gather")
 # products of 4-bit weights, and the rows of each
 WEIGHT_KERNELS = {"gemv": 16, "gemm-32": 32, "gemm-64": 64, "gemm": 512, "experts": 16, "sum": 16}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
@@ -290,7 +291,7 @@ def _built(
     result = replace(result, **(_nvidia(done.asm) if target.backend == "cuda" else _read_amd(done.asm["amdgcn"])))
     assert result.registers is not None
     result = replace(result, programs=resident_programs(target, result.registers, shared, tile.warps))
-    if result.kernel in ("decode", "extend"):
+    if result.kernel in ("decode", "verify", "extend"):
         result = _pipeline(result, done.asm["ttgir"], target)
     if shared > target.shared_memory:
         excess = f"needs {shared} bytes of shared memory, {result.target} has {target.shared_memory}"
@@ -301,7 +302,7 @@ def _built(
 def _variant(
     kernel: str, target: Target, k_format: str, v_format: str, head_dim: int, page: int, full: bool
 ) -> Variant:
-    """What a launch has; 4 query heads per KV head, and 16 splits."""
+    """What a launch has; 4 query heads per KV head, and 16 splits; ``verify``: decode of 4 queries."""
     from k16v8.kernels.variants import variants
 
     heads = _KV_HEADS * _RATIO
@@ -309,8 +310,9 @@ def _variant(
     attention = Attention()
     if full:
         attention = Attention(window=4096, softcap=50.0, sinks=torch.empty(heads, device="meta"))
-    found = variants(cache, heads, torch.bfloat16, attention, target, count=full)
-    return next(variant for variant in found if variant.name == kernel)
+    queries = MOST_ROWS // _RATIO if kernel == "verify" else 1
+    found = variants(cache, heads, torch.bfloat16, attention, target, count=full, queries=queries)
+    return next(variant for variant in found if variant.name == ("decode" if kernel == "verify" else kernel))
 
 
 def _nvidia(asm: dict[str, Any]) -> dict[str, Any]:

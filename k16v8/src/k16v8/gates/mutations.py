@@ -72,6 +72,26 @@ def _joined_evenly(
         prefill._joined = whole
 
 
+def _placed(where: Callable[[int, int, int, int], int]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Drafts that are verified with the mask of another one: query ``i`` and head ``j`` of a KV head have that of query
+    ``where(i, j, queries, ratio)``."""
+
+    def broken(
+        attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        queries, ratio = len(q) // len(cache.lengths), q.shape[1] // cache.kv_heads
+        out, lse = (x.clone() for x in attend(q, starts, cache, attention))
+        for i in range(queries):
+            found = attend(q[i::queries].repeat_interleave(queries, 0), starts, cache, attention)
+            for j in range(ratio):
+                at = where(i, j, queries, ratio)
+                for held, x in zip((out, lse), found, strict=True):
+                    held[i::queries, j::ratio] = x[at::queries, j::ratio]
+        return out, lse
+
+    return broken
+
+
 def _zero(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
     out, lse = attend(q, starts, cache, attention)
     return out.zero_(), lse
@@ -134,6 +154,14 @@ MUTATIONS = (
     Mutation("mask off by one, extend", "extend k16v16", _late),
     Mutation("window off by one", "decode k16v8 window", _window),
     Mutation("one page stale", "decode k16v8 ratio 8", _stale),
+    Mutation("mask off by one, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: min(i + 1, queries - 1))),
+    Mutation(
+        "wrong row order, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: (i * ratio + j) % queries)
+    ),
+    Mutation(
+        "ratio ignored, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: min(i * ratio + j, queries - 1))
+    ),
+    Mutation("window off by one, drafts", "verify k16v8 window", _window),
     Mutation("V scale off by 7%, gather", "gather k16v8 soft-cap", _v_scale),
     Mutation("mask off by one, gather", "gather k16v8 soft-cap", _late),
     Mutation("window off by one, gather", "gather k16v8 window", _window),

@@ -114,7 +114,7 @@ def _errors(case: Case, kernels: Kernels, problem: Problem, mutation: Mutation |
         out = torch.full((*q.shape[:2], cache.v_dim), float("nan"), dtype=q.dtype, device=q.device)
         lse = torch.full(q.shape[:2], float("nan"), device=q.device)
         if starts is None:
-            plan = kernels.plan(len(q), q.shape[1], cache, splits=case.splits)
+            plan = kernels.plan(len(cache.lengths), q.shape[1], cache, queries=1 + case.drafts, splits=case.splits)
             if plan is not None:
                 plan.part.fill_(float("nan"))
                 plan.part_lse.fill_(float("nan"))

@@ -17,7 +17,18 @@ from k16v8.kernels.cache import PagedCache, scaling_of, storage
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.weights import QuantizedWeight
 
-__all__ = ["check_cache", "check_decode", "check_expert_matmul", "check_extend", "check_matmul", "check_write"]
+__all__ = [
+    "MOST_ROWS",
+    "check_cache",
+    "check_decode",
+    "check_expert_matmul",
+    "check_extend",
+    "check_matmul",
+    "check_write",
+]
+
+MOST_ROWS = 16
+"""Rows of a decode tile: query heads of a KV head, times queries of a sequence."""
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -155,8 +166,15 @@ def check_decode(
         UsageError: see :func:`check_cache`; or queries, options or outputs do not fit.
     """
     _check_attend(q, cache, attention, buffers, validate=validate)
-    if q.shape[0] != len(cache.lengths):
-        raise UsageError(f"q holds {q.shape[0]} queries for {len(cache.lengths)} sequences")
+    many, batch = len(q), len(cache.lengths)
+    if many % max(1, batch) or bool(many) != bool(batch):
+        raise UsageError(f"q holds {many} queries for {batch} sequences")
+    queries, ratio = many // max(1, batch), q.shape[1] // cache.kv_heads
+    if queries > 1 and queries * ratio > MOST_ROWS:
+        raise UsageError(
+            f"q holds {queries} queries of a sequence with {ratio} heads for each KV head; decode takes at most "
+            f"{MOST_ROWS} such rows: call extend"
+        )
 
 
 def check_extend(

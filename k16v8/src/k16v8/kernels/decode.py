@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN202
 # Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
-"""Decode in Triton: one query per sequence over its paged cache, in splits that a second kernel merges.
+"""Decode in Triton: the last queries of each sequence over its paged cache, in splits that a second kernel merges.
 
-One program takes one split of one sequence and KV head, with all query heads of that KV head as rows of one
-``tl.dot`` tile.  K of 16 bits goes to the product as it lies in memory; codes are widened in registers.
+A sequence has one query, or as many as drafts are verified at once.  One program takes one split of one sequence and KV
+head.  Rows of its ``tl.dot`` tile are all queries with all query heads of that KV head: row ``r`` is query
+``r // ratio`` and head ``r % ratio``, as in extend.  K of 16 bits goes to the product as it lies in memory; codes are
+widened in registers.
 Softmax statistics and the accumulation of P·V are float32, also across splits.
 """
 
@@ -82,6 +84,7 @@ def decode_kernel(
     splits,
     HEADS: tl.constexpr,
     RATIO: tl.constexpr,
+    QUERIES: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -111,7 +114,7 @@ def decode_kernel(
     length = tl.load(lengths + row)
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
+        first = tl.maximum(length - QUERIES + 1 - WINDOW, 0)
     start = first // TOKENS * TOKENS
     # Short sequences take fewer splits than there are: the others leave nothing to merge.
     each = tl.maximum(tl.cdiv(length - start, splits * TOKENS) * TOKENS, SHORTEST)
@@ -121,9 +124,12 @@ def decode_kernel(
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    heads = head * RATIO + r
-    wanted = (r[:, None] < RATIO) & (d[None, :] < D)
-    queries = tl.load(q + row * q_row + heads[:, None] * q_head + d[None, :], mask=wanted, other=0.0)
+    real = r < RATIO * QUERIES
+    heads = head * RATIO + r % RATIO
+    source = row * QUERIES + r // RATIO
+    positions = length - QUERIES + r // RATIO
+    wanted = real[:, None] & (d[None, :] < D)
+    queries = tl.load(q + (source * q_row + heads * q_head)[:, None] + d[None, :], mask=wanted, other=0.0)
     factor = scale * 1.4426950408889634
     if K_SCALE == 1:
         factor = factor * tl.load(k_scale)
@@ -133,33 +139,34 @@ def decode_kernel(
     total = tl.full((ROWS,), 0.0, tl.float32)
     even = tl.full((ROWS, BLOCK_DV // 2 if V_PAIRS else BLOCK_DV), 0.0, tl.float32)
     odd = even
-    # Whole tiles that are all seen need no masks; a window's may begin within a tile.
+    # Whole tiles that every row sees need no masks; a window's may begin within a tile.
     middle = begin
     if WINDOW == 0:
-        middle = begin + tl.maximum(end - begin, 0) // TOKENS * TOKENS
+        seen = tl.minimum(end, length - QUERIES + 1)  # by the first query, too
+        middle = begin + tl.maximum(seen - begin, 0) // TOKENS * TOKENS
         top, total, even, odd = attend_tokens(
-            even_q, odd_q, factor, top, total, even, odd, begin, middle, first, r, head,
+            even_q, odd_q, factor, top, total, even, odd, begin, middle, first, positions, head,
             k_cache, v_cache, k_scale, v_scale, table + row * table_row,
             k_block, k_place, k_head, v_block, v_place, v_head,
             ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
             D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
-            K_NATIVE, V_NATIVE, False, 0, SOFTCAP, QK, PV, False,
+            K_NATIVE, V_NATIVE, QUERIES > 1, WINDOW, SOFTCAP, QK, PV, False,
         )  # fmt: skip
     top, total, even, odd = attend_tokens(
-        even_q, odd_q, factor, top, total, even, odd, middle, end, first, r, head,
+        even_q, odd_q, factor, top, total, even, odd, middle, end, first, positions, head,
         k_cache, v_cache, k_scale, v_scale, table + row * table_row,
         k_block, k_place, k_head, v_block, v_place, v_head,
         ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
         D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
-        K_NATIVE, V_NATIVE, False, 0, SOFTCAP, QK, PV, True,
+        K_NATIVE, V_NATIVE, QUERIES > 1, WINDOW, SOFTCAP, QK, PV, True,
     )  # fmt: skip
     acc, lse = finished(top, total, even, odd, V_PAIRS)
     if V_SCALE == 1:
         acc = acc * tl.load(v_scale)
-    target = (row * HEADS + heads) * splits + split
-    tl.store(part_lse + target, lse, mask=r < RATIO)
+    target = (source * HEADS + heads) * splits + split
+    tl.store(part_lse + target, lse, mask=real)
     columns = tl.where(begin < end, DV, 0)  # what an empty split leaves is never read
-    tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=(r[:, None] < RATIO) & (dv[None, :] < columns))
+    tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=real[:, None] & (dv[None, :] < columns))
 
 
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["part_lse", "sinks", "lse"])
@@ -208,7 +215,7 @@ def merge_kernel(
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Buffers of one decode shape, allocated once: ``part`` float32 ``[B, heads, splits, Dv]`` and ``part_lse``.
+    """Buffers of one decode shape, allocated once: ``part`` float32 ``[B * queries, heads, splits, Dv]``, ``part_lse``.
 
     A plan serves batches of at most ``B``.  The split count decides in which order sums are made: it belongs into
     the record of a run.
@@ -222,7 +229,9 @@ class DecodePlan:
 _PROGRAMS: dict[tuple[object, ...], int] = {}
 
 
-def decode_programs(q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention | None = None) -> int:
+def decode_programs(
+    q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention | None = None, queries: int = 1
+) -> int:
     """Programs of the split kernel that one multiprocessor holds at once, by what the compiler made of it.
 
     The kernel is compiled and loaded where it is not yet; the answer is kept for each compiled variant.  Under the
@@ -232,7 +241,7 @@ def decode_programs(q_dtype: torch.dtype, heads: int, cache: PagedCache, attenti
     target = target_of(device)
     if target.backend == "interpreter" or not _on_gpu(device):
         return FALLBACK_PROGRAMS
-    constants = decode_constants(q_dtype, heads, cache, attention, target)
+    constants = decode_constants(q_dtype, heads, cache, attention, target, queries)
     arguments = cache_arguments(cache)
     strides = tuple(x for x in arguments[:-1] if isinstance(x, int))
     key = (device, strides, *constants.values())
@@ -279,12 +288,13 @@ def plan_decode(
     cache: PagedCache,
     attention: Attention | None = None,
     *,
+    queries: int = 1,
     dtype: torch.dtype | None = None,
     splits: int | None = None,
     multiprocessors: int | None = None,
     buffer: Tensor | None = None,
 ) -> DecodePlan:
-    """Buffers for ``batch`` sequences.
+    """Buffers for ``batch`` sequences with ``queries`` each.
 
     Unless ``splits`` is told, it follows from the number of multiprocessors, from how many programs of the compiled
     kernel each of them holds (:func:`decode_programs`), and 64 MiB.  ``dtype``: of queries; not given, that of keys
@@ -294,17 +304,17 @@ def plan_decode(
     device = cache.k_cache.device
     if splits is None:
         many = target_of(device).multiprocessors if multiprocessors is None else multiprocessors
-        room = _PARTIALS // max(1, 4 * batch * heads * cache.v_dim)
+        room = _PARTIALS // max(1, 4 * batch * queries * heads * cache.v_dim)
         if dtype is None:
             dtype = cache.k_cache.dtype if cache.k_cache.dtype.is_floating_point else torch.bfloat16
-        programs = decode_programs(dtype, heads, cache, attention)
+        programs = decode_programs(dtype, heads, cache, attention, queries)
         splits = min(split_count(batch, cache.kv_heads, cache.max_length, many, programs), max(1, room))
-    rows = batch * heads * splits
+    rows = batch * queries * heads * splits
     size = rows * (cache.v_dim + 1)
     if buffer is None or buffer.numel() < size:
         buffer = torch.empty(size, dtype=torch.float32, device=device)
     part, part_lse = buffer[: rows * cache.v_dim], buffer[rows * cache.v_dim : size]
-    return DecodePlan(splits, part.view(batch, heads, splits, cache.v_dim), part_lse.view(batch, heads, splits))
+    return DecodePlan(splits, part.view(-1, heads, splits, cache.v_dim), part_lse.view(-1, heads, splits))
 
 
 def decode(
@@ -324,32 +334,34 @@ def decode(
         UsageError: the plan is for another shape.
     """
     attention = attention or Attention()
-    batch, heads = q.shape[:2]
+    many, heads = q.shape[:2]
+    batch = len(cache.lengths)
+    queries = many // max(1, batch)
     target = target_of(q.device)
-    plan = plan or plan_decode(batch, heads, cache, attention, dtype=q.dtype)
+    plan = plan or plan_decode(batch, heads, cache, attention, queries=queries, dtype=q.dtype)
     held = plan.part.shape
-    if held[0] < batch or held[1:] != (heads, plan.splits, cache.v_dim) or plan.part.device != q.device:
+    if held[0] < many or held[1:] != (heads, plan.splits, cache.v_dim) or plan.part.device != q.device:
         raise UsageError(
-            f"the plan is for {held[0]} sequences, {held[1]} heads and {held[3]} values on {plan.part.device}; "
-            f"this is {batch}, {heads} and {cache.v_dim} on {q.device}"
+            f"the plan is for {held[0]} queries, {held[1]} heads and {held[3]} values on {plan.part.device}; "
+            f"this is {many}, {heads} and {cache.v_dim} on {q.device}"
         )
-    out = q.new_empty(batch, heads, cache.v_dim) if out is None else out
-    lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device) if lse is None else lse
-    if not batch:
+    out = q.new_empty(many, heads, cache.v_dim) if out is None else out
+    lse = torch.empty(many, heads, dtype=torch.float32, device=q.device) if lse is None else lse
+    if not many:
         return out, lse
     scale, sinks = attention.scale_for(q.shape[2]), attention.sinks
     launch(
         decode_kernel,
         (cache.kv_heads, batch, plan.splits),
         (q, plan.part, plan.part_lse, *cache_arguments(cache), q.stride(0), q.stride(1), scale, plan.splits),
-        decode_constants(q.dtype, heads, cache, attention, target),
+        decode_constants(q.dtype, heads, cache, attention, target, queries),
         tiles("decode", target, cache),
         q.device,
     )
     given = plan.part if sinks is None else sinks
     launch(
         merge_kernel,
-        (batch, heads),
+        (many, heads),
         (plan.part, plan.part_lse, given, out, lse, out.stride(0), out.stride(1), lse.stride(0), plan.splits),
         merge_constants(heads, cache.v_dim, plan.splits, sinks=sinks is not None, target=target),
         merge_tiles(plan.splits, cache.v_dim),
@@ -359,9 +371,9 @@ def decode(
 
 
 def decode_constants(
-    q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention, target: Target
+    q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention, target: Target, queries: int = 1
 ) -> dict[str, object]:
-    """The constexprs of the split kernel."""
+    """The constexprs of the split kernel; ``queries``: of each sequence."""
     ratio = heads // cache.kv_heads
     tile = tiles("decode", target, cache)
     return {
@@ -369,7 +381,8 @@ def decode_constants(
         **attention_constants(q_dtype, cache, attention, target),
         "HEADS": heads,
         "RATIO": ratio,
-        "ROWS": max(tile.rows, power_of_two(ratio)),
+        "QUERIES": queries,
+        "ROWS": max(tile.rows, power_of_two(ratio * queries)),
         "TOKENS": tile.tokens,
         "SHORTEST": tile.tokens if target.backend == "interpreter" else -(-_SHORTEST // tile.tokens) * tile.tokens,
     }

@@ -74,6 +74,7 @@ def plan_decode(
     cache: PagedCache,
     attention: Attention | None = None,
     *,
+    queries: int = 1,
     dtype: torch.dtype | None = None,
     splits: int | None = None,
     buffer: Tensor | None = None,
@@ -87,7 +88,10 @@ def plan_decode(
         NotSupportedError: FlashInfer is not installed, or the kernel is not for this cache or device.
     """
     attention, q_dtype, device = attention or Attention(), dtype or cache.k_cache.dtype, cache.k_cache.device
-    if reason := refusal(torch.cuda.get_device_capability(device), q_dtype, cache, attention):
+    reason = refusal(torch.cuda.get_device_capability(device), q_dtype, cache, attention)
+    if queries > 1:
+        reason = f"has one query of a sequence, not {queries}"
+    if reason:
         raise NotSupportedError(f"kernels=flashinfer {reason}")
     wrapper = _library().BatchDecodePagedTSWrapper("HND")
     seen = {"mask_type": "causal", "window_left": attention.window - 1} if attention.window else {"mask_type": "dense"}

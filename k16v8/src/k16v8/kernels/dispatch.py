@@ -19,7 +19,7 @@ from k16v8.kernels.weights import LAYOUTS, QuantizedWeight
 __all__ = [
     "HEAD_DIMS",
     "IMPLEMENTATIONS",
-    "PAGES",
+    "PAGE_STEP",
     "Kernels",
     "WeightKernels",
     "choose",
@@ -30,8 +30,7 @@ __all__ = [
 Implementation = Literal["torch", "triton", "interpreter", "flashinfer"]
 IMPLEMENTATIONS = ("torch", "triton", "interpreter", "flashinfer")
 HEAD_DIMS = (64, 80, 96, 128, 256)  # what the gates cover
-PAGES = (16, 32, 64, 128)
-_MOST_RATIO = 16
+PAGE_STEP = 16  # pages have a multiple of so many tokens
 _CAPABILITY = (8, 0)  # of NVIDIA GPUs: products of bfloat16; below 8.9 FP8 is converted by integer operations
 
 
@@ -66,19 +65,21 @@ class Kernels:
         cache: PagedCache,
         attention: Attention | None = None,
         *,
+        queries: int = 1,
         dtype: torch.dtype | None = None,
         splits: int | None = None,
         buffer: Tensor | None = None,
     ) -> Any:
         """Buffers for :meth:`decode`, allocated once per shape; ``None`` where the implementation needs none.
 
-        ``splits`` decides in which order sums are made: record ``plan.splits`` with the name.  ``attention``,
-        ``dtype`` (of queries) and ``buffer``: see :func:`k16v8.kernels.decode.plan_decode`.
+        ``queries``: of each sequence.  ``splits`` decides in which order sums are made: record ``plan.splits`` with the
+        name.  ``attention``, ``dtype`` (of queries) and ``buffer``: see :func:`k16v8.kernels.decode.plan_decode`.
         """
         if self.implementation == "torch":
             return None
         plan_decode = self._module("decode").plan_decode
-        return plan_decode(batch, heads, cache, attention, dtype=dtype, splits=splits, buffer=buffer)
+        given = {"dtype": dtype, "splits": splits, "buffer": buffer}
+        return plan_decode(batch, heads, cache, attention, queries=queries, **given)
 
     def decode(
         self,
@@ -203,10 +204,10 @@ def _triton_refusal(
     for dim in dims:
         if dim not in HEAD_DIMS:
             return f"head dimension {dim}; the gates cover {', '.join(map(str, HEAD_DIMS))}"
-    if page not in PAGES:
-        return f"page size {page}; the gates cover {', '.join(map(str, PAGES))}"
-    if ratio > _MOST_RATIO:
-        return f"{ratio} query heads per KV head; the gates cover 1 to {_MOST_RATIO}"
+    if page < 1 or page % PAGE_STEP:
+        return f"page size {page}; pages have a multiple of {PAGE_STEP} tokens"
+    if ratio > checks.MOST_ROWS:
+        return f"{ratio} query heads per KV head; the gates cover 1 to {checks.MOST_ROWS}"
     return _device_refusal(implementation, device)
 
 

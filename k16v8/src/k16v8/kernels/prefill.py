@@ -45,6 +45,7 @@ __all__ = [
     "plan_pieces",
     "prefill",
     "prefill_route",
+    "scratch_bytes",
     "torch_attention",
 ]
 
@@ -52,6 +53,7 @@ Route = Literal["extend", "fa2", "fa3"]
 WORKSPACE = 128 << 20
 """Bytes of the workspace of one device, unless told: 32K tokens of 8 KV heads of 128.  Static, unmeasured."""
 
+_JOINED = 64 << 20  # bytes of numbers while parts are joined
 _SHORT = 128  # queries up to which reading the codes in place is cheaper than writing them out; static, unmeasured
 _FLASH_DIM = 256
 _MODULES = {"fa3": ("flash_attn_interface", "sgl_kernel.flash_attn"), "fa2": ("flash_attn",)}
@@ -339,16 +341,35 @@ def prefill(
             found, log = attend(
                 q[call.rows], keys, values, call, attention.scale_for(q.shape[2]), attention.window, attention.softcap
             )
-            if parts:
-                found, log = _joined(held[call.rows], lse[call.rows], found, log)
-            held[call.rows], lse[call.rows] = found.to(held.dtype), log
+            if not parts:
+                held[call.rows], lse[call.rows] = found.to(held.dtype), log
+                continue
+            step = max(1, _JOINED // (5 * 4 * held[0].numel()))
+            for at in range(0, len(found), step):
+                rows = _rows(call.rows, at, step)
+                held[rows], lse[rows] = _joined(held[rows], lse[rows], found[at : at + step], log[at : at + step])
     if attention.sinks is not None:  # a sink joins the sum last: all else is multiplied by what it leaves over
         joined = torch.logaddexp(lse, attention.sinks)
-        held = held * torch.exp(lse - joined).unsqueeze(-1)
+        held.mul_(torch.exp(lse - joined).unsqueeze(-1))
         lse.copy_(joined)
     if held is not out:
         out.copy_(held)
     return out, lse
+
+
+def scratch_bytes(queries: int, heads: int, head_dim: int, v_dim: int) -> int:
+    """Return the bytes that :func:`prefill` has besides ``out`` and its workspace, for 16-bit queries, at most.
+
+    Those are the float32 sum of parts, one part with its queries, log-sum-exps, and what joining takes.
+    """
+    numbers = 4 * v_dim + 2 * v_dim + 2 * head_dim + 4 * 4
+    return queries * heads * numbers + _JOINED
+
+
+def _rows(rows: slice | Tensor, at: int, many: int) -> slice | Tensor:
+    if isinstance(rows, slice):
+        return slice(rows.start + at, min(rows.start + at + many, rows.stop))
+    return rows[at : at + many]
 
 
 def _joined(out: Tensor, lse: Tensor, more: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:

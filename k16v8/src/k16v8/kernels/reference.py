@@ -103,6 +103,6 @@ def extend(
 def decode(
     q: Tensor, cache: PagedCache, attention: Attention | None = None, *, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """One query per sequence, its last token.  ``q``: ``[B, heads, D]`` → ``[B, heads, Dv]`` and ``[B, heads]``."""
-    starts = torch.arange(q.shape[0] + 1, device=q.device)
+    """The last ``n`` tokens of each sequence: ``q`` ``[B * n, heads, D]``; returns as :func:`extend`."""
+    starts = torch.arange(0, len(q) + 1, len(q) // len(cache.lengths), device=q.device)
     return extend(q, starts, cache, attention, dtype=dtype)

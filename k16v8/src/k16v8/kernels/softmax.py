@@ -123,12 +123,15 @@ def attend_tokens(
         n = at + i
         inside = (n >= first) & (n < end)
         # page and place of a token: what of it does not change from tile to tile stays out of the loop
-        if PAGE < TOKENS:
+        if PAGE % TOKENS == 0:
+            page = at // PAGE + i * 0
+            place = at % PAGE + i
+        elif TOKENS % PAGE == 0:
             page = at // PAGE + i // PAGE
             place = i % PAGE
         else:
-            page = at // PAGE + i * 0
-            place = at % PAGE + i
+            page = n // PAGE
+            place = n % PAGE
         if MASKED:
             block = tl.load(table + page, mask=inside, other=0)
         else:

@@ -86,12 +86,13 @@ def decode(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One query per sequence, its last token.
+    """The last tokens of each sequence, as many of each: one, or those of drafts that are verified.
 
-    ``q``: ``[B, heads, D]``.  Returns ``[B, heads, Dv]`` in the type of ``q`` and the log-sum-exp, float32
-    ``[B, heads]``; into ``out`` and ``lse`` where they are given.
+    ``q``: ``[B * n, heads, D]``, a sequence's ``n`` queries together.  Returns ``[B * n, heads, Dv]`` in the type of
+    ``q`` and the log-sum-exp, float32 ``[B * n, heads]``; into ``out`` and ``lse`` where they are given.
     """
-    return _attend(q, range(len(q) + 1), cache, attention, out, lse)
+    queries = max(1, len(q) // max(1, len(cache.lengths)))
+    return _attend(q, range(0, len(q) + 1, queries), cache, attention, out, lse)
 
 
 def extend(

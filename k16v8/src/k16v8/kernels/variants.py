@@ -41,7 +41,14 @@ class Variant:
 
 
 def variants(
-    cache: PagedCache, heads: int, dtype: torch.dtype, attention: Attention, target: Target, *, count: bool = False
+    cache: PagedCache,
+    heads: int,
+    dtype: torch.dtype,
+    attention: Attention,
+    target: Target,
+    *,
+    count: bool = False,
+    queries: int = 1,
 ) -> list[Variant]:
     """Everything that the kernels compile for a cache, by the names of :data:`VARIANTS`.
 
@@ -52,6 +59,7 @@ def variants(
         attention: What attention does besides; of its sinks, whether there are some.
         target: For which processor.
         count: Whether the writer counts what saturates.
+        queries: Of each sequence in decode.
     """
     rows, kv_heads = 2, cache.kv_heads
 
@@ -63,7 +71,7 @@ def variants(
     key, value = empty(rows, kv_heads, cache.head_dim), empty(rows, kv_heads, cache.v_dim)
     part, slots = out.float(), empty(rows, kind=torch.int64)
     sinks, scale = attention.sinks is not None, attention.scale_for(cache.head_dim)
-    held, queries, outputs = cache_arguments(cache), q.stride()[:2], out.stride()[:2]
+    held, q_strides, outputs = cache_arguments(cache), q.stride()[:2], out.stride()[:2]
     found = [
         Variant(
             "write",
@@ -75,8 +83,8 @@ def variants(
         Variant(
             "decode",
             decode_kernel,
-            (q, part, lse, *held, *queries, scale, MOST_SPLITS),
-            decode_constants(dtype, heads, cache, attention, target),
+            (q, part, lse, *held, *q_strides, scale, MOST_SPLITS),
+            decode_constants(dtype, heads, cache, attention, target, queries),
             tiles("decode", target, cache),
         ),
     ]
@@ -95,7 +103,7 @@ def variants(
         Variant(
             "extend",
             extend_kernel,
-            (q, numbers, lse if sinks else out, out, lse, *held, *queries, *outputs, lse.stride(0), scale, rows),
+            (q, numbers, lse if sinks else out, out, lse, *held, *q_strides, *outputs, lse.stride(0), scale, rows),
             extend_constants(dtype, heads, cache, attention, target),
             tiles("extend", target, cache),
         ),
@@ -116,6 +124,9 @@ def warm_up(
     attention: Attention,
     device: torch.device,
     names: Collection[str] = VARIANTS,
+    *,
+    count: bool = False,
+    queries: int = 1,
 ) -> None:
     """Compile ``names`` for ``device``, or take them from Triton's cache of files; the interpreter has nothing to do.
 
@@ -131,7 +142,7 @@ def warm_up(
     if target.backend == "interpreter":
         return
     with current(device):
-        for variant in variants(cache, heads, dtype, attention, target):
+        for variant in variants(cache, heads, dtype, attention, target, count=count, queries=queries):
             if variant.name in names:
                 options = compile_options(variant.tile)
                 variant.function.warmup(*variant.arguments, grid=(1,), **variant.constants, **options)

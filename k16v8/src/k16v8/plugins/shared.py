@@ -10,10 +10,10 @@
 - ``skip-layers=0,4-29`` in the brackets of either side: layers that keep the model's 16-bit type;
 - ``0``: off.
 
-``FIDELAB_K16V8``, its former name, is read where ``K16V8`` is not set.
-
 ``K16V8_KERNELS=flashinfer`` takes the decode kernel of FlashInfer on data-centre Blackwell; it never ran on one.
 Unset or ``triton``: the Triton kernels.
+
+``K16V8_COUNT=1`` counts for each layer the written numbers that lie beyond their format's range.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from k16v8.kernels.reference import Attention
 
 __all__ = [
+    "COUNT_SWITCH",
     "KERNELS_SWITCH",
     "LABEL",
     "SWITCH",
@@ -46,17 +47,20 @@ __all__ = [
     "Pages",
     "Side",
     "attend_prompts",
+    "counters",
     "decode_buffer",
     "decode_plan",
+    "decode_queries",
     "prefill_workspace",
     "prompt_route",
     "read_back",
+    "reserve",
     "switched",
 ]
 
 Version = tuple[int, ...]
 SWITCH = "K16V8"  # environment variable
-_FORMER_SWITCH = "FIDELAB_K16V8"
+COUNT_SWITCH = "K16V8_COUNT"  # environment variable
 KERNELS_SWITCH = "K16V8_KERNELS"  # environment variable
 LABEL = "k16v8"  # of the attention backends, in logs and records
 NATIVE = "native"  # the model's own 16-bit type
@@ -190,14 +194,35 @@ def switched() -> Formats | None:
     Raises:
         UsageError: the variable has a value that means nothing.
     """
-    name = SWITCH if SWITCH in os.environ else _FORMER_SWITCH
-    text = os.environ.get(name, "").strip()
+    text = os.environ.get(SWITCH, "").strip()
     if text in ("", "0"):
         return None
     try:
         return Formats.parse(text)
     except UsageError as error:
-        raise UsageError(f"{name}={text}: {error}") from None
+        raise UsageError(f"{SWITCH}={text}: {error}") from None
+
+
+def counters(layers: int, device: torch.device | str) -> Tensor | None:
+    """Return zeros, int32 ``[layers, 2]``: what writing adds to for keys and values; ``None`` where nothing is counted.
+
+    A server makes them before it captures a graph.
+
+    Raises:
+        UsageError: the variable has a value that means nothing.
+    """
+    if not _counting():
+        return None
+    import torch
+
+    return torch.zeros(layers, 2, dtype=torch.int32, device=device)
+
+
+def _counting() -> bool:
+    text = os.environ.get(COUNT_SWITCH, "").strip() or "0"
+    if text not in ("0", "1"):
+        raise UsageError(f"{COUNT_SWITCH}={text}: write 1, or 0 for off")
+    return text == "1"
 
 
 @dataclass(frozen=True)
@@ -285,21 +310,51 @@ def decode_buffer(device: torch.device) -> Tensor:
 
 
 def decode_plan(kernels: Kernels, q: Tensor, cache: PagedCache, attention: Attention) -> Any:
-    """The plan of one decode shape (``q``: ``[B, heads, D]``), made once, in :func:`decode_buffer`.
+    """The plan of one decode shape (``q``: ``[B * n, heads, D]``), made once, in :func:`decode_buffer`.
 
     ``None`` where the kernels need none.
     """
     if kernels.implementation == "torch":
         return None
-    device, (batch, heads) = cache.k_cache.device, q.shape[:2]
+    device, heads, batch = cache.k_cache.device, q.shape[1], len(cache.lengths)
     kind = q.dtype, cache.k_format, cache.v_format, cache.k_scale is None, cache.v_scale is None
     options = attention.window, attention.softcap, attention.sinks is None
-    key = (kernels.implementation, device, *q.shape, cache.kv_heads, cache.v_dim, cache.max_length, *kind, *options)
+    key = (
+        kernels.implementation,
+        device,
+        batch,
+        *q.shape,
+        cache.kv_heads,
+        cache.v_dim,
+        cache.max_length,
+        *kind,
+        *options,
+    )
     if key not in _PLANS:
         if len(_PLANS) == _MOST_PLANS:
             _PLANS.clear()
-        _PLANS[key] = kernels.plan(batch, heads, cache, attention, dtype=q.dtype, buffer=decode_buffer(device))
+        buffer = decode_buffer(device)
+        _PLANS[key] = kernels.plan(
+            batch, heads, cache, attention, queries=len(q) // batch, dtype=q.dtype, buffer=buffer
+        )
     return _PLANS[key]
+
+
+def decode_queries(ratio: int, drafts: int) -> int:
+    """Return how many queries of a sequence the decode kernels take: one more than ``drafts``, else one.
+
+    ``ratio``: query heads of a KV head.
+    """
+    from k16v8.kernels.checks import MOST_ROWS
+
+    return 1 + drafts if ratio * (1 + drafts) <= MOST_ROWS and _named_kernels() == "triton" else 1
+
+
+def _named_kernels() -> str:
+    named = os.environ.get(KERNELS_SWITCH, "").strip() or "triton"
+    if named not in ("triton", "flashinfer"):
+        raise UsageError(f"{KERNELS_SWITCH}={named}: write triton or flashinfer")
+    return named
 
 
 _WORKSPACES: dict[torch.device, Tensor] = {}
@@ -314,6 +369,23 @@ def prefill_workspace(device: torch.device) -> Tensor:
 
         _WORKSPACES[device] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
     return _WORKSPACES[device]
+
+
+def reserve(device: torch.device, step: tuple[int, int, int, int] | None = None) -> None:
+    """Make the buffers of a GPU, and take for a moment what a prompt takes besides.
+
+    ``step``: queries, query heads, head dimensions of keys and values.
+
+    An engine that measures its memory while this runs leaves room for both.
+    """
+    import torch
+
+    from k16v8.kernels.prefill import Libraries, installed, scratch_bytes
+
+    decode_buffer(device)
+    if installed() != Libraries():
+        prefill_workspace(device)
+        torch.empty(scratch_bytes(*step) if step else 0, dtype=torch.uint8, device=device)
 
 
 def attend_prompts(
@@ -372,7 +444,7 @@ class Pages:
 
     keys: Tensor  # [blocks, tokens, heads, width(D)], in the type in which the kernels hold their format
     values: Tensor  # [blocks, tokens, heads, width(Dv)]
-    k_scales: Tensor | None  # [blocks, tokens, heads], float16
+    k_scales: Tensor | None  # [blocks, tokens, heads], float16; or one float32 of all
     v_scales: Tensor | None
     k_format: str  # names of the kernels
     v_format: str
@@ -380,7 +452,25 @@ class Pages:
     @property
     def tensors(self) -> list[Tensor]:
         """Keys, values, and the scales that there are."""
-        return [x for x in (self.keys, self.values, self.k_scales, self.v_scales) if x is not None]
+        held = (self.keys, self.values, self.k_scales, self.v_scales)
+        return [x for x in held if x is not None and x.dim()]
+
+    def on(self, device: torch.device | str) -> Pages:
+        """Return these pages with an FP8 type that ``device`` converts itself.
+
+        gfx942 has e4m3fnuz, whose codes are worth half as much.  There e4m3 without scales is e4m3fnuz with a scale
+        of 2: the same numbers up to 448, and saturation at 480.
+        """
+        import torch
+
+        if torch.device(device).type != "cuda" or _architecture(torch.device(device)) != "gfx942":
+            return self
+        changed: dict[str, Any] = {}
+        for side in "kv":
+            if getattr(self, f"{side}_format") == "fp8_e4m3" and getattr(self, f"{side}_scales") is None:
+                changed[f"{side}_format"] = "fp8_e4m3fnuz"
+                changed[f"{side}_scales"] = torch.full((), 2.0, device=self.keys.device)
+        return replace(self, **changed)
 
     def paged(self, table: Tensor, lengths: Tensor) -> PagedCache:
         """The layer's cache for the kernels; ``table``: int32 ``[B, max_blocks]``, ``lengths``: int32 ``[B]``."""
@@ -401,9 +491,7 @@ class Pages:
         from k16v8.kernels import dispatch
         from k16v8.kernels.cache import scaling_of, storage
 
-        named = os.environ.get(KERNELS_SWITCH, "").strip() or "triton"
-        if named not in ("triton", "flashinfer"):
-            raise UsageError(f"{KERNELS_SWITCH}={named}: write triton or flashinfer")
+        named = _named_kernels()
         return dispatch.choose(
             "torch" if torch.device(device).type == "cpu" else named,
             k_format=self.k_format,
@@ -419,10 +507,13 @@ class Pages:
             v_scaling=scaling_of(self.v_scales),
         )
 
-    def warm_up(self, kernels: Kernels, heads: int, dtype: torch.dtype, attention: Attention, device: Any) -> None:
+    def warm_up(
+        self, kernels: Kernels, heads: int, dtype: torch.dtype, attention: Attention, device: Any, queries: int = 1
+    ) -> None:
         """Compile what steps on these pages, or on others like them, will launch: a server calls it before it serves.
 
-        The pages may lie on ``meta``; ``device``: where those of the server lie.  The torch path compiles nothing.
+        The pages may lie on ``meta``; ``device``: where those of the server lie; ``queries``: of each sequence, where
+        drafts are verified.  The torch path compiles nothing.
         """
         import torch
 
@@ -434,15 +525,20 @@ class Pages:
         names = [name for name in VARIANTS if not by_library or name in ("write", "extend", "gather")]
         numbers = torch.empty(1, dtype=torch.int32, device=self.keys.device)
         cache = self.paged(numbers.view(1, 1), numbers)
-        warm_up(cache, heads, dtype, attention, torch.device(device), names)
+        warm_up(cache, heads, dtype, attention, torch.device(device), names, count=_counting())
+        if queries > 1:
+            warm_up(cache, heads, dtype, attention, torch.device(device), ("decode",), queries=queries)
 
 
-def read_back(found: Pages, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
+def read_back(
+    found: Pages, blocks: list[int], key: Tensor, value: Tensor, counted: Tensor | None = None
+) -> dict[str, Any]:
     """Compare what a request's first tokens were given with what its blocks hold, and where.
 
     ``key``: ``[n, heads · D]``, ``value``: ``[n, heads · Dv]``.  Numbers of 16 bits must be equal bit by bit, codes and
     their scales what the format makes of the numbers.  ``matches``: the share of all that is; ``disjoint``: no byte
-    belongs to two of keys, values and scales; ``saturated``: numbers beyond the format's range.
+    belongs to two of keys, values and scales; ``saturated``: numbers beyond the format's range.  ``counted`` (int32
+    ``[2]``): such keys and values of all that was written so far, named so in the result where they are counted.
     """
     import torch
 
@@ -461,12 +557,18 @@ def read_back(found: Pages, blocks: list[int], key: Tensor, value: Tensor) -> di
     return {
         "stored": stored[0],
         "v_stored": stored[1],
-        "k_format": found.k_format,
-        "v_format": found.v_format,
+        "k_format": _asked(found.k_format, found.k_scales),
+        "v_format": _asked(found.v_format, found.v_scales),
         "matches": float(torch.cat([same for same, _ in sides]).float().mean()),
         "disjoint": len({*held}) == len(held),
         "saturated": sum(beyond for _, beyond in sides),
+        **({} if counted is None else {"counted": counted.tolist()}),
     }
+
+
+def _asked(name: str, scales: Tensor | None) -> str:
+    """The format that a server was asked for; see :meth:`Pages.on`."""
+    return name if scales is None or scales.dim() else "fp8_e4m3"
 
 
 def _compared(held: Tensor, scales: Tensor | None, name: str, given: Tensor, blocks: list[int]) -> tuple[Tensor, int]:
@@ -482,6 +584,8 @@ def _compared(held: Tensor, scales: Tensor | None, name: str, given: Tensor, blo
         exact = given.to(codes.dtype).contiguous()
         return (codes.view(torch.int16) == exact.view(torch.int16)).flatten(), 0
     given, same = given.float(), []
+    if scales is not None and not scales.dim():
+        given, scales = given / scales, None
     if scales is not None:
         factor = scales[blocks].flatten(0, 1)[:n]
         same.append((factor == token_scale(given, stored)).flatten())

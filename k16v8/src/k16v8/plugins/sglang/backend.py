@@ -24,7 +24,7 @@ from k16v8.kernels.cache import STORAGES, PagedCache
 from k16v8.kernels.dispatch import Kernels
 from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
-from k16v8.plugins.shared import LABEL, Formats, Pages, attend_prompts, decode_plan, read_back, switched
+from k16v8.plugins.shared import LABEL, Formats, Pages, attend_prompts, counters, decode_plan, read_back, switched
 
 __all__ = ["K16V8Backend", "K16V8Pool", "read_back_slots"]
 
@@ -59,6 +59,7 @@ class K16V8Pool(MHATokenToKVPool):
         self._init_data_ptrs_and_strides()
         self._nowhere = torch.zeros(0, dtype=torch.int32, device=self.device)
         self._writer = self.kernels(self.head_num)
+        self._counters = counters(self.layer_num, self.device)
 
     def _layer_pages(self, formats: Formats) -> Pages:
         """Storage of one layer."""
@@ -99,7 +100,12 @@ class K16V8Pool(MHATokenToKVPool):
     ) -> None:
         """Write tokens: ``[N, heads, D]`` and ``[N, heads, Dv]``.  SGLang's scales are those of another format."""
         slots, _, _ = unwrap_write_loc(loc_info)
-        self._writer.write(cache_k, cache_v, self.paged(layer.layer_id, self._nowhere.view(0, 1), self._nowhere), slots)
+        cache = self.paged(layer.layer_id, self._nowhere.view(0, 1), self._nowhere)
+        self._writer.write(cache_k, cache_v, cache, slots, saturated=self.counted(layer.layer_id))
+
+    def counted(self, layer_id: int) -> Tensor | None:
+        """Return what a layer's keys and values saturated so far, int32 ``[2]``; ``None`` where it is not counted."""
+        return None if self._counters is None else self._counters[layer_id - self.start_layer]
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
         raise NotSupportedError(f"{LABEL}: values are codes, which only its own attention backend reads")
@@ -111,9 +117,8 @@ class K16V8Pool(MHATokenToKVPool):
 
     def read_back(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
         """:func:`read_back_slots` of this pool."""
-        return read_back_slots(
-            self._pages, layer_id - self.start_layer, slots.tolist(), key.flatten(1), value.flatten(1)
-        )
+        layer, given = layer_id - self.start_layer, (key.flatten(1), value.flatten(1))
+        return read_back_slots(self._pages, layer, slots.tolist(), *given, self.counted(layer_id))
 
 
 @dataclass
@@ -198,7 +203,9 @@ class K16V8Backend(AttentionBackend):
         return out.flatten(1)
 
 
-def read_back_slots(buffers: list[Pages], layer: int, slots: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
+def read_back_slots(
+    buffers: list[Pages], layer: int, slots: list[int], key: Tensor, value: Tensor, counted: Tensor | None = None
+) -> dict[str, Any]:
     """Compare what some tokens were given in one layer with what the pool holds in their ``slots``.
 
     ``buffers``: of each layer, ``[blocks, tokens, heads, …]`` without gaps; ``key``: ``[n, heads · D]``, ``value``:
@@ -213,7 +220,7 @@ def read_back_slots(buffers: list[Pages], layer: int, slots: list[int], key: Ten
     spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for pages in buffers for x in pages.tensors)
     apart = all(end <= start for (_, end), (start, _) in pairwise(spans))
     singly = Pages(keys, values, scales[0], scales[1], held.k_format, held.v_format)
-    return read_back(singly, slots, key, value) | {"disjoint": apart}
+    return read_back(singly, slots, key, value, counted) | {"disjoint": apart}
 
 
 def _scales(pages: Pages) -> tuple[Tensor | None, Tensor | None]:

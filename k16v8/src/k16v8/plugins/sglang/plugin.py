@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 BACKEND = "k16v8"  # --attention-backend
-_BACKENDS = (BACKEND, "fidelab_k16v8")  # and its former name
 PAGES = (16, 32, 64, 128)  # tokens; what the Triton kernels are gated for
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _CELL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
@@ -104,10 +103,9 @@ def register() -> None:
     from sglang.srt.platforms import current_platform
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for name in _BACKENDS:
-        if name not in ATTENTION_BACKENDS:
-            add_attention_backend_choices([name])
-        register_attention_backend(name)(_backend)
+    if BACKEND not in ATTENTION_BACKENDS:
+        add_attention_backend_choices([BACKEND])
+    register_attention_backend(BACKEND)(_backend)
     HookRegistry.register(f"{_CONFIGURATOR}._resolve_kv_pool_class", pool_class, HookType.AROUND)
     HookRegistry.register(_CELL, cell_bytes, HookType.AROUND)
     if current_platform.is_cpu():
@@ -156,7 +154,7 @@ def pool_class(original: Callable[..., type], configurator: Any, *, kind: str, d
 
 def lacking(configurator: Any, settings: Any, backends: tuple[str, str], platform: str, formats: Formats) -> str:
     """Why this launch cannot be served, with what to do; empty where it can."""
-    if not set(backends) <= set(_BACKENDS):
+    if {*backends} != {BACKEND}:
         return f"has an attention backend of its own: pass --attention-backend {BACKEND}"
     if platform not in ("cpu", "cuda"):
         return "runs on CPUs and NVIDIA GPUs"

@@ -3,7 +3,7 @@
 Every step writes its tokens into the pages first (``do_kv_cache_update``) and attends to the pages then, so prompts in
 chunks and cached prefixes are one case: each sequence's last tokens over the whole of it.  vLLM puts sequences that
 decode before the others (``reorder_batch_threshold``): they go to the decode kernel also where a prompt is in the
-step.
+step.  Drafts of speculative decoding are verified there too, where all sequences have equally many.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
-from k16v8.kernels.dispatch import HEAD_DIMS, PAGES, Kernels
-from k16v8.kernels.prefill import Libraries, PrefillBatch, installed
+from k16v8.kernels.dispatch import HEAD_DIMS, PAGE_STEP, Kernels
+from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import (
     LABEL,
     Formats,
     Pages,
     attend_prompts,
-    decode_buffer,
+    counters,
     decode_plan,
-    prefill_workspace,
+    decode_queries,
     read_back,
+    reserve,
     switched,
 )
 from k16v8.plugins.vllm.plugin import pages
@@ -51,6 +52,7 @@ from k16v8.plugins.vllm.plugin import pages
 __all__ = ["K16V8Backend"]
 
 _log = init_logger(f"vllm.{__name__}")
+_PAGE = 64  # tokens: fewer cost more loads of the block table; static, unmeasured
 _DTYPES = [torch.bfloat16, torch.float16]
 _ON_CPU = current_platform.device_type == "cpu"
 
@@ -77,7 +79,12 @@ class K16V8Backend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)] if _ON_CPU else list(PAGES)
+        return [MultipleOf(PAGE_STEP)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return the tokens of a page where the user asks for none."""
+        return default_block_size if _ON_CPU else max(default_block_size, _PAGE)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -116,7 +123,8 @@ class K16V8Metadata:
     query_start_loc: Tensor  # int32 [B + 1]
     seq_lens: Tensor  # int32 [B]
     block_table: Tensor  # int32 [B, max_blocks]
-    num_decodes: int  # sequences with one token, which come first
+    num_decodes: int  # sequences that decode, which come first
+    decode_queries: int  # tokens of each of them
     extend_start_loc: Tensor | None  # int32 [B - num_decodes + 1]: of the others, counted from their first token
     prompts: PrefillBatch | None = None  # the others on the host, where vLLM knows their lengths there
 
@@ -124,21 +132,26 @@ class K16V8Metadata:
 class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
     """Takes from a step what the kernels need.
 
-    A step in which all sequences decode may be captured whole: its table has the width of the longest sequence that
-    vLLM allows, lengths, table and slots stay where they are, padding has length 0 and slot -1.
+    A step in which all sequences decode, or all verify equally many drafts, may be captured whole: its table has the
+    width of the longest sequence that vLLM allows, lengths, table and slots stay where they are, padding has length 0
+    and slot -1.
     """
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
+        self._queries = _decode_queries(vllm_config)
+        self._init_reorder_batch_threshold(self._queries)
         if not _ON_CPU:
-            decode_buffer(torch.device(device))
-            if installed() != Libraries():
-                prefill_workspace(torch.device(device))
+            reserve(torch.device(device))
             for name, layer in get_layers_from_vllm_config(vllm_config, VLLMAttention, layer_names).items():
-                layer.impl.warm_up(kv_cache_spec, name, device)
+                layer.impl.warm_up(kv_cache_spec, name, device, self._queries)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return which batches a graph may hold: of verifications, where the decode kernel takes them."""
+        if _decode_queries(vllm_config) == 1 + _drafts(vllm_config):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -146,18 +159,35 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
         step = common_attn_metadata
         if step.causal is not True:
             raise NotImplementedError(f"{LABEL} attends causally only")
-        decodes, others, tokens, _ = split_decodes_and_prefills(step, decode_threshold=1)
-        if decodes != tokens:  # some have no token at all: padding, which only extend passes over
-            decodes, others = 0, decodes + others
+        queries = int(step.query_start_loc_cpu[1])
+        threshold = self._queries if queries == self._queries else 1  # other numbers were not compiled
+        split = split_decodes_and_prefills(step, decode_threshold=threshold, require_uniform=True)
+        decodes, others, tokens, _ = split
+        if decodes * queries != tokens or not queries:  # some have no token: padding, which only extend passes over
+            decodes, others, tokens = 0, decodes + others, 0
         return K16V8Metadata(
             step.num_actual_tokens,
             step.query_start_loc,
             step.seq_lens,
             step.block_table_tensor,
             decodes,
-            step.query_start_loc[decodes:] - decodes if others else None,
+            queries,
+            step.query_start_loc[decodes:] - tokens if others else None,
             _prompts(step, decodes) if others else None,
         )
+
+
+def _drafts(config: Any) -> int:
+    """Drafts that a step verifies for each sequence."""
+    drafts: int | None = config.speculative_config and config.speculative_config.num_speculative_tokens
+    return drafts or 0
+
+
+def _decode_queries(config: Any) -> int:
+    """Queries of a sequence that all layers' decode kernels take."""
+    layers = get_layers_from_vllm_config(config, VLLMAttention).values()
+    ratios = [x.impl.num_heads // x.impl.num_kv_heads for x in layers if isinstance(x.impl, K16V8Attention)]
+    return decode_queries(max(ratios, default=1), _drafts(config))
 
 
 def _prompts(step: CommonAttentionMetadata, decodes: int) -> PrefillBatch | None:
@@ -229,7 +259,8 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         self._open(layer, kv_cache, key.dtype)
         assert self.kernels is not None
         none = slot_mapping.new_zeros(0, dtype=torch.int32)
-        self.kernels.write(key[:n], value[:n], self._pages.paged(none.view(0, 1), none), slot_mapping)
+        cache = self._pages.paged(none.view(0, 1), none)
+        self.kernels.write(key[:n], value[:n], cache, slot_mapping, saturated=self._counted)
 
     def forward(
         self,
@@ -246,20 +277,23 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         """``query`` ``[N, heads, D]`` over the pages, into ``output`` ``[N, heads, Dv]``."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(f"{LABEL} does not quantize its output")
-        if attn_metadata is None:  # profiling
+        if attn_metadata is None:  # vLLM measures what a step takes
+            if not _ON_CPU:
+                reserve(query.device, (query.shape[0], query.shape[1], query.shape[2], output.shape[2]))
             return output.zero_()
         step, n = attn_metadata, attn_metadata.num_actual_tokens
         self._open(layer, kv_cache, query.dtype)
         assert self.kernels is not None
         q, out, first = query[:n], output[:n], step.num_decodes
+        tokens = first * step.decode_queries
         if first:
             cache = self._pages.paged(step.block_table[:first], step.seq_lens[:first])
-            plan = decode_plan(self.kernels, q[:first], cache, self._attention)
-            self.kernels.decode(q[:first], cache, self._attention, out=out[:first], plan=plan)
+            plan = decode_plan(self.kernels, q[:tokens], cache, self._attention)
+            self.kernels.decode(q[:tokens], cache, self._attention, out=out[:tokens], plan=plan)
         if step.extend_start_loc is not None:
             cache = self._pages.paged(step.block_table[first:], step.seq_lens[first:])
             attend_prompts(
-                self.kernels, q[first:], step.extend_start_loc, cache, self._attention, out[first:], step.prompts
+                self.kernels, q[tokens:], step.extend_start_loc, cache, self._attention, out[tokens:], step.prompts
             )
         return output
 
@@ -268,9 +302,11 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         if self._cache is kv_cache:
             return
         self.layer = extract_layer_index(self._of or str(layer.layer_name))
-        self._pages: Pages = pages(kv_cache, self.head_size, self.formats.in_layer(self.layer))
+        self._pages: Pages = pages(kv_cache, self.head_size, self.formats.in_layer(self.layer)).on(kv_cache.device)
         self._attention = self._options()
         self.kernels = self._pages.kernels(self.num_heads, dtype, kv_cache.device)
+        counted = counters(1, kv_cache.device)
+        self._counted = None if counted is None else counted[0]
         self._cache = kv_cache
         _log.info_once("%s: %s, pages of %d tokens", LABEL, self.kernels.name, kv_cache.shape[2])
 
@@ -278,14 +314,14 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         sinks = None if self.sinks is None else self.sinks.float()
         return Attention(self.scale, self._window, self._softcap, sinks)
 
-    def warm_up(self, spec: AttentionSpec, layer_name: str, device: torch.device | str) -> None:
+    def warm_up(self, spec: AttentionSpec, layer_name: str, device: torch.device | str, queries: int) -> None:
         """Compile what this layer launches, before its pages are there; layers that are alike compile once."""
         here = self.formats.in_layer(extract_layer_index(self._of or layer_name))
         width = here.content_bytes(spec.head_size, spec.head_size_v) // spec.dtype.itemsize
         shape = (2, spec.num_kv_heads, spec.block_size, width)
-        held: Pages = pages(torch.empty(shape, dtype=spec.dtype, device="meta"), self.head_size, here)
+        held: Pages = pages(torch.empty(shape, dtype=spec.dtype, device="meta"), self.head_size, here).on(device)
         kernels = held.kernels(self.num_heads, spec.dtype, device)
-        held.warm_up(kernels, self.num_heads, spec.dtype, self._options(), device)
+        held.warm_up(kernels, self.num_heads, spec.dtype, self._options(), device, queries)
 
     def spec(self, spec: AttentionSpec, layer_name: str, layers: int) -> AttentionSpec:
         """What a layer of the model's ``layers`` takes of the cache.
@@ -301,7 +337,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
 
     def read_back(self, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
         """:func:`k16v8.plugins.shared.read_back` of this layer."""
-        return read_back(self._pages, blocks, key, value)
+        return read_back(self._pages, blocks, key, value, self._counted)
 
 
 def _by_layer(get_kv_cache_spec: Callable[..., KVCacheSpec | None]) -> Callable[..., KVCacheSpec | None]:
