@@ -258,7 +258,7 @@ def test_every_name_of_the_public_surface_exists() -> None:
 
 
 def test_the_sizes_of_large_models_follow_from_their_formulas() -> None:
-    """In docs/large-models.md: each figure of the table, to the digits that it has."""
+    """In docs/cluster.md#models-of-7b-and-larger: each figure of the table, to the digits that it has."""
     table = (ROOT / "docs" / "large-models.md").read_text("utf-8").partition("# Models of 7B")[2].partition("\n- **")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     for column in (2, 3):
