@@ -62,14 +62,13 @@ def _relinked(text: str, here: str, place: str) -> str:
     return LINK.sub(link, text)
 
 
-WIDTHS = {"76.25em": "68.75em", "76.2344em": "68.7344em", "1220px": "1100px"}
+WIDTHS = {"76.25em": "68.75em", "76.234375em": "68.734375em"}
 """Where the theme puts the navigation away, and where this site does: at 1,200 px it still shows."""
 
 
 def on_post_build(config: Any) -> None:
     """Show the navigation from 1,100 px on.  The theme has no setting for it: its files hold the widths."""
-    assets = Path(config["site_dir"]) / "assets"
-    for file in [*assets.glob("stylesheets/*.css"), *assets.glob("javascripts/bundle.*.js")]:
+    for file in (Path(config["site_dir"]) / "assets" / "stylesheets").glob("*.css"):
         text = file.read_text("utf-8")
         for old, new in WIDTHS.items():
             text = text.replace(old, new)
