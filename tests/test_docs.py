@@ -315,8 +315,7 @@ def test_the_projected_costs_of_models_follow_from_their_shapes(tmp_path: Path) 
         seconds = n_tokens / found["cells"][0]["prefill"]["H100"]["tokens_per_s"]
         assert cells == [
             f"{_short(weights / 1e9)} GB",
-            cache["bf16"],
-            cache["q8_0"],
+            f"{cache['bf16']} / {cache['q8_0']}",
             f"{_short(n_positions * 2 * int(numbers[4]) / 1e6)} MB",
             f"{_short(seconds)} s",
             f"{_short(4 * weights / 2e9)} s",
@@ -324,4 +323,4 @@ def test_the_projected_costs_of_models_follow_from_their_shapes(tmp_path: Path) 
 
 
 def _short(number: float) -> str:
-    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
+    return f"{number:,.0f}" if number >= 10 else f"{number:.{1 if number >= 0.1 else 2}f}"
