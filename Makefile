@@ -8,9 +8,10 @@
 # make golden   run the golden runs again, and print each figure that changed (GOLDEN=--score-only: score them again alone)
 # make test-newest   the tests of Transformers' engine, physics and plug-ins with the newest versions, in .venv-newest
 # make lock   write anew which versions demo and tests install
+# make gallery   four reports for docs/gallery, and their pictures (Chromium, playwright, Pillow)
 # make docs   the documentation as a site in build/site, and its reference pages from the code
 # make check  ruff and strict mypy
-.PHONY: demo test test-full test-long test-engines test-browser test-newest test-quantize golden zoo lock docs check setup clean
+.PHONY: demo test test-full test-long test-engines test-browser test-newest test-quantize golden zoo gallery lock docs check setup clean
 
 RUN := .venv/bin/python -m
 # Files of tests that run side by side; a file's tests stay together and share what they set up.  Fast tests often wait
@@ -58,8 +59,13 @@ test-quantize: .venv/.ready
 golden: .venv/.ready
 	$(RUN) tests.golden.regenerate $(GOLDEN)
 
+gallery: .venv/.ready
+	.venv/bin/fidelab setup fetch smollm2-135m
+	.venv/bin/python scripts/gallery
+
 docs: .venv/.ready
 	$(RUN) fidelab.cli.reference docs/reference
+	.venv/bin/python scripts/docs_site.py
 	@# not --quiet: mkdocs --strict counts only the warnings that it prints
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 

@@ -6,9 +6,11 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -16,13 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 import fidelab.metrics
 from fidelab import extend
 from fidelab.axes import AXES
 from fidelab.bench import BENCHES
 from fidelab.cli import reference
+from tests.run.harness import cli
 
 ROOT = Path(__file__).parents[1]
 METRICS = ROOT / "docs" / "metrics.md"
@@ -177,25 +179,35 @@ def test_the_reference_pages_are_what_the_code_gives() -> None:
     assert committed == reference.pages(), "run: make docs"
 
 
-class _Plain(yaml.SafeLoader):
-    """Reads mkdocs.yml without the objects that it names."""
-
-
-_Plain.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
-
-
-def _navigated(entry: object) -> Iterator[str]:
-    if isinstance(entry, str):
-        yield entry
-    elif isinstance(entry, dict | list):
-        for inner in entry.values() if isinstance(entry, dict) else entry:
-            yield from _navigated(inner)
+SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    settings = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), _Plain)
-    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
-    assert [page for page in pages if page not in set(_navigated(settings["nav"]))] == []
+    navigated = {file for _, _, file in SITE["navigation"]()}
+    pages = [str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page not in navigated] == []
+
+
+def test_the_documentation_has_at_most_twenty_pages() -> None:
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 20
+
+
+def test_the_list_of_pages_for_programs_is_what_the_pages_say() -> None:
+    assert (ROOT / "llms.txt").read_text("utf-8") == SITE["llms_text"](), "run: make docs"
+
+
+def test_every_page_begins_with_a_sentence_that_says_what_it_is() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "gallery").glob("*.md")]
+    assert [str(page) for page in pages if len(SITE["first_sentence"](text_of(page))) < 20] == []
+
+
+def test_the_gallery_shows_what_is_printed_today(tmp_path: Path) -> None:
+    """Of its four reports the one on engine ``fake``, which takes seconds."""
+    gallery = runpy.run_path(str(ROOT / "scripts" / "gallery"))
+    page = text_of(ROOT / "docs" / "gallery" / "README.md")
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == [case.name for case in gallery["CASES"]]
+    [case] = [case for case in gallery["CASES"] if case.words[0] == "fake"]
+    assert gallery["section"](case, gallery["screen"](case, tmp_path)[0]) in page
 
 
 @pytest.fixture(scope="module")
@@ -215,24 +227,26 @@ def test_the_site_builds_with_all_links_and_anchors_resolved(site: Path) -> None
     assert (site / "index.html").is_file()
 
 
+def test_the_navigation_shows_on_windows_of_1100_pixels(site: Path) -> None:
+    """The theme's own width is 76.25 em of 16 pixels."""
+    [main] = (site / "assets" / "stylesheets").glob("main.*.css")
+    assert ("76.2" in text_of(main), "(min-width:68.75em)" in text_of(main)) == (False, True)
+
+
 def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
     source = r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//"""
     link = r"""<link\b[^>]*href=["']?(?:https?:)?//"""
     loads = re.compile(f"{source}|{link}")
     pages = sorted(site.rglob("*.html"))
-    assert len(pages) > 40
+    assert len(pages) > 35
     assert [str(page) for page in pages if loads.search(page.read_text("utf-8"))] == []
 
 
-def test_the_readme_is_short_and_explains_its_words_before_it_uses_them() -> None:
+def test_the_readme_is_short_and_explains_its_words() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
-    assert len(text.splitlines()) <= 120
-    table = text.index(" verdict  ")  # the demo's
-    assert [
-        word
-        for word in ("configuration", "reference", "control", "run-to-run noise")
-        if f"**{word}**" not in text[:table]
-    ] == []
+    assert len(text.splitlines()) <= 110
+    words = ("configuration", "reference", "control", "run-to-run noise", "KLD", "verdict")
+    assert [word for word in words if f"**{word}**" not in text] == []
 
 
 def test_the_readme_names_the_commands_that_continuous_integration_runs() -> None:
@@ -258,8 +272,8 @@ def test_every_name_of_the_public_surface_exists() -> None:
 
 
 def test_the_sizes_of_large_models_follow_from_their_formulas() -> None:
-    """In docs/large-models.md: each figure of the table, to the digits that it has."""
-    table = (ROOT / "docs" / "large-models.md").read_text("utf-8").partition("# Models of 7B")[2].partition("\n- **")[0]
+    """In docs/cluster.md#models-of-7b-and-larger: each figure of the table, to the digits that it has."""
+    table = (ROOT / "docs" / "cluster.md").read_text("utf-8").partition("# Models of 7B")[2].partition("\n- **")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     for column in (2, 3):
         numbers = rows[0][column].partition("(")[2].rstrip(")").split(", ")
@@ -280,3 +294,33 @@ def test_the_sizes_of_large_models_follow_from_their_formulas() -> None:
             figure, unit = row[column].replace(",", "").split(" ")
             digits = len(figure.partition(".")[2])
             assert figure == f"{size / {'bytes': 1, 'kB': 1e3, 'GB': 1e9}[unit]:.{digits}f}", row[0]
+
+
+def test_the_projected_costs_of_models_follow_from_their_shapes(tmp_path: Path) -> None:
+    """In docs/cluster.md: bytes, saved outputs, the bound of prefill and loads, each to the digits that it has."""
+    text = (ROOT / "docs" / "cluster.md").read_text("utf-8").partition("### What a first comparison costs")[2]
+    n_tokens, n_positions = (
+        int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:tokens|scored)", text)[:2]
+    )
+    rows = [line for line in text.partition("\n\n")[2].splitlines() if re.match(r"\| [A-Z]\S+ \(", line)]
+    assert len(rows) == 7
+    for row in rows:
+        shape, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        numbers = shape.partition("(")[2].rstrip(")").replace(",", "").split(" ")
+        words = zip(("--params", "--layers", "--kv-heads", "--head-dim"), numbers[:4], strict=True)
+        flags = ("--kv", "q8_0", "--device", "H100", "--context", "2k", "--batch", "1", "--json")
+        found = json.loads(cli("estimate", *(word for pair in words for word in pair), *flags, cwd=tmp_path).out)
+        weights = found["model"]["weight_bytes"]
+        cache = {one["kv"]: f"{one['bytes_per_token']:,}" for one in found["formats"]}
+        seconds = n_tokens / found["cells"][0]["prefill"]["H100"]["tokens_per_s"]
+        assert cells == [
+            f"{_short(weights / 1e9)} GB",
+            f"{cache['bf16']} / {cache['q8_0']}",
+            f"{_short(n_positions * 2 * int(numbers[4]) / 1e6)} MB",
+            f"{_short(seconds)} s",
+            f"{_short(4 * weights / 2e9)} s",
+        ]
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.{1 if number >= 0.1 else 2}f}"

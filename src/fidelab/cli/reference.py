@@ -154,7 +154,7 @@ def _file_pages() -> dict[str, str]:
         ),
         "recipe.md": _schema_page(
             "Recipes",
-            "What `fidelab checkpoint quantize --recipe FILE` reads ([quantize](../quantize.md)).",
+            "What `fidelab checkpoint quantize --recipe FILE` reads ([quantize](../checkpoints.md#quantize)).",
             {"Recipe": of(Recipe)},
         ),
         "report.md": _schema_page(

@@ -6,7 +6,7 @@ it: ``KL(w, kv) ≈ KL(w) + KL(kv)``, and ``KL(kv) ≈ KL(k) + KL(v)``, with as 
 
 For small errors the KL is quadratic in the change of the logits, so that it behaves like the square of a length:
 ``KL(a, b) = KL(a) + KL(b) + 2ρ·sqrt(KL(a)·KL(b))`` with a correlation ρ between -1 and 1.  Adding up means ρ = 0; the
-interval of a prediction is that of all ρ.  See docs/advise.md.
+interval of a prediction is that of all ρ.  See docs/speed.md#weights-and-cache-together.
 """
 
 from __future__ import annotations
