@@ -89,7 +89,8 @@ def main() -> None:
 def _measure(
     options: argparse.Namespace, clients: list[str], folder: Path, tokens: int, small: int, large: int
 ) -> dict[str, Any]:
-    from fidelab.bench.load.mock import MockServer, MockSettings
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.bench.load.mock import MockServer, MockSettings
 
     runs: dict[str, list[dict[str, Any]]] = {client: [] for client in clients}
     with MockServer(MockSettings(itl=options.itl / 1e3, coalesce=options.coalesce)) as mock:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.cli import bench, bench_serve
 from fidelab.metrics.serving import saturation
+from tests.bench.load.mock import MockServer, MockSettings
 from tests.engines.openai_server import Served, save_tokenizer, serving
 from tests.run.harness import Done, cli
 

@@ -21,6 +21,7 @@ import pytest
 from fidelab.bench.load.drive import BEHIND, Load, ServerRefusedError, Target, drive, workers_for
 from fidelab.bench.load.exchange import Exchange, LoadRequest
 from fidelab.core.errors import FidelabError, InputError, UsageError
+from tests.bench.load.mock import MockServer, MockSettings
 from tests.bench.load.sse_server import (
     HEAD,
     Script,
@@ -334,3 +335,17 @@ def test_processes_are_as_many_as_rate_tokens_or_concurrency_need(
 ) -> None:
     asked = [LoadRequest(at, b"", None, max_tokens, at * gap) for at in range(count)]
     assert workers_for(Load(asked, concurrency=concurrency, open_loop=concurrency is None), cores) == expected
+
+
+def test_nothing_is_received_before_it_was_sent() -> None:
+    asked = {"prompt": [1, 2], "max_tokens": 5, "stream": True}
+    bodies = [json.dumps({**asked, "user": str(index)}).encode() for index in range(8)]
+    with MockServer(MockSettings(itl=0.002, log_events=True)) as mock:
+        load = Load([LoadRequest(index, body, 2, 5) for index, body in enumerate(bodies)], concurrency=3)
+        result = drive(Target(mock.url), load)
+        log = mock.emitted()
+    for each in result.exchanges:
+        entry = log[str(each.index)]
+        assert len(each.events) == 5
+        assert each.sent <= entry["received"] <= entry["events"][0]
+        assert (each.events >= entry["events"]).all()

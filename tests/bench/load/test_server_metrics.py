@@ -15,8 +15,8 @@ import pytest
 from fidelab.bench.load import server_metrics
 from fidelab.bench.load.drive import Load, Target, drive
 from fidelab.bench.load.exchange import LoadRequest
-from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.bench.load.server_metrics import Scraper, ServerReading, SpeculationReading, understand
+from tests.bench.load.mock import MockServer, MockSettings
 from tests.bench.load.sse_server import Talk, serve
 
 Texts = Sequence[tuple[float, bytes]]

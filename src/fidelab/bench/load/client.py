@@ -4,7 +4,7 @@ Answers are kept as the chunks that arrived, each with its time, and parsed afte
 
 A chunk's time is read when aiohttp hands the chunk over: one turn of the event loop behind the socket.  The turn takes
 longer the more streams have data at once: 0.1 ms in the median and 1 ms in the 99th percentile for 32 streams of one
-event each 20 ms.  ``fidelab bench calibrate`` measures it on any machine, and ``lag`` reports a loop that is late.
+event each 20 ms.  ``lag`` reports a loop that is late.
 
 The loop is asyncio's, which writes at once.  uvloop costs 15 to 40% less processor time, but writes at the end of a
 turn: of requests that go out together the last leaves milliseconds behind its ``sent``.
