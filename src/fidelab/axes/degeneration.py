@@ -158,7 +158,6 @@ class Degeneration(Axis):
             den=np.ones(len(items)),
             clusters=np.array([item.number for item in items], dtype=np.int64),
             usable=usable,
-            transform=None,
             bounds=(0.0, 1.0),
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,

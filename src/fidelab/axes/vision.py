@@ -464,9 +464,7 @@ def _answers_alone(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], se
         den=np.ones(len(same)),
         clusters=np.array([r for r, _ in pair.items], dtype=np.int64),
         usable=answers.usable,
-        transform=None,
         bounds=(0.0, 1.0),
-        identical=False,
         proportion=True,
         bound=True,
     )

@@ -76,10 +76,7 @@ def diagnose(arm: Arm, environment: Environment) -> str:
 
 
 def try_out(
-    environment: Environment,
-    logs: Path,
-    say: Callable[[str], None] = lambda line: None,
-    names: Collection[str] = (),
+    environment: Environment, logs: Path, say: Callable[[str], None] = lambda line: None, names: Collection[str] = ()
 ) -> dict[str, Trial]:
     """Run KV formats that the engine reports as supported, each in a process, and return the outcomes by format.
 

@@ -169,12 +169,7 @@ def _answered(
 
 
 def _submitted(
-    cluster: Cluster,
-    job: Job,
-    needs: Needs,
-    how: Mapping[str, Any],
-    messages: Path,
-    listen: Callable[[Message], None],
+    cluster: Cluster, job: Job, needs: Needs, how: Mapping[str, Any], messages: Path, listen: Callable[[Message], None]
 ) -> JobOutcome:
     store = Path(job.store)
     store.mkdir(parents=True, exist_ok=True)
