@@ -276,7 +276,9 @@ def test_a_recipe_is_known_by_what_it_installs_and_not_by_its_words() -> None:
 # ----------------------------------------------------------------------------------------------- seconds that are left
 
 
-def test_the_time_left_is_that_of_the_step_and_those_after_it(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_is_that_of_the_step_and_those_after_it(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = replace(recipe(Step(("x",), seconds=1000.0)), trial_seconds=500.0)
     stages: list[Stage] = []
     monkeypatch.setattr(module, "_pip", lambda *words, **more: None)
