@@ -19,7 +19,7 @@ from fidelab.bench import load_figures as figures
 from fidelab.bench.base import CellResult
 from fidelab.bench.load.exchange import DriveResult, Exchange, LoadRequest
 from fidelab.bench.load.server_metrics import ServerReading, SpeculationReading
-from fidelab.bench.load_figures import Latency, Values, load_at, load_facts, load_metrics
+from fidelab.bench.load_figures import Latency, Values, load_at, load_metrics
 from fidelab.core import Status
 from fidelab.metrics.serving import (
     LATENCIES,
@@ -158,21 +158,27 @@ class Pool:
 
     def facts(self) -> dict[str, Any]:
         """What is no metric: what the server says of itself, the client's own part, tokens, errors by kind."""
-        lag = self.lag(50, 99)
-        client = {
-            "lag_p50": lag.get("p50"),
-            "lag_p99": lag.get("p99"),
-            "cpu_seconds": sum(drive.result.cpu_seconds for drive in self.drives),
+        lag, server = self.lag(50, 99), self.server
+        return {
+            "client over server": self.ratio(),
+            "server running": server and server.running_mean,
+            "server queued": server and server.waiting_max,
+            "KV used": server and server.kv_usage_max,
+            "lag ms p99": lag.get("p99"),
+            "errors": dict(Counter(exchange.error for exchange in self.sent if exchange.error)),
+            "measured": {
+                "seconds": self.seconds,
+                "completed": len(self.done),
+                "input_tokens": sum(exchange.prompt_tokens or 0 for exchange in self.done),
+                "output_tokens": sum(exchange.output_tokens or 0 for exchange in self.done),
+            },
+            "client": {
+                "lag_p50": lag.get("p50"),
+                "lag_p99": lag.get("p99"),
+                "cpu_seconds": sum(drive.result.cpu_seconds for drive in self.drives),
+            },
+            "server": None if server is None else asdict(server),
         }
-        measured = {
-            "seconds": self.seconds,
-            "completed": len(self.done),
-            "input_tokens": sum(exchange.prompt_tokens or 0 for exchange in self.done),
-            "output_tokens": sum(exchange.output_tokens or 0 for exchange in self.done),
-        }
-        errors = Counter(exchange.error for exchange in self.sent if exchange.error)
-        server = None if self.server is None else asdict(self.server)
-        return load_facts(measured, errors, server, self.ratio(), client)
 
     def ratio(self) -> float | None:
         """The client's output rate over the server's."""
