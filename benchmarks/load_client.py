@@ -89,7 +89,8 @@ def main() -> None:
 def _measure(
     options: argparse.Namespace, clients: list[str], folder: Path, tokens: int, small: int, large: int
 ) -> dict[str, Any]:
-    from fidelab.bench.load.mock import MockServer, MockSettings
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.bench.load.mock import MockServer, MockSettings
 
     runs: dict[str, list[dict[str, Any]]] = {client: [] for client in clients}
     with MockServer(MockSettings(itl=options.itl / 1e3, coalesce=options.coalesce)) as mock:
@@ -184,8 +185,8 @@ def _drive(task: dict[str, Any]) -> None:
     """Our client, in a process of its own, as the others are."""
     import numpy as np
 
-    from fidelab.bench.load.drive import Load, Target, drive
-    from fidelab.bench.load.exchange import LoadRequest
+    from fidelab.bench.load.client import drive
+    from fidelab.bench.load.exchange import Load, LoadRequest, Target
 
     requests, tokens = [], task["tokens"]
     with Path(task["prompts"]).open(encoding="utf-8") as file:
@@ -193,7 +194,7 @@ def _drive(task: dict[str, Any]) -> None:
             body = {"model": "mock", "prompt": json.loads(line)["prompt"], "max_tokens": tokens, "stream": True}
             said = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
             requests.append(LoadRequest(index, said, None, tokens))
-    result = drive(Target(task["url"]), Load(requests, concurrency=task["concurrency"], workers=1))
+    result = drive(Target(task["url"]), Load(requests, concurrency=task["concurrency"]))
     if failed := [each for each in result.exchanges if each.error or len(each.events) != tokens]:
         sys.exit(f"{len(failed)} of {len(requests)} requests failed: {failed[0]}")
     seconds, n = result.ended - result.started, len(requests)

@@ -33,7 +33,6 @@ COMMANDS = [
     ("bench", "offline"),
     ("bench", "serve"),
     ("bench", "sweep"),
-    ("bench", "calibrate"),
     ("bench", "speculation"),
     ("estimate",),
     ("estimate", "model"),

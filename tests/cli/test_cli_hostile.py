@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 from rich.text import Text
 
-from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.cli.output import guard_streams, open_console
 from fidelab.engines.openai.http import Client
 from fidelab.report.html import render_html, render_notebook
 from fidelab.report.markdown import render_markdown
 from fidelab.report.standalone import draw_charts
+from tests.bench.load.mock import MockServer, MockSettings
 from tests.bench.load.sse_server import Talk, serve, sized
 from tests.report.hostile import hostile_report as filled_report
 from tests.report.sample import hostile_report, positions_for, sample_report, write_positions

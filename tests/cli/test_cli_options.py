@@ -47,7 +47,6 @@ OTHERS = {
         "diagnose layers": "exactly one",
         "bench offline": "one arm of several; none is the reference",
     },
-    "--concurrency": {"bench calibrate": "one number, of streams from the mock server"},
     "--device": {
         "estimate advise": "a row of the device table, and required",
         "estimate model": "rows of the device table",
@@ -130,7 +129,6 @@ OTHERS = {
         "bench capacity": "of prompts and arrivals",
         "bench serve": "of prompts and arrivals",
         "bench sweep": "of prompts and arrivals",
-        "bench calibrate": "of the mock server's jitter",
     },
     "--set": {
         "reproduce run": "a parameter of the profile",
@@ -143,7 +141,6 @@ OTHERS = {
         "diagnose sensitivity": "of no axis",
         "checkpoint calibrate": "of prompts",
     },
-    "--workers": {"bench calibrate": "always given; no load to choose by"},
 }
 
 

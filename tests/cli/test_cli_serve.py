@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.cli import bench, bench_serve
 from fidelab.metrics.serving import saturation
+from tests.bench.load.mock import MockServer, MockSettings
 from tests.engines.openai_server import Served, save_tokenizer, serving
 from tests.run.harness import Done, cli
 
@@ -459,7 +459,7 @@ def test_no_usage_gives_no_token_figures_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_rate_that_the_client_cannot_reach_is_said(tmp_path: Path) -> None:
-    words = ("--request-rate", 100000, "--arrival", "constant", "--num-prompts", 3000, "--workers", 1)
+    words = ("--request-rate", 100000, "--arrival", "constant", "--num-prompts", 3000)
     with MockServer(MockSettings()) as mock:
         done = serve(mock.url, "--random-input-len", 8, "--random-output-len", 2, *words, cwd=tmp_path, small=False)
     assert done.code == 1

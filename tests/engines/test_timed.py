@@ -25,7 +25,7 @@ from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.llamacpp.library import LlamaContext
 from fidelab.engines.timing import time_prompts
 from fidelab.workers.messages import Job, Message, ProbeTask
-from fidelab.workers.parent import run_worker
+from fidelab.workers.parent import Worker
 from tests.captures import sample
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
@@ -273,7 +273,7 @@ def worked(arm: Arm, request: Timed, store: Path) -> Capture:
     )
     said: list[Message] = []
     env = {"PYTHONPATH": str(Path(fidelab.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    outcome = run_worker(job, log=store / "worker.log", env=env, deadline=120, listen=said.append)
+    outcome = Worker(job, log=store / "worker.log", env=env, deadline=120, listen=said.append).run()
     assert (outcome.status, outcome.reason) == (Status.OK, None)
     return Capture(Path(outcome.captured[0]))
 

@@ -276,34 +276,16 @@ def test_a_recipe_is_known_by_what_it_installs_and_not_by_its_words() -> None:
 # ----------------------------------------------------------------------------------------------- seconds that are left
 
 
-def test_the_time_left_is_that_of_the_last_installation_here(
+def test_the_time_left_is_that_of_the_step_and_those_after_it(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = replace(recipe(Step(("x",), seconds=1000.0)), trial_seconds=500.0)
-    first: list[Stage] = []
-    second: list[Stage] = []
+    stages: list[Stage] = []
     monkeypatch.setattr(module, "_pip", lambda *words, **more: None)
-    install(found, tmp_path / "odd", sleeps_when_idle, watch=first.append)
-    install(found, tmp_path / "odd", sleeps_when_idle, again=True, watch=second.append)
-    assert [stage.left(0.0) for stage in first] == [1505.0, 1500.0, 500.0]
-    assert first[1].left(300.0) == 1200.0
-    assert first[1].left(2000.0) == 500.0
-    assert second[0].left(0.0) < 500.0
-    assert second[1].expected < 10.0
-
-
-def test_seconds_that_cannot_be_read_or_kept_stop_no_installation(tmp_path: Path, quick: None, cache: Path) -> None:
-    kept = cache / "install-seconds.json"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    for damaged in ("[]", '{"odd-cpu": 3}', '{"odd-cpu": {"trial 1": "x"}}', "{"):
-        kept.write_text(damaged)
-        stages: list[Stage] = []
-        module._Stages(recipe(), stages.append).next()
-        assert stages[0].after == recipe().trial_seconds
-    kept.unlink()
-    kept.mkdir()
-    install(recipe(), tmp_path / "odd", sleeps_when_idle)
-    assert read_marker(tmp_path / "odd") is not None
+    install(found, tmp_path / "odd", sleeps_when_idle, watch=stages.append)
+    assert [stage.left(0.0) for stage in stages] == [1505.0, 1500.0, 500.0]
+    assert stages[1].left(300.0) == 1200.0
+    assert stages[1].left(2000.0) == 500.0
 
 
 def test_an_unfinished_environment_is_made_anew(tmp_path: Path, quick: None) -> None:

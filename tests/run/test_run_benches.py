@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.engines.fake import FakeEngine
 from fidelab.engines.options import with_default
+from tests.bench.load.mock import MockServer, MockSettings
 from tests.engines.openai_server import save_model
 from tests.run.harness import Done, cli, compare, same_report
 

@@ -18,7 +18,7 @@ from fidelab.core import Arm
 from fidelab.core.serial import to_json
 from fidelab.workers.fork_server import ForkServer
 from fidelab.workers.messages import Job, Message, ProbeTask
-from fidelab.workers.parent import JobOutcome, run_worker
+from fidelab.workers.parent import JobOutcome, Worker
 from tests.captures import sample
 
 
@@ -84,15 +84,14 @@ def work(request: pytest.FixtureRequest, tmp_path: Path, plugin_path: str) -> It
         arm = replace(sample.ARM, engine=engine, options=(("do", do),) if do else ())
         store, log = tmp_path / "captures", tmp_path / "logs" / "worker.log"
         said: list[Message] = []
-        outcome = run_worker(
+        outcome = Worker(
             make_job(store, arm, **changes),
             log=log,
             env=env,
             deadline=deadline,
             listen=said.append,
-            follow_up=follow_up,
             spawn=None if server is None else server.start,
-        )
+        ).run(follow_up)
         return Worked(outcome, store, log.read_text() if log.exists() else "", said)
 
     yield run

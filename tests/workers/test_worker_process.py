@@ -220,9 +220,9 @@ def test_a_worker_of_another_version_is_refused(work: Work, monkeypatch: pytest.
 
 def test_an_interpreter_that_is_not_there_is_an_outcome(tmp_path: Path) -> None:
     job = make_job(tmp_path, sample.ARM)
-    outcome = parent.run_worker(
+    outcome = parent.Worker(
         job, log=tmp_path / "log", env={}, deadline=9, listen=lambda _message: None, command=["/no/such/python"]
-    )
+    ).run()
     assert outcome.status is Status.FAILED
     assert "/no/such/python" in str(outcome.reason)
 
@@ -276,12 +276,12 @@ PARENT = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from fidelab.workers.parent import run_worker
+from fidelab.workers.parent import Worker
 from tests.captures import sample
 from tests.workers.conftest import make_job
 arm = replace(sample.ARM, engine="naughty", options=(("do", "spawn"),))
-run_worker(make_job(Path(sys.argv[1]) / "c", arm), log=Path(sys.argv[1]) / "log", env={}, deadline=None,
-           listen=lambda message: None)
+Worker(make_job(Path(sys.argv[1]) / "c", arm), log=Path(sys.argv[1]) / "log", env={}, deadline=None,
+           listen=lambda message: None).run()
 """
 
 
@@ -323,13 +323,13 @@ def test_a_second_ctrl_c_while_ending_a_worker_leaves_no_process_either(
     monkeypatch.setattr(subprocess.Popen, "wait", impatient)
     arm = replace(sample.ARM, engine="naughty", options=(("do", "spawn"),))
     with pytest.raises(KeyboardInterrupt):
-        parent.run_worker(
+        parent.Worker(
             make_job(tmp_path / "c", arm),
             log=tmp_path / "log",
             env={"PYTHONPATH": plugin_path},
             deadline=None,
             listen=stop,
-        )
+        ).run()
     assert len(spawned) == 1
     assert until(lambda: not any(alive(pid) for pid in pids((tmp_path / "log").read_text())))
 
@@ -364,14 +364,14 @@ def forking(plugin_path: str) -> Iterator[Callable[..., ForkServer]]:
 
 def run_forked(folder: Path, plugin_path: str, server: ForkServer) -> JobOutcome:
     folder.mkdir()
-    return parent.run_worker(
+    return parent.Worker(
         make_job(folder / "c", replace(sample.ARM, engine="naughty")),
         log=folder / "log",
         env={"PYTHONPATH": plugin_path},
         deadline=60,
         listen=lambda _message: None,
         spawn=server.start,
-    )
+    ).run()
 
 
 def parent_of(pid: int) -> int:
@@ -422,14 +422,14 @@ def test_a_server_that_is_killed_costs_one_arm_at_most(
         if isinstance(message, Opened):
             os.kill(parent_of(lost[0]), signal.SIGKILL)
 
-    outcome = parent.run_worker(
+    outcome = parent.Worker(
         make_job(tmp_path / "c", replace(sample.ARM, engine="naughty", options=(("do", "spawn"),))),
         log=tmp_path / "log",
         env={"PYTHONPATH": plugin_path},
         deadline=60,
         listen=kill,
         spawn=server.start,
-    )
+    ).run()
     assert until(lambda: not alive(lost[0]))
     assert outcome.status is Status.FAILED
     assert run_forked(tmp_path / "next", plugin_path, server).status is Status.OK

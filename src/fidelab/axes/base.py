@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict
 
 from fidelab.axes.capability.parse import after_reasoning
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Floats = NDArray[np.float64]
 
+_HARM = -5.0  # points
 _TAIL = 16  # tokens at a prompt's end in which reasoning may begin
 
 
@@ -122,9 +123,9 @@ class AxisScore:
     den: Floats
     clusters: NDArray[Any]
     usable: NDArray[np.bool_]
-    transform: Transform | None
-    bounds: tuple[float, float]
-    identical: bool
+    transform: Transform | None = None
+    bounds: tuple[float, float] = (0.0, math.inf)
+    identical: bool = False
     proportion: bool = False
     scale: float = 1.0
     bound: bool = False
@@ -136,6 +137,31 @@ class AxisScore:
     looks: tuple[int, ...] = ()
     part: str = ""
     parts: Mapping[str, AxisScore] = field(default_factory=dict)
+
+    @classmethod
+    def percent(
+        cls, num: ArrayLike, clusters: ArrayLike, usable: ArrayLike, *, den: ArrayLike | None = None, **more: Any
+    ) -> Self:
+        """Items that are shares 0…1 of one, or of ``den``; the score is their mean in percent."""
+        items = np.asarray(num, dtype=np.float64)
+        return cls(
+            num=items,
+            den=np.ones(len(items)) if den is None else np.asarray(den, dtype=np.float64),
+            clusters=np.asarray(clusters, dtype=np.int64),
+            usable=np.asarray(usable, dtype=bool),
+            transform=lambda share: 100.0 * share,
+            bounds=(0.0, 1.0),
+            proportion=True,
+            scale=100.0,
+            **more,
+        )
+
+    def minus_reference(self, seed: int) -> PairedDifference:
+        """Points between :attr:`right` of the arm and of the reference, over the usable items; NaN without any."""
+        if self.right is None or not self.usable.any():
+            return PairedDifference(math.nan, None, 0)
+        theirs = RatioItems.of(self.right[0][self.usable], 1.0, self.clusters[self.usable])
+        return paired_difference(self.items(), theirs, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
 
     def at(self, part: str) -> AxisScore | None:
         """The score of one part if the axis scores its parts separately, else this score."""
@@ -330,6 +356,14 @@ def lost_and_gained(items: Sequence[tuple[float, float]]) -> str:
     lost, gained = sum(test < ref for ref, test in items), sum(test > ref for ref, test in items)
     had = sum(ref > 0 for ref, _ in items)
     return f"lost {lost:,} of {had:,}{f', gained {gained:,}' if gained else ''}" if items else ""
+
+
+def accuracy_falls(what: str, difference: PairedDifference) -> tuple[str, ...]:
+    """The sentence that lowers the verdict, where accuracy falls by 5 points or more; see docs/metrics.md#verdicts."""
+    if difference.interval is None or difference.interval[1] >= _HARM:
+        return ()
+    most, least = (-end for end in difference.interval)
+    return (f"{what} falls by {-difference.estimate:.1f} points (95%: {least:.1f} to {most:.1f})",)
 
 
 def part_name(axis: str, part: str) -> str:

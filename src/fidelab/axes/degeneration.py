@@ -32,7 +32,7 @@ from fidelab.metrics.degeneration import (
     still_clean,
 )
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
-from fidelab.results.measurement import Definition, Metric, key_of
+from fidelab.results.measurement import Definition, Metric, Unit, key_of
 from fidelab.results.plots import Curve, TablePlot, TextPair, Texts
 
 _SHOWN = 8  # onsets per arm whose text the report shows
@@ -58,31 +58,14 @@ _P = Definition(
 
 
 def _side_definitions(whose: str, suffix: str = "") -> tuple[Definition, ...]:
+    def of(what: str, unit: Unit, about: str) -> Definition:
+        return Definition(key_of(f"{what}{suffix}"), unit, None, about, name=f"{what}{suffix}")
+
     return (
-        Definition(
-            key_of(f"degenerate{suffix}"), "count", None, f"Texts {whose} that degenerate.", name=f"degenerate{suffix}"
-        ),
-        Definition(
-            key_of(f"median onset{suffix}"),
-            "tokens",
-            None,
-            f"Median tokens before a text {whose} degenerates.",
-            name=f"median onset{suffix}",
-        ),
-        Definition(
-            key_of(f"tokens after onset{suffix}"),
-            "share",
-            None,
-            f"Share of the tokens {whose} that lie behind an onset.",
-            name=f"tokens after onset{suffix}",
-        ),
-        Definition(
-            key_of(f"median length{suffix}"),
-            "tokens",
-            None,
-            f"Median tokens of a text {whose}.",
-            name=f"median length{suffix}",
-        ),
+        of("degenerate", "count", f"Texts {whose} that degenerate."),
+        of("median onset", "tokens", f"Median tokens before a text {whose} degenerates."),
+        of("tokens after onset", "share", f"Share of the tokens {whose} that lie behind an onset."),
+        of("median length", "tokens", f"Median tokens of a text {whose}."),
     )
 
 
@@ -158,7 +141,6 @@ class Degeneration(Axis):
             den=np.ones(len(items)),
             clusters=np.array([item.number for item in items], dtype=np.int64),
             usable=usable,
-            transform=None,
             bounds=(0.0, 1.0),
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -21,6 +20,7 @@ from fidelab.axes.base import (
     AxisInputs,
     AxisScore,
     AxisSettings,
+    accuracy_falls,
     answer_text,
     lost_and_gained,
     written_text,
@@ -35,7 +35,6 @@ from fidelab.metrics.intervals import (
     PairedDifference,
     RatioItems,
     mcnemar_exact,
-    paired_difference,
     ratio_estimate,
     ratio_interval,
     wilson_interval,
@@ -44,7 +43,6 @@ from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
 _MEASURABLE = 0.05  # accuracy of the reference; below, a loss could not be seen
-_HARM = -5.0  # points; see docs/metrics.md#verdicts
 _SHOWN = 8  # lost items whose text the report shows
 _DIGITS = 24  # of a number in the table
 
@@ -132,27 +130,17 @@ class GSM8K(Axis):
         known = [item for item in items if item.ref.ids]
         able = sum(item.ref.right for item in known)
         weak = bool(known) and able < _MEASURABLE * len(known)
-        score = AxisScore(
-            num=np.array([item.test.right for item in items], dtype=np.float64),
-            den=np.ones(len(items)),
-            clusters=np.array([item.index for item in items], dtype=np.int64),
-            usable=np.array([not item.failed for item in items], dtype=bool),
-            transform=lambda share: 100.0 * share,
-            bounds=(0.0, 1.0),
-            identical=len(usable) == len(items) and all(item.ref.ids == item.test.ids for item in items),
-            proportion=True,
-            scale=100.0,
-            right=(
-                np.array([item.ref.right for item in items], dtype=np.float64),
-                np.array([item.test.right for item in items], dtype=np.float64),
-            ),
+        ref, test = (
+            np.array([getattr(item, side).right for item in items], dtype=np.float64) for side in ("ref", "test")
         )
-        difference = PairedDifference(math.nan, None, 0)
-        if usable:
-            ref = RatioItems.of([item.ref.right for item in usable], 1.0, score.clusters[score.usable])
-            difference = paired_difference(
-                score.items(), ref, seed, scale=100.0, bounds=score.bounds, proportion=score.proportion
-            )
+        score = AxisScore.percent(
+            test,
+            [item.index for item in items],
+            [not item.failed for item in items],
+            identical=len(usable) == len(items) and all(item.ref.ids == item.test.ids for item in items),
+            right=(ref, test),
+        )
+        difference = score.minus_reference(seed)
         reason, cut = "", sum(item.ref.unfinished for item in known)
         if weak:
             reason = (
@@ -166,7 +154,7 @@ class GSM8K(Axis):
             cluster="problem",
             summary=lost_and_gained([(item.ref.right, item.test.right) for item in usable]),
             reference_summary=f"solves {sum(item.ref.right for item in usable)} of {len(usable)}" if usable else "",
-            downgrades=() if weak else _harm(difference),
+            downgrades=() if weak else accuracy_falls("GSM8K accuracy", difference),
         )
 
 
@@ -284,13 +272,6 @@ def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: boo
         _NO_NUMBER(sum(item.test.value is None for item in usable)),
         _REASONING(sum(item.test.unfinished for item in usable)),
     )
-
-
-def _harm(difference: PairedDifference) -> tuple[str, ...]:
-    if difference.interval is None or difference.interval[1] >= _HARM:
-        return ()
-    most, least = (-end for end in difference.interval)
-    return (f"GSM8K accuracy falls by {-difference.estimate:.1f} points (95%: {least:.1f} to {most:.1f})",)
 
 
 def _plots(items: Sequence[_Item]) -> tuple[Plot, ...]:

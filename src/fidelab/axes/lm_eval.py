@@ -32,12 +32,13 @@ from fidelab.axes.base import (
     AxisInputs,
     AxisScore,
     AxisSettings,
+    accuracy_falls,
     lost_and_gained,
     part_name,
     select_groups,
     written_text,
 )
-from fidelab.axes.rows import CHUNK, item_rows, logits, not_measurable
+from fidelab.axes.rows import CHUNK, item_rows, logits, not_measurable, unmeasurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Request, Tokens
@@ -57,7 +58,6 @@ _ANSWER = 256  # tokens of an answer, where a task does not say; as the harness 
 _FIRST = ("acc", "exact_match")  # metrics by which a task is judged, where it has one of them
 _SHOWN = 100  # documents with another result that the report lists
 _ROLLING = {"byte_perplexity": "byte", "bits_per_byte": "byte", "word_perplexity": "word"}
-_HARM = -5.0  # points; see docs/metrics.md#verdicts
 
 _VALUE = Definition("task_metric", "", None, "Mean of the harness' metric over the documents.")
 _REFERENCE = Definition("reference_task_metric", "", None, "The same of the reference.")
@@ -163,7 +163,7 @@ class LMEval(Axis):
             return nothing
         for pair in pairs.values():
             if (reason := _top_tokens_alone(pair)) and isinstance(pair.ref.request, Forced):
-                return replace(_EMPTY, not_measurable=reason)
+                return unmeasurable(reason)
         answers = [_Answers(), _Answers()]
         for pair in pairs.values():
             answers[0].read(pair, "ref")
@@ -676,9 +676,6 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
     if not right:  # texts' likelihoods alone: nothing is right or wrong
         done = {document for key, side in test.items() for document in ((key[0], n) for n in side)}
         return _Unpaired(
-            transform=None,
-            bounds=(0.0, math.inf),
-            identical=False,
             num=np.zeros(len(asked)),
             den=np.ones(len(asked)),
             clusters=np.arange(len(asked)),
@@ -686,23 +683,13 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
         ).with_found(metrics=tuple(metrics), plots=(table,), cluster="document")
     own, theirs = values[usable, 1], values[usable, 0]
     clusters = np.arange(len(judged))
-    score = AxisScore(
-        num=values[:, 1],
-        den=np.ones(len(judged)),
-        clusters=clusters,
-        usable=usable,
-        transform=lambda share: 100.0 * share,
-        bounds=(0.0, 1.0),
-        identical=False,
-        proportion=True,
-        scale=100.0,
-        right=(values[:, 0], values[:, 1]),
-    ).with_found(cluster="document")
+    score = AxisScore.percent(values[:, 1], clusters, usable, right=(values[:, 0], values[:, 1]))
     items = RatioItems.of(theirs, 1.0, clusters[usable])
-    difference = paired_difference(score.items(), items, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
+    difference = score.minus_reference(seed)
     flips = flip_counts(theirs, own, clusters[usable])
     outcomes = list(zip(theirs, own, strict=True))
     return score.with_found(
+        cluster="document",
         metrics=(
             score.score(seed),
             _DIFFERENCE(difference.estimate, difference.interval),
@@ -716,7 +703,7 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
         plots=(table, *_changed(right)),
         summary=lost_and_gained(outcomes),
         reference_summary=f"{int(theirs.sum())} of {counted(len(theirs), 'document')} right",
-        downgrades=_harm(difference),
+        downgrades=accuracy_falls("accuracy on lm-eval's tasks", difference),
     )
 
 
@@ -801,26 +788,8 @@ def _changed(right: Mapping[Document, tuple[float, float]]) -> tuple[Plot, ...]:
     )
 
 
-def _harm(difference: PairedDifference) -> tuple[str, ...]:
-    if difference.interval is None or difference.interval[1] >= _HARM:
-        return ()
-    most, least = (-end for end in difference.interval)
-    return (f"accuracy on lm-eval's tasks falls by {-difference.estimate:.1f} points (95%: {least:.1f} to {most:.1f})",)
-
-
 class _Unpaired(AxisScore):
     """A score of texts' likelihoods, which have no share of right documents to compare with the control's."""
 
     def excess_over(self, control: AxisScore, seed: int) -> PairedDifference | None:
         return None
-
-
-_EMPTY = AxisScore(
-    num=np.empty(0),
-    den=np.empty(0),
-    clusters=np.empty(0),
-    usable=np.empty(0, dtype=bool),
-    transform=None,
-    bounds=(0.0, math.inf),
-    identical=False,
-)

@@ -201,8 +201,6 @@ class Paths(Axis):
             den=np.ones(len(rows)),
             clusters=windows,
             usable=np.isfinite(rows),
-            transform=None,
-            bounds=(0.0, math.inf),
             identical=bool((cost == 0).all())
             and all(_unproven(ref[part]) is None and (_kl(ref[part], test[part]) == 0).all() for part in proven),
             bound=bound,
@@ -329,12 +327,7 @@ def _noise_of_others(part: str, tails: Mapping[str, float]) -> float:
 
 
 def _cell(
-    part: str,
-    why: tuple[Status, str] | None,
-    capture: Capture,
-    first: int,
-    at: int | None,
-    theirs: int | None,
+    part: str, why: tuple[Status, str] | None, capture: Capture, first: int, at: int | None, theirs: int | None
 ) -> Cell:
     """How a way ended, its counts, and the alarm."""
     if why is not None:

@@ -102,7 +102,6 @@ class Perplexity(Axis):
             den=np.ones(len(longest.ref)),
             clusters=longest.clusters,
             usable=np.isfinite(longest.test - longest.ref) & (lost == 0),
-            transform=None,
             bounds=(-math.inf, math.inf),
             identical=all(rows.identical for rows in parts.values()),
             not_measurable=_UNREPORTED.format(lost, total) if lost else "",

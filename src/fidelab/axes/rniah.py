@@ -347,7 +347,6 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
         den=np.ones(len(trials)),
         clusters=np.arange(len(trials)),
         usable=usable,
-        transform=None,
         bounds=(0.0, 1.0),
         identical=bool(usable.all()) and all(trial.same for trial in trials),
         proportion=True,

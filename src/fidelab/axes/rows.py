@@ -48,19 +48,13 @@ def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
     """The score of an axis whose requests an engine reported as not measurable (``facts``); else ``None``."""
     facts = (side.manifest["facts"] for pair in pairs for side in (pair.ref, pair.test))
     reason = next((str(side_facts["not_measurable"]) for side_facts in facts if "not_measurable" in side_facts), None)
-    if reason is None:
-        return None
+    return None if reason is None else unmeasurable(reason)
+
+
+def unmeasurable(reason: str) -> AxisScore:
+    """A score without items, and why."""
     nothing = np.empty(0)
-    return AxisScore(
-        num=nothing,
-        den=nothing,
-        clusters=nothing,
-        usable=nothing.astype(bool),
-        transform=None,
-        bounds=(0.0, float("inf")),
-        identical=False,
-        not_measurable=reason,
-    )
+    return AxisScore(nothing, nothing, nothing, nothing.astype(bool), not_measurable=reason)
 
 
 def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -> AxisScore:
@@ -71,7 +65,6 @@ def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -
         clusters=clusters,
         usable=~rows.failed,
         transform=None if bound else kld_score,
-        bounds=(0.0, float("inf")),
         identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all() and not (rows.cut > _CUT).any()),
         bound=bound,
     )

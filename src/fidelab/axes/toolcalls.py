@@ -31,7 +31,7 @@ from fidelab.captures.requests import Generate, Request
 from fidelab.core import canonical_json
 from fidelab.core.errors import CaptureError, InputError, UnavailableError
 from fidelab.metrics.equivalence import flip_counts
-from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_estimate, ratio_interval, wilson_interval
+from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, wilson_interval
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import TextPair
 
@@ -112,19 +112,12 @@ class ToolCalls(Axis):
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         items = _read(pair)
-        usable = np.array([item.answered for item in items], dtype=bool)
-        clusters = np.array([item.conversation for item in items], dtype=np.int64)
         valid = {side: np.array([getattr(item, side).valid for item in items], dtype=float) for side in ("ref", "test")}
-        score = AxisScore(
-            num=valid["test"],
-            den=np.ones(len(items)),
-            clusters=clusters,
-            usable=usable,
-            transform=lambda share: 100.0 * share,
-            bounds=(0.0, 1.0),
-            identical=bool(usable.all()) and all(item.same_ids for item in items),
-            proportion=True,
-            scale=100.0,
+        score = AxisScore.percent(
+            valid["test"],
+            [item.conversation for item in items],
+            [item.answered for item in items],
+            identical=all(item.answered and item.same_ids for item in items),
             right=(valid["ref"], valid["test"]),
         )
         answered = [item for item in items if item.answered]
@@ -248,7 +241,7 @@ def _metrics(score: AxisScore, turns: Sequence[_Turn], seed: int) -> tuple[Metri
     valid = {side: np.array([getattr(turn, side).valid for turn in turns], dtype=float) for side in ("ref", "test")}
     ref, test = (RatioItems.of(valid[side], 1.0, clusters) for side in ("ref", "test"))
     limits: dict[str, Any] = {"bounds": (0.0, 1.0), "proportion": True}
-    difference = paired_difference(test, ref, seed, scale=100.0, **limits)
+    difference = score.minus_reference(seed)
     flips = flip_counts(valid["ref"], valid["test"], clusters)
     able = [turn for turn in turns if turn.ref.valid]
     tools = sum([name for name, _ in turn.ref.calls] == [name for name, _ in turn.test.calls] for turn in able)

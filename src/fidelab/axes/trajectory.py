@@ -122,16 +122,12 @@ class Trajectory(Axis):
             ],
             dtype=bool,
         )
-        score = AxisScore(
-            num=np.array([p.prefix for p in pairs], dtype=np.float64),
-            den=np.array([p.test_length if compat else p.longest for p in pairs], dtype=np.float64),
-            clusters=np.array([r for r, _ in pair.items], dtype=np.int64),
-            usable=usable,
-            transform=lambda ratio: 100.0 * ratio,
-            bounds=(0.0, 1.0),
+        score = AxisScore.percent(
+            [p.prefix for p in pairs],
+            [r for r, _ in pair.items],
+            usable,
+            den=[p.test_length if compat else p.longest for p in pairs],
             identical=bool(usable.all()) and all(p.first_divergence is None for p in pairs),
-            proportion=True,
-            scale=100.0,
         )
         good = [p for p, ok in zip(pairs, usable, strict=True) if ok]
         forks = [

@@ -51,7 +51,7 @@ from fidelab.inputs.images import (
 from fidelab.metrics.agreement import first_divergence, positional_agreement
 from fidelab.metrics.divergence import RowComparison, summarise_kl
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
-from fidelab.results.measurement import Definition, Flag, Metric
+from fidelab.results.measurement import Definition, Flag, Metric, Unit
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Plot, TablePlot, TextPair
 
@@ -87,36 +87,31 @@ _OTHER = {
     ),
 }
 _WORDS = {_WRONG: "wrong image", _NONE: "no image"}
-_DEPENDENCE = {
-    part: Definition(
-        f"dependence_{part}",
-        "nats",
-        None,
-        f"Mean KL of this arm's distributions, right image against {words}.",
-        name=f"dependence: {words}",
-    )
-    for part, words in _WORDS.items()
-}
-_REFERENCE = {
-    part: Definition(
-        f"dependence_{part}_reference",
-        "nats",
-        None,
-        "The same of the reference.",
-        name=f"dependence: {words}, reference",
-    )
-    for part, words in _WORDS.items()
-}
-_KEPT = {
-    part: Definition(
-        f"dependence_kept_{part}",
-        "ratio",
-        None,
-        f"This arm's dependence over the reference's, {words}.",
-        name=f"dependence kept: {words}",
-    )
-    for part, words in _WORDS.items()
-}
+
+
+def _by_part(key: str, unit: Unit, about: str, name: str) -> dict[str, Definition]:
+    """A definition for the wrong image and one for none."""
+    return {
+        part: Definition(key.format(part=part), unit, None, about.format(words=words), name=name.format(words=words))
+        for part, words in _WORDS.items()
+    }
+
+
+_DEPENDENCE = _by_part(
+    "dependence_{part}",
+    "nats",
+    "Mean KL of this arm's distributions, right image against {words}.",
+    "dependence: {words}",
+)
+_REFERENCE = _by_part(
+    "dependence_{part}_reference", "nats", "The same of the reference.", "dependence: {words}, reference"
+)
+_KEPT = _by_part(
+    "dependence_kept_{part}",
+    "ratio",
+    "This arm's dependence over the reference's, {words}.",
+    "dependence kept: {words}",
+)
 _SAME = Definition("same_answers", "share", "higher", "Share of questions with equal greedy answers throughout.")
 _AGREEMENT = Definition(
     "positional_agreement", "share", "higher", "Share of positions of the answers with equal tokens."
@@ -464,9 +459,7 @@ def _answers_alone(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], se
         den=np.ones(len(same)),
         clusters=np.array([r for r, _ in pair.items], dtype=np.int64),
         usable=answers.usable,
-        transform=None,
         bounds=(0.0, 1.0),
-        identical=False,
         proportion=True,
         bound=True,
     )

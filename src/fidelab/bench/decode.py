@@ -78,25 +78,19 @@ class Decode(Bench):
 
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
         wholes = ((part, answer) for part, answer in answers.items() if not part.endswith(_ALONE))
-        return decode_complete(
-            joined((_rates(whole, answers.get(part + _ALONE), facts) for part, whole in wholes), self.title)
+        found = joined((_rates(whole, answers.get(part + _ALONE), facts) for part, whole in wholes), self.title)
+        plots = against(
+            found,
+            ISOLATED.key,
+            "depth",
+            key="decode",
+            title="Decode against depth",
+            x_label="tokens in the cache",
+            y_label="tok/s",
+            caption="Isolated: time between the first and the last token. Median of the repeats, shaded from slowest "
+            "to fastest.",
         )
-
-
-def decode_complete(found: Measurement) -> Measurement:
-    """With its curve against the depth, headed by the deepest."""
-    plots = against(
-        found,
-        ISOLATED.key,
-        "depth",
-        key="decode",
-        title="Decode against depth",
-        x_label="tokens in the cache",
-        y_label="tok/s",
-        caption="Isolated: time between the first and the last token. Median of the repeats, shaded from slowest to "
-        "fastest.",
-    )
-    return complete(found, [largest(found, ISOLATED.key, "depth")], plots)
+        return complete(found, [largest(found, ISOLATED.key, "depth")], plots)
 
 
 def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:

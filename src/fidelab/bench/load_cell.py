@@ -6,19 +6,248 @@ than due, many failed, tokens that nobody counted or asked for.  What is merely 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
 
+import numpy as np
+
+from fidelab.bench import load_figures as figures
 from fidelab.bench.base import CellResult
-from fidelab.bench.load.exchange import Exchange
-from fidelab.bench.load.server_metrics import ServerReading
-from fidelab.bench.load_figures import load_metrics
-from fidelab.bench.load_flags import FAILED, SPOILS, find_flags
-from fidelab.bench.load_pool import Drive, LoadAsked, Pool
+from fidelab.bench.load.exchange import DriveResult, Exchange, LoadRequest
+from fidelab.bench.load.server_metrics import ServerReading, SpeculationReading
+from fidelab.bench.load_figures import Latency, Values, load_at, load_metrics
 from fidelab.core import Status
-from fidelab.results.measurement import Cell
+from fidelab.metrics.serving import (
+    LATENCIES,
+    count_good,
+    effective_concurrency,
+    fill,
+    latencies,
+    percentiles,
+    sent_rate,
+)
+from fidelab.results.measurement import Cell, Coordinates, Flag
+from fidelab.results.speculation import Arrival
 
-__all__ = ["Drive", "LoadAsked", "compare_counts", "count_by_finish", "load_cell", "why_invalid"]
+
+@dataclass(frozen=True)
+class LoadAsked:
+    """One cell as it was asked."""
+
+    arrival: Arrival = "closed"
+    context: int | None = None
+    """Input tokens; ``None``: a mixture."""
+    output: int | None = None
+    """Output tokens; ``None``: a mixture."""
+    concurrency: int | None = None
+    """Requests in flight at most; ``None``: no limit."""
+    request_rate: float | None = None
+    """Requests per second; ``None``: as fast as possible, or a trace's own."""
+    ramp: float = 0.0
+    """Seconds over which a closed loop fills."""
+    whole: bool = True
+    """Answers were to have all their tokens (``ignore_eos``)."""
+    by_finish: bool = False
+    """Tokens are known by :func:`count_by_finish`."""
+    targets: Mapping[str, float] = field(default_factory=dict)
+    """Of the goodput: ``ttft``, ``tpot``, ``e2el`` → milliseconds."""
+    shown: Sequence[str] = LATENCIES
+    """The latencies that are recorded."""
+    percentiles: Sequence[float] = (50, 95, 99)
+    """Their percentiles."""
+
+    @property
+    def at(self) -> Coordinates:
+        """The shape of the load."""
+        return load_at(self.arrival, self.context, self.output, self.concurrency, self.request_rate)
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One repeat of a cell: what was sent, what became of it, what the server said meanwhile."""
+
+    requests: Sequence[LoadRequest]
+    result: DriveResult
+    server: ServerReading | None = None
+
+    @property
+    def measured(self) -> list[Exchange]:
+        """Without the warm-up."""
+        return [exchange for exchange in self.result.exchanges if not exchange.warmup]
+
+    @property
+    def seconds(self) -> float:
+        """The measured part."""
+        return self.result.ended - self.result.started
+
+
+class Pool:
+    """The figures of one or several drives of the same cell."""
+
+    def __init__(self, asked: LoadAsked, drives: Sequence[Drive]) -> None:
+        self.asked = asked
+        self.drives = drives
+        self.sent = list(chain.from_iterable(drive.measured for drive in drives))
+        self.done = [exchange for exchange in self.sent if exchange.error is None]
+        self.failed = len(self.sent) - len(self.done)
+        self.seconds = sum(drive.seconds for drive in drives)
+        self.counted = bool(self.done) and all(exchange.output_tokens is not None for exchange in self.done)
+        self.latencies = latencies(self.sent)
+
+    # ------------------------------------------------------------------------------------------ figures
+
+    def per_second(self, count: float) -> float | None:
+        return count / self.seconds if self.seconds > 0 else None
+
+    def output_rate(self) -> float | None:
+        return self.per_second(sum(exchange.output_tokens or 0 for exchange in self.done)) if self.counted else None
+
+    def total_rate(self) -> float | None:
+        both = [(exchange.prompt_tokens, exchange.output_tokens) for exchange in self.done]
+        known = [read + written for read, written in both if read is not None and written is not None]
+        return self.per_second(sum(known)) if known and len(known) == len(self.done) else None
+
+    def context(self) -> float | None:
+        read = [exchange.prompt_tokens for exchange in self.done if exchange.prompt_tokens is not None]
+        return float(np.mean(read)) if read else None
+
+    def in_flight(self) -> float | None:
+        spans = ((drive, drive.result.started, drive.result.ended) for drive in self.drives)
+        flown = sum(effective_concurrency(d.measured, start, end) * (end - start) for d, start, end in spans)
+        return self.per_second(flown)
+
+    @cached_property
+    def shown(self) -> list[Latency]:
+        """The latencies that were asked for, as far as there are any."""
+        asked = [(name, self.latencies.of(name)) for name in self.asked.shown]
+        return [Latency.over(name, values, self.asked.percentiles) for name, values in asked if len(values)]
+
+    def good(self) -> int | None:
+        """Requests that met every target; ``None`` where there is none, or nothing was sent."""
+        targets = self.asked.targets
+        return count_good(self.sent, targets) if targets and self.sent and self.seconds > 0 else None
+
+    def rates(self) -> Values:
+        """What repeats are compared by, with the latencies."""
+        good = self.good()
+        return {
+            figures.OUTPUT_RATE: self.output_rate(),
+            figures.TOTAL_RATE: self.total_rate(),
+            figures.COMPLETED_RATE: self.per_second(len(self.done)),
+            figures.GOODPUT: None if good is None else self.per_second(good),
+        }
+
+    def more(self) -> Values:
+        """What is known of the whole besides rates and latencies."""
+        n, good, server = len(self.sent), self.good(), self.server
+        drafts = server.speculation if server else None
+        return {
+            figures.IN_FLIGHT: self.in_flight(),
+            figures.REQUESTS: n,
+            figures.ERRORS: self.failed,
+            figures.FAILED_REQUESTS: 1 - len(self.done) / n if n else None,
+            figures.GOOD_REQUESTS: None if good is None else good / n,
+            figures.ACCEPTANCE: drafts.acceptance_length if drafts else None,
+            figures.SERVER_RATE: server.output_rate if server else None,
+            figures.COUNTED_CONTEXT: self.context(),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What is no metric: what the server says of itself, the client's own part, tokens, errors by kind."""
+        lag, server = self.lag(50, 99), self.server
+        return {
+            "client over server": self.ratio(),
+            "server running": server and server.running_mean,
+            "server queued": server and server.waiting_max,
+            "KV used": server and server.kv_usage_max,
+            "lag ms p99": lag.get("p99"),
+            "errors": dict(Counter(exchange.error for exchange in self.sent if exchange.error)),
+            "measured": {
+                "seconds": self.seconds,
+                "completed": len(self.done),
+                "input_tokens": sum(exchange.prompt_tokens or 0 for exchange in self.done),
+                "output_tokens": sum(exchange.output_tokens or 0 for exchange in self.done),
+            },
+            "client": {
+                "lag_p50": lag.get("p50"),
+                "lag_p99": lag.get("p99"),
+                "cpu_seconds": sum(drive.result.cpu_seconds for drive in self.drives),
+            },
+            "server": None if server is None else asdict(server),
+        }
+
+    def ratio(self) -> float | None:
+        """The client's output rate over the server's."""
+        ours, theirs = self.output_rate(), self.server.output_rate if self.server else None
+        return ours / theirs if ours is not None and theirs else None
+
+    def lag(self, *ranks: float) -> dict[str, float]:
+        """Percentiles of the client's lag, milliseconds; empty where it was too short to be read."""
+        values = np.concatenate([drive.result.lag for drive in self.drives])
+        return percentiles(1e3 * values, ranks) if len(values) else {}
+
+    @cached_property
+    def server(self) -> ServerReading | None:
+        """What the server says of itself over all drives."""
+        read = [(drive.server, drive.seconds) for drive in self.drives if drive.server is not None]
+        if not read:
+            return None
+        readings = [reading for reading, _ in read]
+        return ServerReading(
+            kind=readings[0].kind,
+            output_rate=_mean(read, lambda reading: reading.output_rate),
+            kv_usage_mean=_mean(read, lambda reading: reading.kv_usage_mean),
+            kv_usage_max=_most(reading.kv_usage_max for reading in readings),
+            running_mean=_mean(read, lambda reading: reading.running_mean),
+            running_max=_most(reading.running_max for reading in readings),
+            waiting_max=_most(reading.waiting_max for reading in readings),
+            samples=sum(reading.samples for reading in readings),
+            speculation=_speculation([reading.speculation for reading in readings if reading.speculation]),
+        )
+
+    def why(self) -> str:
+        """Why no request was answered whole."""
+        if not self.sent:
+            return "no request was sent in the measured part"
+        [(kind, _)] = Counter(exchange.error for exchange in self.sent).most_common(1)
+        detail = next((exchange.detail for exchange in self.sent if exchange.error == kind and exchange.detail), "")
+        return f"all {len(self.sent)} requests failed: {kind}" + (f" ({detail})" if detail else "")
+
+
+def _mean(read: Sequence[tuple[ServerReading, float]], of: Callable[[ServerReading], float | None]) -> float | None:
+    """Weighted by the seconds of the repeats that have it."""
+    known = [(value, seconds) for reading, seconds in read if (value := of(reading)) is not None]
+    whole = sum(seconds for _, seconds in known)
+    return sum(value * seconds for value, seconds in known) / whole if whole else None
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _speculation(readings: Sequence[SpeculationReading]) -> SpeculationReading | None:
+    if not readings:
+        return None
+    drafts, accepted = _sum(each.drafts for each in readings), _sum(each.accepted for each in readings)
+    lengths = [each.acceptance_length for each in readings if each.acceptance_length is not None]
+    return SpeculationReading(
+        drafted=_sum(each.drafted for each in readings),
+        accepted=accepted,
+        drafts=drafts,
+        acceptance_length=1 + accepted / drafts if drafts and accepted is not None else _most(lengths),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- cells
 
 _READINGS = 5  # of the server's metrics within the measured part, for their differences to be a rate
 _ALWAYS = frozenset({"depth", "underfilled", "overlong", "rate"})  # make a cell invalid
@@ -90,3 +319,136 @@ def _repeats(asked: LoadAsked, drives: Sequence[Drive]) -> dict[str, tuple[float
     pools = [Pool(asked, [drive]) for drive in drives]
     rows = [{m.key: m.value or 0.0 for m in load_metrics(asked.at, pool.rates(), pool.shown)} for pool in pools]
     return {name: tuple(row[name] for row in rows) for name in rows[0] if all(name in row for row in rows)}
+
+
+# ----------------------------------------------------------------------------------------------------------- flags
+
+_DEPTH = 0.05  # relative difference of the prompts' length from the requested one
+_FILLED = 0.9  # of the requested concurrency
+FAILED = 0.05  # of all requests, beyond which a cell is invalid
+_LAG = 0.1  # of the median gap between events
+_RATE = 0.95  # of the requested requests per second
+_MISMATCH = (0.9, 1.1)  # client's over server's output rate
+
+SPOILS = frozenset({"depth", "underfilled", "overlong", "errors", "no-usage", "rate"})
+"""Kinds for which a cell may be invalid; the others make it doubtful."""
+
+
+def find_flags(pool: Pool) -> tuple[Flag, ...]:
+    """All flags of a cell."""
+    checks: tuple[tuple[str, Callable[[Pool], str | None]], ...] = (
+        ("depth", _depth),
+        ("underfilled", _underfilled),
+        ("output", _output),
+        ("overlong", _overlong),
+        ("errors", _errors),
+        ("no-usage", _no_usage),
+        ("lag", _lag),
+        ("rate", _rate),
+        ("server-mismatch", _mismatch),
+    )
+    return tuple(Flag(kind=kind, text=text) for kind, check in checks if (text := check(pool)))
+
+
+def _depth(pool: Pool) -> str | None:
+    """Over all prompts together: single prompts may differ where words are used for tokens."""
+    read = wanted = 0
+    for drive in pool.drives:
+        asked = {request.index: request.prompt_tokens for request in drive.requests}
+        for exchange in drive.measured:
+            length = asked[exchange.index]
+            if exchange.error is None and exchange.prompt_tokens is not None and length is not None:
+                read, wanted = read + exchange.prompt_tokens, wanted + length
+    if not wanted or abs(read - wanted) <= _DEPTH * wanted:
+        return None
+    return f"the server counted {read:,} prompt tokens, {read / wanted:.2f} times the {wanted:,} that were asked"
+
+
+def _underfilled(pool: Pool) -> str | None:
+    """Up to the last request sent: after it, no request can replace those that end."""
+    wanted = pool.asked.concurrency
+    if pool.asked.arrival != "closed" or wanted is None or not pool.done:
+        return None
+    results = [(drive.measured, drive.result) for drive in pool.drives]
+    least = min(fill(sent, result.started + pool.asked.ramp, result.ended) for sent, result in results)
+    if least >= _FILLED * wanted:
+        return None
+    return f"{least:.1f} requests were in flight, not {wanted}"
+
+
+def _output(pool: Pool) -> str | None:
+    if not pool.asked.whole or not pool.counted:
+        return None
+    short = lacking = 0
+    for drive in pool.drives:
+        wanted = {request.index: request.max_tokens for request in drive.requests}
+        for exchange in drive.measured:
+            missing = wanted[exchange.index] - (exchange.output_tokens or 0) if exchange.error is None else 0
+            short, lacking = short + (missing > 0), lacking + max(0, missing)
+    if not short:
+        return None
+    return f"{short} of {len(pool.done)} answers ended early, {lacking / short:.1f} tokens on average"
+
+
+def _overlong(pool: Pool) -> str | None:
+    """More tokens than were asked: the server counts what it did not write, or wrote another load than this."""
+    over = most = 0
+    for drive in pool.drives:
+        wanted = {request.index: request.max_tokens for request in drive.requests}
+        for exchange in drive.measured:
+            surplus = (exchange.output_tokens or 0) - wanted[exchange.index] if exchange.error is None else 0
+            over, most = over + (surplus > 0), max(most, surplus)
+    if not over:
+        return None
+    return f"the server counted more tokens than were asked for {over} of {len(pool.done)} answers, up to {most:,} more"
+
+
+def _errors(pool: Pool) -> str | None:
+    if not pool.failed:
+        return None
+    kinds = Counter(exchange.error for exchange in pool.sent if exchange.error)
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return f"{pool.failed} of {len(pool.sent)} requests failed: {listed}"
+
+
+def _no_usage(pool: Pool) -> str | None:
+    if pool.counted and pool.asked.by_finish:
+        return "the server's streams carry no usage: tokens are those asked, as answers ended for their length"
+    without = sum(exchange.output_tokens is None for exchange in pool.done)
+    if not without:
+        return None
+    return f"the server counted no tokens for {without} of {len(pool.done)} answers: there are no token rates"
+
+
+def _lag(pool: Pool) -> str | None:
+    gaps, lag = pool.latencies.of("itl"), pool.lag(99).get("p99")
+    if lag is None or not len(gaps) or lag <= _LAG * (gap := float(np.median(gaps))):
+        return None
+    return f"the client's own lag (p99 {lag:.2f} ms) is over 10% of the gaps that it measured (p50 {gap:.2f} ms)"
+
+
+def _rate(pool: Pool) -> str | None:
+    """Against the schedule of the sent requests, because random gaps are not the client's fault."""
+    for drive in pool.drives:
+        due = [exchange.due for exchange in drive.measured if exchange.due is not None]
+        span = max(due, default=0.0) - min(due, default=0.0)
+        reached, planned = sent_rate(drive.measured), (len(due) - 1) / span if span > 0 else None
+        slow = reached is not None and planned is not None and reached < _RATE * planned
+        if pool.asked.arrival != "closed" and (slow or drive.result.behind):
+            limit = pool.asked.concurrency
+            why = f"; no more than {limit} were to be in flight" if limit is not None else ""
+            due_sent = f"{_rounded(planned or 0)} requests/s were due, {_rounded(reached or 0)} sent"
+            return f"the client could not keep the rate: {due_sent}{why}"
+    return None
+
+
+def _mismatch(pool: Pool) -> str | None:
+    ours, ratio = pool.output_rate(), pool.ratio()
+    if ours is None or ratio is None or _MISMATCH[0] <= ratio <= _MISMATCH[1]:
+        return None
+    return f"the client saw {_rounded(ours)} tok/s, the server counted {_rounded(ours / ratio)}: ratio {ratio:.2f}"
+
+
+def _rounded(rate: float) -> str:
+    """Four significant digits, whole from 1,000 on."""
+    return f"{rate:,.0f}" if rate >= 999.95 else f"{rate:.4g}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from fidelab.bench.base import CellResult, CurvePoint, complete, curves, doubt_of, joined
 from fidelab.core import Status
 from fidelab.metrics.serving import percentiles, saturation
-from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric, key_of, label
+from fidelab.results.measurement import Cell, Coordinates, Definition, Measurement, Metric, key_of, label
 from fidelab.results.plots import Curve
 
 TITLE = "How fast is it behind its server?"
@@ -130,61 +129,13 @@ def load_metrics(
     )
 
 
-def load_facts(
-    measured: Mapping[str, Any],
-    errors: Mapping[str, int],
-    server: Mapping[str, Any] | None,
-    ratio: float | None,
-    client: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """What is known of a load besides its metrics, the words and numbers that a table shows first.
-
-    ``measured``: seconds and counts.  ``errors``: kind → requests.  ``server``: what it says of itself, as in
-    :class:`~fidelab.bench.load.server_metrics.ServerReading`; ``ratio``: the client's output rate over its own.
-    ``client``: the load generator's own part (lag in ms).
-    """
-    reported, generator = server or {}, client or {}
-    return {
-        "client over server": ratio,
-        "server running": reported.get("running_mean"),
-        "server queued": reported.get("waiting_max"),
-        "KV used": reported.get("kv_usage_max"),
-        "lag ms p99": generator.get("lag_p99"),
-        "errors": dict(errors),
-        "measured": dict(measured),
-        "client": client,
-        "server": server,
-    }
-
-
-def apart(loads: Iterable[CellResult]) -> Iterator[CellResult]:
-    """The loads; those of a shape that was there before are told apart by a number."""
-    seen: Counter[str] = Counter()
-    for load in loads:
-        name = label(load.cell.at)
-        seen[name] += 1
-        if seen[name] == 1:
-            yield load
-            continue
-        at = {**load.cell.at, "row": seen[name]}
-        metrics = tuple(metric.model_copy(update={"cell": at}) for metric in load.metrics)
-        yield CellResult(load.cell.model_copy(update={"at": at}), metrics)
-
-
-def serving_measurement(
-    loads: Sequence[CellResult],
-    facts: Mapping[str, Any],
-    flags: Sequence[Flag] = (),
-    saturations: Iterable[CellResult] | None = None,
-    **outcome: Any,
-) -> Measurement:
+def serving_measurement(loads: Sequence[CellResult], facts: Mapping[str, Any], **outcome: Any) -> Measurement:
     """All loads of one server; headed by the highest load at the smallest context.
 
-    ``facts``: target, model, endpoint, settings.  ``saturations``: where they are known already.  ``outcome``: status
-    and reason.
+    ``facts``: target, model, endpoint, settings.  ``outcome``: status and reason.
     """
-    every = [*loads, *(_saturations(loads) if saturations is None else saturations)]
-    measurement = joined(every, TITLE, **{"status": Status.OK, **outcome}, flags=tuple(flags), facts=dict(facts))
+    every = [*loads, *_saturations(loads)]
+    measurement = joined(every, TITLE, **{"status": Status.OK, **outcome}, facts=dict(facts))
     return complete(measurement, [_head(loads)], _plots(loads))
 
 
@@ -200,7 +151,9 @@ def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
     for name, curve in rates.items():
         if len(curve) > 1:
             concurrency, gain = saturation(list(curve), list(curve.values()), _THRESHOLD)
-            yield saturated(shapes[name], concurrency, gain, _THRESHOLD)
+            at = shapes[name]
+            cell = Cell(status=Status.OK, at=at, facts={"gain": gain, "threshold": _THRESHOLD})
+            yield CellResult(cell, (_SATURATION(concurrency, cell=at),))
 
 
 def _by_context(loads: Sequence[CellResult]) -> Iterator[tuple[Coordinates, CellResult]]:
@@ -208,12 +161,6 @@ def _by_context(loads: Sequence[CellResult]) -> Iterator[tuple[Coordinates, Cell
     names = ("context", "output") if len({load.cell.at["output"] for load in loads}) > 1 else ("context",)
     for load in loads:
         yield {name: load.cell.at[name] for name in names}, load
-
-
-def saturated(at: Coordinates, concurrency: int | None, gain: float | None, threshold: float) -> CellResult:
-    """Where more requests in flight stop paying; ``gain``: what the next step adds there, relative."""
-    cell = Cell(status=Status.OK, at=at, facts={"gain": gain, "threshold": threshold})
-    return CellResult(cell, (_SATURATION(concurrency, cell=at),))
 
 
 def _head(loads: Sequence[CellResult]) -> Metric | None:

@@ -34,7 +34,7 @@ _PER_TOKEN = Definition(
 _HOST = Definition("peak_host", "bytes", "lower", "Most host memory of the worker's processes up to here.")
 _DEVICE = Definition("peak_device", "bytes", "lower", "Most device memory allocated during one answer.")
 
-WHOLE: Mapping[str, Definition] = {
+_WHOLE: Mapping[str, Definition] = {
     "cache_bytes_per_token": _PER_TOKEN,
     "expected_bytes_per_token": Definition(
         "expected_kv_bytes_per_token",
@@ -66,7 +66,7 @@ WHOLE: Mapping[str, Definition] = {
     "cache_tokens": Definition("pool_tokens", "tokens", "higher", "Tokens that fit into the pool.", limit="memory"),
 }
 """What an engine says of itself → the metric of the whole arm."""
-AT_LENGTH: Mapping[str, Definition] = {"kv_bytes": _KV, "peak_host_bytes": _HOST, "peak_device_bytes": _DEVICE}
+_AT_LENGTH: Mapping[str, Definition] = {"kv_bytes": _KV, "peak_host_bytes": _HOST, "peak_device_bytes": _DEVICE}
 """The same → the metric at one length."""
 
 
@@ -103,8 +103,8 @@ class Memory(Bench):
         good = [answer for answer in answers.values() if answer.status is Status.OK]
         ran = good[-1].ran if good else facts.ran
         peaks = [peak for answer in good if (peak := answer.ran.get("peak_device_bytes")) is not None]
-        metrics = sizes(
-            WHOLE,
+        metrics = _sizes(
+            _WHOLE,
             {
                 **ran,
                 "weights_bytes": facts.weights_bytes or None,
@@ -115,19 +115,17 @@ class Memory(Bench):
         for answer in good:
             asked, per_token = answer.question, answer.ran.get("cache_bytes_per_token")
             kv = None if per_token is None else per_token * asked.tokens * asked.batch
-            metrics += sizes(AT_LENGTH, {**answer.ran, "kv_bytes": kv}, answer.at())
+            metrics += _sizes(_AT_LENGTH, {**answer.ran, "kv_bytes": kv}, answer.at())
         ended: list[Cell] = [cell for cell in cells if cell.status is not Status.OK]
-        return memory_complete(
-            Measurement(**outcome_of(cells), title=self.title, metrics=tuple(metrics), cells=tuple(ended))
-        )
+        return _complete(Measurement(**outcome_of(cells), title=self.title, metrics=tuple(metrics), cells=tuple(ended)))
 
 
-def sizes(definitions: Mapping[str, Definition], told: Mapping[str, Any], at: Coordinates) -> list[Metric]:
+def _sizes(definitions: Mapping[str, Definition], told: Mapping[str, Any], at: Coordinates) -> list[Metric]:
     """The metrics of what was told."""
     return [make(told[name], cell=at) for name, make in definitions.items() if told.get(name) is not None]
 
 
-def memory_complete(found: Measurement) -> Measurement:
+def _complete(found: Measurement) -> Measurement:
     """With curves of the cache and of the peak, headed by the bytes per token and the peak."""
     device = found.value(_DEVICE.key) is not None
     peak, where = (_DEVICE, "device memory") if device else (_HOST, "memory of the worker's processes")

@@ -55,7 +55,17 @@ class PrefillBench(Bench):
         )
 
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
-        return prefill_complete(joined((_rate(answer, facts) for answer in answers.values()), self.title))
+        found = joined((_rate(answer, facts) for answer in answers.values()), self.title)
+        plots = against(
+            found,
+            RATE.key,
+            key="prefill",
+            title="Prefill against prompt length",
+            x_label="prompt, tokens",
+            y_label="tok/s",
+            caption="Median of the repeats; shaded from the slowest to the fastest.",
+        )
+        return complete(found, [largest(found, RATE.key)], plots)
 
 
 def _rate(answer: Answers, facts: Facts) -> CellResult:
@@ -65,17 +75,3 @@ def _rate(answer: Answers, facts: Facts) -> CellResult:
     rate = prefill_rate(answer.seconds, asked.tokens * asked.batch)
     flags = unsteady(f"{asked.tokens} tokens × {asked.batch}", rate.steady, facts.loads)
     return CellResult(answer.cell(at, flags), (RATE.repeated(rate.repeats, cell=at),))
-
-
-def prefill_complete(found: Measurement) -> Measurement:
-    """With its curve against the length, headed by the longest prompts."""
-    plots = against(
-        found,
-        RATE.key,
-        key="prefill",
-        title="Prefill against prompt length",
-        x_label="prompt, tokens",
-        y_label="tok/s",
-        caption="Median of the repeats; shaded from the slowest to the fastest.",
-    )
-    return complete(found, [largest(found, RATE.key)], plots)

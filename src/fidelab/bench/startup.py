@@ -68,10 +68,10 @@ class Startup(Bench):
         if self.settings.cold and not starts[COLD]:
             text = "no cold start: the weight files could not be put out of the page cache"
             flags = (*flags, Flag(kind="cache", text=text))
-        return startup_complete(measurement.model_copy(update={"metrics": tuple(metrics), "flags": flags}))
+        return _complete(measurement.model_copy(update={"metrics": tuple(metrics), "flags": flags}))
 
 
-def startup_complete(found: Measurement) -> Measurement:
+def _complete(found: Measurement) -> Measurement:
     """With bars of its parts, headed by the warm start where there is one."""
     totals = {str(m.cell["start"]): m for m in found.metrics if m.key == TOTAL.key}
     names = {m.key: m.name for m in found.metrics if m.key != TOTAL.key}

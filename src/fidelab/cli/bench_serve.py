@@ -158,12 +158,11 @@ class _RunOptions(RunsOptions, panel="Run"):
 
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0
     timeout: Annotated[float, typer.Option(help="Time limit per request in seconds.")] = 600.0
-    workers: Annotated[int | None, typer.Option(help="Client processes. \\[default: by the load]")] = None
     name: Annotated[str | None, typer.Option(help="Name of the row in the report. \\[default: the model's]")] = None
     kv: Annotated[str | None, typer.Option(help="KV format of the server, as a label.")] = None
 
     def settings(self) -> dict[str, Any]:
-        return {"seed": self.seed, "timeout": self.timeout, "workers": self.workers}
+        return {"seed": self.seed, "timeout": self.timeout}
 
 
 class _OneRunOptions(_RunOptions):

@@ -322,6 +322,11 @@ class Engine(ABC):
     def answer(self, request: Request, sink: Sink) -> Answer:
         """Answer one request, streaming into the sink; never holds more than a chunk."""
 
+    def facts_of(self, request: Request, sink: Sink) -> dict[str, Any]:
+        """Answer a request by the method named for its kind (``_prefill``, ``_generate``, …), and return its facts."""
+        facts: dict[str, Any] = getattr(self, f"_{request.kind}")(request, sink)
+        return facts
+
     @abstractmethod
     def ran(self) -> RuntimeInfo:
         """The runtime info, called after the last request, when the cache has been observed."""

@@ -200,7 +200,7 @@ def locate(
         return Environment(engine, sys.executable, pythonpath=shims)
     for folder in (engines_dir() / name for name in variants(engine)):
         executable = folder / "bin" / "python"
-        if os.access(executable, os.X_OK) and _finished(folder):
+        if os.access(executable, os.X_OK) and (not (folder / MARKER).exists() or read_marker(folder) is not None):
             return Environment(engine, str(executable), pythonpath=(*shims, *recipe_shims(folder)))
     raise EngineError(f"engine {engine} is not installed: {install_command(engine)} (or name its Python with --python)")
 
@@ -332,11 +332,6 @@ def _about(name: str) -> tuple[str, str, str, str]:
 def engines_dir() -> Path:
     """Where ``fidelab setup install`` puts environments unless told otherwise."""
     return cache_dir() / "engines"
-
-
-def _finished(folder: Path) -> bool:
-    """Whether the folder is a completed environment of fidelab's, or one that the user made."""
-    return not (folder / MARKER).exists() or read_marker(folder) is not None
 
 
 def _split(prefix: str | Sequence[str] | None) -> tuple[str, ...]:

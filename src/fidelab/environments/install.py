@@ -14,13 +14,11 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from fidelab.core import digest
 from fidelab.core.errors import EngineError, OutputError, UsageError
@@ -56,7 +54,7 @@ class Stage:
         number, total: 3 of 5.
         kind: ``environment``, ``packages``, ``build`` or ``trial``.
         text: what is installed or tried.
-        expected: seconds that this step takes, as last time on this machine or else typically.
+        expected: seconds that this step typically takes.
         after: the same for all steps after it.
     """
 
@@ -191,56 +189,23 @@ def _restore(folder: Path) -> None:
 
 
 class _Stages:
-    """The steps of an installation with the seconds that they take; those of this machine are kept in the cache."""
+    """The steps of an installation with the seconds that they typically take."""
 
     def __init__(self, recipe: Recipe, watch: Callable[[Stage], None]) -> None:
         self._recipe, self._watch = recipe, watch
-        self._path = cache_dir() / "install-seconds.json"
-        self._known = self._read()
-        rows = [("environment", f"for {recipe.variant}", _MAKE_SECONDS)]
+        self._rows = [("environment", f"for {recipe.variant}", _MAKE_SECONDS)]
         for step in recipe.steps:
-            rows.append(("build" if step.compiled else "packages", _summary(step.requirements()), step.seconds))
-        rows.append(("trial", "its imports" if recipe.imports else "a prefill and a decode", recipe.trial_seconds))
-        self._rows = [
-            (kind, text, self._expected(f"{kind} {n}", typical)) for n, (kind, text, typical) in enumerate(rows)
-        ]
-        self._n, self._began = -1, 0.0
+            self._rows.append(("build" if step.compiled else "packages", _summary(step.requirements()), step.seconds))
+        trial = "its imports" if recipe.imports else "a prefill and a decode"
+        self._rows.append(("trial", trial, recipe.trial_seconds))
+        self._n = 0
 
     def next(self) -> None:
         """Begin the next step."""
-        self._keep()
-        self._n += 1
         kind, text, expected = self._rows[self._n]
-        after = sum(seconds for *_, seconds in self._rows[self._n + 1 :])
-        self._watch(Stage(self._recipe.name, self._n + 1, len(self._rows), kind, text, expected, after))
-        self._began = time.monotonic()
-
-    def end(self) -> None:
-        """Keep the seconds that the steps took."""
-        self._keep()
-        everything = {**self._read(), self._recipe.name: self._known.get(self._recipe.name, {})}
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
-            part.write_text(json.dumps(everything, indent=2) + "\n", "utf-8")
-            part.replace(self._path)
-
-    def _keep(self) -> None:
-        if self._n >= 0:
-            mine = self._known.setdefault(self._recipe.name, {})
-            mine[f"{self._rows[self._n][0]} {self._n}"] = round(time.monotonic() - self._began, 1)
-
-    def _expected(self, key: str, typical: float) -> float:
-        seconds = self._known.get(self._recipe.name, {}).get(key)
-        return float(seconds) if isinstance(seconds, int | float) and seconds >= 0 else typical
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            content = json.loads(self._path.read_text("utf-8"))
-        except (OSError, ValueError):
-            return {}
-        rows = content.items() if isinstance(content, dict) else ()
-        return {name: steps for name, steps in rows if isinstance(steps, dict)}
+        self._n += 1
+        after = sum(seconds for *_, seconds in self._rows[self._n :])
+        self._watch(Stage(self._recipe.name, self._n, len(self._rows), kind, text, expected, after))
 
 
 def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, stages: _Stages, python: str) -> None:
@@ -270,7 +235,6 @@ def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, sta
     shims = {"shims": list(recipe.shims)} if recipe.shims else {}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     write_marker(folder, {**about, "versions": versions, "created": created, **shims})
-    stages.end()
     _log(folder).unlink(missing_ok=True)
     say(", ".join(f"{package} {version}" for package, version in versions.items()))
 

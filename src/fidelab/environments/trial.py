@@ -30,7 +30,7 @@ from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
 from fidelab.models.cache import cache_dir
 from fidelab.workers.messages import Job, ProbeTask
-from fidelab.workers.parent import run_worker
+from fidelab.workers.parent import Worker
 
 _PREFILL = 64  # tokens: more than one, since the kernels of one token and of many differ
 _DECODE = 8
@@ -76,10 +76,7 @@ def diagnose(arm: Arm, environment: Environment) -> str:
 
 
 def try_out(
-    environment: Environment,
-    logs: Path,
-    say: Callable[[str], None] = lambda line: None,
-    names: Collection[str] = (),
+    environment: Environment, logs: Path, say: Callable[[str], None] = lambda line: None, names: Collection[str] = ()
 ) -> dict[str, Trial]:
     """Run KV formats that the engine reports as supported, each in a process, and return the outcomes by format.
 
@@ -132,7 +129,7 @@ def _tried(arm: Arm, environment: Environment, store: Path, logs: Path) -> Trial
     ]
     job = Job(to_json(arm), str(store), tasks, {"size": 512, "sha256": digest()}, env=thread_variables(arm.threads))
     container = environment.container(arm, store, env=job.env)
-    outcome = run_worker(
+    outcome = Worker(
         job,
         log=log,
         env={**thread_variables(arm.threads), **environment.variables()},
@@ -140,7 +137,7 @@ def _tried(arm: Arm, environment: Environment, store: Path, logs: Path) -> Trial
         listen=lambda _message: None,
         command=environment.command("fidelab.workers.child", container),
         end=container.end if container else None,
-    )
+    ).run()
     status, reason = outcome.status, outcome.reason
     if status is Status.OK and (reason := _unusable(store)) is not None:
         status = Status.FAILED

@@ -560,11 +560,7 @@ def summarise_flips(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) 
     if np.isnan(margin).any():
         return flips
     changed, real = (RatioItems.of(each, 1.0, clusters) for each in (~agree, ~agree & (margin >= REAL_FLIP)))
-    return replace(
-        flips,
-        real_flips=float(real.num.mean()),
-        real_flips_ci=contained_interval(real, changed, seed),
-    )
+    return replace(flips, real_flips=float(real.num.mean()), real_flips_ci=contained_interval(real, changed, seed))
 
 
 @dataclass(frozen=True)

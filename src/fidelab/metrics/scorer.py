@@ -83,7 +83,7 @@ class TileScorer:
                 try:
                     found = self._tile([(states[at], head) for states, head in sides], targets[at], kl_alone)
                 except RuntimeError as error:  # OutOfMemoryError is one
-                    if not _is_out_of_memory(error):
+                    if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
                         raise
                     self._shrink(rows, len(sides), error)
                     continue
@@ -105,7 +105,7 @@ class TileScorer:
             self._tile_rows = rows // 2 * sides
             self._say(f"{self.device} is out of memory: scoring goes on with {rows // 2} rows at a time")
         elif cpu:
-            raise MemoryError(f"scoring: {_first_line(error)}") from error
+            raise MemoryError(f"scoring: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
         else:
             self._say(f"{self.device} is out of memory: scoring goes on with the CPU")
             self.device, self._tile_rows = torch.device("cpu"), _TILE_ROWS
@@ -334,11 +334,3 @@ def _free_memory() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

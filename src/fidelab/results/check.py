@@ -160,12 +160,7 @@ class Check(Document):
 
 
 def check(
-    report: Report,
-    policy: Policy,
-    arms: Sequence[ArmRecord],
-    *,
-    groups: Collection[str] = (),
-    diff: Diff | None = None,
+    report: Report, policy: Policy, arms: Sequence[ArmRecord], *, groups: Collection[str] = (), diff: Diff | None = None
 ) -> Check:
     """Decide a report by a policy.
 

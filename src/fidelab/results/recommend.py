@@ -20,13 +20,7 @@ from fidelab.core import Status
 from fidelab.metrics.composite import KL_EDGES
 from fidelab.metrics.equivalence import LOOK_ALPHAS, MIN_CLUSTERS, Loss, certify, fixed_sequence
 from fidelab.metrics.intervals import RatioItems, paired_difference, resample_weights, settled_interval
-from fidelab.results.decision_record import (
-    CertificateClaim,
-    Confidence,
-    DocumentSums,
-    Dominance,
-    Recommendation,
-)
+from fidelab.results.decision_record import CertificateClaim, Confidence, DocumentSums, Dominance, Recommendation
 from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.numbers import counted, format_nats, format_percent, one_line
 from fidelab.results.record import ArmRecord, Report, Verdict

@@ -49,12 +49,7 @@ Arrival = Literal["closed", "constant", "poisson", "trace"]
 
 
 def acceptance(
-    drafts: int,
-    drafted: int,
-    accepted: int,
-    *,
-    forecast: bool = False,
-    cell: Coordinates | None = None,
+    drafts: int, drafted: int, accepted: int, *, forecast: bool = False, cell: Coordinates | None = None
 ) -> tuple[Metric, ...]:
     """The metrics of counted drafts; none where nothing was drafted."""
     if not drafts or not drafted:

@@ -380,7 +380,7 @@ def _remedy(case: _Case) -> Iterator[str]:
         backend = ", try another attention backend" if bad and not case.kld.n_failed else ""
         cause = "most of the loss comes from the kernel, not the format"
         yield f"{cause} ({named}: KLD {format_nats(case.control_mean)}){backend}"
-    elif not bad or _hides_the_format(case):
+    elif not bad or (bool(case.kld.n_failed or case.lowered_by) or _mostly_control(case)):
         return
     elif case.arm.ran and case.arm.ran.simulated_weight_bytes is not None:
         if not (k_native and v_native):
@@ -402,8 +402,3 @@ def _remedy(case: _Case) -> Iterator[str]:
 def _mostly_control(case: _Case) -> bool:
     mean, control = case.mean, case.control_mean
     return mean is not None and control is not None and control > mean / 2 > 0
-
-
-def _hides_the_format(case: _Case) -> bool:
-    """The band is explained by something other than the width of the format."""
-    return bool(case.kld.n_failed or case.lowered_by) or _mostly_control(case)

@@ -31,7 +31,7 @@ from fidelab.core.errors import EngineError, UsageError
 from fidelab.core.serial import from_json, to_json
 from fidelab.engines.variables import NODE_PROCESS
 from fidelab.workers.messages import Captured, Job, Message, ProbeFailed, ProbeTask, decode, encode
-from fidelab.workers.parent import JobOutcome, run_worker
+from fidelab.workers.parent import JobOutcome, Worker
 
 _ATTEMPTS = 4  # of one job, where nodes are lost
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -107,7 +107,7 @@ def run_job(
     asker: Sequence[str] | None = None,
     follow_up: Callable[[], list[ProbeTask]] | None = None,
 ) -> JobOutcome:
-    """Run one job on some node; arguments and result as of :func:`~fidelab.workers.parent.run_worker`.
+    """Run one job on some node; arguments and result as of :func:`~fidelab.workers.parent.Worker`.
 
     Tasks of ``follow_up`` are a job of their own: the model is loaded once more.
 
@@ -169,12 +169,7 @@ def _answered(
 
 
 def _submitted(
-    cluster: Cluster,
-    job: Job,
-    needs: Needs,
-    how: Mapping[str, Any],
-    messages: Path,
-    listen: Callable[[Message], None],
+    cluster: Cluster, job: Job, needs: Needs, how: Mapping[str, Any], messages: Path, listen: Callable[[Message], None]
 ) -> JobOutcome:
     store = Path(job.store)
     store.mkdir(parents=True, exist_ok=True)
@@ -260,7 +255,7 @@ def answer(text: str) -> str:
     if ticket.get("asker") and (refused := _refused(job, ticket["asker"], variables)) is not None:
         return json.dumps(to_json(refused))
     with Path(ticket["messages"]).open("ab", buffering=0) as file:
-        outcome = run_worker(
+        outcome = Worker(
             job,
             log=Path(ticket["log"]),
             env=variables,
@@ -268,7 +263,7 @@ def answer(text: str) -> str:
             listen=lambda message: (file.write(encode(message)), None)[1],
             command=ticket["command"],
             alone=not ticket["shared"],
-        )
+        ).run()
     return json.dumps(to_json(outcome))
 
 

@@ -31,7 +31,7 @@ from fidelab.run.pairing import ArmResult, select_runtime_info
 from fidelab.run.resolve import Settings
 from fidelab.workers.fork_server import ForkServers
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
-from fidelab.workers.parent import JobOutcome, Spawn, Worker, run_worker
+from fidelab.workers.parent import JobOutcome, Spawn, Worker
 
 _SIDE_BY_SIDE = 512  # jobs that are given to a cluster at once, each followed by a thread
 
@@ -298,7 +298,7 @@ class Asking:
                 message, process = self._message(job, missing), self._process(job, log)
             if self._cluster is None:
                 spawn = spawner(job.resolved, self._servers)
-                outcome = run_worker(message, **process, spawn=spawn, listen=hear, follow_up=more if leads else None)
+                outcome = Worker(message, **process, spawn=spawn, listen=hear).run(more if leads else None)
                 if outcome.status is Status.FAILED and (why := diagnose(job.arm, job.resolved.environment)):
                     outcome.reason = f"{outcome.reason}; {job.arm.kv.label} fails with a small model, too: {why}"
             else:

@@ -30,16 +30,7 @@ from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.numbers import public_name
 from fidelab.results.plots import Texts
 from fidelab.results.recommend import recommended
-from fidelab.results.record import (
-    ArmRecord,
-    Borrowed,
-    Comparison,
-    Composite,
-    NoiseFloor,
-    Report,
-    RuntimeRecord,
-    Timing,
-)
+from fidelab.results.record import ArmRecord, Borrowed, Comparison, Composite, NoiseFloor, Report, RuntimeRecord, Timing
 from fidelab.results.verdict import judged
 from fidelab.run.arms import serve_command
 from fidelab.run.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic

@@ -256,8 +256,7 @@ def _check_tokenizer(engine: Engine, job: Job) -> None:
     sample, actual = list(job.sample_ids), engine.tokenize(job.sample_text)
     if sample != actual:
         at = next(
-            (i for i, (a, b) in enumerate(zip(sample, actual, strict=False)) if a != b),
-            min(len(sample), len(actual)),
+            (i for i, (a, b) in enumerate(zip(sample, actual, strict=False)) if a != b), min(len(sample), len(actual))
         )
         raise EngineError(
             f"the engine's tokenizer disagrees with the model's own from token {at} of a sample on; "

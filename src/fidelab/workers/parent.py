@@ -160,6 +160,16 @@ class Worker:
             self._close()
         return self.outcome
 
+    def run(self, follow_up: Callable[[], list[ProbeTask]] | None = None) -> JobOutcome:
+        """Run the job from start to end and report what became of it.
+
+        ``follow_up``: called once, when all tasks were tried: further ones, for the model that is still loaded.
+        """
+        with self:
+            if self.ask() and follow_up is not None:
+                self.ask(follow_up())
+            return self.finish()
+
     # ------------------------------------------------------------------------------------------------- inside
 
     @contextlib.contextmanager
@@ -341,31 +351,6 @@ class Worker:
         if outcome.status is Status.FAILED:
             cause = _WRONG_BUILD if self._crashed else explain([*outcome.log_tail, outcome.reason or ""])
             outcome.reason = f"{outcome.reason} — {cause}" if cause else outcome.reason
-
-
-def run_worker(
-    job: Job,
-    *,
-    log: Path,
-    env: Mapping[str, str],
-    deadline: float | None,
-    listen: Callable[[Message], None],
-    follow_up: Callable[[], list[ProbeTask]] | None = None,
-    command: Sequence[str] = _CHILD,
-    end: Callable[[], None] | None = None,
-    spawn: Spawn | None = None,
-    alone: bool = True,
-) -> JobOutcome:
-    """Run one job in a fresh process and report what became of it; arguments as of :class:`Worker`.
-
-    ``follow_up``: called once, when all tasks were tried: further ones, for the model that is still loaded.
-    """
-    with Worker(
-        job, log=log, env=env, deadline=deadline, listen=listen, command=command, end=end, spawn=spawn, alone=alone
-    ) as worker:
-        if worker.ask() and follow_up is not None:
-            worker.ask(follow_up())
-        return worker.finish()
 
 
 def _start_pump(process: _Process, inbox: queue.Queue[bytes | None], log: Path, is_over: Callable[[], bool]) -> None:

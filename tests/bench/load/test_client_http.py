@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.bench.load.drive import Load, ServerRefusedError, Target, drive
-from fidelab.bench.load.exchange import Exchange
+from fidelab.bench.load.client import drive
+from fidelab.bench.load.exchange import Exchange, Load, ServerRefusedError, Target
 from fidelab.core.errors import InputError, UsageError
 from tests.bench.load.sse_server import (
     DONE,
@@ -38,7 +38,7 @@ def ask(script: Script, count: int = 1, concurrency: int = 1, timeout: float = 2
     """What becomes of ``count`` requests, one after another, in this process."""
     with serve(script) as served:
         target = Target(served.url, timeout=timeout)
-        return drive(target, Load(requests(count), concurrency=concurrency, workers=1)).exchanges
+        return drive(target, Load(requests(count), concurrency=concurrency)).exchanges
 
 
 def answer_by(data: bytes, close: bool = False) -> Script:
@@ -79,7 +79,7 @@ def test_events_have_the_time_at_which_they_arrived() -> None:
 
 def test_connections_are_used_again() -> None:
     with serve(well) as served:
-        result = drive(Target(served.url), Load(requests(20), concurrency=2, workers=1))
+        result = drive(Target(served.url), Load(requests(20), concurrency=2))
     assert [one.error for one in result.exchanges] == [None] * 20
     assert served.connections == 2
 
@@ -115,7 +115,7 @@ def test_a_request_of_which_something_was_answered_is_not_sent_again() -> None:
 
 def test_a_fresh_connection_that_is_closed_without_answer_is_not_tried_again() -> None:
     with serve(answer_by(b"", close=True)) as served:
-        (found,) = drive(Target(served.url), Load(requests(1), concurrency=1, workers=1)).exchanges
+        (found,) = drive(Target(served.url), Load(requests(1), concurrency=1)).exchanges
     assert (found.error, found.retried, len(served.bodies)) == ("aborted", False, 1)
 
 
@@ -239,7 +239,7 @@ def test_the_key_is_replaced_before_a_message_is_cut(said: str) -> None:
         talk.send(answers[talk.number - 1] if talk.number else proper())
 
     with serve(script) as served:
-        load = Load(requests(len(answers) + 1), concurrency=1, workers=1)
+        load = Load(requests(len(answers) + 1), concurrency=1)
         found = drive(Target(served.url, api_key=KEY), load).exchanges
     shown = "".join(f"{one.detail} {one.finish_reason}" for one in found)
     assert shown.count("[key]") >= 3
@@ -249,7 +249,7 @@ def test_the_key_is_replaced_before_a_message_is_cut(said: str) -> None:
 
 def test_the_key_and_further_headers_are_sent() -> None:
     with serve(well) as served:
-        drive(Target(served.url, api_key="sk-1", headers={"X-Team": "blue"}), Load(requests(1), workers=1))
+        drive(Target(served.url, api_key="sk-1", headers={"X-Team": "blue"}), Load(requests(1)))
     (head,) = served.heads
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
     assert b"\r\nauthorization: bearer sk-1\r\n" in head.lower()
@@ -259,7 +259,7 @@ def test_the_key_and_further_headers_are_sent() -> None:
 def test_bodies_arrive_as_they_were_rendered() -> None:
     sent = requests(5, prompt="ü" * 100_000)
     with serve(well) as served:
-        drive(Target(served.url, path="/chat/completions"), Load(sent, concurrency=1, workers=1))
+        drive(Target(served.url, path="/chat/completions"), Load(sent, concurrency=1))
     assert served.bodies == [request.body for request in sent]
     assert served.heads[0].startswith(b"POST /v1/chat/completions ")
 
@@ -274,7 +274,7 @@ def test_neither_key_nor_headers_are_ever_shown() -> None:
 
     with serve(script) as served:
         given = Target(served.url, api_key="sk-secret", headers={"X-Token": "hush"})
-        (found,) = drive(given, Load(requests(1), workers=1)).exchanges
+        (found,) = drive(given, Load(requests(1))).exchanges
     assert found.error == "http-500"
     assert "[key]" in found.detail
     assert "sk-secret" not in repr(found)
@@ -284,27 +284,27 @@ def test_neither_key_nor_headers_are_ever_shown() -> None:
 @pytest.mark.parametrize("url", ["localhost:8000", "http://127.0.0.1:x/v1", "http://me:hush@127.0.0.1:9/v1"])
 def test_what_is_no_url_or_holds_a_password_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match=r"not a URL|user name") as caught:
-        drive(Target(url), Load(requests(1), workers=1))
+        drive(Target(url), Load(requests(1)))
     assert "hush" not in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [{"api_key": "a\r\nX: y"}, {"headers": {"X": "a\nb"}}, {"api_key": "schlüssel€"}])
 def test_a_header_that_http_cannot_carry_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="header"):
-        drive(Target("http://127.0.0.1:9/v1", **given), Load(requests(1), workers=1))  # type: ignore[arg-type]
+        drive(Target("http://127.0.0.1:9/v1", **given), Load(requests(1)))  # type: ignore[arg-type]
 
 
 def test_a_server_that_is_not_there_stops_the_load_at_once() -> None:
     port = unused_port()
     with pytest.raises(InputError, match=f"no server answers at http://127.0.0.1:{port}/v1/completions") as caught:
-        drive(Target(f"http://127.0.0.1:{port}/v1"), Load(requests(1000), concurrency=8, workers=1))
+        drive(Target(f"http://127.0.0.1:{port}/v1"), Load(requests(1000), concurrency=8))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "a..invalid"])
 def test_a_host_that_nobody_knows_stops_the_load(host: str) -> None:
     with pytest.raises(InputError, match="no server answers"):
-        drive(Target(f"http://{host}/v1"), Load(requests(10), workers=1))
+        drive(Target(f"http://{host}/v1"), Load(requests(10)))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_host_that_nobody_knows_stops_the_load(host: str) -> None:
 def test_a_refusal_of_the_first_requests_stops_the_load_with_the_servers_words(status: bytes, message: str) -> None:
     with serve(answer_by(sized(b'{"error":{"message":"no such thing"}}', status))) as served:
         with pytest.raises(ServerRefusedError, match=message) as caught:
-            drive(Target(served.url), Load(requests(1000), concurrency=2, workers=1))
+            drive(Target(served.url), Load(requests(1000), concurrency=2))
         assert len(served.bodies) < 10
     assert caught.value.status == int(status[:3])
     assert caught.value.said == "no such thing"
@@ -324,13 +324,13 @@ def test_a_server_that_takes_connections_and_says_nothing_stops_the_load() -> No
         await asyncio.sleep(60)
 
     with serve(silent) as served, pytest.raises(InputError, match=r"does not answer \(no complete answer within 0.2 s"):
-        drive(Target(served.url, timeout=0.2), Load(requests(1000), concurrency=2, workers=1))
+        drive(Target(served.url, timeout=0.2), Load(requests(1000), concurrency=2))
 
 
 def test_a_redirect_stops_the_load() -> None:
     moved = b"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n"
     with serve(answer_by(moved)) as served, pytest.raises(ServerRefusedError, match="redirects elsewhere"):
-        drive(Target(served.url), Load(requests(50), concurrency=2, workers=1))
+        drive(Target(served.url), Load(requests(50), concurrency=2))
 
 
 def test_refusals_that_differ_only_in_numbers_are_alike() -> None:
@@ -338,7 +338,7 @@ def test_refusals_that_differ_only_in_numbers_are_alike() -> None:
         talk.send(sized(b'{"error":"%d tokens are too many"}' % (1000 + talk.number), b"400 No"))
 
     with serve(script) as served, pytest.raises(ServerRefusedError, match="tokens are too many"):
-        drive(Target(served.url), Load(requests(50), concurrency=1, workers=1))
+        drive(Target(served.url), Load(requests(50), concurrency=1))
 
 
 @pytest.mark.parametrize("status", [b"500 Oh", b"429 Slow", b"503 No"])
@@ -393,7 +393,7 @@ def test_tls_is_spoken_and_checked(certificate: Path, monkeypatch: pytest.Monkey
     context.load_cert_chain(certificate)
     with serve(well, context) as served:
         with pytest.raises(InputError, match="certificate"):
-            drive(Target(served.url), Load(requests(5), concurrency=1, workers=1))
+            drive(Target(served.url), Load(requests(5), concurrency=1))
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        result = drive(Target(served.url), Load(requests(5), concurrency=2, workers=1))
+        result = drive(Target(served.url), Load(requests(5), concurrency=2))
     assert [(one.error, len(one.events)) for one in result.exchanges] == [(None, 3)] * 5

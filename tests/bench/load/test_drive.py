@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
-import pickle
 import resource
 import signal
 import subprocess
@@ -18,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fidelab.bench.load.drive import BEHIND, Load, ServerRefusedError, Target, drive, workers_for
-from fidelab.bench.load.exchange import Exchange, LoadRequest
-from fidelab.core.errors import FidelabError, InputError, UsageError
+from fidelab.bench.load.client import BEHIND, drive
+from fidelab.bench.load.exchange import Exchange, Load, LoadRequest, Target
+from fidelab.core.errors import InputError, UsageError
+from tests.bench.load.mock import MockServer, MockSettings
 from tests.bench.load.sse_server import (
     HEAD,
     Script,
@@ -30,7 +29,6 @@ from tests.bench.load.sse_server import (
     proper,
     requests,
     serve,
-    sized,
     unused_port,
     well,
 )
@@ -77,7 +75,7 @@ def in_flight(exchanges: list[Exchange]) -> int:
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
 def test_a_closed_loop_keeps_its_concurrency_and_never_exceeds_it(concurrency: int) -> None:
     with serve(together(concurrency)) as served:
-        result = drive(Target(served.url), Load(requests(30), concurrency=concurrency, workers=1))
+        result = drive(Target(served.url), Load(requests(30), concurrency=concurrency))
     assert served.most == concurrency == served.connections
     assert in_flight(result.exchanges) == concurrency
     assert [one.index for one in result.exchanges] == list(range(30))
@@ -85,13 +83,13 @@ def test_a_closed_loop_keeps_its_concurrency_and_never_exceeds_it(concurrency: i
 
 def test_without_a_concurrency_a_closed_loop_sends_all_at_once() -> None:
     with serve(together(30)) as served:
-        drive(Target(served.url), Load(requests(30), workers=1))
+        drive(Target(served.url), Load(requests(30)))
     assert served.most == 30
 
 
 def test_the_warm_up_has_ended_before_the_measured_part_begins() -> None:
     with serve(after_a_while) as served:
-        result = drive(Target(served.url), Load(requests(12), concurrency=4, warmup=5, workers=1))
+        result = drive(Target(served.url), Load(requests(12), concurrency=4, warmup=5))
     warm, measured = result.exchanges[:5], result.exchanges[5:]
     assert [one.warmup for one in result.exchanges] == [True] * 5 + [False] * 7
     assert max(one.ended for one in warm) <= result.started <= min(one.sent for one in measured)
@@ -101,14 +99,14 @@ def test_the_warm_up_has_ended_before_the_measured_part_begins() -> None:
 def test_a_ramp_lets_the_slots_begin_one_after_another() -> None:
     with serve(never) as served:
         target = Target(served.url, timeout=1.0)
-        result = drive(target, Load(requests(4), concurrency=4, ramp=0.4, workers=1))
+        result = drive(target, Load(requests(4), concurrency=4, ramp=0.4))
     behind = sorted(one.sent - result.started for one in result.exchanges)
     assert all(at >= share - 0.001 for at, share in zip(behind, (0.0, 0.2, 0.3, 0.4), strict=True))
 
 
 def test_a_duration_ends_the_sending_and_what_flies_may_end() -> None:
     with serve(after_a_while) as served:
-        load = Load(requests(5000), concurrency=2, duration=0.3, workers=1)
+        load = Load(requests(5000), concurrency=2, duration=0.3)
         result = drive(Target(served.url), load)
     assert 2 <= len(result.exchanges) < 5000
     assert {one.error for one in result.exchanges} == {None}
@@ -119,7 +117,7 @@ def test_a_duration_ends_the_sending_and_what_flies_may_end() -> None:
 def test_what_still_flies_after_the_drain_is_aborted_and_keeps_its_events() -> None:
     with serve(never) as served:
         began = time.monotonic()
-        load = Load(requests(50), concurrency=3, duration=0.1, drain=0.2, workers=1)
+        load = Load(requests(50), concurrency=3, duration=0.1, drain=0.2)
         result = drive(Target(served.url), load)
     assert [one.error for one in result.exchanges] == ["aborted"] * 3
     assert [len(one.events) for one in result.exchanges] == [1] * 3
@@ -131,7 +129,7 @@ def test_what_still_flies_after_the_drain_is_aborted_and_keeps_its_events() -> N
 
 def test_an_open_loop_sends_nothing_early_and_everything_in_order() -> None:
     with serve(after_a_while) as served:
-        result = drive(Target(served.url), Load(due(30, 0.007), open_loop=True, workers=1))
+        result = drive(Target(served.url), Load(due(30, 0.007), open_loop=True))
     assert all(one.due is not None and one.sent >= one.due for one in result.exchanges)
     assert [one.due - result.started for one in result.exchanges if one.due is not None] == pytest.approx(
         [at * 0.007 for at in range(30)]
@@ -141,7 +139,7 @@ def test_an_open_loop_sends_nothing_early_and_everything_in_order() -> None:
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:
     with serve(never) as served:
-        load = Load(due(10, 0.01), open_loop=True, duration=0.3, drain=0.0, workers=1)
+        load = Load(due(10, 0.01), open_loop=True, duration=0.3, drain=0.0)
         result = drive(Target(served.url), load)
     assert served.most == 10
     assert [one.error for one in result.exchanges] == ["aborted"] * 10
@@ -149,14 +147,14 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
 
 def test_requests_of_an_open_loop_may_come_in_any_order() -> None:
     with serve(well) as served:
-        result = drive(Target(served.url), Load(due(10, 0.01)[::-1], open_loop=True, workers=1))
+        result = drive(Target(served.url), Load(due(10, 0.01)[::-1], open_loop=True))
     assert [json.loads(body)["n"] for body in served.bodies] == list(range(10))
     assert [one.index for one in result.exchanges] == list(range(10))
 
 
 def test_an_open_loop_that_its_cap_holds_back_is_behind() -> None:
     with serve(after_a_while) as served:
-        capped = drive(Target(served.url), Load(due(20, 0.001), open_loop=True, concurrency=1, workers=1))
+        capped = drive(Target(served.url), Load(due(20, 0.001), open_loop=True, concurrency=1))
     assert served.most == 1
     assert capped.behind
     late = [one.sent - one.due for one in capped.exchanges if one.due is not None]
@@ -165,7 +163,7 @@ def test_an_open_loop_that_its_cap_holds_back_is_behind() -> None:
 
 def test_the_measured_part_of_an_open_loop_begins_when_its_first_request_is_due() -> None:
     with serve(well) as served:
-        result = drive(Target(served.url), Load(due(20, 0.01), open_loop=True, warmup=5, workers=1))
+        result = drive(Target(served.url), Load(due(20, 0.01), open_loop=True, warmup=5))
     assert [one.warmup for one in result.exchanges] == [True] * 5 + [False] * 15
     assert result.exchanges[5].due == pytest.approx(result.started)
 
@@ -178,7 +176,7 @@ def test_the_client_counts_its_own_lag_and_time() -> None:
         time.sleep(0.055)  # stands still in the event loop
 
     with serve(after_a_while) as served:
-        result = drive(Target(served.url), Load(requests(40), concurrency=2, workers=1), progress)
+        result = drive(Target(served.url), Load(requests(40), concurrency=2), progress)
     assert len(result.lag) > 10
     assert (result.lag >= 0).all()
     assert sorted(result.lag)[-1] > 0.04  # each tick that was missed counts: about 45, 35, 25 … ms
@@ -191,7 +189,7 @@ def test_progress_tells_how_many_ended() -> None:
     with serve(after_a_while) as served:
         drive(
             Target(served.url),
-            Load(requests(60), concurrency=2, workers=1),
+            Load(requests(60), concurrency=2),
             lambda ended, total: seen.append((ended, total)),
         )
     assert {total for _, total in seen} == {60}
@@ -202,7 +200,7 @@ def test_progress_tells_how_many_ended() -> None:
 def test_the_collector_and_the_limit_of_files_are_as_before() -> None:
     before = gc.isenabled(), resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.raises(InputError):
-        drive(Target(f"http://127.0.0.1:{unused_port()}/v1"), Load(requests(10), concurrency=1, workers=1))
+        drive(Target(f"http://127.0.0.1:{unused_port()}/v1"), Load(requests(10), concurrency=1))
     assert (gc.isenabled(), resource.getrlimit(resource.RLIMIT_NOFILE)) == before
 
 
@@ -211,7 +209,7 @@ def test_an_error_in_a_callback_ends_the_load() -> None:
         raise ZeroDivisionError
 
     with serve(never) as served, pytest.raises(ZeroDivisionError):
-        drive(Target(served.url), Load(requests(4), concurrency=2, workers=1), progress)
+        drive(Target(served.url), Load(requests(4), concurrency=2), progress)
 
 
 def test_loads_that_cannot_be_are_refused() -> None:
@@ -226,111 +224,34 @@ def test_loads_that_cannot_be_are_refused() -> None:
         drive(target, Load(requests(3), open_loop=True))
 
 
-# ------------------------------------------------------------------------------------------------ several processes
-
-
-def test_several_processes_send_every_request_once_within_the_concurrency() -> None:
-    with serve(together(5)) as served:
-        load = Load(requests(41), concurrency=5, warmup=6, workers=2)
-        result = drive(Target(served.url, api_key="sk-1"), load)
-    assert sorted(json.loads(body)["n"] for body in served.bodies) == list(range(41))
-    assert [one.index for one in result.exchanges] == list(range(41))
-    assert [one.error for one in result.exchanges] == [None] * 41
-    assert [one.warmup for one in result.exchanges] == [True] * 6 + [False] * 35
-    assert (result.workers, served.most) == (2, 5)
-    assert {one.output_tokens for one in result.exchanges} == {3}
-    assert all(b"Bearer sk-1" in head for head in served.heads)
-    warm = [one for one in result.exchanges if one.warmup]
-    assert max(one.ended for one in warm) <= result.started <= min(one.sent for one in result.exchanges[6:])
-    assert result.cpu_seconds > 0
-    assert len(result.lag) > 0
-
-
-def test_several_processes_keep_one_schedule() -> None:
-    with serve(well) as served:
-        result = drive(Target(served.url), Load(due(20, 0.01), open_loop=True, warmup=4, workers=2))
-    assert [one.due - result.started for one in result.exchanges if one.due is not None] == pytest.approx(
-        [(at - 4) * 0.01 for at in range(20)]
-    )
-    assert all(one.due is not None and one.sent >= one.due for one in result.exchanges)
-
-
-def test_there_are_no_more_processes_than_requests_at_a_time() -> None:
-    with serve(well) as served:
-        assert drive(Target(served.url), Load(requests(9), concurrency=1, workers=4)).workers == 1
-
-
-def test_a_refusal_reaches_the_caller_from_a_process_of_its_own() -> None:
-    async def refuse(talk: Talk) -> None:
-        talk.send(sized(b'{"error":{"message":"no such model"}}', b"404 No"))
-
-    with serve(refuse) as served, pytest.raises(ServerRefusedError, match="no such model") as caught:
-        drive(Target(served.url), Load(requests(40), concurrency=4, workers=2))
-    assert (caught.value.status, caught.value.said) == (404, "no such model")
-
-
-def _children() -> set[int]:
-    listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    if not listed.exists():
-        pytest.skip("this system does not list child processes")
-    return {int(pid) for pid in listed.read_text().split()}
-
-
-def test_a_process_that_dies_is_an_error_and_the_others_end() -> None:
-    others = _children()
-
-    def kill(ended: int, total: int) -> None:
-        for pid in sorted(_children() - others)[:1]:
-            os.kill(pid, signal.SIGKILL)
-
-    with serve(never) as served, pytest.raises(FidelabError, match="SIGKILL"):
-        drive(Target(served.url), Load(requests(4), concurrency=4, workers=2), kill)
-    assert _children() <= others
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_interrupt_ends_everything(workers: int, tmp_path: Path) -> None:
+def test_an_interrupt_ends_everything(tmp_path: Path) -> None:
     script = tmp_path / "load.py"
     script.write_text(
         "import sys\n"
-        "from fidelab.bench.load.drive import Load, Target, drive\n"
-        "from fidelab.bench.load.exchange import LoadRequest\n"
-        "load = Load([LoadRequest(at, b'{}', None, 1) for at in range(8)], concurrency=8, workers=int(sys.argv[2]))\n"
+        "from fidelab.bench.load.client import drive\n"
+        "from fidelab.bench.load.exchange import Load, LoadRequest, Target\n"
+        "load = Load([LoadRequest(at, b'{}', None, 1) for at in range(8)], concurrency=8)\n"
         "drive(Target(sys.argv[1]), load)\n"
     )
     with serve(never) as served:
-        process = subprocess.Popen([sys.executable, str(script), served.url, str(workers)], stderr=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, str(script), served.url], stderr=subprocess.PIPE)
         end = time.monotonic() + 60
         while served.running < 8 and time.monotonic() < end:
             time.sleep(0.05)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)
     assert b"KeyboardInterrupt" in said
-    assert len(pids) == (workers if workers > 1 else 0) or not children.parent.exists()
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("error", [ServerRefusedError("m", 404, "s"), InputError("m"), UsageError("m")])
-def test_an_error_survives_the_way_back(error: FidelabError) -> None:
-    found = pickle.loads(pickle.dumps(error))
-    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
-
-
-@pytest.mark.parametrize(
-    ("count", "gap", "max_tokens", "concurrency", "cores", "expected"),
-    [
-        (100, 0.1, 8, None, 16, 1),
-        (3500, 0.001 / 3.5, 1, None, 16, 4),  # 3,500 requests a second
-        (1000, 0.01, 400, None, 16, 5),  # 100 requests, 40,000 tokens a second
-        (3500, 0.001 / 3.5, 1, None, 2, 1),  # a core is left to the server
-        (10, 0.0, 8, 700, 16, 3),
-        (10, 0.0, 8, 64, 1, 1),
-    ],
-)
-def test_processes_are_as_many_as_rate_tokens_or_concurrency_need(
-    count: int, gap: float, max_tokens: int, concurrency: int | None, cores: int, expected: int
-) -> None:
-    asked = [LoadRequest(at, b"", None, max_tokens, at * gap) for at in range(count)]
-    assert workers_for(Load(asked, concurrency=concurrency, open_loop=concurrency is None), cores) == expected
+def test_nothing_is_received_before_it_was_sent() -> None:
+    asked = {"prompt": [1, 2], "max_tokens": 5, "stream": True}
+    bodies = [json.dumps({**asked, "user": str(index)}).encode() for index in range(8)]
+    with MockServer(MockSettings(itl=0.002, log_events=True)) as mock:
+        load = Load([LoadRequest(index, body, 2, 5) for index, body in enumerate(bodies)], concurrency=3)
+        result = drive(Target(mock.url), load)
+        log = mock.emitted()
+    for each in result.exchanges:
+        entry = log[str(each.index)]
+        assert len(each.events) == 5
+        assert each.sent <= entry["received"] <= entry["events"][0]
+        assert (each.events >= entry["events"]).all()

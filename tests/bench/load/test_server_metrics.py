@@ -9,14 +9,15 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from fidelab.bench.load import server_metrics
-from fidelab.bench.load.drive import Load, Target, drive
-from fidelab.bench.load.exchange import LoadRequest
-from fidelab.bench.load.mock import MockServer, MockSettings
+from fidelab.bench.load.client import drive
+from fidelab.bench.load.exchange import Load, LoadRequest, Target
 from fidelab.bench.load.server_metrics import Scraper, ServerReading, SpeculationReading, understand
+from tests.bench.load.mock import MockServer, MockSettings
 from tests.bench.load.sse_server import Talk, serve
 
 Texts = Sequence[tuple[float, bytes]]
@@ -420,7 +421,7 @@ def test_numbers_and_labels_of_any_form_are_no_error(text: bytes) -> None:
 
 
 @pytest.mark.parametrize(("style", "kind"), [("vllm", "vllm"), ("sglang", "sglang"), ("llamacpp", "llama.cpp")])
-def test_a_load_on_the_mock_is_counted_whole(style: str, kind: str) -> None:
+def test_a_load_on_the_mock_is_counted_whole(style: Any, kind: str) -> None:
     """The mock counts every token that it sends; before and behind the load nothing is at work."""
     body = json.dumps({"model": "mock", "prompt": [1, 2, 3], "max_tokens": 6, "stream": True}).encode()
     requests = [LoadRequest(index, body, 3, 6) for index in range(20)]

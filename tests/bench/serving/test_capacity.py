@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.bench.load.server_metrics import understand
 from fidelab.bench.serving import ServingSettings, measure_capacity, measure_serving, reach
 from fidelab.bench.serving.contact import Contact, cache_room
 from fidelab.results.measurement import Measurement
+from tests.bench.load.mock import MockServer, MockSettings
 
 
 def paced(**more: Any) -> MockSettings:

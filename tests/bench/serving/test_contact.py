@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.bench.serving import Contact, ServingSettings, reach
 from fidelab.bench.serving import contact as contacting
 from fidelab.core.errors import EngineError, InputError
 from fidelab.engines.openai.http import Client
+from tests.bench.load.mock import MockServer, MockSettings
 from tests.engines.openai_server import Served, save_tokenizer, serving
 from tests.models.tiny_gguf import write_gguf
 

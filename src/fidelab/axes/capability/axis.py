@@ -143,17 +143,11 @@ class Capability(Axis):
         results = read_results(pairs)
         counted = [result for result in results if result.applicable]
         usable = np.array([result.usable for result in counted], dtype=bool)
-        passed = np.array([bool(result.test.passed) for result in counted], dtype=np.float64)
-        score = AxisScore(
-            num=passed,
-            den=np.ones(len(counted)),
-            clusters=np.array([CHECKS.index(result.check) for result in counted], dtype=np.int64),
-            usable=usable,
-            transform=lambda share: 100.0 * share,
-            bounds=(0.0, 1.0),
+        score = AxisScore.percent(
+            [bool(result.test.passed) for result in counted],
+            [CHECKS.index(result.check) for result in counted],
+            usable,
             identical=bool(usable.size and usable.all()) and all(result.same for result in counted),
-            proportion=True,
-            scale=100.0,
         )
         return _with_metrics(score, results, [result for result in counted if result.usable], seed)
 
@@ -326,13 +320,7 @@ def _plots(results: Sequence[CheckResult]) -> Iterator[Plot]:
         title="All checks",
         columns=("check", "outcome", "expected", "reference", "candidate", "reason"),
         rows=tuple(
-            (
-                result.check.id,
-                result.outcome,
-                result.check.expected,
-                *map(_cell, result.answers),
-                _reason(result),
-            )
+            (result.check.id, result.outcome, result.check.expected, *map(_cell, result.answers), _reason(result))
             for result in sorted(results, key=lambda result: ORDER.index(result.outcome))
         ),
         note="Answers are cut to one line; the reason is the candidate's, or why a check is not applicable.",

@@ -105,10 +105,7 @@ def _confine(libc: ctypes.CDLL) -> None:
     column, arch = MACHINES[platform.machine()]
     code = _instructions(column, arch)
     program = _Program(len(code) // 8, code)
-    for call in (
-        (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-        (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0),
-    ):
+    for call in ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0)):
         if libc.prctl(*call) != 0:
             raise OSError(ctypes.get_errno(), f"prctl {call[0]}: {os.strerror(ctypes.get_errno())}")
 

@@ -1,1 +1,1 @@
-"""Load on a server that speaks the OpenAI protocol: the client, the drive, the server's own metrics, a mock server."""
+"""Load on a server that speaks the OpenAI protocol: the client, the drive, the server's own metrics."""

@@ -19,9 +19,6 @@ class ServerRefusedError(InputError):
         self.status = status
         self.said = said
 
-    def __reduce__(self) -> tuple[type[ServerRefusedError], tuple[str, int, str]]:
-        return type(self), (str(self), self.status, self.said)  # it comes from a process of its own
-
 
 @dataclass(frozen=True)
 class Target:
@@ -76,8 +73,6 @@ class Load:
     """Seconds that requests in flight get behind ``duration``; then they are aborted, error ``aborted``."""
     ramp: float = 0.0
     """Seconds over which the measured part of a closed loop reaches its concurrency."""
-    workers: int | None = None
-    """Client processes; ``None``: as many as the load needs and the machine has."""
 
 
 @dataclass
@@ -124,10 +119,8 @@ class DriveResult:
     ended: float
     """Its end: the last answer."""
     lag: NDArray[np.float64]
-    """``[n]`` seconds by which the event loop ran late, each 10 ms of the measured part, all workers."""
+    """``[n]`` seconds by which the event loop ran late, each 10 ms of the measured part."""
     cpu_seconds: float
-    """Processor time of all client processes over the measured part."""
-    workers: int
-    """Client processes."""
+    """Processor time of the client over the measured part."""
     behind: bool
     """Open loop: requests could not be sent in time; p99 of ``sent - due`` is above 50 ms."""

@@ -10,18 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fidelab.bench.base import CellResult
-from fidelab.bench.load.drive import drive
+from fidelab.bench.load.client import drive
 from fidelab.bench.load.exchange import Exchange, Load, ServerRefusedError
-from fidelab.bench.load.server_metrics import Scraper
-from fidelab.bench.load_pool import Drive
+from fidelab.bench.load_cell import Drive
 from fidelab.bench.serving.conduct import ServingWatch
 from fidelab.bench.serving.contact import Contact, cache_room
 from fidelab.core import Status
 from fidelab.core.errors import EngineError, InputError
-from fidelab.engines.openai.http import split_url
 from fidelab.engines.openai.server import identify
 from fidelab.metrics.serving import count_good
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric
@@ -165,10 +162,9 @@ class _Search:
         self._watch.begin(title, n)
         number = len(self._tried)
         requests = contact.requests([context] * n, [settings.output] * n, None, settings.seed + number)
-        headers = {"Authorization": f"Bearer {contact.key}"} if contact.key else None
         try:
-            with Scraper(contact.url, _INTERVAL, headers) as scraper:
-                load = Load(requests, concurrency=n, workers=settings.workers)
+            with contact.scraper(_INTERVAL) as scraper:
+                load = Load(requests, concurrency=n)
                 result = drive(contact.target, load, self._watch.advance)
                 driven = Drive(requests, result, scraper.reading(result.started, result.ended))
         except ServerRefusedError as error:
@@ -240,13 +236,6 @@ class _Search:
         if self._longest is not None:
             metrics.append(LARGEST(self._longest, cell={"output": self._settings.output}))
         rows = tuple((c, n, "yes" if border is None else border.why) for c, n, border in self._tried)
-        root, api = split_url(self._settings.base_url)
-        facts: dict[str, Any] = {
-            "target": root,
-            "model": self._contact.server.model,
-            "endpoint": api + self._contact.target.path,
-            "settings": self._settings.model_dump(mode="json", exclude={"base_url"}) | self._contact.record(),
-        }
         return Measurement(
             status=Status.FAILED if reason else Status.OK,
             reason=reason or None,
@@ -255,7 +244,7 @@ class _Search:
             cells=tuple(cell.cell for cell in self._cells),
             flags=tuple(self._flags),
             plots=(TablePlot(title="Loads that were tried", columns=("context", "at once", "answered"), rows=rows),),
-            facts=facts,
+            facts=self._contact.facts(),
         )
 
 

@@ -16,16 +16,14 @@ from itertools import islice
 import numpy as np
 
 from fidelab.bench.base import CellResult
-from fidelab.bench.load.drive import drive
+from fidelab.bench.load.client import drive
 from fidelab.bench.load.exchange import Load, LoadRequest, ServerRefusedError
-from fidelab.bench.load.server_metrics import Scraper
 from fidelab.bench.load_cell import Drive, LoadAsked, compare_counts, count_by_finish, load_cell
 from fidelab.bench.load_figures import serving_measurement
 from fidelab.bench.serving.contact import Asked, Contact, cache_room, reach
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.core import Status
 from fidelab.core.errors import EngineError, InputError
-from fidelab.engines.openai.http import split_url
 from fidelab.engines.openai.server import identify
 from fidelab.inputs.traffic import arrivals
 from fidelab.results.measurement import Cell, Flag, Measurement
@@ -145,10 +143,8 @@ class _Sweep:
             warmup=settings.warmup,
             duration=settings.duration,
             ramp=asked.ramp,
-            workers=settings.workers,
         )
-        headers = {"Authorization": f"Bearer {contact.key}"} if contact.key else None
-        with Scraper(contact.url, headers=headers) as scraper:
+        with contact.scraper() as scraper:
             begun = time.monotonic()
             result = drive(contact.target, load, self._watch.advance)
             driven = Drive(requests, result, scraper.reading(result.started, result.ended))
@@ -238,14 +234,7 @@ class _Sweep:
         status = Status.FAILED if reason else Status.OK
         if reason and set(ends) <= {Status.NOT_SUPPORTED}:
             status = Status.NOT_SUPPORTED
-        settings, (root, api) = self._settings, split_url(self._settings.base_url)
-        facts = {
-            "target": root,
-            "model": self._contact.server.model,
-            "endpoint": api + self._contact.target.path,
-            "settings": settings.model_dump(mode="json", exclude={"base_url"}) | self._contact.record(),
-        }
-        return serving_measurement(loads, facts, status=status, reason=reason)
+        return serving_measurement(loads, self._contact.facts(), status=status, reason=reason)
 
     def _refused_for_length(self, driven: Drive) -> str | None:
         """The server's words, where every request was refused for its length.

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from fidelab.bench.load.exchange import LoadRequest, Target
+from fidelab.bench.load.server_metrics import Scraper
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.captures.requests import Tokens
 from fidelab.core.errors import EngineError, InputError
@@ -94,6 +95,20 @@ class Contact:
     def client(self) -> Client:
         """For single questions."""
         return Client(self.settings.base_url, self.key, min(_LONGEST, self.settings.timeout))
+
+    def scraper(self, interval: float = 1.0) -> Scraper:
+        """Reads the server's own metrics, every so many seconds."""
+        return Scraper(self.url, interval, {"Authorization": f"Bearer {self.key}"} if self.key else None)
+
+    def facts(self) -> dict[str, Any]:
+        """For the report: the server, and what it was asked."""
+        root, api = split_url(self.settings.base_url)
+        return {
+            "target": root,
+            "model": self.server.model,
+            "endpoint": api + self.target.path,
+            "settings": self.settings.model_dump(mode="json", exclude={"base_url"}) | self.record(),
+        }
 
     def explain(self, request: LoadRequest) -> str | None:
         """What the server says to a request that is not streamed, where it refuses it."""

@@ -13,8 +13,7 @@ import numpy as np
 
 import fidelab
 from fidelab.bench.base import CellResult
-from fidelab.bench.load_cell import Drive
-from fidelab.bench.load_pool import Pool
+from fidelab.bench.load_cell import Drive, Pool
 from fidelab.bench.serving.conduct import ServingWatch
 from fidelab.bench.serving.contact import Contact
 from fidelab.config.load import dump

@@ -59,7 +59,6 @@ class ServingSettings(BaseModel):
     ignore_eos: bool = True
     fit: bool = Field(default=True, description="cells whose requests the cache cannot hold together are left out")
     temperature: float = Field(default=0.0, ge=0)
-    workers: int | None = Field(default=None, ge=1)
 
     @classmethod
     def of(cls, **given: Any) -> Self:

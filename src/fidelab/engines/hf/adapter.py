@@ -176,10 +176,7 @@ class HFEngine(Engine):
     aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
     samples: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 5.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {
-        *("layerwise", "served", "reweighted", "recached"),
-        *IMAGE_KINDS,
-    }
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {*("layerwise", "served", "reweighted", "recached"), *IMAGE_KINDS}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from fidelab.captures.container import Array
 from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, Served, Timed, Tokens
-from fidelab.core import Arm, Estimator, KVSpec, Speculation
+from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import Observed, RuntimeInfo
 from fidelab.core.serial import to_json
@@ -158,9 +158,8 @@ class LlamaCppEngine(Engine):
             return Support(False, f"V = {arm.kv.v} needs flash attention: leave flash-attn=off away")
         return Support(True)
 
-    @classmethod
-    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
-        return serve.serve_command(arm, host, port)
+    serve_command = staticmethod(serve.serve_command)
+    speculation = staticmethod(speculation_of)
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
@@ -172,10 +171,6 @@ class LlamaCppEngine(Engine):
         """llama.cpp computes keys and values in float32, and converts them to float16 for flash attention."""
         formats = {arm.kv.k.name, arm.kv.v.name}
         return formats <= {"f32", "f16"} if _flash(arm) else formats == {"f32"}
-
-    @classmethod
-    def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
-        return speculation_of(options)
 
     @classmethod
     def estimator_for(cls, arm: Arm) -> Estimator:
@@ -227,17 +222,7 @@ class LlamaCppEngine(Engine):
         if (head := self._replayed(request)) is not None:
             self._tap = States(head.tensor)
             head.sentinels.clear()
-        match request:
-            case Prefill():
-                facts = self._prefill(request, sink)
-            case Generate():
-                facts = self._generate(request, sink)
-            case Forced():
-                facts = self._forced(request, sink)
-            case Timed():
-                facts = self._timed(request, sink)
-            case Served():
-                facts = self._served(request, sink)
+        facts = self.facts_of(request, sink)
         if self._speculation is not None:
             facts["speculation"] = speculation_record(self._speculation, self._drafts - before)
         estimator = Estimator.LOGPROBS if head is None else Estimator.HIDDEN

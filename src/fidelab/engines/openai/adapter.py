@@ -194,22 +194,7 @@ class OpenAIEngine(Engine):
 
     def answer(self, request: Request, sink: Sink) -> Answer:
         began = time.monotonic()
-        match request:
-            case ImageGenerate():
-                facts = self._generate(request, sink)
-            case ImageForced():
-                facts = self._force_behind_images(request, sink)
-            case Prefill():
-                facts = self._prefill(request, sink)
-            case Generate():
-                facts = self._generate(request, sink)
-            case Forced():
-                facts = self._forced(request, sink)
-            case Served():
-                facts = self._understood(partial(self._served, request, sink))
-            case Timed():
-                facts = self._timed(request, sink)
-        return answer_with_head(request, Estimator.TOPK, facts, began, head=None)
+        return answer_with_head(request, Estimator.TOPK, self.facts_of(request, sink), began, head=None)
 
     def ran(self) -> RuntimeInfo:
         server, dialect, kv_name = self._server, self._dialect, self._arm.kv.k.name
@@ -305,7 +290,9 @@ class OpenAIEngine(Engine):
             **({"prompts_read_otherwise": reread} if self._dialect.sends == "text" else {}),
         }
 
-    def _force_behind_images(self, request: ImageForced, sink: Sink) -> dict[str, Any]:
+    _imagegenerate = _generate
+
+    def _imageforced(self, request: ImageForced, sink: Sink) -> dict[str, Any]:
         def rows(index: int) -> dict[str, Array]:
             return _rows(_checked(self._chats.score(request, index))) if request.continuations[index] else {}
 
@@ -324,6 +311,9 @@ class OpenAIEngine(Engine):
         return {"tokens": sum(map(len, request.continuations)), "one_prefill": True}
 
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
+        return self._understood(partial(self._serve, request, sink))
+
+    def _serve(self, request: Served, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
             raise NotSupportedError(f"{self._client.root} {self._dialect.why_not}")
         faults: list[str] = []

@@ -116,13 +116,7 @@ def _sglang(client: Client, model: str) -> Server:
         (kv, kv) if kv else None,
         {
             **({"attention_backend": attention} if attention else {}),
-            **_chosen(
-                client,
-                about,
-                block_size="page_size",
-                cache_tokens="max_total_num_tokens",
-                tp="tp_size",
-            ),
+            **_chosen(client, about, block_size="page_size", cache_tokens="max_total_num_tokens", tp="tp_size"),
             **({"prefix_caching": not cache_off} if isinstance(cache_off, bool) else {}),
         },
     )

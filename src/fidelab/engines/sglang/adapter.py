@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed, Tokens
-from fidelab.core import Arm, Estimator, KVSpec, Speculation
+from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
@@ -117,17 +117,9 @@ class SGLangEngine(Engine):
         drafts = drafts_on_cpu(dict(arm.options))
         return on_cpu(arm.kv.k.name) if drafts.ok else drafts
 
-    @classmethod
-    def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
-        return speculation_of(options)
-
-    @classmethod
-    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
-        return launch.serve_command(arm, host, port)
-
-    @classmethod
-    def serve_variables(cls, arm: Arm) -> dict[str, str]:
-        return launch.serve_variables(arm)
+    speculation = staticmethod(speculation_of)
+    serve_command = staticmethod(launch.serve_command)
+    serve_variables = staticmethod(launch.serve_variables)
 
     @classmethod
     def as_deployed(cls, arm: Arm) -> Arm:
@@ -176,21 +168,7 @@ class SGLangEngine(Engine):
         began, before = time.monotonic(), self._session.drafts
         if self._head is not None:
             self._head.sentinels.clear()
-        match request:
-            case Prefill():
-                facts = self._prefill(request, sink)
-            case Generate():
-                facts = self._generate(request, sink)
-            case Forced():
-                facts = self._forced(request, sink)
-            case Served():
-                facts = self._served(request, sink)
-            case Timed():
-                for group in request.groups():
-                    self._together(group, 1 + request.n)
-                facts = time_prompts(request, sink, lambda group: self._session.stream(group, 1 + request.n))
-            case Layerwise():
-                facts = self._layerwise(request, sink)
+        facts = self.facts_of(request, sink)
         if self._speculation is not None:
             facts["speculation"] = speculation_record(self._speculation, self._session.drafts - before)
         return answer_with_head(request, self._estimator, facts, began, self._head)
@@ -214,6 +192,11 @@ class SGLangEngine(Engine):
                 sink.add(index, self._stored(response.rows, request.n_rows))
                 sink.progress(len(prompts[index]))
         return {"tokens": sum(map(len, prompts))}
+
+    def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
+        for group in request.groups():
+            self._together(group, 1 + request.n)
+        return time_prompts(request, sink, lambda group: self._session.stream(group, 1 + request.n))
 
     def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
         if request.tensors != "states":

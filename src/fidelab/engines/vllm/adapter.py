@@ -37,7 +37,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed
-from fidelab.core import Arm, Estimator, KVSpec, Speculation
+from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
@@ -85,9 +85,10 @@ class VLLMEngine(Engine):
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
-    @classmethod
-    def versions(cls) -> dict[str, str]:
-        return installed()
+    versions = staticmethod(installed)
+    serve_command = staticmethod(launch.serve_command)
+    serve_variables = staticmethod(launch.serve_variables)
+    speculation = staticmethod(speculation_of)
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
@@ -113,18 +114,6 @@ class VLLMEngine(Engine):
         if backend.platform == "cpu" and arm.device != "cpu":
             return Support(False, "this vLLM runs on the CPU alone: pass --device cpu")
         return Support(backend.ok, backend.reason)
-
-    @classmethod
-    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
-        return launch.serve_command(arm, host, port)
-
-    @classmethod
-    def serve_variables(cls, arm: Arm) -> dict[str, str]:
-        return launch.serve_variables(arm)
-
-    @classmethod
-    def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
-        return speculation_of(options)
 
     @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
@@ -153,19 +142,7 @@ class VLLMEngine(Engine):
         head = self._model.head
         if head is not None:
             head.sentinels.clear()
-        match request:
-            case Prefill():
-                facts = self._prefill(request, sink)
-            case Generate():
-                facts = self._generate(request, sink)
-            case Forced():
-                facts = self._forced(request, sink)
-            case Served():
-                facts = answer_served(self._model, request, sink)
-            case Timed():
-                facts = time_prompts(request, sink, lambda group: self._model.tokens(group, 1 + request.n))
-            case Layerwise():
-                facts = self._layerwise(request, sink)
+        facts = self.facts_of(request, sink)
         if (speculation := self._model.speculation) is not None:
             facts["speculation"] = speculation_record(speculation, self._model.drafts() - before)
         estimator = Estimator.HIDDEN if self._hidden else Estimator.LOGPROBS
@@ -206,6 +183,12 @@ class VLLMEngine(Engine):
             sink.add(index, self._model.rows(key, request.n_rows))
             sink.progress(len(window))
         return {"tokens": sum(map(len, request.windows))}
+
+    def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
+        return answer_served(self._model, request, sink)
+
+    def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
+        return time_prompts(request, sink, lambda group: self._model.tokens(group, 1 + request.n))
 
     def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
         if request.tensors != "states":

@@ -13,16 +13,7 @@ from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, UsageError
-from fidelab.engines.k16v8 import (
-    K16V8,
-    NATIVE,
-    PLUGIN,
-    is_pair,
-    missing,
-    pair_refusal,
-    set_switch,
-    switch_variables,
-)
+from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
 from fidelab.engines.speculation import json_object, known_word
 from fidelab.engines.vllm.options import CONTROLLED, MODEL_RUNNER, OPTIONS, SPECULATIVE

@@ -1,11 +1,7 @@
 """A mock of an OpenAI-compatible server: settable delays and faults, and a log of when it sent each event.
 
 All events are rendered before the first request, so that the mock costs a measured client as little time as possible.
-It listens on the loopback address only.
-
-    python -m fidelab.bench.load.mock --ttft 0.2 --itl 0.02 --jitter 0.005 --log-events
-
-prints one JSON line, ``{"url": "http://127.0.0.1:PORT/v1", "pid": …}``, once it listens.
+It listens on the loopback address, in a process of its own.
 
 It answers ``/v1/completions`` and ``/v1/chat/completions`` (streams and whole answers), ``/v1/models``, ``/health``,
 ``/metrics`` and ``/emitted``.  The latter returns and clears the log, ``{user: {"received": t, "events": [t, …]}}`` in
@@ -17,24 +13,21 @@ Prompt tokens: token ids count one each, text counts its words.  No pipelining: 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
-import math
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import Any, Self
-
-from fidelab.core.errors import UsageError
+from typing import Any, Literal, Self
 
 # running, waiting, share of the cache, prompt tokens, generated tokens, generated tok/s since the last reading
 _METRICS = {
@@ -55,83 +48,44 @@ _TOO_LONG = "This model's maximum context length is {} tokens, but the prompt ha
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
 
 
-def _of(default: Any, help: str, **more: Any) -> Any:
-    return field(default=default, metadata={"help": help, **more})
-
-
 @dataclass(frozen=True)
 class MockSettings:
-    """How the mock answers.  Times in seconds, rates as shares of requests.
+    """How the mock answers.  Times in seconds, rates as shares of requests."""
 
-    Raises:
-        UsageError: a time below 0, a rate outside 0 … 1, a count below 1, an unknown style or distribution.
-    """
-
-    port: int = _of(0, "0: a free one")
-    model: str = _of("mock", "the only model it knows; another name is answered by 404")
-    max_model_len: int = _of(1_000_000, "prompt and answer together; more is answered by 400")
-    style: str = _of("vllm", "whose metrics, and whose way to end a stream", choices=("vllm", "sglang", "llamacpp"))
-    ttft: float = _of(0.0, "seconds from the request's arrival (and its turn) to the first token")
-    itl: float = _of(0.0, "seconds between two events; 0: as fast as possible")
-    jitter: float = _of(0.0, "seconds: half width (uniform) or standard deviation (normal) of each delay")
-    distribution: str = _of("uniform", "of the jitter", choices=("uniform", "normal"))
-    seed: int = _of(0, "of jitter and faults")
-    tokens: int | None = _of(None, "an answer's tokens at most; it then ends with 'stop'", type=int)
-    tokens_per_event: int = _of(1, "tokens in one stream event, as with speculation")
-    draft_tokens: int = _of(0, "drafted per event; above 0 there are speculation counters, accepted = tokens - 1")
-    concurrency: int | None = _of(None, "requests answered at a time; others wait", type=int)
-    error_rate: float = _of(0.0, "answered by HTTP 500")
-    drop_rate: float = _of(0.0, "connection closed half-way")
-    invalid_json_rate: float = _of(0.0, "one event, or the answer, is no JSON")
-    endless: bool = _of(False, "streams never end")
-    no_usage: bool = _of(False, "no usage, even when it is asked for")
-    coalesce: bool = _of(False, "with ttft, itl and jitter 0: a whole stream in one write")
-    log_events: bool = _of(False, "keep the times of all events for /emitted")
-    attached: bool = _of(False, "end when standard input does")
-
-    def __post_init__(self) -> None:
-        for name in ("ttft", "itl", "jitter", "draft_tokens", "port"):
-            self._check(name, 0, math.inf)
-        for name in ("error_rate", "drop_rate", "invalid_json_rate"):
-            self._check(name, 0, 1)
-        for name in ("max_model_len", "tokens", "tokens_per_event", "concurrency"):
-            self._check(name, 1, math.inf)
-        for setting in fields(self):
-            choices = setting.metadata.get("choices")
-            if choices and getattr(self, setting.name) not in choices:
-                raise UsageError(f"{setting.name} {getattr(self, setting.name)!r}: there are {', '.join(choices)}")
-
-    def _check(self, name: str, low: float, high: float) -> None:
-        value = getattr(self, name)
-        if value is not None and not (low <= value <= high and math.isfinite(value)):
-            raise UsageError(f"{name} {value}: must be {low} " + ("or more" if high == math.inf else f"… {high}"))
-
-    @property
-    def paced(self) -> bool:
-        """Events come at set times, not as fast as possible."""
-        return bool(self.ttft or self.itl or self.jitter)
-
-    def arguments(self) -> list[str]:
-        """The command-line flags of these settings."""
-        flags = []
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if value != setting.default:
-                flag = "--" + setting.name.replace("_", "-")
-                flags += [flag] if value is True else [flag, str(value)]
-        return flags
-
-    @classmethod
-    def parse(cls, arguments: list[str]) -> MockSettings:
-        """The inverse of :meth:`arguments`."""
-        parser = argparse.ArgumentParser(prog="python -m fidelab.bench.load.mock")
-        for setting in fields(cls):
-            flag, options = "--" + setting.name.replace("_", "-"), dict[str, Any](setting.metadata)
-            if setting.default is False:
-                parser.add_argument(flag, action="store_true", **options)
-            else:
-                parser.add_argument(flag, default=setting.default, **{"type": type(setting.default), **options})
-        return cls(**vars(parser.parse_args(arguments)))
+    model: str = "mock"
+    """The only one it knows; another name is answered by 404."""
+    max_model_len: int = 1_000_000
+    """Prompt and answer together; more is answered by 400."""
+    style: Literal["vllm", "sglang", "llamacpp"] = "vllm"
+    """Whose metrics, and whose way to end a stream."""
+    ttft: float = 0.0
+    """From the request's arrival (and its turn) to the first token."""
+    itl: float = 0.0
+    """Between two events; 0: as fast as possible."""
+    seed: int = 0
+    """Of the faults."""
+    tokens: int | None = None
+    """An answer's tokens at most; it then ends with ``stop``."""
+    tokens_per_event: int = 1
+    """As with speculation."""
+    draft_tokens: int = 0
+    """Drafted per event; above 0 there are speculation counters, accepted = tokens - 1."""
+    concurrency: int | None = None
+    """Requests answered at a time; others wait."""
+    error_rate: float = 0.0
+    """Answered by HTTP 500."""
+    drop_rate: float = 0.0
+    """Connection closed half-way."""
+    invalid_json_rate: float = 0.0
+    """One event, or the answer, is no JSON."""
+    endless: bool = False
+    """Streams never end."""
+    no_usage: bool = False
+    """No usage, even when it is asked for."""
+    coalesce: bool = False
+    """With ttft and itl 0: a whole stream in one write."""
+    log_events: bool = False
+    """Keep the times of all events for /emitted."""
 
 
 class _Frames:
@@ -215,14 +169,6 @@ class Mock:
         finally:
             self.running -= 1
             self._room.release()
-
-    def delay(self, index: int) -> float:
-        """Seconds before event ``index``."""
-        settings, delay = self.settings, self.settings.itl if index else self.settings.ttft
-        if settings.jitter:
-            draw = self.random.uniform(-1, 1) if settings.distribution == "uniform" else self.random.gauss()
-            delay = max(0.0, delay + draw * settings.jitter)
-        return delay
 
     def page(self, path: str) -> tuple[int, bytes]:
         """Status and body of a GET."""
@@ -319,7 +265,8 @@ class Mock:
 
     async def _send_stream(self, writer: asyncio.StreamWriter, answer: _Answer, tail: bytes) -> None:
         settings, frames, count = self.settings, answer.frames, answer.count
-        if settings.coalesce and not settings.paced and answer.sound and not settings.endless:
+        paced = bool(settings.ttft or settings.itl)
+        if settings.coalesce and not paced and answer.sound and not settings.endless:
             answer.times += [time.monotonic()] * count
             writer.write(frames.token * (count - 1) + tail)
             self.events += count
@@ -327,9 +274,9 @@ class Mock:
             return
         due, index, last = time.monotonic(), 0, False
         while not last:
-            if settings.paced:
-                due += self.delay(index)
-            await asyncio.sleep(max(0.0, due - time.monotonic()) if settings.paced else 0)
+            if paced:
+                due += settings.itl if index else settings.ttft
+            await asyncio.sleep(max(0.0, due - time.monotonic()) if paced else 0)
             await writer.drain()  # raises where the client has gone
             if index == answer.drop_at:
                 writer.close()
@@ -343,7 +290,7 @@ class Mock:
             index += 1
 
     async def _send_whole(self, writer: asyncio.StreamWriter, answer: _Answer) -> None:
-        await asyncio.sleep(sum(map(self.delay, range(answer.count))))
+        await asyncio.sleep(self.settings.ttft + self.settings.itl * (answer.count - 1))
         body = answer.frames.whole(answer.prompt, answer.tokens, answer.finish)
         answer.times.append(time.monotonic())
         if answer.drop_at >= 0:
@@ -425,8 +372,7 @@ class MockServer:
         self.pid = 0
 
     def __enter__(self) -> Self:
-        settings = replace(self.settings, attached=True)  # so that it cannot outlive us
-        command = [sys.executable, "-m", "fidelab.bench.load.mock", *settings.arguments()]
+        command = [sys.executable, __file__, json.dumps(asdict(self.settings))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -464,33 +410,19 @@ class MockServer:
 
 
 async def _serve(settings: MockSettings) -> None:
-    loop, mock = asyncio.get_running_loop(), Mock(settings)
-    try:
-        server = await asyncio.start_server(mock.serve, "127.0.0.1", settings.port, backlog=4096)
-    except OSError as error:
-        raise UsageError(f"port {settings.port}: {error.strerror or error}") from None
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    if settings.attached:
-        loop.add_reader(0, lambda: None if os.read(0, 4096) else stop.set())
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
+    mock, stop = Mock(settings), asyncio.Event()
+    server = await asyncio.start_server(mock.serve, "127.0.0.1", 0, backlog=4096)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_reader(0, lambda: None if os.read(0, 4096) else stop.set())  # it cannot outlive who started it
+    print(
+        json.dumps({"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "pid": os.getpid()}), flush=True
+    )
     await stop.wait()
     server.close()
 
 
-def main() -> None:
-    """Serve until told to end."""
-    import resource
-
-    try:
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection is a file
-        asyncio.run(_serve(MockSettings.parse(sys.argv[1:])))
-    except UsageError as error:
-        sys.exit(f"fidelab: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection is a file
+    asyncio.run(_serve(MockSettings(**json.loads(sys.argv[1]))))
