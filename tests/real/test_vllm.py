@@ -117,6 +117,26 @@ def test_an_eight_bit_cache_is_read_back_and_costs_half(run: Run, kv: str, dtype
     assert not torch.equal(narrow["prefill.0.hidden"], wide["prefill.0.hidden"])
 
 
+@NEEDS_FP8
+def test_skipped_layers_keep_the_compute_type_and_the_record_says_which(run: Run) -> None:
+    mixed = run(kv="fp8_e4m3[skip-layers=0]", dtype="bfloat16")
+    ran = mixed.plain["ran"]
+    assert (ran["k_format"], ran["read_back"]["matches"], ran["proof"]["named"]) == ("fp8_e4m3", 1.0, "shown")
+    assert ran["cache_bytes_per_token"] == ran["expected_bytes_per_token"] == 2 * 2 * 32 * (2 + 1)
+    native, narrow = ran["cache_layers"]
+    assert (native["layer"], native["format"], native["dtype"], native["scale_source"]) == (0, "auto", "bfloat16", None)
+    assert (narrow["layer"], narrow["format"], narrow["k_scale"]) == (1, "fp8_e4m3", 1.0)
+    assert narrow["scale_source"] == "default 1.0"
+    hidden = [run(kv=kv, dtype="bfloat16")["prefill.0.hidden"] for kv in ("auto", "fp8_e4m3")]
+    assert not any(torch.equal(mixed["prefill.0.hidden"], other) for other in hidden)
+
+
+def test_a_skipped_layer_that_the_model_lacks_is_refused(environment: Environment, checkpoint: Path) -> None:
+    with ask(environment) as engine:
+        verdict = engine.supports(arm("vllm", checkpoint, "fp8_e4m3[skip-layers=1,2]", "bfloat16"))
+    assert (verdict.ok, verdict.reason) == (False, "skip-layers=2: the model has layers 0–1")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kv", MISREAD)
 def test_a_format_that_the_kernel_misreads_is_not_claimed(run: Run, kv: str) -> None:

@@ -24,7 +24,7 @@ from fidelab.metrics.allocation import allocate
 from fidelab.metrics.divergence import RowComparison
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
 from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
-from fidelab.results.numbers import format_figure, format_kld, format_span, one_line
+from fidelab.results.numbers import format_figure, format_kld, format_layers, format_span, one_line
 from fidelab.results.plots import Grid, Heatmap
 from fidelab.results.study import Study, StudyKind, StudyPlan, StudyRow
 from fidelab.run.pairing import ArmResult
@@ -406,17 +406,5 @@ def _placed(formats: Mapping[str, str]) -> Iterator[str]:
         kind = "" if parts[-1].isdecimal() else parts[-1]
         found.setdefault(name, {}).setdefault(one_line(kind), []).extend(layers)
     for name, kinds in found.items():
-        words = (f"{kind}{' of ' if kind and layers else ''}{_layer_words(layers)}" for kind, layers in kinds.items())
+        words = (f"{kind}{' of ' if kind and layers else ''}{format_layers(layers)}" for kind, layers in kinds.items())
         yield f"{one_line(name)}: {'; '.join(words)}."
-
-
-def _layer_words(layers: Sequence[int]) -> str:
-    """``layers 0–3, 7``; empty for none."""
-    spans: list[list[int]] = []
-    for layer in sorted(set(layers)):
-        if spans and spans[-1][1] == layer - 1:
-            spans[-1][1] = layer
-        else:
-            spans.append([layer, layer])
-    said = ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in spans)
-    return f"layer{'s' if len(set(layers)) > 1 else ''} {said}" if spans else ""
