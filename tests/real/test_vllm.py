@@ -13,6 +13,7 @@ from fidelab.captures.requests import Timed
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
+from fidelab.studies.recipes import Recipe
 from tests.real import faults, harness
 from tests.real.contract import Contract
 from tests.real.harness import (
@@ -118,8 +119,14 @@ def test_an_eight_bit_cache_is_read_back_and_costs_half(run: Run, kv: str, dtype
 
 
 @NEEDS_FP8
-def test_skipped_layers_keep_the_compute_type_and_the_record_says_which(run: Run) -> None:
-    mixed = run(kv="fp8_e4m3[skip-layers=0]", dtype="bfloat16")
+def test_a_recipe_is_stored_layer_by_layer_and_the_record_says_so(run: Run) -> None:
+    recipe = Recipe.of({"0": "native", "1": "fp8_e4m3"})
+    mixed = run(kv=recipe.kv(), dtype="bfloat16")
+    stored = {
+        row["layer"]: "native" if row["format"] == "auto" else row["format"]
+        for row in mixed.plain["ran"]["cache_layers"]
+    }
+    assert {layer: (name, name) for layer, name in stored.items()} == recipe.layers
     ran = mixed.plain["ran"]
     assert (ran["k_format"], ran["read_back"]["matches"], ran["proof"]["named"]) == ("fp8_e4m3", 1.0, "shown")
     assert ran["cache_bytes_per_token"] == ran["expected_bytes_per_token"] == 2 * 2 * 32 * (2 + 1)

@@ -185,6 +185,10 @@ def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:
     return {**engine.settings(), "engine": {"name": "hf"}, "engine_args": {}, "env": {}}
 
 
+def _show() -> options.ShowOptions:
+    return options.ShowOptions(as_json=False, details=True, plot=False, markdown=False)
+
+
 def _prove(plan: StudyPlan, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> None:
     """Compare the plan with the best single format on its engine.
 
@@ -197,7 +201,7 @@ def _prove(plan: StudyPlan, model: str, kld: dict[str, Any], *more: dict[str, An
     if plan.kv is None or plan.uniform is None or plan.kv == plan.uniform:
         raise NotSupportedError("--prove: the plan is one format in all layers, there is nothing to compare it with")
     candidates = {"candidates": [plan.uniform, plan.kv], "reference": "auto"}
-    launch(study_experiment("sensitivity", model, kld, candidates, *more), options.ShowOptions())
+    launch(study_experiment("sensitivity", model, kld, candidates, *more), _show())
 
 
 def _widths(bits: str) -> list[int]:

@@ -5,8 +5,9 @@ See docs/metrics.md#sensitivity-of-keys-and-values.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
 from fidelab.run.prepare import prepare
 from fidelab.run.runner import Listener
-from fidelab.studies.recipes import WIDE, Recipe, pair_name
+from fidelab.studies.recipes import VLLM, WIDE, Recipe, pair_name
 from fidelab.studies.roundings import (
     Cell,
     Choices,
@@ -56,7 +57,7 @@ _WIDTHS = range(2, 9)
 _SIDES: tuple[Side, ...] = ("keys", "values", "both")
 _ONE_SIDE = _SIDES[:2]
 _PER_TOKEN_HEAD = ("int8", "int4")  # on vLLM
-_STORED_ALIKE = ("fp8_e4m3", "fp8_e5m2", *_PER_TOKEN_HEAD)  # formats of vLLM that Transformers rounds to the same
+_STORED_ALIKE = (*VLLM, *_PER_TOKEN_HEAD)
 _STATISTICS = {"amax of K": "k_amax", "channel kurtosis of K": "k_kurtosis", "amax of V": "v_amax"}
 _CALIBRATED = (1, 4, 16)  # windows
 _FP8, _TOP = "fp8_e4m3", 448.0
@@ -410,6 +411,8 @@ def kv_sensitivity(
     title = f"Sensitivity of keys and values of {experiment.model}"
     question = _Cache(title, by, statistics, widths, group, prepared.settings.reference.dtype, named, engine)
     choices = None if budget is None else question.choices(budget)
+    if choices is not None and engine != "hf":
+        choices = replace(choices, commands=lambda kv, uniform: _proof(experiment, engine, kv, uniform))
     return measure(study, question, chosen, held_out, choices, say), study.folder
 
 
@@ -468,6 +471,14 @@ def _checked(bits: Sequence[int]) -> list[int]:
     if not bits or len({*bits}) != len(bits):
         raise UsageError("--bits: name each width once: 8,7,6,5,4,3,2")
     return sorted(bits, reverse=True)
+
+
+def _proof(experiment: Experiment, engine: str, kv: str, uniform: str) -> dict[str, str]:
+    """The command that compares a plan with a single format on its engine; empty where both are the same."""
+    kld = experiment.axes["kld"]
+    words = ["fidelab", "compare", experiment.model, "--engine", engine, "--reference", "auto", "--control", "none"]
+    words += ["--dtype", experiment.dtype, "--axes", "kld", "--windows", kld["windows"], "--n-ctx", kld["n_ctx"]]
+    return {} if kv == uniform else {"Prove": shlex.join(map(str, [*words, "--kv", uniform, "--kv", kv]))}
 
 
 def _named(formats: Sequence[str], engine: str) -> list[str]:

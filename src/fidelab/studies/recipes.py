@@ -22,6 +22,8 @@ from fidelab.results.study import StudyPlan
 
 WIDE: Final = ("auto", NATIVE, "bf16", "f16", "f32", "bfloat16", "float16", "float32")
 """Names of the compute type."""
+VLLM: Final = ("fp8_e4m3", "fp8_e5m2")
+"""Formats of vLLM itself that Transformers rounds to the same numbers."""
 _GGML: Final = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _MODELOPT: Final = {
     ("fp8_e4m3", "fp8_e4m3"): "FP8",
@@ -81,18 +83,6 @@ class Recipe:
         more = f"{options[:-1]}," if bracket else ""
         return f"{head}[{more}skip-layers={','.join(_ranges(self.skipped))}]"
 
-    def one_format(self, reader: str, uniform: str | None) -> tuple[str, list[int]]:
-        """The only quantized format, one for keys and values, and the layers without it.
-
-        Raises:
-            NotSupportedError: there are several.
-        """
-        if len(self.quantized) == 1 and (k := self.quantized[0][0]) == self.quantized[0][1]:
-            return k, self.skipped
-        if not self.quantized:
-            raise NotSupportedError("the plan keeps the compute type in all layers: there is nothing to export")
-        raise _refusal(f"{reader} has one cache format next to native layers, this plan has several", uniform)
-
 
 def pair_name(k: str, v: str, wide: str) -> str:
     """``q8_0`` for both, or ``bf16/q8_0``."""
@@ -109,8 +99,25 @@ def _refusal(why: str, uniform: str | None) -> NotSupportedError:
     return NotSupportedError(f"--export: {why}. Nearest that works: {uniform or 'a single format'} in all layers")
 
 
+def _nothing() -> NotSupportedError:
+    return NotSupportedError("--export: the plan keeps the compute type in all layers, there is nothing to write")
+
+
+def _for_vllm(recipe: Recipe, uniform: str | None) -> tuple[str, list[int]]:
+    """The only quantized format of the plan, and the layers without it."""
+    if not recipe.quantized:
+        raise _nothing()
+    if len(recipe.quantized) > 1:
+        raise _refusal("vLLM has one cache format next to native layers, this plan has several", uniform)
+    [(k, v)] = recipe.quantized
+    if k != v or k not in VLLM:
+        name = recipe.name.get((k, v), f"{k}/{v}")
+        raise _refusal(f"vLLM itself stores {' and '.join(VLLM)}, not {name}; --export-format fidelab has it", uniform)
+    return k, recipe.skipped
+
+
 def _vllm(recipe: Recipe, uniform: str | None) -> str:
-    name, skipped = recipe.one_format("vLLM", uniform)
+    name, skipped = _for_vllm(recipe, uniform)
     arguments: dict[str, Any] = {"kv_cache_dtype": name}
     if skipped:
         arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in skipped]
@@ -118,7 +125,7 @@ def _vllm(recipe: Recipe, uniform: str | None) -> str:
 
 
 def _vllm_words(recipe: Recipe, uniform: str | None) -> str:
-    name, skipped = recipe.one_format("vLLM", uniform)
+    name, skipped = _for_vllm(recipe, uniform)
     words = ["--kv-cache-dtype", name]
     return shlex.join([*words, "--kv-cache-dtype-skip-layers", *map(str, skipped)] if skipped else words) + "\n"
 
@@ -134,7 +141,7 @@ def _modelopt(recipe: Recipe, uniform: str | None) -> str:
             raise _refusal(f"Model-Optimizer has FP8, NVFP4 and FP8/NVFP4, not {said} of layer {layer}", uniform)
         layers[f"model.layers.{layer}.self_attn"] = {"quant_algo": _MODELOPT[pair]}
     if not layers:
-        raise NotSupportedError("the plan keeps the compute type in all layers: there is nothing to export")
+        raise _nothing()
     found = {one["quant_algo"] for one in layers.values()}
     whole = found.pop() if len(found) == 1 and not recipe.skipped else "MIXED_PRECISION"
     quantization = {

@@ -196,7 +196,7 @@ class Choices:
     ``per``: what they are divided by to be shown in ``unit``.  ``option``: formats by group → the plan as one text.
     ``rivals``: single formats that fit → their text and their size.  ``together``: sets of formats, of which a plan
     has one; empty: all go together.  ``refined``: exchanges around the plan are measured.  ``kv``: formats by group →
-    the plan as a KV format.
+    the plan as a KV format.  ``commands``: the plan and the best single format as KV formats → commands that follow.
     """
 
     unit: Literal["bytes", "bits per value"]
@@ -212,6 +212,7 @@ class Choices:
     together: Sequence[Sequence[str]] = ()
     refined: bool = False
     kv: Callable[[Mapping[str, str]], str | None] = lambda formats: None
+    commands: Callable[[str, str], Mapping[str, str]] = lambda kv, uniform: {}
 
     def columns(self, costs: Floats) -> tuple[np.ndarray[Any, np.dtype[np.intp]], Floats]:
         """Return the cheapest choice within the budget, and the costs with what does not go with it at infinity.
@@ -306,7 +307,8 @@ def measure(
     if choices is not None and held_out is not None:
         plan = _plan(study, question, found, choices, chosen, held_out)
         fields["sentences"] = (_verdict(plan), *_plan_sentences(plan, question.by), *fields["sentences"])
-        record = study.write(**fields, plan=plan)
+        commands = choices.commands(plan.kv, plan.uniform) if plan.kv and plan.uniform else {}
+        record = study.write(**fields, plan=plan, commands=dict(commands))
     return record
 
 
