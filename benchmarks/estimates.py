@@ -43,7 +43,15 @@ def commands() -> dict[str, list[str]]:
         "hf": [*compare, "--kv", "k16v8", "--kv", "int4", *SMALL],
         "hf-decoding": [*compare, "--kv", "fp8_e4m3", "--axes", "forced,plad,gsm8k", *FEW],
         "hf-benches": [*compare, "--kv", "int8", "--axes", "kld", *SMALL[:4], "--benches", "decode,prefill,memory"],
-        "llamacpp": ["compare", str(embedded.gguf_file("smollm2-135m")), "--engine", "llamacpp", "--kv", "q8_0", *SMALL],
+        "llamacpp": [
+            "compare",
+            str(embedded.gguf_file("smollm2-135m")),
+            "--engine",
+            "llamacpp",
+            "--kv",
+            "q8_0",
+            *SMALL,
+        ],
         "vllm": [*compare, "--engine", "vllm", "--kv", "fp8_e4m3", *SMALL],
         "cross": ["compare", "-f", "cross.yaml"],
     }

@@ -185,10 +185,6 @@ def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:
     return {**engine.settings(), "engine": {"name": "hf"}, "engine_args": {}, "env": {}}
 
 
-def _show() -> options.ShowOptions:
-    return options.ShowOptions(as_json=False, details=True, plot=False, markdown=False)
-
-
 def _prove(plan: StudyPlan, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> None:
     """Compare the plan with the best single format on its engine.
 
@@ -197,11 +193,18 @@ def _prove(plan: StudyPlan, model: str, kld: dict[str, Any], *more: dict[str, An
     """
     from fidelab.cli.compare import launch
     from fidelab.core.errors import NotSupportedError
+    from fidelab.results.numbers import format_kld, format_span
 
     if plan.kv is None or plan.uniform is None or plan.kv == plan.uniform:
         raise NotSupportedError("--prove: the plan is one format in all layers, there is nothing to compare it with")
     candidates = {"candidates": [plan.uniform, plan.kv], "reference": "auto"}
-    launch(study_experiment("sensitivity", model, kld, candidates, *more), _show())
+    report = launch(
+        study_experiment("sensitivity", model, kld, candidates, *more), options.ShowOptions(as_json=False, details=True)
+    )
+    for one in report.comparisons if report is not None else ():
+        answer = f"{one.better} is better than {one.worse}" if one.differs else "no better than the single format"
+        span = "" if one.ci is None else f", 95% {format_span(one.ci)}"
+        note(f"fidelab: on the engine, {answer}: difference {format_kld(one.difference)} nats{span}")
 
 
 def _widths(bits: str) -> list[int]:

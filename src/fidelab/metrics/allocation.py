@@ -52,7 +52,8 @@ def exchanges(
 ) -> list[NDArray[np.intp]]:
     """Return other choices within the budget, those of the least sum of costs first.
 
-    Each moves one group to another column, or exchanges the columns of two groups.
+    Each moves one group to another column, or exchanges the columns of two groups.  See
+    docs/metrics.md#sensitivity-of-keys-and-values.
 
     Args:
         columns: the choice that they start from, [groups].
