@@ -106,9 +106,7 @@ def sensitivity(
 
       fidelab diagnose sensitivity ./model --weights q4_k --budget 5bpw
 
-      fidelab diagnose sensitivity ./model --kv q8_0 --kv q4_0 --by layer --budget 6bits
-
-      fidelab diagnose sensitivity ./model --kv fp8_e4m3 --by layer --budget 10bits --engine vllm --export plan.json
+      fidelab diagnose sensitivity M --kv q8_0 --kv q4_0 --by layer --budget 6bits
     """
     from fidelab.cli.progress import watcher
     from fidelab.core.errors import UsageError
