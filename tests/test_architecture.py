@@ -84,7 +84,7 @@ EXTRAS: dict[str, set[str]] = {
     },
     "transformers": {"checkpoints", "engines", "inputs", "models", "physics"},
     "tokenizers": {"models"},
-    "scipy": {"metrics"},
+    "scipy": {"metrics", "physics"},
 }
 """Packages that the base does not install → rooms that may import them, in the functions that need them."""
 AT_ONCE = ("engines/hf/", "formats/known.py", "formats/weights.py", "metrics/scorer.py", "physics/probe.py")

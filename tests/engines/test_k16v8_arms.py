@@ -97,7 +97,7 @@ def test_a_pair_is_the_packages_and_what_an_engine_has_stays_its_own(engine: str
         ("bf16[kernels=triton]/int8", "kernels=triton is not k16v8"),
         ("int8[kernels=k16v8]/int4", "int8 takes no kernels on engine"),
         ("f16", "it is a side of a pair, as in f16/int8; for both write auto"),
-        ("fp8_e4m3[skip-layers=0]", "take no options; pairs do, as in bf16/int8[skip-layers=0,4-29]"),
+        ("fp8_e4m3[scale=1]", "take no options; pairs do, as in bf16/int8[skip-layers=0,4-29]"),
     ],
 )
 def test_what_paged_kernels_lack_is_refused_in_one_line(

@@ -50,6 +50,7 @@ def test_options_of_fidelabs_own_reach_no_server(option: str) -> None:
 
 def test_a_format_is_passed_on_where_it_is_not_the_engines_own() -> None:
     assert "--kv-cache-dtype fp8_e4m3" in words(arm("vllm", "fp8_e4m3"))
+    assert "--kv-cache-dtype-skip-layers 0 4 5" in words(arm("vllm", "fp8_e4m3[skip-layers=0,4-5]"))
     assert "--kv-cache-dtype fp8_e5m2" in words(arm("sglang", "fp8_e5m2"))
     assert "--kv-cache-dtype" not in words(arm("sglang"))
     assert "--cache-type-k f16 --cache-type-v q8_0" in words(arm("llamacpp", "f16/q8_0"))

@@ -59,15 +59,10 @@ def test_an_impossible_option_is_named_with_what_there_is(option: dict[str, str]
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("kv", "said"),
-    [
-        ("fp8_e4m3[scale=1]", "formats of engine vllm take no options"),
-        ("fp8_e4m3[skip-layers=0]", "formats of engine vllm take no options"),
-    ],
-)
-def test_vllms_own_formats_have_no_options(kv: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+@pytest.mark.parametrize("kv", ["fp8_e4m3[scale=1]", "auto[skip-layers=0]"])
+def test_vllms_own_formats_take_skipped_layers_and_no_other_options(kv: str) -> None:
+    VLLMEngine.check_kv(KVSpec.parse("fp8_e4m3[skip-layers=0,4-6]"))
+    with pytest.raises(UsageError, match="formats of engine vllm take no options"):
         VLLMEngine.check_kv(KVSpec.parse(kv))
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fidelab.metrics.allocation import allocate
+from fidelab.metrics.allocation import allocate, exchanges
 
 
 def brute_force(costs: np.ndarray, sizes: np.ndarray, budget: float) -> float:
@@ -53,3 +53,30 @@ def test_hundreds_of_groups_are_chosen_for_at_once() -> None:
     rows = np.arange(400)
     assert sizes[rows, chosen].sum() <= budget
     assert costs[rows, chosen].sum() < costs[:, 2].sum()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_exchanges_are_the_cheapest_choices_within_the_budget_that_differ_in_one_group_or_swap_two(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes = random.integers(1, 100, (4, 3)).astype(float)
+    costs = random.exponential(1.0, (4, 3))
+    costs[0, 2] = np.inf
+    start = np.array([0, 1, 2, 0])
+    rows, budget = np.arange(4), float(sizes[np.arange(4), start].sum()) + 20
+
+    def near(other: tuple[int, ...]) -> bool:
+        changed = [g for g in range(4) if other[g] != start[g]]
+        swapped = len(changed) == 2 and [other[g] for g in changed] == [start[g] for g in reversed(changed)]
+        return len(changed) == 1 or swapped
+
+    fits = [
+        other
+        for other in product(range(3), repeat=4)
+        if near(other) and np.isfinite(costs[rows, list(other)].sum()) and sizes[rows, list(other)].sum() <= budget
+    ]
+    found = [tuple(map(int, other)) for other in exchanges(start, costs, sizes, budget, 99)]
+    assert sorted(found) == sorted(fits)
+    assert [costs[rows, list(other)].sum() for other in found] == sorted(
+        costs[rows, list(other)].sum() for other in fits
+    )
+    assert [tuple(map(int, other)) for other in exchanges(start, costs, sizes, budget, 2)] == found[:2]

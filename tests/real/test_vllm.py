@@ -13,6 +13,7 @@ from fidelab.captures.requests import Timed
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
+from fidelab.studies.recipes import Recipe
 from tests.real import faults, harness
 from tests.real.contract import Contract
 from tests.real.harness import (
@@ -115,6 +116,32 @@ def test_an_eight_bit_cache_is_read_back_and_costs_half(run: Run, kv: str, dtype
     assert ran["cache_bytes_per_token"] == wide.plain["ran"]["cache_bytes_per_token"] / 2
     assert (ran["scale_source"], ran["scale_granularity"]) == ("default 1.0", "per tensor")
     assert not torch.equal(narrow["prefill.0.hidden"], wide["prefill.0.hidden"])
+
+
+@NEEDS_FP8
+def test_a_recipe_is_stored_layer_by_layer_and_the_record_says_so(run: Run) -> None:
+    recipe = Recipe.of({"0": "native", "1": "fp8_e4m3"})
+    mixed = run(kv=recipe.kv(), dtype="bfloat16")
+    stored = {
+        row["layer"]: "native" if row["format"] == "auto" else row["format"]
+        for row in mixed.plain["ran"]["cache_layers"]
+    }
+    assert {layer: (name, name) for layer, name in stored.items()} == recipe.layers
+    ran = mixed.plain["ran"]
+    assert (ran["k_format"], ran["read_back"]["matches"], ran["proof"]["named"]) == ("fp8_e4m3", 1.0, "shown")
+    assert ran["cache_bytes_per_token"] == ran["expected_bytes_per_token"] == 2 * 2 * 32 * (2 + 1)
+    native, narrow = ran["cache_layers"]
+    assert (native["layer"], native["format"], native["dtype"], native["scale_source"]) == (0, "auto", "bfloat16", None)
+    assert (narrow["layer"], narrow["format"], narrow["k_scale"]) == (1, "fp8_e4m3", 1.0)
+    assert narrow["scale_source"] == "default 1.0"
+    hidden = [run(kv=kv, dtype="bfloat16")["prefill.0.hidden"] for kv in ("auto", "fp8_e4m3")]
+    assert not any(torch.equal(mixed["prefill.0.hidden"], other) for other in hidden)
+
+
+def test_a_skipped_layer_that_the_model_lacks_is_refused(environment: Environment, checkpoint: Path) -> None:
+    with ask(environment) as engine:
+        verdict = engine.supports(arm("vllm", checkpoint, "fp8_e4m3[skip-layers=1,2]", "bfloat16"))
+    assert (verdict.ok, verdict.reason) == (False, "skip-layers=2: the model has layers 0–1")
 
 
 @pytest.mark.long

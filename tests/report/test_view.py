@@ -12,7 +12,7 @@ from fidelab.core import Status
 from fidelab.report.html import render_html, render_notebook
 from fidelab.report.markdown import render_markdown
 from fidelab.report.sections import Section, sections_of
-from fidelab.report.tables import ran_of
+from fidelab.report.tables import cache_layers_of, ran_of
 from fidelab.report.text import render_text
 from fidelab.report.view import ArmRow, build_view
 from fidelab.results.measurement import Definition, Measurement
@@ -227,6 +227,20 @@ def test_asked_and_ran_stand_side_by_side() -> None:
     assert values[-1] == "nvfp4"
     packed = arm("fp8_e4m3", ran=RuntimeRecord(k_dtype="uint8", v_dtype="uint8"))
     assert ran_of([packed]).rows[0][2:4] == ("fp8_e4m3 as uint8",) * 2
+
+
+def test_layers_of_one_setting_share_a_row_that_says_where_their_scales_come_from() -> None:
+    native = {"format": "auto", "dtype": "bfloat16", "k_scale": None, "v_scale": None, "scale_source": None}
+    fp8 = {"format": "fp8_e4m3", "dtype": "uint8", "k_scale": 0.5, "v_scale": 1.0, "scale_source": "checkpoint"}
+    rows = [{"layer": n, **(native if n in (0, 3) else fp8)} for n in range(4)]
+    table = cache_layers_of([arm("mixed", ran=RuntimeRecord.model_validate({"cache_layers": rows}))])
+    assert table is not None
+    assert table.rows == (
+        ("mixed", "layers 0, 3", "bfloat16", "–", "–"),
+        ("mixed", "layers 1–2", "fp8_e4m3", "0.5–1", "checkpoint"),
+    )
+    for damaged in (None, 3, [1, {"layer": "x"}], [{"layer": 0, **native}]):
+        assert cache_layers_of([arm("x", ran=RuntimeRecord.model_validate({"cache_layers": damaged}))]) is None
 
 
 @pytest.mark.parametrize(

@@ -143,9 +143,50 @@ def test_terminal_and_page_say_cliffs_and_the_plan(room: Path, done: Done) -> No
     assert Study.model_validate_json((told.folder / "study.json").read_text()).kind == "kv-sensitivity"
 
 
+def test_a_plan_of_named_formats_is_refined_and_written_for_an_engine(room: Path) -> None:
+    formats = ("--kv", "q8_0", "--kv", "q4_0", "--by", "layer", "--budget", "6bits")
+    done = sensitivity(room, "tiny", *formats, "--export", "plan", "--export-format", "modelopt", "--json")
+    study = Study.model_validate_json(done.out)
+    plan = study.plan
+    assert plan is not None
+    assert {row.at["format"] for row in study.rows} == {"q8_0", "q4_0"}
+    assert set(plan.formats.values()) <= {"native", "q8_0", "q4_0"}
+    assert plan.size <= 6.0
+    assert (plan.measured_there.value("kld") or 9) <= (plan.unrefined or 0)
+    assert study.sentences[0].startswith(("Better than q", "No better than q", "Worse than q"))
+    assert (done.code, done.err.splitlines()[-1].partition(", not ")[0]) == (
+        2,
+        "fidelab: --export: Model-Optimizer has FP8, NVFP4 and FP8/NVFP4",
+    )
+
+
+def test_a_plan_for_vllm_is_one_format_next_to_native_layers(room: Path) -> None:
+    words = ("--kv", "fp8_e4m3", "--kv", "int4", "--by", "layer", "--budget", "18bits", "--engine", "vllm")
+    study = read(sensitivity(room, "fragile", *words, "--export", "plan.kv", "--json"))
+    assert study.plan is not None
+    assert study.plan.kv == (room / "plan.kv").read_text().strip()
+    assert len({*study.plan.formats.values()} - {"native"}) == 1
+    assert {row.at["side"] for row in study.rows} == {"both"}
+    assert len(study.plan.formats) == LAYERS
+    asked = "--engine vllm --reference auto --control none --dtype float32 --axes kld --windows 6 --n-ctx 64"
+    assert [*study.commands.values()] == [
+        f"fidelab compare ./fragile {asked} --kv {study.plan.uniform} --kv '{study.plan.kv}'"
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (("--kv", "q8"), "unknown KV format 'q8'; did you mean 'q8_0'?"),
+        (("--kv", "q8_0/q4_0"), "the plan chooses keys and values apart"),
+        (("--kv", "int4[skip-layers=0]"), "the plan chooses the layers"),
+        (("--kv", "bf16"), "16 and 32 bits are the compute type"),
+        (("--kv", "q8_0", "--kv", "q8_0"), "name each format once"),
+        (("--kv", "q8_0", "--by", "layer", "--budget", "1"), "the smallest of these formats takes 8.5"),
+        (("--kv", "q8_0", "--by", "layer", "--engine", "llamacpp"), "Nearest that works: compare single formats"),
+        (("--kv", "q8_0", "--by", "layer", "--engine", "vllm"), "a plan for vLLM is made of fp8_e4m3, fp8_e5m2, int8"),
+        (("--kv", "q8_0", "--export", "x.json"), "--export and --prove need a plan"),
+        (("--kv", "q8_0", "--by", "layer", "--budget", "9", "--prove"), "add --engine vllm"),
         (("--bits", "9"), "9 is not one of 8, 7, 6, 5, 4, 3, 2"),
         (("--bits", "4,4"), "name each width once"),
         (("--bits", "four"), "'four' is no width"),
@@ -155,7 +196,7 @@ def test_terminal_and_page_say_cliffs_and_the_plan(room: Path, done: Done) -> No
         (("--bits", "4", "--group", 7), "group"),
         (("--bits", "4", "--budget", "6bpv"), "add --by layer"),
         (("--bits", "4", "--by", "layer", "--budget", "80MB"), "bits per value"),
-        (("--bits", "4", "--by", "layer", "--budget", "1"), "the smallest of these widths takes"),
+        (("--bits", "4", "--by", "layer", "--budget", "1"), "the smallest of these formats takes"),
     ],
 )
 def test_bad_input_is_one_line(words: tuple[object, ...], says: str, room: Path) -> None:

@@ -102,7 +102,8 @@ def test_the_files_are_the_record_and_a_page(done: Done, found: Study) -> None:
     folder = done.cwd / "runs" / found.run_id
     assert (folder / "study.json").read_text() == done.out
     page = (folder / "report.html").read_text()
-    for text in ("down_proj", "mean KL of each group", "The plan in one option", found.sample):
+    assert found.plan is not None
+    for text in ("down_proj", "mean KL of each group", found.plan.option, found.sample):
         assert text in page
 
 

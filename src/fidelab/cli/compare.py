@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
     from fidelab.config.schema import Experiment
     from fidelab.config.trust import Trust
+    from fidelab.results.record import Report
     from fidelab.run.runner import Listener
 
 
@@ -501,10 +502,10 @@ def study_experiment(where: str, model: str, kld: dict[str, Any], *more: dict[st
 
 def launch(
     experiment: Experiment, show: options.ShowOptions, dry_run: bool = False, secrets: Sequence[str] = ()
-) -> None:
+) -> Report | None:
     """Run an experiment from flags: report on standard output, exit with 1 where something failed.
 
-    ``secrets``: what stands in the flags and is kept out of the record.
+    ``secrets``: what stands in the flags and is kept out of the record.  Returns the report; none of a dry run.
     """
     from fidelab.run.repeat import execute_all
 
@@ -516,13 +517,14 @@ def launch(
             note(f"fidelab: {experiment.runs} runs of this plan")
         for words, reason in (experiment.serve.ignored if experiment.serve else {}).items():
             note(f"fidelab: ignored flags from --serve: {words} ({reason})")
-        return
+        return None
     command = command_line()
     for secret in secrets:
         command = command.replace(secret, "…")
     report, folder = execute_all(experiment, command=command, watch=_watch_run)
     show_report(report, folder=folder.path, **vars(show))
     exit_on(failures(report))
+    return report
 
 
 def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions, axes: options.AxesOptions) -> Trust:

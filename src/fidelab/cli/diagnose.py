@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -12,12 +13,21 @@ from fidelab.cli.attention import attention
 from fidelab.cli.commands import Commands
 from fidelab.cli.compare import study_experiment
 from fidelab.cli.output import command_line, exit_on, note, show_study
+from fidelab.core import engine_name
 
 if TYPE_CHECKING:
+    from fidelab.results.study import StudyPlan
     from fidelab.studies.cache import Place
     from fidelab.studies.weights import By
 
 _PER_VALUE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:bpv|bits?)?", re.IGNORECASE)
+
+
+class _PlannedEngineOptions(options.EngineOptions):
+    engine: Annotated[str, typer.Option(help="Engine: hf. With --kv: the one that the plan is for, hf or vllm.")] = (
+        options.EngineOptions.engine
+    )
+
 
 app = Commands(help="Find the source of a loss: layers, weights, keys and values, or attention.")
 app.command("attention")(attention)
@@ -36,11 +46,19 @@ def sensitivity(
         str | None,
         typer.Option(help="Bit widths of keys and values instead: 8,7,6,5,4,3,2.", show_default=False),
     ] = None,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A format of keys and values, such as q8_0 or fp8_e4m3; repeat it.",
+            show_default=False,
+            autocompletion=options.complete_kv,
+        ),
+    ] = None,
     by: Annotated[
         str | None,
         typer.Option(
             help="Unit to round: module (default), layer or kind for weights; cache (default), layer or head for "
-            "--bits.",
+            "--bits and --kv.",
             show_default=False,
         ),
     ] = None,
@@ -48,15 +66,30 @@ def sensitivity(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Size of the plan: 80MB, 4.5bpw or a weight format; with --bits, bits per cache value (5bpv)."
+            help="Size of the plan: 80MB, 4.5bpw or a weight format; with --bits and --kv, bits per cache value (5bpv)."
         ),
     ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(help="With --kv: write the plan as an engine reads it.", show_default=False),
+    ] = None,
+    export_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Form of --export: vllm (.json), vllm-args (.args), modelopt (hf_quant_config.json), ik_llama, "
+            "llamacpp, tensorrt-llm or fidelab (.kv).",
+            show_default=False,
+        ),
+    ] = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="With --engine vllm: compare the plan and the best single format there.")
+    ] = False,
     text: options.TextOptions,
     windows: Annotated[
         int, typer.Option(help="Number of text windows. With a budget, every second one tests the plan.")
     ] = 8,
     n_ctx: options.WindowTokens = 512,
-    engine: options.EngineOptions,
+    engine: _PlannedEngineOptions,
     runs: options.CapturedRunsOptions,
     as_json: options.Json = False,
 ) -> None:
@@ -72,13 +105,23 @@ def sensitivity(
       fidelab diagnose sensitivity ./model --bits 8,7,6,5,4,3,2 --by layer
 
       fidelab diagnose sensitivity ./model --weights q4_k --budget 5bpw
+
+      fidelab diagnose sensitivity M --kv q8_0 --kv q4_0 --by layer --budget 6bits
     """
     from fidelab.cli.progress import watcher
     from fidelab.core.errors import UsageError
 
-    if (weights is None) == (bits is None):
-        raise UsageError("name formats of weights, --weights int4, or widths of keys and values, --bits 8,7,6,5,4,3,2")
-    kinds = ("module", "layer", "kind") if bits is None else ("cache", "layer", "head")
+    cached = bits is not None or bool(kv)
+    if (weights is None) == (not cached):
+        raise UsageError(
+            "name formats of weights, --weights int4, or of keys and values, --kv q8_0 or --bits 8,7,6,5,4,3,2"
+        )
+    if (export or export_format or prove) and not (kv and budget):
+        raise UsageError("--export and --prove need a plan: add --kv FORMAT --by layer --budget 8bits")
+    if prove and engine_name(engine.engine) != "vllm":
+        raise UsageError("--prove runs the plan on its engine: add --engine vllm")
+    form = _export_form(export, export_format)
+    kinds = ("cache", "layer", "head") if cached else ("module", "layer", "kind")
     by = kinds[0] if by is None else by
     if by not in kinds:
         raise UsageError(f"--by {by}: write {kinds[0]}, {kinds[1]} or {kinds[2]}")
@@ -88,7 +131,7 @@ def sensitivity(
         {"windows": windows, "n_ctx": n_ctx},
         # asked about in time, not run
         {"candidates": [f"weights={weights[0]}" if weights else f"int8[group={group}]"]},
-        engine.settings(),
+        _rounding_engine(engine) if kv else engine.settings(),
         text.settings(),
         runs.settings(),
     )
@@ -97,11 +140,18 @@ def sensitivity(
         "listener": watcher(),
         "say": lambda line: note(f"fidelab: {line}"),
     }
-    if bits is not None:
+    if cached:
         from fidelab.studies.cache import kv_sensitivity
 
         study, folder = kv_sensitivity(
-            experiment, _widths(bits), by=cast("Place", by), group=group, budget=_per_value(budget), **watched
+            experiment,
+            _widths(bits) if bits is not None else (),
+            formats=kv or (),
+            engine=engine_name(engine.engine),
+            by=cast("Place", by),
+            group=group,
+            budget=_per_value(budget),
+            **watched,
         )
     else:
         from fidelab.studies.weights import sensitivity as measure
@@ -109,6 +159,50 @@ def sensitivity(
         study, folder = measure(experiment, weights or [], by=cast("By", by), budget=budget, **watched)
     show_study(study, folder.path, as_json)
     exit_on(study.faults)
+    if export is not None and study.plan is not None:
+        from fidelab.studies.recipes import export_plan
+
+        export_plan(study.plan, export, form)
+        note(f"fidelab: {export} holds the plan ({form})")
+    if prove and study.plan is not None:
+        _prove(
+            study.plan, model, {"windows": windows, "n_ctx": n_ctx}, engine.settings(), text.settings(), runs.settings()
+        )
+
+
+def _export_form(path: Path | None, given: str | None) -> str:
+    from fidelab.studies.recipes import form_of
+
+    return "" if path is None else form_of(path, given)
+
+
+def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:
+    """Settings of the engine that rounds: Transformers, also for a plan of another one."""
+    if engine_name(engine.engine) == "hf":
+        return engine.settings()
+    return {**engine.settings(), "engine": {"name": "hf"}, "engine_args": {}, "env": {}}
+
+
+def _prove(plan: StudyPlan, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> None:
+    """Compare the plan with the best single format on its engine.
+
+    Raises:
+        NotSupportedError: the plan is a single format.
+    """
+    from fidelab.cli.compare import launch
+    from fidelab.core.errors import NotSupportedError
+    from fidelab.results.numbers import format_kld, format_span
+
+    if plan.kv is None or plan.uniform is None or plan.kv == plan.uniform:
+        raise NotSupportedError("--prove: the plan is one format in all layers, there is nothing to compare it with")
+    candidates = {"candidates": [plan.uniform, plan.kv], "reference": "auto"}
+    report = launch(
+        study_experiment("sensitivity", model, kld, candidates, *more), options.ShowOptions(as_json=False, details=True)
+    )
+    for one in report.comparisons if report is not None else ():
+        answer = f"{one.better} is better than {one.worse}" if one.differs else "no better than the single format"
+        span = "" if one.ci is None else f", 95% {format_span(one.ci)}"
+        note(f"fidelab: on the engine, {answer}: difference {format_kld(one.difference)} nats{span}")
 
 
 def _widths(bits: str) -> list[int]:
@@ -127,7 +221,7 @@ def _per_value(budget: str | None) -> float | None:
         return None
     if match := _PER_VALUE.fullmatch(budget.strip()):
         return float(match[1])
-    raise UsageError(f"--budget {budget}: with --bits write bits per value of the cache, such as 5bpv")
+    raise UsageError(f"--budget {budget}: with --bits and --kv write bits per value of the cache, such as 5bpv")
 
 
 class _EngineOptions(options.EngineOptions):

@@ -72,7 +72,8 @@ def check_pair(kv: KVSpec, engine: str) -> bool:
         UsageError: a side that the kernels lack or an option that it does not have.
     """
     if not is_pair(kv):
-        if kv.k.options or kv.skip_layers:
+        skips = bool(kv.skip_layers) and (engine != "vllm" or kv.k.name in ("auto", *NATIVE))
+        if kv.k.options or skips:
             raise UsageError(
                 f"KV format {kv.label!r}: formats of engine {engine} take no options; pairs do, as in "
                 "bf16/int8[skip-layers=0,4-29] or bf16[kernels=k16v8]"
@@ -124,6 +125,11 @@ def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
     if head_dim is not None and arm.device != "cpu" and head_dim not in (known := _gpu_head_dims()):
         sizes = ", ".join(map(str, known))
         return f"{kv.label}: the GPU kernels take head dimensions of {sizes}; this model's is {head_dim}"
+    return skip_refusal(kv, layers)
+
+
+def skip_refusal(kv: KVSpec, layers: int | None) -> str:
+    """Why a model of so many layers cannot skip those that the spec names; empty where it can."""
     if layers is not None and (beyond := [layer for layer in kv.skip_layers if layer >= layers]):
         return f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}"
     return "skip-layers leaves no layer to encode" if len(kv.skip_layers) == layers else ""

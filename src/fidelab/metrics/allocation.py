@@ -45,3 +45,31 @@ def allocate(costs: Floats, sizes: Floats, budget: float) -> NDArray[np.intp]:
     if found.x is None:
         raise ValueError(f"no choice was found: {found.message}")
     return np.asarray(found.x.reshape(groups, choices).argmax(axis=1))
+
+
+def exchanges(
+    columns: NDArray[np.intp], costs: Floats, sizes: Floats, budget: float, most: int
+) -> list[NDArray[np.intp]]:
+    """Return other choices within the budget, those of the least sum of costs first.
+
+    Each moves one group to another column, or exchanges the columns of two groups.  See
+    docs/metrics.md#sensitivity-of-keys-and-values.
+
+    Args:
+        columns: the choice that they start from, [groups].
+        costs, sizes, budget: as those of :func:`allocate`.
+        most: length of the list.
+    """
+    groups, choices = costs.shape
+    moves = [{group: column} for group in range(groups) for column in range(choices) if column != columns[group]]
+    swaps = [{a: columns[b], b: columns[a]} for a in range(groups) for b in range(a) if columns[a] != columns[b]]
+    found = list[tuple[float, int, NDArray[np.intp]]]()
+    rows = np.arange(groups)
+    for number, change in enumerate([*moves, *swaps]):
+        other = columns.copy()
+        for group, column in change.items():
+            other[group] = column
+        cost = float(costs[rows, other].sum())
+        if np.isfinite(cost) and sizes[rows, other].sum() <= budget:
+            found.append((cost, number, other))
+    return [other for _, _, other in sorted(found, key=lambda one: one[:2])[:most]]

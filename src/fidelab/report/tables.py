@@ -7,11 +7,21 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from fidelab.core import Status
 from fidelab.report.cells import ENGINES, estimate_of, fact_of, kv_sides, ratio_of, status_line
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
-from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, format_count, heading, one_line
+from fidelab.results.numbers import (
+    ABSENT,
+    MIB,
+    format_amount,
+    format_bytes,
+    format_count,
+    format_layers,
+    heading,
+    one_line,
+)
 from fidelab.results.record import ArmRecord
 from fidelab.results.values import Outcome
 
@@ -246,6 +256,27 @@ def observed_of(arm: ArmRecord) -> str:
     )
 
 
+def cache_layers_of(arms: Iterable[ArmRecord]) -> TextTable | None:
+    """A row for each distinct setting of an arm's layers; ``None`` where all have one format and no scales."""
+    rows = list[tuple[str, ...]]()
+    for arm in arms:
+        listed = arm.ran.others().get("cache_layers") if arm.ran else None
+        layers = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list | tuple) else []
+        found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        for row in layers:
+            stored = row.get("dtype") if row.get("format") == "auto" else row.get("format")
+            found.setdefault((str(stored), str(row.get("scale_source") or ABSENT)), []).append(row)
+        if len(found) < 2 and all(source == ABSENT for _, source in found):
+            continue
+        for (stored, source), some in found.items():
+            scales = [row[side] for row in some for side in _SCALES if isinstance(row.get(side), int | float)]
+            span = dict.fromkeys(f"{value:.4g}" for value in (min(scales), max(scales))) if scales else (ABSENT,)
+            numbers = format_layers(row["layer"] for row in some if isinstance(row.get("layer"), int))
+            rows.append(tuple(map(one_line, (arm.name, numbers or ABSENT, stored, "–".join(span), source))))
+    columns = (NAME, "layers", "stored as", "scales", "source of scales")
+    return TextTable("cache-layers", "Cache of each layer", columns, tuple(rows)) if rows else None
+
+
 def timing_of(arms: Iterable[ArmRecord]) -> TextTable | None:
     """Seconds that each arm's captures took; ``None`` where no arm has timings."""
     rows = tuple(
@@ -272,6 +303,7 @@ def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
     )
 
 
+_SCALES = ("k_scale", "v_scale")
 _NATIVE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 

@@ -203,7 +203,7 @@ def _print_details(view: View, console: Console) -> None:
         line(sentence)
     for table in (table for table in view.tables if table.key == "figures"):
         _print_titled(table, console)
-    for table in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
+    for table in (*view.beside, *(table for table in view.tables if table.key in ("attribution", "cache-layers"))):
         if table.key != "others":
             _print_titled(table, console)
     _print_benches(view, console)

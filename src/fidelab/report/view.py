@@ -46,7 +46,7 @@ from fidelab.report.summary import (
     truth_line,
     ways_of,
 )
-from fidelab.report.tables import NAME, TextTable, ran_of, timing_of
+from fidelab.report.tables import NAME, TextTable, cache_layers_of, ran_of, timing_of
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import DECIDING, Measurement, label
 from fidelab.results.numbers import ABSENT, MIB, MINUS, counted, format_amount, format_bytes, one_line
@@ -285,6 +285,7 @@ def build_view(report: Report) -> View:
         ranking=_ranking(report.comparisons),
         tables=_present(
             ran_of(arm for _, arm in arms),
+            cache_layers_of(arm for _, arm in arms),
             timing_of(arm for _, arm in arms),
             attribution_of(report),
             _figures(rows) if fidelity else None,

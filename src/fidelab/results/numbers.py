@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Iterable
 from pathlib import PurePath
 
 ABSENT = "–"
@@ -236,3 +237,15 @@ class _Table(dict[int, int | str]):
 
 
 _REPLACED, _ESCAPED = _Table(escaped=False), _Table(escaped=True)
+
+
+def format_layers(layers: Iterable[int]) -> str:
+    """Return ``layers 0–3, 7``; empty for none."""
+    spans: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if spans and spans[-1][1] == layer - 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    shown = ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in spans)
+    return f"layer{'s' if len(spans) > 1 or spans[0][0] < spans[0][1] else ''} {shown}" if spans else ""

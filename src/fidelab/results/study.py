@@ -68,6 +68,12 @@ class StudyPlan(Record):
     """Group → format; ``native`` is the model's own."""
     option: str
     """The plan in one text: the option ``weights`` of an arm, or rules of layers for keys and values."""
+    kv: str | None = None
+    """The plan as the KV format of the engine that it is for; null where the engine has no such format."""
+    exchanges: Count = 0
+    """Groups whose format the second round changed."""
+    unrefined: Positive | None = None
+    """Mean KL of the plan before the second round, nats, on the windows of the rows; null: no second round."""
     predicted: Positive
     """Sum of the mean KLs of its rows, nats."""
     measured_there: Measurement

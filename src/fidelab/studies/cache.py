@@ -5,8 +5,9 @@ See docs/metrics.md#sensitivity-of-keys-and-values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,11 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Recached, Tokens
 from fidelab.checkpoints.kv_scales import refuse_unscalable, write_kv_scales
 from fidelab.config.schema import Experiment
-from fidelab.core import FormatSpec
+from fidelab.core import FormatSpec, KVSpec
 from fidelab.core.errors import EngineError, InputError, NotSupportedError, UsageError
 from fidelab.engines.hf.weights import NATIVE
 from fidelab.formats import create
+from fidelab.formats.base import Format
 from fidelab.metrics.cliff import asymmetry, cliff, rank_correlation
 from fidelab.results.measurement import Coordinates, Definition, Metric
 from fidelab.results.numbers import counted
@@ -29,6 +31,7 @@ from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
 from fidelab.run.prepare import prepare
 from fidelab.run.runner import Listener
+from fidelab.studies.recipes import VLLM, WIDE, Recipe, pair_name
 from fidelab.studies.roundings import (
     Cell,
     Choices,
@@ -53,6 +56,8 @@ CORRELATION = Definition("rank_correlation", "", None, "Spearman's, of a known n
 _WIDTHS = range(2, 9)
 _SIDES: tuple[Side, ...] = ("keys", "values", "both")
 _ONE_SIDE = _SIDES[:2]
+_PER_TOKEN_HEAD = ("int8", "int4")  # on vLLM
+_STORED_ALIKE = (*VLLM, *_PER_TOKEN_HEAD)
 _STATISTICS = {"amax of K": "k_amax", "channel kurtosis of K": "k_kurtosis", "amax of V": "v_amax"}
 _CALIBRATED = (1, 4, 16)  # windows
 _FP8, _TOP = "fp8_e4m3", 448.0
@@ -92,19 +97,40 @@ class _Cache(Question):
     widths: Sequence[int]
     group: int
     dtype: str
+    formats: Sequence[str] = ()
+    engine: str = "hf"
+
+    @property
+    def names(self) -> list[str]:
+        """Formats of the grid: those of the widths, then those that were named."""
+        return [*(_int(width, self.group) for width in self.widths), *self.formats]
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Sides of a layer that have formats of their own: vLLM stores keys and values alike."""
+        return _ONE_SIDE if self.engine == "hf" else ("both",)
 
     @property
     def cells(self) -> list[Cell]:
         """All layers at each width, then in FP8; then one layer, or one head, at a time."""
-        return [*self._grid(), *self._fp8(), *self._single()]
+        return [*self._grid(), *(self._fp8() if self.widths else ()), *self._single()]
 
-    def _cell(self, place: str, side: Side, width: int) -> Cell:
-        name = _int(width, self.group)
-        rule = f"{'*' if place == 'all' else place}:{_pair(side, name)}"
-        return Cell(rule, {"side": side, "place": place, "format": name, "bits": width})
+    def _cell(self, place: str, side: Side, name: str) -> Cell:
+        rule = f"{'*' if place == 'all' else place}:{self._rounding(side, name)}"
+        at: dict[str, int | float | str] = {"side": side, "place": place, "format": name}
+        widths = {_int(width, self.group): width for width in self.widths}
+        return Cell(rule, at | ({"bits": widths[name]} if name in widths else {}))
+
+    def _rounding(self, side: Side, name: str) -> str:
+        """The rule that rounds as the engine stores: vLLM's integers have a scale for each token and head."""
+        if self.engine == "hf" or name == NATIVE:
+            return _pair(side, name)
+        dims = self.statistics.windows[0]["head_dim"][0]
+        return "/".join(_as_stored(one, dim) for one, dim in zip(_both(name), dims, strict=True))
 
     def _grid(self) -> list[Cell]:
-        return [self._cell("all", side, width) for width in self.widths for side in _SIDES]
+        sides = _SIDES if self.engine == "hf" else self.sides
+        return [self._cell("all", side, name) for name in self.names for side in sides]
 
     def _fp8(self) -> list[Cell]:
         """Without scales, with one per token and head, with calibrated ones per tensor."""
@@ -131,7 +157,7 @@ class _Cache(Question):
                 [f"{layer}"] if self.by == "layer" else [f"{layer}.{n}" for n in range(self.statistics.heads(number))]
             )
         ]
-        return [self._cell(place, side, width) for width in self.widths for side in _ONE_SIDE for place in places]
+        return [self._cell(place, side, name) for name in self.names for side in self.sides for place in places]
 
     def arranged(self, rows: Sequence[StudyRow]) -> tuple[Sequence[StudyRow], int]:
         """As asked; single layers and heads are left to the files."""
@@ -145,14 +171,14 @@ class _Cache(Question):
     def findings(self, found: Found) -> tuple[Metric, ...]:
         """Cliffs, asymmetries, and how well known numbers order the losses of single layers or heads."""
         return (
-            *(self._cliff(side, found) for side in _SIDES),
+            *(self._cliff(side, found) for side in _SIDES if self.widths),
             *(metric for width in self.widths if (metric := self._asymmetry(width, found)) is not None),
             *self._predictors(found),
         )
 
     def _whole(self, side: Side, found: Found) -> dict[int, Rows]:
         """Width → rows, of the whole cache."""
-        cells = {width: self._cell("all", side, width) for width in self.widths}
+        cells = {width: self._cell("all", side, _int(width, self.group)) for width in self.widths}
         return {width: rows for width, cell in cells.items() if isinstance(rows := found[cell.text], Rows)}
 
     def _cliff(self, side: Side, found: Found) -> Metric:
@@ -173,13 +199,15 @@ class _Cache(Question):
 
     def _predictors(self, found: Found) -> Iterator[Metric]:
         """Rank correlations of one window's statistics, and of biases, with the KL of single layers or heads."""
+        if not self.widths:
+            return
         width = _PREDICTED if _PREDICTED in self.widths else self.widths[len(self.widths) // 2]
         for name, values in self._known().items():
             side: Side = "values" if name.endswith("V") else "keys"
             pairs = [
                 (value, rows.mean)
                 for place, value in values.items()
-                if isinstance(rows := found[self._cell(place, side, width).text], Rows)
+                if isinstance(rows := found[self._cell(place, side, _int(width, self.group)).text], Rows)
             ]
             result = rank_correlation([x for x, _ in pairs], [y for _, y in pairs])
             at: Coordinates = {"predictor": name, "side": side, "bits": width, "places": len(pairs)}
@@ -202,7 +230,8 @@ class _Cache(Question):
 
     def sentences(self, _rows: Sequence[StudyRow], findings: Sequence[Metric]) -> Iterator[str]:
         cliffs = [f"{one.cell['side']} {_bits(one)}" for one in findings if one.key == CLIFF.key]
-        yield f"Cliff, where one more bit costs 0.1 nats per token or more: {'; '.join(cliffs)}."
+        if cliffs:
+            yield f"Cliff, where one more bit costs 0.1 nats per token or more: {'; '.join(cliffs)}."
         parts = []
         for one in findings:
             if one.key == ASYMMETRY.key:
@@ -222,67 +251,103 @@ class _Cache(Question):
 
     def heatmap(self, rows: Sequence[StudyRow]) -> Heatmap:
         """Layer or head × width, a grid for keys and one for values; without these side × width of the whole cache."""
-        wide = [row for row in rows if "bits" in row.at]
+        label = "format" if self.formats else "bits"
+        wide = [row for row in rows if row.at["format"] in self.names]
         single = [row for row in wide if row.at["place"] != "all"]
         title = "mean KL, nats: " + ("each layer or head by itself" if single else "all layers")
         values = {
-            (str(row.at["side"]), str(row.at["place"]), str(row.at["bits"])): row.value("kld") for row in single or wide
+            (str(row.at["side"]), str(row.at["place"]), str(row.at[label])): row.value("kld") for row in single or wide
         }
-        return heatmap(title, "bits", "layer" if single else "layers", values)
+        return heatmap(title, label, "layer" if single else "layers", values)
 
     def choices(self, budget: float) -> Choices:
-        """Widths for keys and values of each layer within a budget of bits per value.
+        """Formats for keys and values of each layer within a budget of bits per value.
+
+        On vLLM a layer has one of two: the format of all quantized layers, or the compute type.
 
         Raises:
             InputError: nothing fits the budget.
         """
-        known, names = self.statistics, [NATIVE, *(_int(width, self.group) for width in self.widths)]
+        known, names = self.statistics, [NATIVE, *self.names]
         dims = known.windows[0]["head_dim"]
-        groups = {
-            f"{layer}.{side}": (known.heads(number), dims[number][side == "values"])
-            for number, layer in enumerate(known.layers)
-            for side in _ONE_SIDE
-        }
-        native = 32 if self.dtype == "float32" else 16
-
-        def size(name: str, heads: int, dim: int) -> float:
-            """Bits of one token of a layer's side."""
-            if name == NATIVE:
-                return float(heads * dim * native)
-            return 8.0 * heads * create(FormatSpec.parse(name)).packed_token_bytes(dim)
-
-        sizes = np.array([[size(name, *shape) for name in names] for shape in groups.values()])
-        values = sum(heads * dim for heads, dim in groups.values())
+        shapes = [(known.heads(number), tuple(dims[number])) for number, _ in enumerate(known.layers)]
+        values = sum(heads * sum(dims) for heads, dims in shapes)
+        sized = {name: np.array([self._sizes(name, *shape) for shape in shapes]) for name in names}  # [layers, 2]
+        sizes = np.stack([sized[name] for name in names], axis=-1)  # [layers, 2, names]
+        if self.engine == "hf":
+            groups = {f"{layer}.{side}": (layer, side) for layer in known.layers for side in self.sides}
+            pairs = {pair_name(k, v, self._wide): (k, v) for k in names for v in names if {k, v} != {NATIVE}}
+            sizes = sizes.reshape(len(groups), len(names))
+        else:
+            groups = {f"{layer}": (layer, side) for layer in known.layers for side in self.sides}
+            pairs = {name: (name, name) for name in self.names}
+            sizes = sizes.sum(axis=1)
         least = sizes.min(axis=1).sum() / values
         if budget < least:
-            raise InputError(f"--budget {budget:g}: bits per value; the smallest of these widths takes {least:.3g}")
-        totals = {side: dict(zip(names, sizes[n::2].sum(axis=0), strict=True)) for n, side in enumerate(_ONE_SIDE)}
-        pairs = {
-            f"{k}/{v}": float(totals["keys"][k] + totals["values"][v]) / values
-            for k in names
-            for v in names
-            if {k, v} != {NATIVE}
-        }
-        fitting = sorted((pair for pair in pairs if pairs[pair] <= budget), key=lambda pair: -pairs[pair])[:_RIVALS]
+            raise InputError(f"--budget {budget:g}: bits per value; the smallest of these formats takes {least:.3g}")
+        whole = {name: float(sized[k][:, 0].sum() + sized[v][:, 1].sum()) / values for name, (k, v) in pairs.items()}
+        fitting = sorted((name for name in whole if whole[name] <= budget), key=lambda name: -whole[name])[:_RIVALS]
         return Choices(
             unit="bits per value",
             budget=budget,
             groups=[*groups],
             formats=names,
             texts={
-                (f"{layer}.{side}", _int(width, self.group)): self._cell(str(layer), side, width).text
-                for layer in known.layers
-                for side in _ONE_SIDE
-                for width in self.widths
+                (group, name): self._cell(str(layer), side, name).text
+                for group, (layer, side) in groups.items()
+                for name in self.names
             },
             sizes=sizes,
             per=values,
             values=values,
-            option=lambda chosen: ";".join(
-                f"{layer}:{chosen[f'{layer}.keys']}/{chosen[f'{layer}.values']}" for layer in known.layers
-            ),
-            rivals={pair: (f"*:{pair}", pairs[pair]) for pair in fitting},
+            option=self._option,
+            rivals={name: (self._everywhere(*pairs[name]), whole[name]) for name in fitting},
+            together=[] if self.engine == "hf" else [[NATIVE, name] for name in self.names],
+            refined=bool(self.formats),
+            kv=lambda formats: Recipe.of(formats).kv(self._wide),
         )
+
+    def _sizes(self, name: str, heads: int, dims: tuple[int, int]) -> list[float]:
+        """Bits of one token of a layer, of keys and of values."""
+        sides = _both(name) if self.engine != "hf" else (name, name)
+        native = 32.0 if self.dtype == "float32" else 16.0
+        return [
+            heads * (dim * native if side == NATIVE else 8.0 * _format(self._stored(side, dim)).packed_token_bytes(dim))
+            for side, dim in zip(sides, dims, strict=True)
+        ]
+
+    def _stored(self, side: str, dim: int) -> str:
+        return side if self.engine == "hf" else _as_stored(side, dim)
+
+    def _option(self, chosen: Mapping[str, str]) -> str:
+        """Rules of all layers."""
+        if self.engine != "hf":
+            return ";".join(f"{layer}:{self._rounding('both', name)}" for layer, name in chosen.items())
+        layers = self.statistics.layers
+        return ";".join(f"{layer}:{chosen[f'{layer}.keys']}/{chosen[f'{layer}.values']}" for layer in layers)
+
+    def _everywhere(self, k: str, v: str) -> str:
+        return f"*:{k}/{v}" if self.engine == "hf" else f"*:{self._rounding('both', k)}"
+
+    @property
+    def _wide(self) -> str:
+        return {"float32": "f32", "float16": "f16"}.get(self.dtype, "bf16")
+
+
+def _format(text: str) -> Format:
+    return create(FormatSpec.parse(text))
+
+
+def _both(name: str) -> tuple[str, str]:
+    """What an engine's format makes of keys and of values."""
+    spec = KVSpec.parse(name)
+    k, v = (NATIVE if side.name in WIDE else str(side) for side in (spec.k, spec.v))
+    return k, v
+
+
+def _as_stored(side: str, dim: int) -> str:
+    """A side of vLLM's formats as Transformers rounds it."""
+    return f"{side}[group={dim}]" if side in _PER_TOKEN_HEAD else side
 
 
 def _bits(found: Metric) -> str:
@@ -301,8 +366,10 @@ def _int(width: int, group: int) -> str:
 
 def kv_sensitivity(
     experiment: Experiment,
-    bits: Sequence[int],
+    bits: Sequence[int] = (),
     *,
+    formats: Sequence[str] = (),
+    engine: str = "hf",
     by: Place = "cache",
     group: int = 32,
     budget: float | None = None,
@@ -315,6 +382,9 @@ def kv_sensitivity(
     Args:
         experiment: the model on engine hf; of the axes ``kld``, whose windows and scored rows are taken.
         bits: widths of symmetric integers, 2 to 8.
+        formats: further formats: ``q8_0``, ``fp8_e4m3``; with engine vllm also pairs, ``bf16/int8``.
+        engine: the engine that the plan is for.  ``hf``: any format in any layer.  ``vllm``: one format, and layers
+            that keep the compute type.
         by: besides the whole cache, single layers, or single heads.
         group: values that share a scale.
         budget: bits per stored value, scales included: a plan layer by layer is made and measured on every second
@@ -326,17 +396,23 @@ def kv_sensitivity(
     """
     if experiment.engine.name != "hf":
         raise NotSupportedError(f"engine {experiment.engine.name} cannot round single layers; leave out --engine")
-    widths = _checked(bits)
+    widths = _checked(bits) if bits or not formats else []
     if budget is not None and by != "layer":
-        raise UsageError("--budget with --bits is a plan of layers: add --by layer")
-    create(FormatSpec.parse(_int(widths[0], group)))  # refuses a group that no format has
+        raise UsageError("--budget with --bits or --kv is a plan of layers: add --by layer")
+    if widths:
+        create(FormatSpec.parse(_int(widths[0], group)))  # refuses a group that no format has
+    named = _named(formats, engine)
+    if engine != "hf" and (widths or by != "layer"):
+        raise UsageError(f"a plan for engine {engine} is made of its formats, layer by layer: --kv fp8_e4m3 --by layer")
     prepared = prepare(experiment, only="reference")
     chosen, held_out = windows_of(prepared, halves=budget is not None)
     study = OpenStudy.begin("kv-sensitivity", prepared, command, listener)
     statistics = _statistics(study, len(chosen.windows[0]))
     title = f"Sensitivity of keys and values of {experiment.model}"
-    question = _Cache(title, by, statistics, widths, group, prepared.settings.reference.dtype)
+    question = _Cache(title, by, statistics, widths, group, prepared.settings.reference.dtype, named, engine)
     choices = None if budget is None else question.choices(budget)
+    if choices is not None and engine != "hf":
+        choices = replace(choices, commands=lambda kv, uniform: _proof(experiment, engine, kv, uniform))
     return measure(study, question, chosen, held_out, choices, say), study.folder
 
 
@@ -395,6 +471,46 @@ def _checked(bits: Sequence[int]) -> list[int]:
     if not bits or len({*bits}) != len(bits):
         raise UsageError("--bits: name each width once: 8,7,6,5,4,3,2")
     return sorted(bits, reverse=True)
+
+
+def _proof(experiment: Experiment, engine: str, kv: str, uniform: str) -> dict[str, str]:
+    """The command that compares a plan with a single format on its engine; empty where both are the same."""
+    kld = experiment.axes["kld"]
+    words = ["fidelab", "compare", experiment.model, "--engine", engine, "--reference", "auto", "--control", "none"]
+    words += ["--dtype", experiment.dtype, "--axes", "kld", "--windows", kld["windows"], "--n-ctx", kld["n_ctx"]]
+    return {} if kv == uniform else {"Prove": shlex.join(map(str, [*words, "--kv", uniform, "--kv", kv]))}
+
+
+def _named(formats: Sequence[str], engine: str) -> list[str]:
+    """The formats, checked.
+
+    Raises:
+        UsageError: no such format, one twice, or one that the plan cannot have.
+        NotSupportedError: an engine that has one format for all layers.
+    """
+    if engine not in ("hf", "vllm"):
+        raise NotSupportedError(
+            f"engine {engine} has one cache format for all layers. Nearest that works: compare single formats, "
+            f"fidelab compare MODEL --engine {engine}{''.join(f' --kv {name}' for name in formats)}"
+        )
+    for name in formats:
+        spec = KVSpec.parse(name)
+        if spec.skip_layers:
+            raise UsageError(f"--kv {name}: the plan chooses the layers: leave out skip-layers")
+        if engine == "hf" and "/" in name:
+            raise UsageError(f"--kv {name}: the plan chooses keys and values apart: name single formats")
+        for side in (spec.k, spec.v):
+            if side.name not in WIDE:
+                create(side)
+            if engine == "vllm" and side.name not in WIDE and str(side) not in _STORED_ALIKE:
+                raise UsageError(
+                    f"--kv {name}: a plan for vLLM is made of {', '.join(_STORED_ALIKE)}, and pairs of them"
+                )
+        if {spec.k.name, spec.v.name} <= {*WIDE}:
+            raise UsageError(f"--kv {name}: 16 and 32 bits are the compute type, which every plan may keep")
+    if len({*formats}) != len(formats):
+        raise UsageError("--kv: name each format once")
+    return [*formats]
 
 
 def _statistics(study: OpenStudy, n_ctx: int, most: int = max(_CALIBRATED)) -> _Statistics:

@@ -20,11 +20,11 @@ from fidelab.captures.requests import Prefill, Recached, Reweighted
 from fidelab.core import Status, digest
 from fidelab.core.errors import EngineError, InputError, UsageError
 from fidelab.engines.hf.weights import NATIVE
-from fidelab.metrics.allocation import allocate
+from fidelab.metrics.allocation import Floats, allocate, exchanges
 from fidelab.metrics.divergence import RowComparison
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
 from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
-from fidelab.results.numbers import format_figure, format_kld, format_span, one_line
+from fidelab.results.numbers import counted, format_figure, format_kld, format_layers, format_span, one_line
 from fidelab.results.plots import Grid, Heatmap
 from fidelab.results.study import Study, StudyKind, StudyPlan, StudyRow
 from fidelab.run.pairing import ArmResult
@@ -38,8 +38,10 @@ NLL = Definition("nll", "nats", "lower", "negative log-likelihood of the text, p
 DIFFERENCE = Definition("plan_minus_uniform", "nats", "lower", "difference of mean KLs")
 
 Say = Callable[[str], None]
+Columns = np.ndarray[Any, np.dtype[np.intp]]
 _OPEN = 256  # captures that are open at a time
 _SAID_EVERY = 30.0  # seconds
+_EXCHANGES = 16  # measured in the second round
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,9 @@ class Choices:
 
     ``texts``: (group, format) → the cell that measured it; a native group costs nothing.  ``sizes``: [groups, formats];
     ``per``: what they are divided by to be shown in ``unit``.  ``option``: formats by group → the plan as one text.
-    ``rivals``: single formats that fit → their text and their size.
+    ``rivals``: single formats that fit → their text and their size.  ``together``: sets of formats, of which a plan
+    has one; empty: all go together.  ``refined``: exchanges around the plan are measured.  ``kv``: formats by group →
+    the plan as a KV format.  ``commands``: the plan and the best single format as KV formats → commands that follow.
     """
 
     unit: Literal["bytes", "bits per value"]
@@ -205,6 +209,29 @@ class Choices:
     values: int
     option: Callable[[Mapping[str, str]], str]
     rivals: Mapping[str, tuple[str, float]]
+    together: Sequence[Sequence[str]] = ()
+    refined: bool = False
+    kv: Callable[[Mapping[str, str]], str | None] = lambda formats: None
+    commands: Callable[[str, str], Mapping[str, str]] = lambda kv, uniform: {}
+
+    def columns(self, costs: Floats) -> tuple[np.ndarray[Any, np.dtype[np.intp]], Floats]:
+        """Return the cheapest choice within the budget, and the costs with what does not go with it at infinity.
+
+        Raises:
+            ValueError: even the smallest choices exceed the budget.
+        """
+        found = list[tuple[float, int, Columns, Floats]]()
+        for names in self.together or [self.formats]:
+            allowed = np.where([name in names for name in self.formats], costs, np.inf)
+            try:
+                columns = allocate(allowed, self.sizes, self.budget * self.per)
+            except ValueError as error:
+                why = error
+            else:
+                found.append((float(allowed[np.arange(len(columns)), columns].sum()), len(found), columns, allowed))
+        if not found:
+            raise why
+        return min(found, key=lambda one: one[:2])[2:]
 
 
 @dataclass(frozen=True)
@@ -279,8 +306,9 @@ def measure(
     record = study.write(**fields)
     if choices is not None and held_out is not None:
         plan = _plan(study, question, found, choices, chosen, held_out)
-        fields["sentences"] += tuple(_plan_sentences(plan, question.by))
-        record = study.write(**fields, plan=plan)
+        fields["sentences"] = (_verdict(plan), *_plan_sentences(plan, question.by), *fields["sentences"])
+        commands = choices.commands(plan.kv, plan.uniform) if plan.kv and plan.uniform else {}
+        record = study.write(**fields, plan=plan, commands=dict(commands))
     return record
 
 
@@ -320,14 +348,26 @@ def _plan(
             if not isinstance(rows, str):
                 costs[place, column] = 0.0 if rows is None else rows.mean
     try:
-        columns = allocate(costs, choices.sizes, choices.budget * choices.per)
+        first, costs = choices.columns(costs)
     except ValueError as error:
         raise InputError(f"no plan: {error}") from None
+
+    def measured_there(some: Sequence[Columns]) -> list[Rows | str]:
+        plans = [choices.option(_formats(choices, columns)) for columns in some]
+        answers = ask(study, chosen, question.kind, plans, "plan", question.request).rows(plans)
+        return [answers[plan] for plan in plans]
+
+    limit = choices.budget * choices.per
+    around = exchanges(first, costs, choices.sizes, limit, _EXCHANGES) if choices.refined else []
+    there, *others = measured_there([first, *around])
+    columns, unrefined = first, None
+    if around and isinstance(there, Rows):
+        unrefined = there.mean
+        columns, there = refine([first, *around], [there, *others], measured_there, choices.sizes, limit)
     places = np.arange(len(choices.groups)), columns
     size = float(choices.sizes[places].sum()) / choices.per
-    formats = {group: choices.formats[column] for group, column in zip(choices.groups, columns, strict=True)}
+    formats = _formats(choices, columns)
     text, rivals = choices.option(formats), choices.rivals
-    there = ask(study, chosen, question.kind, [text], "plan", question.request).rows([text])[text]
     texts = [*dict.fromkeys([text, *(each for each, _ in rivals.values())])]
     answers = ask(study, held_out, f"{question.kind}-check", texts, "check", question.request).rows(texts)
     rows = answers[text]
@@ -343,6 +383,9 @@ def _plan(
         bits=8 * size / choices.values if choices.unit == "bytes" else size,
         formats=formats,
         option=text,
+        kv=choices.kv(formats),
+        exchanges=int((columns != first).sum()),
+        unrefined=unrefined,
         predicted=float(costs[places].sum()),
         measured_there=there.measurement(),
         measured=rows.measurement(),
@@ -350,6 +393,64 @@ def _plan(
         uniform_size=None if best is None else rivals[best][1],
         uniform_measured=None if best is None else measured[best].measurement(),
         difference=None if difference is None else DIFFERENCE(difference.estimate, difference.interval),
+    )
+
+
+def _formats(choices: Choices, columns: Columns) -> dict[str, str]:
+    return {group: choices.formats[column] for group, column in zip(choices.groups, columns, strict=True)}
+
+
+def refine(
+    plans: Sequence[Columns],
+    answers: Sequence[Rows | str],
+    measured: Callable[[Sequence[Columns]], Sequence[Rows | str]],
+    sizes: Floats,
+    budget: float,
+) -> tuple[Columns, Rows]:
+    """Return the best of a plan, of those around it, and of those that help put together, with its rows.
+
+    Losses of single groups do not add up, so that the plan of the least sum need not be the best one.  Those that
+    help are put together one after another, from the best on, as long as they change different groups.
+
+    Args:
+        plans, answers: the plan, [groups], before those that differ from it in few groups, and what each came to.
+        measured: asks for the rows of further plans.
+        sizes, budget: what a plan takes, and may take.
+    """
+    found = [(one.mean, n, one) for n, one in enumerate(answers) if isinstance(one, Rows)]
+    ranked = sorted(found, key=lambda one: one[:2])
+    start, (_, at, best_rows) = plans[0], ranked[0]
+    best = combined = plans[at]
+    for _, n, _ in ranked[1 : [n for _, n, _ in ranked].index(0)]:
+        changed = plans[n] != start
+        joined = np.where(changed, plans[n], combined)
+        if (combined == start)[changed].all() and sizes[np.arange(len(joined)), joined].sum() <= budget:
+            combined = joined
+    if combined is not best:
+        [together] = measured([combined])
+        if isinstance(together, Rows) and together.mean < best_rows.mean:
+            return combined, together
+    return best, best_rows
+
+
+def _verdict(plan: StudyPlan) -> str:
+    """Whether the plan pays, in one sentence."""
+    if plan.uniform is None or plan.uniform_measured is None or plan.difference is None or plan.uniform_size is None:
+        return "No single format fits this budget everywhere: the plan has nothing to be compared with."
+    if plan.uniform in ({*plan.formats.values()} if len({*plan.formats.values()}) == 1 else {plan.kv}):
+        return f"No better than {plan.uniform} everywhere, which is the plan itself."
+    interval = plan.difference.interval
+    if interval is None or interval[0] <= 0 <= interval[1]:
+        verdict = f"No better than {plan.uniform} everywhere"
+    elif interval[1] < 0:
+        verdict = f"Better than {plan.uniform} everywhere"
+    else:
+        verdict = f"Worse than {plan.uniform} everywhere"
+    said = "" if interval is None else f", 95% {format_span(interval)}"
+    return (
+        f"{verdict}, the best single format within the budget: {format_kld(plan.measured.value('kld'))} against "
+        f"{format_kld(plan.uniform_measured.value('kld'))} nats "
+        f"(difference {format_kld(plan.difference.value, signed=True)}{said})."
     )
 
 
@@ -364,24 +465,17 @@ def _plan_sentences(plan: StudyPlan, by: str) -> Iterator[str]:
         f"It costs {_cost(plan.measured)} on windows that it was not chosen on. On the others its rows add up to "
         f"{format_kld(plan.predicted)}, and together they cost {there}."
     )
-    if plan.uniform is None or plan.uniform_measured is None or plan.difference is None or plan.uniform_size is None:
-        yield "No single format fits this budget everywhere, so that there is nothing to compare it with."
-        return
-    if set(chosen) == {plan.uniform}:
-        smaller = "" if by == "module" else " Smaller groups (--by module) differ more."
-        yield f"That is {plan.uniform} everywhere: no mixture of these formats promises less in this budget.{smaller}"
-        return
-    interval = plan.difference.interval
-    said = "" if interval is None else f", 95% {format_span(interval)}"
-    if interval is None or interval[0] <= 0 <= interval[1]:
-        verdict = "the data do not tell them apart"
-    else:
-        verdict = "the plan is better" if interval[1] < 0 else "the plan is worse"
-    yield (
-        f"{plan.uniform} everywhere takes {_beyond(plan.uniform_size - plan.size, plan.unit)} and costs "
-        f"{_cost(plan.uniform_measured)}, the least of the single formats that fit: {verdict} "
-        f"({format_kld(plan.difference.value, signed=True)} nats{said})."
-    )
+    if plan.unrefined is not None:
+        kept = f"{counted(plan.exchanges, 'format')} changed, from {format_kld(plan.unrefined)} to {there}"
+        yield f"Second round, plans around it measured: {kept if plan.exchanges else 'none is better'}."
+    if plan.uniform in ({*chosen} if len({*chosen}) == 1 else {plan.kv}):
+        smaller = "" if by == "module" else " Smaller groups (--by module) differ more." if plan.unit == "bytes" else ""
+        yield f"No mixture of these formats promises less in this budget.{smaller}"
+    elif plan.uniform is not None and plan.uniform_measured is not None and plan.uniform_size is not None:
+        yield (
+            f"{plan.uniform} everywhere takes {_beyond(plan.uniform_size - plan.size, plan.unit)} and costs "
+            f"{_cost(plan.uniform_measured)}."
+        )
 
 
 def _beyond(more: float, unit: str) -> str:
@@ -406,17 +500,5 @@ def _placed(formats: Mapping[str, str]) -> Iterator[str]:
         kind = "" if parts[-1].isdecimal() else parts[-1]
         found.setdefault(name, {}).setdefault(one_line(kind), []).extend(layers)
     for name, kinds in found.items():
-        words = (f"{kind}{' of ' if kind and layers else ''}{_layer_words(layers)}" for kind, layers in kinds.items())
+        words = (f"{kind}{' of ' if kind and layers else ''}{format_layers(layers)}" for kind, layers in kinds.items())
         yield f"{one_line(name)}: {'; '.join(words)}."
-
-
-def _layer_words(layers: Sequence[int]) -> str:
-    """``layers 0–3, 7``; empty for none."""
-    spans: list[list[int]] = []
-    for layer in sorted(set(layers)):
-        if spans and spans[-1][1] == layer - 1:
-            spans[-1][1] = layer
-        else:
-            spans.append([layer, layer])
-    said = ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in spans)
-    return f"layer{'s' if len(set(layers)) > 1 else ''} {said}" if spans else ""

@@ -450,6 +450,7 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "label": getattr(layer.impl, "label", None),
                 "kernels": getattr(getattr(layer.impl, "kernels", None), "name", None),
                 "index": getattr(layer.impl, "layer", None),
+                "number": next((int(part) for part in name.split(".") if part.isdecimal()), None),
                 "k_dim": layer.head_size,
                 "v_dim": getattr(layer, "head_size_v", layer.head_size),
                 "isa": getattr(layer, "isa", None),

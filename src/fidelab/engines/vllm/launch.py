@@ -13,7 +13,17 @@ from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, UsageError
-from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
+from fidelab.engines.k16v8 import (
+    K16V8,
+    NATIVE,
+    PLUGIN,
+    is_pair,
+    missing,
+    pair_refusal,
+    set_switch,
+    skip_refusal,
+    switch_variables,
+)
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
 from fidelab.engines.speculation import json_object, known_word
 from fidelab.engines.vllm.options import CONTROLLED, MODEL_RUNNER, OPTIONS, SPECULATIVE
@@ -37,6 +47,7 @@ _QUIET = {  # before vLLM is imported; what the user set stays
 _OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # required by the capture
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"  # unset: vLLM chooses
 _RUNNERS = {"v1": "0", "v2": "1"}
+SKIP_LAYERS = "kv_cache_dtype_skip_layers"  # argument of vLLM for the layers that keep the compute type
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,8 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
         words += ["--served-model-name", arm.model]
     if not is_k16v8 and arm.kv.k.name != "auto":
         words += ["--kv-cache-dtype", arm.kv.k.name]
+        if arm.kv.skip_layers:
+            words += ["--kv-cache-dtype-skip-layers", *map(str, arm.kv.skip_layers)]
     if is_k16v8 and arm.device != "cpu":
         words += ["--attention-backend", "CUSTOM"]
     return [*words, *flags(arm.options, _SERVED_AS)]
@@ -213,7 +226,18 @@ def backend_for(arm: Arm) -> Backend:
     reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"
     if not ok and (dtype := NATIVE.get(name)) is not None:
         reason += f"; it is the cache of a model that computes in {dtype}: pass --dtype {dtype}"
+    if ok and arm.kv.skip_layers and (reason := _skip_refusal(arm, shape)):
+        ok = False
     return Backend(platform, label, formats, ok, reason)
+
+
+def _skip_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
+    """Why this vLLM or this model has no native layers next to a quantized format; empty where it has."""
+    from vllm.config.cache import CacheConfig
+
+    if SKIP_LAYERS not in CacheConfig.__dataclass_fields__:
+        return f"this vLLM has one cache format for all layers; the nearest is --kv {arm.kv.k}"
+    return skip_refusal(arm.kv, shape.get("layers"))
 
 
 def _k16v8_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:

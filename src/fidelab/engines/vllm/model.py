@@ -26,7 +26,7 @@ from fidelab.engines.layer_states import read_states
 from fidelab.engines.options import switched, trusts_code
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.vllm.capture import FOLDER, register
-from fidelab.engines.vllm.launch import COMPILES, engine_options, least_cache_bytes, speculation_of
+from fidelab.engines.vllm.launch import COMPILES, SKIP_LAYERS, engine_options, least_cache_bytes, speculation_of
 from fidelab.engines.vllm.options import ASYNC, MODEL_RUNNER, SPECULATIVE, size_in_bytes
 from fidelab.engines.vllm.runners import KEY
 
@@ -156,6 +156,8 @@ class VLLMModel:
             "worker_extension_cls": _WORKER,
             "disable_log_stats": True,
         }
+        if self._arm.kv.skip_layers and not paired:
+            arguments[SKIP_LAYERS] = [str(layer) for layer in self._arm.kv.skip_layers]
         if speculative := options.get(SPECULATIVE):
             draft = {"model": self._arm.draft} if self._arm.draft else {}
             arguments["speculative_config"] = {**json.loads(speculative), **draft}

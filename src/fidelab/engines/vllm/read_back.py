@@ -33,7 +33,9 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
     ranks = model.cache()
     layers: list[Layer] = [layer for rank in ranks for layer in rank["layers"]]
     states: list[Mapping[str, Any]] = [state for rank in ranks for state in rank["states"]]
-    here, first = ranks[0], ranks[0]["layers"][0]
+    here = ranks[0]
+    first = next(filter(lambda layer: not _skipped(arm, layer), here["layers"]), here["layers"][0])
+    rows = cache_rows(arm, layers)
     k_format: str | None
     v_format: str | None
     if is_pair(arm.kv):
@@ -69,7 +71,8 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "read_back": here["read_back"],
             "observed": to_json(Observed((here["read_back"].get("layers", 0), len(here["layers"])))),
             "proof": read_back_proof(here["read_back"].get("matches"), _MATCHES, _RECEIVED),
-            **_scales(arm, layers),
+            **_scales(arm, rows, layers),
+            "cache_layers": rows,
             **_speculation(model, ranks),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
@@ -142,16 +145,53 @@ def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Seque
     kv_name, dtype = arm.kv.k.name, layers[0]["dtype"]
     if not backend.ok:
         return f"{dtype}, which {backend.name} does not list"
+    if arm.kv.skip_layers and (wrong := _unplanned(arm, layers)):
+        return wrong
     matches = seen["read_back"].get("matches")
     if matches is not None and matches < _MATCHES:
         return f"{dtype}, and not what was written"
     stored = seen["read_back"].get("stored")
     if stored is not None and _BYTES.get(kv_name, 1) > 1 and stored != kv_name:
         return str(stored)
-    names = {layer["kv_cache_dtype"] for layer in layers}
+    names = {layer["kv_cache_dtype"] for layer in layers if not _skipped(arm, layer)}
     if kv_name != "auto" and names != {kv_name}:
         return f"{' and '.join(sorted(names))}"
     return kv_name
+
+
+def _skipped(arm: Arm, layer: Layer) -> bool:
+    return bool(arm.kv.skip_layers) and layer["number"] in arm.kv.skip_layers
+
+
+def _unplanned(arm: Arm, layers: Sequence[Layer]) -> str:
+    """Layers of vLLM that do not store what ``skip-layers`` asks for; empty where all do."""
+    wrong = [
+        layer for layer in layers if layer["kv_cache_dtype"] != ("auto" if _skipped(arm, layer) else arm.kv.k.name)
+    ]
+    return ", ".join(f"{layer['kv_cache_dtype']} in layer {layer['number']}" for layer in wrong)
+
+
+def cache_rows(arm: Arm, layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """Return what each layer stores: ``layer``, ``format``, ``dtype``, ``k_scale``, ``v_scale``, ``scale_source``.
+
+    The format ``auto`` is vLLM's name for the compute type.  Scales are those that the kernel uses.  Layers without
+    any have ``None`` for all three.
+    """
+    loaded = set[int | None]() if is_pair(arm.kv) else _layers_with_scales(Path(arm.path))
+    rows = []
+    for layer in layers:
+        row = {"layer": layer["number"], "format": layer["kv_cache_dtype"], "dtype": layer["dtype"]}
+        scales: dict[str, Any] = dict.fromkeys(("k_scale", "v_scale", "scale_source"))
+        if layer["kv_cache_dtype"].startswith("fp8") and not is_pair(arm.kv):
+            scales = {side: layer[side] for side in ("k_scale", "v_scale")}
+            if layer["dynamic"]:
+                scales["scale_source"] = "dynamic"
+            elif layer["number"] in loaded or None in loaded:
+                scales["scale_source"] = "checkpoint"
+            else:
+                scales["scale_source"] = "default 1.0" if {*scales.values()} == {1.0} else "unknown"
+        rows.append(row | scales)
+    return rows
 
 
 def _pair_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[str, str]:
@@ -179,33 +219,32 @@ def _expected(arm: Arm, layers: Sequence[Layer]) -> float | None:
                 for layer in layers
             )
         )
-    each = _BYTES.get(arm.dtype if arm.kv.k.name == "auto" else arm.kv.k.name)
-    return sum(layer["values_per_token"] for layer in layers) * each if each else None
+    each, native = _BYTES.get(arm.dtype if arm.kv.k.name == "auto" else arm.kv.k.name), _BYTES[arm.dtype]
+    if not each:
+        return None
+    return float(sum(layer["values_per_token"] * (native if _skipped(arm, layer) else each) for layer in layers))
 
 
-def _scales(arm: Arm, layers: Sequence[Layer]) -> dict[str, Any]:
+def _scales(arm: Arm, rows: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> dict[str, Any]:
     """Where the scales come from, and how many values share one."""
     if is_pair(arm.kv):
         return scales_of(arm.kv)
-    if not any(layer["kv_cache_dtype"].startswith("fp8") for layer in layers):
+    scaled = [row for row in rows if row["scale_source"]]
+    if not scaled:
         return {"scale_source": None, "scale_granularity": None}
-    values = [layer[side] for layer in layers for side in ("k_scale", "v_scale")]
-    if any(layer["dynamic"] for layer in layers):
-        source = "dynamic"
-    elif _has_scales(Path(arm.path)):
-        source = "checkpoint"
-    else:
-        source = "default 1.0" if set(values) == {1.0} else "unknown"
+    values = [row[side] for row in scaled for side in ("k_scale", "v_scale")]
     return {
-        "scale_source": source,
+        "scale_source": " and ".join(sorted({row["scale_source"] for row in scaled})),
         "scale_granularity": "per tensor" if all(layer["scales"] == 1 for layer in layers) else "per head",
         "scale_range": [min(values), max(values)],
     }
 
 
-def _has_scales(folder: Path) -> bool:
-    return any(
-        name.endswith((".k_scale", ".v_scale", ".kv_scale"))
+def _layers_with_scales(folder: Path) -> set[int | None]:
+    """Layers whose scales are in a checkpoint; ``None`` for a scale of no numbered layer."""
+    return {
+        next((int(part) for part in name.split(".") if part.isdecimal()), None)
         for path in folder.glob("*.safetensors")
         for name in TensorFile(path).names()
-    )
+        if name.endswith((".k_scale", ".v_scale", ".kv_scale"))
+    }
