@@ -756,7 +756,7 @@ def _quantization(plan: _Plan) -> dict[str, Any] | None:
 
 
 def _is_linear(name: str, info: TensorInfo) -> bool:
-    """Whether a tensor may be the weight of a linear layer: two dimensions, and no embedding by its name."""
+    """True if a tensor may be the weight of a linear layer: two dimensions, and no embedding by its name."""
     if not name.endswith(".weight") or len(info.shape) != 2 or info.dtype not in _FLOATS:
         return False
     return not re.search(r"(embed|wte|wpe|norm)[^.]*\.weight$", name)

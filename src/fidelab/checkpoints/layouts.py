@@ -242,7 +242,7 @@ class Layout(ABC):
 
     @classmethod
     def holds(cls, tensors: Mapping[str, _Shaped], module: str) -> bool:
-        """Whether the tensors of a module are in this layout."""
+        """True if the tensors of a module are in this layout."""
         return all(f"{module}.{part}" in tensors for part in cls.needed)
 
 

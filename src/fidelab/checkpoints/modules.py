@@ -104,7 +104,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def generates(config: Mapping[str, Any]) -> bool:
-    """Whether an architecture that the configuration names writes text; encoders do not."""
+    """True if an architecture that the configuration names writes text; encoders do not."""
     named = config.get("architectures")
     return isinstance(named, list) and any(
         str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in named
@@ -138,7 +138,7 @@ class Module:
 
     @property
     def quantized(self) -> bool:
-        """Whether a tensor holds quantized weights."""
+        """True if a tensor holds quantized weights."""
         return self.packed is not None
 
     @property
@@ -163,7 +163,7 @@ class Module:
 
     @property
     def in_layer(self) -> bool:
-        """Whether it is in one of a stack of layers."""
+        """True if it is in one of a stack of layers."""
         return _LAYER.search(self.name) is not None
 
     @property
@@ -304,11 +304,11 @@ class Scheme:
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     def ignores(self, module: str) -> bool:
-        """Whether the configuration says that this module keeps its 16 bits."""
+        """True if the configuration says that this module keeps its 16 bits."""
         return any(_matches(pattern, module, self.method) for pattern in self.ignored)
 
     def targets_linear(self, module: str) -> bool:
-        """Whether an engine would build this linear layer quantized."""
+        """True if an engine would build this linear layer quantized."""
         if self.ignores(module):
             return False
         return not self.targets or any(
@@ -317,7 +317,7 @@ class Scheme:
 
 
 def _matches(pattern: str, module: str, method: str | None) -> bool:
-    """Whether a pattern of a configuration names a module, by the rules of the library that wrote it."""
+    """True if a pattern of a configuration names a module, by the rules of the library that wrote it."""
     if pattern.startswith("re:"):
         return _search(pattern[3:], module, at_start=True)
     if method == "gptq":  # GPTQModel's dynamic: regular expressions

@@ -112,7 +112,7 @@ def _base_missing(subject: Subject) -> Iterator[Finding]:
 
 
 def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
-    """Whether a packed shape, which may be filled up to whole words, is that of the original."""
+    """True if a packed shape, which may be filled up to whole words, is that of the original."""
     slack = 32 if layout in ("words", "gptq") else 1
     return stored[0] == shape[0] and shape[1] <= stored[1] < shape[1] + slack
 
@@ -205,7 +205,7 @@ class _Layer:
     cancels: bool = False
 
     def fits(self, error: float, factor: float) -> bool:
-        """Whether rounding explains an error and a factor: few bits shrink weights, and err by far more than that."""
+        """True if rounding explains an error and a factor: few bits shrink weights, and err by far more than that."""
         return error <= self.limit and abs(factor - 1) <= max(self.factor_limit, _MOSTLY * error)
 
 
@@ -247,7 +247,7 @@ def _compared(subject: Subject, base: Checkpoint) -> _Comparison:
 
 
 def _sound(subject: Subject, name: str, layer: _Layer) -> bool:
-    """Whether a layer is the original's, but for factors that cancel."""
+    """True if a layer is the original's, but for factors that cancel."""
     if layer.fits(*layer.best):
         return True
     leaf = name.rpartition(".")[2]
@@ -273,7 +273,7 @@ def _left_behind(layers: Mapping[str, _Layer]) -> Iterator[tuple[str, float]]:
 
 
 def _samples(module: Module, changed: Mapping[str, float]) -> bool:
-    """Whether rows of a module are looked at: of all quantized layers, and of those in 16 bits that are not equal."""
+    """True if rows of a module are looked at: of all quantized layers, and of those in 16 bits that are not equal."""
     if module.quantized:
         return True
     weight = module.parts.get("weight")
@@ -415,7 +415,7 @@ _STACK = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks|blk|block)\.\d+)\.")
 
 
 def _together(norm: str, module: str) -> bool:
-    """Whether a norm and a linear layer are in the same layer, or both in none."""
+    """True if a norm and a linear layer are in the same layer, or both in none."""
     one, other = _STACK.match(f"{norm}."), _STACK.match(f"{module}.")
     return (one and one[1]) == (other and other[1])
 

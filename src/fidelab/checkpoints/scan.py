@@ -80,12 +80,12 @@ class Statistics:
 
     @property
     def dead(self) -> bool:
-        """Whether all values are zero."""
+        """True if all values are zero."""
         return self.size > 0 and self.zeros == self.size
 
     @property
     def finite(self) -> bool:
-        """Whether no value is NaN or infinite."""
+        """True if no value is NaN or infinite."""
         return not self.nan and not self.inf
 
     def joined(self, more: Statistics) -> Statistics:
@@ -112,7 +112,7 @@ class Statistics:
 
 
 def fused(info: TensorInfo) -> bool:
-    """Whether a tensor holds all experts of a layer."""
+    """True if a tensor holds all experts of a layer."""
     named = ".experts." in info.name or "_exps." in info.name
     return named and len(info.shape) == 3 and 1 < info.shape[0] <= MOST_SLICES
 

@@ -337,7 +337,7 @@ def _zero_norms(subject: Subject) -> set[str]:
 
 
 def _zero_in_base(subject: Subject, module: Module) -> bool:
-    """Whether the original's weight is all zero; without an original, or where it has other names, no."""
+    """True if the original's weight is all zero; without an original, or where it has other names, no."""
     if subject.base is None:
         return False
     info = weight_in(subject.base, module.name)
@@ -398,7 +398,7 @@ def _experts_uncalibrated(subject: Subject) -> Iterator[Finding]:
 
 
 def _default(s: Statistics, part: str) -> bool:
-    """Whether scales look as they did before calibration: one number for all groups, or exactly 1."""
+    """True if scales look as they did before calibration: one number for all groups, or exactly 1."""
     return s.size > 0 and s.same and (s.first == 1 or (s.size > 4 and not part.startswith("input")))
 
 
@@ -627,7 +627,7 @@ def _incomplete_module(subject: Subject) -> Iterator[Finding]:
 
 
 def _asymmetric(subject: Subject, module: Module) -> bool:
-    """Whether compressed-tensors stores zero points of these integers."""
+    """True if compressed-tensors stores zero points of these integers."""
     scheme, packed = subject.scheme, module.packed
     if scheme.layout != "compressed-tensors" or scheme.symmetric is not False or packed is None:
         return False
@@ -635,7 +635,7 @@ def _asymmetric(subject: Subject, module: Module) -> bool:
 
 
 def _cache_scales(module: Module) -> bool:
-    """Whether scales beside a weight in 16 bits are those of activations."""
+    """True if scales beside a weight in 16 bits are those of activations."""
     return "weight" in module.parts and all(part.startswith("input") for part in module.parts if part in SCALES)
 
 
@@ -1059,7 +1059,7 @@ def _zero_point_unannounced(subject: Subject) -> Iterator[Finding]:
 
 
 def _in_the_middle(checkpoint: Checkpoint, zeros: TensorInfo, n: int, bits: int) -> bool:
-    """Whether zero points are all the middle code, in either version of GPTQ (which another rule tells apart)."""
+    """True if zero points are all the middle code, in either version of GPTQ (which another rule tells apart)."""
     stored = checkpoint.read(zeros)
     if zeros.dtype != "I32":  # signed integers that were not packed
         return not stored.any()
@@ -1279,7 +1279,7 @@ def _head_tied(subject: Subject) -> Iterator[Finding]:
 
 
 def _same_numbers(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tensors hold the same numbers, in whatever types."""
+    """True if two tensors hold the same numbers, in whatever types."""
     if one.dtype == other.dtype:
         return _equal(checkpoint, one, other)
     if one.dtype not in _FLOATS or other.dtype not in _FLOATS:

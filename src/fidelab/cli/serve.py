@@ -316,7 +316,7 @@ def check_preset(
 
 
 def _is_of(server: Served, preset: Preset) -> bool:
-    """Whether a running server was started from this preset, perhaps with other values."""
+    """True if a running server was started from this preset, perhaps with other values."""
     return server.arm.get("name") == preset.name and server.arm.get("engine") == preset.engine_name
 
 

@@ -38,7 +38,7 @@ _KEYS = frozenset(key for keys in HARMLESS.values() for key in keys)
 
 
 def is_harmless(key: str, value: str) -> bool:
-    """Whether an option may be set unasked; ``value``: as text, JSON is looked into.
+    """True if an option may be set unasked; ``value``: as text, JSON is looked into.
 
     What switches something off is harmless under every name; numbers are, unless the name is of a switch that gives
     rights; words are under the names of :data:`HARMLESS`; so is the address of a server on this machine.

@@ -479,7 +479,7 @@ def _logical_lines(text: str, where: str) -> list[str]:
 
 
 def _continued(before: str, line: str) -> bool:
-    """Whether a comment stands on a line of its own, in the middle of a command."""
+    """True if a comment stands on a line of its own, in the middle of a command."""
     return not before.rpartition("\n")[2].partition("#")[0].strip() and bool(line.strip())
 
 

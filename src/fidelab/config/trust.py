@@ -306,7 +306,7 @@ def _file(key: str, value: str, exists: Callable[[Path], bool] = Path.exists) ->
 
 
 def _inside(demand: Demand, file: Path) -> bool:
-    """Whether the demand is a file that lies in the settings file's own folder."""
+    """True if the demand is a file that lies in the settings file's own folder."""
     if demand.key in (*_COMMANDS, *_HUB_CODE, _KEY):
         return False
     return Path(demand.target).is_relative_to(_place(file.parent))

@@ -74,7 +74,7 @@ def from_json(kind: type[_T], data: Any, at: str = "") -> _T:
 
 
 def fits(data: Any, kind: Any) -> bool:
-    """Whether plain data is the form of a type."""
+    """True if plain data is the form of a type."""
     try:
         _read(kind, data, "")
     except ValueError:
@@ -148,7 +148,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _is_pairs(kind: Any) -> bool:
-    """Whether a type is ``tuple[tuple[str, X], ...]``."""
+    """True if a type is ``tuple[tuple[str, X], ...]``."""
     parts = get_args(kind) if get_origin(kind) is tuple else ()
     return len(parts) == 2 and parts[1] is ... and get_origin(parts[0]) is tuple and get_args(parts[0])[:1] == (str,)
 

@@ -30,7 +30,7 @@ class Diagnosis:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing blocks :data:`MAIN_JOB`, or what else was asked about."""
+        """True if nothing blocks :data:`MAIN_JOB`, or what else was asked about."""
         return not self.reasons
 
     @property

@@ -33,7 +33,7 @@ class DoctorCheck:
 
     @property
     def blocks(self) -> bool:
-        """Whether the main job cannot run because of it."""
+        """True if the main job cannot run because of it."""
         return self.needed and self.status in ("missing", "broken")
 
     @property

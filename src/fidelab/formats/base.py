@@ -40,7 +40,7 @@ class Format(ABC):
 
     @property
     def has_exceptions(self) -> bool:
-        """Whether a cache keeps some tokens as they are."""
+        """True if a cache keeps some tokens as they are."""
         return bool(self.sinks or self.tail) or self.token_block > 1
 
     def encoded_tokens(self, tokens: int) -> int:
@@ -49,7 +49,7 @@ class Format(ABC):
 
     @property
     def emulated(self) -> bool:
-        """Whether the parts are larger than packed codes would be: the error is the format's, the memory is not."""
+        """True if the parts are larger than packed codes would be: the error is the format's, the memory is not."""
         return False
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:

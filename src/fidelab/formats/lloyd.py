@@ -69,7 +69,7 @@ class LloydMax(Format):
 
     @property
     def emulated(self) -> bool:
-        """Whether ``bits`` leaves gaps in a byte."""
+        """True if ``bits`` leaves gaps in a byte."""
         return self._stored_bits != self.bits
 
     @property

@@ -102,7 +102,7 @@ class _BaseRows:
 
 
 def is_base_file(path: Path) -> bool:
-    """Whether a file begins as these do."""
+    """True if a file begins as these do."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC

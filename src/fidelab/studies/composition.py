@@ -1,4 +1,4 @@
-"""Whether quantization and speculation multiply, from four measured arms and their reports.
+"""True if quantization and speculation multiply, from four measured arms and their reports.
 
 See docs/metrics.md#speculation.
 
