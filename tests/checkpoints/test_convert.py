@@ -387,7 +387,7 @@ def test_a_damaged_source_is_one_line_and_leaves_nothing(damage: Any, message: s
     [
         ("source", "awq", "exists"),
         ("source/inner", "awq", "lies within the source"),
-        ("absent/target", "awq", "is no folder"),
+        ("absent/target", "awq", "is not a folder"),
         ("target", "gptq", "is gptq already"),
         ("target", "awk", "did you mean 'awq'"),
     ],

@@ -365,7 +365,7 @@ def test_folders_without_windows_are_refused(tmp_path: Path) -> None:
     (foreign / "model.safetensors").touch()
     assert "it is empty" in refused(tmp_path, ref, empty, InputError)
     assert "it holds model.safetensors" in refused(tmp_path, ref, foreign, InputError)
-    assert "is no folder" in refused(tmp_path, tmp_path / "none", test, InputError)
+    assert "is not a folder" in refused(tmp_path, tmp_path / "none", test, InputError)
     assert "is the reference itself" in refused(tmp_path, ref, test / ".." / "ref", UsageError)
 
 

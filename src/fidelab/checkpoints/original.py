@@ -46,7 +46,7 @@ _MOST_ERROR = {
 }  # relative, by bits; an ordinary one: a third
 _MOST_FACTOR = {8: 0.03, 6: 0.05, 5: 0.05, 4: 0.1, 3: 0.2, 2: 0.4, 1: 0.6}  # by which a layer may be larger or smaller
 _KEPT_ERROR = 0.02  # of layers in 16 bits that were rescaled
-_MOSTLY = 0.7  # of an error: where so much of it is one factor, the factor is not rounding's
+_MOSTLY = 0.7  # share of an error: from here on, one factor explains it and rounding does not
 _ALIKE = 1.01  # times as large an error tells nothing
 _CLEARLY = 1.5  # times as large an error tells one of two explanations apart
 _STEP = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # the last bit, relative
@@ -150,7 +150,7 @@ def _base_differs(subject: Subject) -> Iterator[Finding]:
     cause="norms stored with or without their one, an embedding that was resized or partly written, tensors of another "
     "revision",
     check="with --base: every number of norms, embeddings, biases and layers in 16 bits, up to the last bit of the "
-    "smaller type; a norm may be divided by what the layers behind it are multiplied by",
+    "smaller type; a norm may be divided by the factor of the layers after it",
     command="copy these tensors from the original, or quantize again",
 )
 def _base_kept_differs(subject: Subject) -> Iterator[Finding]:
@@ -179,17 +179,17 @@ class _Layer:
     """A layer on sampled rows.
 
     Attributes:
-        quantized: whether it is; else it is kept, and not equal.
-        limit, factor_limit: how large an error, and a factor's distance from one, rounding may make.
-        norm: the changed norm that it makes up for.
-        best: error and factor, see :func:`_misfit`, of the original divided by what that norm is multiplied by.
-        errors: the error with every changed norm that it might make up for, and with none (``""``); of a layer that
+        quantized: whether it is; else it is kept in 16 bits and differs.
+        limit, factor_limit: the largest error, and distance of a factor from one, that rounding may cause.
+        norm: the changed norm that it compensates.
+        best: error and factor, see :func:`_misfit`, of the original divided by the factor of that norm.
+        errors: the error with every changed norm that it might compensate, and with none (``""``); of a layer that
             feeds another one where every output has a factor of its own.
         free: the error where every input has a factor of its own, and how much these factors vary.
         rows: which rows were sampled.
         gains: of each of these rows: the factor by which it is larger than the original's.
         gained: the error where these factors are taken out.
-        cancels: whether the layer behind (or before) it has the reciprocals of its factors.
+        cancels: whether the layer after (or before) it has the reciprocals of its factors.
     """
 
     quantized: bool
@@ -247,7 +247,7 @@ def _compared(subject: Subject, base: Checkpoint) -> _Comparison:
 
 
 def _sound(subject: Subject, name: str, layer: _Layer) -> bool:
-    """True if a layer is the original's, but for factors that cancel."""
+    """True if a layer equals the original's, apart from factors that cancel."""
     if layer.fits(*layer.best):
         return True
     leaf = name.rpartition(".")[2]
@@ -273,7 +273,7 @@ def _left_behind(layers: Mapping[str, _Layer]) -> Iterator[tuple[str, float]]:
 
 
 def _samples(module: Module, changed: Mapping[str, float]) -> bool:
-    """True if rows of a module are looked at: of all quantized layers, and of those in 16 bits that are not equal."""
+    """True if rows of a module are compared: of all quantized layers, and of 16-bit layers that differ."""
     if module.quantized:
         return True
     weight = module.parts.get("weight")
@@ -362,7 +362,7 @@ def _link(
 
 
 def _inputs(subject: Subject, rows: NDArray[np.intp], n: int, k: int) -> NDArray[np.intp] | None:
-    """Which inputs of a layer these outputs of the layer before it are; a value head feeds several query heads."""
+    """Inputs of a layer that these outputs of the previous layer feed; a value head feeds several query heads."""
     if n == k:
         return rows
     text = text_config(subject.checkpoint.config)
@@ -458,8 +458,8 @@ def _changed(subject: Subject, base: Checkpoint) -> Iterator[tuple[str, float]]:
 
 
 def _difference(checkpoint: Checkpoint, info: TensorInfo, base: Checkpoint, other: TensorInfo) -> float | None:
-    """How far the rows that two tensors both have are apart, relative to the larger of the two where they differ;
-    ``None``: they are equal up to the coarser type's last bit."""
+    """Distance of the common rows of two tensors, relative to the larger of the two where they differ;
+    ``None``: equal up to the last bit of the coarser type."""
     rows = min(info.shape[0], other.shape[0])  # a vocabulary may be filled up
     info, other = _head(info, rows), _head(other, rows)
     step, tiny = max(_STEP[info.dtype], _STEP[other.dtype]), max(_TINY[info.dtype], _TINY[other.dtype])
@@ -575,7 +575,7 @@ def _columns(checkpoint: Checkpoint, info: TensorInfo, columns: NDArray[np.intp]
 
 
 def _stored(checkpoint: Checkpoint, module: QuantizedModule, rows: NDArray[np.intp], n: int) -> dict[str, StoredArray]:
-    """What a module of ``n`` outputs would store of these alone, so that a large layer need not be held in memory."""
+    """Stored form of these rows of a module of ``n`` outputs, so that a large layer need not be held in memory."""
     stored = {}
     for part, name in module.parts.items():
         if part not in ACTIVATION_PARTS:
@@ -662,7 +662,7 @@ def _base_config(subject: Subject) -> Iterator[Finding]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a configuration decides what a model computes, under one name whichever version wrote it."""
+    """Settings of a configuration that decide what a model computes, under version-independent names."""
     text = text_config(config)
     found = {key: text[key] for key in (*_SHAPE, *_NUMBERS, *_LENGTHS) if text.get(key) is not None}
     hidden, heads = found.get("hidden_size"), found.get("num_attention_heads")

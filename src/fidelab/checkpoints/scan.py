@@ -48,7 +48,7 @@ _BLOCK_SCALES: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a tensor's values are like; of GGUF's blocks those of their 16-bit scales (the first of each block).
+    """Statistics of a tensor's values; for GGUF blocks, of their 16-bit scales (the first of each block).
 
     Attributes:
         size: numbers.

@@ -46,7 +46,7 @@ class Excepted(Format):
 
     @property
     def token_block(self) -> int:  # type: ignore[override]
-        """That of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.token_block
 
     @property
@@ -63,7 +63,7 @@ class Excepted(Format):
         return self.inner.encode(x, scale)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """What ``inner`` decodes."""
+        """Decode with ``inner``."""
         return self.inner.decode(parts, dim, dtype, scale)
 
     def token_bytes(self, dim: int) -> int:
@@ -79,5 +79,5 @@ class Excepted(Format):
         return self.inner.sequence_bytes(heads, dim)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """That of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.error_bound(x, scale)

@@ -141,7 +141,7 @@ class Float8(Format):
         return rounding_bound(magnitude, self.dtype, s) + magnitude * FLOAT32_SLACK + _SMALLEST
 
     def _scale(self, x: Tensor, scale: Tensor | None) -> Tensor | None:
-        """What float32 ``x`` is divided by, in float32; ``None`` for 1."""
+        """Divisor of float32 ``x``, in float32; ``None`` for 1."""
         if self.scaling == "none":
             return None
         if self.scaling == "per-token-head":

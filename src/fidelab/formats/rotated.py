@@ -1,4 +1,4 @@
-"""Any format behind a Hadamard rotation of the head dimension: option ``rotate``, with ``seed`` for random signs.
+"""Any format after a Hadamard rotation of the head dimension: option ``rotate``, with ``seed`` for random signs.
 
 Content ``x`` is stored as the format's encoding of ``R x`` and read back as ``Rᵀ`` of what that decodes to.  ``R`` has
 blocks ``H / sqrt(n)``, ``H`` Sylvester's Hadamard matrix (``±1``, symmetric), ``n`` a power of two:
@@ -43,7 +43,7 @@ _SMALLEST_BLOCK = 8
 
 
 def rotated(spec: FormatSpec, inner: Format) -> Format:
-    """``inner`` behind the rotation that ``spec`` asks for.
+    """``inner`` after the rotation that ``spec`` asks for.
 
     Raises:
         UsageError: an unknown rotation, or a seed without one.
@@ -69,7 +69,7 @@ class Rotated(Format):
 
     @property
     def token_block(self) -> int:  # type: ignore[override]
-        """That of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.token_block
 
     @property
@@ -128,7 +128,7 @@ class Rotated(Format):
         if dim % size or size < _SMALLEST_BLOCK:
             needs = self.block or _SMALLEST_BLOCK
             raise NotSupportedError(
-                f"KV format {self.name} with a Hadamard rotation: head dimension {dim} is no multiple of {needs}"
+                f"KV format {self.name} with a Hadamard rotation: head dimension {dim} is not a multiple of {needs}"
             )
         return size
 

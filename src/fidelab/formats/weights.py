@@ -1,9 +1,9 @@
 """Formats of weights: every format of this package on the rows of a matrix, and ggml's k-quants.
 
 A weight is ``[..., N, K]``: N outputs, K inputs; leading dimensions are experts.  Groups and blocks lie along K, as the
-kernels of GPTQ, AWQ, compressed-tensors and ggml have them.  Rounding is to nearest: nothing is calibrated.  What is
-measured is a simulation: the weight keeps its type and holds the values that the format's codes stand for, while
-``nbytes`` counts what the format itself takes.
+kernels of GPTQ, AWQ, compressed-tensors and ggml have them.  Rounding is to nearest: nothing is calibrated.  The
+measurement is a simulation: the weight keeps its type and holds the decoded values, while ``nbytes`` counts the bytes
+of the format itself.
 
 Options have the defaults of checkpoints, not those of caches: integers have groups of 128; 8-bit floats a scale per
 output (``scale=per-channel``; or ``per-tensor``, ``none``), nvfp4 one scale per tensor above those of its blocks.

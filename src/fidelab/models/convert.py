@@ -47,7 +47,7 @@ def to_safetensors(file: Path, text: Path, target: Path, dtype: str = "bfloat16"
     ``text``: the folder with the file's tokenizer and template.
 
     Raises:
-        InputError: the file is damaged, or Transformers cannot have its weights.
+        InputError: the file is damaged, or Transformers cannot load its weights.
         OutputError: the disk has no room for them.
     """
 
@@ -80,7 +80,7 @@ def check_room(target: Path, size: int) -> None:
 
 
 def originals(file: Path, folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """What :func:`to_safetensors` stores, from the GGUF file: names of the folder's tensors with values in float32.
+    """Tensors that :func:`to_safetensors` stores, by name, read from the GGUF file as float32.
 
     Raises:
         InputError: Transformers cannot have the file's weights.

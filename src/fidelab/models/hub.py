@@ -95,7 +95,7 @@ def dataset_file(repo: str, filename: str) -> Path:
     with _hub_errors(repo, None):
         file = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=[filename])) / filename
     if not file.is_file():
-        raise InputError(f"{repo} on the hub has no file {filename} any more")
+        raise InputError(f"{repo} on the hub no longer has the file {filename}")
     return file
 
 

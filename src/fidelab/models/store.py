@@ -36,7 +36,7 @@ class Listed:
 
 
 def gguf_dir() -> Path:
-    """Where that which was made from GGUF files lies."""
+    """Folder of everything converted from GGUF files."""
     return cache_dir() / "models" / "gguf"
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: its weight files, their size, and one hash for its content."""
+"""Content of a checkpoint folder: its weight files, their size, and one hash for its content."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class WeightSize:
-    """What the headers of weight files say: numbers stored, their bytes, tensors, and whether an LM head is there."""
+    """Totals from the headers of weight files: values, bytes, tensors, and whether an LM head exists."""
 
     parameters: int
     bytes: int

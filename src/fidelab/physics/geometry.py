@@ -1,8 +1,9 @@
 """The shape of a named model, from the model that Transformers builds.
 
 Nothing is derived from the names of configuration fields: Transformers builds the model on the
-``meta`` device, where tensors have shapes and no content, and one token is passed through it.  What its cache holds
-afterwards is what the architecture caches, also for shared layers, latents, sliding windows and recurrent states.
+``meta`` device, where tensors have shapes and no content, and one token is passed through it.  The content of its cache
+afterwards is what the architecture caches. This also covers shared layers, latents, sliding windows and recurrent
+states.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "num_selected_experts")
-_CHUNK = 2**16  # an expert count beyond this is no expert count
+_CHUNK = 2**16  # a larger value is not an expert count
 
 
 def model_geometry(source: Path, name: str = "") -> Geometry:

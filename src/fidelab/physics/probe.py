@@ -31,7 +31,7 @@ def probe_device(device: str, seconds: float) -> Probe:
     """Measure for about ``seconds`` per rate; each is the median of its repeats.
 
     Raises:
-        UsageError: torch has no such device.
+        UsageError: torch does not know the device.
     """
     kind = device.partition(":")[0]
     if kind not in _ROWS or (kind == "cuda" and not torch.cuda.is_available()):
@@ -64,7 +64,7 @@ def probe_device(device: str, seconds: float) -> Probe:
 def _matmul_rate(dtype: torch.dtype, most_rows: int, seconds: float, device: str) -> float:
     """Return operations per second of a product of square matrices.
 
-    Their size doubles until one product takes a quarter of ``seconds``. Where the processor has no instructions for
+    The size doubles until one product takes a quarter of ``seconds``. Where the processor has no instructions for
     ``dtype``, a product of 2,048 rows takes a minute.
     """
     rows = _FEWEST_ROWS
