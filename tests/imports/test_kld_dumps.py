@@ -354,7 +354,7 @@ def test_what_is_no_whole_safetensors_file_is_refused(content: bytes | str, tmp_
     ref, test, _ = dumps(tmp_path, n=4)
     file = test / "1.safetensors"
     file.write_bytes(file.read_bytes()[:-7] if isinstance(content, str) else content)
-    assert "1.safetensors is no complete safetensors file" in refused(tmp_path, ref, test, InputError)
+    assert "1.safetensors is not a complete safetensors file" in refused(tmp_path, ref, test, InputError)
 
 
 def test_folders_without_windows_are_refused(tmp_path: Path) -> None:

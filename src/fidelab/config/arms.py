@@ -16,7 +16,7 @@ _ENV = "env."
 
 
 def split_commas(text: str) -> list[str]:
-    """The parts between commas that stand in no brackets, of formats or of JSON, and in no JSON text."""
+    """The parts between commas outside of brackets (of formats or JSON) and JSON strings."""
     parts, depth, start, quoted, escaped = list[str](), 0, 0, False, False
     for at, sign in enumerate(text):
         if sign == '"' and not escaped:
@@ -60,6 +60,6 @@ def arm_fields(text: str) -> dict[str, Any]:
             options[key] = value
     if engine:
         if "engine" not in fields:
-            raise ValueError(f"{next(iter(engine))} belongs to an engine: write engine=NAME beside it")
+            raise ValueError(f"{next(iter(engine))} belongs to an engine: write engine=NAME next to it")
         fields["engine"] = {"name": fields["engine"], **engine}
     return {**fields, **({"engine_args": options} if options else {}), **({"env": env} if env else {})}

@@ -161,13 +161,13 @@ class ArmConfig(BaseModel):
 
 
 class ServeConfig(BaseModel):
-    """What the command line of a server says besides the arms: it stands again in the commands of the report."""
+    """Parts of a server's command line besides the arms; the report's commands repeat them."""
 
     model_config = _STRICT
 
     program: tuple[str, ...] = Field(default=(), description="words before the flags; none: an image starts by itself")
     wrapper: tuple[str, ...] = Field(default=(), description="docker run … IMAGE, where the server runs in a container")
-    model_flag: str = Field(default="", description="flag that names the model; empty: a word of its own")
+    model_flag: str = Field(default="", description="flag that names the model; empty: a separate word")
     words: tuple[str, ...] = Field(default=(), description="flags that go into no configuration")
     mounts: dict[str, str] = Field(default_factory=dict, description="folder in the image → folder here")
     ignored: dict[str, str] = Field(
@@ -176,7 +176,7 @@ class ServeConfig(BaseModel):
 
 
 class Preset(ArmConfig):
-    """An arm in a file of its own, which a server can be started from, too."""
+    """An arm in a separate file, from which a server can be started."""
 
     engine: EngineConfig = Field(description="engine of the configuration")
     model: str = Field(description="checkpoint of the configuration")
@@ -189,7 +189,7 @@ class Preset(ArmConfig):
         return self.engine.name
 
     def arm_fields(self) -> dict[str, Any]:
-        """What of it a comparison sees, as fields of an arm."""
+        """Fields of an arm that a comparison uses."""
         return self.model_dump(mode="json", exclude={"about", "serve"}, exclude_defaults=True)
 
 
@@ -198,7 +198,7 @@ Share = Annotated[float, BeforeValidator(parse_share)]
 
 
 class Limits(BaseModel):
-    """What a candidate may lose and has to save to be recommended, and its non-inferiority margin."""
+    """Requirements for recommending a candidate (allowed loss, saving), and its non-inferiority margin."""
 
     model_config = _STRICT
 
@@ -235,7 +235,7 @@ def merged_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
 
 
 class ExecutorConfig(BaseModel):
-    """Where the arms' processes run."""
+    """Placement of the arms' processes."""
 
     model_config = _STRICT
 

@@ -1,4 +1,4 @@
-"""What a settings file may not do unasked: start a program, send a key, read files that lie elsewhere.
+"""Actions of a settings file that need permission: start a program, send a key, read files elsewhere.
 
 Files are passed around, so that whoever runs one need not be its author.  What such a file asks for is listed, and
 refused unless the person gives the same words as flags or names the file by ``--trust FILE``.  A file that was trusted
@@ -36,14 +36,14 @@ _MEMORY = "trusted-files"  # in the user's state: per line a hash and the file t
 _COMMANDS = ("prefix", "python", "image", "pythonpath")
 _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
-_TASKS = "include_path"  # of axis lm-eval: task files name functions of the files beside them
+_TASKS = "include_path"  # of axis lm-eval: task files name functions of neighbouring files
 _WRITTEN = ("output_dir", "captures_dir")
 _NAMES = {
     "text": ("default", "domains", "wikitext-2"),
     "prompts": ("default",),
     "traffic": ("",),
     "reference_from": ("",),
-}  # values that are no files
+}  # values that are not files
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Trust:
-    """What the person said on the command line.
+    """Permissions given on the command line.
 
     ``files``: trusted ones, or their folders.  ``words``: key and value of what a file may ask for, too; with
     ``exact``, a word that the file does not ask for is a mistake.
@@ -100,7 +100,7 @@ def check_trust(settings: Asking, written: Mapping[str, Any], file: Path, trust:
 def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
     """Refuse what a server's command in a file asks for unasked; ``pasted``: the settings that were made of it.
 
-    Its words stand in the commands of the report; they are not asked for, since the person named the file as a command.
+    Its words appear in the report's commands. They need no permission, since the user named the file as a command.
 
     Raises:
         ConfigError: as :func:`check_trust`.
@@ -246,12 +246,12 @@ def demands(settings: Asking) -> list[Demand]:
     serve = settings.serve if isinstance(settings, Experiment) else None
     if serve is not None:
         words = shlex.join([*serve.wrapper, *serve.program, *serve.words])
-        found.append(Demand("serve", words, "would stand in the commands that the report shows"))
+        found.append(Demand("serve", words, "would appear in the commands of the report"))
     return list(dict.fromkeys(found))
 
 
 def _option(key: str, value: str) -> Iterator[Demand]:
-    if key == _KEY:  # said with the host that would get it
+    if key == _KEY:  # reported with the host that would get it
         return
     if key in _HUB_CODE:
         if "/" in value or ":" in value:
@@ -313,7 +313,7 @@ def _inside(demand: Demand, file: Path) -> bool:
 
 
 def _place(path: Path) -> Path:
-    """Where a path leads, without links and dots."""
+    """Target of a path, without links and dots."""
     try:
         return path.expanduser().resolve()
     except (OSError, RuntimeError):  # a loop of links; the home of a user who does not exist

@@ -56,9 +56,9 @@ class Diagnosis:
 def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: None) -> Diagnosis:
     """Examine this machine; takes seconds, asks no network, never raises for what it finds.
 
-    Nothing is written but what the engines said, into the cache.  ``trial``: also let each engine prefill and decode
-    with each of its KV formats, in a process each.  That takes minutes; what failed is kept with its log, and
-    runs refuse it.  ``say`` gets a line for each format that is tried.
+    Only the engines' answers are written, into the cache. ``trial``: also let each engine prefill and decode with each
+    of its KV formats, in separate processes. That takes minutes. Failures are kept with their logs, and runs refuse
+    these formats.  ``say`` gets a line for each format that is tried.
     """
     from fidelab.doctor import machine, parts, software
 
@@ -106,4 +106,4 @@ def examine_image(name: str, say: Callable[[str], None] | None = None) -> Diagno
     from fidelab.doctor import parts
 
     checks = parts.image_engines(name, say)
-    return Diagnosis(tuple(checks), good=f"arms can run with --image {name}")
+    return Diagnosis(tuple(checks), good=f"configurations can run with --image {name}")

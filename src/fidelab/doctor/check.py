@@ -47,7 +47,7 @@ class DoctorCheck:
 
 
 def guarded(name: str, group: str, examine: Callable[[], DoctorCheck], *, needed: bool = False) -> DoctorCheck:
-    """What ``examine`` finds; whatever it raises is a finding too, which blocks the main job only where ``needed``."""
+    """Findings of ``examine``. An exception is a finding too, which blocks the main job only where ``needed``."""
     try:
         return examine()
     except CAUGHT as error:

@@ -211,7 +211,7 @@ def _listed(versions: Mapping[str, str]) -> str:
 
 
 def _formats(engine: str) -> list[DoctorCheck]:
-    """The formats of an engine that is part of fidelab: those of ours are tried on a small tensor."""
+    """The formats of a built-in engine; fidelab's formats are tried on a small tensor."""
     from fidelab.environments.answers import ask
     from fidelab.environments.environment import Environment
 
@@ -253,7 +253,7 @@ def _axis(registry: Registry, name: str, unusable: Collection[str]) -> DoctorChe
 
 
 def _provider(registry: Registry, name: str) -> str | None:
-    """What to do about a part that another package adds; ``None`` for our own, whose packages are checked."""
+    """Advice about a part that another package adds; ``None`` for built-in parts, whose packages are checked."""
     for point in metadata.entry_points(group=registry.group or "", name=name):
         if point.dist is not None:
             return f"repair or remove the package {point.dist.name}, which adds it"

@@ -36,7 +36,7 @@ def contender() -> DoctorCheck:
 def packages() -> list[DoctorCheck]:
     """One check per required package: installed, new enough, importable.
 
-    A package that fails together with one that it requires itself is not a reason of its own.
+    A package that fails together with one of its requirements is not a separate reason.
     """
     matches = [match for text in _requires("fidelab") if (match := _REQUIREMENT.match(text))]
     checks = [guarded(match["name"], "packages", partial(_installed, match), needed=True) for match in matches]
@@ -113,7 +113,7 @@ def _k16v8() -> DoctorCheck:
 
 
 def _requires(package: str) -> list[str]:
-    """What a package requires always, by its metadata; a marker makes a requirement optional.
+    """Unconditional requirements of a package by its metadata; a marker makes a requirement optional.
 
     The main job of fidelab, comparing arms of engine hf, needs the packages of an extra as well.
     """
@@ -184,7 +184,7 @@ def _uninterrupted() -> Iterator[None]:
 def _unimportable(check: DoctorCheck, error: BaseException, others: list[str]) -> DoctorCheck:
     """An installed package that cannot be imported; ``others``: failing packages that it requires."""
     if others:
-        remedy = f"mend {' and '.join(others)} first"
+        remedy = f"fix {' and '.join(others)} first"
     elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != _module(check.name):
         remedy = f"pip install {check.name}"  # leaves the package as it is and adds what it lacks
     else:

@@ -32,7 +32,7 @@ class WindowRows(Protocol):
         """Unnormalised log scores [stop - start, vocabulary], in memory of their own."""
 
     def unknown(self, start: int, stop: int) -> NDArray[np.bool_] | None:
-        """Where they are known together alone, and stand as their mean; ``None``: all are known."""
+        """Items of which only the mean is known; ``None``: all are known."""
 
 
 @dataclass
@@ -117,11 +117,11 @@ def open_folder(path: Path) -> DumpFolder:
 
     Raises:
         InputError: no folder, no numbered files, pickles, draft-head rows among them, no tensor ``log_probs``, rows
-            that are no log-probabilities; the message names the file.
+            that are not log-probabilities; the message names the file.
     """
     if not path.is_dir():
         raise InputError(
-            f"{path} is no folder: name one that holds 0.safetensors, 1.safetensors …, or a file that "
+            f"{path} is not a folder: name one that holds 0.safetensors, 1.safetensors …, or a file that "
             "llama-perplexity --kl-divergence-base wrote"
         )
     files = sorted(entry.name for entry in path.iterdir())
@@ -203,7 +203,7 @@ def _refuse_alternating(path: Path, shapes: list[tuple[int, int]]) -> None:
 
 def _open_file(path: Path) -> WindowFile:
     if not path.is_file():
-        raise InputError(f"{path}: cannot be read: it is no regular file")
+        raise InputError(f"{path}: cannot be read: it is not a regular file")
     try:
         with path.open("rb") as file:
             head = file.read(4)
@@ -215,7 +215,7 @@ def _open_file(path: Path) -> WindowFile:
         tensors = TensorFile(path)
         names = tensors.names()
     except CaptureError as error:
-        raise InputError(f"{path} is no complete safetensors file: {error.__cause__ or error}") from error
+        raise InputError(f"{path} is not a complete safetensors file: {error.__cause__ or error}") from error
     if KEY not in names:
         holding = ", ".join(map(repr, names[:5])) or "nothing"
         raise InputError(f"{path} has no tensor {KEY!r}; it holds {holding}")
@@ -235,7 +235,7 @@ def _open_file(path: Path) -> WindowFile:
 
 
 def _check_sums(file: WindowFile) -> None:
-    """Refuse rows that are no log-probabilities; rows with NaN are skipped here, and counted as failed later."""
+    """Refuse rows that are not log-probabilities; rows with NaN are skipped here, and counted as failed later."""
     n = file.shape[0]
     for row in sorted({round(place) for place in np.linspace(0, n - 1, _CHECKED)}):
         scores = file.rows(row, row + 1)[0].astype(np.float64)

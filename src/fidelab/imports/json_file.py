@@ -15,7 +15,7 @@ from fidelab.core.errors import InputError
 from fidelab.results.measurement import Coordinates, Definition, Metric
 
 _MOST_BYTES = 128 << 20
-_MOST = 1_000_000  # tokens of one answer, chunks: more than this is no count
+_MOST = 1_000_000  # tokens of one answer, chunks: a larger number is not a count
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class BaseFile(Dump):
             with path.open("rb") as file:
                 start = file.read(len(_MAGIC) + 3 * _HEADER.itemsize)
                 if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + 3 * _HEADER.itemsize:
-                    raise InputError(f"{path} is no file of llama-perplexity --kl-divergence-base")
+                    raise InputError(f"{path} is not a file of llama-perplexity --kl-divergence-base")
                 n_ctx, vocabulary, windows = np.frombuffer(start, _HEADER, offset=len(_MAGIC)).tolist()
                 if not (4 <= n_ctx < _MOST and 2 <= vocabulary < _MOST and 1 <= windows < _MOST):
                     what = f"{windows} windows of {n_ctx} tokens over {vocabulary} ids"

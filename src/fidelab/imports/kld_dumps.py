@@ -2,10 +2,9 @@
 
 A dump is a folder of ``0.safetensors``, ``1.safetensors`` … as a patched server writes them, each with one tensor
 ``log_probs`` [rows, vocabulary]: the protocol ``sliding``, windows of 2048 tokens every 512, every row scored.  Row r
-says what follows token r.  See docs/metrics.md#windows-and-contexts.  Or it is a file that
-``llama-perplexity --kl-divergence-base`` wrote.
-Folders hold no tokens, so Δp of the actual token is not known; and dumps no sign of what ran, so rows that all equal
-the reference's are no proof of anything.
+is the distribution after token r.  See docs/metrics.md#windows-and-contexts.  Or it is a file that ``llama-perplexity
+--kl-divergence-base`` wrote. Folders hold no tokens, so Δp of the actual token is not known; and dumps do not show what
+ran, so rows that all equal the reference's prove nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Places = Mapping[str, NDArray[np.int32]]
 
 _CHUNK = 1 << 24  # elements of one side at a time: 64 MiB in float32
 _BOUNDS = (0.0, math.inf)
-_UNPROVEN = "every row equals the reference's, and dumps hold no proof that anything else ran"
+_UNPROVEN = "every row equals the reference's, and dumps cannot prove that anything else ran"
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,11 @@ def import_dumps(
         model: what the report calls the model.
         stride: tokens between the starts of windows; a quarter of the rows by default (512 of 2048).
         seed: of the bootstrap over blocks of adjacent windows, which are no shorter than the windows that overlap.
-        progress: told which folder is being compared.
+        progress: called with the folder that is being compared.
 
     Raises:
-        InputError: something that is no dump, or rows that are no log-probabilities.
-        MismatchError: folders whose windows are not each other's.
+        InputError: something that is not a dump, or rows that are not log-probabilities.
+        MismatchError: folders with different windows.
         UsageError: names that do not fit, or the reference as a test.
         OutputError: the run folder cannot be written.
     """

@@ -65,7 +65,7 @@ def perturb_prompt(prompt: Prompt, name: str, seed: int) -> Prompt | None:
 
 
 def differences(before: Prompt, after: Prompt, most: int = 3) -> str:
-    """What a perturbation did, for people: ``What → Waht``, the first ``most`` words that differ."""
+    """Summary of a perturbation: ``What → Waht``, the first ``most`` words that differ."""
     words = [
         _change(old, new)
         for old_message, new_message in zip(before.messages, after.messages, strict=True)
@@ -83,7 +83,7 @@ def stop_words() -> frozenset[str]:
 
 @cache
 def synonyms() -> Mapping[str, str]:
-    """Word → what may stand for it, both in small letters."""
+    """Word → its replacements, in lower case."""
     table: dict[str, str] = {}
     for line in _lines("synonyms.txt"):
         match = _SYNONYM.fullmatch(line)

@@ -73,14 +73,14 @@ class Pair:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """What differs from the model's own 16 bits."""
+        """Formats that differ from the model's 16-bit type."""
         named = (("w", self.weights != NATIVE), ("k", self.k not in _WIDE), ("v", self.v not in _WIDE))
         return tuple(name for name, differs in named if differs)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one arm lost: nats, with its 95% interval, where several documents or blocks gave one."""
+    """Loss of one arm in nats, with its 95% interval, where several documents or blocks gave one."""
 
     mean: float
     interval: tuple[float, float] | None
@@ -128,7 +128,7 @@ def _part(pair: Pair, measured: Mapping[Pair, Measured]) -> Measured | None:
 def _partitions(factors: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
     """All ways to divide up to three factors, fewest blocks first; keys and values stay together where they can."""
     if not factors:
-        yield []  # nothing differs: no loss, as the 16-bit cache stands for the 32-bit one
+        yield []  # nothing differs: no loss, since the 16-bit cache counts as the 32-bit one
         return
     yield [tuple(factors)]
     if len(factors) == 3:
@@ -142,7 +142,7 @@ def _partitions(factors: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
 
 @dataclass(frozen=True)
 class Runs:
-    """What reports know about a model: losses, bytes of weights, the arms themselves, and what could not be used."""
+    """Data of reports about a model: losses, bytes of weights, the arms themselves, and what is unusable."""
 
     losses: Mapping[Pair, Measured] = field(default_factory=dict)
     weight_bytes: Mapping[str, float] = field(default_factory=dict)
@@ -217,13 +217,13 @@ def _joined_reports(reports: Mapping[Path, Report], native: str, notes: list[str
                 losses[pair], arms[pair] = found, arm
     if len({str(report.comparability_key) for report in reports.values()}) > 1:
         notes.append(
-            "the runs differ in text, windows or estimator: what is joined of several of them is no paired sum"
+            "the runs differ in text, windows or estimator: figures joined from several of them are not a paired sum"
         )
     return Runs({pair: one for pair, (_, one) in losses.items()}, weights, tokens, arms, reports, tuple(notes))
 
 
 def _pair(arm: ArmRecord, reference: ArmRecord, native: str) -> Pair | None:
-    """What an arm ran; ``None`` of arms that change something else as well, or whose formats nobody here knows."""
+    """Formats that an arm ran; ``None`` for arms that change something else as well, or whose formats are unknown."""
     if arm.kv is None or arm.engine != reference.engine or not arm.measured:
         return None
     others = arm.ran.others() if arm.ran else {}
@@ -269,7 +269,7 @@ def _known(spec: FormatSpec) -> bool:
 
 
 def _loss_of(arm: ArmRecord, report: Report) -> tuple[tuple[Any, ...], Measured] | None:
-    """How much an arm's figure is worth, and the figure; the reference loses nothing against itself."""
+    """Rank of an arm's figure by its reliability, and the figure. The reference loses nothing against itself."""
     if arm is report.reference:
         return (math.inf,), Measured(0.0, (0.0, 0.0), arm.name)
     kld = arm.deciding
@@ -298,8 +298,8 @@ class Option:
 def ranked(options: Sequence[Option], memory: float, max_kld: float | None = None) -> tuple[list[Option], bool]:
     """The options, best first, and whether the first may be run: it fits, and its loss is known and within the limit.
 
-    With ``max_kld`` those come first whose interval ends below it, by their ceiling; else, and behind them, the least
-    loss counts.  What does not fit into ``memory`` bytes comes last.
+    With ``max_kld``, options whose interval ends below it come first, by their ceiling. The others follow by loss.
+    Options that do not fit into ``memory`` bytes come last.
     """
 
     def order(one: Option) -> tuple[float, ...]:
@@ -325,7 +325,7 @@ _SPEEDUP = Definition(
 )
 _LOSS = Definition("kld", "nats", "lower", "Mean KL over the reference.", name="KL")
 _COLUMNS = ("weights", "kv", "bytes", "fits", "speedup", "kld", "loss is")
-_NOTE = "at most: decode speed-up over 16 bits; predicted (n): the sum of n measured losses, by no arm itself"
+_NOTE = "at most: decode speed-up over 16 bits; predicted (n): the sum of n measured losses"
 
 
 def advise(
@@ -446,7 +446,7 @@ def _row(one: Option, room: float) -> StudyRow:
 
 
 def _notes(runs: Runs, context: int, sizes: Mapping[str, float]) -> Iterator[str]:
-    """What the figures do not cover."""
+    """Limits of the figures."""
     arms = [arm for report in runs.reports.values() for arm in report.candidates]
     reach = [n for arm in arms if arm.deciding and isinstance(n := arm.deciding.facts.get("n_ctx"), int)]
     if reach and max(reach) < context:

@@ -1,8 +1,7 @@
-"""Many reports → one ranking for each set of conditions, in which arms that cannot be told apart share a rank.
+"""Many reports → one ranking for each set of conditions, in which indistinguishable arms share a rank.
 
-A row ranks only with rows that agree in all that :func:`~fidelab.results.comparability.fields` asks for; figures beside
-the ranked one are left out where they were measured under other conditions than most of their column.  See
-docs/metrics.md#leaderboards.
+A row ranks only with rows that agree in all that :func:`~fidelab.results.comparability.fields` asks for; other figures
+are omitted where their conditions differ from most of their column.  See docs/metrics.md#leaderboards.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from fidelab.studies.study import new_study
 UNRANKED = "not ranked"
 """Table of the arms without a figure."""
 _NOTE = (
-    "Ranks follow from 95% intervals (of repeats from the smallest to the largest): an arm is tied with those whose "
-    "intervals overlap with its own, and its rank is a range. Only figures that were measured alike stand in one table."
+    "Ranks follow from 95% intervals (of repeats: smallest to largest): a configuration is tied with those whose "
+    "intervals overlap with its own, and its rank is a range. A table holds only figures measured alike."
 )
 _BEFORE = ("arm", "rank", "model", "reference", "engine", "version", "KV cache", "verdict")
 _CACHE = Definition("cache_bytes_per_token", "bytes", exact=True, name="cache per token")

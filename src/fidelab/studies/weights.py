@@ -1,4 +1,4 @@
-"""What each group of weights costs in each format, and the plan that costs least within a budget of bytes.
+"""Cost of each group of weights in each format, and the cheapest plan within a budget of bytes.
 
 See docs/metrics.md#weight-sensitivity.
 """
@@ -226,7 +226,7 @@ def _budget(
     """Bytes that the weights of all groups may take, and the format that says so.
 
     Raises:
-        UsageError: it is no size and no format, or below the smallest possible.
+        UsageError: it is neither a size nor a format, or below the smallest possible.
     """
     spec = None
     if match := _BITS.fullmatch(text.strip()):

@@ -1,8 +1,8 @@
 """Profiles that come with the package: the protocol of a published measurement, in stages, with its figures.
 
-A profile's stage is an experiment or a command of fidelab.  ``{name}`` in its texts stands for a parameter of the
-profile (``model``, ``device``, …), and for two folders: ``{folder}``, the stage's own, and ``{stages}``, in which those
-of all stages are.  A variant (``tiny``) has other parameters and may replace parts of stages.
+A profile's stage is an experiment or a command of fidelab.  ``{name}`` in its texts is replaced by a parameter of the
+profile (``model``, ``device``, …). ``{folder}`` is the stage's folder, and ``{stages}`` that of all stages. A variant
+(``tiny``) has other parameters and may replace parts of stages.
 
 The folder ``experiments`` holds experiment files that ``fidelab compare -f NAME`` finds by their names.
 """
@@ -32,7 +32,7 @@ Value = str | int | float
 
 
 class Needs(BaseModel):
-    """What a machine must have for a stage.  Sizes in GB (10^9 bytes), all GPUs being alike."""
+    """Requirements of a stage on the machine. Sizes are in GB (10^9 bytes); all GPUs are alike."""
 
     model_config = _STRICT
 
@@ -42,7 +42,7 @@ class Needs(BaseModel):
     memory: Amount | None = Field(default=None, description="GB of the host")
     disk: Amount | None = Field(default=None, description="GB free where runs are written")
     cores: Annotated[int, Field(ge=1)] | None = Field(default=None, description="usable CPU cores")
-    hours: Amount | None = Field(default=None, description="how long it takes; told, not judged")
+    hours: Amount | None = Field(default=None, description="expected duration in hours, for information")
     packages: tuple[str, ...] = Field(default=(), description="modules that fidelab's interpreter can import")
     engines: tuple[str, ...] = Field(default=(), description="engines with an environment here")
     data: tuple[str, ...] = Field(default=(), description="sets of data: gsm8k, wikitext-2, or a file")
@@ -51,7 +51,7 @@ class Needs(BaseModel):
 
 
 class Source(BaseModel):
-    """Where the protocol and the expected figures are from."""
+    """Source of the protocol and the expected figures."""
 
     model_config = _STRICT
 
@@ -72,7 +72,7 @@ class Pins(BaseModel):
 
 
 class StageChange(BaseModel):
-    """What a variant has instead."""
+    """Replacements of a variant."""
 
     model_config = _STRICT
 
@@ -111,7 +111,7 @@ class Figure(BaseModel):
 
     name: str = Field(description="what it is")
     stage: str = Field(description="stage that measures it")
-    at: str = Field(description="path in the stage's JSON: key.key[name=x].key; a metric stands for its value")
+    at: str = Field(description="path in the stage's JSON: key.key[name=x].key; a metric counts as its value")
     value: float | None = Field(default=None, description="the source's; null where it has none")
     unit: str = Field(default="", description="unit, as in reports")
 
@@ -137,7 +137,7 @@ class Profile(BaseModel):
     source: Source = Field(description="whose protocol it is")
     needs: Needs = Field(default_factory=Needs, description="what every stage needs")
     pins: Pins = Field(default_factory=Pins, description="versions with which it was written")
-    parameters: dict[str, Value] = Field(description="name → value of what {name} stands for; 'model' is one")
+    parameters: dict[str, Value] = Field(description="name → value that replaces {name}; 'model' is one")
     stages: tuple[Stage, ...] = Field(min_length=1, description="stages, in their order")
     expected: tuple[Figure, ...] = Field(default=(), description="figures of the source")
     differences: tuple[str, ...] = Field(default=(), description="how our protocol differs from the source's")
@@ -162,7 +162,7 @@ class Profile(BaseModel):
             wanted = {name for needs in (stage.needs, *(c.needs for c in changes if c.needs)) for name in needs.stages}
             for name in sorted(wanted):
                 if name not in stages[:place]:
-                    raise ValueError(f"stage {stage.name!r} needs {name!r}, which is no stage before it")
+                    raise ValueError(f"stage {stage.name!r} needs {name!r}, which is not a stage before it")
             for name in stage.variants:
                 if name not in self.variants:
                     raise ValueError(f"stage {stage.name!r} has variant {name!r}, which is not in 'variants'")
@@ -206,8 +206,8 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
     """A profile that comes with the package, or one of a file that the user trusts.
 
     Raises:
-        UnknownNameError: there is no such profile.
-        ConfigError: a file that is no profile, or that is not trusted.
+        UnknownNameError: the profile does not exist.
+        ConfigError: a file that is not a profile, or is not trusted.
     """
     if name in names():
         path = _HERE / f"{name}.yaml"
@@ -221,7 +221,7 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
     data = read_yaml(path, keys="'kind: profile' and 'stages:'")
     if data.get("kind") != "profile":
         raise ConfigError(
-            f"{name} is no profile: 'kind: profile' is missing (an experiment is run by fidelab compare -f)"
+            f"{name} is not a profile: 'kind: profile' is missing (an experiment is run by fidelab compare -f)"
         )
     return validate_as(Profile, data, name)
 
@@ -238,7 +238,7 @@ def resolve(
         parameters: what the command line sets; goes before the variant's.
 
     Raises:
-        UnknownNameError: there is no such variant or parameter.
+        UnknownNameError: the variant or parameter does not exist.
         ConfigError: a text names a parameter that the profile does not have, or a value of one fits no setting.
     """
     if variant is not None and variant not in profile.variants:
@@ -337,7 +337,7 @@ def _filled(value: Any, known: Mapping[str, Value], where: str) -> Any:
     for name in _PLACE.findall(value):
         if name not in known:
             raise ConfigError(
-                f"{where}: {{{name}}} is no parameter; there are: {', '.join(nearest_first(name, known))}"
+                f"{where}: {{{name}}} is not a parameter; available: {', '.join(nearest_first(name, known))}"
             )
     whole = _PLACE.fullmatch(value)
     return known[whole[1]] if whole else _PLACE.sub(lambda match: str(known[match[1]]), value)
