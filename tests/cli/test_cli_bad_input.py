@@ -113,7 +113,7 @@ CAPACITY = ("bench", "capacity", "smollm2-135m")
         (("compare", "--only", "capture", "--kv", "tilt"), "name a model"),
         ((*TILT, "--only", "capture", "--max-kld", "1"), "--only capture compares nothing: leave out --max-kld"),
         ((*TILT, "--only", "capture", "--budget", "5m"), "--only capture compares nothing: leave out --budget"),
-        (("report", "x", "--format", "svg", "--json"), "--format svg writes files of its own: leave out --json"),
+        (("report", "x", "--format", "svg", "--json"), "--format svg writes its own files: leave out --json"),
         (("report", ".", "-o", "x"), "-o goes with --format"),
         (("report", ".", "--margin", "1%"), "--margin needs the scores again: add --rescore"),
         (("setup", "clean", "vlm-cpu"), "unknown row 'vlm-cpu'"),

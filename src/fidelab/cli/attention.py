@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COMPUTE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_LONGEST = 4096  # tokens of the window unless told: attention without kernels takes their square
+_LONGEST = 4096  # default tokens of the window: attention without kernels takes their square
 
 
 def attention(

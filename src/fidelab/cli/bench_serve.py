@@ -154,7 +154,7 @@ class _FigureOptions(Options, panel="Metrics"):
 
 
 class _RunOptions(RunsOptions, panel="Run"):
-    """How requests are sent, and where the run is kept."""
+    """Options for sending requests and storing the run."""
 
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0
     timeout: Annotated[float, typer.Option(help="Time limit per request in seconds.")] = 600.0
@@ -176,11 +176,11 @@ class _OneRunOptions(_RunOptions):
     ] = None
 
     def result_folder(self) -> Path | None:
-        """Where the file goes, made where it is missing; ``None``: it was not asked for.
+        """Path of the file, whose folder is created if missing; ``None`` without a request.
 
         Raises:
-            UsageError: a place for a file that was not asked for.
-            OutputError: there can be no such folder.
+            UsageError: a path for a file that was not requested.
+            OutputError: the folder cannot be created.
         """
         from fidelab.core.errors import OutputError, UsageError
 
@@ -248,7 +248,7 @@ def sweep(
 
 
 class _CapacityOptions(Options, panel="Load"):
-    """What is tried."""
+    """Options for the load to try."""
 
     contexts: Annotated[
         str | None, typer.Option(help="Tokens of prompts: 1k,8k. \\[default: the longest, and a quarter of it]")
@@ -273,7 +273,7 @@ class _AnyServerOptions(_ServerOptions, panel="Server"):
 
 
 class _TargetOptions(Options, panel="Metrics"):
-    """When an answer is too late."""
+    """Options for the time limits of answers."""
 
     goodput: Annotated[
         list[str] | None,
@@ -285,7 +285,7 @@ class _TargetOptions(Options, panel="Metrics"):
 
 
 class _CapacityRunOptions(_RunOptions, panel="Run"):
-    """How requests are sent, and where the run is kept."""
+    """Options for sending requests and storing the run."""
 
     kv: Annotated[
         list[str] | None,

@@ -96,7 +96,7 @@ def _show_finding(finding: Finding, width: int) -> None:
 
 
 def _paragraph(label: str, text: str, width: int) -> None:
-    """A label in the margin, and beside it a text wrapped to the terminal; names are never broken."""
+    """A label in the margin, and next to it a text wrapped to the terminal; names are never broken."""
     print(
         textwrap.fill(
             text,

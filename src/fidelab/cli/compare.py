@@ -304,7 +304,7 @@ def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, c
     if place is not None:
         given = options.given_flags(context)
         if useless := next((given[name] for name in _WINDOWS if name in given), None):
-            raise UsageError(f"a borrowed reference has windows and settings of its own: leave out {useless}")
+            raise UsageError(f"a borrowed reference fixes windows and settings: leave out {useless}")
     return place
 
 
@@ -328,8 +328,8 @@ def _pasted(
     What ``flags`` say of the engine goes before the command's own words.
 
     Raises:
-        UsageError: it cannot be read, or a flag says what the command itself says.
-        ConfigError: it stands in a file that asks for what a file may not do unasked.
+        UsageError: it cannot be read, or a flag repeats a setting of the command.
+        ConfigError: it is in a file that asks for an action that needs permission.
     """
     from fidelab.config.serve import program_python, read_change, read_served
     from fidelab.config.trust import Trust, check_pasted
@@ -504,7 +504,7 @@ def launch(
 ) -> None:
     """Run an experiment from flags: report on standard output, exit with 1 where something failed.
 
-    ``secrets``: what stands in the flags and is kept out of the record.
+    ``secrets``: values of flags that are kept out of the record.
     """
     from fidelab.run.repeat import execute_all
 

@@ -1,4 +1,4 @@
-"""What commands print: the table or one JSON object on standard output, everything else on standard error.
+"""Output of commands: the table or one JSON object on standard output, everything else on standard error.
 
 This is where text leaves for the terminal.  Whatever of it comes from servers, models, logs or files can hold sequences
 that a terminal obeys; after :func:`guard_streams` none gets there, neither by ``print`` nor by a console of
@@ -33,8 +33,8 @@ _BAR = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # how tqdm begins what it writes
 class _Guarded:
     """A standard stream; what is written to it and cannot be printed is escaped as in JSON.
 
-    Rich finds the stream itself behind it and writes its own sequences there: consoles of :func:`open_console` take
-    care of the texts between them, and typer's show our own.
+    Rich unwraps the stream and writes its control sequences there. Consoles of :func:`open_console` clean the texts
+    between them; typer's show only fidelab's texts.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -106,7 +106,7 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def open_console(width: int = 100, *, stderr: bool = False) -> Console:
-    """Standard output or error; a file or a pipe as output, which has no width of its own, gets ``width`` columns."""
+    """Standard output or error; a file or a pipe as output, which has no width, gets ``width`` columns."""
     stream = sys.stderr if stderr else sys.stdout
     stream = getattr(stream, "rich_proxied_file", stream)
     console = _console_class()(file=stream)
@@ -184,7 +184,7 @@ def show_report(
 
 
 def failures(report: Report) -> list[str]:
-    """What failed in a run, a line each: arms, their benches, and items that were lost."""
+    """Failures of a run, a line each: arms, their benches, and items that were lost."""
     from fidelab.report.cells import shared
 
     arms = [report.reference, *([report.control] if report.control else []), *report.candidates]

@@ -176,7 +176,7 @@ class _Lines:
         self._pace = done, total
 
     def _left(self) -> str:
-        """How long the whole run goes on."""
+        """Expected duration of the whole run."""
         return f"{duration(_seconds_left(time.monotonic() - self._started, *self._pace))} left of the run"
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:

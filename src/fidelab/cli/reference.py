@@ -31,7 +31,7 @@ def pages() -> dict[str, str]:
 
 
 def with_harmless_options(guide: str) -> str:
-    """The guide to security, its table made anew from the code."""
+    """The guide to security, with its table regenerated from the code."""
     from fidelab.config.harmless import table
 
     before, _, rest = guide.partition("<!-- harmless options -->\n")
@@ -61,7 +61,7 @@ def _command_sections(name: str, command: Any) -> Iterator[str]:
     if command.context_settings.get("allow_extra_args"):  # its words are passed on to another package
         return
     about, _, examples = (command.help or "").partition("[bold]Example")
-    # Some helps have text behind their examples: lines that do not begin with blanks.
+    # Some helps have text after their examples: lines that do not begin with blanks.
     lines = [line for line in examples.partition("[/bold]")[2].splitlines() if line.strip()]
     shown = [_plain(line.strip()) for line in lines if line[:1] == " "]
     behind = [_prose(line) for line in lines if line[:1] != " "]
@@ -279,7 +279,7 @@ def _plain(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """A docstring's or a help's paragraph for Markdown: angle brackets, asterisks and brackets are no markup."""
+    """A docstring's or a help's paragraph for Markdown: angle brackets, asterisks and brackets are escaped."""
     text = _plain(re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text))
     pieces = re.split(r"(`[^`]*`)", text.replace("\n", " "))
     text = "".join(piece if piece[:1] == "`" else re.sub(r"([<*\[\]])", r"\\\1", piece) for piece in pieces)
@@ -292,7 +292,7 @@ def _with_flags(text: str) -> str:
 
 
 def _about_value(text: str, default: str | None, *, required: bool = False) -> str:
-    """What a value is, and behind it whether it has to be given, or its default."""
+    """Description of a value, followed by its default or whether it is required."""
     sentences = [_cell(text).rstrip(".")] if text else []
     sentences += ["Required"] if required else []
     sentences += [] if default is None else [f"Default: {_code(default)}"]

@@ -300,7 +300,7 @@ def check_preset(
     server = next((one for one in records() if _is_of(one, chosen)), None) if base_url is None else None
     if base_url is None and server is None:
         check(chosen, arm)
-        told = f"{arm.name} can run here; no server of it runs: fidelab serve start {name}"
+        told = f"{arm.name} can run here; it has no running server: fidelab serve start {name}"
         print(json.dumps({"preset": arm.name, "findings": []}) if as_json else told)
         return
     url = base_url or (server.url if server else "")

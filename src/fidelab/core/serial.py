@@ -67,7 +67,7 @@ def from_json(kind: type[_T], data: Any, at: str = "") -> _T:
         at: where the data stands, for messages.
 
     Raises:
-        ValueError: it is no such form; names the field.
+        ValueError: the data do not have this form; names the field.
     """
     found: _T = _read(kind, data, at or getattr(kind, "__name__", "it"))
     return found
@@ -137,7 +137,7 @@ def _key(kind: Any, key: str, at: str) -> Any:
     """A name of an object; numbers are written as text there."""
     if kind is int:
         if not key.isdecimal():
-            raise ValueError(f"{at} has a name that is no number: {key!r:.60}")
+            raise ValueError(f"{at} has a name that is not a number: {key!r:.60}")
         return int(key)
     return key
 

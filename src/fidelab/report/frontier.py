@@ -39,7 +39,7 @@ def draw_frontier(
 ) -> Chart | None:
     """Places for all points; ``None`` where no arm has both a KL and a size.
 
-    A KL of 0 has no place on a log axis: it is drawn hollow on the bottom line, as is an interval's end at 0.
+    A KL of 0 cannot be shown on a log axis: it is drawn hollow on the bottom line, as is an interval's end at 0.
     """
     if not points:
         return None
@@ -71,7 +71,7 @@ def draw_frontier(
         at, level = x(point.size), y(point.mean)
         low, high = point.interval or (point.mean, point.mean)
         name = shorten(point.name, 28 if size.width > 400 else 16)
-        # in a crowd only those that have room beside their point
+        # in a crowd only those that have room next to their point
         place = labels.beside(at, level, name) if len(points) > _CROWD else labels.place(at, level, name)
         title = f"{point.name}: {Estimate(format_kld(point.mean), format_span(point.interval))} nats, "
         mark = (

@@ -1,7 +1,7 @@
 """A report as a section of a model card, in GitHub-flavoured Markdown, without headings.
 
-Names stand in code spans, all other text is escaped: nothing from models, logs and configs becomes markup, a link or
-another cell.  Addresses stand in code spans too: renderers make links of them, some after escapes are undone.
+Names are code spans, and all other text is escaped: nothing from models, logs and configs becomes markup, a link or
+another cell. Addresses are code spans too, since renderers make links of them, some after escapes are undone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _answer(answer: Answer) -> Iterator[str]:
 
 
 def _opening(report: Report, view: View) -> str:
-    """What was compared or measured, on which text and by which protocol, in one sentence."""
+    """Subject of the run, with its text and protocol, in one sentence."""
     engines = escaped(engines_of((report.reference, *report.candidates)))
     n = len(view.candidates) if view.fidelity else len(view.rows)
     subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(public_name(view.rows[0].model))} on {engines}"

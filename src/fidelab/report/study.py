@@ -148,7 +148,7 @@ def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:
 
 
 def _failures(study: Study) -> list[str]:
-    """Why a row has no figures: a line for each, unless the table has it."""
+    """Reasons of rows without figures, a line each, unless the table has them."""
     lost = (row for row in study.rows if not (row.measured or "why" in row.facts))
     return [f"{one_line(' '.join(map(str, row.at.values())))}: {status_line(row)}" for row in lost]
 

@@ -263,7 +263,7 @@ def _print_performance(speed: Performance, console: Console) -> None:
 
 
 def _print_table(shown: Others, console: Console, *, stacked: bool = False) -> None:
-    """A table; the columns that there is no room for follow below, after the same names."""
+    """A table; columns that do not fit follow below, after the same names."""
     table, dropped = _narrowed(shown, console, stacked=stacked)
     console.print(table)
     if dropped:
@@ -381,7 +381,7 @@ def print_table(
     """Print a table of texts, never markup.
 
     Args:
-        words: numbers of the columns that hold words and stand at the left; others hold figures.
+        words: numbers of the columns that hold words and are left-aligned; others hold figures.
         no_wrap: figures stay on one line.
     """
     table = simple_table()

@@ -178,8 +178,8 @@ FIGURES = ("KLD", "95% interval", "same top", "flips", "size")
 
 @dataclass(frozen=True)
 class View:
-    """Everything a report shows, in reading order; ``beside``: tables below the main one, ``remarks``: what axes say
-    of single arms, which sections repeat; ``engine_remarks``: what engines say of how single arms ran.
+    """Everything a report shows, in reading order; ``beside``: tables below the main one; ``remarks``: remarks of axes
+    on single arms, which sections repeat; ``engine_remarks``: remarks of engines on how single arms ran.
     """
 
     title: str
@@ -331,7 +331,7 @@ def build_view(report: Report) -> View:
 
 
 def _title(report: Report, performance: Performance | None, fidelity: bool) -> str:
-    """``smollm2-135m · Transformers (CPU)``; of benches alone what was measured is said first."""
+    """``smollm2-135m · Transformers (CPU)``; with benches alone, the measured quantity comes first."""
     what = f"{one_line(report.reference.model)} · {engines_of((report.reference, *report.candidates))}"
     return what if fidelity or performance is None else f"{_capital(performance.measured)} · {what}"
 
@@ -517,7 +517,7 @@ def _text(report: Report) -> str:
 
 
 def _scored_at(axis: Measurement) -> list[Mapping[str, Any]]:
-    """What an axis scored at each context; empty where its facts do not have the form of KLD's."""
+    """Scores of an axis at each context; empty where its facts do not have the form of KLD's."""
     contexts = axis.facts.get("contexts")
     known = isinstance(contexts, list) and all(
         isinstance(c, dict) and isinstance(c.get("n_ctx"), int) and isinstance(c.get("n_positions"), int)
@@ -548,7 +548,7 @@ def _because(arm: ArmRecord) -> tuple[str, ...]:
 
 
 def _sentence(arm: ArmRecord, reference: ArmRecord) -> str:
-    """What to do with an arm; why the reference did not run is not repeated."""
+    """Advice on an arm; the reference's reason for not running is not repeated."""
     reason = "" if arm.measured else one_line(arm.reason or "")
     if not reference.measured and arm is not reference:
         if reason and reason == one_line(reference.reason or ""):
@@ -594,7 +594,7 @@ def _repeats(measurement: Measurement) -> bool:
 
 
 def _floor(floor: Mapping[str, Measurement]) -> str:
-    """What repeats, counted; else how far the reference is from itself."""
+    """Count of repeated items; else the distance of the reference from itself."""
     measured = [(one_line(name), axis) for name, axis in floor.items() if axis.measured]
     same = [_repeated(name, axis) for name, axis in measured if _repeats(axis)]
     parts = [_apart(name, axis) for name, axis in measured if not _repeats(axis)]
@@ -623,7 +623,7 @@ def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
 
 
 def _repeated(name: str, measurement: Measurement) -> str:
-    """What is the same in both captures."""
+    """Properties that both captures share."""
     n = sum(context["n_positions"] for context in _scored_at(measurement)) or measurement.n_items
     return name if n is None else f"{name} ({n - (measurement.n_failed or 0):,} of {n:,} items)"
 
