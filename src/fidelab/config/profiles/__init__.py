@@ -76,9 +76,9 @@ class StageChange(BaseModel):
 
     model_config = _STRICT
 
-    needs: Needs | None = Field(default=None, description="needs instead of the stage's own")
-    experiment: dict[str, Any] | None = Field(default=None, description="settings that go over the experiment's")
-    command: tuple[Value, ...] | None = Field(default=None, description="words instead of the stage's own")
+    needs: Needs | None = Field(default=None, description="needs, replacing the stage's")
+    experiment: dict[str, Any] | None = Field(default=None, description="settings that override the experiment's")
+    command: tuple[Value, ...] | None = Field(default=None, description="words, replacing the stage's")
 
 
 class Stage(BaseModel):
@@ -88,12 +88,12 @@ class Stage(BaseModel):
 
     name: str = Field(pattern=_NAME, description="name, unique in the profile")
     about: str = Field(default="", description="what it measures, in one line")
-    needs: Needs = Field(default_factory=Needs, description="what a machine must have for it")
+    needs: Needs = Field(default_factory=Needs, description="requirements on the machine")
     experiment: dict[str, Any] | None = Field(default=None, description="experiment, as fidelab compare -f takes it")
     command: tuple[Value, ...] | None = Field(
         default=None, description="command of fidelab, without that word; or k16v8 …"
     )
-    variants: dict[str, StageChange] = Field(default_factory=dict, description="variant → what it has instead")
+    variants: dict[str, StageChange] = Field(default_factory=dict, description="variant → its replacements")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Stage:
@@ -109,10 +109,10 @@ class Figure(BaseModel):
 
     model_config = _STRICT
 
-    name: str = Field(description="what it is")
+    name: str = Field(description="name of the figure")
     stage: str = Field(description="stage that measures it")
     at: str = Field(description="path in the stage's JSON: key.key[name=x].key; a metric counts as its value")
-    value: float | None = Field(default=None, description="the source's; null where it has none")
+    value: float | None = Field(default=None, description="value in the source; null where it has none")
     unit: str = Field(default="", description="unit, as in reports")
 
 
@@ -121,10 +121,10 @@ class Variant(BaseModel):
 
     model_config = _STRICT
 
-    about: str = Field(description="what it is for, in one line")
-    needs: Needs = Field(default_factory=Needs, description="needs of every stage that names none for this variant")
+    about: str = Field(description="purpose, in one line")
+    needs: Needs = Field(default_factory=Needs, description="default needs of stages in this variant")
     parameters: dict[str, Value] = Field(default_factory=dict, description="parameters that differ")
-    differences: tuple[str, ...] = Field(default=(), description="how its protocol differs from the source's, besides")
+    differences: tuple[str, ...] = Field(default=(), description="further differences from the source's")
 
 
 class Profile(BaseModel):
@@ -133,16 +133,16 @@ class Profile(BaseModel):
     model_config = _STRICT
 
     kind: Literal["profile"] = Field(description="profile")
-    purpose: str = Field(description="the question that it answers")
-    source: Source = Field(description="whose protocol it is")
-    needs: Needs = Field(default_factory=Needs, description="what every stage needs")
-    pins: Pins = Field(default_factory=Pins, description="versions with which it was written")
+    purpose: str = Field(description="question that the profile answers")
+    source: Source = Field(description="source of the protocol")
+    needs: Needs = Field(default_factory=Needs, description="needs of every stage")
+    pins: Pins = Field(default_factory=Pins, description="versions that the profile was written for")
     parameters: dict[str, Value] = Field(description="name → value that replaces {name}; 'model' is one")
     stages: tuple[Stage, ...] = Field(min_length=1, description="stages, in their order")
     expected: tuple[Figure, ...] = Field(default=(), description="figures of the source")
-    differences: tuple[str, ...] = Field(default=(), description="how our protocol differs from the source's")
+    differences: tuple[str, ...] = Field(default=(), description="differences of this protocol from the source's")
     variants: dict[str, Variant] = Field(default_factory=dict, description="name → variant")
-    collect: bool = Field(default=False, description="put what the stages printed into the record, to be sent")
+    collect: bool = Field(default=False, description="put the output of the stages into the record, for sharing")
 
     @field_validator("parameters")
     @classmethod
