@@ -101,7 +101,7 @@ def test_mean_by_position_is_the_mean_over_windows(tmp_path: Path) -> None:
 def test_rows_read_in_pieces_are_the_rows_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ref, test, _ = dumps(tmp_path, n=3)
     _, whole = only(run(tmp_path, ref, test))
-    monkeypatch.setattr(kld_dumps, "_CHUNK", 3 * VOCAB)
+    monkeypatch.setattr(kld_dumps, "_CHUNK_VALUES", 3 * VOCAB)
     _, pieces = only(run(tmp_path, ref, test))
     assert pieces == whole
 

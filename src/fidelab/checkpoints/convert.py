@@ -53,9 +53,9 @@ TARGETS = ("awq", "gptq", "compressed-tensors", "safetensors")
 DTYPES = {"keep": None, "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """What tensors of 16 or 32 bits may be stored as; ``keep``: as they are, and dequantized weights as float32."""
 
-_SHARD = 5 << 30  # bytes of weights per file
+_MAX_SHARD_BYTES = 5 << 30  # bytes of weights per file
 _ROWS = 1 << 22  # weights that are dequantized at a time
-_SPARE = 64 << 20  # bytes of disk for config, tokenizer and certificate
+_EXTRA_DISK_BYTES = 64 << 20  # bytes of disk for config, tokenizer and certificate
 _SMALLEST_GROUP = 16  # inputs; no engine has kernels for smaller ones
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"}
 _REWRITTEN = {
@@ -223,7 +223,7 @@ def check_target(checkpoint: Checkpoint, target: Path) -> None:
 def check_room(target: Path, size: int) -> None:
     """Refuse to write ``size`` bytes where the disk has no room for them."""
     free = shutil.disk_usage(target.parent).free
-    if size + _SPARE > free:
+    if size + _EXTRA_DISK_BYTES > free:
         raise OutputError(
             f"{target} needs about {size / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free in {target.parent}: "
             "make room, or name a folder on another disk"
@@ -590,7 +590,7 @@ class _Writer:
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...], size: int) -> Callable[[NDArray[Any]], None]:
         """Begin a tensor of ``size`` bytes; what is returned takes its values in order."""
-        if self._out is None or (self._at and self._at + size > _SHARD):
+        if self._out is None or (self._at and self._at + size > _MAX_SHARD_BYTES):
             self._finish()
             self._files.append(self._folder / f"part-{len(self._files) + 1}.safetensors")
             self._out = self._files[-1].open("wb")
@@ -668,7 +668,7 @@ def _convert(plan: _Plan, folder: Path) -> Certificate:
     finally:
         writer.abort()
     quantization = _quantization(plan)
-    config = {key: value for key, value in source.config.items() if key not in _OLD}
+    config = {key: value for key, value in source.config.items() if key not in _LEGACY_KEYS}
     if quantization is not None:
         config["quantization_config"] = quantization
     dtype_name = next((text for text, kind in DTYPES.items() if kind == plan.dtype and kind), None)
@@ -681,7 +681,7 @@ def _convert(plan: _Plan, folder: Path) -> Certificate:
     return _certify(plan, folder, quantization)
 
 
-_OLD = {"quantization_config", "compression_config"}
+_LEGACY_KEYS = {"quantization_config", "compression_config"}
 
 
 def _write_dense(plan: _Plan, writer: _Writer, name: str, linear: QuantizedLinear) -> None:

@@ -53,7 +53,7 @@ _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SINGLE = "model.safetensors"
 _MOST_SPLITS = 1000
-_CHUNK = 16 << 20  # bytes
+_CHUNK_BYTES = 16 << 20  # bytes
 _MOST_NAME = 512  # characters
 _LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # next to config.json, by older writers
 
@@ -134,7 +134,7 @@ class Checkpoint:
             return dequantized(info.file, gguf.StoredTensor(info.name, info.shape, _ggml(info.dtype), info.start))
         return to_floats(self.read(info), info.dtype)
 
-    def chunks(self, tensor: str | TensorInfo, nbytes: int = _CHUNK) -> Iterator[NDArray[Any]]:
+    def chunks(self, tensor: str | TensorInfo, nbytes: int = _CHUNK_BYTES) -> Iterator[NDArray[Any]]:
         """A tensor's stored values in order, flat, ``nbytes`` bytes at a time.
 
         A chunk ends at the end of a row (the last dimension) where a row is not longer than a chunk.  Values of types

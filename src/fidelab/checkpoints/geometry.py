@@ -15,14 +15,14 @@ from fidelab.checkpoints.files import RAW
 from fidelab.checkpoints.modules import Module
 from fidelab.checkpoints.rules import Finding, Subject, broken
 
-_PADDING = 1024  # rows by which an embedding may exceed the vocabulary
+_MAX_PADDING_ROWS = 1024  # rows by which an embedding may exceed the vocabulary
 _LAYER = re.compile(r"(?P<stack>.*?)(?:layers|h|blocks|blk|block)\.(?P<number>\d+)\.(?P<leaf>.+)")
 _OTHER_STACK = re.compile(
     r"(^|\.)(visual|vision\w*|audio\w*|speech\w*|mtp\w*|draft\w*|talker|encoder|qformer|v|a|mm)\."
 )
 _EXPERTS = re.compile(r"(?P<layer>.*)\.experts\.(?P<number>\d+)\.")
 _EMBEDDING = ("embed_tokens", "token_embd", "wte", "tok_embeddings", "embed_in", "word_embeddings")
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PER_LAYER = ("block_configs", "layer_configs", "kv_lora_rank", "q_lora_rank", "num_heads_per_layer")  # own arithmetic
 _GGUF = {  # keys of GGUF after the architecture's prefix, by their names in config.json
     "embedding_length": "hidden_size",
@@ -248,7 +248,7 @@ def _geometry_vocabulary(subject: Subject) -> Iterator[Finding]:
         for name, n in few.items():
             yield Finding(f"{name} has {n:,} rows for a vocabulary of {configured:,}", [name])
         for name, n in rows.items():
-            if n >= configured + _PADDING:
+            if n >= configured + _MAX_PADDING_ROWS:
                 yield Finding(
                     f"{name} has {n:,} rows for a vocabulary of {configured:,}, which is more than padding",
                     [name],
@@ -256,7 +256,7 @@ def _geometry_vocabulary(subject: Subject) -> Iterator[Finding]:
                 )
         if few:
             return
-    if rows and max(rows.values()) - min(rows.values()) >= _PADDING:
+    if rows and max(rows.values()) - min(rows.values()) >= _MAX_PADDING_ROWS:
         texts = ", ".join(f"{name} has {n:,}" for name, n in rows.items())
         yield Finding(f"rows of the vocabulary differ: {texts}", list(rows), severity="suspicious")
 
@@ -269,7 +269,7 @@ def _geometry_vocabulary(subject: Subject) -> Iterator[Finding]:
     command="take config.json of the same model; fidelab checkpoint audit CHECKPOINT --base ORIGINAL names the missing",
 )
 def _geometry_experts(subject: Subject) -> Iterator[Finding]:
-    allowed = _geometry(subject).numbers(*_COUNTS)
+    allowed = _geometry(subject).numbers(*_EXPERT_COUNT_KEYS)
     if not allowed:
         return
     experts: dict[str, set[int]] = defaultdict(set)

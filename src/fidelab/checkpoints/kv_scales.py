@@ -24,7 +24,7 @@ from fidelab.core.errors import InputError
 SCALES_FILE = "model-kv-scales.safetensors"
 NOTES = "kv-calibration.json"
 _INDEX = "model.safetensors.index.json"
-_CARRIED = (".json", ".jinja", ".txt", ".model")
+_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _SCHEME: Mapping[str, Any] = {
     "type": "float",
     "num_bits": 8,
@@ -73,7 +73,7 @@ def write_kv_scales(
         check_room(target, sum(file.stat().st_size for file in checkpoint.files))
         with whole_folder(target) as folder:
             for path in checkpoint.folder.iterdir():
-                if path.is_file() and (path in checkpoint.files or path.suffix in _CARRIED):
+                if path.is_file() and (path in checkpoint.files or path.suffix in _COPIED_SUFFIXES):
                     shutil.copyfile(path, folder / path.name)
             save_file(tensors, folder / SCALES_FILE, metadata={"format": "pt"})
             total = sum(file.stat().st_size for file in checkpoint.files)

@@ -34,7 +34,7 @@ from fidelab.core.errors import InputError
 
 Floats = NDArray[np.float32]
 
-_ROWS = 64  # of each layer that are compared, at even distances, the first and the last among them; a multiple of 8
+_NUM_ROWS = 64  # of each layer that are compared, at even distances, the first and the last among them; a multiple of 8
 _MOST_ERROR = {
     8: 0.15,
     6: 0.15,
@@ -46,12 +46,12 @@ _MOST_ERROR = {
 }  # relative, by bits; an ordinary one: a third
 _MOST_FACTOR = {8: 0.03, 6: 0.05, 5: 0.05, 4: 0.1, 3: 0.2, 2: 0.4, 1: 0.6}  # by which a layer may be larger or smaller
 _KEPT_ERROR = 0.02  # of layers in 16 bits that were rescaled
-_MOSTLY = 0.7  # share of an error: from here on, one factor explains it and rounding does not
-_ALIKE = 1.01  # times as large an error tells nothing
-_CLEARLY = 1.5  # times as large an error tells one of two explanations apart
-_STEP = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # the last bit, relative
-_TINY = {"BF16": 2.0**-133, "F16": 2.0**-24, "F32": 2.0**-149, "F64": 0.0}  # the smallest number
-_WHOLE = 4 << 20  # bytes: tensors up to this size are read at once
+_FACTOR_SHARE = 0.7  # share of an error: from here on, one factor explains it and rounding does not
+_SAME_RATIO = 1.01  # times as large an error tells nothing
+_CLEAR_RATIO = 1.5  # times as large an error tells one of two explanations apart
+_EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # the last bit, relative
+_SUBNORMAL = {"BF16": 2.0**-133, "F16": 2.0**-24, "F32": 2.0**-149, "F64": 0.0}  # the smallest number
+_MAX_WHOLE_BYTES = 4 << 20  # bytes: tensors up to this size are read at once
 _FEEDS = {  # a layer → the one whose inputs are its outputs, one by one
     "v_proj": "o_proj",
     "up_proj": "down_proj",
@@ -125,7 +125,7 @@ def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
     symptom="noise, or another model's answers, though every tensor loads",
     cause="codes in another order than the kernel unpacks, zero points off by one, layers swapped, scales of another "
     "run, or another original",
-    check=f"with --base: {_ROWS} rows of every quantized layer, spread evenly over it and dequantized, against the "
+    check=f"with --base: {_NUM_ROWS} rows of every quantized layer, spread evenly over it and dequantized, against the "
     "original's, with their size; a factor per channel, as AWQ and SmoothQuant move it, counts where the norm or "
     "layer before has its reciprocal",
     command="convert again with fidelab checkpoint convert, or name the checkpoint that it was really made from",
@@ -206,7 +206,7 @@ class _Layer:
 
     def fits(self, error: float, factor: float) -> bool:
         """True if rounding explains an error and a factor: few bits shrink weights, and err by far more than that."""
-        return error <= self.limit and abs(factor - 1) <= max(self.factor_limit, _MOSTLY * error)
+        return error <= self.limit and abs(factor - 1) <= max(self.factor_limit, _FACTOR_SHARE * error)
 
 
 def _comparison(subject: Subject) -> _Comparison:
@@ -268,7 +268,7 @@ def _left_behind(layers: Mapping[str, _Layer]) -> Iterator[tuple[str, float]]:
             for other in others:
                 if other is None or not other.norm or layer.norm or not layer.quantized:
                     continue
-                if layer.errors.get(other.norm, 0.0) > _CLEARLY * layer.errors[""]:
+                if layer.errors.get(other.norm, 0.0) > _CLEAR_RATIO * layer.errors[""]:
                     yield name, layer.errors[other.norm]
 
 
@@ -313,7 +313,7 @@ def _layer(
     fitted = as_they_are
     if module.name.rpartition(".")[2] in _FEEDS:
         fitted = [_misfit(values, each * _gains(values, each)[:, None])[0] for _, each in candidates]
-    alike = [n for n, error in enumerate(fitted) if error <= _ALIKE * min(fitted)]
+    alike = [n for n, error in enumerate(fitted) if error <= _SAME_RATIO * min(fitted)]
     norm, expected = candidates[min(alike, key=lambda n: as_they_are[n])]  # gains hide one factor for all inputs
     errors: dict[str, float] = {}
     for (name, _), error in zip(candidates, fitted, strict=True):
@@ -448,7 +448,7 @@ def _changed(subject: Subject, base: Checkpoint) -> Iterator[tuple[str, float]]:
             other = tensor_in(base, info.name)
             if part not in ("weight", "bias", "") or (part == "weight" and module.quantized) or other is None:
                 continue
-            if info.dtype not in _STEP or other.dtype not in _STEP or "rotary" in info.name:
+            if info.dtype not in _EPS or other.dtype not in _EPS or "rotary" in info.name:
                 continue
             if not info.shape or not other.shape or info.shape[1:] != other.shape[1:]:  # another rule says so
                 continue
@@ -462,7 +462,7 @@ def _difference(checkpoint: Checkpoint, info: TensorInfo, base: Checkpoint, othe
     ``None``: equal up to the last bit of the coarser type."""
     rows = min(info.shape[0], other.shape[0])  # a vocabulary may be filled up
     info, other = _head(info, rows), _head(other, rows)
-    step, tiny = max(_STEP[info.dtype], _STEP[other.dtype]), max(_TINY[info.dtype], _TINY[other.dtype])
+    step, tiny = max(_EPS[info.dtype], _EPS[other.dtype]), max(_SUBNORMAL[info.dtype], _SUBNORMAL[other.dtype])
     apart = before_power = now_power = 0.0
     differs = False
     for now, before in zip(_pieces(checkpoint, info), _pieces(base, other), strict=True):
@@ -500,7 +500,7 @@ def _as_floats(raw: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 def _spread(n: int) -> NDArray[np.intp]:
     """Rows at even distances, with the first and the last."""
-    return np.linspace(0, n - 1, min(_ROWS, n)).round().astype(np.intp)
+    return np.linspace(0, n - 1, min(_NUM_ROWS, n)).round().astype(np.intp)
 
 
 def _bits(subject: Subject, module: Module) -> int:
@@ -564,7 +564,7 @@ def _floats(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) ->
 
 def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) -> NDArray[Any]:
     """Rows of a tensor as they are stored."""
-    if info.nbytes <= _WHOLE:
+    if info.nbytes <= _MAX_WHOLE_BYTES:
         return checkpoint.read(info)[rows]
     return np.concatenate([checkpoint.read(_some(info, int(row), 1)) for row in rows])
 

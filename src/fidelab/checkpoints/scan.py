@@ -19,7 +19,7 @@ from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo, to_floats
 
 MOST_SLICES = 4096  # experts of a layer
 
-_CHUNK = 1 << 20  # bytes: what stays in a core's cache between the reductions
+_CHUNK_BYTES = 1 << 20  # bytes: what stays in a core's cache between the reductions
 
 _SIGNED = {"BF16": "<i2", "F16": "<i2", "F32": "<i4", "F64": "<i8", "F8_E4M3": "i1", "F8_E5M2": "i1"}
 _INFINITE = {  # bits of infinity; of E4M3, which has none, of NaN
@@ -138,7 +138,7 @@ def scan(checkpoint: Checkpoint, info: TensorInfo, *, scale: bool = False) -> St
     Raises:
         InputError: the file ends early.
     """
-    chunks = checkpoint.chunks(info, _CHUNK)
+    chunks = checkpoint.chunks(info, _CHUNK_BYTES)
     return reduce(Statistics.joined, (_of_chunk(chunk, info, scale) for chunk in chunks), Statistics())
 
 

@@ -40,7 +40,7 @@ from fidelab.checkpoints.scan import MOST_SLICES, Statistics, fused, scan, slice
 _FLOAT16_MAX = 65504.0
 _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of language models are below 100
 _SMALLEST_WEIGHT = 1e-8
-_OUTLIER = 1000.0  # times the median of the same layer kind
+_OUTLIERS = 1000.0  # times the median of the same layer kind
 _MASKS = ("masked_bias", ".attn.bias", ".attention.bias")  # of GPT-2 and its kind: masks, which may be infinite
 _MOST_MISSING = 100_000  # experts that are listed
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -163,7 +163,7 @@ def _scale_zero(subject: Subject) -> Iterator[Finding]:
     title="Absurd scales",
     symptom="activations overflow or vanish after the layer: noise, or answers as if the layer were missing",
     cause="a wrong unit of the scale (its reciprocal, a missing global scale), or a diverged optimization",
-    check=f"no weight beyond {_LARGEST_WEIGHT:g} or all below {_SMALLEST_WEIGHT:g} by its scale, none {_OUTLIER:g} "
+    check=f"no weight beyond {_LARGEST_WEIGHT:g} or all below {_SMALLEST_WEIGHT:g} by its scale, none {_OUTLIERS:g} "
     "times the median of the same kind of layer, none left at exactly 1",
     command="fidelab checkpoint audit CHECKPOINT --base ORIGINAL compares the weights with the original's",
 )
@@ -191,9 +191,9 @@ def _scale_absurd(subject: Subject) -> Iterator[Finding]:
     for items in alike.values():
         middle = median(s.largest for _, s, _ in items)
         if len(items) >= 4:
-            odd += [name for name, s, _ in items if s.largest > _OUTLIER * middle and name not in beyond]
+            odd += [name for name, s, _ in items if s.largest > _OUTLIERS * middle and name not in beyond]
     if odd:
-        yield Finding(f"scales over {_OUTLIER:g} times those of the same layers elsewhere in {and_more(odd)}", odd)
+        yield Finding(f"scales over {_OUTLIERS:g} times those of the same layers elsewhere in {and_more(odd)}", odd)
     if ones:
         yield Finding(f"all scales are 1, as before any calibration, in {and_more(ones)}", ones)
 
@@ -698,7 +698,7 @@ def _ignored_quantized(subject: Subject) -> Iterator[Finding]:
     yield from some_are(names, "quantized module", f"listed in {subject.scheme.ignored_by}")
 
 
-_EXEMPT = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token prediction, built plain by engines
+_EXEMPT_MODULES = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token prediction, built plain by engines
 
 
 @broken(
@@ -722,7 +722,7 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
             continue
         if (
             module.kind in ("norm", "embedding")
-            or _EXEMPT.search(module.name)
+            or _EXEMPT_MODULES.search(module.name)
             or not scheme.targets_linear(module.name)
         ):
             continue

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fidelab.checkpoints.rules import Finding
 
 _MARGIN = 13  # columns before the text of a finding
-_NAMES = 8  # tensors listed of each finding
+_MAX_NAMES = 8  # tensors listed of each finding
 
 app = Commands(help="Audit, convert, quantize and calibrate checkpoint files.")
 
@@ -89,8 +89,8 @@ def _show_finding(finding: Finding, width: int) -> None:
     _paragraph("run time", f"{known.symptom}.", width)
     _paragraph("to do", f"{known.command}.", width)
     if len(finding.tensors) > 2:
-        more = len(finding.tensors) - _NAMES
-        names = [*finding.tensors[:_NAMES], *([f"and {more:,} more (--json has all)"] if more > 0 else [])]
+        more = len(finding.tensors) - _MAX_NAMES
+        names = [*finding.tensors[:_MAX_NAMES], *([f"and {more:,} more (--json has all)"] if more > 0 else [])]
         for place, name in enumerate(names):
             print(f"{'tensors' if place == 0 else '':<{_MARGIN}}{name}")
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from fidelab.results.record import Report
     from fidelab.results.study import Study
 
-_PIPE = 400  # a table of loads with everything in it
-_BAR = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # how tqdm begins what it writes
+_PIPE_COLUMNS = 400  # a table of loads with everything in it
+_TQDM_PREFIX = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # how tqdm begins what it writes
 
 
 class _Guarded:
@@ -47,7 +47,7 @@ class _Guarded:
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         begin = ""
         if sys._getframe(1).f_globals.get("__name__", "").startswith("tqdm."):  # it moves the cursor back
-            match = _BAR.match(text)
+            match = _TQDM_PREFIX.match(text)
             begin = match[0] if match else ""
         self.rich_proxied_file.write(begin + printable(text[len(begin) :], escaped=True))
         return len(text)
@@ -180,7 +180,7 @@ def show_report(
     else:
         from fidelab.report.text import render_text
 
-        render_text(report, open_console(_PIPE), folder=folder, plot=plot, details=details)
+        render_text(report, open_console(_PIPE_COLUMNS), folder=folder, plot=plot, details=details)
 
 
 def failures(report: Report) -> list[str]:

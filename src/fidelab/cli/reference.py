@@ -14,7 +14,7 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-_MADE = "<!-- Made from the code: make docs -->\n"
+_HEADER = "<!-- Made from the code: make docs -->\n"
 _AS_TEXT = {"KVSpec": "a [KV format](../guide.md#kv-formats)"}  # written as text, read as an object
 _PANEL_PAGES = {  # panel of --help: page
     "Compare": "compare",
@@ -52,7 +52,7 @@ def _command_pages() -> dict[str, str]:
         command = root.commands[name]
         parts[command.rich_help_panel] += _command_sections(f"fidelab {name}", command)
     return {
-        f"{page}.md": f"# Commands: {panel[0].lower()}{panel[1:]}\n\n{_MADE}\n" + "\n\n".join(parts[panel]) + "\n"
+        f"{page}.md": f"# Commands: {panel[0].lower()}{panel[1:]}\n\n{_HEADER}\n" + "\n\n".join(parts[panel]) + "\n"
         for panel, page in _PANEL_PAGES.items()
     }
 
@@ -117,7 +117,7 @@ def _settings_page() -> str:
 
     parts = [
         "# Settings of axes and benches",
-        _MADE.strip(),
+        _HEADER.strip(),
         "Given as `--set axes.AXIS.SETTING=VALUE` and `--set benches.BENCH.SETTING=VALUE`, or in a file under `axes:` "
         "and `benches:`. [Metrics](../metrics.md) defines what each measures.",
     ]
@@ -195,7 +195,7 @@ def _schema_page(
 ) -> str:
     """A section with a table of fields for each schema, and for each record that it refers to."""
     known = {*elsewhere, *_AS_TEXT, "FormatSpec"}
-    parts = [f"# {title}", _MADE.strip(), about]
+    parts = [f"# {title}", _HEADER.strip(), about]
     others = known - set(_AS_TEXT)
     seen: set[str] = set()
     for name, schema in schemas.items():

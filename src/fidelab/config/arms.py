@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 _PAIRS = re.compile(r"[A-Za-z][\w.-]*=")
-_OWN = ("kv", "name", "engine", "model", "dtype", "preset")  # of the arm; everything else is the engine's
+_ARM_KEYS = ("kv", "name", "engine", "model", "dtype", "preset")  # of the arm; everything else is the engine's
 _OF_ENGINE = ("python", "image", "prefix", "pythonpath")
 _ENV = "env."
 
@@ -52,7 +52,7 @@ def arm_fields(text: str) -> dict[str, Any]:
         key = key.replace("_", "-")
         if not eq or not value:
             raise ValueError(f"{part.strip()!r} has no value; write key=value, separated by commas")
-        if key in _OWN:
+        if key in _ARM_KEYS:
             fields[key] = value
         elif key in _OF_ENGINE:
             engine[key] = [value] if key == "pythonpath" else value

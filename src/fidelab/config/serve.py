@@ -81,7 +81,7 @@ _IGNORED: Sequence[tuple[re.Pattern[str], str]] = (
 )
 _DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 # Flags that may have several values.
-_MANY = re.compile(
+_LIST_FLAGS = re.compile(
     r"lora-(modules|paths)|kv-cache-dtype-skip-layers|served-model-name|api-key|cudagraph-capture-sizes|cuda-graph-bs-.*"
 )
 _NUMBER = re.compile(r"-\d+(\.\d+)?$")
@@ -535,13 +535,13 @@ def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[st
 
 def _engine_of(program: Sequence[str], image: str, where: str) -> str:
     words = " ".join([Path(program[0]).name, *program[1:]]) if program else image
-    found = next((engine for mark, engine in _MARKS.items() if mark in words.lower()), None)
+    found = next((engine for mark, engine in _ENGINE_MARKS.items() if mark in words.lower()), None)
     if found is None:
         raise UsageError(f"{where}: image {image} does not say which server it starts; write its command after it")
     return found
 
 
-_MARKS = {"sglang": "sglang", "vllm": "vllm", "llama": "llamacpp"}
+_ENGINE_MARKS = {"sglang": "sglang", "vllm": "vllm", "llama": "llamacpp"}
 _CONTAINER_SWITCHES = re.compile(
     r"-[ditPq]+|--(detach|rm|interactive|tty|init|privileged|read-only|no-healthcheck|oom-kill-disable|publish-all|quiet"
     r"|sig-proxy|replace)"
@@ -674,7 +674,7 @@ def _split_flags(words: Sequence[str], dialect: _Dialect) -> Iterator[tuple[str,
         head, dot, tail = name.partition(".")
         name = head.replace("_", "-") + dot + tail
         if not values and not dialect.switches.fullmatch(name):
-            many = _MANY.fullmatch(name) is not None
+            many = _LIST_FLAGS.fullmatch(name) is not None
             while rest and (not rest[0].startswith("-") or _NUMBER.match(rest[0])):
                 values.append(rest.pop(0))
                 if not many:

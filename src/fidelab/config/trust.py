@@ -32,12 +32,12 @@ from fidelab.core.errors import ConfigError, InputError, UsageError
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
 Asking = Experiment | CrossEngine | Preset
 
-_MEMORY = "trusted-files"  # in the user's state: per line a hash and the file that had it
+_TRUST_FILE = "trusted-files"  # in the user's state: per line a hash and the file that had it
 _COMMANDS = ("prefix", "python", "image", "pythonpath")
 _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
-_TASKS = "include_path"  # of axis lm-eval: task files name functions of neighbouring files
-_WRITTEN = ("output_dir", "captures_dir")
+_TASK_KEY = "include_path"  # of axis lm-eval: task files name functions of neighbouring files
+_OUTPUT_KEYS = ("output_dir", "captures_dir")
 _NAMES = {
     "text": ("default", "domains", "wikitext-2"),
     "prompts": ("default",),
@@ -233,9 +233,9 @@ def demands(settings: Asking) -> list[Demand]:
     for values in ((getattr(settings, "axes", None) or {}).values(), getattr(settings, "benches", {}).values()):
         for key, value in (leaf for owner in values for leaf in _leaves("", owner)):
             found += _file(key, value, Path.is_file)
-            if key == _TASKS:
+            if key == _TASK_KEY:
                 found.append(Demand(f"axes.lm-eval.{key}", value, "is a folder whose code would be run"))
-    for key in _WRITTEN:
+    for key in _OUTPUT_KEYS:
         place = getattr(settings, key, None)
         if place is not None and not (there := _place(Path(place))).is_relative_to(Path.cwd().resolve()):
             found.append(Demand(key, str(place), "is a folder elsewhere that would be written to", str(there)))
@@ -325,12 +325,12 @@ def _place(path: Path) -> Path:
 
 def _hash(written: Mapping[str, Any], asked: Sequence[Demand]) -> str:
     """Of a file's content and of what its words lead to; whether a folder is elsewhere depends on where one stands."""
-    led = (f"{one.key} {one.value} {one.target}" for one in asked if one.key not in _WRITTEN)
+    led = (f"{one.key} {one.value} {one.target}" for one in asked if one.key not in _OUTPUT_KEYS)
     return digest(repr(dict(written)), *sorted(led))
 
 
 def _memory() -> Path:
-    return state_dir() / _MEMORY
+    return state_dir() / _TRUST_FILE
 
 
 def _known() -> set[str]:

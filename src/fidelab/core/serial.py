@@ -20,7 +20,7 @@ from fidelab.core.errors import UsageError
 
 OMIT: Final[Mapping[str, Any]] = MappingProxyType({"omit": True})
 """Metadata of a field that is left out where it has its default."""
-_LARGEST = 2**63
+_MAX_INTEGER = 2**63
 _T = TypeVar("_T")
 
 
@@ -107,7 +107,7 @@ def _read(kind: Any, data: Any, at: str) -> Any:
             return {_key(parts[0], key, at): _read(parts[1], item, f"{at}.{key}") for key, item in data.items()}
     elif kind in (int, float):
         number = type(data) is int or (kind is float and type(data) is float)
-        if number and 0 <= data < _LARGEST:
+        if number and 0 <= data < _MAX_INTEGER:
             return data
     elif is_dataclass(kind) and not issubclass(kind, AsText):  # type: ignore[arg-type]
         if isinstance(data, dict):

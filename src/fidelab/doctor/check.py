@@ -12,7 +12,7 @@ from fidelab.results.numbers import one_line
 Finding = Literal["ok", "warning", "missing", "broken"]
 CAUGHT = (Exception, SystemExit)  # what importing somebody else's package may raise
 
-_LONGEST = 160  # characters of somebody else's message
+_MAX_MESSAGE_CHARS = 160  # characters of somebody else's message
 _KINDS = {"engines": "engine ", "axes": "axis ", "KV formats": "KV format "}
 
 
@@ -71,4 +71,4 @@ def reason(error: BaseException) -> str:
     message = next(iter(str(error).strip().splitlines()), "").rstrip(". ")
     kind = "" if isinstance(error, FidelabError) and message else type(error).__name__
     text = one_line(": ".join(filter(None, (kind, message))))
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."

@@ -27,9 +27,9 @@ _AXES = ("trajectory", "kld")
 _TEST_ENGINE = "fake"
 _COMPUTES = {"numpy", "torch"}  # what formats are computed with
 _SHAPE = (1, 2, 4, 64)  # batch, heads, tokens, head_dim
-_LIMIT = 60.0  # seconds for one answer of an engine in another environment
+_TIMEOUT_SECONDS = 60.0  # seconds for one answer of an engine in another environment
 _UPGRADE = "upgrade torch: pip install -U torch"
-_SLACK = 1.001  # a GPU may round the bound itself otherwise
+_BOUND_TOLERANCE = 1.001  # a GPU may round the bound itself otherwise
 
 
 # ``unusable``: the required packages that do not work.  Where there are any, they already explain why the main job
@@ -48,7 +48,7 @@ def asked_engines() -> Iterator[Callable[[], list[Installed]]]:
         try:
             from fidelab.environments.listing import asking
 
-            answers = stack.enter_context(asking(list(filter(_is_brought, ENGINES.names())), _LIMIT))
+            answers = stack.enter_context(asking(list(filter(_is_brought, ENGINES.names())), _TIMEOUT_SECONDS))
         except CAUGHT as error:
             problem = error
 
@@ -92,7 +92,7 @@ def image_engines(image: str, trial: Callable[[str], None] | None) -> list[Docto
     """
     from fidelab.environments.listing import listing
 
-    places = listing(limit=_LIMIT, image=image)
+    places = listing(limit=_TIMEOUT_SECONDS, image=image)
     found = [_brought(place.engine, places, trial) for place in places]
     none = all(check.status != "ok" for check, _ in found)
     engines = [replace(check, needed=none) for check, _ in found]
@@ -118,7 +118,7 @@ def try_format(name: str, device: str) -> str | None:
         fmt = create(FormatSpec(name))
         scale = fmt.fit(x)
         out = fmt.decode(fmt.encode(x, scale), _SHAPE[-1], torch.float32, scale)
-        good = out.shape == x.shape and bool(((out - x).abs() <= fmt.error_bound(x, scale) * _SLACK).all())
+        good = out.shape == x.shape and bool(((out - x).abs() <= fmt.error_bound(x, scale) * _BOUND_TOLERANCE).all())
     except CAUGHT as error:
         return reason(error)
     return None if good else "values come back beyond the error that the format allows"

@@ -20,7 +20,7 @@ _MODULES = {"pyyaml": "yaml"}  # elsewhere the module has the package's name
 # Name, extras in brackets, and the floor. An upper bound is not enforced here: newer versions are reported as untested.
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?(?:.*?>=\s*(?P<floor>[\w.]+))?")
 _MAIN_JOB = "extra == 'hf'"
-_TESTED = Path(__file__).with_name("constraints.txt")
+_CONSTRAINTS_FILE = Path(__file__).with_name("constraints.txt")
 
 
 def versions() -> list[DoctorCheck]:
@@ -55,7 +55,7 @@ def untested() -> list[DoctorCheck]:
 
     Empty where there is none.
     """
-    tested = dict(line.split("==") for line in _TESTED.read_text().split())
+    tested = dict(line.split("==") for line in _CONSTRAINTS_FILE.read_text().split())
     newer = {}
     for name in sorted(_names(_requires("fidelab"))):
         try:

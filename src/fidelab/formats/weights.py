@@ -35,7 +35,7 @@ from fidelab.formats import FORMATS, K_QUANTS, create, options
 from fidelab.formats.base import Format
 from fidelab.formats.scale import finite_amax
 
-_CHUNK = 1 << 22  # values that are rounded at once: some 100 MB of intermediate results
+_CHUNK_VALUES = 1 << 22  # values that are rounded at once: some 100 MB of intermediate results
 _GROUP = "128"
 _SUPER_BLOCK = 256
 # bytes of a super-block, and what takes the place of the format where super-blocks do not divide a row
@@ -107,7 +107,7 @@ def _matrices(weight: Tensor) -> Iterator[Tensor]:
 
 def _rows(matrix: Tensor) -> list[Tensor]:
     """A matrix in parts of whole rows."""
-    return list(torch.split(matrix, max(1, _CHUNK // max(1, matrix.shape[-1]))))
+    return list(torch.split(matrix, max(1, _CHUNK_VALUES // max(1, matrix.shape[-1]))))
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ _NUMBERED = re.compile(r"(0|[1-9]\d*)\.safetensors")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 _MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # zip (as torch.save writes), pickles
 _MOST_IDS = 1 << 24  # of a vocabulary; whole rows are taken into memory
-_CHECKED = 4  # rows of each file whose probabilities are summed
+_CHECKED_ROWS = 4  # rows of each file whose probabilities are summed
 # Largest |log Σ exp| of a row: rounding to 16 bits moves its entries, and not evenly up and down.
-_FAR = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
+_SUM_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
 
 
 class WindowRows(Protocol):
@@ -225,7 +225,7 @@ def _open_file(path: Path) -> WindowFile:
         raise InputError(f"{path}: tensor {KEY!r} cannot be read ({error})") from error
     values = array.bits if isinstance(array, BFloat16) else array
     kind = "bfloat16" if isinstance(array, BFloat16) else str(values.dtype)
-    if kind not in _FAR:
+    if kind not in _SUM_TOLERANCE:
         raise InputError(f"{path}: tensor {KEY!r} is of type {kind}; log-probabilities are floating-point numbers")
     if values.ndim != 2 or 0 in values.shape:
         raise InputError(f"{path}: tensor {KEY!r} has shape {list(values.shape)}; expected [rows, vocabulary]")
@@ -237,13 +237,13 @@ def _open_file(path: Path) -> WindowFile:
 def _check_sums(file: WindowFile) -> None:
     """Refuse rows that are not log-probabilities; rows with NaN are skipped here, and counted as failed later."""
     n = file.shape[0]
-    for row in sorted({round(place) for place in np.linspace(0, n - 1, _CHECKED)}):
+    for row in sorted({round(place) for place in np.linspace(0, n - 1, _CHECKED_ROWS)}):
         scores = file.rows(row, row + 1)[0].astype(np.float64)
         peak = scores.max()
         if not np.isfinite(peak):
             continue
         total = float(peak + np.log(np.exp(scores - peak).sum()))
-        if abs(total) > _FAR[file.kind]:
+        if abs(total) > _SUM_TOLERANCE[file.kind]:
             raise InputError(
                 f"{file.path}: row {row} of {KEY!r} is not normalised (log of its sum is {total:.3g}, not 0): these "
                 "are logits, or log-probabilities of a vocabulary cut later; save log_softmax of the whole row"

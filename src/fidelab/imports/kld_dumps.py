@@ -44,7 +44,7 @@ from fidelab.results.verdict import judge
 
 Places = Mapping[str, NDArray[np.int32]]
 
-_CHUNK = 1 << 24  # elements of one side at a time: 64 MiB in float32
+_CHUNK_VALUES = 1 << 24  # elements of one side at a time: 64 MiB in float32
 _BOUNDS = (0.0, math.inf)
 _UNPROVEN = "every row equals the reference's, and dumps cannot prove that anything else ran"
 
@@ -155,7 +155,7 @@ def _window(ref: Dump, test: Dump, number: int) -> RowComparison:
     first, second = ref.open(number), test.open(number)
     tokens = next((found for dump in (ref, test) if (found := dump.tokens(number)) is not None), None)
     targets = np.full(n, -1) if tokens is None else np.append(tokens, -1)[ref.first + 1 : ref.first + 1 + n]
-    step = max(1, _CHUNK // max(vocab, test.vocabulary))
+    step = max(1, _CHUNK_VALUES // max(vocab, test.vocabulary))
     parts = []
     for start in range(0, n, step):
         stop = min(start + step, n)

@@ -29,8 +29,8 @@ from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import ArmRecord, Verdict
 
 _NAMED = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl")
-_MOST = 1 << 30  # bytes of a file
-_OWN = {"doc_id", "doc_hash", "prompt_hash", "target_hash", "filter"}
+_MAX_FILE_BYTES = 1 << 30  # bytes of a file
+_SAMPLE_KEYS = {"doc_id", "doc_hash", "prompt_hash", "target_hash", "filter"}
 
 _ACCURACY = Definition("accuracy", "share", "higher", "Share of the items that the configuration answers correctly.")
 _REFERENCE = Definition("reference_accuracy", "share", None, "Share of the items that the reference gets right.")
@@ -122,8 +122,8 @@ def _read(path: Path) -> _Samples:
         raise InputError(f"{path} holds no samples_TASK_TIME.jsonl: run lm_eval with --log_samples")
     samples = _Samples(path)
     for task, file in files.items():
-        if file.stat().st_size > _MOST:
-            raise InputError(f"{file} has more than {_MOST >> 30} GiB: that is not a file of samples")
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise InputError(f"{file} has more than {_MAX_FILE_BYTES >> 30} GiB: that is not a file of samples")
         with file.open("r", encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -143,7 +143,7 @@ def _add(samples: _Samples, task: str, line: str, where: str) -> None:
     if samples.documents.setdefault((task, document), content) != content:
         raise InputError(f"{where}: item {document} is there twice with different contents")
     listed = item.get("metrics")
-    metrics = listed if isinstance(listed, list) else [name for name in item if name not in _OWN]
+    metrics = listed if isinstance(listed, list) else [name for name in item if name not in _SAMPLE_KEYS]
     for name in filter(lambda name: isinstance(name, str), metrics):
         value = item.get(name)
         if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):

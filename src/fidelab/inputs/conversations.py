@@ -22,7 +22,7 @@ from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
 
-_WHAT = "traffic file"
+_KIND = "traffic file"
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _SHAREGPT = {  # what the parties are called there
     "system": "system",
@@ -36,7 +36,7 @@ _SHAREGPT = {  # what the parties are called there
     "function_response": "tool",
 }
 _SHOWN = 3  # bad places that a message lists
-_LONGEST = 40  # characters of a domain's name
+_MAX_DOMAIN_CHARS = 40  # characters of a domain's name
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     if path.suffix == ".jsonl":
         records: list[tuple[str, Callable[[], Any]]] = [
             (f"line {number}", lambda line=line: strict_json(line, not_finite=float))  # type: ignore[misc]
-            for number, line in numbered_lines(path, _WHAT)
+            for number, line in numbered_lines(path, _KIND)
         ]
     elif path.suffix == ".json":
         records = [(f"entry {number}", lambda entry=entry: entry) for number, entry in enumerate(_entries(path), 1)]  # type: ignore[misc]
     else:
-        raise InputError(f"{_WHAT} {path}: the name should end in .jsonl, .json, .txt or .md")
+        raise InputError(f"{_KIND} {path}: the name should end in .jsonl, .json, .txt or .md")
     images, failed, conversations, bad = 0, 0, list[Conversation](), list[str]()
     seen: set[str] = set()
     for place, read in records:
@@ -131,22 +131,22 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     if bad and not skip_bad:
         more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise InputError(
-            f"{_WHAT} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_SHOWN])}{more}; fix them, "
+            f"{_KIND} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_SHOWN])}{more}; fix them, "
             "or skip them with --skip-bad"
         )
     if not conversations:
         why = bad[:1] or [f"all {failed:,} requests failed"] * bool(failed)
-        raise InputError(": ".join([f"{_WHAT} {path} has no conversation in it", *why]))
+        raise InputError(": ".join([f"{_KIND} {path} has no conversation in it", *why]))
     return Traffic(str(path), tuple(conversations), tuple(bad), failed, images, skip_bad=skip_bad)
 
 
 def _entries(path: Path) -> list[Any]:
     try:
-        entries = strict_json(read_utf8(path, _WHAT), not_finite=float)
+        entries = strict_json(read_utf8(path, _KIND), not_finite=float)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{_WHAT} {path} is not JSON: {error}") from None
+        raise InputError(f"{_KIND} {path} is not JSON: {error}") from None
     if not isinstance(entries, list):
-        raise InputError(f"{_WHAT} {path}: expected a list of conversations")
+        raise InputError(f"{_KIND} {path}: expected a list of conversations")
     return entries
 
 
@@ -235,7 +235,7 @@ class _Record:
         named = outer.get("domain", inner.get("domain"))
         return Conversation(
             id=str(outer.get("id") or outer.get("custom_id") or number),
-            domain=str(named)[:_LONGEST] if named else domain_of(messages or ({"content": text},), tools),
+            domain=str(named)[:_MAX_DOMAIN_CHARS] if named else domain_of(messages or ({"content": text},), tools),
             messages=messages,
             tools=tools,
             text=text,
@@ -376,8 +376,8 @@ _CODE = re.compile(
 )
 _JSON = re.compile(r"^\s*[\[{][\s\S]*\"[\s\S]*[\]}]\s*$")
 _MATHEMATICS = re.compile(r"\\(frac|sum|int|sqrt|begin|cdot|times)|\$[^$\n]+[=^][^$\n]*\$|\b(theorem|lemma|equation)\b")
-_LONG = 8_000  # characters
-_FOREIGN = 0.3  # share of letters
+_LONG_CHARS = 8_000  # characters
+_FOREIGN_SHARE = 0.3  # share of letters
 
 
 def domain_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -392,12 +392,12 @@ def domain_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     contents = [str(message.get("content") or "") for message in messages]
     letters = [char for char in "".join(contents)[:20_000] if char.isalpha()]
     foreign = sum(not char.isascii() and not unicodedata.name(char, "").startswith("LATIN") for char in letters)
-    if letters and foreign / len(letters) >= _FOREIGN:
+    if letters and foreign / len(letters) >= _FOREIGN_SHARE:
         return "non-Latin"
     for domain, pattern in (("code", _CODE), ("JSON", _JSON), ("mathematics", _MATHEMATICS)):
         if any(pattern.search(content) for content in contents):
             return domain
-    return "long document" if max(map(len, contents), default=0) >= _LONG else "chat"
+    return "long document" if max(map(len, contents), default=0) >= _LONG_CHARS else "chat"
 
 
 # -------------------------------------------------------------------------------------------- rendering

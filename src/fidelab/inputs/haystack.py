@@ -24,7 +24,7 @@ from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
 
 LEAST_SHIFT = 64  # tokens between the haystacks of two trials, at least
-_PIECE = 400  # characters: text without sentences, such as code or tables, is cut here at the latest
+_MAX_SENTENCE_CHARS = 400  # characters: text without sentences, such as code or tables, is cut here at the latest
 _PARAGRAPH = re.compile(r"\s*\n\s*\n\s*")
 _LINE = re.compile(r"\s*\n\s*")
 _SENTENCE = re.compile(r"(?:(?<=\w{3}[.!?])|(?<=[.!?][\"'”’)]))\s+|(?<=[。！？])\s*")  # not after "Mr."
@@ -111,9 +111,9 @@ def sentences(text: str, gap: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _cut(sentence: str) -> Iterator[str]:
-    while len(sentence) > _PIECE:
-        at = sentence.rfind(" ", 1, _PIECE)
-        at = _PIECE if at < 0 else at
+    while len(sentence) > _MAX_SENTENCE_CHARS:
+        at = sentence.rfind(" ", 1, _MAX_SENTENCE_CHARS)
+        at = _MAX_SENTENCE_CHARS if at < 0 else at
         yield sentence[:at]
         sentence = sentence[at:].lstrip()
     if sentence:

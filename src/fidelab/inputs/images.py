@@ -36,7 +36,7 @@ MOST_IN_ALL = 64 << 20
 """Bytes of all images of a run, at most: captures hold them."""
 
 _PART: Mapping[str, str] = {"type": "image"}
-_SHOWN = 3  # bad images that a message lists
+_MAX_LISTED = 3  # bad images that a message lists
 _COLORS: Mapping[str, tuple[int, int, int]] = {
     "red": (214, 40, 40),
     "green": (30, 150, 60),
@@ -244,10 +244,10 @@ def traffic_image_prompts(traffic: Traffic) -> tuple[ImagePrompt, ...]:
             continue
         found.append((conversation.id, messages, images))
     if bad and not traffic.skip_bad:
-        more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        more = f", and {len(bad) - _MAX_LISTED} more" if len(bad) > _MAX_LISTED else ""
         raise InputError(
             f"traffic file {traffic.name} has images in {len(bad)} conversations that cannot be used: "
-            f"{'; '.join(bad[:_SHOWN])}{more}; fix them, or skip them with --skip-bad"
+            f"{'; '.join(bad[:_MAX_LISTED])}{more}; fix them, or skip them with --skip-bad"
         )
     drawn = png(draw("blue", "circle", 1))
     prompts = []

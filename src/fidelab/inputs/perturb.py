@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _WORD = re.compile(r"[^\W\d_]+")  # a run of letters, of any script
 _SHORTEST = 4  # letters of a word that gets a typing error
-_AROUND = 16  # characters shown before and after a change
+_CONTEXT_CHARS = 16  # characters shown before and after a change
 _SYNONYM = re.compile(r"([a-z]+) ([=>]) ([a-z]+)")
 
 
@@ -154,10 +154,10 @@ def _in_capitals(word: str) -> bool:
 
 def _change(old: str, new: str) -> str:
     """``old → new``; of long ones, as scripts without spaces have them, only what surrounds the change."""
-    if max(len(old), len(new)) <= 2 * _AROUND:
+    if max(len(old), len(new)) <= 2 * _CONTEXT_CHARS:
         return f"{old} → {new}"
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    cut = slice(max(0, at - _AROUND), at + _AROUND)
+    cut = slice(max(0, at - _CONTEXT_CHARS), at + _CONTEXT_CHARS)
     return f"…{old[cut]}… → …{new[cut]}…"
 
 

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 TraceUnit = Literal["ms", "s"]
 
 _SPACES = "Ġ▁"  # how vocabularies write the space before a word
-_TRIES = 256  # changes of one text until its length is exact
+_MAX_TRIES = 256  # changes of one text until its length is exact
 
 
 # ---------------------------------------------------------------------------------------------- prompts
@@ -130,7 +130,7 @@ def _fit(start: str, length: int, words: Sequence[str], measure: Callable[[str],
     drawn = [start, *(words[i] for i in rng.integers(len(words), size=length + 8))]
     least = measure("a") - 1  # of the template
     kept, seen = max(1, length - least), set[int]()
-    for _ in range(_TRIES):
+    for _ in range(_MAX_TRIES):
         tokens = measure(" ".join(drawn[:kept]))
         if tokens == length:
             return " ".join(drawn[:kept])

@@ -36,9 +36,9 @@ INDEX = ".ledger"
 RUN = "run"
 _NO_RUNS = frozenset({"captures", "logs", "timed"})  # folders below runs that hold none
 _FAULTS = (Status.FAILED, Status.NOT_ENGAGED)  # that an engine does not support an arm is a finding
-_DEEPEST = 4  # runs/<run>/<run>, runs/<experiment>/<engine>/<run>
+_MAX_DEPTH = 4  # runs/<run>/<run>, runs/<experiment>/<engine>/<run>
 _MOST_BYTES = 64 << 20
-_HEAD = re.compile(r"# created: (\S+)")
+_CREATED_LINE = re.compile(r"# created: (\S+)")
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _run_folders(folder: Path) -> Iterator[str]:
                     continue
                 if (one / CONFIG).is_file():
                     yield one
-                if depth < _DEEPEST:
+                if depth < _MAX_DEPTH:
                     yield from below(one, depth + 1)
 
     for path in below(folder, 1):
@@ -215,7 +215,7 @@ def _read(folder: Path, path: str) -> LedgerRow:
         text = read_file(place / CONFIG, _MOST_BYTES).decode("utf-8", "replace")
         row["kind"] = _setting(text, "kind") or RUN
         row["model"] = _setting(text, "model")
-        row["created"] = _utc(match[1]) if (match := _HEAD.search(text)) else ""
+        row["created"] = _utc(match[1]) if (match := _CREATED_LINE.search(text)) else ""
         row["captures"] = _captures(place)
         if (place / REPORT).is_file():
             row |= _of_report(Report.from_json(place / REPORT))

@@ -23,7 +23,7 @@ from fidelab.results.record import write_atomically
 from fidelab.results.study import PART, Study, StudyRow
 
 _OUTCOME = "outcome"
-_BAR = 24  # characters of the longest bar
+_BAR_COLUMNS = 24  # characters of the longest bar
 
 
 def render_study(study: Study, console: Console, *, folder: Path | None = None) -> None:
@@ -50,7 +50,7 @@ def render_study(study: Study, console: Console, *, folder: Path | None = None) 
             table.add_column(literal(title, console), justify=justify, overflow="fold")
         table.add_column("", no_wrap=bool(study.bar))
         for row, cells in zip(shown.rows, shown.cells, strict=True):
-            bar = "#" * round(_BAR * (row.value(study.bar) or 0.0) / longest) if longest else ""
+            bar = "#" * round(_BAR_COLUMNS * (row.value(study.bar) or 0.0) / longest) if longest else ""
             flags = ", ".join(one_line(flag.text) for flag in row.flags)
             style = "bold red" if flags else ""
             end = f"{bar} <- {flags}".lstrip() if flags else bar

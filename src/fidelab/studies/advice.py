@@ -36,7 +36,7 @@ from fidelab.studies.study import new_study
 KIND = "advice"
 NATIVE = "native"
 _MOST_ROWS = 24  # that a terminal shows
-_WIDE = ("f32", "f16", "bf16")
+_FLOATS = ("f32", "f16", "bf16")
 
 
 # ------------------------------------------------------------------------------------------------- losses
@@ -68,13 +68,13 @@ class Pair:
     def only(self, factors: Iterable[str]) -> Pair:
         """This pair with some of ``w``, ``k`` and ``v`` alone."""
         kept = frozenset(factors)
-        cache = {side: getattr(self, side) if side in kept else _WIDE[-1] for side in "kv"}
+        cache = {side: getattr(self, side) if side in kept else _FLOATS[-1] for side in "kv"}
         return Pair(self.weights if "w" in kept else NATIVE, **cache, skip=self.skip if kept & {"k", "v"} else ())
 
     @property
     def factors(self) -> tuple[str, ...]:
         """Formats that differ from the model's 16-bit type."""
-        named = (("w", self.weights != NATIVE), ("k", self.k not in _WIDE), ("v", self.v not in _WIDE))
+        named = (("w", self.weights != NATIVE), ("k", self.k not in _FLOATS), ("v", self.v not in _FLOATS))
         return tuple(name for name, differs in named if differs)
 
 
@@ -121,7 +121,7 @@ def loss_of(pair: Pair, measured: Mapping[Pair, Measured]) -> Loss:
 
 def _part(pair: Pair, measured: Mapping[Pair, Measured]) -> Measured | None:
     """The measurement of a pair, where sides with 16 bits may have been measured with 32."""
-    sides = [(_WIDE[::-1] if side in _WIDE else (side,)) for side in (pair.k, pair.v)]
+    sides = [(_FLOATS[::-1] if side in _FLOATS else (side,)) for side in (pair.k, pair.v)]
     return next((measured[one] for k, v in product(*sides) if (one := replace(pair, k=k, v=v)) in measured), None)
 
 
@@ -254,7 +254,7 @@ def _side(spec: FormatSpec, seen: Any, native: str) -> str:
         if lower in words:
             return wide
     if lower in ("auto", NATIVE, "bf16", "bfloat16"):
-        return str(seen) if lower == "auto" and seen in _WIDE else native if lower in ("auto", NATIVE) else "bf16"
+        return str(seen) if lower == "auto" and seen in _FLOATS else native if lower in ("auto", NATIVE) else "bf16"
     if _known(spec) or not isinstance(seen, str) or not _known(FormatSpec(seen)):
         return str(spec)
     return seen
@@ -468,7 +468,7 @@ def _grid(runs: Runs, sizes: Mapping[str, float], base: Pair, geometry: Geometry
     latent = any(layer.latent for layer in geometry.kv)
     for weights in sizes:
         for cache in caches:
-            wide_only = {cache.k, cache.v} <= set(_WIDE)
+            wide_only = {cache.k, cache.v} <= set(_FLOATS)
             if not (latent and cache.k != cache.v) and (not wide_only or cache == base):
                 yield replace(cache, weights=weights)
 

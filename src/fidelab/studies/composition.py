@@ -34,8 +34,8 @@ _NOTE = (
     "worth less together than each by itself, above 1.1 more"
 )
 _SPECULATIVE = ("speculative", "both")
-_TELLING = ("vllm", "sglang")  # they have counters whenever they speculate
-_WELL = (Status.OK, Status.IDENTICAL)
+_COUNTING_ENGINES = ("vllm", "sglang")  # they have counters whenever they speculate
+_MEASURED_STATUSES = (Status.OK, Status.IDENTICAL)
 _MAY_DIFFER = ("tokenizer", "weights", "dtype", "goodput")  # by what quantizing changes, or no matter of rates
 _RATES = {"serving": ("output_rate", "arrival"), "decode": ("isolated", "depth")}
 """Bench → the metric that is composed, and a coordinate that all its cells have; what is served goes first."""
@@ -162,7 +162,7 @@ def _doubt(name: str, cell: _Cell) -> str | None:
     if server is None:
         return f"no server reported its counters, {unknown}"
     if drafts is None:
-        silent = not wanted and server.get("kind") in _TELLING
+        silent = not wanted and server.get("kind") in _COUNTING_ENGINES
         return None if silent else f"its server has no speculation counters, {unknown}"
     drafted = drafts.get("drafted")
     engaged = (drafts.get("accepted") or 0) > 0 or (drafts.get("acceptance_length") or 0) > 1
@@ -250,7 +250,7 @@ def _cells(arm: ArmRecord) -> dict[str, _Cell]:
         where: Coordinates = {**at, "output": facts["n"]} if "n" in facts else at
         rates = tuple(filter(None, metric.repeats or (metric.value,))) if metric else ()
         flags = tuple(dict.fromkeys((*(cell.flags if cell else ()), *(metric.flags if metric else ()))))
-        well = cell is None or (cell.status in _WELL and cell.valid)
+        well = cell is None or (cell.status in _MEASURED_STATUSES and cell.valid)
         reason = None if well and rates else (cell and cell.reason) or ("not measured" if well else "not valid")
         cells[label(where)] = _Cell(where, rates, flags, facts.get("server"), reason)
     return cells

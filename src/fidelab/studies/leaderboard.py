@@ -31,7 +31,7 @@ _NOTE = (
 _BEFORE = ("arm", "rank", "model", "reference", "engine", "version", "KV cache", "verdict")
 _CACHE = Definition("cache_bytes_per_token", "bytes", exact=True, name="cache per token")
 _WEIGHTS = Definition("weight_bytes", "bytes", exact=True, name="weights")
-_LONGEST = 60  # characters of a condition: lists are long
+_MAX_CONDITION_CHARS = 60  # characters of a condition: lists are long
 
 _Column = tuple[str, str, str]
 """Axis or ``benches.<bench>``, shape of work, key of the metric there."""
@@ -279,4 +279,4 @@ def _version(versions: Mapping[str, str], engine: str) -> str:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else canonical_json(value)
-    return one_line(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…")
+    return one_line(text if len(text) <= _MAX_CONDITION_CHARS else f"{text[: _MAX_CONDITION_CHARS - 1]}…")

@@ -46,7 +46,7 @@ SKIPS = "skips.json"
 KIND: Final = "profile"
 _GB, _MB = 1e9, 1e6
 _MOST_BYTES = 256 << 20  # of a stage's JSON
-_GRACE = 60.0  # seconds in which a stopped stage leaves what it has
+_GRACE_SECONDS = 60.0  # seconds in which a stopped stage leaves what it has
 _STEP = re.compile(r"[^.\[]+|\[[^\]]*\]")
 
 _SECONDS = Definition("seconds", "s", None, "Wall time.", name="time")
@@ -439,7 +439,7 @@ def _run_stage(stage: Stage, folder: Path) -> StudyRow:
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(_GRACE)
+        process.wait(_GRACE_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -21,7 +21,7 @@ from fidelab.core.errors import ConfigError, FidelabError, UnknownNameError
 Check = Callable[[Preset, Mapping[str, Any], Path], None]
 """Refuses a preset, its file's content and the file; :func:`fidelab.config.trust.check_trust` is one."""
 
-_HERE = Path(__file__).parent
+_PRESET_DIR = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -42,7 +42,7 @@ def own_folder() -> Path:
 def listing() -> dict[str, Found]:
     """All presets that have a name, sorted by it; the user's own hide those of the package."""
     found: dict[str, Found] = {}
-    for folder in (_HERE, own_folder()):
+    for folder in (_PRESET_DIR, own_folder()):
         files = (path for suffix in _SUFFIXES for path in folder.glob(f"*{suffix}"))
         found |= {path.stem: Found(path.stem, path) for path in files if path.is_file()}
     return dict(sorted(found.items()))

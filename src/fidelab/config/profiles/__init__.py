@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from fidelab.config.load import read_yaml, validate_as
 from fidelab.core.errors import ConfigError, UnknownNameError, UsageError, nearest_first
 
-_HERE = Path(__file__).parent
-_EXPERIMENTS = _HERE / "experiments"
+_PROFILE_DIR = Path(__file__).parent
+_EXPERIMENTS = _PROFILE_DIR / "experiments"
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 _NAME = r"^[a-z0-9][a-z0-9-]*$"  # a stage is a folder of this name
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -199,7 +199,7 @@ class Resolved(BaseModel):
 
 def names() -> list[str]:
     """The profiles that come with the package."""
-    return sorted(path.stem for path in _HERE.glob("*.yaml"))
+    return sorted(path.stem for path in _PROFILE_DIR.glob("*.yaml"))
 
 
 def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
@@ -210,7 +210,7 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
         ConfigError: a file that is not a profile, or is not trusted.
     """
     if name in names():
-        path = _HERE / f"{name}.yaml"
+        path = _PROFILE_DIR / f"{name}.yaml"
     elif not (path := Path(name)).is_file():
         raise UnknownNameError("profile", name, names())
     elif not any(path.resolve() in (file.resolve(), *file.resolve().glob("*")) for file in trusted):
