@@ -216,7 +216,7 @@ def test_captures_that_are_gone_cannot_be_computed_again_and_that_is_a_fault_whe
     assert "cannot be computed again" in faults(receipt, run_of(runs))
     elsewhere = verify(receipt)
     assert (elsewhere.faults, elsewhere.recomputed) == ((), None)
-    assert "not at hand" in elsewhere.remarks[0]
+    assert "not available" in elsewhere.remarks[0]
 
 
 def test_verifying_writes_nothing(receipt: Path, runs: Path) -> None:

@@ -212,7 +212,7 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
 def check_target(checkpoint: Checkpoint, target: Path) -> None:
     """Refuse a target that exists, has no parent or lies within the source."""
     if target.exists() or target.is_symlink():
-        raise UsageError(f"{target} exists; name a folder that does not, nothing is overwritten")
+        raise UsageError(f"{target} exists; name a new folder, since nothing is overwritten")
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent} is not a folder; create it, the target is written there")
     folder = checkpoint.folder.resolve()
@@ -241,7 +241,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
             folder.replace(target)
     except OSError as error:
         raise OutputError(
-            f"cannot write {target} ({error.strerror or error}); nothing was left there, the source is as it was"
+            f"cannot write {target} ({error.strerror or error}); no files were left there, and the source is unchanged"
         ) from error
 
 
@@ -355,7 +355,7 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
 
 
 def _check_once(source: Checkpoint, modules: Mapping[str, QuantizedModule], carried: Mapping[str, TensorInfo]) -> None:
-    """Check that nothing is there twice.
+    """Check that there are no duplicates.
 
     Raises:
         InputError: a tensor in two files with different contents, or a module both quantized and not.
@@ -589,7 +589,7 @@ class _Writer:
         self.total = 0
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...], size: int) -> Callable[[NDArray[Any]], None]:
-        """Begin a tensor of ``size`` bytes; what is returned takes its values in order."""
+        """Begin a tensor of ``size`` bytes; the returned object takes its values in order."""
         if self._out is None or (self._at and self._at + size > _MAX_SHARD_BYTES):
             self._finish()
             self._files.append(self._folder / f"part-{len(self._files) + 1}.safetensors")

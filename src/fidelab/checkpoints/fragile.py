@@ -163,7 +163,7 @@ def _scale(folder: Path, tensor: TensorInfo, channels: tuple[int, ...], dim: int
 
 
 def _times(raw: NDArray[Any], tensor: TensorInfo, factor: float) -> NDArray[Any]:
-    """Stored values times a power of two, in the stored type; refuses what is not exact."""
+    """Stored values times a power of two, in the stored type; refuses inexact results."""
     if tensor.dtype != "BF16":
         with np.errstate(over="ignore", under="ignore"):
             scaled = raw * raw.dtype.type(factor)

@@ -1,4 +1,4 @@
-"""Rules about sizes: what the configuration says of layers, heads, experts and vocabulary, against the tensors' shapes.
+"""Rules about sizes: layers, heads, experts and vocabulary of the configuration against the tensors' shapes.
 
 Architectures differ, and per layer, too: a size is wrong where no number that the configuration gives explains it.
 """

@@ -1,4 +1,4 @@
-"""Tensors grouped to modules by their names, and what the configuration says of each: without trusting either.
+"""Tensors grouped into modules by their names, with each module's configuration; neither is trusted.
 
 :mod:`fidelab.checkpoints.layouts` unpacks complete modules. This module also recognizes those with a missing or an
 extra part, for the audit.
@@ -143,7 +143,7 @@ class Module:
 
     @property
     def matrix(self) -> bool:
-        """Whether it has a weight of two dimensions or more, quantized or not; norms have vectors."""
+        """True if it has a weight of two dimensions or more, quantized or not; norms have vectors."""
         weight = self.parts.get("weight") or (self.parts.get("") if ".experts." in f"{self.name}." else None)
         return self.quantized or (weight is not None and len(weight.shape) > 1)
 
@@ -408,7 +408,7 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
 
 
 _ANNOUNCING = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant", "kv_cache_dtype", "kv_cache_config")
-"""Keys under which methods announce scales of the KV cache; ModelOpt does so in a file of its own, too."""
+"""Keys under which methods announce scales of the KV cache; ModelOpt also does so in a separate file."""
 
 
 def _block(value: Any) -> tuple[int, int] | None:

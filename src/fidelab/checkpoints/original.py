@@ -421,8 +421,8 @@ def _together(norm: str, module: str) -> bool:
 
 
 def _norm_factors(subject: Subject, base: Checkpoint, changed: Mapping[str, float]) -> dict[str, list[Floats]]:
-    """Changed norms → by what they multiply activations more than the original's: as they are, and as norms do that
-    add one to their weights."""
+    """Changed norms → factor by which they multiply activations relative to the original's: as stored, and for norms
+    that add one to their weights."""
     found: dict[str, list[Floats]] = {}
     for name in changed:
         owner, _, part = name.rpartition(".")
@@ -530,7 +530,7 @@ def _values(
     rows: NDArray[np.intp],
     shape: tuple[int, ...],
 ) -> Floats | None:
-    """Rows of a layer's weights, dequantized; ``None``: they cannot be had."""
+    """Rows of a layer's weights, dequantized; ``None``: unavailable."""
     checkpoint = subject.checkpoint
     weight = module.packed or module.parts["weight"]
     if checkpoint.format == "gguf" or not module.quantized:

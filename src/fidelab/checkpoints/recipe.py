@@ -1,4 +1,4 @@
-"""Recipes of ``fidelab checkpoint quantize``: what is quantized and how, and what of a checkpoint's modules that means.
+"""Recipes of ``fidelab checkpoint quantize``: which modules are quantized and how, resolved for a checkpoint.
 
 Everything that can be known from names and shapes is checked here, before anything is loaded.
 """
@@ -29,7 +29,7 @@ Kind = Literal["recurrent", "router", "shared gate", "vision", "audio", "head"]
 
 
 class Scheme(BaseModel):
-    """A format of weights; a bare name stands for its ``format``.
+    """A format of weights; a bare name means its ``format``.
 
     ``group``: inputs that share a scale.  FP8 has one scale for each output, NVFP4 groups of 16.
     """

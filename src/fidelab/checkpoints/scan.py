@@ -1,4 +1,4 @@
-"""One pass over the values of tensors: what rules need to know of them, without keeping them.
+"""One pass over the values of tensors: statistics for the rules, without keeping the values.
 
 Maxima of the bits as signed and as unsigned integers tell the largest magnitude of either sign, and with it whether
 anything is infinite or NaN: two reductions without a copy.  Exact counts are made only where something was found, and

@@ -167,7 +167,7 @@ class _RunOptions(RunsOptions, panel="Run"):
 
 
 class _OneRunOptions(_RunOptions):
-    """With the figures in a file of their own, as vLLM writes it."""
+    """Options for writing the figures to a separate file, as vLLM does."""
 
     save_result: Annotated[bool, typer.Option("--save-result", help="Also write a JSON file in vLLM's format.")] = False
     result_dir: Annotated[Path | None, typer.Option(help="Its folder. \\[default: this one]")] = None
@@ -328,7 +328,7 @@ def capacity(
 
     contexts = () if load.contexts is None else counts("--contexts", load.contexts)
     if (started is None) == (server.base_url is None):
-        raise UsageError("name a MODEL whose server is started, or a server that runs with --base-url: one of both")
+        raise UsageError("name either a MODEL whose server is started, or a running server with --base-url")
     _refuse_other_mode(context, started is not None)
     if started is not None:
         _start_and_measure(started, engine, load, contexts, {**load.settings(), **targets.settings()}, run, as_json)
@@ -346,7 +346,7 @@ def capacity(
 
 
 def _refuse_other_mode(context: typer.Context, starts: bool) -> None:
-    """Options of a server that runs say nothing of one that is started, and the other way round.
+    """Options of a running server do not apply to a started one, and vice versa.
 
     Raises:
         UsageError: one was given, which would be ignored.

@@ -191,7 +191,7 @@ def quantize(
         try:
             outcome = run(model, recipe, target, resume=resume, python=python, say=tell)
         except KeyboardInterrupt:
-            note("fidelab: stopped; the same command with --resume goes on")
+            note("fidelab: stopped; continue by the same command with --resume")
             raise
     idle = outcome.experts.get("without_tokens", {})
     if idle:

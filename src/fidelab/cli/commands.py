@@ -18,7 +18,7 @@ class _Shown:
     """Help text of a command or a group."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """All parameters; a flag takes no value, so nothing stands where the others name theirs."""
+        """All parameters; a flag takes no value, so it has no metavar."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):

@@ -190,7 +190,7 @@ def compare(
     trusted: options.Trusted = None,
     help_all: options.HelpAll = False,
 ) -> None:
-    r"""Run a reference and candidates on a real engine and report what each candidate loses.
+    r"""Run a reference and candidates on a real engine and report the loss of each candidate.
 
     [bold]Examples[/bold]
 
@@ -233,7 +233,7 @@ def compare(
         return
     words = (reference or "", control, *(candidate or []), *(vary or []))
     if trusted and serve is None and preset is None and not any("preset=" in word for word in words):
-        raise UsageError("--trust goes with a file: that of -f, of a preset or of --serve, or with --resume RUN_DIR")
+        raise UsageError("--trust needs a file: from -f, a preset or --serve, or --resume RUN_DIR")
     secrets: tuple[str, ...] = ()
     if serve is not None:
         arms, changes, secrets = _pasted(serve, change or [], context, engine, trusted or [])
@@ -309,7 +309,7 @@ def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, c
 
 
 def _until_decided(axes: Mapping[str, dict[str, Any]]) -> None:
-    """Let axes whose size nobody gave ask until all is decided."""
+    """Let axes without a given size take further looks until all is decided."""
     from fidelab.axes import AXES
 
     for name, settings in axes.items():
@@ -338,7 +338,7 @@ def _pasted(
 
     for name, flag in options.given_flags(context).items():
         if name in ("model", "engine", "reference", "preset"):
-            raise UsageError(f"the command of --serve says what the reference is: leave out {flag}")
+            raise UsageError(f"the command of --serve defines the reference: leave out {flag}")
 
     def controlled(name: str) -> Mapping[str, str]:
         return dict(getattr(ENGINES.load(name), "controlled", {}))

@@ -1,4 +1,4 @@
-"""``fidelab estimate``: what a format can gain, from a model's shape, a device's rates and measured losses."""
+"""``fidelab estimate``: possible gain of a format, from a model's shape, a device's rates and measured losses."""
 
 from __future__ import annotations
 

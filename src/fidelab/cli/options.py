@@ -518,7 +518,7 @@ class LimitOptions(Options, panel=SCORING):
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """Those that were given, as data of an experiment; nothing where none was."""
+        """The given options, as data of an experiment."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         return {"limits": given} if given else {}
 

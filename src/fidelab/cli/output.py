@@ -61,7 +61,7 @@ class _Guarded:
 
 
 def guard_streams() -> None:
-    """From now on nothing that is printed can control the terminal."""
+    """Prevent printed text from controlling the terminal from now on."""
     if not isinstance(sys.stdout, _Guarded):
         sys.stdout = cast(TextIO, _Guarded(sys.stdout))
     if not isinstance(sys.stderr, _Guarded):
@@ -135,11 +135,11 @@ def _console_class() -> type[Console]:
 
 
 UNDECIDED = 3
-"""Exit code where nothing is shown to be bad and something is not shown to be good."""
+"""Exit code for undecided results: none is shown to be bad, and not all are shown to be good."""
 
 
 def exit_on(faults: Collection[str], undecided: Collection[str] = ()) -> None:
-    """Print each line on standard error; exit with 1 for a fault, with 3 for nothing but the undecided."""
+    """Print each line on standard error; exit with 1 for a fault, with 3 if all are undecided."""
     for line in (*faults, *undecided):
         note(f"fidelab: {line}")
     if faults or undecided:

@@ -114,7 +114,7 @@ def report(
         try:
             write_html(result, folder.html)
         except OutputError as error:
-            note(f"fidelab: the page is left as it was: {error}")
+            note(f"fidelab: the page is unchanged: {error}")
     show_report(result, folder=None if folder is None else folder.path, **vars(show))
 
 

@@ -1,4 +1,4 @@
-"""Engine options that a file of somebody else may set unasked; all others are asked for.
+"""Engine options that a foreign file may set without permission; all others need it.
 
 Engines have hundreds of options, and each release adds some that load code by its name.  So the list is of what is
 known to be harmless: a value that is read as a number, as one of the engine's own names, or as a switch of computation.

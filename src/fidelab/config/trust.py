@@ -124,7 +124,7 @@ def _refuse(asked: Sequence[Demand], written: Mapping[str, Any], file: Path, tru
         return
     listed = "; ".join(map(str, left))
     raise ConfigError(
-        f"{file} asks for what a file may not do unasked: {listed}. Nothing was run or read; "
+        f"{file} asks for actions that need permission: {listed}. Nothing was run or read; "
         f"if you trust it, add --trust {shlex.quote(str(file))}, or give the same flags"
     )
 

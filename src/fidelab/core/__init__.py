@@ -78,7 +78,7 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """``fidelab`` in ``$XDG_STATE_HOME``, else in ``~/.local/state``: what is remembered for this user alone.
+    """``fidelab`` in ``$XDG_STATE_HOME``, else in ``~/.local/state``: folder of this user's state.
 
     The cache may be a folder that several users share.
     """
@@ -386,7 +386,7 @@ class Arm:
     draft: str = field(default="", metadata=OMIT)
 
     def fingerprint(self) -> str:
-        """SHA-256 of what the arm computes: not its name, nor where its files lie."""
+        """SHA-256 of what the arm computes: neither its name nor the location of its files."""
         return digest(
             canonical_json(
                 {

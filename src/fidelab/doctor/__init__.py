@@ -54,7 +54,7 @@ class Diagnosis:
 
 
 def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: None) -> Diagnosis:
-    """Examine this machine; takes seconds, asks no network, never raises for what it finds.
+    """Examine this machine; takes seconds, uses no network, and never raises for a finding.
 
     Only the engines' answers are written, into the cache. ``trial``: also let each engine prefill and decode with each
     of its KV formats, in separate processes. That takes minutes. Failures are kept with their logs, and runs refuse
@@ -92,7 +92,7 @@ def examine_machine() -> Diagnosis:
     """
     from fidelab.doctor.system import examine_system
 
-    return Diagnosis(tuple(examine_system()), good="nothing of this system is known to be bad")
+    return Diagnosis(tuple(examine_system()), good="no known fault in this system")
 
 
 def examine_image(name: str, say: Callable[[str], None] | None = None) -> Diagnosis:

@@ -18,7 +18,7 @@ _KINDS = {"engines": "engine ", "axes": "axis ", "KV formats": "KV format "}
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """One fact: what was looked at, how it stands, and what to do about it.
+    """One finding: subject, status and advice.
 
     ``missing`` is not there, ``broken`` is there and does not work (too old counts), ``warning`` works with a
     reservation.  ``needed``: the main job needs it.
@@ -65,7 +65,7 @@ def guarded_section(name: str, examine: Callable[[], Iterable[DoctorCheck]]) -> 
 
 
 def reason(error: BaseException) -> str:
-    """One line of what an exception says."""
+    """Message of an exception in one line."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"needs {one_line(error.name)}"
     message = next(iter(str(error).strip().splitlines()), "").rstrip(". ")

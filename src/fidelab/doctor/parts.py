@@ -38,7 +38,7 @@ _BOUND_TOLERANCE = 1.001  # a GPU may round the bound itself otherwise
 
 @contextmanager
 def asked_engines() -> Iterator[Callable[[], list[Installed]]]:
-    """Engines that live in environments of their own, asked in processes while this one goes on.
+    """Engines in separate environments, queried in parallel processes.
 
     Yields what waits for their answers; where they cannot be asked at all, that raises why.
     """
@@ -138,7 +138,7 @@ def _engine(
         if getattr(engine, "packages", ()):
             return _brought(name, answers(), trial)
         if getattr(engine, "is_server", False):
-            return check("ok", "asks a server that somebody else runs"), []
+            return check("ok", "queries a server that runs elsewhere"), []
         versions = engine.versions()
         if lacking := [package for package in versions if package in unusable]:
             return check("broken", f"needs {' and '.join(lacking)}", "see packages above"), []

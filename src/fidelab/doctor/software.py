@@ -1,4 +1,4 @@
-"""Python, fidelab and the packages that it requires, as its own metadata states them."""
+"""Python, fidelab and the packages that it requires, from fidelab's metadata."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _broken(name: str, detail: str, remedy: str) -> DoctorCheck:
 
 def _none(cards: Mapping[str, str]) -> DoctorCheck:
     if set(cards.values()) & {_NVIDIA, _AMD}:
-        return _warning("gpu", "there is one, and no tool of its driver tells about it", "install or load its driver")
+        return _warning("gpu", "there is one, and no tool of its driver reports it", "install or load its driver")
     return _ok("gpu", "none")
 
 

@@ -211,7 +211,7 @@ def inverse(d: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> Tensor:
-    """0 for what is not finite."""
+    """0 for values that are not finite."""
     return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
 
 

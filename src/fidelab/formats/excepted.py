@@ -67,15 +67,15 @@ class Excepted(Format):
         return self.inner.decode(parts, dim, dtype, scale)
 
     def token_bytes(self, dim: int) -> int:
-        """Those of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.token_bytes(dim)
 
     def packed_token_bytes(self, dim: int) -> int:
-        """Those of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.packed_token_bytes(dim)
 
     def sequence_bytes(self, heads: int, dim: int) -> int:
-        """Those of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.sequence_bytes(heads, dim)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -218,7 +218,7 @@ def _fitting(parts: Parts, dim: int, scale: Tensor | None) -> Iterator[tuple[str
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 → ``dtype``, to nearest, what is beyond the range to the largest number."""
+    """Float32 → ``dtype``, to nearest; values beyond the range become the largest number."""
     top = torch.finfo(dtype).max
     return values if dtype == torch.float32 else values.clamp(-top, top).to(dtype)
 

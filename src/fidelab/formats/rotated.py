@@ -86,21 +86,21 @@ class Rotated(Format):
         return self.inner.encode(self._rotate(x), scale)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """``Rᵀ`` times what the parts decode to."""
+        """``Rᵀ`` times the decoded parts."""
         values = _hadamard(self.inner.decode(parts, dim, torch.float32, scale), self._size(dim))
         return narrow((values * self._signs(values)).float(), dtype)
 
     def token_bytes(self, dim: int) -> int:
-        """Those of ``inner``: the rotation is not stored."""
+        """Same as ``inner``: the rotation is not stored."""
         self._size(dim)
         return self.inner.token_bytes(dim)
 
     def packed_token_bytes(self, dim: int) -> int:
-        """Those of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.packed_token_bytes(dim)
 
     def sequence_bytes(self, heads: int, dim: int) -> int:
-        """Those of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.sequence_bytes(heads, dim)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -29,7 +29,7 @@ class WindowRows(Protocol):
     """The rows of one window."""
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Unnormalised log scores [stop - start, vocabulary], in memory of their own."""
+        """Unnormalised log scores [stop - start, vocabulary], in new memory."""
 
     def unknown(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         """Items of which only the mean is known; ``None``: all are known."""
@@ -93,7 +93,7 @@ class WindowFile:
         return n, vocab
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Some rows as float32, in memory of their own."""
+        """Some rows as float32, in new memory."""
         if isinstance(self.array, BFloat16):
             return to_float32(BFloat16(self.array.bits[start:stop]))
         return np.array(self.array[start:stop], dtype=np.float32)
@@ -183,13 +183,13 @@ def pair_windows(ref: Dump, test: Dump) -> None:
         # The first token may be the text's own or the one that begins a sequence, which takes its place.
         if ref.first != test.first or not np.array_equal(ours[1:], theirs[1:]):
             raise MismatchError(
-                f"{test.name_of(number)} has other tokens or rows than {ref.name_of(number)}: compare what was made of "
-                "one text, with one tokenizer and one context"
+                f"{test.name_of(number)} has other tokens or rows than {ref.name_of(number)}: compare dumps of the "
+                "same text, tokenizer and context"
             )
 
 
 _DRAFT = (
-    "draft-head (multi-token prediction) rows are mixed in, whose distributions are others; capture again without "
+    "draft-head (multi-token prediction) rows are mixed in, which have other distributions; capture again without "
     "speculative decoding, or keep the main head's files (the even-numbered ones), renumbered from 0"
 )
 

@@ -199,7 +199,7 @@ def _record(arm: _Arm, label: str, bare: dict[str, Any], places: Places, seed: i
     if axis.status is Status.IDENTICAL:
         unproven = ArmRecord(status=Status.NOT_ENGAGED, reason=_UNPROVEN, **fields)
         return unproven.model_copy(update={"verdict": judge(unproven)})
-    reason = "the windows make a single block: nothing to make an interval of; capture more of them"
+    reason = "the windows make a single block: no interval is possible; capture more windows"
     score = axis.value("score")
     composite = None if score is None else Composite(value=score, ci=axis.ci("score"), axes=("kld",))
     record = ArmRecord(status=Status.OK, composite=composite, **fields)

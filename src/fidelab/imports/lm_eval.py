@@ -1,4 +1,4 @@
-"""``fidelab import lm-eval``: what lm-evaluation-harness wrote with ``--log_samples``, compared item by item.
+"""``fidelab import lm-eval``: samples of lm-evaluation-harness (``--log_samples``), compared item by item.
 
 Each folder holds ``samples_TASK_TIME.jsonl`` (in a folder of the model's name, or next to it), a line per item and
 filter with ``doc_id``, ``doc_hash``, ``target_hash`` and the values of its metrics.  The harness compares two models by
@@ -37,7 +37,7 @@ _REFERENCE = Definition("reference_accuracy", "share", None, "Share of the items
 _DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired over the items.")
 _P = Definition("mcnemar_p", "p", None, "McNemar's exact test of items lost against gained.", name="McNemar p")
 _UNPAIRED = Definition("unpaired_p", "p", None, "The z-test that the harness's own comparison makes of two means.")
-_LOST = Definition("lost", "count", None, "Items that the reference alone gets right.")
+_LOST = Definition("lost", "count", None, "Items that only the reference answers correctly.")
 _GAINED = Definition("gained", "count", None, "Items that only this configuration answers correctly.")
 
 Key = tuple[str, str, str]  # task, filter, metric

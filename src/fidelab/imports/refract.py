@@ -24,7 +24,7 @@ from fidelab.results.record import ArmRecord, Composite
 from fidelab.results.verdict import judge
 
 AXIS = "refract"
-"""Axis of our report that holds the comparison of the three values."""
+"""Axis of the report that holds the comparison of the three values."""
 _AXES = ("trajectory", "kld", "rniah", "plad")  # of REFRACT's composite
 
 

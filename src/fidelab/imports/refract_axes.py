@@ -166,7 +166,7 @@ def _prompts_plot(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> Ta
 
 
 def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
-    """Axis B: what the file keeps of the distributions; None where it was not measured.
+    """Axis B from the file's distributions. None: not measured.
 
     An interval needs values per chunk (``per_chunk``: numbers, or objects with ``mean_kld`` and ``n_positions``).
     """
@@ -316,7 +316,7 @@ def _cells_plots(cells: Sequence[_Cell]) -> tuple[Plot, ...]:
                 grid("candidate", lambda _ref, test: test),
                 grid("difference", lambda ref, test: test - ref, signed=True),
             ),
-            note="cells in which the reference finds nothing say nothing about the candidate",
+            note="cells in which the reference finds nothing do not measure the candidate",
         ),
     )
 

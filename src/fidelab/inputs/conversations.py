@@ -294,7 +294,7 @@ class _Record:
         role = _SHAREGPT.get(str(turn.get("from")).lower()) if isinstance(turn, dict) else None
         if role is None or not isinstance(turn, dict):
             known = ", ".join(sorted(_SHAREGPT))
-            raise _Bad(f"turn {number} is of nobody known: 'from' should be one of {known}")
+            raise _Bad(f"turn {number} has an unknown sender: 'from' should be one of {known}")
         return self._message(number, {"role": role, "content": turn.get("value")})
 
 

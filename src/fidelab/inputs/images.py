@@ -313,7 +313,7 @@ def tokens_around(
         same += 1
     special = tokenizer.special_ids()
     if sum(map(special.__contains__, full)) <= sum(map(special.__contains__, none)):
-        raise InputError(f"the chat template of {tokenizer.model.name} writes nothing for an image")
+        raise InputError(f"the chat template of {tokenizer.model.name} has no placeholder for an image")
     return PromptTokens(full[: len(full) - same], none[: len(none) - same], full[len(full) - same :])
 
 

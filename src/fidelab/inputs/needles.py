@@ -35,7 +35,7 @@ OTHERS = tuple(
     for thing in ("paint", "ink", "dye", "glaze", "chalk", "enamel", "wax", "yarn")
     if (kind, thing) != ("rare", "paint")
 )
-"""What distractors tell the color of."""
+"""Objects whose color distractors mention."""
 
 
 @dataclass(frozen=True)

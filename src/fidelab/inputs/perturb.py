@@ -153,7 +153,7 @@ def _in_capitals(word: str) -> bool:
 
 
 def _change(old: str, new: str) -> str:
-    """``old → new``; of long ones, as scripts without spaces have them, only what surrounds the change."""
+    """``old → new``; for long words, as in scripts without spaces, only the surroundings of the change."""
     if max(len(old), len(new)) <= 2 * _CONTEXT_CHARS:
         return f"{old} → {new}"
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))

@@ -1,4 +1,4 @@
-"""Receipts: what a run found, as JSON lines that another machine verifies.  See docs/sharing.md#receipts.
+"""Receipts: results of a run as JSON lines that another machine verifies.  See docs/sharing.md#receipts.
 
 A line is canonical JSON (keys sorted, no blanks).  ``hash`` is the SHA-256 of the line without it, ``previous`` the
 hash of the line before, so that one altered digit breaks the chain.  A recomputed chain is detected by computing the
@@ -266,7 +266,7 @@ def _captures(run: RunFolder) -> list[Mapping[str, Any]]:
 
 
 def public(value: Any) -> Any:
-    """Plain data in which absolute paths are their last parts: receipts are published, folders nobody's business."""
+    """Plain data in which absolute paths are their last parts: receipts are published, and folders are private."""
     match value:
         case dict():
             return {key: public(item) for key, item in value.items()}
@@ -316,7 +316,7 @@ def verify(path: Path, recompute: Recompute, run: Path | None = None) -> Verifie
     remarks = list[str]()
     recomputed: int | None = None
     if run is None:
-        remarks.append("its run is not at hand: figures were compared with each other, not computed again")
+        remarks.append("its run is not available: figures were compared with each other, not computed again")
     else:
         folder = RunFolder.open(run.absolute())
         if not any(isinstance(line, CaptureLine) for line in receipt.lines):

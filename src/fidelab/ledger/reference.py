@@ -1,4 +1,4 @@
-"""Packs of references: what scoring needs of a reference arm, as files that others borrow.
+"""Packs of references: the files of a reference arm that scoring needs, for others to borrow.
 
 A pack is a folder: ``manifest.json``, a capture per axis in ``captures/``, and the output head and the vocabulary, each
 once.  See docs/sharing.md#references.  A pack may come from an untrusted source: sizes, names and hashes are checked
@@ -136,7 +136,7 @@ class Pack:
         return {**self.manifest.versions, "borrowed": self.sha256}
 
     def requests(self, axis: str) -> dict[str, Request]:
-        """Part of an axis, its own name left out → what the reference was asked."""
+        """Part of an axis, without the axis name → request to the reference."""
         parts = {part: capture.request for part, capture in self.captures.items() if part.partition(".")[0] == axis}
         return {part.partition(".")[2]: request for part, request in parts.items()}
 

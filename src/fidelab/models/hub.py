@@ -1,4 +1,4 @@
-"""Files from the Hugging Face hub; what can go wrong there becomes one line that says what to do.
+"""Files from the Hugging Face hub; errors become one line with advice.
 
 The token is the one ``huggingface_hub`` finds itself (``HF_TOKEN``, or a stored login); fidelab never sees
 it. An interrupted download is resumed or repeated by ``huggingface_hub``: a file gets its name only when it

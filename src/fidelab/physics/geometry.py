@@ -114,7 +114,7 @@ def _check_sizes(value: Any, file: Path, key: str = "") -> None:
 
 
 def _lacks(words: Mapping[str, Any], config: PretrainedConfig) -> list[str]:
-    """Fields that every shape needs and that the file does not have: the class would put in its own."""
+    """Fields that every shape needs and that the file lacks: the class would use its defaults."""
     inner = words.get("text_config")
     own = {**words, **(inner if isinstance(inner, Mapping) else {})}
     text = config.get_text_config()

@@ -99,7 +99,7 @@ def _tasks(name: str, measurement: Measurement) -> Iterator[tuple[str, Metric]]:
 
 
 def _slug(text: str) -> str:
-    """A part of a task's name or a metric's: these hold no comma and no blank."""
+    """A part of a task's name or a metric's: without commas and blanks."""
     return re.sub(r"\W+", "_", text).strip("_")
 
 

@@ -100,7 +100,7 @@ def tail(arms: Sequence[ReportArm], positions: Mapping[str, ArmPositions]) -> Dr
 
 
 def draw_plots(section: Section, report: Report) -> tuple[Drawing, ...]:
-    """The charts of one axis or bench, bars and curves; ``report`` gives the noise bands behind mean KLs."""
+    """The charts of one axis or bench, bars and curves; ``report`` gives the noise bands of mean KLs."""
     drawings = [_draw_bars(group) for group in section.bars]
     drawings += [_draw_curves(group, report) for group in section.curves]
     return tuple(drawing for drawing in drawings if drawing is not None)

@@ -86,7 +86,7 @@ class Section:
     """As the record names it, on one line; not for an anchor or a file name."""
     title: str
     notes: tuple[str, ...]
-    """Why arms have no metrics: ``arm: failed: reason``; not where the whole arm failed, or the reference."""
+    """Reasons of arms without metrics: ``arm: failed: reason``; not where the whole arm failed, or the reference."""
     lines: tuple[str, ...]
     """Flags of whole measurements, after the arms' names."""
     sources: tuple[str, ...]

@@ -27,7 +27,7 @@ _BAR_COLUMNS = 24  # characters of the longest bar
 
 
 def render_study(study: Study, console: Console, *, folder: Path | None = None) -> None:
-    """Print what was found and the first rows; ``folder`` is where its files lie.
+    """Print the results and the first rows; ``folder`` holds its files.
 
     Nothing of the record is read as markup.
     """

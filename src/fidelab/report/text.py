@@ -111,7 +111,7 @@ def _print_failures(view: View, console: Console, folder: Path | None) -> None:
 
 
 def _print_answer(answer: Answer, console: Console) -> None:
-    """``Use q8_0`` and what that rests on, in two columns where there is room."""
+    """``Use q8_0`` and its evidence, in two columns where there is room."""
     first, *rest = answer.facts or ("",)
     indent = max(_INDENT_COLUMNS, len(answer.head) + 2)
     if indent > 24 or console.width < 60:

@@ -214,7 +214,7 @@ class View:
     serve_commands: tuple[tuple[str, str], ...]
     """Reference and candidates whose engines have servers: name, and the command line of that server."""
     ignored: str
-    """What of a pasted command went into no arm, with the reasons; empty where there is nothing."""
+    """Parts of a pasted command that no arm uses, with the reasons."""
     text: str
     reference: FrontierPoint | None
     performance: Performance | None
@@ -240,7 +240,7 @@ class View:
 
     @property
     def reasons(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Why candidates are not recommended and what is open → their names."""
+        """Reasons why candidates are not recommended, and open questions → their names."""
         owners: dict[str, list[str]] = {}
         for row in self.candidates:
             owners.setdefault(row.why, []).append(row.name)
@@ -434,7 +434,7 @@ def _saved(saving: float | None) -> Estimate:
 
 
 def _open(arm: ArmRecord, sentence: str, found: Recommendation | None) -> Iterator[str]:
-    """Why a candidate is not recommended, unless its row says so, and what more data would decide."""
+    """Reason why a candidate is not recommended, unless its row has it, and the data needed to decide."""
     name, verdict = one_line(arm.name), arm.verdict
     if not arm.measured:
         yield sentence.removeprefix("not running: ").removeprefix("not supported: ")
@@ -452,7 +452,7 @@ def _open(arm: ArmRecord, sentence: str, found: Recommendation | None) -> Iterat
 
 
 def _figures(rows: Sequence[ArmRow]) -> TextTable:
-    """All arms with the intervals of their figures, the excess over the control and what they were measured on."""
+    """All arms with the intervals of their figures, the excess over the control and the data they were measured on."""
     columns: dict[str, list[str]] = {
         "KLD, nats": [str(row.kld) for row in rows],
         "excess over the control": [str(row.excess) for row in rows],
@@ -562,7 +562,7 @@ def _sentence(arm: ArmRecord, reference: ArmRecord) -> str:
 
 
 def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
-    """Unusable items, axes and benches without a number, in words; ``fidelity``: candidates have lines of their own."""
+    """Unusable items, axes and benches without a number, in words; ``fidelity``: candidates have separate lines."""
     if (role == "reference" or not fidelity) and not arm.measured:
         return [status_line(arm)]
     broken = {name: bench for name, bench in arm.benches.items() if not bench.measured and arm.measured}
@@ -610,7 +610,7 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
 
 
 def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
-    """Why the effect of a change of last bits alone was not measured; equal reasons are merged."""
+    """Reasons why rounding noise was not measured; equal reasons are merged."""
     reasons = [
         (one_line(arm.name), one_line(arm.floor.reason or "").removeprefix("not measured: "))
         for arm in arms

@@ -1,4 +1,4 @@
-"""Weights × KV cache at equal bytes: losses that runs measured, joined with what memory and bandwidth allow.
+"""Weights × KV cache at equal bytes: measured losses, joined with the limits of memory and bandwidth.
 
 A cell is a format of the weights with a format of the keys and one of the values.  Its loss, the mean KL over the
 reference, is *measured* where an arm ran so, and else *predicted* from arms that differ from the reference in parts of
@@ -486,7 +486,7 @@ class _Shape:
     overhead: float
 
     def _model(self, size: float) -> Model:
-        """With weights of ``size`` bytes, for what a step reads: what it does not read stays in 16 bits."""
+        """With weights of ``size`` bytes, for a step's reads; other weights stay in 16 bits."""
         geometry = self.geometry
         idle = geometry.idle_parameters
         read = (size - 2.0 * idle) / (geometry.parameters - idle)

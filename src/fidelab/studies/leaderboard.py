@@ -156,7 +156,7 @@ def _why_not(arm: ArmRecord, group: Measurement | None, by: str) -> str:
 
 
 def _group(title: str, ranked: _Column, entries: Sequence[_Entry]) -> tuple[list[str], list[StudyRow], list[str]]:
-    """Keys of the metrics of a table, its rows from the best to the worst, and what was left out."""
+    """Keys of the metrics of a table, its rows from the best to the worst, and the omitted rows."""
     better = entries[0].figures[ranked].better
     if better is None:
         raise InputError(f"{ranked[0]}, {ranked[2]}: neither side of it is better, so nothing can be ranked by it")

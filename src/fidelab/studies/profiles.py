@@ -174,7 +174,7 @@ def _lacks_engine(name: str) -> str:
 
 
 def _lacks_data(name: str) -> str:
-    """Why a set of data cannot be had now; it is fetched where it lies on the hub."""
+    """Reason why a data set is unavailable; one on the hub is fetched."""
     from fidelab.inputs.gsm8k import load_problems
     from fidelab.inputs.texts import load_text
 
