@@ -115,7 +115,8 @@ def test_captures_are_found_again_and_the_sentence_names_the_layer(done: Done) -
     again = bisect(done.cwd, "--kv", f"int4[skip-layers={SKIP_OTHERS}]", "--no-floor")
     assert again.err.count("found in an earlier run") == 2
     assert f"Layer {FAULTY} stands out: it adds a relative error of" in again.out
-    assert f"The configurations diverge in layer {FAULTY}: before it their states are the same." in " ".join(again.out.split())
+    printed = " ".join(again.out.split())
+    assert f"The configurations diverge in layer {FAULTY}: before it their states are the same." in printed
     assert "floor" not in again.out
     assert "<- stands out" in next(line for line in again.out.splitlines() if line.strip().startswith(f"{FAULTY} "))
 

@@ -294,7 +294,8 @@ def _layer(
     info = weight_in(base, module.name)
     if info is None or len(info.shape) != 2 or 0 in info.shape or info.nbytes % info.shape[0]:
         return None
-    rows = _spread(info.shape[0])
+    n = info.shape[0]
+    rows = np.linspace(0, n - 1, min(_NUM_ROWS, n)).round().astype(np.intp)  # at even distances, with both ends
     values = _values(subject, module, known, rows, info.shape)
     if values is None or values.shape != (len(rows), info.shape[1]):
         return None
@@ -496,11 +497,6 @@ def _as_floats(raw: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------- their rows
-
-
-def _spread(n: int) -> NDArray[np.intp]:
-    """Rows at even distances, with the first and the last."""
-    return np.linspace(0, n - 1, min(_NUM_ROWS, n)).round().astype(np.intp)
 
 
 def _bits(subject: Subject, module: Module) -> int:

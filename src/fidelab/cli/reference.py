@@ -295,16 +295,12 @@ def _about_value(text: str, default: str | None, *, required: bool = False) -> s
     """Description of a value, followed by its default or whether it is required."""
     sentences = [_cell(text).rstrip(".")] if text else []
     sentences += ["Required"] if required else []
-    sentences += [] if default is None else [f"Default: {_code(default)}"]
+    sentences += [] if default is None else [f"Default: `{_cell(default)}`"]
     return " ".join(f"{sentence}." for sentence in sentences)
 
 
 def _cell(text: str) -> str:
     return text.replace("|", r"\|")
-
-
-def _code(text: str) -> str:
-    return f"`{_cell(text)}`"
 
 
 def _row(*cells: str) -> str:

@@ -51,7 +51,7 @@ class BaseFile(Dump):
                 if not (4 <= n_ctx < _MAX_NUMBER and 2 <= vocabulary < _MAX_NUMBER and 1 <= windows < _MAX_NUMBER):
                     what = f"{windows} windows of {n_ctx} tokens over {vocabulary} ids"
                     raise InputError(f"{path} says that it has {what}: it is damaged")
-                rows, width = windows * (n_ctx - 1 - n_ctx // 2), _width(vocabulary)
+                rows, width = windows * (n_ctx - 1 - n_ctx // 2), 2 * ((vocabulary + 1) // 2) + 4
                 expected = len(start) + windows * n_ctx * _HEADER.itemsize + rows * width * 2
                 if size != expected:
                     hint = ": llama-perplexity was ended early" if size < expected else ""
@@ -108,7 +108,3 @@ def is_base_file(path: Path) -> bool:
             return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
         return False
-
-
-def _width(vocabulary: int) -> int:
-    return 2 * ((vocabulary + 1) // 2) + 4

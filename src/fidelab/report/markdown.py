@@ -181,7 +181,7 @@ def code_span(text: str) -> str:
     text = one_line(text).replace("\\|", "\\ |")  # renderers disagree on which sign the backslash belongs to
     if not text:
         return ABSENT
-    ticks = "`" * (_longest_run(text) + 1)
+    ticks = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     pad = " " if "`" in (text[0], text[-1]) else ""
     return f"{ticks}{pad}{text}{pad}{ticks}"
 
@@ -190,7 +190,3 @@ def _code_block(text: str) -> str:
     """An indented code block: renderers without fences take what stands between them for text and HTML."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     return "\n".join("    " + "".join(char if char.isprintable() else "\ufffd" for char in line) for line in lines)
-
-
-def _longest_run(text: str) -> int:
-    return max((len(run) for run in re.findall("`+", text)), default=0)
