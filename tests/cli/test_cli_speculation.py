@@ -159,8 +159,8 @@ def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
     done = run(tmp_path, *words[:-1], folder)
     assert done.code == 2
     assert (
-        f"several configurations (plain[kv:8], quantized[kv:8], speculative[kv:8], both[kv:8]); add one as {folder}:plain"
-        in done.err
+        "several configurations (plain[kv:8], quantized[kv:8], speculative[kv:8], both[kv:8]); "
+        f"add one as {folder}:plain" in done.err
     )
 
 
