@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 CERTIFICATE = "certificate.json"
 TARGETS = ("awq", "gptq", "compressed-tensors", "safetensors")
 DTYPES = {"keep": None, "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""What tensors of 16 or 32 bits may be stored as; ``keep``: as they are, and dequantized weights as float32."""
+"""Types in which tensors of 16 or 32 bits may be stored; ``keep``: as they are, and dequantized weights as float32."""
 
 _MAX_SHARD_BYTES = 5 << 30  # bytes of weights per file
 _ROWS = 1 << 22  # weights that are dequantized at a time

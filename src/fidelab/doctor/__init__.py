@@ -26,7 +26,7 @@ class Diagnosis:
 
     checks: tuple[DoctorCheck, ...]
     good: str = f"{MAIN_JOB} can run"
-    """What holds where nothing blocks."""
+    """Summary of a machine without blocking faults."""
 
     @property
     def ready(self) -> bool:

@@ -28,7 +28,7 @@ _NAMES = (
 )
 _SHADES = ("AMBER", "BLUE", "CORAL", "GREEN", "IVORY", "LILAC", "OLIVE", "PINK", "SCARLET", "TEAL")
 CODES = tuple(f"{name}-{digit}-{shade}" for name in _NAMES for digit in range(1, 10) for shade in _SHADES)
-"""What needles and distractors can be; no code is part of another."""
+"""Codes of needles and distractors; no code is part of another."""
 OTHERS = tuple(
     f"{kind} {thing}"
     for kind in ("rare", "common", "old", "cheap", "royal", "winter")

@@ -61,7 +61,7 @@ class HeadLine(_Line):
     """The first line: what a report says besides its arms."""
 
     kind: Literal["head"] = "head"
-    """What the line holds."""
+    """Kind of the line."""
     schema_name: Literal["fidelab.receipt/0"] = Field(default=SCHEMA, alias="schema")
     """Name and version of this schema."""
     run_id: str
@@ -98,7 +98,7 @@ class ArmLine(_Line):
     """One arm."""
 
     kind: Literal["arm"] = "arm"
-    """What the line holds."""
+    """Kind of the line."""
     role: Literal["reference", "control", "candidate", "truth"]
     """Its part in the comparison."""
     arm: ArmRecord
@@ -120,7 +120,7 @@ class CaptureLine(_Line):
     """One capture from which figures were computed."""
 
     kind: Literal["capture"] = "capture"
-    """What the line holds."""
+    """Kind of the line."""
     role: str
     """Whose it is: ``reference``, ``candidate:NAME``, ``floor``, …"""
     part: str
@@ -137,7 +137,7 @@ class EndLine(_Line):
     """The last line; its hash covers the whole receipt."""
 
     kind: Literal["end"] = "end"
-    """What the line holds."""
+    """Kind of the line."""
     lines: Count
     """Lines before this one."""
 

@@ -104,7 +104,7 @@ class ReferenceManifest(Document):
     noise: dict[str, Measurement]
     """Axis → the reference against a replicate of itself; empty where that was not measured."""
     difference: MachineDifference | None
-    """How far the reference is from itself on another machine; null where that was not measured."""
+    """Distance of the reference from itself on another machine; null if not measured."""
     files: tuple[PackedFile, ...]
     """All other files of the pack."""
 

@@ -141,9 +141,9 @@ class ArmRow:
     key: str
     """Word for a stylesheet: role, band in lower case, ``identical``, ``none`` or ``broken``."""
     text: str = ""
-    """What its KLD was measured on: ``8 windows, 2 documents``."""
+    """Data of its KLD: ``8 windows, 2 documents``."""
     others: tuple[str, ...] = ()
-    """What each other axis found, in words: ``rniah: lost 9 of 36``."""
+    """Results of the other axes, in words: ``rniah: lost 9 of 36``."""
     why: str = ""
     chosen: bool = False
     preliminary: bool = False
@@ -209,7 +209,7 @@ class View:
     run_details: tuple[tuple[str, str], ...]
     settings: str
     comparability: str
-    """What has to be equal in reports that are compared, as JSON."""
+    """Conditions that compared reports must share, as JSON."""
     command: str
     serve_commands: tuple[tuple[str, str], ...]
     """Reference and candidates whose engines have servers: name, and the command line of that server."""
@@ -219,7 +219,7 @@ class View:
     reference: FrontierPoint | None
     performance: Performance | None
     headlines: tuple[str, ...]
-    """What the benches found, a sentence each."""
+    """Results of the benches, a sentence each."""
     partings: tuple[str, ...]
     """Which serving paths diverge, a sentence each."""
     sections: tuple[Section, ...]

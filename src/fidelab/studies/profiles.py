@@ -57,14 +57,14 @@ _COLUMNS = ("name", "stage", "unit", "expected", "measured", "why", "seconds")
 
 
 class Skip(Record):
-    """Why a stage was not run here."""
+    """Reason why a stage was not run here."""
 
     stage: str
     """Name of the stage."""
     need: str
-    """What it needs."""
+    """Requirement of the stage."""
     found: str
-    """What this machine has."""
+    """Resource of this machine."""
 
 
 # ------------------------------------------------------------------------------------------------- needs and machine
