@@ -415,7 +415,7 @@ def _facts(source: Checkpoint, module: QuantizedModule) -> _Facts:
 
 
 def _not_held(fact: _Facts, to: str) -> str | None:
-    """Why a layout cannot hold a module whatever its groups are."""
+    """Reason why a layout cannot hold a module whatever its groups are."""
     n, k = fact.shape
     if fact.kind != "int":
         return f"its weights are {fact.kind}, the target's integers"
@@ -455,7 +455,7 @@ def _common_group(whole: list[_Facts], every: list[_Facts], *, indexed: bool) ->
 
 
 def _ungrouped(fact: _Facts, size: int, *, indexed: bool) -> str | None:
-    """Why a module's groups do not become groups of ``size`` inputs."""
+    """Reason why a module's groups cannot become groups of ``size`` inputs."""
     if fact.runs is None:
         return f"its groups of {fact.group_size} inputs are not multiples of {size}" if fact.group_size % size else None
     if size in fact.runs or (indexed and size == fact.group_size):

@@ -427,7 +427,7 @@ class Gptq(Layout):
 
 
 class GptqV2(Gptq):
-    """As :class:`Gptq`, with zero points as they are (``checkpoint_format: gptq_v2``)."""
+    """Like :class:`Gptq`, with zero points as they are (``checkpoint_format: gptq_v2``)."""
 
     name: ClassVar[str] = "gptq_v2"
     minus_one: ClassVar[bool] = False

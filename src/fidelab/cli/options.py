@@ -208,7 +208,7 @@ WindowTokens = Annotated[int, typer.Option(min=8, help="Tokens per window.")]
 
 
 def find_run(name: Path | None) -> Path | None:
-    """As :func:`fidelab.results.store.find_run`, for an option or argument that may be left out."""
+    """Like :func:`fidelab.results.store.find_run`, for an option or argument that may be left out."""
     from fidelab.results import store
 
     return None if name is None else store.find_run(name)

@@ -107,7 +107,7 @@ def axes(unusable: Collection[str]) -> list[DoctorCheck]:
 
 
 def try_format(name: str, device: str) -> str | None:
-    """Why a small tensor does not round-trip through the format on this device; ``None`` where it does."""
+    """Reason why a small tensor does not round-trip through the format on this device; ``None`` where it does."""
     import torch
 
     from fidelab.core import FormatSpec

@@ -51,7 +51,7 @@ class Excepted(Format):
 
     @property
     def emulated(self) -> bool:
-        """As ``inner`` is."""
+        """Same as ``inner``."""
         return self.inner.emulated
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:

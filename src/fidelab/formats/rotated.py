@@ -74,7 +74,7 @@ class Rotated(Format):
 
     @property
     def emulated(self) -> bool:
-        """As ``inner`` is."""
+        """Same as ``inner``."""
         return self.inner.emulated
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:

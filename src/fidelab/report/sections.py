@@ -27,7 +27,7 @@ Role = Literal["reference", "control", "candidate", "floor"]
 
 @dataclass(frozen=True)
 class ReportArm:
-    """Whose lines, bars and rows they are.
+    """Arm of the lines, bars and rows.
 
     ``name`` is unique among the arms of a report.  ``id`` ties together what belongs to one arm in all charts and
     legends: ``reference``, ``control``, ``control1`` (of other kernel paths), ``candidate0``, ``floor``; ``number``

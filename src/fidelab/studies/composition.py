@@ -156,7 +156,7 @@ def _rows(shape: str, arms: Mapping[str, _Arm]) -> Iterator[StudyRow]:
 
 
 def _doubt(name: str, cell: _Cell) -> str | None:
-    """Why it is not known that an arm speculated, or that it did not; ``None`` where its server showed it."""
+    """Reason why it is unknown whether an arm speculated; ``None`` where its server showed it."""
     server, drafts, wanted = cell.server, cell.speculation, name in _SPECULATIVE
     unknown = f"so nothing shows {'that it speculated' if wanted else 'that it did not speculate'}"
     if server is None:

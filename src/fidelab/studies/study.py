@@ -132,5 +132,5 @@ def run_jobs(
 
 
 def why_none(result: ArmResult) -> str:
-    """Why an arm left no capture."""
+    """Reason why an arm left no capture."""
     return result.reason or "; ".join(dict.fromkeys(result.failures.values())) or "the engine left no capture"
