@@ -113,7 +113,7 @@ class _Geometry:
 
 
 def _geometry(subject: Subject) -> _Geometry:
-    """Of the text model."""
+    """Sizes of the text model."""
     checkpoint = subject.checkpoint
     if checkpoint.format == "gguf":
         prefix = checkpoint.metadata.get("general.architecture")

@@ -89,7 +89,7 @@ class Statistics:
         return not self.nan and not self.inf
 
     def joined(self, more: Statistics) -> Statistics:
-        """Of two parts of a tensor together."""
+        """Statistics of two parts of a tensor together."""
         if not self.size or not more.size:
             return self if self.size else more
         smallest = [value for value in (self.smallest, more.smallest) if value]

@@ -324,7 +324,7 @@ def _place(path: Path) -> Path:
 
 
 def _hash(written: Mapping[str, Any], asked: Sequence[Demand]) -> str:
-    """Of a file's content and of what its words lead to; whether a folder is elsewhere depends on where one stands."""
+    """Hash of a file's content and of the targets of its words, which depend on the working folder."""
     led = (f"{one.key} {one.value} {one.target}" for one in asked if one.key not in _OUTPUT_KEYS)
     return digest(repr(dict(written)), *sorted(led))
 

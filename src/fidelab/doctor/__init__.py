@@ -35,7 +35,7 @@ class Diagnosis:
 
     @property
     def reasons(self) -> list[str]:
-        """Reason why it cannot; empty where it can."""
+        """Reasons why the machine cannot run the main job; empty if it can."""
         return [f"{check.label}: {check.detail}" for check in self.checks if check.blocks]
 
     def record(self) -> dict[str, Any]:

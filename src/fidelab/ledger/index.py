@@ -292,7 +292,7 @@ def _size(folder: Path) -> int:
 
 
 def provenance(path: Path) -> dict[str, Any]:
-    """On what a run's report was made: version, commit, machine, devices, and per arm weights, versions, variables.
+    """Provenance of a run's report: version, commit, machine, devices, and per arm weights, versions, variables.
 
     Empty where there is no report.
 

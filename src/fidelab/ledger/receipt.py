@@ -160,7 +160,7 @@ class Receipt:
 
     @property
     def hash(self) -> str | None:
-        """Of its last line; ``None`` where that was cut off."""
+        """Hash of its last line; ``None`` where that was cut off."""
         return self.lines[-1].hash if self.lines and isinstance(self.lines[-1], EndLine) else None
 
     def report(self) -> Report:

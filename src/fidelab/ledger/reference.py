@@ -132,7 +132,7 @@ class Pack:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of the arm's captures once they are installed: no run of this machine takes them for its own."""
+        """Versions of the arm's captures once installed: no run of this machine reuses them."""
         return {**self.manifest.versions, "borrowed": self.sha256}
 
     def requests(self, axis: str) -> dict[str, Request]:

@@ -140,7 +140,7 @@ class Model:
         return batch * (2 * self.geometry.active_parameters + self._attention_flops(tokens)) / self.tp
 
     def _attention_flops(self, tokens: int) -> float:
-        """Of one new token: queries times keys, probabilities times values."""
+        """FLOPs of one new token: queries times keys, probabilities times values."""
         heads = self.geometry.query_heads
         return sum(
             2.0 * (heads or layer.heads) * (layer.k_dim + layer.v_dim) * min(tokens, layer.window or tokens)

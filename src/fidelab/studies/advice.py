@@ -53,7 +53,7 @@ class Pair:
 
     @property
     def kv(self) -> str:
-        """As ``--kv`` takes it."""
+        """KV format as ``--kv`` takes it."""
         if not self.skip:
             return self.k if self.k == self.v else f"{self.k}/{self.v}"
         layers = f"skip-layers={','.join(map(str, self.skip))}"
