@@ -408,7 +408,7 @@ class Speculation:
     """Speculative decoding of an arm: ``method`` in the engine's own word, at most ``tokens`` in one draft.
 
     ``lookup``: lengths of the shortest and the longest n-gram that is looked up in the text so far, without a model;
-    ``draft``: the name of the model that drafts; ``options``: the names of the arm's options that say all this.
+    ``draft``: the name of the model that drafts; ``options``: the names of the arm's options for this.
     """
 
     method: str

@@ -1,8 +1,8 @@
 """Any format with exceptions: options ``sinks`` and ``tail``, the first and the last tokens of a sequence as they are.
 
-First tokens that attention falls back on: Xiao et al., "Efficient streaming language models with attention sinks",
-2023; the last ones: Liu et al., "KIVI", 2024.  Bytes of a token are those of one that is encoded; what the others take
-is held, and counted, by the cache.
+Sources: attention sinks (first tokens): Xiao et al., "Efficient streaming language models with attention sinks", 2023.
+Last tokens: Liu et al., "KIVI", 2024.  Bytes of a token are those of one that is encoded; what the others take is held,
+and counted, by the cache.
 """
 
 from __future__ import annotations

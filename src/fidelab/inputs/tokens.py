@@ -44,9 +44,9 @@ class _Backend(Protocol):
 class Tokenizer:
     """A model's tokenizer.
 
-    ``bos_id`` is set only where the tokenizer adds a BOS to a text; ``stop_ids`` end a turn;
-    ``template`` is the template that :meth:`chat` uses for ``chat``: ``raw`` where the model has no template;
-    ``offsets`` says whether :meth:`encode_with_offsets` works.
+    ``bos_id`` is set only where the tokenizer adds a BOS to a text. ``stop_ids`` end a turn. ``template`` is the
+    template that :meth:`chat` uses for ``chat``, or ``raw`` where the model has none. ``offsets``: whether
+    :meth:`encode_with_offsets` works.
     """
 
     model: Model
