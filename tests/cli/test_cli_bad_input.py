@@ -56,7 +56,7 @@ CAPACITY = ("bench", "capacity", "smollm2-135m")
         (("compare", "--serve", "vllm serve m"), "name at least one candidate"),
         (("compare", "m", "--serve", "vllm serve m", "--change", "-q x"), "leave out MODEL"),
         (("compare", "m", "--change", "-q x"), "give that with --serve COMMAND"),
-        (("bench", "capacity"), "name a MODEL whose server is started"),
+        (("bench", "capacity"), "name either a MODEL whose server is started"),
         ((*CAPACITY, "--engine", "hf"), "engine hf has no server of its own: vllm, sglang and llamacpp have one"),
         ((*CAPACITY, "--engine", "openai"), "engine openai is for servers that run: give the address of one with"),
         ((*CAPACITY, "--engine", "vllm", "--image", "x:1"), "image x:1: fidelab starts servers of installed engines"),
