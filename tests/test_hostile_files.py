@@ -409,7 +409,7 @@ def test_a_strangers_options_and_clusters_are_asked_about_whatever_their_values(
     def ask() -> None:
         done = cli("compare", "-f", path, "--dry-run", cwd=tmp_path)
         answered(done)
-        assert "asks for what a file may not do unasked" in done.err
+        assert "asks for actions that need permission" in done.err
 
     attack(change, ask)
 

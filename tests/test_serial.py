@@ -85,7 +85,7 @@ def test_a_field_is_left_out_only_where_it_has_its_default_and_says_so() -> None
         ({"options": [["a", 1]]}, "options is of another type"),
         ({"options": {"a": "1"}}, "Outer.options.a is of another type"),
         ({"layers": ["0"]}, r"layers\[0\] is of another type"),
-        ({"named": {"seven": "x"}}, "a name that is no number: 'seven'"),
+        ({"named": {"seven": "x"}}, "a name that is not a number: 'seven'"),
         ({"side": "q"}, "side is of another type: 'q'"),
         ({"spec": "no format"}, "spec is of another type"),
         ({"more": 1}, "Outer has no field 'more'"),

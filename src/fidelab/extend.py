@@ -1,4 +1,4 @@
-"""What an author of an axis, a bench, an engine or a number format imports: the public surface of fidelab.
+"""Public surface of fidelab for authors of an axis, a bench, an engine or a number format.
 
 A package of your own adds one file and one entry point (groups ``fidelab.axes``, ``fidelab.benches``,
 ``fidelab.engines``, ``fidelab.formats``); fidelab itself stays as it is.  CONTRIBUTING.md has a recipe for each.  Names

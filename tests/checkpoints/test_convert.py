@@ -323,7 +323,7 @@ def test_a_tensor_that_was_left_out_is_found_by_the_certificate(
 
 
 def test_a_large_target_is_written_in_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SHARD", 50_000)
+    monkeypatch.setattr(module, "_MAX_SHARD_BYTES", 50_000)
     folder = write_quantized(tmp_path / "source", "gptq")
     convert(folder, tmp_path / "target", "awq")
     names = sorted(path.name for path in (tmp_path / "target").glob("*.safetensors"))
@@ -387,7 +387,7 @@ def test_a_damaged_source_is_one_line_and_leaves_nothing(damage: Any, message: s
     [
         ("source", "awq", "exists"),
         ("source/inner", "awq", "lies within the source"),
-        ("absent/target", "awq", "is no folder"),
+        ("absent/target", "awq", "is not a folder"),
         ("target", "gptq", "is gptq already"),
         ("target", "awk", "did you mean 'awq'"),
     ],

@@ -114,5 +114,5 @@ def test_scale_that_is_no_positive_number_names_its_layer(scale: float, room: Pa
 
 
 def test_target_without_a_parent_is_refused(room: Path) -> None:
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         write_kv_scales(room / "tiny", room / "no" / "where", {0: (1.0, 1.0), 1: (1.0, 1.0)}, {})

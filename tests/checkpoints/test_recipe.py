@@ -107,10 +107,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     [
         ("method: gptq\n", "gptq needs calibration"),
         ("method: rtn\ncalibration: {sources: [{text: words.txt}]}\n", "without calibration"),
-        ("method: gptq\ncalibration: {sources: [{text: absent.txt}]}\n", "absent.txt is no file"),
+        ("method: gptq\ncalibration: {sources: [{text: absent.txt}]}\n", "absent.txt is not a file"),
         ("method: gptq\ncalibration: {sources: [{text: words.txt}]}\nfidelity: {text: words.txt}\n", "flatters"),
         ("method: rtn\nscheme: {format: W4A16, bits: 8}\n", "W4A16 has 4 bits, not 8"),
-        ("method: rtn\nkeep: ['re:(']\n", "no regular expression"),
+        ("method: rtn\nkeep: ['re:(']\n", "is not a regular expression"),
     ],
 )
 def test_recipes_that_contradict_themselves_are_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:

@@ -194,7 +194,7 @@ FAULTS: dict[str, Fault] = {
         "template-unclosed-turn", lambda: Texts(template=CHATML.replace("<|im_end|>", "")), "nothing closes"
     ),
     "turn closed by a plain word": Fault(
-        "template-unclosed-turn", lambda: Texts(template=CHATML.replace("<|im_end|>", "END")), "is no special token"
+        "template-unclosed-turn", lambda: Texts(template=CHATML.replace("<|im_end|>", "END")), "is not a special token"
     ),
     "end of turn does not end": Fault(
         "template-unclosed-turn",

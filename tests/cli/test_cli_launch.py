@@ -283,7 +283,7 @@ def test_presets_check_claims_nothing_where_a_server_does_not_tell(tmp_path: Pat
     url = url_of(launched(tmp_path, "--json"))
     done = cli("serve", "check", "mine", "--base-url", url, cwd=tmp_path)
     assert done.code == 3
-    assert "KV type: the server does not tell it; --log names what it printed" in done.err
+    assert "KV type: the server does not report it; --log names its output" in done.err
 
 
 def test_presets_check_of_another_engines_server_says_so(tmp_path: Path, own: Callable[..., Path]) -> None:

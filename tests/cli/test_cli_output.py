@@ -47,7 +47,7 @@ def test_markdown_has_the_same_answer_and_stands_alone(plain: Done) -> None:
     assert "| KV cache | verdict | KLD |" in shown.out
     both = cli("report", plain.folder, "--markdown", "--details", cwd=plain.cwd)
     assert (both.code, both.out) == (2, "")
-    assert "--markdown prints a section of its own" in both.err
+    assert "--markdown prints a separate section" in both.err
 
 
 def test_a_report_that_was_shown_writes_its_page_again(plain: Done) -> None:

@@ -159,8 +159,8 @@ def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
     done = run(tmp_path, *words[:-1], folder)
     assert done.code == 2
     assert (
-        f"several arms (plain[kv:8], quantized[kv:8], speculative[kv:8], both[kv:8]); add one as {folder}:plain"
-        in done.err
+        "several configurations (plain[kv:8], quantized[kv:8], speculative[kv:8], both[kv:8]); "
+        f"add one as {folder}:plain" in done.err
     )
 
 
@@ -170,18 +170,18 @@ def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "server", "why"),
     [
-        ("speculative", None, "no server told what it counted, so nothing shows that it speculated"),
-        ("both", said("vllm"), "its server has no counters of speculation, so nothing shows that it speculated"),
+        ("speculative", None, "no server reported its counters, so nothing shows that it speculated"),
+        ("both", said("vllm"), "its server has no speculation counters, so nothing shows that it speculated"),
         (
             "speculative",
             said("vllm", {"drafted": 50, "accepted": 0}),
             "it did not speculate: 50 draft tokens, none accepted",
         ),
-        ("plain", None, "no server told what it counted, so nothing shows that it did not speculate"),
+        ("plain", None, "no server reported its counters, so nothing shows that it did not speculate"),
         (
             "quantized",
             said("llama.cpp"),
-            "its server has no counters of speculation, so nothing shows that it did not speculate",
+            "its server has no speculation counters, so nothing shows that it did not speculate",
         ),
         (
             "plain",
@@ -289,7 +289,7 @@ def test_the_same_arm_twice_is_refused(tmp_path: Path) -> None:
     words = four(tmp_path)
     done = run(tmp_path, *words[:-1], words[-3])
     assert done.code == 2
-    assert "--speculative and --both are the same arm" in done.err
+    assert "--speculative and --both are the same configuration" in done.err
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_the_same_arm_twice_is_refused(tmp_path: Path) -> None:
     [
         ("nowhere", "--both nowhere: there is no report; name a run's folder or its report.json"),
         ("empty", "--both empty: there is no report"),
-        ("bare", "--both bare: no arm has the benches serving or decode"),
-        ("plain:q8", "--both plain:q8: no arm 'q8' with benches; there are: served"),
+        ("bare", "--both bare: no configuration has the benches serving or decode"),
+        ("plain:q8", "--both plain:q8: no configuration 'q8' with benches; available: served"),
         ("cellless", "--both cellless: served has no cells: the server was not there"),
     ],
 )

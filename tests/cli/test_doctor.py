@@ -235,7 +235,7 @@ def test_a_package_that_fails_while_it_is_imported_is_broken_and_keeps_its_talk_
         assert check["status"] == "broken"
         assert check["detail"].endswith(f"cannot be imported: RuntimeError: {name} is built for")
         assert check["remedy"] == f"pip install --force-reinstall {name}"
-    assert told.check("accelerate", "packages")["remedy"] == "mend torch first"
+    assert told.check("accelerate", "packages")["remedy"] == "fix torch first"
     assert [reason.partition(":")[0] for reason in told.record["reasons"]] == ["rapidfuzz", "torch"]
     assert told.check("hf", "engines")["detail"] == "needs torch"
 

@@ -51,7 +51,7 @@ def test_an_arm_can_name_an_engine_and_its_interpreter() -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("kv=f16,tp", "'tp' has no value"), ("kv=", "'kv=' has no value"), ("python=/x", "write engine=NAME beside it")],
+    [("kv=f16,tp", "'tp' has no value"), ("kv=", "'kv=' has no value"), ("python=/x", "write engine=NAME next to it")],
 )
 def test_half_an_arm_is_refused_in_one_line(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -166,14 +166,14 @@ def test_a_secret_is_in_no_setting(flags: str) -> None:
         ("vllm serve --port 80", "does not name a model"),
         ("vllm serve m --config x.yaml", "--config reads options from a file"),
         ("llama-server -hf a/b:Q4", "-hf names a file of a hub"),
-        ("nginx -c x", "nginx -c x is no server that fidelab knows"),
+        ("nginx -c x", "nginx -c x is not a known server"),
         ("bash -c 'vllm serve m'", "bash is a shell"),
         ("docker run", "names no image"),
         ("docker run -v ~no-such-user/x:/m vllm/vllm-openai --model /m", "~no-such-user/x: "),
         ("~no-such-user/serve.sh", "~no-such-user/serve.sh: "),
         ("docker run a/b --model m", "does not say which server it starts"),
         ("docker run --env-file x vllm/vllm-openai", "reads variables from a file"),
-        ("", "nothing is no server"),
+        ("", "nothing is not a known server"),
     ],
 )
 def test_what_is_no_single_command_of_a_server_is_refused(command: str, said: str) -> None:

@@ -115,7 +115,7 @@ def test_a_kernel_of_a_hub_is_code_too(room: Path) -> None:
 def test_words_that_a_report_would_tell_people_to_run_are_asked_for(room: Path) -> None:
     file = write(room, serve={"wrapper": ["docker", "run", "-v", "/:/host", "evil"], "words": ["--port", "1"]})
     refused(
-        cli("compare", "-f", file, "--dry-run", cwd=room), "docker run -v /:/host evil", "would stand in the commands"
+        cli("compare", "-f", file, "--dry-run", cwd=room), "docker run -v /:/host evil", "would appear in the commands"
     )
 
 

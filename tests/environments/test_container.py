@@ -394,7 +394,7 @@ def test_the_shell_of_a_remote_machine_says_that_there_is_no_docker(docker: Fake
 def test_the_flags_of_an_image_belong_to_an_engine() -> None:
     from fidelab.config.schema import ArmConfig, Experiment
 
-    with pytest.raises(ValueError, match="image belongs to an engine: write engine=NAME beside it"):
+    with pytest.raises(ValueError, match="image belongs to an engine: write engine=NAME next to it"):
         Experiment.model_validate({"model": "m", "candidates": ["kv=exact,image=engine:1"]})
     arm = Experiment.model_validate({"model": "m", "candidates": ["engine=fake,image=a/b:1@sha256:00"]}).candidates[0]
     assert isinstance(arm, ArmConfig)

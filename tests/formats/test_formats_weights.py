@@ -75,7 +75,7 @@ def test_a_scale_of_the_whole_tensor_does_not_depend_on_the_parts_that_are_round
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = {text: rounded(text, matrix()) for text in ("nvfp4", "fp8_e4m3[scale=per-tensor]", "int4", "mxfp4")}
-    monkeypatch.setattr(weights, "_CHUNK", 1024)
+    monkeypatch.setattr(weights, "_CHUNK_VALUES", 1024)
     for text, expected in whole.items():
         assert torch.equal(rounded(text, matrix()), expected)
 

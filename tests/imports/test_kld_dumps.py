@@ -101,7 +101,7 @@ def test_mean_by_position_is_the_mean_over_windows(tmp_path: Path) -> None:
 def test_rows_read_in_pieces_are_the_rows_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ref, test, _ = dumps(tmp_path, n=3)
     _, whole = only(run(tmp_path, ref, test))
-    monkeypatch.setattr(kld_dumps, "_CHUNK", 3 * VOCAB)
+    monkeypatch.setattr(kld_dumps, "_CHUNK_VALUES", 3 * VOCAB)
     _, pieces = only(run(tmp_path, ref, test))
     assert pieces == whole
 
@@ -354,7 +354,7 @@ def test_what_is_no_whole_safetensors_file_is_refused(content: bytes | str, tmp_
     ref, test, _ = dumps(tmp_path, n=4)
     file = test / "1.safetensors"
     file.write_bytes(file.read_bytes()[:-7] if isinstance(content, str) else content)
-    assert "1.safetensors is no complete safetensors file" in refused(tmp_path, ref, test, InputError)
+    assert "1.safetensors is not a complete safetensors file" in refused(tmp_path, ref, test, InputError)
 
 
 def test_folders_without_windows_are_refused(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_folders_without_windows_are_refused(tmp_path: Path) -> None:
     (foreign / "model.safetensors").touch()
     assert "it is empty" in refused(tmp_path, ref, empty, InputError)
     assert "it holds model.safetensors" in refused(tmp_path, ref, foreign, InputError)
-    assert "is no folder" in refused(tmp_path, tmp_path / "none", test, InputError)
+    assert "is not a folder" in refused(tmp_path, tmp_path / "none", test, InputError)
     assert "is the reference itself" in refused(tmp_path, ref, test / ".." / "ref", UsageError)
 
 

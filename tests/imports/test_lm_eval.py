@@ -170,7 +170,7 @@ def test_a_folder_without_samples_and_the_reference_itself_are_refused(tmp_path:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="log_samples"):
         run(tmp_path, tmp_path / "empty")
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="is not a folder"):
         run(tmp_path, tmp_path / "absent")
     with pytest.raises(UsageError, match="itself"):
         run(tmp_path, tmp_path / "ref")

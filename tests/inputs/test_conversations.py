@@ -149,7 +149,7 @@ def test_images_are_left_out_and_counted(tmp_path: Path, fake: Tokenizer) -> Non
         ),
         (
             {"messages": [_USER], "tools": [{"function": {"name": "f", "parameters": {"required": "city"}}}]},
-            "parameters.required is no list of names",
+            "parameters.required is not a list of names",
         ),
         (
             {"messages": [{**_CALL, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},

@@ -168,7 +168,7 @@ def test_the_arm_is_the_one_named_else_the_recommended_else_the_only_one() -> No
     assert choose_arm(advised) is second
     bare = report.model_copy(update={"recommendation": None})
     assert choose_arm(bare.model_copy(update={"candidates": (first,)})) is first
-    with pytest.raises(UsageError, match="name one of them with --arm"):
+    with pytest.raises(UsageError, match="choose one with --arm"):
         choose_arm(bare)
     with pytest.raises(UnknownNameError):
         choose_arm(bare, "int1")

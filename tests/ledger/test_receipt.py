@@ -178,7 +178,7 @@ def test_a_fault_exits_with_1_and_names_file_and_line(receipt: Path, runs: Path)
             lambda lines: candidate(lines)["benches"]["decode"]["metrics"][0].update(value=640.0),
             "is not the median of its repeats",
         ),
-        (lambda lines: lines[0]["recommendation"].update(arm="int1"), "which is no candidate"),
+        (lambda lines: lines[0]["recommendation"].update(arm="int1"), "which is not a candidate"),
         (lambda lines: lines.pop(1), "0 references"),
     ],
     ids=["verdict", "score", "composite", "speed", "recommendation", "reference"],
@@ -216,7 +216,7 @@ def test_captures_that_are_gone_cannot_be_computed_again_and_that_is_a_fault_whe
     assert "cannot be computed again" in faults(receipt, run_of(runs))
     elsewhere = verify(receipt)
     assert (elsewhere.faults, elsewhere.recomputed) == ((), None)
-    assert "not at hand" in elsewhere.remarks[0]
+    assert "not available" in elsewhere.remarks[0]
 
 
 def test_verifying_writes_nothing(receipt: Path, runs: Path) -> None:
@@ -232,7 +232,7 @@ def test_what_is_no_receipt_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("hello\n")
     done = cli("share", "verify", "x", cwd=tmp_path)
     assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "names no schema fidelab.receipt/0" in done.err
+    assert "its first line does not name schema fidelab.receipt/0" in done.err
     (tmp_path / "x").write_text("")
     assert cli("share", "verify", "x", cwd=tmp_path).code == 2
 

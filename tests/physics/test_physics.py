@@ -306,7 +306,7 @@ def test_the_command_takes_sizes_and_prints_what_follows() -> None:
         ((*SIZES, "--device", "H1000"), "unknown device 'H1000'; known: H100"),
         ((*SIZES, "--context", "8k,x"), "--context 'x'"),
         ((*SIZES, "--batch", "0"), "--batch '0'"),
-        ((*SIZES, "--memory", "much"), "'much' is no size"),
+        ((*SIZES, "--memory", "much"), "'much' is not a size"),
         ((*SIZES, "--kv", "int44"), "int44"),
         (("nonesuch",), "no model 'nonesuch' here"),
     ],

@@ -179,7 +179,7 @@ def test_a_signal_ends_the_worker_and_leaves_what_can_be_resumed(folder: Path, n
         process.kill()
     assert process.returncode == 130
     assert "Traceback" not in said
-    assert "the same command with --resume goes on" in said
+    assert "continue by the same command with --resume" in said
     assert (folder / "out.work" / "state.json").is_file()
     (folder / "mode").write_text("work")
     assert run(folder, resume=True).is_dir()

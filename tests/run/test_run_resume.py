@@ -346,4 +346,4 @@ def test_a_report_is_shown_where_its_page_cannot_be_written(done: Done) -> None:
     shown = cli("report", done.folder, cwd=done.cwd)
     assert shown.code == 0
     assert "tilt" in shown.out
-    assert "the page is left as it was" in shown.err
+    assert "the page is unchanged" in shown.err

@@ -350,7 +350,7 @@ def test_a_model_that_was_never_measured_gets_the_command_that_measures(tiny: Pa
         (["--device", "H100", "--context", "2k,4k"], "one context at a time"),
         (["--device", "H100", "--context", "-1"], "write whole numbers above 0"),
         (["--device", "H100", "--batch", "-2"], "--batch must be at least 1"),
-        (["--device", "H100", "--memory", "-3G"], "is no size"),
+        (["--device", "H100", "--memory", "-3G"], "is not a size"),
         (["--device", "H100", "--memory", "1k"], "no pair fits into"),
         (["--device", "H100", "--from", "absent"], "absent"),
     ],

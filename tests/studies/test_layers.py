@@ -115,7 +115,8 @@ def test_captures_are_found_again_and_the_sentence_names_the_layer(done: Done) -
     again = bisect(done.cwd, "--kv", f"int4[skip-layers={SKIP_OTHERS}]", "--no-floor")
     assert again.err.count("found in an earlier run") == 2
     assert f"Layer {FAULTY} stands out: it adds a relative error of" in again.out
-    assert f"The arms part in layer {FAULTY}: before it their states are the same." in " ".join(again.out.split())
+    printed = " ".join(again.out.split())
+    assert f"The configurations diverge in layer {FAULTY}: before it their states are the same." in printed
     assert "floor" not in again.out
     assert "<- stands out" in next(line for line in again.out.splitlines() if line.strip().startswith(f"{FAULTY} "))
 
@@ -200,5 +201,5 @@ def test_a_bisect_has_a_page_with_the_sentence_a_chart_and_a_row_per_layer(done:
 def test_states_that_are_not_finite_are_said_so(done: Done) -> None:
     x = np.array([0.0, 0.0, 0.0, np.inf, np.inf])
     study = Study.model_validate(json.loads(done.out) | findings(LayerCurve(x, x, x), None))
-    assert study.sentences[0] == "Layer 2 stands out: states behind it are not finite."
+    assert study.sentences[0] == "Layer 2 stands out: states after it are not finite."
     assert "stands out, not finite" in _rendered(study)

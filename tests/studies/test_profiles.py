@@ -307,17 +307,17 @@ STAGE = {"name": "s", "command": ["setup", "formats"]}
         ({"stages": [{**STAGE, "needs": {"memry": 3}}]}, "unknown key 'stages.0.needs.memry'; did you mean 'memory'?"),
         ({"stages": [{**STAGE, "needs": {"memory": "much"}}]}, "stages.0.needs.memory"),
         ({"stages": [{**STAGE, "needs": {"device": "tpu"}}]}, "stages.0.needs.device"),
-        ({"stages": [{**STAGE, "needs": {"stages": ["t"]}}]}, "stage 's' needs 't', which is no stage before it"),
+        ({"stages": [{**STAGE, "needs": {"stages": ["t"]}}]}, "stage 's' needs 't', which is not a stage before it"),
         ({"stages": [STAGE, STAGE]}, "two stages are called 's'"),
         ({"stages": [{"name": "s"}]}, "a stage has either 'experiment' or 'command'"),
         ({"stages": [{**STAGE, "command": ["dctor"]}], "expected": []}, "stage s: fidelab dctor: No such command"),
         ({"stages": [{**STAGE, "command": ["setup", "formats", "--jsn"]}], "expected": []}, "No such option: --jsn"),
-        ({"stages": [{**STAGE, "command": ["{mdel}"]}], "expected": []}, "{mdel} is no parameter; there are: model"),
+        ({"stages": [{**STAGE, "command": ["{mdel}"]}], "expected": []}, "{mdel} is not a parameter; available: model"),
         (
             {"stages": [{"name": "s", "experiment": {**FAKE, "axs": {}}}], "expected": []},
             "unknown key 'axs'; did you mean 'axes'?",
         ),
-        ({"kind": "cross-engine"}, "is no profile: 'kind: profile' is missing"),
+        ({"kind": "cross-engine"}, "is not a profile: 'kind: profile' is missing"),
     ],
 )
 def test_a_profile_that_cannot_be_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -336,7 +336,7 @@ def test_a_profile_that_cannot_be_is_refused_in_one_line(tmp_path: Path, changes
         (["decode", "--set", "modl=x"], "unknown parameter of profile decode 'modl'; did you mean 'model'?"),
         (["decode", "--set", "model"], "--set 'model': write name=value"),
         (["run"], "name a profile"),
-        (["--resume", "nowhere"], "nowhere is no run of a profile"),
+        (["--resume", "nowhere"], "nowhere is not a run of a profile"),
         (["decode", "--resume", "nowhere"], "--resume takes the settings of the profile"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, found without running it: one pass over its tensors, then rules over what was seen.
+"""Defects of a checkpoint, found without running it: one pass over its tensors, then rules over the results.
 
 The table of rules is :mod:`fidelab.checkpoints.rules`; the modules that are imported here enter theirs.
 """
@@ -86,7 +86,7 @@ def audit(
         progress: called with the bytes read and the bytes of all tensors.
 
     Raises:
-        InputError: it is no checkpoint, damaged, pickled or of an unknown method.  UsageError: ``tp`` below 1.
+        InputError: it is not a checkpoint, or is damaged, pickled or of an unknown method.  UsageError: ``tp`` below 1.
     """
     if tp < 1:
         raise UsageError(f"--tp {tp}: the number of devices is at least 1")
@@ -143,7 +143,7 @@ def survey(
     tp: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Subject:
-    """What rules look at; reads every tensor of the checkpoint once.
+    """Input of the rules. Reads every tensor of the checkpoint once.
 
     Raises:
         InputError: the method is not known, or a file changed meanwhile.

@@ -1,12 +1,12 @@
 """From one layout of quantized weights to another without changing a weight, and the certificate that says so.
 
-Codes, zero points and scales are rearranged, never computed anew: groups are split by repeating scales, narrower codes
-are kept in wider ones, a negative scale turns into a positive one with codes and zero point mirrored.  What the target
-cannot hold exactly is refused, unless a loss is allowed; then those weights alone are rounded to the nearest values
-that it has, and the certificate reports the error.
+Codes, zero points and scales are rearranged, never recomputed: groups are split by repeating scales, narrower codes
+are kept in wider ones, a negative scale turns into a positive one with codes and zero point mirrored.  Weights that the
+target cannot hold exactly are refused, unless a loss is allowed. Then only those weights are rounded to the nearest
+values of the target, and the certificate reports the error.
 
-A module at a time is read, repacked and written, and afterwards read again from both checkpoints and compared.  The
-source is opened for reading only.  The target is written under a temporary name beside its own and renamed when the
+Each module is read, repacked and written, then read again from both checkpoints and compared.  The
+source is opened for reading only.  The target is written under a temporary name next to its own and renamed when the
 certificate is complete.
 """
 
@@ -51,11 +51,11 @@ _log = logging.getLogger(__name__)
 CERTIFICATE = "certificate.json"
 TARGETS = ("awq", "gptq", "compressed-tensors", "safetensors")
 DTYPES = {"keep": None, "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""What tensors of 16 or 32 bits may be stored as; ``keep``: as they are, and dequantized weights as float32."""
+"""Types in which tensors of 16 or 32 bits may be stored; ``keep``: as they are, and dequantized weights as float32."""
 
-_SHARD = 5 << 30  # bytes of weights per file
+_MAX_SHARD_BYTES = 5 << 30  # bytes of weights per file
 _ROWS = 1 << 22  # weights that are dequantized at a time
-_SPARE = 64 << 20  # bytes of disk for config, tokenizer and certificate
+_EXTRA_DISK_BYTES = 64 << 20  # bytes of disk for config, tokenizer and certificate
 _SMALLEST_GROUP = 16  # inputs; no engine has kernels for smaller ones
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"}
 _REWRITTEN = {
@@ -72,7 +72,7 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass
 class Compared:
-    """How the values of some tensor differ between source and target."""
+    """Difference of the values of a tensor between source and target."""
 
     name: str
     values: int = 0
@@ -106,13 +106,13 @@ class Compared:
 
 @dataclass
 class Certificate:
-    """What a conversion did and what comparing both checkpoints found.
+    """Result of a conversion and of comparing both checkpoints.
 
     Attributes:
         modules: quantized modules, dequantized from both.
         tensors: the others, whose values were compared.
-        dropped: tensors of the source that the target has no place for, with the reason.
-        notes: what a reader of the target should know.
+        dropped: tensors of the source that the target cannot hold, with the reason.
+        notes: remarks for users of the target.
     """
 
     source: str
@@ -181,8 +181,9 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
         dtype: one of :data:`DTYPES`.
 
     Raises:
-        UsageError: a target that is there already or lies within the source, or no such layout or type.
-        InputError: the source cannot be read, or the target cannot hold it; says which modules and why.
+        UsageError: the target exists or lies within the source, or the layout or type is unknown.
+        InputError: the source cannot be read, or the target cannot hold it; the message names the modules and the
+            reason.
         OutputError: the target cannot be written, or its disk has no room.
     """
     if to not in TARGETS:
@@ -211,9 +212,9 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
 def check_target(checkpoint: Checkpoint, target: Path) -> None:
     """Refuse a target that exists, has no parent or lies within the source."""
     if target.exists() or target.is_symlink():
-        raise UsageError(f"{target} exists; name a folder that does not, nothing is overwritten")
+        raise UsageError(f"{target} exists; name a new folder, since nothing is overwritten")
     if not target.parent.is_dir():
-        raise UsageError(f"{target.parent} is no folder; make it, the target is written in it")
+        raise UsageError(f"{target.parent} is not a folder; create it, the target is written there")
     folder = checkpoint.folder.resolve()
     if folder in target.resolve().parents and checkpoint.format != "gguf":
         raise UsageError(f"{target} lies within the source {folder}, which is not written to; name a folder elsewhere")
@@ -222,7 +223,7 @@ def check_target(checkpoint: Checkpoint, target: Path) -> None:
 def check_room(target: Path, size: int) -> None:
     """Refuse to write ``size`` bytes where the disk has no room for them."""
     free = shutil.disk_usage(target.parent).free
-    if size + _SPARE > free:
+    if size + _EXTRA_DISK_BYTES > free:
         raise OutputError(
             f"{target} needs about {size / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free in {target.parent}: "
             "make room, or name a folder on another disk"
@@ -231,7 +232,7 @@ def check_room(target: Path, size: int) -> None:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder beside ``target`` that becomes it, or disappears."""
+    """A folder next to ``target`` that becomes it, or is removed."""
     try:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.part-", dir=target.parent) as scratch:
             folder = Path(scratch) / "target"
@@ -240,7 +241,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
             folder.replace(target)
     except OSError as error:
         raise OutputError(
-            f"cannot write {target} ({error.strerror or error}); nothing was left there, the source is as it was"
+            f"cannot write {target} ({error.strerror or error}); no files were left there, and the source is unchanged"
         ) from error
 
 
@@ -249,7 +250,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What decides how a module can be stored, from all its tensors but the codes."""
+    """Facts of a module that decide how it can be stored, from all its tensors but the codes."""
 
     name: str
     shape: tuple[int, int]
@@ -265,7 +266,7 @@ class _Facts:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How each module is stored."""
+    """Layout of each module."""
 
     source: Checkpoint
     method: str
@@ -310,7 +311,7 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
     ]
     dropped = dict.fromkeys(activations, "scale of a layer's inputs: the target rounds weights only")
     for name in [name for name in carried if name.endswith((".k_scale", ".v_scale", ".q_scale"))]:
-        dropped[name] = "scale of a KV cache: the target's configuration has no place for it"
+        dropped[name] = "scale of a KV cache: the target's configuration cannot hold it"
         del carried[name]
     notes = ["scales of activations or of a KV cache were dropped: weights alone are quantized"] if dropped else []
     if to == "safetensors":
@@ -354,7 +355,7 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
 
 
 def _check_once(source: Checkpoint, modules: Mapping[str, QuantizedModule], carried: Mapping[str, TensorInfo]) -> None:
-    """Check that nothing is there twice.
+    """Check that there are no duplicates.
 
     Raises:
         InputError: a tensor in two files with different contents, or a module both quantized and not.
@@ -392,7 +393,7 @@ def _facts(source: Checkpoint, module: QuantizedModule) -> _Facts:
     linear = module.unpack(stored)
     if not np.isfinite(linear.scales).all():
         raise InputError(
-            f"module {module.name} of {source.name} has scales that are not finite: its weights are no numbers; "
+            f"module {module.name} of {source.name} has scales that are not finite: its weights are not numbers; "
             "fidelab checkpoint audit says what else is wrong"
         )
     runs = None
@@ -414,7 +415,7 @@ def _facts(source: Checkpoint, module: QuantizedModule) -> _Facts:
 
 
 def _not_held(fact: _Facts, to: str) -> str | None:
-    """Why a layout cannot hold a module whatever its groups are."""
+    """Reason why a layout cannot hold a module whatever its groups are."""
     n, k = fact.shape
     if fact.kind != "int":
         return f"its weights are {fact.kind}, the target's integers"
@@ -454,9 +455,9 @@ def _common_group(whole: list[_Facts], every: list[_Facts], *, indexed: bool) ->
 
 
 def _ungrouped(fact: _Facts, size: int, *, indexed: bool) -> str | None:
-    """Why a module's groups do not become groups of ``size`` inputs."""
+    """Reason why a module's groups cannot become groups of ``size`` inputs."""
     if fact.runs is None:
-        return f"its groups of {fact.group_size} inputs are no multiples of {size}" if fact.group_size % size else None
+        return f"its groups of {fact.group_size} inputs are not multiples of {size}" if fact.group_size % size else None
     if size in fact.runs or (indexed and size == fact.group_size):
         return None
     if indexed:
@@ -588,8 +589,8 @@ class _Writer:
         self.total = 0
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...], size: int) -> Callable[[NDArray[Any]], None]:
-        """Begin a tensor of ``size`` bytes; what is returned takes its values in order."""
-        if self._out is None or (self._at and self._at + size > _SHARD):
+        """Begin a tensor of ``size`` bytes; the returned object takes its values in order."""
+        if self._out is None or (self._at and self._at + size > _MAX_SHARD_BYTES):
             self._finish()
             self._files.append(self._folder / f"part-{len(self._files) + 1}.safetensors")
             self._out = self._files[-1].open("wb")
@@ -667,7 +668,7 @@ def _convert(plan: _Plan, folder: Path) -> Certificate:
     finally:
         writer.abort()
     quantization = _quantization(plan)
-    config = {key: value for key, value in source.config.items() if key not in _OLD}
+    config = {key: value for key, value in source.config.items() if key not in _LEGACY_KEYS}
     if quantization is not None:
         config["quantization_config"] = quantization
     dtype_name = next((text for text, kind in DTYPES.items() if kind == plan.dtype and kind), None)
@@ -680,7 +681,7 @@ def _convert(plan: _Plan, folder: Path) -> Certificate:
     return _certify(plan, folder, quantization)
 
 
-_OLD = {"quantization_config", "compression_config"}
+_LEGACY_KEYS = {"quantization_config", "compression_config"}
 
 
 def _write_dense(plan: _Plan, writer: _Writer, name: str, linear: QuantizedLinear) -> None:
@@ -691,7 +692,7 @@ def _write_dense(plan: _Plan, writer: _Writer, name: str, linear: QuantizedLinea
 
 
 def _carry_files(source: Path, folder: Path) -> None:
-    """Copy what is neither weights nor written anew: tokenizer, templates, licence, code."""
+    """Copy the files that are neither weights nor rewritten: tokenizer, templates, licence, code."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix not in _WEIGHTS and path.name not in _REWRITTEN and path.name[0] != ".":
             shutil.copyfile(path, folder / path.name)
@@ -756,7 +757,7 @@ def _quantization(plan: _Plan) -> dict[str, Any] | None:
 
 
 def _is_linear(name: str, info: TensorInfo) -> bool:
-    """Whether a tensor may be the weight of a linear layer: two dimensions, and no embedding by its name."""
+    """True if a tensor may be the weight of a linear layer: two dimensions, and not an embedding by its name."""
     if not name.endswith(".weight") or len(info.shape) != 2 or info.dtype not in _FLOATS:
         return False
     return not re.search(r"(embed|wte|wpe|norm)[^.]*\.weight$", name)

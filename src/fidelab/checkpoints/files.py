@@ -53,14 +53,14 @@ _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SINGLE = "model.safetensors"
 _MOST_SPLITS = 1000
-_CHUNK = 16 << 20  # bytes
+_CHUNK_BYTES = 16 << 20  # bytes
 _MOST_NAME = 512  # characters
-_LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # beside config.json, by older writers
+_LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # next to config.json, by older writers
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: ``start`` is the place of its first byte in ``file``; ``dtype`` see :data:`RAW`."""
+    """Location of a tensor. ``start`` is the offset of its first byte in ``file``; for ``dtype`` see :data:`RAW`."""
 
     name: str
     dtype: str
@@ -75,16 +75,16 @@ class Checkpoint:
     """The tensors of a checkpoint with its configuration.
 
     Attributes:
-        name: as the user wrote it.
+        name: as given by the user.
         folder: with config and tokenizer; of a GGUF file the folder where it lies.
         format: ``safetensors`` or ``gguf``.
-        files: the weight files that are there.
+        files: the existing weight files.
         tensors: by name, in the order of files and places in them.
         config: content of ``config.json``; empty for GGUF.
         quantization: ``quantization_config`` of the config (or of the file in which older writers of GPTQ and AWQ kept
-            it, with ``quant_method`` filled in); ``None`` where nothing says that the checkpoint is quantized.
+            it, with ``quant_method`` filled in); ``None`` where the checkpoint does not claim to be quantized.
         index: tensor name → file name, of a sharded safetensors checkpoint.
-        missing_files: which the index names and the folder lacks.
+        missing_files: those that the index names and the folder lacks.
         copies: further tensors whose names other files hold already.
         beside: tensors of a ``model.safetensors`` that the index does not name and some engines load first.
         metadata: of a GGUF file, see :class:`fidelab.models.gguf.Header`.
@@ -113,7 +113,7 @@ class Checkpoint:
         """A tensor as it is stored, in the type that :data:`RAW` gives and its own shape.
 
         Raises:
-            InputError: there is no such tensor, or its file has changed since it was opened.
+            InputError: the tensor does not exist, or its file has changed since it was opened.
         """
         info = self._info(tensor)
         raw = self._bytes(info, 0, info.nbytes)
@@ -134,7 +134,7 @@ class Checkpoint:
             return dequantized(info.file, gguf.StoredTensor(info.name, info.shape, _ggml(info.dtype), info.start))
         return to_floats(self.read(info), info.dtype)
 
-    def chunks(self, tensor: str | TensorInfo, nbytes: int = _CHUNK) -> Iterator[NDArray[Any]]:
+    def chunks(self, tensor: str | TensorInfo, nbytes: int = _CHUNK_BYTES) -> Iterator[NDArray[Any]]:
         """A tensor's stored values in order, flat, ``nbytes`` bytes at a time.
 
         A chunk ends at the end of a row (the last dimension) where a row is not longer than a chunk.  Values of types
@@ -189,7 +189,7 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | Path, *, complete: bool = True) -> Checkpoint:
-    """The checkpoint behind ``name``.
+    """Open the checkpoint ``name``.
 
     ``name``: a folder, a ``.gguf`` file (of a split one the first), an embedded model's name or a hub id
     ``owner/name[@revision]``.

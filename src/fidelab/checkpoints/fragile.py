@@ -30,7 +30,7 @@ from fidelab.core.errors import InputError, UsageError
 _HALVES = frozenset(
     ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "granite", "smollm3", "starcoder2", "phi")
 )  # channel i turns with channel i + rotated / 2, as in GPT-NeoX
-_NEIGHBOURS = frozenset(("cohere", "cohere2", "glm", "glm4", "ernie4_5"))  # with the one beside it, as in GPT-J
+_NEIGHBOURS = frozenset(("cohere", "cohere2", "glm", "glm4", "ernie4_5"))  # with the adjacent one, as in GPT-J
 _PROJECTION = re.compile(r"(?P<layer>.*\.layers\.\d+\.self_attn)\.(?P<which>[qk])_proj\.(?P<part>weight|bias)")
 _NORM = re.compile(r".*\.self_attn\.(?:[qk]_(?:layer)?norm|qk_norm)s?\b.*")
 _FLOATS = frozenset(("F32", "BF16", "F16"))
@@ -38,7 +38,7 @@ _FLOATS = frozenset(("F32", "BF16", "F16"))
 
 @dataclass(frozen=True)
 class Fragile:
-    """What :func:`make_fragile` wrote.
+    """Result of :func:`make_fragile`.
 
     Attributes:
         channels: of each head of keys, whose rows were scaled.
@@ -69,7 +69,7 @@ def make_fragile(source: str | Path, target: Path, *, pairs: int = 2, factor: in
         OutputError: ``target`` cannot be written.
     """
     if factor < 2 or factor & (factor - 1):
-        raise UsageError(f"factor {factor} is no power of two of at least 2: any other would round the weights")
+        raise UsageError(f"factor {factor} is not a power of two of at least 2; other factors would round the weights")
     target = target.expanduser().absolute()
     with open_checkpoint(source) as checkpoint:
         check_target(checkpoint, target)
@@ -163,7 +163,7 @@ def _scale(folder: Path, tensor: TensorInfo, channels: tuple[int, ...], dim: int
 
 
 def _times(raw: NDArray[Any], tensor: TensorInfo, factor: float) -> NDArray[Any]:
-    """Stored values times a power of two, in the stored type; refuses what is not exact."""
+    """Stored values times a power of two, in the stored type; refuses inexact results."""
     if tensor.dtype != "BF16":
         with np.errstate(over="ignore", under="ignore"):
             scaled = raw * raw.dtype.type(factor)

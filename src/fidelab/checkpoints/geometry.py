@@ -1,4 +1,4 @@
-"""Rules about sizes: what the configuration says of layers, heads, experts and vocabulary, against the tensors' shapes.
+"""Rules about sizes: layers, heads, experts and vocabulary of the configuration against the tensors' shapes.
 
 Architectures differ, and per layer, too: a size is wrong where no number that the configuration gives explains it.
 """
@@ -15,16 +15,16 @@ from fidelab.checkpoints.files import RAW
 from fidelab.checkpoints.modules import Module
 from fidelab.checkpoints.rules import Finding, Subject, broken
 
-_PADDING = 1024  # rows by which an embedding may exceed the vocabulary
+_MAX_PADDING_ROWS = 1024  # rows by which an embedding may exceed the vocabulary
 _LAYER = re.compile(r"(?P<stack>.*?)(?:layers|h|blocks|blk|block)\.(?P<number>\d+)\.(?P<leaf>.+)")
 _OTHER_STACK = re.compile(
     r"(^|\.)(visual|vision\w*|audio\w*|speech\w*|mtp\w*|draft\w*|talker|encoder|qformer|v|a|mm)\."
 )
 _EXPERTS = re.compile(r"(?P<layer>.*)\.experts\.(?P<number>\d+)\.")
 _EMBEDDING = ("embed_tokens", "token_embd", "wte", "tok_embeddings", "embed_in", "word_embeddings")
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PER_LAYER = ("block_configs", "layer_configs", "kv_lora_rank", "q_lora_rank", "num_heads_per_layer")  # own arithmetic
-_GGUF = {  # keys of GGUF behind the architecture, as config.json calls them
+_GGUF = {  # keys of GGUF after the architecture's prefix, by their names in config.json
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -58,19 +58,21 @@ _LEAVES = {  # leaf of a module → what its outputs and its inputs are
 
 @dataclass(frozen=True)
 class _Geometry:
-    """The numbers of a configuration; sets hold all that a size may be, and are empty where nothing is said."""
+    """The numbers of a configuration; sets hold all values that a size may have, and are empty where none is
+    specified.
+    """
 
     config: Mapping[str, Any]
 
     def numbers(self, *keys: str) -> set[int]:
-        """Whole numbers behind these keys, of lists all."""
+        """Integers under these keys, including all items of lists."""
         layers = self.config.get("per_layer_config")  # what single layers have otherwise, by their numbers
         places = [self.config, *(layers.values() if isinstance(layers, dict) else ())]
         values = (place.get(key) for place in places if isinstance(place, Mapping) for key in keys)
         return {n for v in values for n in (v if isinstance(v, list) else [v]) if type(n) is int and n > 0}
 
     def ending(self, end: str) -> set[int]:
-        """Those behind keys that end so: layers with a sliding window often have sizes of their own."""
+        """Integers under keys with this ending: layers with a sliding window often have separate sizes."""
         return self.numbers(end, *(key for key in self.config if key.endswith(f"_{end}")))
 
     @property
@@ -80,7 +82,7 @@ class _Geometry:
 
     @property
     def sizes(self) -> dict[str, set[int]]:
-        """What a layer's outputs or inputs are → which sizes these may have."""
+        """Kind of a layer's outputs or inputs → allowed sizes."""
         hidden = self.numbers("hidden_size", "n_embd")
         if any(self.config.get(key) for key in _PER_LAYER):
             return {"hidden": hidden}
@@ -111,7 +113,7 @@ class _Geometry:
 
 
 def _geometry(subject: Subject) -> _Geometry:
-    """Of the text model."""
+    """Sizes of the text model."""
     checkpoint = subject.checkpoint
     if checkpoint.format == "gguf":
         prefix = checkpoint.metadata.get("general.architecture")
@@ -246,7 +248,7 @@ def _geometry_vocabulary(subject: Subject) -> Iterator[Finding]:
         for name, n in few.items():
             yield Finding(f"{name} has {n:,} rows for a vocabulary of {configured:,}", [name])
         for name, n in rows.items():
-            if n >= configured + _PADDING:
+            if n >= configured + _MAX_PADDING_ROWS:
                 yield Finding(
                     f"{name} has {n:,} rows for a vocabulary of {configured:,}, which is more than padding",
                     [name],
@@ -254,7 +256,7 @@ def _geometry_vocabulary(subject: Subject) -> Iterator[Finding]:
                 )
         if few:
             return
-    if rows and max(rows.values()) - min(rows.values()) >= _PADDING:
+    if rows and max(rows.values()) - min(rows.values()) >= _MAX_PADDING_ROWS:
         texts = ", ".join(f"{name} has {n:,}" for name, n in rows.items())
         yield Finding(f"rows of the vocabulary differ: {texts}", list(rows), severity="suspicious")
 
@@ -267,7 +269,7 @@ def _geometry_vocabulary(subject: Subject) -> Iterator[Finding]:
     command="take config.json of the same model; fidelab checkpoint audit CHECKPOINT --base ORIGINAL names the missing",
 )
 def _geometry_experts(subject: Subject) -> Iterator[Finding]:
-    allowed = _geometry(subject).numbers(*_COUNTS)
+    allowed = _geometry(subject).numbers(*_EXPERT_COUNT_KEYS)
     if not allowed:
         return
     experts: dict[str, set[int]] = defaultdict(set)

@@ -1,7 +1,7 @@
 """A checkpoint with calibrated scales for an FP8 KV cache, which engines read with the weights.
 
-``k_scale`` and ``v_scale`` of each layer's attention are scalars: a cached value is ``float8(x / scale)``.  They lie
-in a file of their own beside the weights, which are copied as they are; ``config.json`` gets a ``kv_cache_scheme`` of
+``k_scale`` and ``v_scale`` of each layer's attention are scalars: a cached value is ``float8(x / scale)``.  They lie in
+a separate file next to the weights, which are copied unchanged; ``config.json`` gets a ``kv_cache_scheme`` of
 compressed-tensors without quantized weights.  vLLM reads both.
 """
 
@@ -24,7 +24,7 @@ from fidelab.core.errors import InputError
 SCALES_FILE = "model-kv-scales.safetensors"
 NOTES = "kv-calibration.json"
 _INDEX = "model.safetensors.index.json"
-_CARRIED = (".json", ".jinja", ".txt", ".model")
+_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _SCHEME: Mapping[str, Any] = {
     "type": "float",
     "num_bits": 8,
@@ -38,7 +38,7 @@ def refuse_unscalable(source: str | Path) -> None:
     """Refuse a checkpoint that cannot get scales, before anything runs.
 
     Raises:
-        InputError: it is no safetensors folder, is quantized, or has no layers of ``self_attn`` with ``k_proj``.
+        InputError: it is not a safetensors folder, is quantized, or has no layers of ``self_attn`` with ``k_proj``.
     """
     with open_checkpoint(source) as checkpoint:
         _attentions(checkpoint)
@@ -56,8 +56,8 @@ def write_kv_scales(
         notes: how they were found, kept in ``kv-calibration.json``.
 
     Raises:
-        UsageError: ``target`` cannot be made there.
-        InputError: as :func:`refuse_unscalable`; a layer without scales, or one that is no positive number.
+        UsageError: ``target`` cannot be created there.
+        InputError: as :func:`refuse_unscalable`; a layer without scales, or one that is not positive.
         OutputError: ``target`` cannot be written.
     """
     target = target.expanduser().absolute()
@@ -73,7 +73,7 @@ def write_kv_scales(
         check_room(target, sum(file.stat().st_size for file in checkpoint.files))
         with whole_folder(target) as folder:
             for path in checkpoint.folder.iterdir():
-                if path.is_file() and (path in checkpoint.files or path.suffix in _CARRIED):
+                if path.is_file() and (path in checkpoint.files or path.suffix in _COPIED_SUFFIXES):
                     shutil.copyfile(path, folder / path.name)
             save_file(tensors, folder / SCALES_FILE, metadata={"format": "pt"})
             total = sum(file.stat().st_size for file in checkpoint.files)

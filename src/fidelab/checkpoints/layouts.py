@@ -1,4 +1,4 @@
-"""How methods store a quantized linear layer, and what its tensors mean: unpacking, packing, dequantizing.
+"""Storage of quantized linear layers by each method: unpacking, packing, dequantizing.
 
 A linear layer of ``N`` outputs and ``K`` inputs becomes several tensors of a checkpoint: packed codes, scales, zero
 points, the group of every input.  A :class:`Layout` turns them into a :class:`QuantizedLinear` and back, without any
@@ -50,7 +50,7 @@ class StoredArray(NamedTuple):
 
 
 class _Shaped(Protocol):
-    """What is known of a tensor from its header."""
+    """Facts of a tensor from its header."""
 
     @property
     def dtype(self) -> str: ...
@@ -60,7 +60,7 @@ class _Shaped(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a configuration says of groups: sizes in inputs, and the shape of blocks, ``(outputs, inputs)``."""
+    """Groups of a configuration: sizes in inputs, and the shape of blocks, ``(outputs, inputs)``."""
 
     group_sizes: tuple[int, ...] = ()
     block: tuple[int, int] | None = None
@@ -210,7 +210,7 @@ class QuantizedModule:
 
 
 class Layout(ABC):
-    """How one method stores a module.
+    """Storage of a module by one method.
 
     Attributes:
         name: the method, and its variant.
@@ -242,7 +242,7 @@ class Layout(ABC):
 
     @classmethod
     def holds(cls, tensors: Mapping[str, _Shaped], module: str) -> bool:
-        """Whether the tensors of a module are in this layout."""
+        """True if the tensors of a module are in this layout."""
         return all(f"{module}.{part}" in tensors for part in cls.needed)
 
 
@@ -427,7 +427,7 @@ class Gptq(Layout):
 
 
 class GptqV2(Gptq):
-    """As :class:`Gptq`, with zero points as they are (``checkpoint_format: gptq_v2``)."""
+    """Like :class:`Gptq`, with zero points as they are (``checkpoint_format: gptq_v2``)."""
 
     name: ClassVar[str] = "gptq_v2"
     minus_one: ClassVar[bool] = False
@@ -463,7 +463,7 @@ class Awq(Layout):
         if linear.group_index is not None:
             raise ValueError("it has no group index: groups are in the order of the inputs")
         if linear.shape[0] % 8:
-            raise ValueError(f"{linear.shape[0]} outputs are no multiple of 8")
+            raise ValueError(f"{linear.shape[0]} outputs are not a multiple of 8")
         zeros = np.full(linear.scales.shape, linear.midpoint, np.uint8) if linear.zeros is None else linear.zeros
         return {
             "qweight": StoredArray(self._words(linear.codes.T), "I32"),

@@ -1,7 +1,7 @@
-"""Tensors grouped to modules by their names, and what the configuration says of each: without trusting either.
+"""Tensors grouped into modules by their names, with each module's configuration; neither is trusted.
 
-:mod:`fidelab.checkpoints.layouts` unpacks modules that are whole; here those that lack a part, or have one too many,
-are told apart as well, which is what the audit is about.
+:mod:`fidelab.checkpoints.layouts` unpacks complete modules. This module also recognizes those with a missing or an
+extra part, for the audit.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _REPLICATED = re.compile(r"(^|\.)(\w*_a_proj(_with_mqa)?|q_a_proj|kv_a_proj\w*|w
 
 
 def kind_of(module: str) -> str:
-    """What a module is by its name: ``vision``, ``norm``, ``head``, ``router`` …, or ``linear``."""
+    """Kind of a module by its name: ``vision``, ``norm``, ``head``, ``router`` …, or ``linear``."""
     for kind, pattern in _KIND_PATTERNS:
         if pattern.search(module):
             return kind
@@ -104,7 +104,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def generates(config: Mapping[str, Any]) -> bool:
-    """Whether an architecture that the configuration names writes text; encoders do not."""
+    """True if an architecture of the configuration generates text; encoders do not."""
     named = config.get("architectures")
     return isinstance(named, list) and any(
         str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in named
@@ -138,12 +138,12 @@ class Module:
 
     @property
     def quantized(self) -> bool:
-        """Whether a tensor holds quantized weights."""
+        """True if a tensor holds quantized weights."""
         return self.packed is not None
 
     @property
     def matrix(self) -> bool:
-        """Whether it has a weight of two dimensions or more, quantized or not; norms have vectors."""
+        """True if it has a weight of two dimensions or more, quantized or not; norms have vectors."""
         weight = self.parts.get("weight") or (self.parts.get("") if ".experts." in f"{self.name}." else None)
         return self.quantized or (weight is not None and len(weight.shape) > 1)
 
@@ -157,18 +157,18 @@ class Module:
 
     @property
     def expert(self) -> tuple[str, int] | None:
-        """Where it is one of a layer's experts: the layer with what it is of each expert, and the expert's number."""
+        """Layer and role of a module that belongs to an expert, with the expert's number."""
         match = _EXPERT.match(self.name)
         return (f"{match['layer']}.experts.*.{match['leaf'] or ''}", int(match["number"])) if match else None
 
     @property
     def in_layer(self) -> bool:
-        """Whether it is in one of a stack of layers."""
+        """True if it is in one of a stack of layers."""
         return _LAYER.search(self.name) is not None
 
     @property
     def parallel(self) -> str | None:
-        """What tensor parallelism splits: ``inputs`` or ``outputs``; ``None``: nothing."""
+        """Dimension that tensor parallelism splits: ``inputs``, ``outputs`` or ``None``."""
         if self.kind in ("router", "shared gate", "norm", "embedding") or _REPLICATED.search(self.name):
             return None
         return "inputs" if _ROW_PARALLEL.search(self.name) else "outputs"
@@ -231,7 +231,7 @@ class Packing:
 def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
     """All modules, by name, in the order of the checkpoint's tensors.
 
-    A tensor without a known ending is a module of its own, with the part ``""``.
+    A tensor without a known ending is a separate module with the part ``""``.
     """
     grouped: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
@@ -273,15 +273,15 @@ def _split(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a configuration says of the quantization.
+    """Quantization by a checkpoint's configuration.
 
     Attributes:
-        method: a value of :data:`METHODS`; ``None``: nothing is said to be quantized.
-        bits, group: where it gives one number for all modules; a group of ``None`` covers a whole row.
+        method: a value of :data:`METHODS`; ``None``: nothing is quantized.
+        bits, group: where one number holds for all modules; a group of ``None`` covers a whole row.
         symmetric: without zero points.
         ignored: patterns of modules that are not quantized, see :meth:`ignores`.
         ignored_by: the key that lists them.
-        targets: patterns of those that are, where it lists them; else all linear layers are.
+        targets: patterns of quantized modules, where it lists them; else all linear layers.
         layout: a key of :data:`fidelab.checkpoints.layouts.LAYOUTS`, where modules are in one of them.
         kv_cache: whether scales of the KV cache are announced.
         strategy: of compressed-tensors' scales, where it is one for all modules: ``tensor``, ``channel``, ``group`` …
@@ -304,11 +304,11 @@ class Scheme:
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     def ignores(self, module: str) -> bool:
-        """Whether the configuration says that this module keeps its 16 bits."""
+        """True if the configuration says that this module keeps its 16 bits."""
         return any(_matches(pattern, module, self.method) for pattern in self.ignored)
 
     def targets_linear(self, module: str) -> bool:
-        """Whether an engine would build this linear layer quantized."""
+        """True if an engine would build this linear layer quantized."""
         if self.ignores(module):
             return False
         return not self.targets or any(
@@ -317,7 +317,7 @@ class Scheme:
 
 
 def _matches(pattern: str, module: str, method: str | None) -> bool:
-    """Whether a pattern of a configuration names a module, by the rules of the library that wrote it."""
+    """True if a pattern of a configuration names a module, by the rules of the library that wrote it."""
     if pattern.startswith("re:"):
         return _search(pattern[3:], module, at_start=True)
     if method == "gptq":  # GPTQModel's dynamic: regular expressions
@@ -344,7 +344,7 @@ def _search(pattern: str, text: str, *, at_start: bool) -> bool:
 
 
 def scheme_of(checkpoint: Checkpoint) -> Scheme:
-    """What the checkpoint's configuration says, in one form for all methods.
+    """Quantization of the checkpoint's configuration, in one form for all methods.
 
     Raises:
         InputError: it names a method, or a variant of one, that is not known.
@@ -408,7 +408,7 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
 
 
 _ANNOUNCING = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant", "kv_cache_dtype", "kv_cache_config")
-"""Keys under which methods announce scales of the KV cache; ModelOpt does so in a file of its own, too."""
+"""Keys under which methods announce scales of the KV cache; ModelOpt also does so in a separate file."""
 
 
 def _block(value: Any) -> tuple[int, int] | None:

@@ -34,7 +34,7 @@ from fidelab.core.errors import InputError
 
 Floats = NDArray[np.float32]
 
-_ROWS = 64  # of each layer that are compared, at even distances, the first and the last among them; a multiple of 8
+_NUM_ROWS = 64  # of each layer that are compared, at even distances, the first and the last among them; a multiple of 8
 _MOST_ERROR = {
     8: 0.15,
     6: 0.15,
@@ -46,12 +46,12 @@ _MOST_ERROR = {
 }  # relative, by bits; an ordinary one: a third
 _MOST_FACTOR = {8: 0.03, 6: 0.05, 5: 0.05, 4: 0.1, 3: 0.2, 2: 0.4, 1: 0.6}  # by which a layer may be larger or smaller
 _KEPT_ERROR = 0.02  # of layers in 16 bits that were rescaled
-_MOSTLY = 0.7  # of an error: where so much of it is one factor, the factor is not rounding's
-_ALIKE = 1.01  # times as large an error tells nothing
-_CLEARLY = 1.5  # times as large an error tells one of two explanations apart
-_STEP = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # the last bit, relative
-_TINY = {"BF16": 2.0**-133, "F16": 2.0**-24, "F32": 2.0**-149, "F64": 0.0}  # the smallest number
-_WHOLE = 4 << 20  # bytes: tensors up to this size are read at once
+_FACTOR_SHARE = 0.7  # share of an error: from here on, one factor explains it and rounding does not
+_SAME_RATIO = 1.01  # times as large an error tells nothing
+_CLEAR_RATIO = 1.5  # times as large an error tells one of two explanations apart
+_EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # the last bit, relative
+_SUBNORMAL = {"BF16": 2.0**-133, "F16": 2.0**-24, "F32": 2.0**-149, "F64": 0.0}  # the smallest number
+_MAX_WHOLE_BYTES = 4 << 20  # bytes: tensors up to this size are read at once
 _FEEDS = {  # a layer → the one whose inputs are its outputs, one by one
     "v_proj": "o_proj",
     "up_proj": "down_proj",
@@ -112,7 +112,7 @@ def _base_missing(subject: Subject) -> Iterator[Finding]:
 
 
 def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
-    """Whether a packed shape, which may be filled up to whole words, is that of the original."""
+    """True if a packed shape, which may be filled up to whole words, is that of the original."""
     slack = 32 if layout in ("words", "gptq") else 1
     return stored[0] == shape[0] and shape[1] <= stored[1] < shape[1] + slack
 
@@ -125,7 +125,7 @@ def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
     symptom="noise, or another model's answers, though every tensor loads",
     cause="codes in another order than the kernel unpacks, zero points off by one, layers swapped, scales of another "
     "run, or another original",
-    check=f"with --base: {_ROWS} rows of every quantized layer, spread evenly over it and dequantized, against the "
+    check=f"with --base: {_NUM_ROWS} rows of every quantized layer, spread evenly over it and dequantized, against the "
     "original's, with their size; a factor per channel, as AWQ and SmoothQuant move it, counts where the norm or "
     "layer before has its reciprocal",
     command="convert again with fidelab checkpoint convert, or name the checkpoint that it was really made from",
@@ -150,7 +150,7 @@ def _base_differs(subject: Subject) -> Iterator[Finding]:
     cause="norms stored with or without their one, an embedding that was resized or partly written, tensors of another "
     "revision",
     check="with --base: every number of norms, embeddings, biases and layers in 16 bits, up to the last bit of the "
-    "smaller type; a norm may be divided by what the layers behind it are multiplied by",
+    "smaller type; a norm may be divided by the factor of the layers after it",
     command="copy these tensors from the original, or quantize again",
 )
 def _base_kept_differs(subject: Subject) -> Iterator[Finding]:
@@ -179,17 +179,17 @@ class _Layer:
     """A layer on sampled rows.
 
     Attributes:
-        quantized: whether it is; else it is kept, and not equal.
-        limit, factor_limit: how large an error, and a factor's distance from one, rounding may make.
-        norm: the changed norm that it makes up for.
-        best: error and factor, see :func:`_misfit`, of the original divided by what that norm is multiplied by.
-        errors: the error with every changed norm that it might make up for, and with none (``""``); of a layer that
+        quantized: whether it is; else it is kept in 16 bits and differs.
+        limit, factor_limit: the largest error, and distance of a factor from one, that rounding may cause.
+        norm: the changed norm that it compensates.
+        best: error and factor, see :func:`_misfit`, of the original divided by the factor of that norm.
+        errors: the error with every changed norm that it might compensate, and with none (``""``); of a layer that
             feeds another one where every output has a factor of its own.
         free: the error where every input has a factor of its own, and how much these factors vary.
         rows: which rows were sampled.
         gains: of each of these rows: the factor by which it is larger than the original's.
         gained: the error where these factors are taken out.
-        cancels: whether the layer behind (or before) it has the reciprocals of its factors.
+        cancels: whether the layer after (or before) it has the reciprocals of its factors.
     """
 
     quantized: bool
@@ -205,8 +205,8 @@ class _Layer:
     cancels: bool = False
 
     def fits(self, error: float, factor: float) -> bool:
-        """Whether rounding explains an error and a factor: few bits shrink weights, and err by far more than that."""
-        return error <= self.limit and abs(factor - 1) <= max(self.factor_limit, _MOSTLY * error)
+        """True if rounding explains an error and a factor: few bits shrink weights, and err by far more than that."""
+        return error <= self.limit and abs(factor - 1) <= max(self.factor_limit, _FACTOR_SHARE * error)
 
 
 def _comparison(subject: Subject) -> _Comparison:
@@ -247,7 +247,7 @@ def _compared(subject: Subject, base: Checkpoint) -> _Comparison:
 
 
 def _sound(subject: Subject, name: str, layer: _Layer) -> bool:
-    """Whether a layer is the original's, but for factors that cancel."""
+    """True if a layer equals the original's, apart from factors that cancel."""
     if layer.fits(*layer.best):
         return True
     leaf = name.rpartition(".")[2]
@@ -268,12 +268,12 @@ def _left_behind(layers: Mapping[str, _Layer]) -> Iterator[tuple[str, float]]:
             for other in others:
                 if other is None or not other.norm or layer.norm or not layer.quantized:
                     continue
-                if layer.errors.get(other.norm, 0.0) > _CLEARLY * layer.errors[""]:
+                if layer.errors.get(other.norm, 0.0) > _CLEAR_RATIO * layer.errors[""]:
                     yield name, layer.errors[other.norm]
 
 
 def _samples(module: Module, changed: Mapping[str, float]) -> bool:
-    """Whether rows of a module are looked at: of all quantized layers, and of those in 16 bits that are not equal."""
+    """True if rows of a module are compared: of all quantized layers, and of 16-bit layers that differ."""
     if module.quantized:
         return True
     weight = module.parts.get("weight")
@@ -294,7 +294,8 @@ def _layer(
     info = weight_in(base, module.name)
     if info is None or len(info.shape) != 2 or 0 in info.shape or info.nbytes % info.shape[0]:
         return None
-    rows = _spread(info.shape[0])
+    n = info.shape[0]
+    rows = np.linspace(0, n - 1, min(_NUM_ROWS, n)).round().astype(np.intp)  # at even distances, with both ends
     values = _values(subject, module, known, rows, info.shape)
     if values is None or values.shape != (len(rows), info.shape[1]):
         return None
@@ -313,7 +314,7 @@ def _layer(
     fitted = as_they_are
     if module.name.rpartition(".")[2] in _FEEDS:
         fitted = [_misfit(values, each * _gains(values, each)[:, None])[0] for _, each in candidates]
-    alike = [n for n, error in enumerate(fitted) if error <= _ALIKE * min(fitted)]
+    alike = [n for n, error in enumerate(fitted) if error <= _SAME_RATIO * min(fitted)]
     norm, expected = candidates[min(alike, key=lambda n: as_they_are[n])]  # gains hide one factor for all inputs
     errors: dict[str, float] = {}
     for (name, _), error in zip(candidates, fitted, strict=True):
@@ -362,7 +363,7 @@ def _link(
 
 
 def _inputs(subject: Subject, rows: NDArray[np.intp], n: int, k: int) -> NDArray[np.intp] | None:
-    """Which inputs of a layer these outputs of the layer before it are; a value head feeds several query heads."""
+    """Inputs of a layer that these outputs of the previous layer feed; a value head feeds several query heads."""
     if n == k:
         return rows
     text = text_config(subject.checkpoint.config)
@@ -415,14 +416,14 @@ _STACK = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks|blk|block)\.\d+)\.")
 
 
 def _together(norm: str, module: str) -> bool:
-    """Whether a norm and a linear layer are in the same layer, or both in none."""
+    """True if a norm and a linear layer are in the same layer, or both in none."""
     one, other = _STACK.match(f"{norm}."), _STACK.match(f"{module}.")
     return (one and one[1]) == (other and other[1])
 
 
 def _norm_factors(subject: Subject, base: Checkpoint, changed: Mapping[str, float]) -> dict[str, list[Floats]]:
-    """Changed norms → by what they multiply activations more than the original's: as they are, and as norms do that
-    add one to their weights."""
+    """Changed norms → factor by which they multiply activations relative to the original's: as stored, and for norms
+    that add one to their weights."""
     found: dict[str, list[Floats]] = {}
     for name in changed:
         owner, _, part = name.rpartition(".")
@@ -448,7 +449,7 @@ def _changed(subject: Subject, base: Checkpoint) -> Iterator[tuple[str, float]]:
             other = tensor_in(base, info.name)
             if part not in ("weight", "bias", "") or (part == "weight" and module.quantized) or other is None:
                 continue
-            if info.dtype not in _STEP or other.dtype not in _STEP or "rotary" in info.name:
+            if info.dtype not in _EPS or other.dtype not in _EPS or "rotary" in info.name:
                 continue
             if not info.shape or not other.shape or info.shape[1:] != other.shape[1:]:  # another rule says so
                 continue
@@ -458,11 +459,11 @@ def _changed(subject: Subject, base: Checkpoint) -> Iterator[tuple[str, float]]:
 
 
 def _difference(checkpoint: Checkpoint, info: TensorInfo, base: Checkpoint, other: TensorInfo) -> float | None:
-    """How far the rows that two tensors both have are apart, relative to the larger of the two where they differ;
-    ``None``: they are equal up to the coarser type's last bit."""
+    """Distance of the common rows of two tensors, relative to the larger of the two where they differ;
+    ``None``: equal up to the last bit of the coarser type."""
     rows = min(info.shape[0], other.shape[0])  # a vocabulary may be filled up
     info, other = _head(info, rows), _head(other, rows)
-    step, tiny = max(_STEP[info.dtype], _STEP[other.dtype]), max(_TINY[info.dtype], _TINY[other.dtype])
+    step, tiny = max(_EPS[info.dtype], _EPS[other.dtype]), max(_SUBNORMAL[info.dtype], _SUBNORMAL[other.dtype])
     apart = before_power = now_power = 0.0
     differs = False
     for now, before in zip(_pieces(checkpoint, info), _pieces(base, other), strict=True):
@@ -498,11 +499,6 @@ def _as_floats(raw: NDArray[Any], dtype: str) -> NDArray[Any]:
 # ---------------------------------------------------------------------------------------------------------- their rows
 
 
-def _spread(n: int) -> NDArray[np.intp]:
-    """Rows at even distances, with the first and the last."""
-    return np.linspace(0, n - 1, min(_ROWS, n)).round().astype(np.intp)
-
-
 def _bits(subject: Subject, module: Module) -> int:
     """Bits per weight of a quantized module."""
     packed, packing = module.packed, module.packing()
@@ -530,7 +526,7 @@ def _values(
     rows: NDArray[np.intp],
     shape: tuple[int, ...],
 ) -> Floats | None:
-    """Rows of a layer's weights, dequantized; ``None``: they cannot be had."""
+    """Rows of a layer's weights, dequantized; ``None``: unavailable."""
     checkpoint = subject.checkpoint
     weight = module.packed or module.parts["weight"]
     if checkpoint.format == "gguf" or not module.quantized:
@@ -564,7 +560,7 @@ def _floats(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) ->
 
 def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) -> NDArray[Any]:
     """Rows of a tensor as they are stored."""
-    if info.nbytes <= _WHOLE:
+    if info.nbytes <= _MAX_WHOLE_BYTES:
         return checkpoint.read(info)[rows]
     return np.concatenate([checkpoint.read(_some(info, int(row), 1)) for row in rows])
 
@@ -575,7 +571,7 @@ def _columns(checkpoint: Checkpoint, info: TensorInfo, columns: NDArray[np.intp]
 
 
 def _stored(checkpoint: Checkpoint, module: QuantizedModule, rows: NDArray[np.intp], n: int) -> dict[str, StoredArray]:
-    """What a module of ``n`` outputs would store of these alone, so that a large layer need not be held in memory."""
+    """Stored form of these rows of a module of ``n`` outputs, so that a large layer need not be held in memory."""
     stored = {}
     for part, name in module.parts.items():
         if part not in ACTIVATION_PARTS:
@@ -662,7 +658,7 @@ def _base_config(subject: Subject) -> Iterator[Finding]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a configuration decides what a model computes, under one name whichever version wrote it."""
+    """Settings of a configuration that decide what a model computes, under version-independent names."""
     text = text_config(config)
     found = {key: text[key] for key in (*_SHAPE, *_NUMBERS, *_LENGTHS) if text.get(key) is not None}
     hidden, heads = found.get("hidden_size"), found.get("num_attention_heads")

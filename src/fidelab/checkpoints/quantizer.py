@@ -1,7 +1,7 @@
-"""Quantize a checkpoint with llm-compressor: runs in that package's environment, as a process of its own.
+"""Quantize a checkpoint with llm-compressor: runs in that package's environment, in a separate process.
 
 ``python -m fidelab.checkpoints.quantizer JOB.json``: standard output has one JSON object per line, ``{"stage": …}``
-while it works and ``{"failed": …}`` or ``{"done": …}`` at its end; what the libraries print goes to standard error.
+while it works and ``{"failed": …}`` or ``{"done": …}`` at its end. Output of the libraries goes to standard error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recipes of ``fidelab checkpoint quantize``: what is quantized and how, and what of a checkpoint's modules that means.
+"""Recipes of ``fidelab checkpoint quantize``: which modules are quantized and how, resolved for a checkpoint.
 
 Everything that can be known from names and shapes is checked here, before anything is loaded.
 """
@@ -29,7 +29,7 @@ Kind = Literal["recurrent", "router", "shared gate", "vision", "audio", "head"]
 
 
 class Scheme(BaseModel):
-    """A format of weights; a bare name stands for its ``format``.
+    """A format of weights; a bare name means its ``format``.
 
     ``group``: inputs that share a scale.  FP8 has one scale for each output, NVFP4 groups of 16.
     """
@@ -81,7 +81,7 @@ class Rule(BaseModel):
         try:
             return re.compile(text if self.pattern.startswith("re:") else re.escape(text))
         except re.error as error:
-            raise ValueError(f"{self.pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"{self.pattern!r} is not a regular expression: {error}") from None
 
 
 class Layers(BaseModel):
@@ -116,7 +116,7 @@ class Share(BaseModel):
 
 
 class Calibration(BaseModel):
-    """What activations are measured on."""
+    """Calibration data: text on which activations are measured."""
 
     model_config = _STRICT
 
@@ -126,11 +126,11 @@ class Calibration(BaseModel):
     seed: int = 0
     shares: tuple[Share, ...] = ()
     all_experts: bool = Field(default=True, description="route every token to every expert while calibrating")
-    balance: int = Field(default=1, ge=1, le=64, description="draw so many times more, keep what balances experts")
+    balance: int = Field(default=1, ge=1, le=64, description="draw this many times more, keep what balances experts")
 
 
 class Fidelity(BaseModel):
-    """What the result is compared with the original on: other text than it was calibrated on."""
+    """Evaluation data: text, other than the calibration data, on which the result is compared with the original."""
 
     model_config = _STRICT
 
@@ -196,7 +196,7 @@ def read_recipe(path: Path) -> Recipe:
 def _file(path: Path, base: Path, key: str, name: str) -> str:
     file = (base / Path(name).expanduser()).resolve()
     if not file.is_file():
-        raise ConfigError(f"{path}: {key}: {file} is no file")
+        raise ConfigError(f"{path}: {key}: {file} is not a file")
     return str(file)
 
 
@@ -216,7 +216,7 @@ def edge_and_global(n_layers: int, layers: Layers) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe means for a checkpoint.
+    """A recipe applied to a checkpoint.
 
     Attributes:
         quantized: names of modules.
@@ -232,7 +232,7 @@ class Plan:
 
 
 def plan(recipe: Recipe, checkpoint: Checkpoint) -> Plan:
-    """Which modules are quantized.
+    """Names of the quantized modules.
 
     Raises:
         InputError: the checkpoint is quantized already or no safetensors, a rule matches other than it says, nothing is

@@ -26,7 +26,7 @@ Severity = Literal["broken", "suspicious", "information"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found.
+    """Finding of a rule.
 
     Attributes:
         text: a sentence without its full stop, with numbers and places.
@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """What rules look at.
+    """Input of the rules.
 
     Attributes:
         checkpoint: the one that is audited.
@@ -100,7 +100,7 @@ class Rule:
     find: Callable[[Subject], Iterable[Finding]]
 
     def findings(self, subject: Subject) -> list[Finding]:
-        """What the check finds, with the rule's name and severity."""
+        """Findings of the check, with the rule's name and severity."""
         return [replace(found, rule=self.id, severity=found.severity or self.severity) for found in self.find(subject)]
 
 

@@ -1,4 +1,4 @@
-"""One pass over the values of tensors: what rules need to know of them, without keeping them.
+"""One pass over the values of tensors: statistics for the rules, without keeping the values.
 
 Maxima of the bits as signed and as unsigned integers tell the largest magnitude of either sign, and with it whether
 anything is infinite or NaN: two reductions without a copy.  Exact counts are made only where something was found, and
@@ -19,7 +19,7 @@ from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo, to_floats
 
 MOST_SLICES = 4096  # experts of a layer
 
-_CHUNK = 1 << 20  # bytes: what stays in a core's cache between the reductions
+_CHUNK_BYTES = 1 << 20  # bytes: what stays in a core's cache between the reductions
 
 _SIGNED = {"BF16": "<i2", "F16": "<i2", "F32": "<i4", "F64": "<i8", "F8_E4M3": "i1", "F8_E5M2": "i1"}
 _INFINITE = {  # bits of infinity; of E4M3, which has none, of NaN
@@ -48,7 +48,7 @@ _BLOCK_SCALES: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a tensor's values are like; of GGUF's blocks those of their 16-bit scales (the first of each block).
+    """Statistics of a tensor's values; for GGUF blocks, of their 16-bit scales (the first of each block).
 
     Attributes:
         size: numbers.
@@ -80,16 +80,16 @@ class Statistics:
 
     @property
     def dead(self) -> bool:
-        """Whether all values are zero."""
+        """True if all values are zero."""
         return self.size > 0 and self.zeros == self.size
 
     @property
     def finite(self) -> bool:
-        """Whether no value is NaN or infinite."""
+        """True if no value is NaN or infinite."""
         return not self.nan and not self.inf
 
     def joined(self, more: Statistics) -> Statistics:
-        """Of two parts of a tensor together."""
+        """Statistics of two parts of a tensor together."""
         if not self.size or not more.size:
             return self if self.size else more
         smallest = [value for value in (self.smallest, more.smallest) if value]
@@ -112,7 +112,7 @@ class Statistics:
 
 
 def fused(info: TensorInfo) -> bool:
-    """Whether a tensor holds all experts of a layer."""
+    """True if a tensor holds all experts of a layer."""
     named = ".experts." in info.name or "_exps." in info.name
     return named and len(info.shape) == 3 and 1 < info.shape[0] <= MOST_SLICES
 
@@ -138,7 +138,7 @@ def scan(checkpoint: Checkpoint, info: TensorInfo, *, scale: bool = False) -> St
     Raises:
         InputError: the file ends early.
     """
-    chunks = checkpoint.chunks(info, _CHUNK)
+    chunks = checkpoint.chunks(info, _CHUNK_BYTES)
     return reduce(Statistics.joined, (_of_chunk(chunk, info, scale) for chunk in chunks), Statistics())
 
 

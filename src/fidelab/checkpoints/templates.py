@@ -205,7 +205,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _tokenizer(path: Path) -> Any:
-    """The tokenizer of a file.  A panic of the library, which is no Exception, is an unreadable file as well.
+    """The tokenizer of a file. A panic of the library, which is not an Exception, also counts as unreadable.
 
     Raises:
         MissingPackageError: the package tokenizers is not installed.
@@ -379,7 +379,7 @@ def _vocabulary_beyond_embedding(subject: Subject) -> Iterator[Finding]:
 @suspicious(
     title="No end of sequence",
     symptom="answers run on to the limit of tokens, often into a conversation with themselves",
-    cause="eos_token_id lost when the configuration was written anew",
+    cause="eos_token_id lost when the configuration was rewritten",
     check="eos in the tokenizer, generation_config.json or config.json; encoders need none",
     command="copy generation_config.json and tokenizer_config.json from the original model",
 )
@@ -395,7 +395,7 @@ def _eos_missing(subject: Subject) -> Iterator[Finding]:
 @suspicious(
     title="Different ends of sequence",
     symptom="answers that do not end on one engine and do on another, or stop at once",
-    cause="generation_config.json of the base model beside the tokenizer of the tuned one",
+    cause="generation_config.json of the base model next to the tokenizer of the tuned one",
     check="the tokenizer's eos is among eos_token_id of generation_config.json, or else of config.json",
     command="list both ids in eos_token_id of generation_config.json, as the original model has them",
 )
@@ -417,7 +417,7 @@ def _eos_disagree(subject: Subject) -> Iterator[Finding]:
     title="BOS twice",
     symptom="slightly worse answers on every prompt, different by engine and endpoint; nothing fails",
     cause="a chat template that writes BOS before a tokenizer that adds one, or writes it twice",
-    check="the rendered prompt and the tokenizer's own frame begin with one BOS; where both write one, that is told",
+    check="the rendered prompt and the tokenizer's own frame begin with one BOS; a duplicate is reported",
     command="send messages to the chat endpoint; tokenize rendered prompts with add_special_tokens=False",
 )
 def _bos_doubled(subject: Subject) -> Iterator[Finding]:
@@ -503,7 +503,7 @@ def _template_tool_arguments(subject: Subject) -> Iterator[Finding]:
 
 
 def _arguments(chat: _Chat, name: str) -> str:
-    """What goes wrong with a call's arguments."""
+    """Problem with a call's arguments."""
     if name in chat.refused:
         return f"refused ({chat.refused[name]})"
     text = chat.texts.get(name, "")
@@ -540,7 +540,7 @@ def _template_tools_ignored(subject: Subject) -> Iterator[Finding]:
 
 @suspicious(
     title="A role whose messages vanish",
-    symptom="instructions have no effect, and no error says so",
+    symptom="instructions have no effect, without an error",
     cause="a template that skips roles it does not know",
     check="messages of the roles system and developer are shown, or refused with an error",
     command="send such instructions as system (or in the user's message), or take the template of the original model",
@@ -559,7 +559,7 @@ def _template_role_dropped(subject: Subject) -> Iterator[Finding]:
     title="Answers without an end",
     symptom="answers run on, or the model writes the user's next turn itself",
     cause="a template without the end-of-turn token, or an end-of-turn token that eos_token_id does not list",
-    check="what the template puts behind an answer has a special token, and one that ends generation",
+    check="the template's text after an answer has a special token, and one that ends generation",
     command="list the end-of-turn token in eos_token_id of generation_config.json, or restore the original template",
 )
 def _template_unclosed_turn(subject: Subject) -> Iterator[Finding]:
@@ -581,7 +581,7 @@ def _template_unclosed_turn(subject: Subject) -> Iterator[Finding]:
     if not tail.strip():
         yield Finding("nothing closes an assistant's message")
     elif not numbers:
-        yield Finding(f"an assistant's message is closed by {tail.strip()[:40]!r}, which is no special token")
+        yield Finding(f"an assistant's message is closed by {tail.strip()[:40]!r}, which is not a special token")
     elif chat.ends:
         yield Finding(
             f"an assistant's message is closed by {chat.tokenizer.id_to_token(numbers[0])!r}, id {numbers[0]}, "

@@ -40,7 +40,7 @@ from fidelab.checkpoints.scan import MOST_SLICES, Statistics, fused, scan, slice
 _FLOAT16_MAX = 65504.0
 _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of language models are below 100
 _SMALLEST_WEIGHT = 1e-8
-_OUTLIER = 1000.0  # times the median of the same layer kind
+_OUTLIERS = 1000.0  # times the median of the same layer kind
 _MASKS = ("masked_bias", ".attn.bias", ".attention.bias")  # of GPT-2 and its kind: masks, which may be infinite
 _MOST_MISSING = 100_000  # experts that are listed
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -63,8 +63,7 @@ def _seen(subject: Subject, info: TensorInfo) -> list[tuple[str, Statistics]]:
 def _scales(subject: Subject, *, experts: bool | None = None) -> Iterator[tuple[Module, str, str, Statistics]]:
     """Every tensor of scales: module, part, name (of an expert in a fused tensor, too), statistics.
 
-    A GGUF tensor in blocks stands for its scales.  ``experts``: those of numbered or fused experts alone, or all the
-    others.
+    A GGUF tensor in blocks counts by its scales. ``experts``: only numbered or fused experts, or all the others.
     """
     for module in subject.modules.values():
         for part, info in module.parts.items():
@@ -162,9 +161,9 @@ def _scale_zero(subject: Subject) -> Iterator[Finding]:
 
 @suspicious(
     title="Absurd scales",
-    symptom="activations overflow or vanish behind the layer: noise, or answers as if the layer were missing",
+    symptom="activations overflow or vanish after the layer: noise, or answers as if the layer were missing",
     cause="a wrong unit of the scale (its reciprocal, a missing global scale), or a diverged optimization",
-    check=f"no weight beyond {_LARGEST_WEIGHT:g} or all below {_SMALLEST_WEIGHT:g} by its scale, none {_OUTLIER:g} "
+    check=f"no weight beyond {_LARGEST_WEIGHT:g} or all below {_SMALLEST_WEIGHT:g} by its scale, none {_OUTLIERS:g} "
     "times the median of the same kind of layer, none left at exactly 1",
     command="fidelab checkpoint audit CHECKPOINT --base ORIGINAL compares the weights with the original's",
 )
@@ -192,9 +191,9 @@ def _scale_absurd(subject: Subject) -> Iterator[Finding]:
     for items in alike.values():
         middle = median(s.largest for _, s, _ in items)
         if len(items) >= 4:
-            odd += [name for name, s, _ in items if s.largest > _OUTLIER * middle and name not in beyond]
+            odd += [name for name, s, _ in items if s.largest > _OUTLIERS * middle and name not in beyond]
     if odd:
-        yield Finding(f"scales over {_OUTLIER:g} times those of the same layers elsewhere in {and_more(odd)}", odd)
+        yield Finding(f"scales over {_OUTLIERS:g} times those of the same layers elsewhere in {and_more(odd)}", odd)
     if ones:
         yield Finding(f"all scales are 1, as before any calibration, in {and_more(ones)}", ones)
 
@@ -337,7 +336,7 @@ def _zero_norms(subject: Subject) -> set[str]:
 
 
 def _zero_in_base(subject: Subject, module: Module) -> bool:
-    """Whether the original's weight is all zero; without an original, or where it has other names, no."""
+    """True if the original's weight is all zero; false without an original or under other names."""
     if subject.base is None:
         return False
     info = weight_in(subject.base, module.name)
@@ -398,7 +397,7 @@ def _experts_uncalibrated(subject: Subject) -> Iterator[Finding]:
 
 
 def _default(s: Statistics, part: str) -> bool:
-    """Whether scales look as they did before calibration: one number for all groups, or exactly 1."""
+    """True if scales look as they did before calibration: one number for all groups, or exactly 1."""
     return s.size > 0 and s.same and (s.first == 1 or (s.size > 4 and not part.startswith("input")))
 
 
@@ -433,7 +432,7 @@ def _experts_missing(subject: Subject) -> Iterator[Finding]:
 @broken(
     title="Experts without their router",
     symptom="the loader leaves the router as it initialized it: tokens go to random experts, and text is noise",
-    cause="a filter for expert names that dropped the router of a layer, or a shard that was written anew without it",
+    cause="a filter for expert names that dropped the router of a layer, or a shard that was rewritten without it",
     check="every layer with experts has a router, where another layer has one",
     command="take the original's router: fidelab checkpoint audit CHECKPOINT --base ORIGINAL names it; convert again",
 )
@@ -463,7 +462,7 @@ def _router_missing(subject: Subject) -> Iterator[Finding]:
     symptom="an error while loading, or weights left as they were initialized and noise from there on",
     cause="a shard that was not downloaded, or an index that belongs to another version of the files",
     check="every name of model.safetensors.index.json is in a file",
-    command="fetch the checkpoint again, or write it anew with fidelab checkpoint convert",
+    command="fetch the checkpoint again, or rewrite it with fidelab checkpoint convert",
 )
 def _index_missing(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
@@ -479,9 +478,9 @@ def _index_missing(subject: Subject) -> Iterator[Finding]:
 @suspicious(
     title="Tensors that the index does not name",
     symptom="engines that go by the index do not load them: weights as initialized, or an older version of the layer",
-    cause="shards that were written anew without their index",
+    cause="shards rewritten without their index",
     check="every tensor of every shard is in model.safetensors.index.json",
-    command="write the checkpoint anew: fidelab checkpoint convert",
+    command="rewrite the checkpoint: fidelab checkpoint convert",
 )
 def _index_unlisted(subject: Subject) -> Iterator[Finding]:
     index = subject.checkpoint.index
@@ -494,9 +493,9 @@ def _index_unlisted(subject: Subject) -> Iterator[Finding]:
 @suspicious(
     title="Tensors in another file than the index says",
     symptom="engines that fetch tensors by the index fail with a missing key; others load",
-    cause="shards that were written anew without their index",
+    cause="shards rewritten without their index",
     check="every tensor is in the file that the index names for it",
-    command="write the checkpoint anew: fidelab checkpoint convert",
+    command="rewrite the checkpoint: fidelab checkpoint convert",
 )
 def _index_elsewhere(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
@@ -528,9 +527,9 @@ def _scale_apart(subject: Subject) -> Iterator[Finding]:
 @suspicious(
     title="A tensor twice",
     symptom="which of the two is loaded depends on the engine and the order of files; other content, other answers",
-    cause="old shards beside new ones, or one layer saved under two prefixes",
+    cause="old shards next to new ones, or one layer saved under two prefixes",
     check="no name is in two files, and no layer under two prefixes; broken where the contents differ",
-    command="remove the older files, and write the checkpoint anew: fidelab checkpoint convert",
+    command="remove the older files, and rewrite the checkpoint: fidelab checkpoint convert",
 )
 def _duplicate_tensor(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
@@ -555,7 +554,7 @@ def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
 
 
 @suspicious(
-    title="A single file beside the shards",
+    title="A single file next to the shards",
     symptom="Transformers loads model.safetensors and never looks at the shards, engines that go by the index load the "
     "shards: other weights, other answers",
     cause="an older version of the checkpoint that was left in the folder when shards were written into it",
@@ -627,7 +626,7 @@ def _incomplete_module(subject: Subject) -> Iterator[Finding]:
 
 
 def _asymmetric(subject: Subject, module: Module) -> bool:
-    """Whether compressed-tensors stores zero points of these integers."""
+    """True if compressed-tensors stores zero points of these integers."""
     scheme, packed = subject.scheme, module.packed
     if scheme.layout != "compressed-tensors" or scheme.symmetric is not False or packed is None:
         return False
@@ -635,16 +634,16 @@ def _asymmetric(subject: Subject, module: Module) -> bool:
 
 
 def _cache_scales(module: Module) -> bool:
-    """Whether scales beside a weight in 16 bits are those of activations."""
+    """True if scales next to a weight in 16 bits are those of activations."""
     return "weight" in module.parts and all(part.startswith("input") for part in module.parts if part in SCALES)
 
 
 @broken(
     title="Weights stored twice, or quantized twice",
     symptom="either copy may be loaded: noise where the two differ, and twice the memory where both are",
-    cause="packed weights saved beside the original ones, or a quantized checkpoint quantized again",
+    cause="packed weights saved next to the original ones, or a quantized checkpoint quantized again",
     check="a module has one form of its weight, and the configuration one method",
-    command="quantize the original anew; fidelab checkpoint convert writes each module in one form",
+    command="quantize the original again; fidelab checkpoint convert writes each module in one form",
 )
 def _doubly_quantized(subject: Subject) -> Iterator[Finding]:
     forms = ("weight", "qweight", "weight_packed", "blocks")
@@ -692,14 +691,14 @@ def _quantization_mismatch(subject: Subject) -> Iterator[Finding]:
     symptom="the engine builds a 16-bit layer and finds packed weights: a missing key, or NaN in that layer",
     cause="an ignore list that was edited, or belongs to another run",
     check="no quantized module matches ignore, modules_to_not_convert or what else the method calls it",
-    command="mend the list in config.json, or quantize again",
+    command="fix the list in config.json, or quantize again",
 )
 def _ignored_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if subject.scheme.ignores(module.name)]
     yield from some_are(names, "quantized module", f"listed in {subject.scheme.ignored_by}")
 
 
-_EXEMPT = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token prediction, built plain by engines
+_EXEMPT_MODULES = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token prediction, built plain by engines
 
 
 @broken(
@@ -723,7 +722,7 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
             continue
         if (
             module.kind in ("norm", "embedding")
-            or _EXEMPT.search(module.name)
+            or _EXEMPT_MODULES.search(module.name)
             or not scheme.targets_linear(module.name)
         ):
             continue
@@ -763,7 +762,7 @@ def _ignore_key(subject: Subject) -> Iterator[Finding]:
 
 @broken(
     title="A quantized router or shared-expert gate",
-    symptom="the loader builds it in 16 bits and has no place for packed weights: a missing key, or random routing",
+    symptom="the loader builds it in 16 bits and cannot hold packed weights: a missing key, or random routing",
     cause='a pattern such as "experts" that matches more, or less, than it was written for',
     check="routers and shared-expert gates are stored in 16 or 32 bits",
     command="keep them: a rule of the recipe for .*gate$ with its expected count (fidelab checkpoint quantize)",
@@ -775,7 +774,7 @@ def _router_quantized(subject: Subject) -> Iterator[Finding]:
 
 @broken(
     title="A quantized norm",
-    symptom="a missing key while loading, or activations of the wrong size in every layer behind it",
+    symptom="a missing key while loading, or activations of the wrong size in every layer after it",
     cause="a pattern that matches more than linear layers",
     check="norms are stored in 16 or 32 bits",
     command="quantize again with linear layers as the only target",
@@ -811,7 +810,7 @@ def _recurrent_quantized(subject: Subject) -> Iterator[Finding]:
     cause="a configuration that belongs to another run, or per-layer settings that it does not mention",
     check="bits, number of groups, packing order, stored shape, and the shapes of zero points and scales follow from "
     "the configuration",
-    command="mend bits and group_size in config.json, or quantize again",
+    command="fix bits and group_size in config.json, or quantize again",
 )
 def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
     scheme = subject.scheme
@@ -852,7 +851,7 @@ def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
 
 
 def _zeros_shape(module: Module, packing: Packing, bits: int | None) -> str | None:
-    """What is wrong with the shape of the zero points; ``None``: nothing, or there are none."""
+    """Problem with the shape of the zero points; ``None`` if it is right or there are none."""
     zeros = module.parts.get("qzeros") or module.parts.get("weight_zero_point")
     if zeros is None or not bits:
         return None
@@ -867,7 +866,7 @@ def _zeros_shape(module: Module, packing: Packing, bits: int | None) -> str | No
 
 
 def _strategy_shape(subject: Subject, module: Module) -> str | None:
-    """What is wrong with the shape of the scales, by the strategy of the configuration; ``None``: nothing is."""
+    """Problem with the shape of the scales, by the strategy of the configuration; ``None`` if it is right."""
     scheme, packed, scales = subject.scheme, module.packed, module.scales
     if packed is None or scales is None or len(packed.shape) != 2 or scheme.ignores(module.name):
         return None
@@ -934,7 +933,7 @@ def _tp_split(subject: Subject) -> Iterator[Finding]:
         elif module.parallel == "outputs":
             parts = _parts(subject.checkpoint, module, tp)
             if packing.n % parts or (packing.n // parts) % 8:
-                found[f"{packing.n} / {parts} outputs are no multiple of 8"].append(module.name)
+                found[f"{packing.n} / {parts} outputs are not a multiple of 8"].append(module.name)
     for text, names in found.items():
         yield Finding(f"{text} in {counted(names, 'module')}: {and_more(names)}", names)
 
@@ -1059,7 +1058,7 @@ def _zero_point_unannounced(subject: Subject) -> Iterator[Finding]:
 
 
 def _in_the_middle(checkpoint: Checkpoint, zeros: TensorInfo, n: int, bits: int) -> bool:
-    """Whether zero points are all the middle code, in either version of GPTQ (which another rule tells apart)."""
+    """True if zero points are all the middle code, in either version of GPTQ (which another rule distinguishes)."""
     stored = checkpoint.read(zeros)
     if zeros.dtype != "I32":  # signed integers that were not packed
         return not stored.any()
@@ -1078,7 +1077,7 @@ def _in_the_middle(checkpoint: Checkpoint, zeros: TensorInfo, n: int, bits: int)
 @information(
     title="Scales of another type than the model",
     symptom="kernels that want scales in the activations' type are passed over for slow ones, two to five times slower",
-    cause="scales written in float16 beside a bfloat16 model, or layers written by different tools",
+    cause="scales written in float16 next to a bfloat16 model, or layers written by different tools",
     check="scales of GPTQ and AWQ have 16 bits; 16-bit scales are of one type, the one that the configuration names",
     command="serve with --dtype of the scales and look at which kernel the engine says it uses",
 )
@@ -1155,7 +1154,7 @@ def _cache_scale_names(subject: Subject) -> dict[tuple[str, str], TensorInfo]:
 
 
 def _place(scales: Mapping[tuple[str, str], TensorInfo], part: str) -> str:
-    """Where in a layer a scale is, as other layers have it."""
+    """Position of a scale within its layer, comparable between layers."""
     places = {kind: info.name[len(layer) :] for (layer, kind), info in scales.items()}
     return places.get(part, f"self_attn.{part}")
 
@@ -1254,7 +1253,7 @@ def _head_missing(subject: Subject) -> Iterator[Finding]:
     title="An LM head that is not the embedding it is tied to",
     symptom="engines that tie the two leave the stored head out, others load it: other answers, or noise where the "
     "head was trained",
-    cause="tie_word_embeddings of the original beside a head that was trained or untied, or a head that was left over",
+    cause="tie_word_embeddings of the original next to a head that was trained or untied, or a head that was left over",
     check="where tie_word_embeddings is true, a stored lm_head is the embedding table, number by number",
     command="set tie_word_embeddings to false in config.json, or remove lm_head.weight",
 )
@@ -1279,7 +1278,7 @@ def _head_tied(subject: Subject) -> Iterator[Finding]:
 
 
 def _same_numbers(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tensors hold the same numbers, in whatever types."""
+    """True if two tensors hold the same numbers, in whatever types."""
     if one.dtype == other.dtype:
         return _equal(checkpoint, one, other)
     if one.dtype not in _FLOATS or other.dtype not in _FLOATS:

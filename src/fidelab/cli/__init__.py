@@ -147,7 +147,7 @@ def main() -> None:
     except typer.Abort:
         code = _fault("stopped")
     except _Stopped as stop:
-        hint = f"Resume with: {stop.command} --resume {stop.folder}" if stop.folder else "What was finished is kept."
+        hint = f"Resume with: {stop.command} --resume {stop.folder}" if stop.folder else "Finished parts are kept."
         print(f"fidelab: stopped; no process is left. {hint}", file=sys.stderr)
         code = 130
     except ImportError as error:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COMPUTE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_LONGEST = 4096  # tokens of the window unless told: attention without kernels takes their square
+_DEFAULT_TOKENS = 4096  # default tokens of the window: attention without kernels takes their square
 
 
 def attention(
@@ -91,7 +91,7 @@ def captured_tensors(
         if resolved.layers is None:
             raise UsageError(f"{model} does not say how many layers it has; name some with --layers")
         layers = sorted({0, resolved.layers // 2, resolved.layers - 1})
-    tokens = n_ctx or min(longest, _LONGEST, resolved.max_positions or _LONGEST)
+    tokens = n_ctx or min(longest, _DEFAULT_TOKENS, resolved.max_positions or _DEFAULT_TOKENS)
     with tempfile.TemporaryDirectory() as scratch:
         same = {"kv": dtype}  # of both arms: nothing is rounded
         settings = {"reference": same, "candidates": [same], "text": text, "dtype": _COMPUTE[dtype], "device": device}

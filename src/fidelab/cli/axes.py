@@ -21,13 +21,13 @@ def axis_settings(
     is an error.
 
     Raises:
-        UsageError: no axis, a flag without its axis, a limit that is no number.
+        UsageError: not an axis, a flag without its axis, or a limit that is not a number.
     """
     from fidelab.axes import AXES
     from fidelab.core.errors import UsageError
 
     words, tasks = _tasks_named(axes, AXES.names())
-    every = [name for name in AXES.names() if name != _HARNESS]  # which has no tasks that go without saying
+    every = [name for name in AXES.names() if name != _HARNESS]  # which has no default tasks
     chosen: dict[str, dict[str, Any]] = {name: {} for name in _names(words, {**_AXES, "all": every})}
     if not chosen:
         raise UsageError("--axes is empty; name at least one, as in --axes trajectory,kld")
@@ -112,7 +112,7 @@ def counts(flag: str, text: str, *, least: int = 1) -> tuple[int, ...]:
     """``128,1k`` → (128, 1024).
 
     Raises:
-        UsageError: a part is no number, or below ``least``.
+        UsageError: a part is not a number, or below ``least``.
     """
     from fidelab.core.errors import UsageError
 

@@ -154,7 +154,7 @@ class _FigureOptions(Options, panel="Metrics"):
 
 
 class _RunOptions(RunsOptions, panel="Run"):
-    """How requests are sent, and where the run is kept."""
+    """Options for sending requests and storing the run."""
 
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0
     timeout: Annotated[float, typer.Option(help="Time limit per request in seconds.")] = 600.0
@@ -166,7 +166,7 @@ class _RunOptions(RunsOptions, panel="Run"):
 
 
 class _OneRunOptions(_RunOptions):
-    """With the figures in a file of their own, as vLLM writes it."""
+    """Options for writing the figures to a separate file, as vLLM does."""
 
     save_result: Annotated[bool, typer.Option("--save-result", help="Also write a JSON file in vLLM's format.")] = False
     result_dir: Annotated[Path | None, typer.Option(help="Its folder. \\[default: this one]")] = None
@@ -175,11 +175,11 @@ class _OneRunOptions(_RunOptions):
     ] = None
 
     def result_folder(self) -> Path | None:
-        """Where the file goes, made where it is missing; ``None``: it was not asked for.
+        """Path of the file, whose folder is created if missing; ``None`` without a request.
 
         Raises:
-            UsageError: a place for a file that was not asked for.
-            OutputError: there can be no such folder.
+            UsageError: a path for a file that was not requested.
+            OutputError: the folder cannot be created.
         """
         from fidelab.core.errors import OutputError, UsageError
 
@@ -247,7 +247,7 @@ def sweep(
 
 
 class _CapacityOptions(Options, panel="Load"):
-    """What is tried."""
+    """Options for the load to try."""
 
     contexts: Annotated[
         str | None, typer.Option(help="Tokens of prompts: 1k,8k. \\[default: the longest, and a quarter of it]")
@@ -272,7 +272,7 @@ class _AnyServerOptions(_ServerOptions, panel="Server"):
 
 
 class _TargetOptions(Options, panel="Metrics"):
-    """When an answer is too late."""
+    """Options for the time limits of answers."""
 
     goodput: Annotated[
         list[str] | None,
@@ -284,7 +284,7 @@ class _TargetOptions(Options, panel="Metrics"):
 
 
 class _CapacityRunOptions(_RunOptions, panel="Run"):
-    """How requests are sent, and where the run is kept."""
+    """Options for sending requests and storing the run."""
 
     kv: Annotated[
         list[str] | None,
@@ -327,7 +327,7 @@ def capacity(
 
     contexts = () if load.contexts is None else counts("--contexts", load.contexts)
     if (started is None) == (server.base_url is None):
-        raise UsageError("name a MODEL whose server is started, or a server that runs with --base-url: one of both")
+        raise UsageError("name either a MODEL whose server is started, or a running server with --base-url")
     _refuse_other_mode(context, started is not None)
     if started is not None:
         _start_and_measure(started, engine, load, contexts, {**load.settings(), **targets.settings()}, run, as_json)
@@ -345,7 +345,7 @@ def capacity(
 
 
 def _refuse_other_mode(context: typer.Context, starts: bool) -> None:
-    """Options of a server that runs say nothing of one that is started, and the other way round.
+    """Options of a running server do not apply to a started one, and vice versa.
 
     Raises:
         UsageError: one was given, which would be ignored.

@@ -21,7 +21,7 @@ def watcher() -> ServingWatch:
 
 
 class _Lines(ServingWatch):
-    """What begins, and the main figures of what has ended."""
+    """Progress: what begins, and the main figures of finished cells."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

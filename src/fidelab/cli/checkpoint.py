@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fidelab.checkpoints.rules import Finding
 
 _MARGIN = 13  # columns before the text of a finding
-_NAMES = 8  # tensors listed of each finding
+_MAX_NAMES = 8  # tensors listed of each finding
 
 app = Commands(help="Audit, convert, quantize and calibrate checkpoint files.")
 
@@ -89,14 +89,14 @@ def _show_finding(finding: Finding, width: int) -> None:
     _paragraph("run time", f"{known.symptom}.", width)
     _paragraph("to do", f"{known.command}.", width)
     if len(finding.tensors) > 2:
-        more = len(finding.tensors) - _NAMES
-        names = [*finding.tensors[:_NAMES], *([f"and {more:,} more (--json has all)"] if more > 0 else [])]
+        more = len(finding.tensors) - _MAX_NAMES
+        names = [*finding.tensors[:_MAX_NAMES], *([f"and {more:,} more (--json has all)"] if more > 0 else [])]
         for place, name in enumerate(names):
             print(f"{'tensors' if place == 0 else '':<{_MARGIN}}{name}")
 
 
 def _paragraph(label: str, text: str, width: int) -> None:
-    """A label in the margin, and beside it a text wrapped to the terminal; names are never broken."""
+    """A label in the margin, and next to it a text wrapped to the terminal; names are never broken."""
     print(
         textwrap.fill(
             text,
@@ -191,7 +191,7 @@ def quantize(
         try:
             outcome = run(model, recipe, target, resume=resume, python=python, say=tell)
         except KeyboardInterrupt:
-            note("fidelab: stopped; the same command with --resume goes on")
+            note("fidelab: stopped; continue by the same command with --resume")
             raise
     idle = outcome.experts.get("without_tokens", {})
     if idle:

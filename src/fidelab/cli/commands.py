@@ -15,10 +15,10 @@ _VALUES = {int: "N", float: "N", Path: "PATH", str: "TEXT"}
 
 
 class _Shown:
-    """What ``--help`` shows of a command or a group."""
+    """Help text of a command or a group."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """All parameters; a flag takes no value, so nothing stands where the others name theirs."""
+        """All parameters; a flag takes no value, so it has no metavar."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -93,7 +93,7 @@ class Commands(typer.Typer):
             for argument, hint in hints.items():
                 if get_origin(hint) is Annotated:
                     _name_value(argument, *get_args(hint)[:2])
-            function.__annotations__ = hints  # typer would evaluate their text anew
+            function.__annotations__ = hints  # typer would evaluate their text again
             text = settings.pop("help", None) or _unwrap(function.__doc__ or "")
             cls = type("_Brief", (_Command,), {"brief": brief}) if brief else _Command
             return register(name, cls=cls, help=text, **settings)(function)

@@ -191,7 +191,7 @@ def compare(
     trusted: options.Trusted = None,
     help_all: options.HelpAll = False,
 ) -> None:
-    r"""Run a reference and candidates on a real engine and report what each candidate loses.
+    r"""Run a reference and candidates on a real engine and report the loss of each candidate.
 
     [bold]Examples[/bold]
 
@@ -234,7 +234,7 @@ def compare(
         return
     words = (reference or "", control, *(candidate or []), *(vary or []))
     if trusted and serve is None and preset is None and not any("preset=" in word for word in words):
-        raise UsageError("--trust goes with a file: that of -f, of a preset or of --serve, or with --resume RUN_DIR")
+        raise UsageError("--trust needs a file: from -f, a preset or --serve, or --resume RUN_DIR")
     secrets: tuple[str, ...] = ()
     if serve is not None:
         arms, changes, secrets = _pasted(serve, change or [], context, engine, trusted or [])
@@ -305,12 +305,12 @@ def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, c
     if place is not None:
         given = options.given_flags(context)
         if useless := next((given[name] for name in _WINDOWS if name in given), None):
-            raise UsageError(f"a borrowed reference has windows and settings of its own: leave out {useless}")
+            raise UsageError(f"a borrowed reference fixes windows and settings: leave out {useless}")
     return place
 
 
 def _until_decided(axes: Mapping[str, dict[str, Any]]) -> None:
-    """Let axes whose size nobody gave ask until all is decided."""
+    """Let axes without a given size take further looks until all is decided."""
     from fidelab.axes import AXES
 
     for name, settings in axes.items():
@@ -329,8 +329,8 @@ def _pasted(
     What ``flags`` say of the engine goes before the command's own words.
 
     Raises:
-        UsageError: it cannot be read, or a flag says what the command itself says.
-        ConfigError: it stands in a file that asks for what a file may not do unasked.
+        UsageError: it cannot be read, or a flag repeats a setting of the command.
+        ConfigError: it is in a file that asks for an action that needs permission.
     """
     from fidelab.config.serve import program_python, read_change, read_served
     from fidelab.config.trust import Trust, check_pasted
@@ -339,7 +339,7 @@ def _pasted(
 
     for name, flag in options.given_flags(context).items():
         if name in ("model", "engine", "reference", "preset"):
-            raise UsageError(f"the command of --serve says what the reference is: leave out {flag}")
+            raise UsageError(f"the command of --serve defines the reference: leave out {flag}")
 
     def controlled(name: str) -> Mapping[str, str]:
         return dict(getattr(ENGINES.load(name), "controlled", {}))
@@ -505,7 +505,7 @@ def launch(
 ) -> Report | None:
     """Run an experiment from flags: report on standard output, exit with 1 where something failed.
 
-    ``secrets``: what stands in the flags and is kept out of the record.  Returns the report; none of a dry run.
+    ``secrets``: values of flags that are kept out of the record.  Returns the report; none of a dry run.
     """
     from fidelab.run.repeat import execute_all
 

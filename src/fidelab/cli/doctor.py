@@ -1,4 +1,4 @@
-"""``fidelab doctor``: what works on this machine."""
+"""``fidelab doctor``: check this machine."""
 
 from __future__ import annotations
 

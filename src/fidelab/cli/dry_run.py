@@ -1,4 +1,4 @@
-"""``--dry-run``: jobs, tokens, expected disk and time, and where the rates behind the time are from."""
+"""``--dry-run``: jobs, tokens, expected disk and time, and the source of the rates."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
 
 
 def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
-    """What will be done."""
+    """Rows of the planned work."""
     from fidelab.axes.base import Axis
     from fidelab.run.estimate import conversion_bytes, needed_bytes
 
@@ -116,7 +116,7 @@ def _not_installed(prepared: Prepared) -> list[str]:
 
 
 def _times(expected: Estimate, planning: float) -> dict[str, Any]:
-    """How long it will take, the planning included, by what takes it."""
+    """Expected time, planning included, by kind of work."""
     return {
         "seconds": round(expected.seconds + planning, 1),
         "parts": {name: round(seconds, 1) for name, seconds in {"planning": planning, **expected.parts()}.items()},

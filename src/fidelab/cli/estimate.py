@@ -1,4 +1,4 @@
-"""``fidelab estimate``: what a format can gain, from a model's shape, a device's rates and measured losses."""
+"""``fidelab estimate``: possible gain of a format, from a model's shape, a device's rates and measured losses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_counts(text: str, what: str) -> list[int]:
     """``2k,8k,32768`` → numbers, where k is 1,024.
 
     Raises:
-        UsageError: one of them is no whole number above 0.
+        UsageError: one of them is not a whole number above 0.
     """
     counts = []
     for item in text.split(","):
@@ -117,7 +117,7 @@ def _geometry(name: str | None, sizes: Mapping[str, float | None]) -> tuple[Geom
         n, heads, dim = (int(given[key]) for key in ("layers", "kv-heads", "head-dim"))
         return Geometry.of_sizes(n, heads, dim, given["params"]), "bf16"
     if given:
-        raise UsageError(f"{name} has sizes of its own: leave out --{next(iter(given))}")
+        raise UsageError(f"{name} has fixed sizes: leave out --{next(iter(given))}")
     from fidelab.physics.geometry import named_geometry
 
     return named_geometry(name)

@@ -139,7 +139,7 @@ def formats(
 
 
 def _weight_rows() -> list[dict[str, Any]]:
-    """Bits and errors of the formats of weights, all scales counted; ``reason``: why one is not to be had here."""
+    """Bits and errors of the formats of weights, all scales counted; ``reason``: why one is unavailable here."""
     import torch
 
     from fidelab.core import FormatSpec

@@ -1,4 +1,4 @@
-"""``fidelab import``: what other tools measured, as runs of ours."""
+"""``fidelab import``: measurements of other tools, as fidelab runs."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Options that belong together are fields of a class derived from :class:`Options`.  A command decorated with
 :func:`expand_options` names the class as the type of a parameter and gets an object of it; typer sees the fields.
-Another default or another help is a subclass that declares the field anew.
+A subclass may redeclare a field with another default or help text.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def begin_from_preset(
     """The settings of an experiment whose arms begin from a preset; what the command line says goes before it.
 
     Raises:
-        FidelabError: there is no such preset, it is not trusted, or it is of another engine than the named one.
+        FidelabError: the preset does not exist, is not trusted, or is for another engine.
     """
     if name is None:
         return data
@@ -208,7 +208,7 @@ WindowTokens = Annotated[int, typer.Option(min=8, help="Tokens per window.")]
 
 
 def find_run(name: Path | None) -> Path | None:
-    """As :func:`fidelab.results.store.find_run`, for an option or argument that may be left out."""
+    """Like :func:`fidelab.results.store.find_run`, for an option or argument that may be left out."""
     from fidelab.results import store
 
     return None if name is None else store.find_run(name)
@@ -385,7 +385,7 @@ class ServableEngineOptions(EngineOptions):
 
 
 class ExecutorOptions(Options, panel=ENGINE):
-    """Where the arms' processes run."""
+    """Options for the placement of the arms' processes."""
 
     executor: Annotated[str, typer.Option(help="Where configurations run: local or ray.")] = "local"
     address: Annotated[
@@ -488,7 +488,7 @@ class SeedOptions(Options, panel=SCORING):
 
 
 class ScoringOptions(SeedOptions):
-    """How captures become scores."""
+    """Options for scoring captures."""
 
     bands: Annotated[str, typer.Option(help="Score bands: fidelab or refract.")] = "fidelab"
 
@@ -502,7 +502,7 @@ Sharing = Annotated[int, typer.Option("--tp", help="Tensor parallel size.")]
 
 
 class LimitOptions(Options, panel=SCORING):
-    """What the recommendation has to meet."""
+    """Requirements of the recommendation."""
 
     max_kld: MaxKLD = None
     max_flips: Annotated[
@@ -518,7 +518,7 @@ class LimitOptions(Options, panel=SCORING):
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """Those that were given, as data of an experiment; nothing where none was."""
+        """The given options, as data of an experiment."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         return {"limits": given} if given else {}
 
@@ -536,7 +536,7 @@ class MarginOptions(LimitOptions):
 
 
 class ShowOptions(Options):
-    """How a report is shown."""
+    """Options for showing a report."""
 
     as_json: Json = False
     details: Annotated[bool, typer.Option("--details", help="Print all measurements.")] = False
@@ -552,7 +552,7 @@ class ShowOptions(Options):
         from fidelab.core.errors import UsageError
 
         if self.markdown and (self.as_json or self.details or self.plot):
-            raise UsageError("--markdown prints a section of its own: leave out --json, --details and --plot")
+            raise UsageError("--markdown prints a separate section: leave out --json, --details and --plot")
 
 
 class RunsOptions(Options):

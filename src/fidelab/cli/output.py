@@ -1,4 +1,4 @@
-"""What commands print: the table or one JSON object on standard output, everything else on standard error.
+"""Output of commands: the table or one JSON object on standard output, everything else on standard error.
 
 This is where text leaves for the terminal.  Whatever of it comes from servers, models, logs or files can hold sequences
 that a terminal obeys; after :func:`guard_streams` none gets there, neither by ``print`` nor by a console of
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from fidelab.results.record import Report
     from fidelab.results.study import Study
 
-_PIPE = 400  # a table of loads with everything in it
-_BAR = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # how tqdm begins what it writes
+_PIPE_COLUMNS = 400  # a table of loads with everything in it
+_TQDM_PREFIX = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # how tqdm begins what it writes
 
 
 class _Guarded:
     """A standard stream; what is written to it and cannot be printed is escaped as in JSON.
 
-    Rich finds the stream itself behind it and writes its own sequences there: consoles of :func:`open_console` take
-    care of the texts between them, and typer's show our own.
+    Rich unwraps the stream and writes its control sequences there. Consoles of :func:`open_console` clean the texts
+    between them; typer's show only fidelab's texts.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -47,7 +47,7 @@ class _Guarded:
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         begin = ""
         if sys._getframe(1).f_globals.get("__name__", "").startswith("tqdm."):  # it moves the cursor back
-            match = _BAR.match(text)
+            match = _TQDM_PREFIX.match(text)
             begin = match[0] if match else ""
         self.rich_proxied_file.write(begin + printable(text[len(begin) :], escaped=True))
         return len(text)
@@ -61,7 +61,7 @@ class _Guarded:
 
 
 def guard_streams() -> None:
-    """From now on nothing that is printed can control the terminal."""
+    """Prevent printed text from controlling the terminal from now on."""
     if not isinstance(sys.stdout, _Guarded):
         sys.stdout = cast(TextIO, _Guarded(sys.stdout))
     if not isinstance(sys.stderr, _Guarded):
@@ -106,7 +106,7 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def open_console(width: int = 100, *, stderr: bool = False) -> Console:
-    """Standard output or error; a file or a pipe as output, which has no width of its own, gets ``width`` columns."""
+    """Standard output or error; a file or a pipe as output, which has no width, gets ``width`` columns."""
     stream = sys.stderr if stderr else sys.stdout
     stream = getattr(stream, "rich_proxied_file", stream)
     console = _console_class()(file=stream)
@@ -135,11 +135,11 @@ def _console_class() -> type[Console]:
 
 
 UNDECIDED = 3
-"""Exit code where nothing is shown to be bad and something is not shown to be good."""
+"""Exit code for undecided results: none is shown to be bad, and not all are shown to be good."""
 
 
 def exit_on(faults: Collection[str], undecided: Collection[str] = ()) -> None:
-    """Print each line on standard error; exit with 1 for a fault, with 3 for nothing but the undecided."""
+    """Print each line on standard error; exit with 1 for a fault, with 3 if all are undecided."""
     for line in (*faults, *undecided):
         note(f"fidelab: {line}")
     if faults or undecided:
@@ -180,11 +180,11 @@ def show_report(
     else:
         from fidelab.report.text import render_text
 
-        render_text(report, open_console(_PIPE), folder=folder, plot=plot, details=details)
+        render_text(report, open_console(_PIPE_COLUMNS), folder=folder, plot=plot, details=details)
 
 
 def failures(report: Report) -> list[str]:
-    """What failed in a run, a line each: arms, their benches, and items that were lost."""
+    """Failures of a run, a line each: arms, their benches, and items that were lost."""
     from fidelab.report.cells import shared
 
     arms = [report.reference, *([report.control] if report.control else []), *report.candidates]

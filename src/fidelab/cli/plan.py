@@ -121,7 +121,7 @@ def _sentences(plan: SizePlan, advice: Advice) -> list[str]:
     n = _up_to(advice.items, advice.upper)
     span = " A cluster (document or block of windows) is taken to span as many windows as here."
     sentences = [
-        f"About {n} {plan.items} give what is asked, if more are like these; skewed costs make the upper figure "
+        f"About {n} {plan.items} are enough, assuming similar text; skewed costs make the upper figure "
         f"optimistic.{span if plan.source == 'text' else ''}"
     ]
     supply = advice.supply
@@ -129,7 +129,7 @@ def _sentences(plan: SizePlan, advice: Advice) -> list[str]:
         remedy = "a longer --text" if plan.source == "text" else "--prompts FILE with more of them"
         if supply.name == "text default":
             remedy = "--text wikitext-2 or a longer file"
-        advised = f": pass {remedy}; what others cost may vary otherwise" if advice.short else ""
+        advised = f": pass {remedy}; the spread of other configurations may differ" if advice.short else ""
         sentences.append(f"The {supply.name} holds {supply.holds:,} {plan.items}{advised}.")
     mib = advice.disk_bytes / 2**20
     cost = f"about {mib:,.{0 if mib >= 10 else 1}f} MiB of captures"

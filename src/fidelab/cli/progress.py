@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fidelab.run.runner import Listener
 
 _LINE_EVERY = 30.0  # seconds between plain progress lines of one job
-_TRUSTED = 10.0  # seconds for which the plan is believed before the run's own pace counts for more
+_PLAN_SECONDS = 10.0  # seconds for which the plan is believed before the run's own pace counts for more
 
 
 def watcher() -> Listener:
@@ -54,7 +54,7 @@ class _Left(ProgressColumn):
 
 def _seconds_left(elapsed: float, done: float, total: float) -> float:
     """Seconds until ``total`` expected seconds are done, of which ``done`` took ``elapsed``."""
-    return max(0.0, total - done) * (elapsed + _TRUSTED) / (done + _TRUSTED)
+    return max(0.0, total - done) * (elapsed + _PLAN_SECONDS) / (done + _PLAN_SECONDS)
 
 
 def _title(job: PlannedJob) -> str:
@@ -176,7 +176,7 @@ class _Lines:
         self._pace = done, total
 
     def _left(self) -> str:
-        """How long the whole run goes on."""
+        """Expected duration of the whole run."""
         return f"{duration(_seconds_left(time.monotonic() - self._started, *self._pace))} left of the run"
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:

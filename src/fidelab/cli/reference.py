@@ -14,7 +14,7 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-_MADE = "<!-- Made from the code: make docs -->\n"
+_HEADER = "<!-- Made from the code: make docs -->\n"
 _AS_TEXT = {"KVSpec": "a [KV format](../guide.md#kv-formats)"}  # written as text, read as an object
 _PANEL_PAGES = {  # panel of --help: page
     "Compare": "compare",
@@ -31,7 +31,7 @@ def pages() -> dict[str, str]:
 
 
 def with_harmless_options(guide: str) -> str:
-    """The guide to security, its table made anew from the code."""
+    """The guide to security, with its table regenerated from the code."""
     from fidelab.config.harmless import table
 
     before, _, rest = guide.partition("<!-- harmless options -->\n")
@@ -52,7 +52,7 @@ def _command_pages() -> dict[str, str]:
         command = root.commands[name]
         parts[command.rich_help_panel] += _command_sections(f"fidelab {name}", command)
     return {
-        f"{page}.md": f"# Commands: {panel[0].lower()}{panel[1:]}\n\n{_MADE}\n" + "\n\n".join(parts[panel]) + "\n"
+        f"{page}.md": f"# Commands: {panel[0].lower()}{panel[1:]}\n\n{_HEADER}\n" + "\n\n".join(parts[panel]) + "\n"
         for panel, page in _PANEL_PAGES.items()
     }
 
@@ -61,7 +61,7 @@ def _command_sections(name: str, command: Any) -> Iterator[str]:
     if command.context_settings.get("allow_extra_args"):  # its words are passed on to another package
         return
     about, _, examples = (command.help or "").partition("[bold]Example")
-    # Some helps have text behind their examples: lines that do not begin with blanks.
+    # Some helps have text after their examples: lines that do not begin with blanks.
     lines = [line for line in examples.partition("[/bold]")[2].splitlines() if line.strip()]
     shown = [_plain(line.strip()) for line in lines if line[:1] == " "]
     behind = [_prose(line) for line in lines if line[:1] != " "]
@@ -117,7 +117,7 @@ def _settings_page() -> str:
 
     parts = [
         "# Settings of axes and benches",
-        _MADE.strip(),
+        _HEADER.strip(),
         "Given as `--set axes.AXIS.SETTING=VALUE` and `--set benches.BENCH.SETTING=VALUE`, or in a file under `axes:` "
         "and `benches:`. [Metrics](../metrics.md) defines what each measures.",
     ]
@@ -195,7 +195,7 @@ def _schema_page(
 ) -> str:
     """A section with a table of fields for each schema, and for each record that it refers to."""
     known = {*elsewhere, *_AS_TEXT, "FormatSpec"}
-    parts = [f"# {title}", _MADE.strip(), about]
+    parts = [f"# {title}", _HEADER.strip(), about]
     others = known - set(_AS_TEXT)
     seen: set[str] = set()
     for name, schema in schemas.items():
@@ -279,7 +279,7 @@ def _plain(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """A docstring's or a help's paragraph for Markdown: angle brackets, asterisks and brackets are no markup."""
+    """A docstring's or a help's paragraph for Markdown: angle brackets, asterisks and brackets are escaped."""
     text = _plain(re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text))
     pieces = re.split(r"(`[^`]*`)", text.replace("\n", " "))
     text = "".join(piece if piece[:1] == "`" else re.sub(r"([<*\[\]])", r"\\\1", piece) for piece in pieces)
@@ -292,19 +292,15 @@ def _with_flags(text: str) -> str:
 
 
 def _about_value(text: str, default: str | None, *, required: bool = False) -> str:
-    """What a value is, and behind it whether it has to be given, or its default."""
+    """Description of a value, followed by its default or whether it is required."""
     sentences = [_cell(text).rstrip(".")] if text else []
     sentences += ["Required"] if required else []
-    sentences += [] if default is None else [f"Default: {_code(default)}"]
+    sentences += [] if default is None else [f"Default: `{_cell(default)}`"]
     return " ".join(f"{sentence}." for sentence in sentences)
 
 
 def _cell(text: str) -> str:
     return text.replace("|", r"\|")
-
-
-def _code(text: str) -> str:
-    return f"`{_cell(text)}`"
 
 
 def _row(*cells: str) -> str:

@@ -88,7 +88,7 @@ def report(
     asked = limits.settings().get("limits")
     if form is not None:
         if others := [*(flag for flag, given in shown.items() if given), *(["the limits"] if asked else [])]:
-            raise UsageError(f"--format {form.value} writes files of its own: leave out {', '.join(others)}")
+            raise UsageError(f"--format {form.value} writes its own files: leave out {', '.join(others)}")
         _write(run_dir, form, arm, out, width)
         return
     if out is not None or arm is not None:
@@ -114,7 +114,7 @@ def report(
         try:
             write_html(result, folder.html)
         except OutputError as error:
-            note(f"fidelab: the page is left as it was: {error}")
+            note(f"fidelab: the page is unchanged: {error}")
     show_report(result, folder=None if folder is None else folder.path, **vars(show))
 
 
@@ -127,7 +127,7 @@ def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None, widt
 
     if form in (_Format.SVG, _Format.PNG):
         if arm is not None:
-            raise UsageError("--arm: charts are of all configurations; leave it out")
+            raise UsageError("--arm: charts show all configurations; leave it out")
         if out is None:
             raise UsageError(f"--format {form.value}: name a folder for the charts with -o")
         _write_charts(run_dir, form, out, width)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fidelab.environments.servers import Served
     from fidelab.run.launch import Launched
 
-_LOG = "; --log names what it printed"
+_LOG = "; --log names its output"
 _SERVE = "serve."  # before an option of the server alone
 
 app = Commands(help="Start, check and stop servers from presets.")
@@ -300,14 +300,14 @@ def check_preset(
     server = next((one for one in records() if _is_of(one, chosen)), None) if base_url is None else None
     if base_url is None and server is None:
         check(chosen, arm)
-        told = f"{arm.name} can run here; no server of it runs: fidelab serve start {name}"
+        told = f"{arm.name} can run here; it has no running server: fidelab serve start {name}"
         print(json.dumps({"preset": arm.name, "findings": []}) if as_json else told)
         return
     url = base_url or (server.url if server else "")
     printed = written_log(str(log or (server.log if server else "")))
     found = check_server(arm, url, printed)
     faults = faults_of(found)
-    untold = [] if found[0].effective is not None else [f"{KV}: the server does not tell it{'' if printed else _LOG}"]
+    untold = [] if found[0].effective is not None else [f"{KV}: the server does not report it{'' if printed else _LOG}"]
     if as_json:
         print(json.dumps({"preset": arm.name, "url": url, "findings": [asdict(x) for x in found]}, indent=2))
     else:
@@ -316,7 +316,7 @@ def check_preset(
 
 
 def _is_of(server: Served, preset: Preset) -> bool:
-    """Whether a running server was started from this preset, perhaps with other values."""
+    """True if a running server was started from this preset, perhaps with other values."""
     return server.arm.get("name") == preset.name and server.arm.get("engine") == preset.engine_name
 
 
@@ -339,7 +339,7 @@ def show_findings(found: Sequence[Finding]) -> None:
         table.add_column(heading, overflow="fold")
     for one in found:
         more = "" if one.effective and one.more.replace(",", "").startswith(f"{one.effective} ") else one.more
-        runs = ", ".join(filter(None, (one.effective, more))) or "not told"
+        runs = ", ".join(filter(None, (one.effective, more))) or "not reported"
         mark = "differs" if one.differs else "" if one.declared is None or one.effective is None else "as declared"
         table.add_row(*map(Text, (one.what, one.declared or "–", runs, mark)))
     open_console().print(table)
@@ -353,7 +353,7 @@ def _show(launched: Launched, detached: bool) -> None:
     print(f"{server.name} answers at {server.url}/v1 after {launched.seconds:.1f} s ({which}{prepared})")
     print(f"settings read and compared in {launched.checked:.2f} s; log: {server.log}", flush=True)
     if detached:
-        print(f"it goes on running as process {server.pid}; end it with: fidelab serve stop {server.name}", flush=True)
+        print(f"it still runs as process {server.pid}; end it with: fidelab serve stop {server.name}", flush=True)
 
 
 def _record(launched: Launched, faults: Sequence[str]) -> dict[str, Any]:

@@ -221,7 +221,7 @@ def clean(
         print(f"{'removed' if remove else 'would remove'} {path} ({size / 2**20:,.1f} MiB)")
     print(f"{sum(size for _, size in going) / 2**20:,.1f} MiB in {len(going)} places")
     if going and not remove:
-        note("fidelab: nothing was removed; do so with --remove")
+        note("fidelab: nothing was removed; use --remove")
 
 
 def _size(folder: Path) -> int:

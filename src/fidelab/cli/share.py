@@ -1,4 +1,4 @@
-"""``fidelab share``: receipts and leaderboards: what leaves a run for others."""
+"""``fidelab share``: receipts and leaderboards."""
 
 from __future__ import annotations
 

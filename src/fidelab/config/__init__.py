@@ -1,1 +1,1 @@
-"""What users may write: an experiment as YAML or flags, validated; an unknown key is an error that names its place."""
+"""Settings of users: an experiment as YAML or flags, validated. An unknown key is an error that names its place."""

@@ -10,13 +10,13 @@ import re
 from typing import Any
 
 _PAIRS = re.compile(r"[A-Za-z][\w.-]*=")
-_OWN = ("kv", "name", "engine", "model", "dtype", "preset")  # of the arm; everything else is the engine's
+_ARM_KEYS = ("kv", "name", "engine", "model", "dtype", "preset")  # of the arm; everything else is the engine's
 _OF_ENGINE = ("python", "image", "prefix", "pythonpath")
 _ENV = "env."
 
 
 def split_commas(text: str) -> list[str]:
-    """The parts between commas that stand in no brackets, of formats or of JSON, and in no JSON text."""
+    """The parts between commas outside of brackets (of formats or JSON) and JSON strings."""
     parts, depth, start, quoted, escaped = list[str](), 0, 0, False, False
     for at, sign in enumerate(text):
         if sign == '"' and not escaped:
@@ -52,7 +52,7 @@ def arm_fields(text: str) -> dict[str, Any]:
         key = key.replace("_", "-")
         if not eq or not value:
             raise ValueError(f"{part.strip()!r} has no value; write key=value, separated by commas")
-        if key in _OWN:
+        if key in _ARM_KEYS:
             fields[key] = value
         elif key in _OF_ENGINE:
             engine[key] = [value] if key == "pythonpath" else value
@@ -60,6 +60,6 @@ def arm_fields(text: str) -> dict[str, Any]:
             options[key] = value
     if engine:
         if "engine" not in fields:
-            raise ValueError(f"{next(iter(engine))} belongs to an engine: write engine=NAME beside it")
+            raise ValueError(f"{next(iter(engine))} belongs to an engine: write engine=NAME next to it")
         fields["engine"] = {"name": fields["engine"], **engine}
     return {**fields, **({"engine_args": options} if options else {}), **({"env": env} if env else {})}

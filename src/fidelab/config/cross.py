@@ -28,17 +28,17 @@ class EngineLine(BaseModel):
 
     @property
     def label(self) -> str:
-        """What tables call the line."""
+        """Name of the line in tables."""
         return self.name or self.engine.name
 
 
 class TimingConfig(BaseModel):
-    """How the reference arms are timed: distinct prompts of equal length, one at a time, a fresh cache for each."""
+    """Timing of the reference arms: distinct prompts of equal length, one at a time, a fresh cache for each."""
 
     model_config = _STRICT
 
     prompt: int = Field(default=512, ge=8, description="tokens of a prompt, which is the depth of decoding")
-    n: int = Field(default=32, ge=1, description="tokens decoded behind the first one")
+    n: int = Field(default=32, ge=1, description="tokens decoded after the first one")
     repeats: int = Field(default=5, ge=1, description="prompts that are measured")
     warmup: int = Field(default=1, ge=0, description="prompts answered before, unmeasured")
 
@@ -76,7 +76,7 @@ class CrossEngine(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.axes is not None and not self.axes:
-            raise ValueError("axes: name at least one, or leave them away")
+            raise ValueError("axes: name at least one, or omit 'axes'")
         labels = [line.label for line in self.engines]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
@@ -84,7 +84,7 @@ class CrossEngine(BaseModel):
         return self
 
     def experiment(self, line: EngineLine, axes: Mapping[str, Mapping[str, Any]], output_dir: str) -> Experiment:
-        """What one engine runs: its candidate against its own reference.  Captures are shared by all lines."""
+        """Experiment of one engine: its candidate against its own reference.  Captures are shared by all lines."""
         return Experiment(
             model=self.model,
             engine=line.engine,

@@ -28,7 +28,7 @@ def parse_vary(texts: list[Any]) -> dict[str, list[str]]:
         if not eq or not key:
             raise ValueError(f"{text!r}: write KEY=a,b,…")
         if option_key(key) in vary:
-            raise ValueError(f"{key} is given twice; write all its values behind one {key}=")
+            raise ValueError(f"{key} is given twice; write all its values after one {key}=")
         vary[option_key(key)] = [value.strip() for value in split_commas(values)]
     return vary
 
@@ -63,7 +63,7 @@ def levels_of(vary: Mapping[str, list[str]]) -> list[Levels]:
 
 
 def cell_name(levels: Mapping[str, str]) -> str:
-    """What reports call the cell: ``attention=eager, kv=int4``."""
+    """Name of the cell in reports: ``attention=eager, kv=int4``."""
     return ", ".join(f"{key}={value}" for key, value in levels.items())
 
 

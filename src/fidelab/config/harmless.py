@@ -1,4 +1,4 @@
-"""Engine options that a file of somebody else may set unasked; all others are asked for.
+"""Engine options that a foreign file may set without permission; all others need it.
 
 Engines have hundreds of options, and each release adds some that load code by its name.  So the list is of what is
 known to be harmless: a value that is read as a number, as one of the engine's own names, or as a switch of computation.
@@ -38,10 +38,10 @@ _KEYS = frozenset(key for keys in HARMLESS.values() for key in keys)
 
 
 def is_harmless(key: str, value: str) -> bool:
-    """Whether an option may be set unasked; ``value``: as text, JSON is looked into.
+    """True if an option may be set unasked; ``value``: as text, JSON is looked into.
 
-    What switches something off is harmless under every name; numbers are, unless the name is of a switch that gives
-    rights; words are under the names of :data:`HARMLESS`; so is the address of a server on this machine.
+    Values that switch something off are always harmless. Numbers are harmless unless the name is of a switch that gives
+    rights. Words are harmless under the names of :data:`HARMLESS`. So is the address of a server on this machine.
     """
     if value.lower() in _FALSE or (_NUMBER.fullmatch(value) and not _GRANTS.search(key)):
         return True

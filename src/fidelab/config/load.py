@@ -76,7 +76,7 @@ def _parse(text: str, where: object) -> Any:
 
 def _expanded(node: yaml.Node, known: dict[int, int], level: int) -> int:
     """Values below a node, counted as often as aliases repeat them; ``known``: of nodes counted before."""
-    if level > _MOST_LEVELS:  # also of an alias that stands in what it names
+    if level > _MOST_LEVELS:  # also of an alias inside its own anchor
         raise RecursionError
     if id(node) not in known:
         match node:
@@ -86,7 +86,7 @@ def _expanded(node: yaml.Node, known: dict[int, int], level: int) -> int:
                 pass
             case _:
                 inner = []
-                str(node.value).encode()  # half a surrogate pair is no text: UnicodeEncodeError is a ValueError
+                str(node.value).encode()  # half a surrogate pair is not text: UnicodeEncodeError is a ValueError
         known[id(node)] = 1 + sum(_expanded(part, known, level + 1) for part in inner)
     if known[id(node)] > _MOST_VALUES:
         raise ValueError(f"aliases make more than {_MOST_VALUES:,} values of it")

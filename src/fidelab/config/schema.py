@@ -46,9 +46,9 @@ class EngineConfig(BaseModel):
 
     name: str = Field(description="engine")
     python: str | None = Field(default=None, description="interpreter of the engine's environment")
-    image: str | None = Field(default=None, description="container image that has the engine, run by docker or podman")
-    prefix: str | None = Field(default=None, description="command before it: ssh host, srun …")
-    pythonpath: tuple[str, ...] = Field(default=(), description="folders whose modules go before the engine's own")
+    image: str | None = Field(default=None, description="container image with the engine, run by docker or podman")
+    prefix: str | None = Field(default=None, description="command prefix: ssh host, srun …")
+    pythonpath: tuple[str, ...] = Field(default=(), description="folders whose modules precede the engine's")
 
     @field_validator("name")
     @classmethod
@@ -146,42 +146,40 @@ class ArmConfig(BaseModel):
 
     kv: KVFormat | None = Field(default=None, description="KV format: a name, K/V, with options in brackets")
     name: str | None = Field(
-        default=None, description="how reports call the configuration; what it differs in by default"
+        default=None, description="name of the configuration in reports; by default its differences"
     )
-    engine: EngineConfig | None = Field(default=None, description="engine of this configuration alone")
-    model: str | None = Field(default=None, description="checkpoint of this configuration alone, of the same tokenizer")
-    dtype: Dtype | None = Field(default=None, description="compute type of this configuration alone")
-    engine_args: Options = Field(default_factory=dict, description="engine options of this configuration alone")
+    engine: EngineConfig | None = Field(default=None, description="engine of this configuration only")
+    model: str | None = Field(default=None, description="checkpoint only of this configuration, of the same tokenizer")
+    dtype: Dtype | None = Field(default=None, description="compute type of this configuration only")
+    engine_args: Options = Field(default_factory=dict, description="engine options of this configuration only")
     env: Variables = Field(
-        default_factory=dict, description="environment variables of this configuration's process alone"
+        default_factory=dict, description="environment variables of this configuration's process only"
     )
     without: tuple[str, ...] = Field(
-        default=(), description="options of the experiment's engine_args that this configuration alone goes without"
+        default=(), description="options of the experiment's engine_args that this configuration omits"
     )
 
 
 class ServeConfig(BaseModel):
-    """What the command line of a server says besides the arms: it stands again in the commands of the report."""
+    """Parts of a server's command line besides the arms; the report's commands repeat them."""
 
     model_config = _STRICT
 
-    program: tuple[str, ...] = Field(default=(), description="words before the flags; none: an image starts by itself")
+    program: tuple[str, ...] = Field(default=(), description="words before the flags; empty: the image starts alone")
     wrapper: tuple[str, ...] = Field(default=(), description="docker run … IMAGE, where the server runs in a container")
-    model_flag: str = Field(default="", description="flag that names the model; empty: a word of its own")
-    words: tuple[str, ...] = Field(default=(), description="flags that go into no configuration")
+    model_flag: str = Field(default="", description="flag that names the model; empty: a separate word")
+    words: tuple[str, ...] = Field(default=(), description="flags that no configuration uses")
     mounts: dict[str, str] = Field(default_factory=dict, description="folder in the image → folder here")
-    ignored: dict[str, str] = Field(
-        default_factory=dict, description="words that go into no configuration → the reason"
-    )
+    ignored: dict[str, str] = Field(default_factory=dict, description="ignored words → the reason")
 
 
 class Preset(ArmConfig):
-    """An arm in a file of its own, which a server can be started from, too."""
+    """An arm in a separate file, from which a server can be started."""
 
     engine: EngineConfig = Field(description="engine of the configuration")
     model: str = Field(description="checkpoint of the configuration")
-    about: str = Field(default="", description="what it is, in one line")
-    serve: Options = Field(default_factory=dict, description="options that its server alone gets: template, parsers …")
+    about: str = Field(default="", description="description, in one line")
+    serve: Options = Field(default_factory=dict, description="options of its server only: template, parsers …")
 
     @property
     def engine_name(self) -> str:
@@ -189,7 +187,7 @@ class Preset(ArmConfig):
         return self.engine.name
 
     def arm_fields(self) -> dict[str, Any]:
-        """What of it a comparison sees, as fields of an arm."""
+        """Fields of an arm that a comparison uses."""
         return self.model_dump(mode="json", exclude={"about", "serve"}, exclude_defaults=True)
 
 
@@ -198,7 +196,7 @@ Share = Annotated[float, BeforeValidator(parse_share)]
 
 
 class Limits(BaseModel):
-    """What a candidate may lose and has to save to be recommended, and its non-inferiority margin."""
+    """Requirements for recommending a candidate (allowed loss, saving), and its non-inferiority margin."""
 
     model_config = _STRICT
 
@@ -207,8 +205,8 @@ class Limits(BaseModel):
     max_accuracy_loss: Share | None = Field(
         default=None, gt=0, lt=1, description="largest net loss of correct predictions: 1%"
     )
-    min_saving: Share | None = Field(default=None, gt=0, lt=1, description="least share of bytes saved: 40%")
-    min_tokens_per_s: float | None = Field(default=None, gt=0, description="least rate of generated tokens, tok/s")
+    min_saving: Share | None = Field(default=None, gt=0, lt=1, description="smallest share of bytes saved: 40%")
+    min_tokens_per_s: float | None = Field(default=None, gt=0, description="lowest rate of generated tokens, tok/s")
     margin: Share | None = Field(
         default=None, gt=0, lt=1, description="non-inferiority margin: loss of accuracy to rule out; 1% by default"
     )
@@ -235,7 +233,7 @@ def merged_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
 
 
 class ExecutorConfig(BaseModel):
-    """Where the arms' processes run."""
+    """Placement of the arms' processes."""
 
     model_config = _STRICT
 
@@ -272,19 +270,19 @@ class Experiment(BaseModel):
 
     model: str = Field(description="embedded name, hub id with optional @revision, folder, or .gguf file")
     engine: EngineConfig = Field(
-        default_factory=lambda: EngineConfig(name="hf"), description="which engine runs all configurations"
+        default_factory=lambda: EngineConfig(name="hf"), description="engine of all configurations"
     )
     engine_args: Options = Field(default_factory=dict, description="engine options of all configurations")
     env: Variables = Field(default_factory=dict, description="environment variables of all configurations' processes")
     serve: ServeConfig | None = Field(
         default=None,
-        description="what a pasted server command says besides the configurations; written by compare --serve",
+        description="parts of a pasted server command besides the configurations; written by compare --serve",
     )
     reference: ArmConfig = Field(
-        default_factory=ArmConfig, description="the configuration all others are compared with"
+        default_factory=ArmConfig, description="configuration that all others are compared with"
     )
     reference_from: str | None = Field(
-        default=None, description="a packed reference in its place: a folder, or hf://owner/name[@revision]"
+        default=None, description="packed reference instead: a folder, or hf://owner/name[@revision]"
     )
     control: ArmConfig | Literal["auto", "full", "none"] = Field(
         default="auto",
@@ -292,7 +290,7 @@ class Experiment(BaseModel):
     )
     candidates: list[ArmConfig] = Field(
         default_factory=list,
-        description="the configurations in question; none only where nothing is compared, or with vary",
+        description="candidate configurations; empty only without a comparison, or with vary",
     )
     vary: dict[str, list[str]] = Field(
         default_factory=dict,
@@ -302,18 +300,18 @@ class Experiment(BaseModel):
     benches: dict[str, dict[str, Any]] = Field(default_factory=dict, description="benches and their settings")
     text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
     prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
-    traffic: str | None = Field(default=None, description="a log of requests that text and prompts are taken from")
-    skip_bad: bool = Field(default=False, description="leave out what is wrong in the log of requests, and count it")
+    traffic: str | None = Field(default=None, description="log of requests that provides text and prompts")
+    skip_bad: bool = Field(default=False, description="skip and count invalid records of the log of requests")
     keep_rows: bool = Field(
         default=False,
-        description="keep rows over the vocabulary after they are compared; false: what scoring reads of them",
+        description="keep full logits after scoring; false: only the figures that scoring needs",
     )
-    keep_text: bool = Field(default=False, description="show texts of the log of requests in reports")
+    keep_text: bool = Field(default=False, description="include texts of the log of requests in reports")
     runs: int = Field(
-        default=1, ge=1, le=99, description="whole runs with fresh captures; metrics have the values of all as repeats"
+        default=1, ge=1, le=99, description="independent runs with fresh captures; metrics list the values as repeats"
     )
     floor: float = Field(
-        default=0.25, ge=0, le=1, description="share of the items captured again for the floor; 0: none"
+        default=0.25, ge=0, le=1, description="share of the items captured again to measure run-to-run noise; 0: none"
     )
     twins: float = Field(
         default=0.25,
@@ -333,17 +331,17 @@ class Experiment(BaseModel):
         default=14_400, gt=0, description="seconds for one configuration, model load included"
     )
     budget: float | None = Field(
-        default=None, gt=0, description="seconds after which no further look begins, by the estimate; or 90s, 10m, 2h"
+        default=None, gt=0, description="time limit in seconds, or 90s, 10m, 2h; no look begins that would exceed it"
     )
     executor: ExecutorConfig = Field(
-        default_factory=ExecutorConfig, description="where the configurations' processes run"
+        default_factory=ExecutorConfig, description="placement of the configurations' processes"
     )
     force: bool = Field(default=False, description="run even if a known engine bug applies")
     limits: Limits = Field(
-        default_factory=Limits, description="what a candidate may lose and has to save to be recommended"
+        default_factory=Limits, description="requirements for recommending a candidate (allowed loss, saving)"
     )
-    output_dir: str = Field(default="runs", description="where runs are written")
-    captures_dir: str | None = Field(default=None, description="where captures lie; <output_dir>/captures by default")
+    output_dir: str = Field(default="runs", description="folder of the runs")
+    captures_dir: str | None = Field(default=None, description="folder of captures; <output_dir>/captures by default")
 
     @field_validator("budget", mode="before")
     @classmethod

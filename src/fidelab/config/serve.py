@@ -1,8 +1,8 @@
 """The command line of a server that somebody runs already → the settings of an experiment.
 
 ``vllm serve …``, ``python -m vllm.entrypoints.openai.api_server …``, ``python -m sglang.launch_server …``, ``sglang
-serve …``, ``llama-server …``, the same behind ``NAME=value`` or ``docker run … IMAGE``, or a file with such a command.
-It is split into words as a POSIX shell does, and never run by one: what a shell would do besides is refused.
+serve …``, ``llama-server …``, the same after ``NAME=value`` or ``docker run … IMAGE``, or a file with such a command.
+It is split into words as a POSIX shell does, and never run by one. Other shell features are refused.
 
 The command is the reference; each change, flags and variables as on that command line, is a candidate.  Flags that
 only concern serving, and options that fidelab has to control itself, go into no arm: they are listed with the reason,
@@ -81,7 +81,7 @@ _IGNORED: Sequence[tuple[re.Pattern[str], str]] = (
 )
 _DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 # Flags that may have several values.
-_MANY = re.compile(
+_LIST_FLAGS = re.compile(
     r"lora-(modules|paths)|kv-cache-dtype-skip-layers|served-model-name|api-key|cudagraph-capture-sizes|cuda-graph-bs-.*"
 )
 _NUMBER = re.compile(r"-\d+(\.\d+)?$")
@@ -96,11 +96,11 @@ _RUN_IN_IMAGE = ("vllm", "sglang")  # engines whose published images have the Py
 
 @dataclass(frozen=True)
 class _Dialect:
-    """How one server's flags are said as options of an arm.
+    """Mapping of a server's flags to options of an arm.
 
-    ``short``: flags of one dash → their long names.  ``names``: long names → what they mean, where that has another
-    name in an arm.  ``switches``: flags that never take a value.  ``negates``: whether ``--no-NAME`` is a flag.
-    ``unsaid``: what the server does where nothing is said, and an arm does not.
+    ``short``: flags of one dash → their long names.  ``names``: long names → names in an arm, where these differ.
+    ``switches``: flags that never take a value.  ``negates``: whether ``--no-NAME`` is a flag. ``unsaid``: defaults of
+    the server that differ from an arm's.
     """
 
     native_kv: str
@@ -159,7 +159,7 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "disable-cuda-graph": ("cuda-graph", "off", "on"),
         },
         negates=False,
-        unsaid={"cuda-graph": "on"},  # on CPUs SGLang has none, whatever it is told
+        unsaid={"cuda-graph": "on"},  # on CPUs SGLang has none, whatever its flags
     ),
     "llamacpp": _Dialect(
         native_kv="f16",
@@ -201,7 +201,7 @@ _DIALECTS: Mapping[str, _Dialect] = {
     ),
 }
 PORTS: Mapping[str, int] = {"vllm": 8000, "sglang": 30000, "llamacpp": 8080}
-"""Engine → the port on which its server listens where nothing is said."""
+"""Engine → the port on which its server listens by default."""
 
 _REFUSED = {
     "config": "reads options from a file; write them on the command line",
@@ -213,7 +213,7 @@ _REFUSED = {
 
 @dataclass
 class _Said:
-    """What flags and variables say: fields and options of an arm, and what goes into none.
+    """Meaning of flags and variables: fields and options of an arm, and the rest.
 
     ``words``: what is ignored, as it stands there, without secrets; ``unset``: options and fields that ``--no-NAME``
     takes back.
@@ -406,7 +406,7 @@ def _kv(fields: Mapping[str, str], base: Mapping[str, str], dialect: _Dialect) -
 def split_command(text: str, where: str) -> tuple[dict[str, str], list[str]]:
     """Variables before a command, and the command's words, as a POSIX shell would split them.
 
-    Comments and line ends behind a backslash are left out; lines before the command may set variables (``export
+    Comments and line ends after a backslash are dropped; lines before the command may set variables (``export
     NAME=value``) and options of the shell (``set -e``).  ``$NAME`` is replaced by this process's variable.
 
     Raises:
@@ -479,7 +479,7 @@ def _logical_lines(text: str, where: str) -> list[str]:
 
 
 def _continued(before: str, line: str) -> bool:
-    """Whether a comment stands on a line of its own, in the middle of a command."""
+    """True if a comment is on a separate line, in the middle of a command."""
     return not before.rpartition("\n")[2].partition("#")[0].strip() and bool(line.strip())
 
 
@@ -493,7 +493,7 @@ def _expanded(word: str, where: str) -> str:
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         if _SECRET.fullmatch(name):
-            raise UsageError(f"{where}: ${name} is a secret, which would stand in the report; leave that flag out")
+            raise UsageError(f"{where}: ${name} is a secret, which the report would show; remove that flag")
         if name not in os.environ:
             raise UsageError(f"{where}: ${name} is not set here; write its value")
         return os.environ[name]
@@ -506,7 +506,7 @@ def _expanded(word: str, where: str) -> str:
 
 
 def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[str], list[str], list[str]]:
-    """The words of the program, those behind it, and ``docker run`` where it is that."""
+    """The words of the program, those after it, and those of ``docker run`` where it is used."""
     match [Path(word).name if n == 0 else word for n, word in enumerate(words)]:
         case ["docker" | "podman" | "nerdctl", "run", *_]:
             return list(words[:2]), list(words[2:]), list(words[:2])
@@ -528,20 +528,20 @@ def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[st
             return [], [], []
     known = "vllm serve, python -m vllm.entrypoints.openai.api_server, python -m sglang.launch_server, sglang serve, "
     raise UsageError(
-        f"{where}: {shlex.join(words[:3]) or 'nothing'} is no server that fidelab knows; it reads {known}llama-server, "
+        f"{where}: {shlex.join(words[:3]) or 'nothing'} is not a known server; supported: {known}llama-server, "
         "and docker run with one of them"
     )
 
 
 def _engine_of(program: Sequence[str], image: str, where: str) -> str:
     words = " ".join([Path(program[0]).name, *program[1:]]) if program else image
-    found = next((engine for mark, engine in _MARKS.items() if mark in words.lower()), None)
+    found = next((engine for mark, engine in _ENGINE_MARKS.items() if mark in words.lower()), None)
     if found is None:
-        raise UsageError(f"{where}: image {image} does not say which server it starts; write its command behind it")
+        raise UsageError(f"{where}: image {image} does not say which server it starts; write its command after it")
     return found
 
 
-_MARKS = {"sglang": "sglang", "vllm": "vllm", "llama": "llamacpp"}
+_ENGINE_MARKS = {"sglang": "sglang", "vllm": "vllm", "llama": "llamacpp"}
 _CONTAINER_SWITCHES = re.compile(
     r"-[ditPq]+|--(detach|rm|interactive|tty|init|privileged|read-only|no-healthcheck|oom-kill-disable|publish-all|quiet"
     r"|sig-proxy|replace)"
@@ -550,7 +550,7 @@ _CONTAINER_SWITCHES = re.compile(
 
 @dataclass(frozen=True)
 class _Container:
-    """``docker run`` and its flags: words up to the image, what they say, and the words behind it."""
+    """``docker run`` and its flags: words up to the image, their meaning, and the words after it."""
 
     wrapper: list[str]
     mounts: dict[str, str]
@@ -639,7 +639,7 @@ def _flags(
     *,
     positional: bool,
 ) -> _Said:
-    """What the flags of an engine's server say; ``base``: options of the command that they change."""
+    """Meaning of the flags of an engine's server; ``base``: options of the command that they change."""
     dialect, said = _DIALECTS[engine], _Said()
     reasons = {name.replace("_", "-"): reason for name, reason in controlled.items()}
     for flag, name, values in _split_flags(words, dialect):
@@ -674,7 +674,7 @@ def _split_flags(words: Sequence[str], dialect: _Dialect) -> Iterator[tuple[str,
         head, dot, tail = name.partition(".")
         name = head.replace("_", "-") + dot + tail
         if not values and not dialect.switches.fullmatch(name):
-            many = _MANY.fullmatch(name) is not None
+            many = _LIST_FLAGS.fullmatch(name) is not None
             while rest and (not rest[0].startswith("-") or _NUMBER.match(rest[0])):
                 values.append(rest.pop(0))
                 if not many:
@@ -746,5 +746,5 @@ def _with_leaf(text: str, place: str, value: str) -> str:
             node = node.setdefault(parent, {})
         node[last] = leaf
     except (AttributeError, TypeError, ValueError):
-        raise UsageError(f"{place} cannot be set in {text[:60]!r}: that is no JSON object there") from None
+        raise UsageError(f"{place} cannot be set in {text[:60]!r}: that is not a JSON object there") from None
     return json.dumps(data)

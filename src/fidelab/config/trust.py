@@ -1,4 +1,4 @@
-"""What a settings file may not do unasked: start a program, send a key, read files that lie elsewhere.
+"""Actions of a settings file that need permission: start a program, send a key, read files elsewhere.
 
 Files are passed around, so that whoever runs one need not be its author.  What such a file asks for is listed, and
 refused unless the person gives the same words as flags or names the file by ``--trust FILE``.  A file that was trusted
@@ -32,18 +32,18 @@ from fidelab.core.errors import ConfigError, InputError, UsageError
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
 Asking = Experiment | CrossEngine | Preset
 
-_MEMORY = "trusted-files"  # in the user's state: per line a hash and the file that had it
+_TRUST_FILE = "trusted-files"  # in the user's state: per line a hash and the file that had it
 _COMMANDS = ("prefix", "python", "image", "pythonpath")
 _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
-_TASKS = "include_path"  # of axis lm-eval: task files name functions of the files beside them
-_WRITTEN = ("output_dir", "captures_dir")
+_TASK_KEY = "include_path"  # of axis lm-eval: task files name functions of neighbouring files
+_OUTPUT_KEYS = ("output_dir", "captures_dir")
 _NAMES = {
     "text": ("default", "domains", "wikitext-2"),
     "prompts": ("default",),
     "traffic": ("",),
     "reference_from": ("",),
-}  # values that are no files
+}  # values that are not files
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Trust:
-    """What the person said on the command line.
+    """Permissions given on the command line.
 
     ``files``: trusted ones, or their folders.  ``words``: key and value of what a file may ask for, too; with
     ``exact``, a word that the file does not ask for is a mistake.
@@ -100,7 +100,7 @@ def check_trust(settings: Asking, written: Mapping[str, Any], file: Path, trust:
 def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
     """Refuse what a server's command in a file asks for unasked; ``pasted``: the settings that were made of it.
 
-    Its words stand in the commands of the report; they are not asked for, since the person named the file as a command.
+    Its words appear in the report's commands. They need no permission, since the user named the file as a command.
 
     Raises:
         ConfigError: as :func:`check_trust`.
@@ -124,7 +124,7 @@ def _refuse(asked: Sequence[Demand], written: Mapping[str, Any], file: Path, tru
         return
     listed = "; ".join(map(str, left))
     raise ConfigError(
-        f"{file} asks for what a file may not do unasked: {listed}. Nothing was run or read; "
+        f"{file} asks for actions that need permission: {listed}. Nothing was run or read; "
         f"if you trust it, add --trust {shlex.quote(str(file))}, or give the same flags"
     )
 
@@ -233,9 +233,9 @@ def demands(settings: Asking) -> list[Demand]:
     for values in ((getattr(settings, "axes", None) or {}).values(), getattr(settings, "benches", {}).values()):
         for key, value in (leaf for owner in values for leaf in _leaves("", owner)):
             found += _file(key, value, Path.is_file)
-            if key == _TASKS:
+            if key == _TASK_KEY:
                 found.append(Demand(f"axes.lm-eval.{key}", value, "is a folder whose code would be run"))
-    for key in _WRITTEN:
+    for key in _OUTPUT_KEYS:
         place = getattr(settings, key, None)
         if place is not None and not (there := _place(Path(place))).is_relative_to(Path.cwd().resolve()):
             found.append(Demand(key, str(place), "is a folder elsewhere that would be written to", str(there)))
@@ -246,12 +246,12 @@ def demands(settings: Asking) -> list[Demand]:
     serve = settings.serve if isinstance(settings, Experiment) else None
     if serve is not None:
         words = shlex.join([*serve.wrapper, *serve.program, *serve.words])
-        found.append(Demand("serve", words, "would stand in the commands that the report shows"))
+        found.append(Demand("serve", words, "would appear in the commands of the report"))
     return list(dict.fromkeys(found))
 
 
 def _option(key: str, value: str) -> Iterator[Demand]:
-    if key == _KEY:  # said with the host that would get it
+    if key == _KEY:  # reported with the host that would get it
         return
     if key in _HUB_CODE:
         if "/" in value or ":" in value:
@@ -306,14 +306,14 @@ def _file(key: str, value: str, exists: Callable[[Path], bool] = Path.exists) ->
 
 
 def _inside(demand: Demand, file: Path) -> bool:
-    """Whether the demand is a file that lies in the settings file's own folder."""
+    """True if the demand is a file that lies in the settings file's own folder."""
     if demand.key in (*_COMMANDS, *_HUB_CODE, _KEY):
         return False
     return Path(demand.target).is_relative_to(_place(file.parent))
 
 
 def _place(path: Path) -> Path:
-    """Where a path leads, without links and dots."""
+    """Target of a path, without links and dots."""
     try:
         return path.expanduser().resolve()
     except (OSError, RuntimeError):  # a loop of links; the home of a user who does not exist
@@ -324,13 +324,13 @@ def _place(path: Path) -> Path:
 
 
 def _hash(written: Mapping[str, Any], asked: Sequence[Demand]) -> str:
-    """Of a file's content and of what its words lead to; whether a folder is elsewhere depends on where one stands."""
-    led = (f"{one.key} {one.value} {one.target}" for one in asked if one.key not in _WRITTEN)
+    """Hash of a file's content and of the targets of its words, which depend on the working folder."""
+    led = (f"{one.key} {one.value} {one.target}" for one in asked if one.key not in _OUTPUT_KEYS)
     return digest(repr(dict(written)), *sorted(led))
 
 
 def _memory() -> Path:
-    return state_dir() / _MEMORY
+    return state_dir() / _TRUST_FILE
 
 
 def _known() -> set[str]:

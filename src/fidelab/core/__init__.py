@@ -38,7 +38,7 @@ class Status(StrEnum):
 
 
 class Estimator(StrEnum):
-    """How a next-token distribution was obtained, best first. See docs/metrics.md#estimators."""
+    """Source of a next-token distribution, best first. See docs/metrics.md#estimators."""
 
     HIDDEN = "hidden"
     LOGPROBS = "logprobs"
@@ -78,7 +78,7 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """``fidelab`` in ``$XDG_STATE_HOME``, else in ``~/.local/state``: what is remembered for this user alone.
+    """``fidelab`` in ``$XDG_STATE_HOME``, else in ``~/.local/state``: folder of this user's state.
 
     The cache may be a folder that several users share.
     """
@@ -133,8 +133,8 @@ def strict_json(
     """The value of a JSON text that may come from anybody.
 
     Args:
-        not_finite: gives what stands for NaN and the infinities, which are refused by default.
-        half_pairs: whether texts may hold half a surrogate pair, which UTF-8 cannot encode.
+        not_finite: maps NaN and the infinities to their replacement; they are refused by default.
+        half_pairs: whether texts may hold half of a surrogate pair, which UTF-8 cannot encode.
         most_values: bound of the number of values, where a text of many short ones would need too much memory.
 
     Raises:
@@ -182,20 +182,20 @@ def parse_bytes(text: str) -> float:
     """``80G`` and ``80GB`` (10^9), ``80GiB`` (2^30), ``24e9`` → bytes.
 
     Raises:
-        UsageError: it is no size above 0.
+        UsageError: it is not a size above 0.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or not 0 < float(match["number"]) < math.inf:
-        raise UsageError(f"{text!r} is no size; write 80G (10^9), 80GiB (2^30) or a number of bytes")
+        raise UsageError(f"{text!r} is not a size; write 80G (10^9), 80GiB (2^30) or a number of bytes")
     power = " kmgt".index(match["unit"].lower() or " ")
     return float(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
 
 
 def parse_share(value: Any) -> Any:
-    """``"1%"`` and ``"0.01"`` are the same share; what is no text is returned as it is.
+    """``"1%"`` and ``"0.01"`` are the same share; values other than text are returned unchanged.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: it is not a number.
     """
     if not isinstance(value, str):
         return value
@@ -303,7 +303,7 @@ class FormatSpec(AsText):
 class KVSpec:
     """K format and V format, and the layers that keep the compute type.
 
-    ``label`` is what the user wrote (``k16v8``); ``k`` and ``v`` are what it means.
+    ``label`` is the user's text (``k16v8``); ``k`` and ``v`` are its meaning.
     """
 
     label: str
@@ -340,7 +340,7 @@ class KVSpec:
         return (str(self.k) if self.same else f"{self.k}/{self.v}") + skipped
 
     def content(self) -> dict[str, Any]:
-        """What the spec means, without the label: the part that fingerprints see."""
+        """Meaning of the spec without the label: the part that fingerprints see."""
         return {"k": str(self.k), "v": str(self.v), "skip_layers": list(self.skip_layers)}
 
 
@@ -386,7 +386,7 @@ class Arm:
     draft: str = field(default="", metadata=OMIT)
 
     def fingerprint(self) -> str:
-        """SHA-256 of what the arm computes: not its name, nor where its files lie."""
+        """SHA-256 of what the arm computes: neither its name nor the location of its files."""
         return digest(
             canonical_json(
                 {
@@ -405,10 +405,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What proposes an arm's tokens: ``method`` in the engine's own word, at most ``tokens`` in one draft.
+    """Speculative decoding of an arm: ``method`` in the engine's own word, at most ``tokens`` in one draft.
 
     ``lookup``: lengths of the shortest and the longest n-gram that is looked up in the text so far, without a model;
-    ``draft``: the name of the model that drafts; ``options``: the names of the arm's options that say all this.
+    ``draft``: the name of the model that drafts; ``options``: the names of the arm's options for this.
     """
 
     method: str
@@ -435,7 +435,7 @@ def looked_up(tokens: Sequence[int], lookup: tuple[int, int], most: int) -> Sequ
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Size and hash of a vocabulary; the list of strings is stored beside the captures."""
+    """Size and hash of a vocabulary; the list of strings is stored next to the captures."""
 
     size: int
     sha256: str

@@ -1,9 +1,9 @@
 """The error tree.
 
 FidelabError                  anything a user can fix; one line, exit code 2
-├── UsageError                a flag, a name or a combination of settings that cannot be
+├── UsageError                a flag, a name or a combination of settings that is invalid
 │   └── UnknownNameError      a name that no table has; lists what exists, nearest first
-├── ConfigError               a settings file that is not what it should be (with its place)
+├── ConfigError               an invalid settings file (with its place)
 ├── InputError                a text, a prompt file or a model that cannot be used
 │   └── UnavailableError      a remote resource that cannot be fetched now; other axes continue
 ├── CaptureError              a capture that is damaged, foreign or incomplete

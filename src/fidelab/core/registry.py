@@ -52,7 +52,7 @@ class Registry:
         return [*self._table, *sorted(set(_foreign(self.group)) - set(self._table))]
 
     def load(self, name: str) -> Any:
-        """The object behind ``name``.
+        """The object called ``name``.
 
         Raises:
             UnknownNameError: no table and no entry point has this name.

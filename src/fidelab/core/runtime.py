@@ -1,4 +1,4 @@
-"""What really runs, as an engine tells it: the record that messages, manifests and reports carry."""
+"""Runtime facts reported by an engine: the record that messages, manifests and reports carry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fidelab.core.serial import OMIT, fits
 
 @dataclass(frozen=True)
 class Observed:
-    """How much of a process the proof of engagement looked at: pairs (observed, all); ``None`` where not counted.
+    """Coverage of a process by the proof of engagement: pairs (observed, all); ``None`` where not counted.
 
     Attributes:
         layers: with the asked format, whose content was compared with what was written.
@@ -25,13 +25,13 @@ class Observed:
 
 @dataclass
 class RuntimeInfo:
-    """What really runs, from the engine's own objects.  ``None`` where the engine cannot tell.
+    """Runtime facts from the engine's own objects. ``None`` where the engine does not report them.
 
     Attributes:
         k_format, v_format: formats that the cache was seen to store.
         k_dtype, v_dtype: element types of that storage.
         cache_bytes_per_token: measured; ``expected_bytes_per_token`` follows from the requested formats.
-        state_bytes_per_sequence: what is kept beside that, whatever the length: states of recurrent and convolution
+        state_bytes_per_sequence: further storage, whatever the length: states of recurrent and convolution
             layers, tokens that a format leaves as they are; measured.
         more: keys of single engines and, for all of them, ``proof``: the answers to ``stored`` (does the cache hold the
             encoding of the keys and values that were written?), ``received`` (did attention read what the cache

@@ -20,7 +20,7 @@ from fidelab.core.errors import UsageError
 
 OMIT: Final[Mapping[str, Any]] = MappingProxyType({"omit": True})
 """Metadata of a field that is left out where it has its default."""
-_LARGEST = 2**63
+_MAX_INTEGER = 2**63
 _T = TypeVar("_T")
 
 
@@ -67,14 +67,14 @@ def from_json(kind: type[_T], data: Any, at: str = "") -> _T:
         at: where the data stands, for messages.
 
     Raises:
-        ValueError: it is no such form; names the field.
+        ValueError: the data do not have this form; names the field.
     """
     found: _T = _read(kind, data, at or getattr(kind, "__name__", "it"))
     return found
 
 
 def fits(data: Any, kind: Any) -> bool:
-    """Whether plain data is the form of a type."""
+    """True if plain data is the form of a type."""
     try:
         _read(kind, data, "")
     except ValueError:
@@ -107,7 +107,7 @@ def _read(kind: Any, data: Any, at: str) -> Any:
             return {_key(parts[0], key, at): _read(parts[1], item, f"{at}.{key}") for key, item in data.items()}
     elif kind in (int, float):
         number = type(data) is int or (kind is float and type(data) is float)
-        if number and 0 <= data < _LARGEST:
+        if number and 0 <= data < _MAX_INTEGER:
             return data
     elif is_dataclass(kind) and not issubclass(kind, AsText):  # type: ignore[arg-type]
         if isinstance(data, dict):
@@ -137,7 +137,7 @@ def _key(kind: Any, key: str, at: str) -> Any:
     """A name of an object; numbers are written as text there."""
     if kind is int:
         if not key.isdecimal():
-            raise ValueError(f"{at} has a name that is no number: {key!r:.60}")
+            raise ValueError(f"{at} has a name that is not a number: {key!r:.60}")
         return int(key)
     return key
 
@@ -148,7 +148,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _is_pairs(kind: Any) -> bool:
-    """Whether a type is ``tuple[tuple[str, X], ...]``."""
+    """True if a type is ``tuple[tuple[str, X], ...]``."""
     parts = get_args(kind) if get_origin(kind) is tuple else ()
     return len(parts) == 2 and parts[1] is ... and get_origin(parts[0]) is tuple and get_args(parts[0])[:1] == (str,)
 

@@ -26,16 +26,16 @@ class Diagnosis:
 
     checks: tuple[DoctorCheck, ...]
     good: str = f"{MAIN_JOB} can run"
-    """What holds where nothing blocks."""
+    """Summary of a machine without blocking faults."""
 
     @property
     def ready(self) -> bool:
-        """Whether nothing blocks :data:`MAIN_JOB`, or what else was asked about."""
+        """True if nothing blocks :data:`MAIN_JOB`, or what else was asked about."""
         return not self.reasons
 
     @property
     def reasons(self) -> list[str]:
-        """Why it cannot; empty where it can."""
+        """Reasons why the machine cannot run the main job; empty if it can."""
         return [f"{check.label}: {check.detail}" for check in self.checks if check.blocks]
 
     def record(self) -> dict[str, Any]:
@@ -54,11 +54,11 @@ class Diagnosis:
 
 
 def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: None) -> Diagnosis:
-    """Examine this machine; takes seconds, asks no network, never raises for what it finds.
+    """Examine this machine; takes seconds, uses no network, and never raises for a finding.
 
-    Nothing is written but what the engines said, into the cache.  ``trial``: also let each engine prefill and decode
-    with each of its KV formats, in a process each.  That takes minutes; what failed is kept with its log, and
-    runs refuse it.  ``say`` gets a line for each format that is tried.
+    Only the engines' answers are written, into the cache. ``trial``: also let each engine prefill and decode with each
+    of its KV formats, in separate processes. That takes minutes. Failures are kept with their logs, and runs refuse
+    these formats.  ``say`` gets a line for each format that is tried.
     """
     from fidelab.doctor import machine, parts, software
 
@@ -92,7 +92,7 @@ def examine_machine() -> Diagnosis:
     """
     from fidelab.doctor.system import examine_system
 
-    return Diagnosis(tuple(examine_system()), good="nothing of this system is known to be bad")
+    return Diagnosis(tuple(examine_system()), good="no known fault in this system")
 
 
 def examine_image(name: str, say: Callable[[str], None] | None = None) -> Diagnosis:
@@ -106,4 +106,4 @@ def examine_image(name: str, say: Callable[[str], None] | None = None) -> Diagno
     from fidelab.doctor import parts
 
     checks = parts.image_engines(name, say)
-    return Diagnosis(tuple(checks), good=f"arms can run with --image {name}")
+    return Diagnosis(tuple(checks), good=f"configurations can run with --image {name}")

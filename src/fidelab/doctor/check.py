@@ -12,13 +12,13 @@ from fidelab.results.numbers import one_line
 Finding = Literal["ok", "warning", "missing", "broken"]
 CAUGHT = (Exception, SystemExit)  # what importing somebody else's package may raise
 
-_LONGEST = 160  # characters of somebody else's message
+_MAX_MESSAGE_CHARS = 160  # characters of somebody else's message
 _KINDS = {"engines": "engine ", "axes": "axis ", "KV formats": "KV format "}
 
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """One fact: what was looked at, how it stands, and what to do about it.
+    """One finding: subject, status and advice.
 
     ``missing`` is not there, ``broken`` is there and does not work (too old counts), ``warning`` works with a
     reservation.  ``needed``: the main job needs it.
@@ -33,7 +33,7 @@ class DoctorCheck:
 
     @property
     def blocks(self) -> bool:
-        """Whether the main job cannot run because of it."""
+        """True if the main job cannot run because of it."""
         return self.needed and self.status in ("missing", "broken")
 
     @property
@@ -47,7 +47,7 @@ class DoctorCheck:
 
 
 def guarded(name: str, group: str, examine: Callable[[], DoctorCheck], *, needed: bool = False) -> DoctorCheck:
-    """What ``examine`` finds; whatever it raises is a finding too, which blocks the main job only where ``needed``."""
+    """Findings of ``examine``. An exception is a finding too, which blocks the main job only where ``needed``."""
     try:
         return examine()
     except CAUGHT as error:
@@ -65,10 +65,10 @@ def guarded_section(name: str, examine: Callable[[], Iterable[DoctorCheck]]) -> 
 
 
 def reason(error: BaseException) -> str:
-    """One line of what an exception says."""
+    """Message of an exception in one line."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"needs {one_line(error.name)}"
     message = next(iter(str(error).strip().splitlines()), "").rstrip(". ")
     kind = "" if isinstance(error, FidelabError) and message else type(error).__name__
     text = one_line(": ".join(filter(None, (kind, message))))
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fidelab.doctor.software import release
 
 Facts = Mapping[str, tuple[str, ...]]
-"""What was found → its versions: several where GPUs differ; for a thing without versions the name of what it is."""
+"""Component → its versions: several where GPUs differ; for one without versions its name."""
 
 _OPERATORS = {"<": operator.lt, ">=": operator.ge, "==": operator.eq}
 _CONDITION = re.compile(r"(<|>=|==)(.+)")

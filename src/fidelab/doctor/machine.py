@@ -164,7 +164,7 @@ def _folder(name: str, path: Path, remedy: str, *, needed: bool = False, room: i
 
 
 def _there(path: Path) -> bool:
-    """Whether the path can be seen; below a file, or a folder that may not be entered, nothing can."""
+    """True if the path can be seen; below a file, or a folder that may not be entered, nothing can."""
     try:
         path.stat()
     except OSError:

@@ -27,9 +27,9 @@ _AXES = ("trajectory", "kld")
 _TEST_ENGINE = "fake"
 _COMPUTES = {"numpy", "torch"}  # what formats are computed with
 _SHAPE = (1, 2, 4, 64)  # batch, heads, tokens, head_dim
-_LIMIT = 60.0  # seconds for one answer of an engine in another environment
+_TIMEOUT_SECONDS = 60.0  # seconds for one answer of an engine in another environment
 _UPGRADE = "upgrade torch: pip install -U torch"
-_SLACK = 1.001  # a GPU may round the bound itself otherwise
+_BOUND_TOLERANCE = 1.001  # a GPU may round the bound itself otherwise
 
 
 # ``unusable``: the required packages that do not work.  Where there are any, they already explain why the main job
@@ -38,7 +38,7 @@ _SLACK = 1.001  # a GPU may round the bound itself otherwise
 
 @contextmanager
 def asked_engines() -> Iterator[Callable[[], list[Installed]]]:
-    """Engines that live in environments of their own, asked in processes while this one goes on.
+    """Engines in separate environments, queried in parallel processes.
 
     Yields what waits for their answers; where they cannot be asked at all, that raises why.
     """
@@ -48,7 +48,7 @@ def asked_engines() -> Iterator[Callable[[], list[Installed]]]:
         try:
             from fidelab.environments.listing import asking
 
-            answers = stack.enter_context(asking(list(filter(_is_brought, ENGINES.names())), _LIMIT))
+            answers = stack.enter_context(asking(list(filter(_is_brought, ENGINES.names())), _TIMEOUT_SECONDS))
         except CAUGHT as error:
             problem = error
 
@@ -92,7 +92,7 @@ def image_engines(image: str, trial: Callable[[str], None] | None) -> list[Docto
     """
     from fidelab.environments.listing import listing
 
-    places = listing(limit=_LIMIT, image=image)
+    places = listing(limit=_TIMEOUT_SECONDS, image=image)
     found = [_brought(place.engine, places, trial) for place in places]
     none = all(check.status != "ok" for check, _ in found)
     engines = [replace(check, needed=none) for check, _ in found]
@@ -107,7 +107,7 @@ def axes(unusable: Collection[str]) -> list[DoctorCheck]:
 
 
 def try_format(name: str, device: str) -> str | None:
-    """Why a small tensor does not round-trip through the format on this device; ``None`` where it does."""
+    """Reason why a small tensor does not round-trip through the format on this device; ``None`` where it does."""
     import torch
 
     from fidelab.core import FormatSpec
@@ -118,7 +118,7 @@ def try_format(name: str, device: str) -> str | None:
         fmt = create(FormatSpec(name))
         scale = fmt.fit(x)
         out = fmt.decode(fmt.encode(x, scale), _SHAPE[-1], torch.float32, scale)
-        good = out.shape == x.shape and bool(((out - x).abs() <= fmt.error_bound(x, scale) * _SLACK).all())
+        good = out.shape == x.shape and bool(((out - x).abs() <= fmt.error_bound(x, scale) * _BOUND_TOLERANCE).all())
     except CAUGHT as error:
         return reason(error)
     return None if good else "values come back beyond the error that the format allows"
@@ -138,7 +138,7 @@ def _engine(
         if getattr(engine, "packages", ()):
             return _brought(name, answers(), trial)
         if getattr(engine, "is_server", False):
-            return check("ok", "asks a server that somebody else runs"), []
+            return check("ok", "queries a server that runs elsewhere"), []
         versions = engine.versions()
         if lacking := [package for package in versions if package in unusable]:
             return check("broken", f"needs {' and '.join(lacking)}", "see packages above"), []
@@ -211,7 +211,7 @@ def _listed(versions: Mapping[str, str]) -> str:
 
 
 def _formats(engine: str) -> list[DoctorCheck]:
-    """The formats of an engine that is part of fidelab: those of ours are tried on a small tensor."""
+    """The formats of a built-in engine; fidelab's formats are tried on a small tensor."""
     from fidelab.environments.answers import ask
     from fidelab.environments.environment import Environment
 
@@ -253,7 +253,7 @@ def _axis(registry: Registry, name: str, unusable: Collection[str]) -> DoctorChe
 
 
 def _provider(registry: Registry, name: str) -> str | None:
-    """What to do about a part that another package adds; ``None`` for our own, whose packages are checked."""
+    """Advice about a part that another package adds; ``None`` for built-in parts, whose packages are checked."""
     for point in metadata.entry_points(group=registry.group or "", name=name):
         if point.dist is not None:
             return f"repair or remove the package {point.dist.name}, which adds it"

@@ -1,4 +1,4 @@
-"""Python, fidelab and the packages that it requires, as its own metadata states them."""
+"""Python, fidelab and the packages that it requires, from fidelab's metadata."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODULES = {"pyyaml": "yaml"}  # elsewhere the module has the package's name
 # Name, extras in brackets, and the floor. An upper bound is not enforced here: newer versions are reported as untested.
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?(?:.*?>=\s*(?P<floor>[\w.]+))?")
 _MAIN_JOB = "extra == 'hf'"
-_TESTED = Path(__file__).with_name("constraints.txt")
+_CONSTRAINTS_FILE = Path(__file__).with_name("constraints.txt")
 
 
 def versions() -> list[DoctorCheck]:
@@ -36,7 +36,7 @@ def contender() -> DoctorCheck:
 def packages() -> list[DoctorCheck]:
     """One check per required package: installed, new enough, importable.
 
-    A package that fails together with one that it requires itself is not a reason of its own.
+    A package that fails together with one of its requirements is not a separate reason.
     """
     matches = [match for text in _requires("fidelab") if (match := _REQUIREMENT.match(text))]
     checks = [guarded(match["name"], "packages", partial(_installed, match), needed=True) for match in matches]
@@ -55,7 +55,7 @@ def untested() -> list[DoctorCheck]:
 
     Empty where there is none.
     """
-    tested = dict(line.split("==") for line in _TESTED.read_text().split())
+    tested = dict(line.split("==") for line in _CONSTRAINTS_FILE.read_text().split())
     newer = {}
     for name in sorted(_names(_requires("fidelab"))):
         try:
@@ -113,7 +113,7 @@ def _k16v8() -> DoctorCheck:
 
 
 def _requires(package: str) -> list[str]:
-    """What a package requires always, by its metadata; a marker makes a requirement optional.
+    """Unconditional requirements of a package by its metadata; a marker makes a requirement optional.
 
     The main job of fidelab, comparing arms of engine hf, needs the packages of an extra as well.
     """
@@ -184,7 +184,7 @@ def _uninterrupted() -> Iterator[None]:
 def _unimportable(check: DoctorCheck, error: BaseException, others: list[str]) -> DoctorCheck:
     """An installed package that cannot be imported; ``others``: failing packages that it requires."""
     if others:
-        remedy = f"mend {' and '.join(others)} first"
+        remedy = f"fix {' and '.join(others)} first"
     elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != _module(check.name):
         remedy = f"pip install {check.name}"  # leaves the package as it is and adds what it lacks
     else:

@@ -39,7 +39,7 @@ class _GPU:
 
 @dataclass
 class System:
-    """What is read: files below ``root``, the tools there, and packages of engines' environments.
+    """Sources of the check: files below ``root``, the tools there, and packages of engines' environments.
 
     ``packages``: by environment the folder of its packages; by default those of this interpreter and of the engines
     that fidelab installed.
@@ -60,7 +60,7 @@ class System:
             return ""
 
     def tool(self, name: str, *words: str) -> str | None:
-        """What a tool prints; ``None`` where it is absent or fails."""
+        """Output of a tool; ``None`` where it is absent or fails."""
         folders = os.pathsep.join(str(self.path(folder)) for folder in _TOOLS)
         if self.root == Path("/"):
             folders = os.pathsep.join((self.environ.get("PATH", ""), folders))
@@ -79,7 +79,7 @@ class System:
 def examine_system(system: System | None = None) -> list[DoctorCheck]:
     """Driver, GPUs, whether these reach each other, and versions known to be bad.
 
-    What is known to be bad is ``broken``; what costs speed, or cannot be told, is a ``warning``.
+    Known faults are ``broken``. Losses of speed and unknowns are a ``warning``.
     """
     found: list[DoctorCheck] = []
     try:
@@ -136,7 +136,7 @@ def _broken(name: str, detail: str, remedy: str) -> DoctorCheck:
 
 def _none(cards: Mapping[str, str]) -> DoctorCheck:
     if set(cards.values()) & {_NVIDIA, _AMD}:
-        return _warning("gpu", "there is one, and no tool of its driver tells about it", "install or load its driver")
+        return _warning("gpu", "there is one, and no tool of its driver reports it", "install or load its driver")
     return _ok("gpu", "none")
 
 

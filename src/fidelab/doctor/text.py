@@ -71,7 +71,7 @@ def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
 
 
 def _refused(group: str, checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
-    """What an engine has and cannot run here: one row for each reason."""
+    """Formats of an engine that cannot run here: one row for each reason."""
     for why, names in by_reason({check.name: check.detail for check in checks}).items():
         yield "missing", group, f"{', '.join(names)}: {why}"
 

@@ -1,4 +1,4 @@
-"""What a number format is: encode, decode, bytes, worst-case error.
+"""Interface of a number format: encode, decode, bytes, worst-case error.
 
 Shapes: content ``x`` is ``[batch, heads, tokens, head_dim]`` (float32, bfloat16 or float16).  ``encode`` returns
 a tuple of tensors ("parts"), each ``[batch, heads, tokens, width]`` with its own width and element type, so
@@ -6,9 +6,9 @@ that a cache appends along dimension 2 with one ``torch.cat`` per part.  Scales 
 (per block, per group, per token and head) are parts; scales that are fixed for a sequence (per tensor, per
 channel) are fitted once by :meth:`Format.fit` and handed back to ``encode`` and ``decode``.
 
-A format with ``token_block`` > 1 encodes so many tokens at a time: what it encodes must be a multiple of them, and its
-scales have fewer entries along dimension 2 than its codes.  Which tokens stay as they are (``sinks``, ``tail``, and
-those that do not fill a block yet) is the affair of a cache: ``encode`` takes what it is given.
+A format with ``token_block`` > 1 encodes that many tokens at a time. Its input must be a multiple of them, and its
+scales have fewer entries along dimension 2 than its codes. The cache decides which tokens stay unquantized (``sinks``,
+``tail``, and those that do not fill a block yet): ``encode`` encodes all of its input.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Format(ABC):
 
     @property
     def has_exceptions(self) -> bool:
-        """Whether a cache keeps some tokens as they are."""
+        """True if a cache keeps some tokens as they are."""
         return bool(self.sinks or self.tail) or self.token_block > 1
 
     def encoded_tokens(self, tokens: int) -> int:
-        """How many tokens of a sequence of so many are encoded: whole blocks between ``sinks`` and ``tail``."""
+        """Number of encoded tokens of a sequence of ``tokens``: whole blocks between ``sinks`` and ``tail``."""
         return max(0, tokens - self.sinks - self.tail) // self.token_block * self.token_block
 
     @property
     def emulated(self) -> bool:
-        """Whether the parts are larger than packed codes would be: the error is the format's, the memory is not."""
+        """True if the parts are larger than packed codes would be: the error is the format's, the memory is not."""
         return False
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:

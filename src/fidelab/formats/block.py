@@ -5,7 +5,7 @@ Source: ggml's ``quantize_row_*_ref`` as the ``gguf`` package has it in numpy.  
 numbers, ``d`` and in the ``_1`` formats the smallest value ``m``, then the codes.  Where 32 does not divide
 head_dim, the last block is filled up with zeros (ggml refuses such a row).
 
-Three properties are ggml's own and kept here.  The header is not limited to float16's range: a block whose
+Three properties of ggml are kept here.  The header is not limited to float16's range: a block whose
 ``d`` or ``m`` overflows (in q8_0 amax from 65520 * 127, in q4_0 from 65520 * 8; in q4_1 a smallest value beyond
 ±65520, or a range from 65520 * 15) decodes to infinities and NaN, and ``error_bound`` is infinite there.  Codes
 are computed with the float32 header, values with the float16 one.  And the ``_1`` formats have no code for 0: it
@@ -45,7 +45,7 @@ def create(spec: FormatSpec) -> Format:
 
 @dataclass(frozen=True)
 class Block(Format):
-    """What ggml's formats with one header per 32 values share: ``x' = code * d + m``."""
+    """Base of ggml's formats with one header per 32 values: ``x' = code * d + m``."""
 
     name: str
     header_bytes: ClassVar[int] = 2  # of one block's float16 numbers
@@ -133,7 +133,7 @@ class Block8(Block):
 class BlockSigned(Block):
     """q5_0 and q4_0: ``d = m / -zero``, ``m`` the value of largest magnitude, sign included (the first of several).
 
-    ``q = trunc(x * (1 / d) + zero + 0.5)``, at most ``2 * zero - 1``, stands for ``q - zero``; ``zero`` is
+    ``q = trunc(x * (1 / d) + zero + 0.5)``, at most ``2 * zero - 1``, means ``q - zero``; ``zero`` is
     ``2^(bits-1)``.  Byte i holds the low half of value i in its low half and that of value i + 16 in its
     high half; in q5_0 four bytes before them hold all fifth bits, that of value 0 lowest.
     """
@@ -211,7 +211,7 @@ def inverse(d: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> Tensor:
-    """0 for what is not finite."""
+    """0 for values that are not finite."""
     return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
 
 

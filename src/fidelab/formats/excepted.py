@@ -1,8 +1,8 @@
 """Any format with exceptions: options ``sinks`` and ``tail``, the first and the last tokens of a sequence as they are.
 
-First tokens that attention falls back on: Xiao et al., "Efficient streaming language models with attention sinks",
-2023; the last ones: Liu et al., "KIVI", 2024.  Bytes of a token are those of one that is encoded; what the others take
-is held, and counted, by the cache.
+Sources: attention sinks (first tokens): Xiao et al., "Efficient streaming language models with attention sinks", 2023.
+Last tokens: Liu et al., "KIVI", 2024.  Bytes of a token are those of one that is encoded; what the others take is held,
+and counted, by the cache.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Excepted(Format):
 
     @property
     def token_block(self) -> int:  # type: ignore[override]
-        """That of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.token_block
 
     @property
     def emulated(self) -> bool:
-        """As ``inner`` is."""
+        """Same as ``inner``."""
         return self.inner.emulated
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
@@ -63,21 +63,21 @@ class Excepted(Format):
         return self.inner.encode(x, scale)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """What ``inner`` decodes."""
+        """Decode with ``inner``."""
         return self.inner.decode(parts, dim, dtype, scale)
 
     def token_bytes(self, dim: int) -> int:
-        """Those of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.token_bytes(dim)
 
     def packed_token_bytes(self, dim: int) -> int:
-        """Those of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.packed_token_bytes(dim)
 
     def sequence_bytes(self, heads: int, dim: int) -> int:
-        """Those of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.sequence_bytes(heads, dim)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """That of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.error_bound(x, scale)

@@ -60,7 +60,7 @@ _FITTED = {
 _TABLE_IS_FASTER = frozenset({"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"})
 
 _SMALLEST_NORMAL = 2.0**-126  # of float32
-_LARGEST = 1e30
+_MAX_SCALE = 1e30
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?")
 _SMALLEST = 2.0**-149  # of float32; one rounding among its subnormals costs at most half of this
 
@@ -69,7 +69,7 @@ def create(spec: FormatSpec) -> Format:
     """``fp8_e4m3``, ``fp8_e5m2`` or their fnuz forms; option ``scale``: a word, or a number."""
     options.only(spec, "scale")
     text = dict(spec.options).get("scale", "")
-    if _NUMBER.fullmatch(text) and _SMALLEST_NORMAL <= float(text) <= _LARGEST:
+    if _NUMBER.fullmatch(text) and _SMALLEST_NORMAL <= float(text) <= _MAX_SCALE:
         return Float8(spec.name, "static", float(text))
     return Float8(spec.name, options.choice(spec, "scale", _SCALES))
 
@@ -141,7 +141,7 @@ class Float8(Format):
         return rounding_bound(magnitude, self.dtype, s) + magnitude * FLOAT32_SLACK + _SMALLEST
 
     def _scale(self, x: Tensor, scale: Tensor | None) -> Tensor | None:
-        """What float32 ``x`` is divided by, in float32; ``None`` for 1."""
+        """Divisor of float32 ``x``, in float32; ``None`` for 1."""
         if self.scaling == "none":
             return None
         if self.scaling == "per-token-head":

@@ -13,9 +13,8 @@ Parts: packed codes uint8 ``[batch, heads, tokens, ceil(head_dim * bits / 8)]`` 
 ``[batch, heads, tokens, ceil(head_dim / group)]``.  A byte holds 8 / bits neighbouring codes in two's
 complement, the first in its lowest bits; the last byte of a head is filled up with zero codes.
 
-Widths that do not divide a byte (int3, int5, int6, int7) are emulated: one code per byte, so that
-their error is the true one and ``token_bytes`` what is stored; ``packed_token_bytes`` is what gapless packing
-would take.
+Widths that do not divide a byte (int3, int5, int6, int7) are emulated: one code per byte, so that their error is exact.
+``token_bytes`` counts the stored bytes, ``packed_token_bytes`` those of gapless packing.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class GroupedInt(Format):
 
     @property
     def emulated(self) -> bool:
-        """Whether ``bits`` leaves gaps in a byte."""
+        """True if ``bits`` leaves gaps in a byte."""
         return self._stored_bits != self.bits
 
     @property

@@ -26,7 +26,7 @@ Parts = tuple[Tensor, ...]
 _Decode = Callable[[Parts, int, Tensor | None], Tensor]
 
 _NATIVE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-# name → bits of the exponent, of the mantissa, bias, and from which code (without sign) on there are no numbers
+# name → bits of the exponent, of the mantissa, bias, and the first code (without sign) that is not a number
 _FLOAT8 = {
     "fp8_e4m3": (4, 3, 7, 0x7F),
     "fp8_e5m2": (5, 2, 15, 0x7C),
@@ -81,7 +81,7 @@ _VECTORS = {
 
 
 def canonical(spec: FormatSpec, dim: int) -> str:
-    """One text for all ways to write a format: options that change nothing at this head dimension are left away."""
+    """Canonical text of a format. Options that change nothing at this head dimension are omitted."""
     options = {key: value for key, value in spec.options if key not in ("sinks", "tail")}
     for key in ("scale", "rotate"):
         if options.get(key) == "none":
@@ -113,9 +113,9 @@ def names_of(
         parts: ``[batch, heads, tokens, width]`` each, with ``scale`` the fitted one, as :mod:`fidelab.formats.base`
             describes them.
         dim: head dimension of the content.
-        values: ``[batch, heads, tokens, dim]``, what was made of the parts, in the type in which it was handed on.
-        exact: bit by bit; else ``values`` are what the parts were made of, and the format that comes nearest counts.
-        asked: where it has a rotation, every format is looked for behind that rotation as well: parts do not tell.
+        values: ``[batch, heads, tokens, dim]``, the values decoded from the parts, in the type they were passed on in.
+        exact: match bit by bit; else ``values`` are the input of the encoder, and the nearest format counts.
+        asked: where it has a rotation, every format is also tried after that rotation, which parts do not show.
     """
     decoded = [(name, decode(parts, dim, scale)) for name, decode in _fitting(parts, dim, scale)]
     rotation = {key: value for key, value in (asked.options if asked else ()) if key in ("rotate", "seed")}
@@ -180,7 +180,7 @@ def values_of(name: str, parts: Parts, dim: int, scale: Tensor | None = None) ->
     for candidate, decode in _fitting(parts, dim, scale):
         if candidate == name:
             return decode(parts, dim, scale)
-    raise ValueError(f"these are no parts of {name}")
+    raise ValueError(f"these are not parts of {name}")
 
 
 def _fitting(parts: Parts, dim: int, scale: Tensor | None) -> Iterator[tuple[str, _Decode]]:
@@ -218,7 +218,7 @@ def _fitting(parts: Parts, dim: int, scale: Tensor | None) -> Iterator[tuple[str
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 → ``dtype``, to nearest, what is beyond the range to the largest number."""
+    """Float32 → ``dtype``, to nearest; values beyond the range become the largest number."""
     top = torch.finfo(dtype).max
     return values if dtype == torch.float32 else values.clamp(-top, top).to(dtype)
 
@@ -228,7 +228,7 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _float_table(exponent: int, mantissa: int, bias: int, end: int) -> tuple[float, ...]:
-    """What each code stands for."""
+    """Value of each code."""
     bits = exponent + mantissa
     values = []
     for code in range(1 << bits + 1):

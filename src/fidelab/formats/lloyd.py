@@ -41,7 +41,7 @@ def create(spec: FormatSpec) -> Format:
 
 @cache
 def levels(bits: int) -> Tensor:
-    """The ``2^bits`` levels, float64, ascending: each the mean of the normal variable between the midpoints beside it.
+    """The ``2^bits`` levels, float64, ascending: each the mean of the normal variable between the adjacent midpoints.
 
     Lloyd's iteration with the closed form of that mean, ``(φ(a) - φ(b)) / (Φ(b) - Φ(a))``.
     """
@@ -69,7 +69,7 @@ class LloydMax(Format):
 
     @property
     def emulated(self) -> bool:
-        """Whether ``bits`` leaves gaps in a byte."""
+        """True if ``bits`` leaves gaps in a byte."""
         return self._stored_bits != self.bits
 
     @property
@@ -110,6 +110,6 @@ class LloydMax(Format):
         return torch.where(norm == 0, size, bound)
 
     def _norm(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """float16 ``[..., 1]`` norms, and what a normalised value of 1 stands for (anything where the norm is 0)."""
+        """float16 ``[..., 1]`` norms, and the value of a normalised 1 (arbitrary where the norm is 0)."""
         norm = x.double().norm(dim=-1, keepdim=True).clamp_max(HALF_MAX).to(torch.float16)
         return norm, torch.where(norm == 0, 1.0, norm.float() * x.shape[-1] ** -0.5)

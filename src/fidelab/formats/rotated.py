@@ -1,4 +1,4 @@
-"""Any format behind a Hadamard rotation of the head dimension: option ``rotate``, with ``seed`` for random signs.
+"""Any format after a Hadamard rotation of the head dimension: option ``rotate``, with ``seed`` for random signs.
 
 Content ``x`` is stored as the format's encoding of ``R x`` and read back as ``Rᵀ`` of what that decodes to.  ``R`` has
 blocks ``H / sqrt(n)``, ``H`` Sylvester's Hadamard matrix (``±1``, symmetric), ``n`` a power of two:
@@ -43,7 +43,7 @@ _SMALLEST_BLOCK = 8
 
 
 def rotated(spec: FormatSpec, inner: Format) -> Format:
-    """``inner`` behind the rotation that ``spec`` asks for.
+    """``inner`` after the rotation that ``spec`` asks for.
 
     Raises:
         UsageError: an unknown rotation, or a seed without one.
@@ -69,12 +69,12 @@ class Rotated(Format):
 
     @property
     def token_block(self) -> int:  # type: ignore[override]
-        """That of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.token_block
 
     @property
     def emulated(self) -> bool:
-        """As ``inner`` is."""
+        """Same as ``inner``."""
         return self.inner.emulated
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
@@ -86,21 +86,21 @@ class Rotated(Format):
         return self.inner.encode(self._rotate(x), scale)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """``Rᵀ`` times what the parts decode to."""
+        """``Rᵀ`` times the decoded parts."""
         values = _hadamard(self.inner.decode(parts, dim, torch.float32, scale), self._size(dim))
         return narrow((values * self._signs(values)).float(), dtype)
 
     def token_bytes(self, dim: int) -> int:
-        """Those of ``inner``: the rotation is not stored."""
+        """Same as ``inner``: the rotation is not stored."""
         self._size(dim)
         return self.inner.token_bytes(dim)
 
     def packed_token_bytes(self, dim: int) -> int:
-        """Those of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.packed_token_bytes(dim)
 
     def sequence_bytes(self, heads: int, dim: int) -> int:
-        """Those of ``inner``."""
+        """Same as ``inner``."""
         return self.inner.sequence_bytes(heads, dim)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -128,7 +128,7 @@ class Rotated(Format):
         if dim % size or size < _SMALLEST_BLOCK:
             needs = self.block or _SMALLEST_BLOCK
             raise NotSupportedError(
-                f"KV format {self.name} with a Hadamard rotation: head dimension {dim} is no multiple of {needs}"
+                f"KV format {self.name} with a Hadamard rotation: head dimension {dim} is not a multiple of {needs}"
             )
         return size
 

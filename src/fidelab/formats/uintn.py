@@ -58,7 +58,7 @@ class GroupedUInt(Format):
 
     @property
     def emulated(self) -> bool:
-        """Whether ``bits`` leaves gaps in a byte."""
+        """True if ``bits`` leaves gaps in a byte."""
         return self._stored_bits != self.bits
 
     @property
@@ -117,12 +117,12 @@ class GroupedUInt(Format):
         if self.axis == "head":
             size = min(self.group, x.shape[-1])
             groups = grouped(x, size)
-            if (short := groups.shape[-2] * size - x.shape[-1]) > 0:  # filled up by a value of its own, not by zeros
+            if (short := groups.shape[-2] * size - x.shape[-1]) > 0:  # padded with its own value, not zeros
                 groups[..., -1, size - short :] = x[..., -1:]
             return groups
         tokens = x.shape[2]
         if tokens % self.group:
-            raise ValueError(f"{tokens} tokens are no blocks of {self.group}")
+            raise ValueError(f"{tokens} tokens are not whole blocks of {self.group}")
         return x.reshape(*x.shape[:2], -1, self.group, x.shape[-1]).transpose(-1, -2)
 
     def _flat(self, groups: Tensor, shape: torch.Size) -> Tensor:

@@ -1,9 +1,9 @@
 """Formats of weights: every format of this package on the rows of a matrix, and ggml's k-quants.
 
 A weight is ``[..., N, K]``: N outputs, K inputs; leading dimensions are experts.  Groups and blocks lie along K, as the
-kernels of GPTQ, AWQ, compressed-tensors and ggml have them.  Rounding is to nearest: nothing is calibrated.  What is
-measured is a simulation: the weight keeps its type and holds the values that the format's codes stand for, while
-``nbytes`` counts what the format itself takes.
+kernels of GPTQ, AWQ, compressed-tensors and ggml have them.  Rounding is to nearest: nothing is calibrated.  The
+measurement is a simulation: the weight keeps its type and holds the decoded values, while ``nbytes`` counts the bytes
+of the format itself.
 
 Options have the defaults of checkpoints, not those of caches: integers have groups of 128; 8-bit floats a scale per
 output (``scale=per-channel``; or ``per-tensor``, ``none``), nvfp4 one scale per tensor above those of its blocks.
@@ -35,7 +35,7 @@ from fidelab.formats import FORMATS, K_QUANTS, create, options
 from fidelab.formats.base import Format
 from fidelab.formats.scale import finite_amax
 
-_CHUNK = 1 << 22  # values that are rounded at once: some 100 MB of intermediate results
+_CHUNK_VALUES = 1 << 22  # values that are rounded at once: some 100 MB of intermediate results
 _GROUP = "128"
 _SUPER_BLOCK = 256
 # bytes of a super-block, and what takes the place of the format where super-blocks do not divide a row
@@ -107,7 +107,7 @@ def _matrices(weight: Tensor) -> Iterator[Tensor]:
 
 def _rows(matrix: Tensor) -> list[Tensor]:
     """A matrix in parts of whole rows."""
-    return list(torch.split(matrix, max(1, _CHUNK // max(1, matrix.shape[-1]))))
+    return list(torch.split(matrix, max(1, _CHUNK_VALUES // max(1, matrix.shape[-1]))))
 
 
 @dataclass(frozen=True)

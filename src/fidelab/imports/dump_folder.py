@@ -20,19 +20,19 @@ _NUMBERED = re.compile(r"(0|[1-9]\d*)\.safetensors")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 _MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # zip (as torch.save writes), pickles
 _MOST_IDS = 1 << 24  # of a vocabulary; whole rows are taken into memory
-_CHECKED = 4  # rows of each file whose probabilities are summed
+_CHECKED_ROWS = 4  # rows of each file whose probabilities are summed
 # Largest |log Σ exp| of a row: rounding to 16 bits moves its entries, and not evenly up and down.
-_FAR = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
+_SUM_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
 
 
 class WindowRows(Protocol):
     """The rows of one window."""
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Unnormalised log scores [stop - start, vocabulary], in memory of their own."""
+        """Unnormalised log scores [stop - start, vocabulary], in new memory."""
 
     def unknown(self, start: int, stop: int) -> NDArray[np.bool_] | None:
-        """Where they are known together alone, and stand as their mean; ``None``: all are known."""
+        """Items of which only the mean is known; ``None``: all are known."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class WindowFile:
         return n, vocab
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Some rows as float32, in memory of their own."""
+        """Some rows as float32, in new memory."""
         if isinstance(self.array, BFloat16):
             return to_float32(BFloat16(self.array.bits[start:stop]))
         return np.array(self.array[start:stop], dtype=np.float32)
@@ -117,11 +117,11 @@ def open_folder(path: Path) -> DumpFolder:
 
     Raises:
         InputError: no folder, no numbered files, pickles, draft-head rows among them, no tensor ``log_probs``, rows
-            that are no log-probabilities; the message names the file.
+            that are not log-probabilities; the message names the file.
     """
     if not path.is_dir():
         raise InputError(
-            f"{path} is no folder: name one that holds 0.safetensors, 1.safetensors …, or a file that "
+            f"{path} is not a folder: name one that holds 0.safetensors, 1.safetensors …, or a file that "
             "llama-perplexity --kl-divergence-base wrote"
         )
     files = sorted(entry.name for entry in path.iterdir())
@@ -183,13 +183,13 @@ def pair_windows(ref: Dump, test: Dump) -> None:
         # The first token may be the text's own or the one that begins a sequence, which takes its place.
         if ref.first != test.first or not np.array_equal(ours[1:], theirs[1:]):
             raise MismatchError(
-                f"{test.name_of(number)} has other tokens or rows than {ref.name_of(number)}: compare what was made of "
-                "one text, with one tokenizer and one context"
+                f"{test.name_of(number)} has other tokens or rows than {ref.name_of(number)}: compare dumps of the "
+                "same text, tokenizer and context"
             )
 
 
 _DRAFT = (
-    "draft-head (multi-token prediction) rows are mixed in, whose distributions are others; capture again without "
+    "draft-head (multi-token prediction) rows are mixed in, which have other distributions; capture again without "
     "speculative decoding, or keep the main head's files (the even-numbered ones), renumbered from 0"
 )
 
@@ -203,7 +203,7 @@ def _refuse_alternating(path: Path, shapes: list[tuple[int, int]]) -> None:
 
 def _open_file(path: Path) -> WindowFile:
     if not path.is_file():
-        raise InputError(f"{path}: cannot be read: it is no regular file")
+        raise InputError(f"{path}: cannot be read: it is not a regular file")
     try:
         with path.open("rb") as file:
             head = file.read(4)
@@ -215,7 +215,7 @@ def _open_file(path: Path) -> WindowFile:
         tensors = TensorFile(path)
         names = tensors.names()
     except CaptureError as error:
-        raise InputError(f"{path} is no complete safetensors file: {error.__cause__ or error}") from error
+        raise InputError(f"{path} is not a complete safetensors file: {error.__cause__ or error}") from error
     if KEY not in names:
         holding = ", ".join(map(repr, names[:5])) or "nothing"
         raise InputError(f"{path} has no tensor {KEY!r}; it holds {holding}")
@@ -225,7 +225,7 @@ def _open_file(path: Path) -> WindowFile:
         raise InputError(f"{path}: tensor {KEY!r} cannot be read ({error})") from error
     values = array.bits if isinstance(array, BFloat16) else array
     kind = "bfloat16" if isinstance(array, BFloat16) else str(values.dtype)
-    if kind not in _FAR:
+    if kind not in _SUM_TOLERANCE:
         raise InputError(f"{path}: tensor {KEY!r} is of type {kind}; log-probabilities are floating-point numbers")
     if values.ndim != 2 or 0 in values.shape:
         raise InputError(f"{path}: tensor {KEY!r} has shape {list(values.shape)}; expected [rows, vocabulary]")
@@ -235,15 +235,15 @@ def _open_file(path: Path) -> WindowFile:
 
 
 def _check_sums(file: WindowFile) -> None:
-    """Refuse rows that are no log-probabilities; rows with NaN are skipped here, and counted as failed later."""
+    """Refuse rows that are not log-probabilities; rows with NaN are skipped here, and counted as failed later."""
     n = file.shape[0]
-    for row in sorted({round(place) for place in np.linspace(0, n - 1, _CHECKED)}):
+    for row in sorted({round(place) for place in np.linspace(0, n - 1, _CHECKED_ROWS)}):
         scores = file.rows(row, row + 1)[0].astype(np.float64)
         peak = scores.max()
         if not np.isfinite(peak):
             continue
         total = float(peak + np.log(np.exp(scores - peak).sum()))
-        if abs(total) > _FAR[file.kind]:
+        if abs(total) > _SUM_TOLERANCE[file.kind]:
             raise InputError(
                 f"{file.path}: row {row} of {KEY!r} is not normalised (log of its sum is {total:.3g}, not 0): these "
                 "are logits, or log-probabilities of a vocabulary cut later; save log_softmax of the whole row"

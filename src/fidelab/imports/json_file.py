@@ -15,7 +15,7 @@ from fidelab.core.errors import InputError
 from fidelab.results.measurement import Coordinates, Definition, Metric
 
 _MOST_BYTES = 128 << 20
-_MOST = 1_000_000  # tokens of one answer, chunks: more than this is no count
+_MAX_COUNT = 1_000_000  # tokens of one answer, chunks: a larger number is not a count
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Node:
             raise self.wrong(f"a number{span}")
         return float(self.value)
 
-    def count(self, most: int = _MOST) -> int | None:
+    def count(self, most: int = _MAX_COUNT) -> int | None:
         """A whole number in ``0 … most``."""
         if self.value is None:
             return None

@@ -21,10 +21,10 @@ from fidelab.imports.dump_folder import Dump
 
 _MAGIC = b"_logits_"
 _HEADER = np.dtype("<i4")
-_REACH = 16.0  # nats below the most likely token
+_RANGE_NATS = 16.0  # nats below the most likely token
 _STEPS = 65535
-_LEAST = 1e-15  # probability of a token that is cut off, where rounding leaves nothing
-_MOST = 1 << 24  # of each number in the header
+_MIN_PROBABILITY = 1e-15  # probability of a token that is cut off, where rounding leaves nothing
+_MAX_NUMBER = 1 << 24  # of each number in the header
 
 
 @dataclass
@@ -46,12 +46,12 @@ class BaseFile(Dump):
             with path.open("rb") as file:
                 start = file.read(len(_MAGIC) + 3 * _HEADER.itemsize)
                 if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + 3 * _HEADER.itemsize:
-                    raise InputError(f"{path} is no file of llama-perplexity --kl-divergence-base")
+                    raise InputError(f"{path} is not a file of llama-perplexity --kl-divergence-base")
                 n_ctx, vocabulary, windows = np.frombuffer(start, _HEADER, offset=len(_MAGIC)).tolist()
-                if not (4 <= n_ctx < _MOST and 2 <= vocabulary < _MOST and 1 <= windows < _MOST):
+                if not (4 <= n_ctx < _MAX_NUMBER and 2 <= vocabulary < _MAX_NUMBER and 1 <= windows < _MAX_NUMBER):
                     what = f"{windows} windows of {n_ctx} tokens over {vocabulary} ids"
                     raise InputError(f"{path} says that it has {what}: it is damaged")
-                rows, width = windows * (n_ctx - 1 - n_ctx // 2), _width(vocabulary)
+                rows, width = windows * (n_ctx - 1 - n_ctx // 2), 2 * ((vocabulary + 1) // 2) + 4
                 expected = len(start) + windows * n_ctx * _HEADER.itemsize + rows * width * 2
                 if size != expected:
                     hint = ": llama-perplexity was ended early" if size < expected else ""
@@ -85,7 +85,7 @@ class _BaseRows:
         known = np.where(unknown, 0.0, np.exp(scores)).sum(axis=-1, keepdims=True)
         count = np.maximum(unknown.sum(axis=-1, keepdims=True), 1)
         # none of them is above the least that is known, which rounding could make of what is left
-        share = np.clip((1.0 - known) / count, _LEAST, np.exp(least))
+        share = np.clip((1.0 - known) / count, _MIN_PROBABILITY, np.exp(least))
         return np.where(unknown, np.log(share), scores).astype(np.float32)
 
     def unknown(self, start: int, stop: int) -> NDArray[np.bool_]:
@@ -98,17 +98,13 @@ class _BaseRows:
         raw = np.array(self.mapped[start:stop])
         scale, least = raw[:, :4].copy().view("<f4").astype(np.float64).T[..., None]
         numbers = raw[:, 4 : 4 + self.vocabulary]
-        return scale, least, numbers, (numbers == 0) & (scale * _STEPS > _REACH * (1 - 1e-4))
+        return scale, least, numbers, (numbers == 0) & (scale * _STEPS > _RANGE_NATS * (1 - 1e-4))
 
 
 def is_base_file(path: Path) -> bool:
-    """Whether a file begins as these do."""
+    """True if a file begins as these do."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
         return False
-
-
-def _width(vocabulary: int) -> int:
-    return 2 * ((vocabulary + 1) // 2) + 4

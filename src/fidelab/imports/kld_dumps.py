@@ -2,10 +2,9 @@
 
 A dump is a folder of ``0.safetensors``, ``1.safetensors`` … as a patched server writes them, each with one tensor
 ``log_probs`` [rows, vocabulary]: the protocol ``sliding``, windows of 2048 tokens every 512, every row scored.  Row r
-says what follows token r.  See docs/metrics.md#windows-and-contexts.  Or it is a file that
-``llama-perplexity --kl-divergence-base`` wrote.
-Folders hold no tokens, so Δp of the actual token is not known; and dumps no sign of what ran, so rows that all equal
-the reference's are no proof of anything.
+is the distribution after token r.  See docs/metrics.md#windows-and-contexts.  Or it is a file that ``llama-perplexity
+--kl-divergence-base`` wrote. Folders hold no tokens, so Δp of the actual token is not known; and dumps do not show what
+ran, so rows that all equal the reference's prove nothing.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ from fidelab.results.verdict import judge
 
 Places = Mapping[str, NDArray[np.int32]]
 
-_CHUNK = 1 << 24  # elements of one side at a time: 64 MiB in float32
+_CHUNK_VALUES = 1 << 24  # elements of one side at a time: 64 MiB in float32
 _BOUNDS = (0.0, math.inf)
-_UNPROVEN = "every row equals the reference's, and dumps hold no proof that anything else ran"
+_UNPROVEN = "every row equals the reference's, and dumps cannot prove that anything else ran"
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,11 @@ def import_dumps(
         model: what the report calls the model.
         stride: tokens between the starts of windows; a quarter of the rows by default (512 of 2048).
         seed: of the bootstrap over blocks of adjacent windows, which are no shorter than the windows that overlap.
-        progress: told which folder is being compared.
+        progress: called with the folder that is being compared.
 
     Raises:
-        InputError: something that is no dump, or rows that are no log-probabilities.
-        MismatchError: folders whose windows are not each other's.
+        InputError: something that is not a dump, or rows that are not log-probabilities.
+        MismatchError: folders with different windows.
         UsageError: names that do not fit, or the reference as a test.
         OutputError: the run folder cannot be written.
     """
@@ -156,7 +155,7 @@ def _window(ref: Dump, test: Dump, number: int) -> RowComparison:
     first, second = ref.open(number), test.open(number)
     tokens = next((found for dump in (ref, test) if (found := dump.tokens(number)) is not None), None)
     targets = np.full(n, -1) if tokens is None else np.append(tokens, -1)[ref.first + 1 : ref.first + 1 + n]
-    step = max(1, _CHUNK // max(vocab, test.vocabulary))
+    step = max(1, _CHUNK_VALUES // max(vocab, test.vocabulary))
     parts = []
     for start in range(0, n, step):
         stop = min(start + step, n)
@@ -200,7 +199,7 @@ def _record(arm: _Arm, label: str, bare: dict[str, Any], places: Places, seed: i
     if axis.status is Status.IDENTICAL:
         unproven = ArmRecord(status=Status.NOT_ENGAGED, reason=_UNPROVEN, **fields)
         return unproven.model_copy(update={"verdict": judge(unproven)})
-    reason = "the windows make a single block: nothing to make an interval of; capture more of them"
+    reason = "the windows make a single block: no interval is possible; capture more windows"
     score = axis.value("score")
     composite = None if score is None else Composite(value=score, ci=axis.ci("score"), axes=("kld",))
     record = ArmRecord(status=Status.OK, composite=composite, **fields)

@@ -1,9 +1,9 @@
-"""``fidelab import lm-eval``: what lm-evaluation-harness wrote with ``--log_samples``, compared item by item.
+"""``fidelab import lm-eval``: samples of lm-evaluation-harness (``--log_samples``), compared item by item.
 
-Each folder holds ``samples_TASK_TIME.jsonl`` (in a folder of the model's name, or beside it), a line per item and
+Each folder holds ``samples_TASK_TIME.jsonl`` (in a folder of the model's name, or next to it), a line per item and
 filter with ``doc_id``, ``doc_hash``, ``target_hash`` and the values of its metrics.  The harness compares two models by
-an unpaired z-test of their means, which throws away that both answered the same items; here items are paired.  Metrics
-that are 0 or 1 are read, others are named and left out.  See docs/metrics.md#imported-results.
+an unpaired z-test of their means, which ignores that both answered the same items; here items are paired. Metrics that
+are 0 or 1 are read, others are listed and omitted.  See docs/metrics.md#imported-results.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import ArmRecord, Verdict
 
 _NAMED = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl")
-_MOST = 1 << 30  # bytes of a file
-_OWN = {"doc_id", "doc_hash", "prompt_hash", "target_hash", "filter"}
+_MAX_FILE_BYTES = 1 << 30  # bytes of a file
+_SAMPLE_KEYS = {"doc_id", "doc_hash", "prompt_hash", "target_hash", "filter"}
 
-_ACCURACY = Definition("accuracy", "share", "higher", "Share of the items that the arm gets right.")
+_ACCURACY = Definition("accuracy", "share", "higher", "Share of the items that the configuration answers correctly.")
 _REFERENCE = Definition("reference_accuracy", "share", None, "Share of the items that the reference gets right.")
 _DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired over the items.")
 _P = Definition("mcnemar_p", "p", None, "McNemar's exact test of items lost against gained.", name="McNemar p")
 _UNPAIRED = Definition("unpaired_p", "p", None, "The z-test that the harness's own comparison makes of two means.")
-_LOST = Definition("lost", "count", None, "Items that the reference alone gets right.")
-_GAINED = Definition("gained", "count", None, "Items that the arm alone gets right.")
+_LOST = Definition("lost", "count", None, "Items that only the reference answers correctly.")
+_GAINED = Definition("gained", "count", None, "Items that only this configuration answers correctly.")
 
 Key = tuple[str, str, str]  # task, filter, metric
 
@@ -113,7 +113,7 @@ def import_samples(
 
 def _read(path: Path) -> _Samples:
     if not path.is_dir():
-        raise InputError(f"{path} is no folder: name what lm_eval --output_path PATH --log_samples wrote")
+        raise InputError(f"{path} is not a folder: name what lm_eval --output_path PATH --log_samples wrote")
     files: dict[str, Path] = {}
     for file in sorted(path.rglob("samples_*.jsonl")):
         if match := _NAMED.fullmatch(file.name):
@@ -122,8 +122,8 @@ def _read(path: Path) -> _Samples:
         raise InputError(f"{path} holds no samples_TASK_TIME.jsonl: run lm_eval with --log_samples")
     samples = _Samples(path)
     for task, file in files.items():
-        if file.stat().st_size > _MOST:
-            raise InputError(f"{file} has more than {_MOST >> 30} GiB: that is no file of samples")
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise InputError(f"{file} has more than {_MAX_FILE_BYTES >> 30} GiB: that is not a file of samples")
         with file.open("r", encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -136,14 +136,14 @@ def _add(samples: _Samples, task: str, line: str, where: str) -> None:
         item = json.loads(line)
         document = item["doc_id"]
         if not isinstance(document, int) or isinstance(document, bool):
-            raise TypeError("doc_id is no whole number")
+            raise TypeError("doc_id is not a whole number")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{where} is no sample of lm-eval ({error.__class__.__name__}: {error})") from None
+        raise InputError(f"{where} is not a sample of lm-eval ({error.__class__.__name__}: {error})") from None
     content = f"{item.get('doc_hash')} {item.get('target_hash')}"
     if samples.documents.setdefault((task, document), content) != content:
         raise InputError(f"{where}: item {document} is there twice with different contents")
     listed = item.get("metrics")
-    metrics = listed if isinstance(listed, list) else [name for name in item if name not in _OWN]
+    metrics = listed if isinstance(listed, list) else [name for name in item if name not in _SAMPLE_KEYS]
     for name in filter(lambda name: isinstance(name, str), metrics):
         value = item.get(name)
         if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):

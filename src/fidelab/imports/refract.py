@@ -1,4 +1,4 @@
-"""``fidelab import refract``: a REFRACT report, computed again from what it holds, as a report of ours.
+"""``fidelab import refract``: a REFRACT report, recomputed from its data, as a fidelab report.
 
 Shown are the file's scores, the same by REFRACT's own definitions from the file's data, and by ours
 (docs/metrics.md), each with both tables of bands.  The verdict is ours: a mean KL without an interval gives none.
@@ -24,7 +24,7 @@ from fidelab.results.record import ArmRecord, Composite
 from fidelab.results.verdict import judge
 
 AXIS = "refract"
-"""Axis of our report that holds the comparison of the three values."""
+"""Axis of the report that holds the comparison of the three values."""
 _AXES = ("trajectory", "kld", "rniah", "plad")  # of REFRACT's composite
 
 
@@ -50,7 +50,7 @@ def import_refract(
     }
     measured = {axis: part for axis, part in axes_read.items() if part is not None}
     if not measured:
-        raise InputError(f"{path}: holds no axis that was measured; known are gtm, {', '.join(_AXES)}")
+        raise InputError(f"{path}: has no measured axis; known are gtm, {', '.join(_AXES)}")
     summary, composite = _combined(file, measured)
     lines = [line for part in measured.values() for line in part.lines] + summary
     notes = _notes(file, measured, lines)
@@ -71,10 +71,10 @@ def _arm(file: RefractFile, side: str, name: str | None = None, **fields: Any) -
 
 def _why_no_bound(kld: Measurement | None) -> str:
     if kld is None:
-        return "the file holds no KLD"
+        return "the file has no KLD"
     mean = kld.value("mean")
     if mean is None:
-        return kld.reason or "the file holds no mean KL"
+        return kld.reason or "the file has no mean KL"
     return f"the file holds a mean KL ({format_kld(mean)} nats) and nothing to make an interval of"
 
 

@@ -1,7 +1,7 @@
 """The four axes of a REFRACT report, computed again from what it holds per prompt, cell or chunk.
 
-Each axis gives three values of its score: the file's, that of REFRACT's definition, and that of ours (docs/metrics.md).
-A value that the file does not hold the data for is None.
+Each axis gives three values of its score: the file's, that of REFRACT's definition, and that of fidelab
+(docs/metrics.md). A value that the file does not hold the data for is None.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _prompts_plot(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> Ta
 
 
 def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
-    """Axis B: what the file keeps of the distributions; None where it was not measured.
+    """Axis B from the file's distributions. None: not measured.
 
     An interval needs values per chunk (``per_chunk``: numbers, or objects with ``mean_kld`` and ``n_positions``).
     """
@@ -175,7 +175,7 @@ def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
         return None
     stated, mean = file.score("kld"), axis["mean_kld"].number(0.0)
     if mean is None:
-        record = Measurement(status=Status.FAILED, reason="the mean KL of the file is no number")
+        record = Measurement(status=Status.FAILED, reason="the mean KL of the file is not a number")
         return Recomputed(record, (RefractLine("KLD score", stated, None, None),))
     if file.backend.lower() in TOPK_BACKENDS:
         reason = f"REFRACT's {file.backend} backend sees the most likely tokens alone, not the full vocabulary"
@@ -218,7 +218,7 @@ def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]
         value = (entry["mean_kld"] if whole else entry).number(0.0)
         size = entry["n_positions"].count() if whole else None
         if value is None:
-            return None, ("a chunk's KL is no number: no interval of the mean KL",)
+            return None, ("a chunk's KL is not a number: no interval of the mean KL",)
         means.append(value)
         sizes.append(1.0 if size is None else float(size))
     items = RatioItems.of(np.multiply(means, sizes), sizes, window_blocks(len(means)))
@@ -258,7 +258,7 @@ def read_rniah(file: RefractFile) -> Recomputed | None:
     trials = Cells(base, cand, cell)
     score, refract_score = retrieval_score(trials), retrieval_score(trials, compat="refract")
     counted = all(cell.n_trials for cell in known)
-    reason = "the reference finds the needle in no cell" if known else "the file holds no cell"
+    reason = "the reference finds the needle in no cell" if known else "the file has no cell"
     accuracy = (
         Definition("reference_accuracy", "share", name="reference's accuracy"),
         Definition("candidate_accuracy", "share", name="candidate's accuracy"),
@@ -316,7 +316,7 @@ def _cells_plots(cells: Sequence[_Cell]) -> tuple[Plot, ...]:
                 grid("candidate", lambda _ref, test: test),
                 grid("difference", lambda ref, test: test - ref, signed=True),
             ),
-            note="cells in which the reference finds nothing say nothing about the candidate",
+            note="cells in which the reference finds nothing do not measure the candidate",
         ),
     )
 
@@ -325,7 +325,7 @@ def _cells_plots(cells: Sequence[_Cell]) -> tuple[Plot, ...]:
 
 
 def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
-    """Axis D from each prompt's drifts, with the signed excess beside the one-sided score.  None: not measured."""
+    """Axis D from each prompt's drifts, with the signed excess and the one-sided score.  None: not measured."""
     axis = file.axis("plad")
     if axis is None:
         return None
@@ -337,7 +337,7 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
         if ref is not None and test is not None
     ]
     if not drifts:
-        reason = "the file holds no drifts of prompts"
+        reason = "the file has no drifts of prompts"
         record = Measurement(status=Status.NOT_MEASURABLE, reason=reason, n_items=len(entries), n_failed=len(entries))
         return Recomputed(record, (RefractLine("PLAD score", stated, None, None),))
     prompts = np.array([prompt for prompt, _, _, _ in drifts])

@@ -22,7 +22,7 @@ class RefractFile:
 
     @property
     def root(self) -> Node:
-        """What it holds."""
+        """Root node of the file."""
         return self.json.root
 
     @property
@@ -42,7 +42,7 @@ class RefractFile:
         return self.root["framework_version"].text() or None
 
     def kv(self, side: str) -> KVSpec | None:
-        """Cache formats of ``reference`` or ``candidate``: ``ctk=q8_0,ctv=turbo4`` or a spec of ours."""
+        """Cache formats of ``reference`` or ``candidate``: ``ctk=q8_0,ctv=turbo4`` or a fidelab spec."""
         text = self.root[side].text().strip() or "unknown"
         pairs = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
         k, v = pairs.get("ctk"), pairs.get("ctv")
@@ -84,10 +84,10 @@ def read_refract(path: Path) -> RefractFile:
     file = read_json(path, "report")
     readable = " and ".join(f"{name}.*" for name in READABLE)
     if not isinstance(file.root.value, dict) or not isinstance(file.root["schema"].value, str):
-        raise InputError(f"{path}: not a REFRACT report (it names no schema); read are {readable}")
+        raise InputError(f"{path}: not a REFRACT report (it names no schema); supported: {readable}")
     schema = file.root["schema"].text()
     if not any(schema == name or schema.startswith(f"{name}.") for name in READABLE):
         raise InputError(f"{path}: has schema {schema!r}; read are {readable}")
     if not file.root["axes"].value:
-        raise InputError(f"{path}: holds no axis; make the report with at least one")
+        raise InputError(f"{path}: has no axis; make the report with at least one")
     return RefractFile(file, schema)

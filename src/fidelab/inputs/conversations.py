@@ -22,7 +22,7 @@ from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
 
-_WHAT = "traffic file"
+_KIND = "traffic file"
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _SHAREGPT = {  # what the parties are called there
     "system": "system",
@@ -36,16 +36,16 @@ _SHAREGPT = {  # what the parties are called there
     "function_response": "tool",
 }
 _SHOWN = 3  # bad places that a message lists
-_LONGEST = 40  # characters of a domain's name
+_MAX_DOMAIN_CHARS = 40  # characters of a domain's name
 
 
 @dataclass(frozen=True)
 class Conversation:
     """One conversation: messages as a chat template takes them, and the tools that the model was offered.
 
-    ``id``: the record's own, or its line.  ``domain``: the record's ``domain``, or what its content looks like.
+    ``id``: the record's, or its line. ``domain``: the record's, or a guess from its content.
     ``text``: as the model's chat template writes it.  Plain text has no messages.  ``parts``: the messages with a part
-    ``{"type": "image"}`` for each of ``images``, the URLs of those as they are written, which nobody has looked at.
+    ``{"type": "image"}`` for each of ``images``, their URLs as written, unchecked.
     """
 
     id: str
@@ -62,7 +62,7 @@ class Traffic:
     """A log.  ``bad``: why records were left out, each with its place; ``skip_bad``: whether that was asked for.
     ``failed``: requests of a gateway log that were answered by an error.  ``images``: parts that were left out.
 
-    ``text``: a log of plain text, which has no conversations.
+    ``text``: a log of plain text, without conversations.
     """
 
     name: str
@@ -105,12 +105,12 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     if path.suffix == ".jsonl":
         records: list[tuple[str, Callable[[], Any]]] = [
             (f"line {number}", lambda line=line: strict_json(line, not_finite=float))  # type: ignore[misc]
-            for number, line in numbered_lines(path, _WHAT)
+            for number, line in numbered_lines(path, _KIND)
         ]
     elif path.suffix == ".json":
         records = [(f"entry {number}", lambda entry=entry: entry) for number, entry in enumerate(_entries(path), 1)]  # type: ignore[misc]
     else:
-        raise InputError(f"{_WHAT} {path}: the name should end in .jsonl, .json, .txt or .md")
+        raise InputError(f"{_KIND} {path}: the name should end in .jsonl, .json, .txt or .md")
     images, failed, conversations, bad = 0, 0, list[Conversation](), list[str]()
     seen: set[str] = set()
     for place, read in records:
@@ -131,27 +131,27 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     if bad and not skip_bad:
         more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise InputError(
-            f"{_WHAT} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_SHOWN])}{more}; fix them, "
+            f"{_KIND} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_SHOWN])}{more}; fix them, "
             "or skip them with --skip-bad"
         )
     if not conversations:
         why = bad[:1] or [f"all {failed:,} requests failed"] * bool(failed)
-        raise InputError(": ".join([f"{_WHAT} {path} has no conversation in it", *why]))
+        raise InputError(": ".join([f"{_KIND} {path} has no conversation in it", *why]))
     return Traffic(str(path), tuple(conversations), tuple(bad), failed, images, skip_bad=skip_bad)
 
 
 def _entries(path: Path) -> list[Any]:
     try:
-        entries = strict_json(read_utf8(path, _WHAT), not_finite=float)
+        entries = strict_json(read_utf8(path, _KIND), not_finite=float)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{_WHAT} {path} is not JSON: {error}") from None
+        raise InputError(f"{_KIND} {path} is not JSON: {error}") from None
     if not isinstance(entries, list):
-        raise InputError(f"{_WHAT} {path}: expected a list of conversations")
+        raise InputError(f"{_KIND} {path}: expected a list of conversations")
     return entries
 
 
 class _Bad(ValueError):
-    """What is wrong with a record."""
+    """Fault of a record."""
 
 
 class _Failed(Exception):
@@ -235,7 +235,7 @@ class _Record:
         named = outer.get("domain", inner.get("domain"))
         return Conversation(
             id=str(outer.get("id") or outer.get("custom_id") or number),
-            domain=str(named)[:_LONGEST] if named else domain_of(messages or ({"content": text},), tools),
+            domain=str(named)[:_MAX_DOMAIN_CHARS] if named else domain_of(messages or ({"content": text},), tools),
             messages=messages,
             tools=tools,
             text=text,
@@ -245,7 +245,7 @@ class _Record:
 
     def _message(self, number: int, message: Any) -> dict[str, Any]:
         if not isinstance(message, dict):
-            raise _Bad(f"message {number} is no object")
+            raise _Bad(f"message {number} is not an object")
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise _Bad(f"message {number} has the role {str(role)[:40]!r}; known are {', '.join(sorted(_ROLES))}")
@@ -294,12 +294,12 @@ class _Record:
         role = _SHAREGPT.get(str(turn.get("from")).lower()) if isinstance(turn, dict) else None
         if role is None or not isinstance(turn, dict):
             known = ", ".join(sorted(_SHAREGPT))
-            raise _Bad(f"turn {number} is of nobody known: 'from' should be one of {known}")
+            raise _Bad(f"turn {number} has an unknown sender: 'from' should be one of {known}")
         return self._message(number, {"role": role, "content": turn.get("value")})
 
 
 def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, which is what chat templates write."""
+    """Tool calls with their arguments as objects, as chat templates expect."""
     kept = []
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
@@ -312,7 +312,7 @@ def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
             except ValueError as error:
                 raise _Bad(f"message {number}: the arguments of {function['name']} are not JSON: {error}") from None
         if not isinstance(arguments, dict):
-            raise _Bad(f"message {number}: the arguments of {function['name']} are no object")
+            raise _Bad(f"message {number}: the arguments of {function['name']} are not an object")
         kept.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
         if isinstance(call.get("id"), str):
             kept[-1]["id"] = call["id"]
@@ -323,12 +323,12 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Tools in OpenAI's form.
 
     Raises:
-        _Bad: one has no name, or its parameters are no JSON schema of an object.
+        _Bad: a tool has no name, or its parameters are not a JSON schema of an object.
     """
     if tools is None:
         return ()
     if not isinstance(tools, list):
-        raise _Bad("'tools' is no list")
+        raise _Bad("'tools' is not a list")
     for number, tool in enumerate(tools, 1):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
@@ -342,9 +342,9 @@ _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 
 
 def _schema_problem(schema: Any, where: str = "parameters", top: bool = True) -> str | None:
-    """What is wrong with the shape of a schema: types, properties, required, items, enum; ``None``: nothing found."""
+    """Fault in the shape of a schema (types, properties, required, items, enum), or ``None``."""
     if not isinstance(schema, dict):
-        return f"{where} is no object"
+        return f"{where} is not an object"
     kinds = schema.get("type", "object" if top else [])
     unknown = [
         kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in [*_TYPES]
@@ -355,12 +355,12 @@ def _schema_problem(schema: Any, where: str = "parameters", top: bool = True) ->
         return f"{where}.type is {str(kinds)[:40]!r}; arguments are an object"
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
-        return f"{where}.properties is no object"
+        return f"{where}.properties is not an object"
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        return f"{where}.required is no list of names"
+        return f"{where}.required is not a list of names"
     if not isinstance(schema.get("enum", []), list):
-        return f"{where}.enum is no list"
+        return f"{where}.enum is not a list"
     inner = [(f"{where}.{name}", value) for name, value in properties.items()]
     if isinstance(schema.get("items"), dict):
         inner.append((f"{where}.items", schema["items"]))
@@ -376,12 +376,12 @@ _CODE = re.compile(
 )
 _JSON = re.compile(r"^\s*[\[{][\s\S]*\"[\s\S]*[\]}]\s*$")
 _MATHEMATICS = re.compile(r"\\(frac|sum|int|sqrt|begin|cdot|times)|\$[^$\n]+[=^][^$\n]*\$|\b(theorem|lemma|equation)\b")
-_LONG = 8_000  # characters
-_FOREIGN = 0.3  # share of letters
+_LONG_CHARS = 8_000  # characters
+_FOREIGN_SHARE = 0.3  # share of letters
 
 
 def domain_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """What a conversation looks like: the first of these that applies.
+    """Domain of a conversation by its content: the first that applies.
 
     ``tool calls``: tools are offered or called.  ``non-Latin``: 30% or more of its letters are of other scripts.
     ``code``, ``JSON``, ``mathematics``: patterns in some message.  ``long document``: a message of 8,000 characters or
@@ -392,12 +392,12 @@ def domain_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     contents = [str(message.get("content") or "") for message in messages]
     letters = [char for char in "".join(contents)[:20_000] if char.isalpha()]
     foreign = sum(not char.isascii() and not unicodedata.name(char, "").startswith("LATIN") for char in letters)
-    if letters and foreign / len(letters) >= _FOREIGN:
+    if letters and foreign / len(letters) >= _FOREIGN_SHARE:
         return "non-Latin"
     for domain, pattern in (("code", _CODE), ("JSON", _JSON), ("mathematics", _MATHEMATICS)):
         if any(pattern.search(content) for content in contents):
             return domain
-    return "long document" if max(map(len, contents), default=0) >= _LONG else "chat"
+    return "long document" if max(map(len, contents), default=0) >= _LONG_CHARS else "chat"
 
 
 # -------------------------------------------------------------------------------------------- rendering
@@ -432,7 +432,7 @@ def traffic_prompts(traffic: Traffic) -> tuple[Prompt, ...]:
 
 
 def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
-    """What was taken from the log and what was not, a line each."""
+    """Summary of used and skipped records of the log, a line each."""
     if traffic.text is not None:
         return (f"{traffic.name} is plain text: windows are cut from it, prompts are the package's own",)
     counts = Counter(conversation.domain for conversation in traffic.conversations)
@@ -451,9 +451,9 @@ def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
 
 
 def recorded(tokenizer: Tokenizer, conversations: Sequence[Conversation]) -> tuple[list[Response], int]:
-    """Every recorded answer behind what came before it, and how many a template writes otherwise later on.
+    """Every recorded answer after its history, and the number of answers that the template later renders differently.
 
-    What is fed is what a server would have had in its cache when the answer was sampled.  A template may drop the
+    The input is what a server's cache would have held when the answer was sampled.  A template may drop the
     reasoning of earlier turns, or close a turn differently, so an answer counts only where the text with it begins with
     the text before it.
     """

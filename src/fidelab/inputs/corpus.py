@@ -115,7 +115,7 @@ def make_windows(
 
 
 def _remedy(have: int, n_ctx: int, needed: int) -> str:
-    """What to do about a text of ``have`` tokens: fewer windows only where one of them fits."""
+    """Advice for a text of ``have`` tokens: fewer windows only where one of them fits."""
     if have >= n_ctx:
         return "use fewer --windows or a longer text"
     times = f"about {math.ceil(needed / have)} times more text" if have else "a text that is not empty"

@@ -82,7 +82,7 @@ def ask(problem: Problem, shots: Sequence[Problem], template: Literal["chat", "r
     """Chat messages that show the worked examples and put the question.
 
     ``chat``: an example is a turn of the user and one of the assistant.  ``raw``: one message with ``Question:`` and
-    ``Answer:`` before each part, which a base model goes on with.
+    ``Answer:`` before each part, which a base model continues.
     """
     if template == "chat":
         turns = [(("user", shot.question), ("assistant", shot.answer)) for shot in shots]
@@ -93,16 +93,16 @@ def ask(problem: Problem, shots: Sequence[Problem], template: Literal["chat", "r
 
 
 def own_words(text: str) -> str:
-    """An answer up to where the model goes on with a question of its own: a line that begins with ``Question:``."""
+    """An answer up to the next question that the model invents: a line that begins with ``Question:``."""
     return _NEXT.split(text, maxsplit=1)[0]
 
 
 def extract_answer(text: str) -> Decimal | None:
-    """The number after the first ``####`` that has one behind it, else the last number; ``None`` without a number.
+    """The number after the first ``####`` that is followed by one, else the last number; ``None`` without a number.
 
-    Commas and spaces between groups of three digits and currency signs go; so do a trailing period, a percent sign
-    and other units.  A fraction ``3/4`` is one number.  A minus between two terms (``16-3``) is no sign, and one with
-    a space behind it (``- 7``) is one only right behind ``####``: elsewhere it begins an item of a list.
+    Commas and spaces between groups of three digits and currency signs are removed; so are a trailing period, a percent
+    sign and other units.  A fraction ``3/4`` is one number.  A minus between two terms (``16-3``) is not a sign. A
+    minus before a space (``- 7``) is a sign only right after ``####``: elsewhere it begins a list item.
     """
     text = _APART.sub(r"\1", text.replace("{,}", ","))  # {,}: LaTeX
     marked = (_NUMBER.match(text, mark.end()) for mark in _MARKED.finditer(text))

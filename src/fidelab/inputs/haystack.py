@@ -1,8 +1,8 @@
 """The haystack: plain prose as token ids, with its sentence boundaries.
 
-Text is tokenized sentence by sentence, so that ids can be cut and joined at sentence boundaries without another
-tokenization of what stands beside them.  The package's own text is followed by generated paragraphs for as long as
-tokens are needed; a user's text has to be long enough by itself.
+Text is tokenized sentence by sentence, so that ids can be cut and joined at sentence boundaries without tokenizing the
+neighbouring text again.  The package's own text is followed by generated paragraphs for as long as tokens are needed; a
+user's text has to be long enough by itself.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
 
 LEAST_SHIFT = 64  # tokens between the haystacks of two trials, at least
-_PIECE = 400  # characters: text without sentences, such as code or tables, is cut here at the latest
+_MAX_SENTENCE_CHARS = 400  # characters: text without sentences, such as code or tables, is cut here at the latest
 _PARAGRAPH = re.compile(r"\s*\n\s*\n\s*")
 _LINE = re.compile(r"\s*\n\s*")
-_SENTENCE = re.compile(r"(?:(?<=\w{3}[.!?])|(?<=[.!?][\"'”’)]))\s+|(?<=[。！？])\s*")  # not behind "Mr."
+_SENTENCE = re.compile(r"(?:(?<=\w{3}[.!?])|(?<=[.!?][\"'”’)]))\s+|(?<=[。！？])\s*")  # not after "Mr."
 _SLOT = re.compile(r"\{(\w+)\}")
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou])")
 
@@ -46,7 +46,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Prose as ids; ``ends``: the index behind each sentence, rising, the last one is ``len(ids)``."""
+    """Prose as ids; ``ends``: the end index of each sentence, ascending; the last one is ``len(ids)``."""
 
     ids: Tokens
     ends: Tokens
@@ -94,7 +94,8 @@ def load_haystack(name: str, tokenizer: Tokenizer, length: int, trials: int, see
 
 
 def sentences(text: str, gap: str = "") -> Iterator[tuple[str, str]]:
-    """The sentences of a text, each behind the gap that parts it from the one before: a space, a line or a paragraph.
+    """The sentences of a text, each preceded by the gap that separates it from the previous one: a space, a line or a
+    paragraph.
 
     Lines end sentences too, and what has more than 400 characters is cut at a space: no text is one sentence.
     ``gap``: before the first.
@@ -110,9 +111,9 @@ def sentences(text: str, gap: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _cut(sentence: str) -> Iterator[str]:
-    while len(sentence) > _PIECE:
-        at = sentence.rfind(" ", 1, _PIECE)
-        at = _PIECE if at < 0 else at
+    while len(sentence) > _MAX_SENTENCE_CHARS:
+        at = sentence.rfind(" ", 1, _MAX_SENTENCE_CHARS)
+        at = _MAX_SENTENCE_CHARS if at < 0 else at
         yield sentence[:at]
         sentence = sentence[at:].lstrip()
     if sentence:
@@ -151,7 +152,7 @@ def generate_paragraphs(seed: int = 0) -> Iterator[str]:
 
 
 def _fill(template: str, rng: random.Random) -> str:
-    """Every slot replaced, articles mended, the first letter large."""
+    """Replace every slot, correct articles, and capitalize the first letter."""
     text = _ARTICLE.sub(r"\1n ", _SLOT.sub(lambda slot: _fill_slot(slot[1], rng), template))
     return text[0].upper() + text[1:]
 

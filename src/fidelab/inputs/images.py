@@ -1,8 +1,7 @@
 """Prompts with images: the package's own, drawn by code, and those of the user's log.
 
-The drawn ones are shapes, colours, counts and digits with questions whose right answers are known; beside each image is
-a wrong one, which calls for another answer.  A log's images are its ``data:`` URLs; what lies at other addresses is
-never fetched.
+The drawn ones are shapes, colours, counts and digits with questions of known answers. Each image has a wrong
+counterpart with another answer. A log's images are its ``data:`` URLs; other addresses are never fetched.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MOST_IN_ALL = 64 << 20
 """Bytes of all images of a run, at most: captures hold them."""
 
 _PART: Mapping[str, str] = {"type": "image"}
-_SHOWN = 3  # bad images that a message lists
+_MAX_LISTED = 3  # bad images that a message lists
 _COLORS: Mapping[str, tuple[int, int, int]] = {
     "red": (214, 40, 40),
     "green": (30, 150, 60),
@@ -204,7 +203,7 @@ def read_url(url: str) -> bytes:
 
 
 def _check(data: bytes) -> None:
-    """Refuse what is no image, or one that is too large; all of it is decoded."""
+    """Refuse files that are not an image, or too large. The whole image is decoded."""
     try:
         import PIL.Image
     except ImportError:
@@ -224,7 +223,7 @@ def _check(data: bytes) -> None:
 def traffic_image_prompts(traffic: Traffic) -> tuple[ImagePrompt, ...]:
     """Every conversation of a log that shows images, up to the last message that is not the assistant's.
 
-    Its wrong images are those of the next such conversation, in turn; where there is no other one, a drawn image.
+    Its wrong images are those of the next such conversation, in turn, or a drawn image where there is none.
 
     Raises:
         InputError: an image that cannot be read, without ``--skip-bad`` (how many, and the first with their places).
@@ -245,10 +244,10 @@ def traffic_image_prompts(traffic: Traffic) -> tuple[ImagePrompt, ...]:
             continue
         found.append((conversation.id, messages, images))
     if bad and not traffic.skip_bad:
-        more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        more = f", and {len(bad) - _MAX_LISTED} more" if len(bad) > _MAX_LISTED else ""
         raise InputError(
             f"traffic file {traffic.name} has images in {len(bad)} conversations that cannot be used: "
-            f"{'; '.join(bad[:_SHOWN])}{more}; fix them, or skip them with --skip-bad"
+            f"{'; '.join(bad[:_MAX_LISTED])}{more}; fix them, or skip them with --skip-bad"
         )
     drawn = png(draw("blue", "circle", 1))
     prompts = []
@@ -272,7 +271,7 @@ def _images_in(message: Mapping[str, Any]) -> int:
 class PromptTokens:
     """A conversation in tokens: up to its last image, the same without images, and what follows both.
 
-    ``images`` ends with a placeholder token or what the template writes behind it; ``none`` has at least one token.
+    ``images`` ends with a placeholder token or what the template writes after it; ``none`` has at least one token.
     """
 
     images: Tokens
@@ -281,7 +280,7 @@ class PromptTokens:
 
 
 def placeholder(tokenizer: Tokenizer) -> str:
-    """The text of the token that stands for an image, by the config of the model; empty where that names none."""
+    """Text of the image placeholder token by the config of the model; empty where there is none."""
     try:
         config = json.loads((tokenizer.model.path / "config.json").read_text("utf-8"))
         index = config.get("image_token_id", config.get("image_token_index"))
@@ -314,7 +313,7 @@ def tokens_around(
         same += 1
     special = tokenizer.special_ids()
     if sum(map(special.__contains__, full)) <= sum(map(special.__contains__, none)):
-        raise InputError(f"the chat template of {tokenizer.model.name} writes nothing for an image")
+        raise InputError(f"the chat template of {tokenizer.model.name} has no placeholder for an image")
     return PromptTokens(full[: len(full) - same], none[: len(none) - same], full[len(full) - same :])
 
 

@@ -1,8 +1,8 @@
 """Needle prompts: a haystack of exact length that contains one fact, or several, to be retrieved.
 
-A prompt is assembled from ids: what the chat template puts before the text, haystack, needle sentences at sentence
-boundaries, question, and what the template puts behind it.  Every prompt is read back: its text must hold each code
-once.  See docs/metrics.md#retrieval.
+A prompt is assembled from ids: prefix of the chat template, haystack, needle sentences at sentence boundaries,
+question, and suffix of the template.  Every prompt is read back: its text must hold each code once.  See
+docs/metrics.md#retrieval.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _NAMES = (
 )
 _SHADES = ("AMBER", "BLUE", "CORAL", "GREEN", "IVORY", "LILAC", "OLIVE", "PINK", "SCARLET", "TEAL")
 CODES = tuple(f"{name}-{digit}-{shade}" for name in _NAMES for digit in range(1, 10) for shade in _SHADES)
-"""What needles and distractors can be; no code is part of another."""
+"""Codes of needles and distractors; no code is part of another."""
 OTHERS = tuple(
     f"{kind} {thing}"
     for kind in ("rare", "common", "old", "cheap", "royal", "winter")
     for thing in ("paint", "ink", "dye", "glaze", "chalk", "enamel", "wax", "yarn")
     if (kind, thing) != ("rare", "paint")
 )
-"""What distractors tell the color of."""
+"""Objects whose color distractors mention."""
 
 
 @dataclass(frozen=True)
 class Needles:
-    """What is hidden in one trial: codes to be found, and near-identical sentences with other codes.
+    """Needles of one trial: codes to be found, and near-identical sentences with other codes.
 
     ``others``: the things that the ``wrong`` codes are the colors of.
     """
@@ -110,7 +110,7 @@ def build_prompt(
     room = length - len(head) - len(tail) - sum(map(len, inserts))
     if room < _LEAST_HAYSTACK:
         raise InputError(
-            f"length {length} leaves {max(0, room)} tokens for the haystack beside {len(lines)} needle sentences and "
+            f"length {length} leaves {max(0, room)} tokens for the haystack besides {len(lines)} needle sentences and "
             f"the question: at least {length - room + _LEAST_HAYSTACK} tokens"
         )
     stretch = haystack.stretch(length, room, trial, trials)
@@ -135,7 +135,7 @@ def _insert(ids: Tokens, inserts: Sequence[Tokens], at: Sequence[int]) -> tuple[
 
 
 def _frame(tokenizer: Tokenizer, style: Style, *, several: bool) -> tuple[Tokens, Tokens]:
-    """The ids before the haystack and behind it: the chat template around a question, plain text around a cloze."""
+    """The ids before and after the haystack: the chat template around a question, plain text around a cloze."""
     be, s = ("are", "s") if several else ("is", "")
     if style == "question" and tokenizer.template == "chat":
         mark = "HAYSTACK"

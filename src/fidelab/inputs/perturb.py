@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _WORD = re.compile(r"[^\W\d_]+")  # a run of letters, of any script
 _SHORTEST = 4  # letters of a word that gets a typing error
-_AROUND = 16  # characters shown before and after a change
+_CONTEXT_CHARS = 16  # characters shown before and after a change
 _SYNONYM = re.compile(r"([a-z]+) ([=>]) ([a-z]+)")
 
 
@@ -65,7 +65,7 @@ def perturb_prompt(prompt: Prompt, name: str, seed: int) -> Prompt | None:
 
 
 def differences(before: Prompt, after: Prompt, most: int = 3) -> str:
-    """What a perturbation did, for people: ``What → Waht``, the first ``most`` words that differ."""
+    """Summary of a perturbation: ``What → Waht``, the first ``most`` words that differ."""
     words = [
         _change(old, new)
         for old_message, new_message in zip(before.messages, after.messages, strict=True)
@@ -83,7 +83,7 @@ def stop_words() -> frozenset[str]:
 
 @cache
 def synonyms() -> Mapping[str, str]:
-    """Word → what may stand for it, both in small letters."""
+    """Word → its replacements, in lower case."""
     table: dict[str, str] = {}
     for line in _lines("synonyms.txt"):
         match = _SYNONYM.fullmatch(line)
@@ -153,11 +153,11 @@ def _in_capitals(word: str) -> bool:
 
 
 def _change(old: str, new: str) -> str:
-    """``old → new``; of long ones, as scripts without spaces have them, only what surrounds the change."""
-    if max(len(old), len(new)) <= 2 * _AROUND:
+    """``old → new``; for long words, as in scripts without spaces, only the surroundings of the change."""
+    if max(len(old), len(new)) <= 2 * _CONTEXT_CHARS:
         return f"{old} → {new}"
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    cut = slice(max(0, at - _AROUND), at + _AROUND)
+    cut = slice(max(0, at - _CONTEXT_CHARS), at + _CONTEXT_CHARS)
     return f"…{old[cut]}… → …{new[cut]}…"
 
 

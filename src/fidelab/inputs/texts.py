@@ -17,8 +17,8 @@ from fidelab.inputs.files import DATA, json_lines, read_utf8
 from fidelab.inputs.tokens import Tokenizer
 
 TEXTS = ("default", "domains", "wikitext-2")
-"""Names of texts that are no files."""
-_OWN = ("prose.md", "long.md")  # documents of about 470 tokens, and of 2,200 and more
+"""Names of texts that are not files."""
+_BUNDLED = ("prose.md", "long.md")  # documents of about 470 tokens, and of 2,200 and more
 _WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
 _WIKI_TITLE = re.compile(r"^ = (?!= )[^\r\n]+(?<! =) = \r?$", re.MULTILINE)
 _MARKDOWN_TITLE = re.compile(r"^# [^\r\n]+\r?$", re.MULTILINE)
@@ -63,7 +63,7 @@ def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> T
     if name == "wikitext-2":
         content = _wikitext()
     elif name == "default":
-        content = "\n".join(read_utf8(DATA / name, "text") for name in _OWN)
+        content = "\n".join(read_utf8(DATA / name, "text") for name in _BUNDLED)
     else:
         path = Path(name).expanduser()
         if not path.is_file():

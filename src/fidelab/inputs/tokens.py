@@ -29,7 +29,7 @@ Template = Literal["chat", "raw"]
 
 
 class _Backend(Protocol):
-    """What a tokenizer library has to offer; ids come without special tokens of its own."""
+    """Interface of a tokenizer library; ids come without the library's special tokens."""
 
     def encode(self, text: str) -> Tokens: ...
     def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]: ...
@@ -44,9 +44,9 @@ class _Backend(Protocol):
 class Tokenizer:
     """A model's tokenizer.
 
-    ``bos_id`` is set only where the tokenizer itself puts a BOS before a text; ``stop_ids`` end a turn;
-    ``template`` is what :meth:`chat` runs when asked for ``chat``: ``raw`` where the model has no template;
-    ``offsets`` says whether :meth:`encode_with_offsets` works.
+    ``bos_id`` is set only where the tokenizer adds a BOS to a text. ``stop_ids`` end a turn. ``template`` is the
+    template that :meth:`chat` uses for ``chat``, or ``raw`` where the model has none. ``offsets``: whether
+    :meth:`encode_with_offsets` works.
     """
 
     model: Model
@@ -92,8 +92,8 @@ class Tokenizer:
         """A prompt's ids, ending where the model's answer begins.
 
         ``chat`` runs the model's template, thinking off where it has a switch, or ``raw`` where there is
-        none; ``raw`` takes the contents as they are, a blank line between them, behind a BOS where the
-        tokenizer adds one, and leaves ``tools`` out.
+        none; ``raw`` takes the contents as they are, a blank line between them, after a BOS where the tokenizer adds
+        one, and omits ``tools``.
 
         Raises:
             InputError: the template refuses these messages.
@@ -131,7 +131,7 @@ class Tokenizer:
         return self.backend.pieces()
 
     def special_ids(self) -> frozenset[int]:
-        """Ids that stand for no text: begin, end and padding, roles, and ids without a string."""
+        """Ids without text: begin, end and padding, roles, and ids without a string."""
         return self.backend.special_ids()
 
     @property
@@ -278,7 +278,7 @@ class _Store:
 
     @cached_property
     def _database(self) -> sqlite3.Connection:
-        """Opened once; a file that is no database, or has grown too large, gives way to a new one or shrinks."""
+        """Opened once. A file that is not a database is replaced, and one that has grown too large shrinks."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             return self._opened()
@@ -313,7 +313,7 @@ class _HuggingFace:
             self._generation: Any = None
             if (model.path / "generation_config.json").is_file():
                 self._generation = GenerationConfig.from_pretrained(model.path, local_files_only=True)
-        except Exception as error:  # each tokenizer library has errors of its own
+        except Exception as error:  # each tokenizer library has its own errors
             raise InputError(
                 f"{model.name} has no tokenizer that can be loaded from {model.path} ({first_line(error)})"
             ) from error
@@ -380,14 +380,14 @@ class _HuggingFace:
         return bos if bos is not None and ids[:1] == [bos] and plain[:1] != [bos] else None
 
     def _stop_ids(self) -> Tokens:
-        """EOS of the tokenizer and of the generation config, and what the template puts behind an answer."""
+        """EOS of the tokenizer and of the generation config, and the tokens that the template puts after an answer."""
         ids = {self.library.eos_token_id, self._end_of_turn()}
         listed = getattr(self._generation, "eos_token_id", None)
         ids.update(listed if isinstance(listed, list) else [listed])
         return tuple(sorted(i for i in ids if i is not None))
 
     def _end_of_turn(self) -> int | None:
-        """The special token that the template puts right behind an assistant's answer, if it does."""
+        """The special token that the template puts right after an assistant's answer, if it does."""
         if not self._has_template:
             return None
         turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 TraceUnit = Literal["ms", "s"]
 
 _SPACES = "Ġ▁"  # how vocabularies write the space before a word
-_TRIES = 256  # changes of one text until its length is exact
+_MAX_TRIES = 256  # changes of one text until its length is exact
 
 
 # ---------------------------------------------------------------------------------------------- prompts
@@ -48,7 +48,7 @@ def random_prompts(
 def mixed_prompts(
     vocab_size: int, special_ids: Collection[int], lengths: Sequence[int], seed: int
 ) -> tuple[Tokens, ...]:
-    """As :func:`random_prompts`, each prompt of its own length."""
+    """Like :func:`random_prompts`, with a length per prompt."""
     usable = np.setdiff1d(np.arange(vocab_size), np.fromiter(special_ids, dtype=np.int64, count=len(special_ids)))
     size, count = len(usable), len(lengths)
     shortest = min(lengths, default=1)
@@ -92,7 +92,7 @@ def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, cha
 
 
 def word_prompts(counts: Sequence[int], seed: int) -> tuple[str, ...]:
-    """Texts of so many common English words in random order, for tokenizers that are not at hand.
+    """Texts of these numbers of common English words in random order, for unavailable tokenizers.
 
     No two begin with the same word as long as there are enough, else not with the same two.
     """
@@ -109,7 +109,7 @@ def _english() -> tuple[str, ...]:
 
 
 def _words(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Words that are one token behind a space; common English ones where the vocabulary shows none."""
+    """Words that are one token after a space; common English ones where the vocabulary has none."""
     pieces = {piece[1:] for piece in tokenizer.pieces() if piece[:1] and piece[0] in _SPACES}
     words = sorted(word for word in pieces if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
     return tuple(words) if len(words) >= 64 else _english()
@@ -126,11 +126,11 @@ def _starts(tokenizer: Tokenizer, words: Sequence[str], count: int, rng: np.rand
 
 
 def _fit(start: str, length: int, words: Sequence[str], measure: Callable[[str], int], rng: np.random.Generator) -> str:
-    """Words behind ``start``, as many as make ``length`` tokens; where one more is too much, another word somewhere."""
+    """Words after ``start`` that make ``length`` tokens; where one more is too much, another word is replaced."""
     drawn = [start, *(words[i] for i in rng.integers(len(words), size=length + 8))]
     least = measure("a") - 1  # of the template
     kept, seen = max(1, length - least), set[int]()
-    for _ in range(_TRIES):
+    for _ in range(_MAX_TRIES):
         tokens = measure(" ".join(drawn[:kept]))
         if tokens == length:
             return " ".join(drawn[:kept])

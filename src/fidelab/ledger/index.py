@@ -1,8 +1,8 @@
 """The ledger: one row for each run below a folder of runs, kept in ``.ledger`` there.
 
-The folders are the truth.  A row holds what its folder's files said when they had the sizes and times that it names; a
-row whose files changed is read again, one whose folder is gone is dropped, and an index that is damaged, or of another
-version, is made anew.  Where it cannot be written, rows are read every time.
+The folders are the truth.  A row holds the content of its folder's files at the recorded sizes and times. A row whose
+files changed is read again, and one whose folder is gone is dropped. An index that is damaged, or of another version,
+is rebuilt.  Where it cannot be written, rows are read every time.
 
 Captures are shared by runs, so a row lists those that its run refers to.
 """
@@ -36,19 +36,20 @@ INDEX = ".ledger"
 RUN = "run"
 _NO_RUNS = frozenset({"captures", "logs", "timed"})  # folders below runs that hold none
 _FAULTS = (Status.FAILED, Status.NOT_ENGAGED)  # that an engine does not support an arm is a finding
-_DEEPEST = 4  # runs/<run>/<run>, runs/<experiment>/<engine>/<run>
+_MAX_DEPTH = 4  # runs/<run>/<run>, runs/<experiment>/<engine>/<run>
 _MOST_BYTES = 64 << 20
-_HEAD = re.compile(r"# created: (\S+)")
+_CREATED_LINE = re.compile(r"# created: (\S+)")
 
 
 @dataclass(frozen=True)
 class LedgerRow:
     """One run.
 
-    ``kind``: ``run``, or that of an experiment which is none (``layers``, ``sensitivity``, …).  ``status``: ``ok``;
+    ``kind``: ``run``, or another kind of experiment (``layers``, ``sensitivity``, …).  ``status``: ``ok``;
     ``failed``, where an arm or a bench failed; ``stopped`` before there was a report; ``damaged``; and ``writing``
-    while a process works on it.  ``verdicts``: candidate → band, else the status that left it without one.  ``bytes``:
-    of its own folder.  ``captures``: absolute path → bytes of those that it refers to, still there or not.
+    while a process works on it.  ``verdicts``: candidate → band, else the status that explains its absence. ``bytes``:
+    of the run's folder. ``captures``: absolute path → bytes of those that it refers to, whether or not they still
+    exist.
     """
 
     path: str
@@ -72,7 +73,7 @@ class LedgerRow:
 
     @property
     def started(self) -> datetime | None:
-        """When it was started; ``None`` where its files do not say so."""
+        """Start time; ``None`` where the files do not hold it."""
         return datetime.fromisoformat(self.created) if self.created else None
 
     def age_days(self) -> float:
@@ -84,10 +85,10 @@ def list_runs(folder: Path) -> list[LedgerRow]:
     """All runs below a folder, the latest first.
 
     Raises:
-        InputError: there is no such folder.
+        InputError: the folder does not exist.
     """
     if not folder.is_dir():
-        raise InputError(f"{folder} is no folder of runs; name one with --output-dir")
+        raise InputError(f"{folder} is not a folder of runs; name one with --output-dir")
     folder = folder.absolute()
     rows = [_live(folder, row) for row in _refreshed(folder)]
     return sorted(rows, key=lambda row: (row.created, row.path), reverse=True)
@@ -97,10 +98,10 @@ def read_row(path: Path) -> LedgerRow:
     """The row of one run's folder, from its files.
 
     Raises:
-        InputError: the folder is no run.
+        InputError: the folder is not a run.
     """
     if not (path / CONFIG).is_file():
-        raise InputError(f"{path} is no run folder: it holds no {CONFIG}")
+        raise InputError(f"{path} is not a run folder: it has no {CONFIG}")
     path = path.absolute()
     return _live(path.parent, _read(path.parent, path.name))
 
@@ -110,13 +111,13 @@ def collect_captures(
 ) -> tuple[list[tuple[Path, int]], list[str]]:
     """Remove captures that finished runs older than this refer to and no other run does; runs themselves stay.
 
-    Kept are the captures of runs that were stopped or are damaged, which may be gone on with.  With the captures go
-    what killed writers left and heads and vocabularies that nothing needs, as :func:`collect_garbage` says.  Only
-    captures below ``folder`` are removed.  Returns (path, bytes) of what was removed, or with ``dry_run`` would be, and
-    the names of the runs concerned, which cannot be scored again.
+    Captures of stopped or damaged runs are kept, since these may be resumed. Leftovers of killed writers, and unused
+    heads and vocabularies, are removed as in :func:`collect_garbage`.  Only captures below ``folder`` are removed.
+    Returns (path, bytes) of what was removed (with ``dry_run``: would be), and the names of the affected runs, which
+    cannot be scored again.
 
     Raises:
-        InputError: there is no such folder, or a run in it is being written, which may read any capture there.
+        InputError: the folder does not exist, or a run in it is being written, which may read any capture there.
     """
     rows = list_runs(folder)
     if not dry_run and (busy := [row.path for row in rows if row.status == "writing"]):
@@ -175,7 +176,7 @@ def _run_folders(folder: Path) -> Iterator[str]:
                     continue
                 if (one / CONFIG).is_file():
                     yield one
-                if depth < _DEEPEST:
+                if depth < _MAX_DEPTH:
                     yield from below(one, depth + 1)
 
     for path in below(folder, 1):
@@ -186,7 +187,7 @@ def _stamp(path: Path) -> str:
     """Time and size of the files that a row is read from."""
     names = (REPORT, OUTCOMES, CONFIG)
     files = [path / name for name in names]
-    if not files[0].is_file():  # of an experiment that is no run
+    if not files[0].is_file():  # of an experiment that is not a run
         files += sorted(path.glob("*.json"))
     stamps = [str(path)]  # moved with its captures, it refers to them elsewhere
     for file in files:
@@ -214,7 +215,7 @@ def _read(folder: Path, path: str) -> LedgerRow:
         text = read_file(place / CONFIG, _MOST_BYTES).decode("utf-8", "replace")
         row["kind"] = _setting(text, "kind") or RUN
         row["model"] = _setting(text, "model")
-        row["created"] = _utc(match[1]) if (match := _HEAD.search(text)) else ""
+        row["created"] = _utc(match[1]) if (match := _CREATED_LINE.search(text)) else ""
         row["captures"] = _captures(place)
         if (place / REPORT).is_file():
             row |= _of_report(Report.from_json(place / REPORT))
@@ -227,7 +228,7 @@ def _read(folder: Path, path: str) -> LedgerRow:
 
 
 def _setting(settings: str, name: str) -> str:
-    """The text of one of the outermost settings, which has a line of its own; reading all of them takes 10 ms."""
+    """The text of a top-level setting, which is on its own line; parsing the whole file takes 10 ms."""
     line = re.search(rf"^{name}: *\S.{{0,1000}}$", settings, re.MULTILINE)
     try:
         value = yaml.safe_load(line[0])[name] if line else ""
@@ -291,7 +292,7 @@ def _size(folder: Path) -> int:
 
 
 def provenance(path: Path) -> dict[str, Any]:
-    """On what a run's report was made: version, commit, machine, devices, and per arm weights, versions, variables.
+    """Provenance of a run's report: version, commit, machine, devices, and per arm weights, versions, variables.
 
     Empty where there is no report.
 

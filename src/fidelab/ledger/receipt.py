@@ -1,8 +1,8 @@
-"""Receipts: what a run found, as JSON lines that another machine verifies.  See docs/sharing.md#receipts.
+"""Receipts: results of a run as JSON lines that another machine verifies.  See docs/sharing.md#receipts.
 
 A line is canonical JSON (keys sorted, no blanks).  ``hash`` is the SHA-256 of the line without it, ``previous`` the
-hash of the line before, so that one altered digit breaks the chain.  A chain that somebody computed anew is found by
-computing the figures again from the captures, whose hashes the receipt holds.
+hash of the line before, so that one altered digit breaks the chain.  A recomputed chain is detected by computing the
+figures again from the captures, whose hashes the receipt holds.
 
 Plots, which show words of texts and models, are left out, and of absolute paths all but the last part.
 ``python -m fidelab.ledger.receipt`` prints the JSON Schema of a line.
@@ -61,7 +61,7 @@ class HeadLine(_Line):
     """The first line: what a report says besides its arms."""
 
     kind: Literal["head"] = "head"
-    """What the line holds."""
+    """Kind of the line."""
     schema_name: Literal["fidelab.receipt/0"] = Field(default=SCHEMA, alias="schema")
     """Name and version of this schema."""
     run_id: str
@@ -98,7 +98,7 @@ class ArmLine(_Line):
     """One arm."""
 
     kind: Literal["arm"] = "arm"
-    """What the line holds."""
+    """Kind of the line."""
     role: Literal["reference", "control", "candidate", "truth"]
     """Its part in the comparison."""
     arm: ArmRecord
@@ -120,7 +120,7 @@ class CaptureLine(_Line):
     """One capture from which figures were computed."""
 
     kind: Literal["capture"] = "capture"
-    """What the line holds."""
+    """Kind of the line."""
     role: str
     """Whose it is: ``reference``, ``candidate:NAME``, ``floor``, …"""
     part: str
@@ -134,10 +134,10 @@ class CaptureLine(_Line):
 
 
 class EndLine(_Line):
-    """The last line; its hash stands for the whole receipt."""
+    """The last line; its hash covers the whole receipt."""
 
     kind: Literal["end"] = "end"
-    """What the line holds."""
+    """Kind of the line."""
     lines: Count
     """Lines before this one."""
 
@@ -160,7 +160,7 @@ class Receipt:
 
     @property
     def hash(self) -> str | None:
-        """Of its last line; ``None`` where that was cut off."""
+        """Hash of its last line; ``None`` where that was cut off."""
         return self.lines[-1].hash if self.lines and isinstance(self.lines[-1], EndLine) else None
 
     def report(self) -> Report:
@@ -172,7 +172,7 @@ class Receipt:
         faults = [*self.faults] if self.head is None else [*self.faults, *_inconsistent(self, self.head)]
         if faults or self.head is None:
             raise InputError(
-                f"{self.path}: {next(iter(faults), 'it is no receipt')}; see fidelab share verify {self.path}"
+                f"{self.path}: {next(iter(faults), 'it is not a receipt')}; see fidelab share verify {self.path}"
             )
         found: dict[str, list[ArmRecord]] = {}
         for line in self.lines:
@@ -192,7 +192,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Verified:
-    """What became of a receipt.
+    """Result of writing a receipt.
 
     ``recomputed``: how many numbers were computed again from the captures; ``None``, with the reason in ``remarks``,
     where that could not be done.
@@ -245,7 +245,7 @@ def _bodies(report: Report, captures: Sequence[Mapping[str, Any]]) -> Iterator[M
 
 
 def _captures(run: RunFolder) -> list[Mapping[str, Any]]:
-    """The lines of all captures of a run; none of one that has no outcomes, as imported ones."""
+    """The lines of all captures of a run; none for runs without outcomes, such as imported ones."""
     if not (run.path / OUTCOMES).is_file():
         return []
     try:
@@ -266,7 +266,7 @@ def _captures(run: RunFolder) -> list[Mapping[str, Any]]:
 
 
 def public(value: Any) -> Any:
-    """Plain data in which absolute paths are their last parts: receipts are published, folders nobody's business."""
+    """Plain data in which absolute paths are their last parts: receipts are published, and folders are private."""
     match value:
         case dict():
             return {key: public(item) for key, item in value.items()}
@@ -305,7 +305,7 @@ def verify(path: Path, recompute: Recompute, run: Path | None = None) -> Verifie
         recompute: how that is done.
 
     Raises:
-        InputError: the file cannot be read, or begins with no receipt's first line; the folder is no run.
+        InputError: the file cannot be read, or does not begin with a receipt's first line; the folder is not a run.
     """
     receipt = read_receipt(path)
     if receipt.head is None:
@@ -316,7 +316,7 @@ def verify(path: Path, recompute: Recompute, run: Path | None = None) -> Verifie
     remarks = list[str]()
     recomputed: int | None = None
     if run is None:
-        remarks.append("its run is not at hand: figures were compared with each other, not computed again")
+        remarks.append("its run is not available: figures were compared with each other, not computed again")
     else:
         folder = RunFolder.open(run.absolute())
         if not any(isinstance(line, CaptureLine) for line in receipt.lines):
@@ -341,7 +341,7 @@ def read_receipt(path: Path) -> Receipt:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start}): no receipt") from None
     if texts == [""]:
-        raise InputError(f"{path}: is no receipt: it is empty")
+        raise InputError(f"{path}: is not a receipt: it is empty")
     faults = [] if texts[-1] == "" else ["its last line does not end: it was cut off"]
     lines: list[HeadLine | ArmLine | CaptureLine | EndLine] = []
     previous: str | None = None
@@ -352,7 +352,7 @@ def read_receipt(path: Path) -> Receipt:
         except ValueError as error:
             plain, why = None, str(error)
         if n == 0 and not (isinstance(plain, dict) and str(plain.get("schema")).startswith(_FAMILY)):
-            raise InputError(f"{path}: is no receipt: its first line names no schema {SCHEMA}")
+            raise InputError(f"{path}: is not a receipt: its first line does not name schema {SCHEMA}")
         if isinstance(plain, dict):
             bare = {key: value for key, value in plain.items() if key != "hash"}
             if canonical_json(plain) != text or _hashed(bare)[0] != plain.get("hash"):
@@ -385,7 +385,7 @@ def read_receipt(path: Path) -> Receipt:
 
 
 def _title(line: Mapping[str, Any]) -> str:
-    """What a line is called, and found by; whatever it holds."""
+    """Key of a line, by which it is found; accepts any content."""
     match line:
         case {"kind": "arm", "role": role, "arm": {"name": name}}:
             return f"arm {name} as {role}"
@@ -406,10 +406,10 @@ def _inconsistent(receipt: Receipt, head: HeadLine) -> Iterator[str]:
         yield "two candidates have one name"
     for comparison in head.comparisons:
         if not {comparison.better, comparison.worse} <= {*names}:
-            yield f"a comparison names {comparison.better} and {comparison.worse}, of which one is no candidate"
+            yield f"a comparison names {comparison.better} and {comparison.worse}, and one of them is not a candidate"
     advice = head.recommendation
     if advice is not None and advice.arm is not None and advice.arm not in names:
-        yield f"it recommends {advice.arm}, which is no candidate"
+        yield f"it recommends {advice.arm}, which is not a candidate"
     for _, arm in records:
         yield from (f"arm {arm.name}: {fault}" for fault in _faults_of(arm))
 
@@ -444,7 +444,7 @@ def _close(a: float | None, b: float) -> bool:
 def _recomputed(
     receipt: Receipt, head: HeadLine, folder: RunFolder, recompute: Recompute
 ) -> tuple[int | None, list[str]]:
-    """How many numbers agree with those computed again from a run's captures, and what does not."""
+    """Count of numbers that agree with those recomputed from a run's captures, and the differences."""
     said = head.settings.get("limits")
     limits = said if isinstance(said, dict) else None
     try:
@@ -474,7 +474,7 @@ _UNSTABLE = {"n", "previous", "hash", "lines", "fidelab_version"}
 
 
 def _differences(place: str, receipt: Any, run: Any, counts: list[int]) -> Iterator[str]:
-    """Where two plain values differ by more than rounding; ``counts[0]`` counts the numbers compared."""
+    """Paths at which two plain values differ by more than rounding; ``counts[0]`` counts the numbers compared."""
     if isinstance(receipt, dict) and isinstance(run, dict):
         for name in receipt.keys() | run.keys() if place else (receipt.keys() | run.keys()) - _UNSTABLE:
             if name in receipt and name in run:

@@ -1,8 +1,8 @@
-"""Packs of references: what scoring needs of a reference arm, as files that others borrow.
+"""Packs of references: the files of a reference arm that scoring needs, for others to borrow.
 
-A pack is a folder: ``manifest.json``, a capture per axis in ``captures/``, and beside them the output head and the
-vocabulary, each once.  See docs/sharing.md#references.  A pack may come from anybody: sizes, names and hashes are
-checked before anything of it is used.  ``python -m fidelab.ledger.reference`` prints the manifest's JSON Schema.
+A pack is a folder: ``manifest.json``, a capture per axis in ``captures/``, and the output head and the vocabulary, each
+once.  See docs/sharing.md#references.  A pack may come from an untrusted source: sizes, names and hashes are checked
+before anything of it is used.  ``python -m fidelab.ledger.reference`` prints the manifest's JSON Schema.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PackedTokenizer(Record):
 
 
 class ReferenceManifest(Document):
-    """What a pack holds."""
+    """Content of a pack."""
 
     schema_name: Literal["fidelab.reference/0"] = Field(default=SCHEMA, alias="schema")
     """Name and version of this schema."""
@@ -104,7 +104,7 @@ class ReferenceManifest(Document):
     noise: dict[str, Measurement]
     """Axis → the reference against a replicate of itself; empty where that was not measured."""
     difference: MachineDifference | None
-    """How far the reference is from itself on another machine; null where that was not measured."""
+    """Distance of the reference from itself on another machine; null if not measured."""
     files: tuple[PackedFile, ...]
     """All other files of the pack."""
 
@@ -132,16 +132,16 @@ class Pack:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of the arm's captures once they are installed: no run of this machine takes them for its own."""
+        """Versions of the arm's captures once installed: no run of this machine reuses them."""
         return {**self.manifest.versions, "borrowed": self.sha256}
 
     def requests(self, axis: str) -> dict[str, Request]:
-        """Part of an axis, its own name left out → what the reference was asked."""
+        """Part of an axis, without the axis name → request to the reference."""
         parts = {part: capture.request for part, capture in self.captures.items() if part.partition(".")[0] == axis}
         return {part.partition(".")[2]: request for part, request in parts.items()}
 
     def borrowed(self) -> Borrowed:
-        """What reports say of it."""
+        """Description for reports."""
         own = self.manifest
         return Borrowed(
             place=self.place if self.place.startswith("hf://") else Path(self.place).name,
@@ -182,7 +182,9 @@ class Pack:
                 raise CaptureError(f"{self.place}: {part} has another {wrong} than the manifest; fetch the pack again")
             self._check_head(part, capture)
         if len(arms) != 1:
-            raise CaptureError(f"{self.place}: its captures are of {len(arms)} arms, not of one; fetch the pack again")
+            raise CaptureError(
+                f"{self.place}: its captures are of {len(arms)} configurations, not one; fetch the pack again"
+            )
 
     def _check_head(self, part: str, capture: Capture) -> None:
         if capture.head is None:
@@ -239,25 +241,25 @@ def check_listed(place: str, sizes: Mapping[str, int]) -> None:
         InputError: no manifest, or one that is too large.
     """
     if not 0 < sizes.get(MANIFEST, 0) <= _MOST_MANIFEST:
-        raise InputError(f"{place} is no packed reference: it has no {MANIFEST} of up to {_MOST_MANIFEST >> 20} MiB")
+        raise InputError(f"{place} is not a packed reference: it has no {MANIFEST} of up to {_MOST_MANIFEST >> 20} MiB")
 
 
 def read_pack(folder: Path, place: str = "") -> Pack:
     """The pack in a folder; its manifest is checked, its files are not yet (:meth:`Pack.check`).
 
     Raises:
-        InputError: the folder holds no pack, or one of another version.
-        CaptureError: its manifest is damaged, or names files that no pack has.
+        InputError: the folder has no pack, or one of another version.
+        CaptureError: its manifest is damaged, or names files that a pack cannot have.
     """
     place, path = place or str(folder), folder / MANIFEST
     if not path.is_file():
-        raise InputError(f"{place} is no packed reference: it has no {MANIFEST}; fidelab share reference makes one")
+        raise InputError(f"{place} is not a packed reference: it has no {MANIFEST}; fidelab share reference makes one")
     try:
         text = read_file(path, _MOST_MANIFEST)
         plain = strict_json(text)
         schema = plain.get("schema") if isinstance(plain, dict) else None
         if schema != SCHEMA:
-            raise InputError(f"{place} is no packed reference of schema {SCHEMA}: its schema is {schema!r:.60}")
+            raise InputError(f"{place} is not a packed reference of schema {SCHEMA}: its schema is {schema!r:.60}")
         manifest = ReferenceManifest.model_validate_json(text, strict=True)
     except (OSError, ValueError) as error:
         where = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else str(error)
@@ -282,7 +284,7 @@ def write_pack(
         tokenizer: the strings of the model's tokens, and :func:`sample_digest` of its tokenizer.
 
     Raises:
-        CaptureError: a capture has no rows any more, is damaged, or has another vocabulary than the tokenizer.
+        CaptureError: a capture no longer has rows, is damaged, or has another vocabulary than the tokenizer.
     """
     pieces, sample = tokenizer
     positions, heads = 0, set[int]()

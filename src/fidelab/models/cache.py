@@ -16,7 +16,7 @@ __all__ = ["build_once", "cache_dir"]
 def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
     """``target``, made by ``build`` if it is absent; returns ``target``.
 
-    ``build`` gets an empty scratch folder beside ``target`` and returns the finished file or folder in it,
+    ``build`` gets an empty scratch folder next to ``target`` and returns the finished file or folder in it,
     which is renamed to ``target``, so that a file of that name is always complete.  The scratch folder is removed
     afterwards, that of a killed process at the next attempt.  Only one process builds; others wait for it.
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_CHUNK = 1 << 20  # numbers that are converted and written at a time
+_CHUNK_VALUES = 1 << 20  # numbers that are converted and written at a time
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch → safetensors
-_BESIDE = 64 << 20  # bytes: config and tokenizer
+_EXTRA_DISK_BYTES = 64 << 20  # bytes: config and tokenizer
 
 Loader = Callable[[], "Tensor"]  # reads a parameter of the model
 
@@ -47,7 +47,7 @@ def to_safetensors(file: Path, text: Path, target: Path, dtype: str = "bfloat16"
     ``text``: the folder with the file's tokenizer and template.
 
     Raises:
-        InputError: the file is damaged, or Transformers cannot have its weights.
+        InputError: the file is damaged, or Transformers cannot load its weights.
         OutputError: the disk has no room for them.
     """
 
@@ -71,7 +71,7 @@ def check_room(target: Path, size: int) -> None:
         OutputError: they do not; says what is needed and what is free.
     """
     free = shutil.disk_usage(next(path for path in target.parents if path.exists())).free
-    if size + _BESIDE > free:
+    if size + _EXTRA_DISK_BYTES > free:
         raise OutputError(
             f"the weights of a GGUF file need {size / 2**30:.2f} GiB as safetensors in {target.parent}, "
             f"{free / 2**30:.2f} GiB are free: make room (fidelab setup clean models), set FIDELAB_CACHE to a folder "
@@ -80,7 +80,7 @@ def check_room(target: Path, size: int) -> None:
 
 
 def originals(file: Path, folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """What :func:`to_safetensors` stores, from the GGUF file: names of the folder's tensors with values in float32.
+    """Tensors that :func:`to_safetensors` stores, by name, read from the GGUF file as float32.
 
     Raises:
         InputError: Transformers cannot have the file's weights.
@@ -173,8 +173,8 @@ def _write_values(
             raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {expected}")
         out.seek(begin + places[name])
         flat = value.reshape(-1)
-        for start in range(0, len(flat), _CHUNK):
-            numbers = flat[start : start + _CHUNK].to(shapes[name].dtype).contiguous()
+        for start in range(0, len(flat), _CHUNK_VALUES):
+            numbers = flat[start : start + _CHUNK_VALUES].to(shapes[name].dtype).contiguous()
             out.write(numbers.view(torch.uint8).numpy().data)
 
 
@@ -224,7 +224,7 @@ def dequantized(file: Path, tensor: StoredTensor) -> NDArray[np.float32]:
     *rest, width = tensor.shape
     row_bytes = gguf.quant_shape_to_byte_shape((width,), kind)[0]
     rows = np.empty((math.prod(rest), width), dtype=np.float32)
-    step = max(1, _CHUNK // max(1, width))
+    step = max(1, _CHUNK_VALUES // max(1, width))
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
         raw = np.fromfile(file, np.uint8, len(part) * row_bytes, offset=tensor.offset + start * row_bytes)

@@ -76,7 +76,7 @@ DEFAULT = NAMES[0]
 
 
 def home(name: str) -> Path:
-    """Where the model ``name`` lies, or would lie."""
+    """Path of the model ``name``, whether or not it exists yet."""
     return cache_dir() / "models" / name
 
 

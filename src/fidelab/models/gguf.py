@@ -1,4 +1,4 @@
-"""What a GGUF file says without its weights: the model's shape, its tokenizer and chat template, its config.
+"""Content of a GGUF file without its weights: the model's shape, its tokenizer and chat template, its config.
 
 llama.cpp reads the file itself, so that this is all that is needed for it; :mod:`fidelab.models.convert` converts the
 weights for the other engines.  The header is read here, within the bounds of the file: package ``gguf`` builds an
@@ -75,7 +75,7 @@ def read_header(file: Path) -> Header:
     """Metadata and tensor table of a GGUF file.
 
     Raises:
-        InputError: it is no GGUF file, of an unknown version, damaged or incomplete.
+        InputError: it is not a GGUF file, has an unknown version, or is damaged or incomplete.
     """
     if not file.is_file():
         raise InputError(f"{file} is missing, or no regular file")
@@ -105,7 +105,7 @@ class _Cursor:
         metadata = {self._text(): self._value(self._number("I")) for _ in range(n_values)}
         further = bool(metadata.get("split.no"))  # of the files that a model is split into, the first describes it
         if not isinstance(metadata.get("general.architecture"), str) and not further:
-            raise ValueError("it names no architecture")
+            raise ValueError("it does not name an architecture")
         layers = metadata.get(f"{metadata.get('general.architecture')}.block_count")
         if isinstance(layers, int) and layers > metadata.get("split.tensors.count", n_tensors):
             raise ValueError(f"it says {layers:,} layers, but holds {n_tensors:,} tensors")
@@ -225,7 +225,7 @@ def hf_config(file: Path, scratch: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    # Transformers also reads what lies beside the file, and would run code that a config there names.
+    # Transformers also reads the folder of the file, and would run code that a config there names.
     folder = scratch / "alone"
     folder.mkdir(exist_ok=True)
     link = folder / "model.gguf"

@@ -1,4 +1,4 @@
-"""Files from the Hugging Face hub; what can go wrong there becomes one line that says what to do.
+"""Files from the Hugging Face hub; errors become one line with advice.
 
 The token is the one ``huggingface_hub`` finds itself (``HF_TOKEN``, or a stored login); fidelab never sees
 it. An interrupted download is resumed or repeated by ``huggingface_hub``: a file gets its name only when it
@@ -95,7 +95,7 @@ def dataset_file(repo: str, filename: str) -> Path:
     with _hub_errors(repo, None):
         file = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=[filename])) / filename
     if not file.is_file():
-        raise InputError(f"{repo} on the hub has no file {filename} any more")
+        raise InputError(f"{repo} on the hub no longer has the file {filename}")
     return file
 
 

@@ -33,7 +33,7 @@ class Model:
     ``convertible``: Transformers knows the architecture. ``weights`` is the hash of the content, without weights
     in ``path`` that of the GGUF file; ``revision`` the hub's commit. ``vocab_size`` counts the rows of the LM head,
     which may be more than the tokenizer knows; ``parameters`` and ``weight_bytes`` what the files store;
-    ``native`` is the 16-bit type that stands for the checkpoint's own. ``tied``: the LM head is the embedding
+    ``native`` is the 16-bit type closest to the checkpoint's own. ``tied``: the LM head is the embedding
     table. ``kind`` is ``fake`` for the analytic engine's model, which has no files.
     """
 
@@ -69,7 +69,7 @@ class Model:
 
 
 def resolve(name: str) -> Model:
-    """The model behind ``name``, fetched if need be; the weights of a GGUF file are not converted.
+    """The model called ``name``, fetched if need be; the weights of a GGUF file are not converted.
 
     ``name``: an embedded name, ``fake`` or ``fake:…``, a model folder, a ``.gguf`` file, or a hub id
     ``owner/name[@revision]``; a path wins over a hub id of the same spelling.
@@ -116,7 +116,7 @@ def with_weights(model: Model) -> Model:
     """The model in the form that Transformers, vLLM and SGLang load; the weights of a GGUF file are converted once.
 
     Raises:
-        InputError: Transformers cannot have the weights.  OutputError: the disk has no room for them.
+        InputError: Transformers cannot load the weights.  OutputError: the disk has no room for them.
     """
     if not model.text_only or model.gguf is None:
         return model
@@ -137,7 +137,7 @@ def check_conversion(model: Model) -> int:
 
 
 def _converted(model: Model) -> Path:
-    """Where the safetensors folder of a GGUF file lies, or would lie."""
+    """Path of the safetensors folder of a GGUF file, whether or not it exists yet."""
     return embedded.home(model.name) / "hf" if model.name in embedded.NAMES else gguf_dir() / model.weights
 
 
@@ -151,11 +151,11 @@ def pull(name: str) -> Model:
 
 
 def path(name: str, form: str = "hf") -> Path:
-    """Where a model lies, fetched or converted if need be: its safetensors folder (``hf``) or its GGUF file (``gguf``).
+    """Path of a model, fetched or converted if need be: its safetensors folder (``hf``) or its GGUF file (``gguf``).
 
     Raises:
         UsageError: no such form.
-        InputError: the model cannot be had, or has no GGUF file.
+        InputError: the model is not available, or has no GGUF file.
     """
     if form not in ("hf", "gguf"):
         raise UsageError(f"unknown form {form!r}: write 'hf' or 'gguf'")

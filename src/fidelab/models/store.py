@@ -1,4 +1,4 @@
-"""List the models of the cache, and remove what is not needed any more.
+"""List the models of the cache, and remove unused ones.
 
 ``models/gguf/`` has two folders for a GGUF file, named by its SHA-256: tokenizer and config (``….text``), and the
 converted weights, where an engine needed them.  Both are made again when they are needed.
@@ -36,7 +36,7 @@ class Listed:
 
 
 def gguf_dir() -> Path:
-    """Where that which was made from GGUF files lies."""
+    """Folder of everything converted from GGUF files."""
     return cache_dir() / "models" / "gguf"
 
 
@@ -55,7 +55,7 @@ def listing() -> list[Listed]:
 
 
 def collect_garbage(*, older_than_days: float | None = None, dry_run: bool = False) -> list[tuple[Path, int]]:
-    """Remove what killed conversions left, and what was made from GGUF files that are gone.
+    """Remove leftovers of killed conversions, and models converted from GGUF files that no longer exist.
 
     ``older_than_days``: also all other conversions of that age, the embedded models' among them, and never a GGUF
     file.  Returns (path, bytes) of what was removed, or with ``dry_run`` would be.

@@ -213,7 +213,7 @@ def _write_gguf(
 
 
 def _byte_letters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies: itself where it prints, else from U+0100."""
+    """The character of each byte in byte-level vocabularies: itself where it prints, else from U+0100."""
     prints = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     substitutes = iter(range(256, 512))
     return [chr(byte if byte in prints else next(substitutes)) for byte in range(256)]

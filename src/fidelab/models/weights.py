@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: its weight files, their size, and one hash for its content."""
+"""Content of a checkpoint folder: its weight files, their size, and one hash for its content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fidelab.core.errors import InputError
 from fidelab.models.cache import cache_dir
 
 INDEX = "model.safetensors.index.json"
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -75,7 +75,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     files = (single,) if single.is_file() else tuple(sorted(folder.glob("*.safetensors")))
     if files:
         return files
-    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    pickled = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
     if pickled:
         raise InputError(
             f"{folder} holds pickled weights only ({pickled[0]}), which can run code when loaded; "
@@ -114,7 +114,7 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class WeightSize:
-    """What the headers of weight files say: numbers stored, their bytes, tensors, and whether an LM head is there."""
+    """Totals from the headers of weight files: values, bytes, tensors, and whether an LM head exists."""
 
     parameters: int
     bytes: int

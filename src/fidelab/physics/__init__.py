@@ -1,1 +1,3 @@
-"""What a number format can gain, from a model's shape and a device's rates: bytes, ceilings, rooflines, fits."""
+"""Possible gain of a number format, computed from a model's shape and a device's rates: bytes, ceilings, rooflines,
+fits.
+"""

@@ -1,4 +1,4 @@
-"""What the page of ``fidelab estimate explain`` computes with: shapes of models, devices, and curves of saturation.
+"""Data of the page of ``fidelab estimate explain``: shapes of models, devices, and curves of saturation.
 
 The page's script repeats a few lines of :mod:`fidelab.physics.traffic` on these numbers (a browser has no Python);
 ``tests/browser/test_explain.py`` holds its results against that module.
@@ -73,7 +73,7 @@ KNOWN_MODELS = (
 
 
 def explainer(formats: Sequence[str], models: Sequence[Geometry] = ()) -> dict[str, Any]:
-    """What the page holds; plain data.
+    """Content of the page as plain data.
 
     Args:
         formats: of the cache; ceilings are against the first, which every model can have.

@@ -1,7 +1,7 @@
 """Fits of measured decoding: a Hill curve of the rate over the batch, and an affine time of a step.
 
-Hill: ``S(B) = Smax·B^γ / (B½^γ + B^γ)``, empirical.  Affine: ``t = a + b·B + c·B·T`` in ms, where ``a`` is what a step
-costs at least (weights, launches), ``b`` what a sequence adds and ``c`` the time per token in the cache.
+Hill: ``S(B) = Smax·B^γ / (B½^γ + B^γ)``, empirical.  Affine: ``t = a + b·B + c·B·T`` in ms, where ``a`` is the fixed
+cost of a step (weights, launches), ``b`` the cost per sequence and ``c`` the time per token in the cache.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def compare_fits(
             from the covariance of the linearised model.
 
     Raises:
-        UsageError: a column that is not there.
-        InputError: too few points, or values that are no numbers above 0.
+        UsageError: the column does not exist.
+        InputError: too few points, or values that are not positive numbers.
     """
     batch, value = _numbers(points, x), _numbers(points, y)
     rate = 1000 * batch / value if is_time else value

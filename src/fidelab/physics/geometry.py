@@ -1,8 +1,9 @@
 """The shape of a named model, from the model that Transformers builds.
 
 Nothing is derived from the names of configuration fields: Transformers builds the model on the
-``meta`` device, where tensors have shapes and no content, and one token is passed through it.  What its cache holds
-afterwards is what the architecture caches, also for shared layers, latents, sliding windows and recurrent states.
+``meta`` device, where tensors have shapes and no content, and one token is passed through it.  The content of its cache
+afterwards is what the architecture caches. This also covers shared layers, latents, sliding windows and recurrent
+states.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "num_selected_experts")
-_CHUNK = 2**16  # an expert count beyond this is no expert count
+_MAX_EXPERTS = 2**16  # a larger value is not an expert count
 
 
 def model_geometry(source: Path, name: str = "") -> Geometry:
@@ -87,7 +88,7 @@ def _cannot(file: Path, why: str) -> InputError:
     return InputError(f"{file}: {why}; or pass --layers, --kv-heads, --head-dim and --params")
 
 
-_MOST = {"layer": 2_000, "expert": 10_000}  # modules that are built one by one
+_MAX_BUILT = {"layer": 2_000, "expert": 10_000}  # modules that are built one by one
 _MOST_ELSE = 1 << 40  # of any other number
 _MOST_ITEMS = 20_000  # of one list
 
@@ -107,13 +108,13 @@ def _check_sizes(value: Any, file: Path, key: str = "") -> None:
         for inner in value:
             _check_sizes(inner, file, key)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        most = next((bound for part, bound in _MOST.items() if part in key), _MOST_ELSE)
+        most = next((bound for part, bound in _MAX_BUILT.items() if part in key), _MOST_ELSE)
         if abs(value) > most:
             raise _cannot(file, f"{key} is {value:,}, at most {most:,} are read")
 
 
 def _lacks(words: Mapping[str, Any], config: PretrainedConfig) -> list[str]:
-    """Fields that every shape needs and that the file does not have: the class would put in its own."""
+    """Fields that every shape needs and that the file lacks: the class would use its defaults."""
     inner = words.get("text_config")
     own = {**words, **(inner if isinstance(inner, Mapping) else {})}
     text = config.get_text_config()
@@ -191,7 +192,7 @@ def _experts(text: PretrainedConfig, has_experts: bool) -> tuple[int, int]:
     if not has_experts:
         return 0, 0
     counts = [getattr(text, key, None) for key in ("num_local_experts", "n_routed_experts", "num_experts")]
-    n = next((count for count in counts if isinstance(count, int) and 0 < count < _CHUNK), None)
+    n = next((count for count in counts if isinstance(count, int) and 0 < count < _MAX_EXPERTS), None)
     active = next((k for k in (getattr(text, key, None) for key in _ACTIVE) if isinstance(k, int) and k > 0), None)
     if n is None or active is None:
         raise InputError(

@@ -14,8 +14,8 @@ import torch
 
 from fidelab.core.errors import UsageError
 
-_BYTES = 2**29  # of one array: more than any cache holds
-_ROWS = {"cpu": 2048, "cuda": 8192}  # of the largest matrices
+_ARRAY_BYTES = 2**29  # of one array: more than any cache holds
+_MATRIX_ROWS = {"cpu": 2048, "cuda": 8192}  # of the largest matrices
 _FEWEST_ROWS = 128
 
 
@@ -31,19 +31,19 @@ def probe_device(device: str, seconds: float) -> Probe:
     """Measure for about ``seconds`` per rate; each is the median of its repeats.
 
     Raises:
-        UsageError: torch has no such device.
+        UsageError: torch does not know the device.
     """
     kind = device.partition(":")[0]
-    if kind not in _ROWS or (kind == "cuda" and not torch.cuda.is_available()):
+    if kind not in _MATRIX_ROWS or (kind == "cuda" and not torch.cuda.is_available()):
         raise UsageError(f"--device {device}: write cpu, or cuda:0 where torch has a CUDA device")
-    n = _BYTES // 4
+    n = _ARRAY_BYTES // 4
     source = torch.ones(n, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    copied = 2 * _BYTES / _median(lambda: target.copy_(source), seconds, device)
-    read = _BYTES / _median(lambda: source.sum(), seconds, device)
+    copied = 2 * _ARRAY_BYTES / _median(lambda: target.copy_(source), seconds, device)
+    read = _ARRAY_BYTES / _median(lambda: source.sum(), seconds, device)
     compute = {}
     for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
-        compute[name] = _matmul_rate(dtype, _ROWS[kind], seconds, device) / 1e12
+        compute[name] = _matmul_rate(dtype, _MATRIX_ROWS[kind], seconds, device) / 1e12
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
@@ -64,7 +64,7 @@ def probe_device(device: str, seconds: float) -> Probe:
 def _matmul_rate(dtype: torch.dtype, most_rows: int, seconds: float, device: str) -> float:
     """Return operations per second of a product of square matrices.
 
-    Their size doubles until one product takes a quarter of ``seconds``. Where the processor has no instructions for
+    The size doubles until one product takes a quarter of ``seconds``. Where the processor has no instructions for
     ``dtype``, a product of 2,048 rows takes a minute.
     """
     rows = _FEWEST_ROWS

@@ -10,7 +10,7 @@ from fidelab.core.errors import UsageError
 
 @dataclass(frozen=True)
 class KVLayer:
-    """What one layer caches per token: ``heads`` keys of ``k_dim`` and values of ``v_dim`` elements.
+    """Cache of one layer per token: ``heads`` keys of ``k_dim`` and values of ``v_dim`` elements.
 
     ``window``: how many tokens at most; ``None``: all of them.  ``latent``: one compressed vector stands for keys and
     values of all heads (multi-head latent attention), and both parts are stored in one format.
@@ -23,7 +23,7 @@ class KVLayer:
     latent: bool = False
 
     def shard(self, tp: int) -> KVLayer:
-        """What each of ``tp`` devices holds; heads that are fewer than devices, and latents, are held several times."""
+        """Share of each of ``tp`` devices. Latents, and heads fewer than the devices, are replicated."""
         return self if self.latent else replace(self, heads=math.ceil(self.heads / tp))
 
 
@@ -63,7 +63,7 @@ class Geometry:
                 raise UsageError(f"{what} must be above 0, not {value:,}")
         for layer in self.kv:
             if min(layer.heads, layer.k_dim) <= 0 or layer.v_dim < 0:
-                raise UsageError(f"{layer.heads} heads of {layer.k_dim} and {layer.v_dim} elements are no cache")
+                raise UsageError(f"{layer.heads} heads of {layer.k_dim} and {layer.v_dim} elements are not a cache")
 
     @classmethod
     def of_sizes(cls, layers: int, kv_heads: int, head_dim: int, parameters: float) -> Geometry:

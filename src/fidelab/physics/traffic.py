@@ -140,7 +140,7 @@ class Model:
         return batch * (2 * self.geometry.active_parameters + self._attention_flops(tokens)) / self.tp
 
     def _attention_flops(self, tokens: int) -> float:
-        """Of one new token: queries times keys, probabilities times values."""
+        """FLOPs of one new token: queries times keys, probabilities times values."""
         heads = self.geometry.query_heads
         return sum(
             2.0 * (heads or layer.heads) * (layer.k_dim + layer.v_dim) * min(tokens, layer.window or tokens)
@@ -198,7 +198,7 @@ def _largest(holds: Callable[[int], bool]) -> int | None:
 
 
 def required_link_bandwidth(cache_bytes: float, seconds: float) -> float:
-    """Bytes per second that a link must carry for caches that lie behind it and are read once per step.
+    """Required bandwidth, in bytes per second, of a link to caches that are read once per step.
 
     Raises:
         UsageError: the step takes no time.
@@ -209,7 +209,7 @@ def required_link_bandwidth(cache_bytes: float, seconds: float) -> float:
 
 
 def interconnect_shortfall(required: float, link: float) -> float:
-    """How many times faster a link would have to be: required over given bytes per second.
+    """Required over available bandwidth of a link: the factor by which it would have to be faster.
 
     Raises:
         UsageError: the link's bandwidth is not above 0.

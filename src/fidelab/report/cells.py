@@ -69,10 +69,10 @@ def estimate_of(metric: Metric | None, *, mib: bool = False) -> Estimate:
 
 
 def ratio_of(own: Metric | None, base: Metric | None) -> str:
-    """own / base; ``≈`` before it where the ranges of their repeats overlap, or one of both has no repeats.
+    """own / base; ``≈`` before it where the ranges of their repeats overlap, or one of them has no repeats.
 
-    What is measured once by its nature (bytes of storage, one load on a server) has no repeats on either side and no
-    sign.
+    Quantities that are measured once by nature (bytes of storage, one load on a server) have no repeats on either side
+    and no sign.
     """
     if own is None or base is None or own.value is None or not base.value:
         return ABSENT
@@ -147,7 +147,9 @@ def _nearly_all(share: float) -> str:
 
 
 def flips_of(kld: Measurement | None) -> Estimate:
-    """Share of positions at which a top token changes that was no near tie; of none the upper end of the interval."""
+    """Share of positions at which the top token changes beyond a near tie; without any, the upper end of the
+    interval.
+    """
     flips = kld.metric("real_flips", {}) if kld else None
     if flips is None or flips.value is None:
         return Estimate()
@@ -185,7 +187,7 @@ def status_line(outcome: Outcome) -> str:
 
 
 def is_duplicate_reason(arm: ArmRecord | None, reason: str | None) -> bool:
-    """The reason is that of the whole arm, or the missing reference, each of which has a line of its own."""
+    """The reason is that of the whole arm, or the missing reference; each has a separate line."""
     own, whole = one_line(reason or ""), one_line((arm.reason if arm else "") or "")
     lost = arm is not None and not arm.measured and whole != ""
     return own.startswith(NO_REFERENCE) or (lost and (own in whole or whole in own))

@@ -227,7 +227,7 @@ def _path(run: Sequence[tuple[float, float]], stairs: bool) -> str:
 
 
 def draw_bars(group: BarGroup, parts: Sequence[str], width: int) -> Chart:
-    """Stacked bars from 0, one row each with its name above and its total behind; ``parts`` gives the colours."""
+    """Stacked bars from 0, one row each with its name above and its total at the end; ``parts`` gives the colours."""
     bars = [(arm, bars, n) for arm, bars in group.bars for n, _ in enumerate(bars.labels)]
     sums = [sum(lengths[n] for lengths in stack.parts.values()) for _, stack, n in bars]
     totals = [stack.totals[n] if stack.totals else whole for (_, stack, n), whole in zip(bars, sums, strict=True)]

@@ -19,7 +19,7 @@ from fidelab.results.diff_record import ChangeOutcome, Diff, MetricChange, Refus
 from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line, printable
 from fidelab.results.table import BENCH
 
-_SHOWN = 40  # of a value that differs: hashes and lists are long
+_MAX_VALUE_CHARS = 40  # of a value that differs: hashes and lists are long
 _STYLES: dict[ChangeOutcome, str] = {
     "regressed": "bold red",
     "lost": "red",
@@ -175,4 +175,4 @@ def _asides(diff: Diff) -> Iterator[str]:
 
 def _short(value: object) -> str:
     text = "not recorded" if value is None else plain(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[: _MAX_VALUE_CHARS - 1]}…"

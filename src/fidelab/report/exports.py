@@ -37,14 +37,14 @@ def choose_arm(report: Report, name: str | None = None) -> ArmRecord:
     if chosen is not None:
         raise UnknownNameError("arm", chosen, arms)
     if not arms:
-        raise UsageError(f"{report.run_id} has no candidate, so there is no arm to export")
-    raise UsageError(f"no arm is recommended: name one of them with --arm: {', '.join(arms)}")
+        raise UsageError(f"{report.run_id} has no candidate, so there is no configuration to export")
+    raise UsageError(f"no configuration is recommended: choose one with --arm: {', '.join(arms)}")
 
 
 def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
-    """What lm-evaluation-harness would have written to ``results_*.json``; see docs/sharing.md#exports.
+    """Content of ``results_*.json`` as lm-evaluation-harness writes it; see docs/sharing.md#exports.
 
-    Each axis and bench is a task ``fidelab_<name>``, each shape of work a task of its own behind that.
+    Each axis and bench is a task ``fidelab_<name>``, and each shape of work a separate task after it.
     """
     tasks: dict[str, dict[str, Metric]] = {}
     counts: dict[str, dict[str, int]] = {}
@@ -99,7 +99,7 @@ def _tasks(name: str, measurement: Measurement) -> Iterator[tuple[str, Metric]]:
 
 
 def _slug(text: str) -> str:
-    """A part of a task's name or a metric's: these hold no comma and no blank."""
+    """A part of a task's name or a metric's: without commas and blanks."""
     return re.sub(r"\W+", "_", text).strip("_")
 
 
@@ -115,7 +115,7 @@ _BENCHMARKS = {"gsm8k": ("openai/gsm8k", "gsm8k", 1319)}
 
 
 def hub_files(report: Report, arm: ArmRecord) -> dict[str, str]:
-    """What the hub shows beside a model, by path in its repository.
+    """Files that the hub shows next to a model, by path in its repository.
 
     ``README.md``: a model card whose metadata hold the first figures of each axis as ``model-index``, with the section
     for people below.  ``.eval_results/fidelab.yaml``: figures of the hub's own benchmarks; only there where all of a

@@ -12,8 +12,8 @@ from fidelab.report.scales import ChartAxis, Scale, round_step, scale_for
 from fidelab.report.view import FrontierPoint
 from fidelab.results.numbers import format_bytes, format_kld, format_span
 
-_FAR = 1.5
-_CROWD = 12
+_FAR_RATIO = 1.5
+_CROWD_SIZE = 12
 
 
 def pareto(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
@@ -39,7 +39,7 @@ def draw_frontier(
 ) -> Chart | None:
     """Places for all points; ``None`` where no arm has both a KL and a size.
 
-    A KL of 0 has no place on a log axis: it is drawn hollow on the bottom line, as is an interval's end at 0.
+    A KL of 0 cannot be shown on a log axis: it is drawn hollow on the bottom line, as is an interval's end at 0.
     """
     if not points:
         return None
@@ -51,7 +51,7 @@ def draw_frontier(
     y_axis = ChartAxis("mean KL divergence, nats (lower is better)", log=True)
     y = scale_for(shown, y_axis, bottom, top)
     largest = max(point.size for point in points)
-    if reference and reference.size > _FAR * largest:
+    if reference and reference.size > _FAR_RATIO * largest:
         reference = None  # a line far to the right would press the points together
     largest = max(largest, reference.size if reference else 0.0)
     most = 5 if size.width > 400 else 3
@@ -71,8 +71,8 @@ def draw_frontier(
         at, level = x(point.size), y(point.mean)
         low, high = point.interval or (point.mean, point.mean)
         name = shorten(point.name, 28 if size.width > 400 else 16)
-        # in a crowd only those that have room beside their point
-        place = labels.beside(at, level, name) if len(points) > _CROWD else labels.place(at, level, name)
+        # in a crowd only those that have room next to their point
+        place = labels.beside(at, level, name) if len(points) > _CROWD_SIZE else labels.place(at, level, name)
         title = f"{point.name}: {Estimate(format_kld(point.mean), format_span(point.interval))} nats, "
         mark = (
             element("title", f"{title}{format_bytes(point.size)} {point.unit}"),

@@ -1,4 +1,4 @@
-"""A report as one HTML file, and as a fragment for notebooks: no network, no external fonts, one script of ours.
+"""A report as one HTML file, and as a fragment for notebooks: no network, no external fonts, one inline script.
 
 Everything from models, logs and configs passes through autoescape; the record itself is embedded as JSON in a
 data block in which ``<``, ``>`` and ``&`` are written as escapes, so that no text in it can end the block.  The
@@ -93,7 +93,7 @@ def render_page(template: str, title: str, facts: Sequence[str], *scripts: str, 
 
 
 def data_block(text: str) -> Markup:
-    """JSON as it stands in a ``<script type="application/json">``: nothing in it can end that element."""
+    """JSON for a ``<script type="application/json">``; it cannot end that element."""
     return Markup(printable(text, escaped=True).translate(_ESCAPES))
 
 
@@ -103,7 +103,7 @@ def _breakable(text: str) -> Markup:
 
 
 def _finalized(value: object) -> object:
-    """What a template shows of a value, in which markup stays markup."""
+    """Text of a value for a template; markup is kept."""
     if isinstance(value, Markup):
         return Markup(printable(value))
     return printable(value) if isinstance(value, str) else value

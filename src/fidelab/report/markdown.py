@@ -1,7 +1,7 @@
 """A report as a section of a model card, in GitHub-flavoured Markdown, without headings.
 
-Names stand in code spans, all other text is escaped: nothing from models, logs and configs becomes markup, a link or
-another cell.  Addresses stand in code spans too: renderers make links of them, some after escapes are undone.
+Names are code spans, and all other text is escaped: nothing from models, logs and configs becomes markup, a link or
+another cell. Addresses are code spans too, since renderers make links of them, some after escapes are undone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _answer(answer: Answer) -> Iterator[str]:
 
 
 def _opening(report: Report, view: View) -> str:
-    """What was compared or measured, on which text and by which protocol, in one sentence."""
+    """Subject of the run, with its text and protocol, in one sentence."""
     engines = escaped(engines_of((report.reference, *report.candidates)))
     n = len(view.candidates) if view.fidelity else len(view.rows)
     subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(public_name(view.rows[0].model))} on {engines}"
@@ -181,7 +181,7 @@ def code_span(text: str) -> str:
     text = one_line(text).replace("\\|", "\\ |")  # renderers disagree on which sign the backslash belongs to
     if not text:
         return ABSENT
-    ticks = "`" * (_longest_run(text) + 1)
+    ticks = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     pad = " " if "`" in (text[0], text[-1]) else ""
     return f"{ticks}{pad}{text}{pad}{ticks}"
 
@@ -190,7 +190,3 @@ def _code_block(text: str) -> str:
     """An indented code block: renderers without fences take what stands between them for text and HTML."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     return "\n".join("    " + "".join(char if char.isprintable() else "\ufffd" for char in line) for line in lines)
-
-
-def _longest_run(text: str) -> int:
-    return max((len(run) for run in re.findall("`+", text)), default=0)

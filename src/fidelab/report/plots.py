@@ -36,7 +36,7 @@ HOLLOW = "Hollow: not valid, see the table."
 class Drawing:
     """One figure: its wide and its narrow drawing, and a legend of (name, id, style); ``key`` names its file.
 
-    An entry without an id stands for no single arm.
+    An entry without an id is not of a single arm.
     """
 
     key: str
@@ -100,14 +100,14 @@ def tail(arms: Sequence[ReportArm], positions: Mapping[str, ArmPositions]) -> Dr
 
 
 def draw_plots(section: Section, report: Report) -> tuple[Drawing, ...]:
-    """The charts of one axis or bench, bars and curves; ``report`` gives the noise bands behind mean KLs."""
+    """The charts of one axis or bench, bars and curves; ``report`` gives the noise bands of mean KLs."""
     drawings = [_draw_bars(group) for group in section.bars]
     drawings += [_draw_curves(group, report) for group in section.curves]
     return tuple(drawing for drawing in drawings if drawing is not None)
 
 
 def noise(report: Report) -> str:
-    """A sentence about the noise floor and the control where they are missing or exactly 0, and so have no band."""
+    """A sentence about run-to-run noise and the control where they are missing or exactly 0, and so have no band."""
     lines = []
     floor, control = (mean for *_, mean, _ in _noise(report))
     if floor is None:
@@ -134,7 +134,7 @@ def _noise(report: Report) -> Iterator[tuple[str, str, float | None, float | Non
 
 
 def _bands(report: Report, size: ChartSize) -> list[ShadedBand]:
-    """Control and floor up to the upper bounds of their means; what is exactly 0 has no band."""
+    """Control and floor up to the upper bounds of their means; a value of exactly 0 has no band."""
     roomy = size.width > NARROW.width
     return [
         ShadedBand(f"{name} {meaning} ≤ {plain_nats(upper)}" if roomy else f"{name} (noise)", name, upper)
@@ -152,7 +152,7 @@ def _draw_curves(group: Curves, report: Report) -> Drawing | None:
         and not (curve.kl and arm.role == "floor")  # it is a band
     ]
     if len({at for _, curve in kept for at in curve.x}) < 2:
-        return None  # one point is no curve: the table shows it
+        return None  # one point is not a curve: the table shows it
     first = kept[0][1]
     arms = list(dict.fromkeys(arm for arm, _ in kept))
     series = list(dict.fromkeys(curve.series for _, curve in kept))

@@ -85,7 +85,7 @@ def read_positions(
     for name, arm in measured.items():
         n = expected[name]
         if arm.n == 0 or (n and arm.n % n):  # a candidate that is also the control is there twice
-            raise InputError("positions.parquet belongs to another run: its arms or positions are not the report's")
+            raise InputError("positions.parquet belongs to another run: its configurations or positions differ")
     return measured
 
 

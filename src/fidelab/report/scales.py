@@ -25,7 +25,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """What an axis shows; ``low`` and ``high`` are its ends where the data shall not decide.
+    """Ticks and range of an axis; ``low`` and ``high`` fix its ends instead of the data.
 
     ``at``: the values that are labelled, as far as there is room, with their labels; else round ones are.
     """
@@ -42,7 +42,7 @@ class ChartAxis:
 class Scale:
     """Values ``low``…``high`` onto places ``start``…``end``; what lies outside is drawn at the nearer end.
 
-    A value of 0 or less has no place on a logarithmic scale: it is drawn at its low end.
+    A logarithmic scale draws a value of 0 or less at its low end.
     """
 
     low: float

@@ -27,7 +27,7 @@ Role = Literal["reference", "control", "candidate", "floor"]
 
 @dataclass(frozen=True)
 class ReportArm:
-    """Whose lines, bars and rows they are.
+    """Arm of the lines, bars and rows.
 
     ``name`` is unique among the arms of a report.  ``id`` ties together what belongs to one arm in all charts and
     legends: ``reference``, ``control``, ``control1`` (of other kernel paths), ``candidate0``, ``floor``; ``number``
@@ -86,7 +86,7 @@ class Section:
     """As the record names it, on one line; not for an anchor or a file name."""
     title: str
     notes: tuple[str, ...]
-    """Why arms have no metrics: ``arm: failed: reason``; not where the whole arm failed, or the reference."""
+    """Reasons of arms without metrics: ``arm: failed: reason``; not where the whole arm failed, or the reference."""
     lines: tuple[str, ...]
     """Flags of whole measurements, after the arms' names."""
     sources: tuple[str, ...]

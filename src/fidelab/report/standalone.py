@@ -1,4 +1,4 @@
-"""Every chart of a report as a file of its own: SVG, or PNG drawn from it.
+"""Every chart of a report as a separate file: SVG, or PNG drawn from it.
 
 A file holds its own style in which all colours are plain values (those of the light page) and the font is generic, so
 that any program shows it; the ground is white.  Heat maps, which are tables of numbers, are not among them.
@@ -34,7 +34,7 @@ _LEFT, _SWATCH, _GAP = 18.0, 27.0, 22.0
 
 
 def draw_charts(report: Report, width: int, positions: Path | None = None) -> dict[str, str]:
-    """Name → SVG of so many pixels' width, in reading order; ``positions`` is the run's ``positions.parquet``."""
+    """Name → SVG of the given width in pixels, in reading order; ``positions`` is the run's ``positions.parquet``."""
     drawn: dict[str, str] = {}
     for plot in gallery_of(report, build_view(report), positions).plots():
         drawn[free(plot.key, drawn)] = _draw(plot, width)

@@ -23,11 +23,11 @@ from fidelab.results.record import write_atomically
 from fidelab.results.study import PART, Study, StudyRow
 
 _OUTCOME = "outcome"
-_BAR = 24  # characters of the longest bar
+_BAR_COLUMNS = 24  # characters of the longest bar
 
 
 def render_study(study: Study, console: Console, *, folder: Path | None = None) -> None:
-    """Print what was found and the first rows; ``folder`` is where its files lie.
+    """Print the results and the first rows; ``folder`` holds its files.
 
     Nothing of the record is read as markup.
     """
@@ -50,7 +50,7 @@ def render_study(study: Study, console: Console, *, folder: Path | None = None) 
             table.add_column(literal(title, console), justify=justify, overflow="fold")
         table.add_column("", no_wrap=bool(study.bar))
         for row, cells in zip(shown.rows, shown.cells, strict=True):
-            bar = "#" * round(_BAR * (row.value(study.bar) or 0.0) / longest) if longest else ""
+            bar = "#" * round(_BAR_COLUMNS * (row.value(study.bar) or 0.0) / longest) if longest else ""
             flags = ", ".join(one_line(flag.text) for flag in row.flags)
             style = "bold red" if flags else ""
             end = f"{bar} <- {flags}".lstrip() if flags else bar
@@ -148,7 +148,7 @@ def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:
 
 
 def _failures(study: Study) -> list[str]:
-    """Why a row has no figures: a line for each, unless the table has it."""
+    """Reasons of rows without figures, a line each, unless the table has them."""
     lost = (row for row in study.rows if not (row.measured or "why" in row.facts))
     return [f"{one_line(' '.join(map(str, row.at.values())))}: {status_line(row)}" for row in lost]
 

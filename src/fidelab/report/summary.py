@@ -70,7 +70,7 @@ def contexts_of(report: Report) -> TextTable | None:
 def groups_of(report: Report, coordinate: str) -> TextTable | None:
     """Kind of text (``domain``) or of token (``structure``) × arm: mean KL and its interval, and changed tokens.
 
-    ``None`` where the text has no kinds.  The last row says where an arm loses most.
+    ``None`` where the text has no kinds.  The last row names the kind on which an arm loses most.
     """
     klds = {one_line(arm.name): arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
     cells = {
@@ -146,7 +146,7 @@ def _ways(axis: Measurement) -> list[Coordinates]:
 
 
 def _at_way(axis: Measurement, at: Coordinates) -> str:
-    """``0.0064 from 97``, or why there is no figure."""
+    """``0.0064 from 97``, or the reason for a missing figure."""
     cell = axis.cell(at)
     if cell is None or not cell.measured:
         return ABSENT if cell is None else STATUS[cell.status]
@@ -166,7 +166,7 @@ def _text_at(kld: Measurement, n_ctx: int) -> str:
 def others_of(report: Report) -> TextTable | None:
     """The reference, then arm × headline metrics of each axis besides KLD that any arm was measured on.
 
-    An axis says in words what happened, its headline metric stands behind that in parentheses.  ``None`` without such
+    An axis gives its result in words, followed by its headline metric in parentheses.  ``None`` without such
     axes.  The last column is the composite, where all its axes were measured or its bands were requested.
     """
     arms = _compared(report)
@@ -203,7 +203,7 @@ _FIGURES_OF_DRAFTS = {
 
 
 def speculation_of(report: Report) -> TextTable | None:
-    """Arm × tokens per verification and accepted share of drafts, on greedy text: measured beside forecast.
+    """Arm × tokens per verification and accepted share of drafts, on greedy text: measured next to forecast.
 
     ``None`` where no arm speculated.
     """
@@ -223,21 +223,21 @@ def speculation_of(report: Report) -> TextTable | None:
 
 
 def remarks_of(report: Report) -> tuple[str, ...]:
-    """What the axes remark on each arm, a sentence each, as those about speculation."""
+    """Remarks of the axes on each arm, a sentence each, such as those about speculation."""
     arms = (*([report.control] if report.control else []), *report.candidates)
     flags = ((arm, flag) for arm in arms for axis in arm.axes.values() for flag in axis.flags)
     return tuple(shared((one_line(arm.name), one_line(flag.text)) for arm, flag in flags))
 
 
 def engine_remarks_of(report: Report) -> tuple[str, ...]:
-    """What engines remark on how their arms ran, a sentence each, after that of a borrowed reference."""
+    """Remarks of engines on how their arms ran, a sentence each, after that of a borrowed reference."""
     arms = (report.reference, *([report.control] if report.control else []), *report.controls, *report.candidates)
     remarks = ((arm, text) for arm in arms if arm.ran for text in arm.ran.remarks)
     return (*_borrowed(report), *shared((one_line(arm.name), one_line(text)) for arm, text in remarks))
 
 
 def _borrowed(report: Report) -> Iterator[str]:
-    """Where a borrowed reference comes from, and how far verdicts allow for its machine."""
+    """Origin of a borrowed reference, and the allowance of verdicts for its machine."""
     if (found := report.borrowed) is None:
         return
     weights = f", weights {one_line(found.weights)}" if found.weights else ""

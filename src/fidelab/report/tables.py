@@ -247,7 +247,7 @@ def ran_of(arms: Iterable[ArmRecord]) -> TextTable:
 
 
 def observed_of(arm: ArmRecord) -> str:
-    """Where the proof of engagement looked: ``30 of 30 layers, 6 of 32 prefills``; empty where it counted nothing."""
+    """Coverage of the proof of engagement: ``30 of 30 layers, 6 of 32 prefills``; empty where it counted nothing."""
     counts = (arm.ran.observed or {}) if arm.ran else {}
     return ", ".join(
         f"{counts[name][0]:,} of {counts[name][1]:,} {word}"

@@ -31,12 +31,12 @@ from fidelab.results.numbers import one_line, printable
 from fidelab.results.record import Report
 
 _NAME_WIDTH = 17
-_INDENT = 11  # of the lines below the answer
-_REASONS = 8  # lines on the first screen
-_SPARE = ("95% interval", "flips", "same top", "size")
+_INDENT_COLUMNS = 11  # of the lines below the answer
+_MAX_REASONS = 8  # lines on the first screen
+_DROPPED_COLUMNS = ("95% interval", "flips", "same top", "size")
 """Columns that narrow terminals leave out, in this order."""
 _PLOT_WIDTH = 100
-_KEPT = (NOTES, VALID)
+_FIXED_COLUMNS = (NOTES, VALID)
 """Columns that are kept on narrow terminals: they qualify the others."""
 _ASCII = str.maketrans(
     {"–": "-", "−": "-", "±": "+/-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d", "×": "x", "∞": "inf", "…": "..."}
@@ -111,9 +111,9 @@ def _print_failures(view: View, console: Console, folder: Path | None) -> None:
 
 
 def _print_answer(answer: Answer, console: Console) -> None:
-    """``Use q8_0`` and what that rests on, in two columns where there is room."""
+    """``Use q8_0`` and its evidence, in two columns where there is room."""
     first, *rest = answer.facts or ("",)
-    indent = max(_INDENT, len(answer.head) + 2)
+    indent = max(_INDENT_COLUMNS, len(answer.head) + 2)
     if indent > 24 or console.width < 60:
         print_line(console, answer.head, "bold")
         indent, rest = 2, [first, *rest]
@@ -139,10 +139,10 @@ def _print_candidates(view: View, console: Console) -> None:
     reasons = () if inside else view.reasons
     if reasons:
         print_line(console, "")
-    for why, names in reasons[:_REASONS]:
+    for why, names in reasons[:_MAX_REASONS]:
         console.print(_hanging(f"   {', '.join(names)}: {why}", 5, console))
-    if len(reasons) > _REASONS:
-        print_line(console, f"   … and {len(reasons) - _REASONS} more")
+    if len(reasons) > _MAX_REASONS:
+        print_line(console, f"   … and {len(reasons) - _MAX_REASONS} more")
     if lacking:
         print_line(console, f"narrow terminal: {joined(lacking)} {'is' if len(lacking) == 1 else 'are'} left out")
 
@@ -150,8 +150,8 @@ def _print_candidates(view: View, console: Console) -> None:
 def _fitted(view: View, console: Console) -> tuple[Table, tuple[str, ...], bool]:
     """The table in the roomiest layout that there is room for, what it leaves out, and whether it holds reasons."""
     columns = [FIGURES[n] for n in view.kept]
-    for spare in range(len(_SPARE) + 1):
-        kept = [name for name in columns if name not in _SPARE[:spare]]
+    for spare in range(len(_DROPPED_COLUMNS) + 1):
+        kept = [name for name in columns if name not in _DROPPED_COLUMNS[:spare]]
         for name_width, padding, reasons in (
             (99, 2, True),
             (99, 2, False),
@@ -263,7 +263,7 @@ def _print_performance(speed: Performance, console: Console) -> None:
 
 
 def _print_table(shown: Others, console: Console, *, stacked: bool = False) -> None:
-    """A table; the columns that there is no room for follow below, after the same names."""
+    """A table; columns that do not fit follow below, after the same names."""
     table, dropped = _narrowed(shown, console, stacked=stacked)
     console.print(table)
     if dropped:
@@ -300,7 +300,7 @@ def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tupl
     Intervals follow their values; where there is less room, and always with ``stacked``, they are on a second line.
     """
     columns, dropped = list(range(len(shown.columns))), []
-    spare = [n for n in columns[shown.named + 1 :] if shown.columns[n] not in _KEPT]
+    spare = [n for n in columns[shown.named + 1 :] if shown.columns[n] not in _FIXED_COLUMNS]
     for below, padding in ((stacked, 1), (True, 1), (True, 0)):
         table = _grid(shown, columns, console, below, padding)
         if _fits(table, console):
@@ -328,7 +328,7 @@ def _grid(shown: Others, kept: Sequence[int], console: Console, stacked: bool, p
         words = n < shown.named and not all(line.replace(",", "").isdecimal() for line in lines if line)
         table.add_column(
             literal(shown.columns[n], console),
-            justify="left" if words or n == 0 or shown.columns[n] in _KEPT else "right",
+            justify="left" if words or n == 0 or shown.columns[n] in _FIXED_COLUMNS else "right",
             overflow="fold",
             width=width,
         )
@@ -381,7 +381,7 @@ def print_table(
     """Print a table of texts, never markup.
 
     Args:
-        words: numbers of the columns that hold words and stand at the left; others hold figures.
+        words: numbers of the columns that hold words and are left-aligned; others hold figures.
         no_wrap: figures stay on one line.
     """
     table = simple_table()

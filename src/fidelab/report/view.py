@@ -141,9 +141,9 @@ class ArmRow:
     key: str
     """Word for a stylesheet: role, band in lower case, ``identical``, ``none`` or ``broken``."""
     text: str = ""
-    """What its KLD was measured on: ``8 windows, 2 documents``."""
+    """Data of its KLD: ``8 windows, 2 documents``."""
     others: tuple[str, ...] = ()
-    """What each other axis found, in words: ``rniah: lost 9 of 36``."""
+    """Results of the other axes, in words: ``rniah: lost 9 of 36``."""
     why: str = ""
     chosen: bool = False
     preliminary: bool = False
@@ -178,8 +178,8 @@ FIGURES = ("KLD", "95% interval", "same top", "flips", "size")
 
 @dataclass(frozen=True)
 class View:
-    """Everything a report shows, in reading order; ``beside``: tables below the main one, ``remarks``: what axes say
-    of single arms, which sections repeat; ``engine_remarks``: what engines say of how single arms ran.
+    """Everything a report shows, in reading order; ``beside``: tables below the main one; ``remarks``: remarks of axes
+    on single arms, which sections repeat; ``engine_remarks``: remarks of engines on how single arms ran.
     """
 
     title: str
@@ -209,17 +209,17 @@ class View:
     run_details: tuple[tuple[str, str], ...]
     settings: str
     comparability: str
-    """What has to be equal in reports that are compared, as JSON."""
+    """Conditions that compared reports must share, as JSON."""
     command: str
     serve_commands: tuple[tuple[str, str], ...]
     """Reference and candidates whose engines have servers: name, and the command line of that server."""
     ignored: str
-    """What of a pasted command went into no arm, with the reasons; empty where there is nothing."""
+    """Parts of a pasted command that no arm uses, with the reasons."""
     text: str
     reference: FrontierPoint | None
     performance: Performance | None
     headlines: tuple[str, ...]
-    """What the benches found, a sentence each."""
+    """Results of the benches, a sentence each."""
     partings: tuple[str, ...]
     """Which serving paths diverge, a sentence each."""
     sections: tuple[Section, ...]
@@ -240,7 +240,7 @@ class View:
 
     @property
     def reasons(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Why candidates are not recommended and what is open → their names."""
+        """Reasons why candidates are not recommended, and open questions → their names."""
         owners: dict[str, list[str]] = {}
         for row in self.candidates:
             owners.setdefault(row.why, []).append(row.name)
@@ -332,7 +332,7 @@ def build_view(report: Report) -> View:
 
 
 def _title(report: Report, performance: Performance | None, fidelity: bool) -> str:
-    """``smollm2-135m · Transformers (CPU)``; of benches alone what was measured is said first."""
+    """``smollm2-135m · Transformers (CPU)``; with benches alone, the measured quantity comes first."""
     what = f"{one_line(report.reference.model)} · {engines_of((report.reference, *report.candidates))}"
     return what if fidelity or performance is None else f"{_capital(performance.measured)} · {what}"
 
@@ -435,7 +435,7 @@ def _saved(saving: float | None) -> Estimate:
 
 
 def _open(arm: ArmRecord, sentence: str, found: Recommendation | None) -> Iterator[str]:
-    """Why a candidate is not recommended, unless its row says so, and what more data would decide."""
+    """Reason why a candidate is not recommended, unless its row has it, and the data needed to decide."""
     name, verdict = one_line(arm.name), arm.verdict
     if not arm.measured:
         yield sentence.removeprefix("not running: ").removeprefix("not supported: ")
@@ -453,7 +453,7 @@ def _open(arm: ArmRecord, sentence: str, found: Recommendation | None) -> Iterat
 
 
 def _figures(rows: Sequence[ArmRow]) -> TextTable:
-    """All arms with the intervals of their figures, the excess over the control and what they were measured on."""
+    """All arms with the intervals of their figures, the excess over the control and the data they were measured on."""
     columns: dict[str, list[str]] = {
         "KLD, nats": [str(row.kld) for row in rows],
         "excess over the control": [str(row.excess) for row in rows],
@@ -518,7 +518,7 @@ def _text(report: Report) -> str:
 
 
 def _scored_at(axis: Measurement) -> list[Mapping[str, Any]]:
-    """What an axis scored at each context; empty where its facts do not have the form of KLD's."""
+    """Scores of an axis at each context; empty where its facts do not have the form of KLD's."""
     contexts = axis.facts.get("contexts")
     known = isinstance(contexts, list) and all(
         isinstance(c, dict) and isinstance(c.get("n_ctx"), int) and isinstance(c.get("n_positions"), int)
@@ -549,7 +549,7 @@ def _because(arm: ArmRecord) -> tuple[str, ...]:
 
 
 def _sentence(arm: ArmRecord, reference: ArmRecord) -> str:
-    """What to do with an arm; why the reference did not run is not repeated."""
+    """Advice on an arm; the reference's reason for not running is not repeated."""
     reason = "" if arm.measured else one_line(arm.reason or "")
     if not reference.measured and arm is not reference:
         if reason and reason == one_line(reference.reason or ""):
@@ -563,7 +563,7 @@ def _sentence(arm: ArmRecord, reference: ArmRecord) -> str:
 
 
 def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
-    """Unusable items, axes and benches without a number, in words; ``fidelity``: candidates have lines of their own."""
+    """Unusable items, axes and benches without a number, in words; ``fidelity``: candidates have separate lines."""
     if (role == "reference" or not fidelity) and not arm.measured:
         return [status_line(arm)]
     broken = {name: bench for name, bench in arm.benches.items() if not bench.measured and arm.measured}
@@ -595,7 +595,7 @@ def _repeats(measurement: Measurement) -> bool:
 
 
 def _floor(floor: Mapping[str, Measurement]) -> str:
-    """What repeats, counted; else how far the reference is from itself."""
+    """Count of repeated items; else the distance of the reference from itself."""
     measured = [(one_line(name), axis) for name, axis in floor.items() if axis.measured]
     same = [_repeated(name, axis) for name, axis in measured if _repeats(axis)]
     parts = [_apart(name, axis) for name, axis in measured if not _repeats(axis)]
@@ -611,7 +611,7 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
 
 
 def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
-    """Why the effect of a change of last bits alone was not measured; equal reasons are merged."""
+    """Reasons why rounding noise was not measured; equal reasons are merged."""
     reasons = [
         (one_line(arm.name), one_line(arm.floor.reason or "").removeprefix("not measured: "))
         for arm in arms
@@ -624,7 +624,7 @@ def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
 
 
 def _repeated(name: str, measurement: Measurement) -> str:
-    """What is the same in both captures."""
+    """Properties that both captures share."""
     n = sum(context["n_positions"] for context in _scored_at(measurement)) or measurement.n_items
     return name if n is None else f"{name} ({n - (measurement.n_failed or 0):,} of {n:,} items)"
 

@@ -1,4 +1,4 @@
-"""Weights × KV cache at equal bytes: losses that runs measured, joined with what memory and bandwidth allow.
+"""Weights × KV cache at equal bytes: measured losses, joined with the limits of memory and bandwidth.
 
 A cell is a format of the weights with a format of the keys and one of the values.  Its loss, the mean KL over the
 reference, is *measured* where an arm ran so, and else *predicted* from arms that differ from the reference in parts of
@@ -36,7 +36,7 @@ from fidelab.studies.study import new_study
 KIND = "advice"
 NATIVE = "native"
 _MOST_ROWS = 24  # that a terminal shows
-_WIDE = ("f32", "f16", "bf16")
+_FLOATS = ("f32", "f16", "bf16")
 
 
 # ------------------------------------------------------------------------------------------------- losses
@@ -53,7 +53,7 @@ class Pair:
 
     @property
     def kv(self) -> str:
-        """As ``--kv`` takes it."""
+        """KV format as ``--kv`` takes it."""
         if not self.skip:
             return self.k if self.k == self.v else f"{self.k}/{self.v}"
         layers = f"skip-layers={','.join(map(str, self.skip))}"
@@ -68,19 +68,19 @@ class Pair:
     def only(self, factors: Iterable[str]) -> Pair:
         """This pair with some of ``w``, ``k`` and ``v`` alone."""
         kept = frozenset(factors)
-        cache = {side: getattr(self, side) if side in kept else _WIDE[-1] for side in "kv"}
+        cache = {side: getattr(self, side) if side in kept else _FLOATS[-1] for side in "kv"}
         return Pair(self.weights if "w" in kept else NATIVE, **cache, skip=self.skip if kept & {"k", "v"} else ())
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """What differs from the model's own 16 bits."""
-        named = (("w", self.weights != NATIVE), ("k", self.k not in _WIDE), ("v", self.v not in _WIDE))
+        """Formats that differ from the model's 16-bit type."""
+        named = (("w", self.weights != NATIVE), ("k", self.k not in _FLOATS), ("v", self.v not in _FLOATS))
         return tuple(name for name, differs in named if differs)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one arm lost: nats, with its 95% interval, where several documents or blocks gave one."""
+    """Loss of one arm in nats, with its 95% interval, where several documents or blocks gave one."""
 
     mean: float
     interval: tuple[float, float] | None
@@ -121,14 +121,14 @@ def loss_of(pair: Pair, measured: Mapping[Pair, Measured]) -> Loss:
 
 def _part(pair: Pair, measured: Mapping[Pair, Measured]) -> Measured | None:
     """The measurement of a pair, where sides with 16 bits may have been measured with 32."""
-    sides = [(_WIDE[::-1] if side in _WIDE else (side,)) for side in (pair.k, pair.v)]
+    sides = [(_FLOATS[::-1] if side in _FLOATS else (side,)) for side in (pair.k, pair.v)]
     return next((measured[one] for k, v in product(*sides) if (one := replace(pair, k=k, v=v)) in measured), None)
 
 
 def _partitions(factors: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
     """All ways to divide up to three factors, fewest blocks first; keys and values stay together where they can."""
     if not factors:
-        yield []  # nothing differs: no loss, as the 16-bit cache stands for the 32-bit one
+        yield []  # nothing differs: no loss, since the 16-bit cache counts as the 32-bit one
         return
     yield [tuple(factors)]
     if len(factors) == 3:
@@ -142,7 +142,7 @@ def _partitions(factors: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
 
 @dataclass(frozen=True)
 class Runs:
-    """What reports know about a model: losses, bytes of weights, the arms themselves, and what could not be used."""
+    """Data of reports about a model: losses, bytes of weights, the arms themselves, and what is unusable."""
 
     losses: Mapping[Pair, Measured] = field(default_factory=dict)
     weight_bytes: Mapping[str, float] = field(default_factory=dict)
@@ -217,13 +217,13 @@ def _joined_reports(reports: Mapping[Path, Report], native: str, notes: list[str
                 losses[pair], arms[pair] = found, arm
     if len({str(report.comparability_key) for report in reports.values()}) > 1:
         notes.append(
-            "the runs differ in text, windows or estimator: what is joined of several of them is no paired sum"
+            "the runs differ in text, windows or estimator: figures joined from several of them are not a paired sum"
         )
     return Runs({pair: one for pair, (_, one) in losses.items()}, weights, tokens, arms, reports, tuple(notes))
 
 
 def _pair(arm: ArmRecord, reference: ArmRecord, native: str) -> Pair | None:
-    """What an arm ran; ``None`` of arms that change something else as well, or whose formats nobody here knows."""
+    """Formats that an arm ran; ``None`` for arms that change something else as well, or whose formats are unknown."""
     if arm.kv is None or arm.engine != reference.engine or not arm.measured:
         return None
     others = arm.ran.others() if arm.ran else {}
@@ -254,7 +254,7 @@ def _side(spec: FormatSpec, seen: Any, native: str) -> str:
         if lower in words:
             return wide
     if lower in ("auto", NATIVE, "bf16", "bfloat16"):
-        return str(seen) if lower == "auto" and seen in _WIDE else native if lower in ("auto", NATIVE) else "bf16"
+        return str(seen) if lower == "auto" and seen in _FLOATS else native if lower in ("auto", NATIVE) else "bf16"
     if _known(spec) or not isinstance(seen, str) or not _known(FormatSpec(seen)):
         return str(spec)
     return seen
@@ -269,7 +269,7 @@ def _known(spec: FormatSpec) -> bool:
 
 
 def _loss_of(arm: ArmRecord, report: Report) -> tuple[tuple[Any, ...], Measured] | None:
-    """How much an arm's figure is worth, and the figure; the reference loses nothing against itself."""
+    """Rank of an arm's figure by its reliability, and the figure. The reference loses nothing against itself."""
     if arm is report.reference:
         return (math.inf,), Measured(0.0, (0.0, 0.0), arm.name)
     kld = arm.deciding
@@ -298,8 +298,8 @@ class Option:
 def ranked(options: Sequence[Option], memory: float, max_kld: float | None = None) -> tuple[list[Option], bool]:
     """The options, best first, and whether the first may be run: it fits, and its loss is known and within the limit.
 
-    With ``max_kld`` those come first whose interval ends below it, by their ceiling; else, and behind them, the least
-    loss counts.  What does not fit into ``memory`` bytes comes last.
+    With ``max_kld``, options whose interval ends below it come first, by their ceiling. The others follow by loss.
+    Options that do not fit into ``memory`` bytes come last.
     """
 
     def order(one: Option) -> tuple[float, ...]:
@@ -325,7 +325,7 @@ _SPEEDUP = Definition(
 )
 _LOSS = Definition("kld", "nats", "lower", "Mean KL over the reference.", name="KL")
 _COLUMNS = ("weights", "kv", "bytes", "fits", "speedup", "kld", "loss is")
-_NOTE = "at most: decode speed-up over 16 bits; predicted (n): the sum of n measured losses, by no arm itself"
+_NOTE = "at most: decode speed-up over 16 bits; predicted (n): the sum of n measured losses"
 
 
 def advise(
@@ -446,7 +446,7 @@ def _row(one: Option, room: float) -> StudyRow:
 
 
 def _notes(runs: Runs, context: int, sizes: Mapping[str, float]) -> Iterator[str]:
-    """What the figures do not cover."""
+    """Limits of the figures."""
     arms = [arm for report in runs.reports.values() for arm in report.candidates]
     reach = [n for arm in arms if arm.deciding and isinstance(n := arm.deciding.facts.get("n_ctx"), int)]
     if reach and max(reach) < context:
@@ -468,7 +468,7 @@ def _grid(runs: Runs, sizes: Mapping[str, float], base: Pair, geometry: Geometry
     latent = any(layer.latent for layer in geometry.kv)
     for weights in sizes:
         for cache in caches:
-            wide_only = {cache.k, cache.v} <= set(_WIDE)
+            wide_only = {cache.k, cache.v} <= set(_FLOATS)
             if not (latent and cache.k != cache.v) and (not wide_only or cache == base):
                 yield replace(cache, weights=weights)
 
@@ -486,7 +486,7 @@ class _Shape:
     overhead: float
 
     def _model(self, size: float) -> Model:
-        """With weights of ``size`` bytes, for what a step reads: what it does not read stays in 16 bits."""
+        """With weights of ``size`` bytes, for a step's reads; other weights stay in 16 bits."""
         geometry = self.geometry
         idle = geometry.idle_parameters
         read = (size - 2.0 * idle) / (geometry.parameters - idle)

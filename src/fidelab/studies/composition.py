@@ -1,9 +1,9 @@
-"""Whether quantization and speculation multiply, from four measured arms and their reports.
+"""True if quantization and speculation multiply, from four measured arms and their reports.
 
 See docs/metrics.md#speculation.
 
-A flag does not make a server speculate: that it did, or did not, is read from what its ``/metrics`` counted while the
-arm was measured.  An arm of which that is not known gives no ρ.
+A flag does not prove that a server speculates. The counters of ``/metrics`` during the measurement do. An arm without
+these counters gives no ρ.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from fidelab.studies.study import new_study
 
 KIND: Final = "speculation"
 _RATE = Definition("rate", "tok/s", "higher", "Output rate: geometric mean of the repeats.")
-_TIMES = Definition("speedup", "ratio", "higher", "Output rate over the plain arm's.")
+_TIMES = Definition("speedup", "ratio", "higher", "Output rate relative to the plain configuration.")
 _LENGTH = Definition("acceptance_length", "ratio", "higher", "Tokens per verification of drafts, by its server.")
 _RHO = Definition("rho", "ratio", "higher", "S_both / (S_quantized * S_speculative).", name="ρ")
 _FIGURES = ("arm", "rate", "speedup", "acceptance_length", "rho", "together")
 _NOTE = (
-    "speedup: over the plain arm; acceptance length: tokens per verification of drafts, by the server; ρ below 0.9: "
+    "speedup: over the plain configuration; acceptance length: tokens per verification, by the server; ρ below 0.9: "
     "worth less together than each by itself, above 1.1 more"
 )
 _SPECULATIVE = ("speculative", "both")
-_TELLING = ("vllm", "sglang")  # they have counters whenever they speculate
-_WELL = (Status.OK, Status.IDENTICAL)
+_COUNTING_ENGINES = ("vllm", "sglang")  # they have counters whenever they speculate
+_MEASURED_STATUSES = (Status.OK, Status.IDENTICAL)
 _MAY_DIFFER = ("tokenizer", "weights", "dtype", "goodput")  # by what quantizing changes, or no matter of rates
 _RATES = {"serving": ("output_rate", "arrival"), "decode": ("isolated", "depth")}
 """Bench → the metric that is composed, and a coordinate that all its cells have; what is served goes first."""
@@ -70,8 +70,8 @@ def compose_runs(where: Mapping[str, str], command: str = "") -> Study:
     """Rows of the four arms, and their ratio, for each load that they share, in the order of the plain arm.
 
     Args:
-        where: ``plain``, ``quantized``, ``speculative`` and ``both`` → a run's folder or its ``report.json``; where a
-            report has several arms, with ``:NAME`` behind it.
+        where: ``plain``, ``quantized``, ``speculative`` and ``both`` → a run's folder or its ``report.json``; followed
+            by ``:NAME`` where a report has several arms.
 
     Raises:
         InputError: no report there, no such arm, or an arm without the benches ``serving`` or ``decode``.
@@ -83,7 +83,7 @@ def compose_runs(where: Mapping[str, str], command: str = "") -> Study:
     for first, arm in arms.items():
         for second in ARMS[ARMS.index(first) + 1 :]:
             if arm.where == arms[second].where:
-                raise UsageError(f"--{first} and --{second} are the same arm: {arm.where}")
+                raise UsageError(f"--{first} and --{second} are the same configuration: {arm.where}")
     for name, arm in arms.items():
         _check_alike("plain", arms["plain"], name, arm)
         _check_alike(name, arm, "plain", arms["plain"])
@@ -131,7 +131,7 @@ def _rows(shape: str, arms: Mapping[str, _Arm]) -> Iterator[StudyRow]:
     composed = compose(*(cell.rates for cell in cells.values())) if usable and not faults else None
     if composed is not None and composed.interval is None:
         flags.append(
-            Flag(kind="noise", text="an arm was measured once, so there is no interval; --repeats 3 gives one")
+            Flag(kind="noise", text="a configuration was measured once, so there is no interval; --repeats 3 gives one")
         )
     at = cells["plain"].at
     rates = {name: geometric_mean(cell.rates) for name, cell in cells.items() if cell.rates}
@@ -156,14 +156,14 @@ def _rows(shape: str, arms: Mapping[str, _Arm]) -> Iterator[StudyRow]:
 
 
 def _doubt(name: str, cell: _Cell) -> str | None:
-    """Why it is not known that an arm speculated, or that it did not; ``None`` where its server showed it."""
+    """Reason why it is unknown whether an arm speculated; ``None`` where its server showed it."""
     server, drafts, wanted = cell.server, cell.speculation, name in _SPECULATIVE
     unknown = f"so nothing shows {'that it speculated' if wanted else 'that it did not speculate'}"
     if server is None:
-        return f"no server told what it counted, {unknown}"
+        return f"no server reported its counters, {unknown}"
     if drafts is None:
-        silent = not wanted and server.get("kind") in _TELLING
-        return None if silent else f"its server has no counters of speculation, {unknown}"
+        silent = not wanted and server.get("kind") in _COUNTING_ENGINES
+        return None if silent else f"its server has no speculation counters, {unknown}"
     drafted = drafts.get("drafted")
     engaged = (drafts.get("accepted") or 0) > 0 or (drafts.get("acceptance_length") or 0) > 1
     if wanted:
@@ -193,12 +193,14 @@ def _read(flag: str, where: str) -> _Arm:
     names = ", ".join(arm.name for arm in measured)
     if not measured:
         raise InputError(
-            f"--{flag} {where}: no arm has the benches serving or decode; make one with: fidelab bench serve"
+            f"--{flag} {where}: no configuration has the benches serving or decode; run: fidelab bench serve"
         )
     if not chosen:
-        raise InputError(f"--{flag} {where}: no arm {name!r} with benches; there are: {names}")
+        raise InputError(f"--{flag} {where}: no configuration {name!r} with benches; available: {names}")
     if len(chosen) > 1:
-        raise UsageError(f"--{flag} {where}: the report has several arms ({names}); add one as {path}:{chosen[0].name}")
+        raise UsageError(
+            f"--{flag} {where}: it has several configurations ({names}); add one as {path}:{chosen[0].name}"
+        )
     cells = _cells(chosen[0])
     if not cells:
         raise InputError(f"--{flag} {where}: {chosen[0].name} has no cells: {_why(chosen[0])}")
@@ -206,7 +208,7 @@ def _read(flag: str, where: str) -> _Arm:
 
 
 def _protocol(report: Report, arm: ArmRecord) -> dict[str, object]:
-    """What must agree, besides the cells themselves."""
+    """Conditions that must agree, besides the cells themselves."""
     bench = _bench(arm)
     key = report.comparability_key.get(f"benches.{bench}")
     agreed = key if isinstance(key, Mapping) else {}
@@ -248,7 +250,7 @@ def _cells(arm: ArmRecord) -> dict[str, _Cell]:
         where: Coordinates = {**at, "output": facts["n"]} if "n" in facts else at
         rates = tuple(filter(None, metric.repeats or (metric.value,))) if metric else ()
         flags = tuple(dict.fromkeys((*(cell.flags if cell else ()), *(metric.flags if metric else ()))))
-        well = cell is None or (cell.status in _WELL and cell.valid)
+        well = cell is None or (cell.status in _MEASURED_STATUSES and cell.valid)
         reason = None if well and rates else (cell and cell.reason) or ("not measured" if well else "not valid")
         cells[label(where)] = _Cell(where, rates, flags, facts.get("server"), reason)
     return cells

@@ -55,7 +55,7 @@ CrossWatch = Callable[[str], Listener | None]
 Floats = NDArray[np.float64]
 
 _AXES = ("trajectory", DECIDING, "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
-_RESERVED = (*TEXTS, "fake", *NAMES)  # names that are no paths, even where a file is called so
+_RESERVED = (*TEXTS, "fake", *NAMES)  # names that are not paths, even where a file has that name
 _LIBRARY = {"hf": "transformers"}  # of engines that come with this package
 _PREFILL, _DECODE = "timing.prefill", "timing.decode"
 _COLUMNS = (
@@ -86,7 +86,7 @@ _COMPOSITE = Definition("composite", "points", "higher", "Harmonic mean of the f
 def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _what: None) -> tuple[Study, RunFolder]:
     """Run the experiment in a new folder; its ``study.json`` grows with every engine.
 
-    ``watch``: told what begins, gives who watches it.
+    ``watch``: called with the name of what begins; returns its observer.
 
     Raises:
         FidelabError: before anything ran.  What an engine fails at is in its rows.
@@ -125,7 +125,7 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
             pairs = agreement(_experiment(cross, cross.engines[0], folder.path), references)
             study = study.model_copy(update={"rows": (*study.rows, *pairs)})
             write_study(study, folder)
-    except KeyboardInterrupt:  # the folder of the engine's own run is no place to go on from
+    except KeyboardInterrupt:  # the folder of a single engine's run cannot be resumed
         raise KeyboardInterrupt from None
     return study, folder
 
@@ -145,7 +145,7 @@ class PlannedLine:
 
 
 def plan_cross(cross: CrossEngine) -> list[PlannedLine]:
-    """What :func:`run_cross` would do; nothing is asked.
+    """Plan of :func:`run_cross`; nothing is run.
 
     Raises as :func:`run_cross`.
     """
@@ -184,7 +184,7 @@ class _Line:
         self._experiment = _experiment(cross, line, folder)
 
     def plan(self) -> PlannedLine:
-        """What :meth:`measure` would do: the axes and the timing."""
+        """Plan of :meth:`measure`: the axes and the timing."""
         label, began = self._line.label, time.monotonic()
         try:
             prepared = prepare(self._experiment, convert=False)
@@ -276,7 +276,7 @@ class _Line:
     # -------------------------------------------------------------------------------------------- speed
 
     def _speed(self, timing: TimingConfig) -> StudyRow:
-        """Load, prefill and decode of the reference, in a process of its own."""
+        """Load, prefill and decode of the reference, in a separate process."""
         try:
             prepared = prepare(self._experiment, only="reference")
             result = self._ask(prepared, self._timed(prepared, timing))
@@ -289,7 +289,7 @@ class _Line:
         return self._row("timing", Status.OK, None, metrics, facts, unsteady(metrics))
 
     def _timed(self, prepared: Prepared, timing: TimingConfig) -> PlannedJob:
-        """Two questions over the same prompts: the prefill alone, and the prefill with decoding behind it."""
+        """Two questions over the same prompts: the prefill alone, and the prefill followed by decoding."""
         [job] = prepared.plan.jobs
         limit = prepared.inputs.max_positions
         if limit is not None and timing.prompt + timing.n > limit:

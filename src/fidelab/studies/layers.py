@@ -95,7 +95,7 @@ def compare_layers(
 
 
 def capture_qkv(experiment: Experiment, layers: Sequence[int], *, listener: Listener | None = None) -> dict[str, Array]:
-    """What the reference's attention gets in some layers while it reads the first window of axis ``kld``.
+    """Inputs of the reference's attention in some layers while it reads the first window of axis ``kld``.
 
     Arrays ``<layer>.q`` [heads, tokens, D], ``<layer>.k`` and ``<layer>.v`` [KV heads, tokens, D], in the compute type.
 
@@ -143,7 +143,7 @@ def _over_states(job: PlannedJob) -> Layerwise:
 
 
 def findings(curve: LayerCurve, floor: LayerCurve | None, twin: LayerCurve | None = None) -> dict[str, Any]:
-    """What curves say, as fields of the record: a layer has to add more than what last bits alone do (``twin``).
+    """Conclusions from the curves, as fields of the record. A layer has to add more than rounding noise (``twin``).
 
     The first row is of what enters the first layer.
     """
@@ -198,7 +198,7 @@ def _curve(name: str, x: tuple[float, ...], values: NDArray[np.float64]) -> Curv
         y=tuple(float(value) if np.isfinite(value) else None for value in values),
         log_y=True,
         series=name,
-        caption="Logarithmic; what is exactly 0 has no place.",
+        caption="Logarithmic; values of exactly 0 are not drawn.",
     )
 
 
@@ -214,13 +214,13 @@ def _noise(floor: LayerCurve | None, twin: LayerCurve | None) -> LayerCurve | No
 
 def _sentences(curve: LayerCurve, rows: Sequence[StudyRow], begins: int | None, first: int | None) -> Iterator[str]:
     if not np.any(curve.rms):
-        yield "No layer differs: both arms have the same states in every row."
+        yield "No layer differs: both configurations have the same states in every row."
         return
     if first is not None:
         row = rows[first + 1]
         added, tail, ratio = (row.value(one) for one in ("added", "added_p90", "times_others"))
         if added is None or tail is None:
-            yield f"Layer {first} stands out: states behind it are not finite."
+            yield f"Layer {first} stands out: states after it are not finite."
         else:
             no_other = "and no other layer adds any"
             times = no_other if ratio is None else f"{format_amount(ratio)} times what the others add"
@@ -230,7 +230,7 @@ def _sentences(curve: LayerCurve, rows: Sequence[StudyRow], begins: int | None, 
             )
         others = [str(one.at["layer"]) for one in rows[first + 2 :] if one.flags and one.flags[0].kind == "stands out"]
         if others:
-            yield f"Others behind it: {', '.join(others)}."
+            yield f"Others after it: {', '.join(others)}."
     elif begins is None:
         yield "No layer adds more error than the reference has from itself."
     else:
@@ -238,7 +238,7 @@ def _sentences(curve: LayerCurve, rows: Sequence[StudyRow], begins: int | None, 
     if curve.rms[0]:
         yield f"What enters the first layer differs by {format_kld(rows[0].value('error'))} already."
     elif begins and not np.any(curve.rms[: begins + 1]):
-        yield f"The arms part in layer {begins}: before it their states are the same."
+        yield f"The configurations diverge in layer {begins}: before it their states are the same."
 
 
 # ------------------------------------------------------------------------------------------------ answers
@@ -275,7 +275,7 @@ def _compare(reference: ArmResult, other: ArmResult) -> LayerCurve:
             _rows(pair.ref, [r for r, _ in pair.items], place), _rows(pair.test, [t for _, t in pair.items], place)
         )
         if not len(row_errors):
-            raise InputError(f"the reference's states behind layer {place - 1} are not finite: choose another one")
+            raise InputError(f"the reference's states after layer {place - 1} are not finite: choose another one")
         errors.append(row_errors)
     return LayerCurve.of(errors)
 

@@ -1,8 +1,7 @@
-"""Many reports → one ranking for each set of conditions, in which arms that cannot be told apart share a rank.
+"""Many reports → one ranking for each set of conditions, in which indistinguishable arms share a rank.
 
-A row ranks only with rows that agree in all that :func:`~fidelab.results.comparability.fields` asks for; figures beside
-the ranked one are left out where they were measured under other conditions than most of their column.  See
-docs/metrics.md#leaderboards.
+A row ranks only with rows that agree in all that :func:`~fidelab.results.comparability.fields` asks for; other figures
+are omitted where their conditions differ from most of their column.  See docs/metrics.md#leaderboards.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from fidelab.studies.study import new_study
 UNRANKED = "not ranked"
 """Table of the arms without a figure."""
 _NOTE = (
-    "Ranks follow from 95% intervals (of repeats from the smallest to the largest): an arm is tied with those whose "
-    "intervals overlap with its own, and its rank is a range. Only figures that were measured alike stand in one table."
+    "Ranks follow from 95% intervals (of repeats: smallest to largest): a configuration is tied with those whose "
+    "intervals overlap with its own, and its rank is a range. A table holds only figures measured alike."
 )
 _BEFORE = ("arm", "rank", "model", "reference", "engine", "version", "KV cache", "verdict")
 _CACHE = Definition("cache_bytes_per_token", "bytes", exact=True, name="cache per token")
 _WEIGHTS = Definition("weight_bytes", "bytes", exact=True, name="weights")
-_LONGEST = 60  # characters of a condition: lists are long
+_MAX_CONDITION_CHARS = 60  # characters of a condition: lists are long
 
 _Column = tuple[str, str, str]
 """Axis or ``benches.<bench>``, shape of work, key of the metric there."""
@@ -157,7 +156,7 @@ def _why_not(arm: ArmRecord, group: Measurement | None, by: str) -> str:
 
 
 def _group(title: str, ranked: _Column, entries: Sequence[_Entry]) -> tuple[list[str], list[StudyRow], list[str]]:
-    """Keys of the metrics of a table, its rows from the best to the worst, and what was left out."""
+    """Keys of the metrics of a table, its rows from the best to the worst, and the omitted rows."""
     better = entries[0].figures[ranked].better
     if better is None:
         raise InputError(f"{ranked[0]}, {ranked[2]}: neither side of it is better, so nothing can be ranked by it")
@@ -280,4 +279,4 @@ def _version(versions: Mapping[str, str], engine: str) -> str:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else canonical_json(value)
-    return one_line(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…")
+    return one_line(text if len(text) <= _MAX_CONDITION_CHARS else f"{text[: _MAX_CONDITION_CHARS - 1]}…")

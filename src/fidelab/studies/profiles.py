@@ -1,9 +1,9 @@
-"""Run a profile: its stages one after another, each as a command of fidelab in a process of its own.
+"""Run a profile: its stages one after another, each as a command of fidelab in a separate process.
 
 A profile's run lies in ``<output_dir>/profiles/<id>``: ``config.resolved.yaml`` from its first moment, a folder per
 stage (``stages/<name>``: the command, its JSON, its log, its runs), the captures of all stages, ``skips.json``, and
-``study.json``, which sets the source's figures beside ours.  A stage that this machine cannot run is skipped with
-what it needs and what was found; one that fails fails the profile, and the others run all the same.
+``study.json``, which compares the source's figures with the measured ones.  A stage that this machine cannot run is
+skipped; the record says what it needs and what was found. A failed stage fails the profile, and the others still run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SKIPS = "skips.json"
 KIND: Final = "profile"
 _GB, _MB = 1e9, 1e6
 _MOST_BYTES = 256 << 20  # of a stage's JSON
-_GRACE = 60.0  # seconds in which a stopped stage leaves what it has
+_GRACE_SECONDS = 60.0  # seconds in which a stopped stage leaves what it has
 _STEP = re.compile(r"[^.\[]+|\[[^\]]*\]")
 
 _SECONDS = Definition("seconds", "s", None, "Wall time.", name="time")
@@ -57,14 +57,14 @@ _COLUMNS = ("name", "stage", "unit", "expected", "measured", "why", "seconds")
 
 
 class Skip(Record):
-    """Why a stage was not run here."""
+    """Reason why a stage was not run here."""
 
     stage: str
     """Name of the stage."""
     need: str
-    """What it needs."""
+    """Requirement of the stage."""
     found: str
-    """What this machine has."""
+    """Resource of this machine."""
 
 
 # ------------------------------------------------------------------------------------------------- needs and machine
@@ -125,7 +125,7 @@ class Machine:
 
 
 def judge(stage: Stage, machine: Machine, ended: Mapping[str, Status]) -> list[Skip]:
-    """What a stage needs and this machine lacks; empty where it can run.
+    """Requirements of a stage that this machine lacks; empty where it can run.
 
     ``ended``: what became of the stages before it.
     """
@@ -174,7 +174,7 @@ def _lacks_engine(name: str) -> str:
 
 
 def _lacks_data(name: str) -> str:
-    """Why a set of data cannot be had now; it is fetched where it lies on the hub."""
+    """Reason why a data set is unavailable; one on the hub is fetched."""
     from fidelab.inputs.gsm8k import load_problems
     from fidelab.inputs.texts import load_text
 
@@ -219,13 +219,13 @@ def run_profile(
 def resume_profile(
     folder: Path, *, trusted: Sequence[Path] = (), watch: Callable[[str], None] = lambda text: None
 ) -> Study:
-    """Go on with a profile: stages that ended well are kept, all others run again and find their own captures.
+    """Resume a profile: successful stages are kept, all others run again and find their own captures.
 
     ``trusted``: files, or their folders, that the user trusts although somebody else began the profile.
 
     Raises:
-        InputError: the folder is no run of a profile.
-        ConfigError: somebody else began it, and it is not trusted.
+        InputError: the folder is not a run of a profile.
+        ConfigError: another user began it, and it is not trusted.
         Interrupted: as :func:`run_profile`.
     """
     folder = folder.absolute()
@@ -237,7 +237,7 @@ def resume_profile(
         resolved = Resolved.model_validate(written["resolved"])
         only, command = [str(name) for name in written["only"]], str(written["command"])
     except FileNotFoundError:
-        raise InputError(f"{folder} is no run of a profile: it holds no {CONFIG}") from None
+        raise InputError(f"{folder} is not a run of a profile: it has no {CONFIG}") from None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError) as error:
         raise InputError(f"{file} cannot be read: {one_line(str(error))[:200]}") from None
     return _conduct(resolved, folder, only, command, watch)
@@ -287,7 +287,7 @@ def stage_words(stage: Stage, folder: Path) -> list[str]:
 def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = (), command: str = "") -> Study:
     """Return the stages, whether each can run here, and its cost in seconds and bytes, without running any.
 
-    The cost of an experiment is that of its dry run.  That of another command is what the profile gives.
+    The cost of an experiment is that of its dry run. For other commands, the profile specifies it.
 
     Raises:
         UnknownNameError: ``only`` names a stage that the profile does not have.
@@ -398,7 +398,7 @@ def _stage(
     disk: float | None = None,
     **facts: Any,
 ) -> StudyRow:
-    """What became of a stage; ``hours``: what the profile expects on the machine that it needs."""
+    """Outcome of a stage; ``hours``: the profile's estimate for the required machine."""
     metrics = [made(value) for made, value in ((_SECONDS, seconds), (_DISK, disk)) if value is not None]
     facts = {"hours": stage.needs.hours, **facts}
     at = {PART: "stage", "name": stage.name}
@@ -415,13 +415,13 @@ def _kept(folder: Path, stage: Stage) -> StudyRow | None:
 
 
 def _run_stage(stage: Stage, folder: Path) -> StudyRow:
-    """One stage in a process of its own, which is stopped when this one is."""
+    """One stage in a separate process, which is stopped with this one."""
     own = folder / "stages" / stage.name
     own.mkdir(parents=True, exist_ok=True)
     words = stage_words(stage, folder)
     began = time.monotonic()
     with (own / "out.json").open("wb") as out, (own / "log.txt").open("ab") as log, terminate_as_interrupt():
-        process = subprocess.Popen(  # a session of its own: Ctrl-C reaches it once, from here
+        process = subprocess.Popen(  # a separate session: Ctrl-C reaches it once, from here
             [sys.executable, "-m", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True
         )
         try:
@@ -439,7 +439,7 @@ def _run_stage(stage: Stage, folder: Path) -> StudyRow:
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(_GRACE)
+        process.wait(_GRACE_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -463,9 +463,9 @@ def _reason(log: Path, code: int) -> str:
 def find_figure(data: Any, at: str) -> tuple[float | None, tuple[float, float] | None, str | None]:
     """The value at a path in a stage's JSON, its interval, and why there is none.
 
-    Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only item of a list of which this holds.
-    A metric, which is an object with ``value`` and perhaps ``ci``, stands for its value; the interval of ``name`` may
-    also be its neighbour ``name_ci``.
+    Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only matching item of a list. A metric,
+    which is an object with ``value`` and perhaps ``ci``, counts as its value; the interval of ``name`` may also be its
+    neighbour ``name_ci``.
     """
     node, why, interval = data, "", None
     for step in _STEP.findall(at):
@@ -541,7 +541,7 @@ def _output(folder: Path, stage: str) -> Any:
 
 
 def _figure(figure: Figure, ended: Mapping[str, StudyRow], outputs: Mapping[str, Any]) -> StudyRow:
-    """A figure of the source beside ours, or why there is none of ours."""
+    """A figure of the source and the measured one, or the reason why it is missing."""
     stage, value, interval = ended.get(figure.stage), None, None
     if stage is None or stage.status is Status.NOT_SUPPORTED:
         reason: str | None = "stage skipped" if stage else "stage not run"
@@ -561,7 +561,7 @@ def _figure(figure: Figure, ended: Mapping[str, StudyRow], outputs: Mapping[str,
 
 
 def _versions(resolved: Resolved) -> list[str]:
-    """What is pinned and is not so here."""
+    """Pinned values that differ here."""
     lines = []
     for name, pinned in resolved.pins.packages.items():
         try:

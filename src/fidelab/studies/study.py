@@ -1,4 +1,4 @@
-"""How a study runs: its folder, its jobs, its record and its page.
+"""Lifecycle of a study: its folder, its jobs, its record and its page.
 
 A study is an ordinary plan whose questions are exchanged.  Its answers are captures among all others, so the same
 command again asks for nothing that is there.
@@ -132,5 +132,5 @@ def run_jobs(
 
 
 def why_none(result: ArmResult) -> str:
-    """Why an arm left no capture."""
+    """Reason why an arm left no capture."""
     return result.reason or "; ".join(dict.fromkeys(result.failures.values())) or "the engine left no capture"

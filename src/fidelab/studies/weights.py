@@ -1,4 +1,4 @@
-"""What each group of weights costs in each format, and the plan that costs least within a budget of bytes.
+"""Cost of each group of weights in each format, and the cheapest plan within a budget of bytes.
 
 See docs/metrics.md#weight-sensitivity.
 """
@@ -33,8 +33,8 @@ By = Literal["module", "layer", "kind"]
 
 BYTES = Definition("bytes", "bytes", "lower", "what the group takes in the format", exact=True)
 PARAMETERS = Definition("parameters", "count", None, "weights that are rounded", exact=True)
-_SHOWN = 15  # rows in the terminal
-_GROUPS = (16, 32, 64, 128, 256)  # of integer formats that a plan of any size is compared with
+_TABLE_ROWS = 15  # rows in the terminal
+_GROUP_SIZES = (16, 32, 64, 128, 256)  # of integer formats that a plan of any size is compared with
 _BITS = re.compile(r"(?P<bits>[0-9]*\.?[0-9]+)\s*(bpw|bits?)", re.IGNORECASE)
 _BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")
 _GGML = re.compile(r"q[2-8]_([01k])|iq4_nl")
@@ -119,7 +119,7 @@ class _Weights(Question):
         """Costliest first; those that failed before all."""
         losses = [(row.value("kld"), row) for row in rows]
         ordered = sorted(losses, key=lambda each: float("-inf") if each[0] is None else -each[0])
-        return [row for _, row in ordered], _SHOWN
+        return [row for _, row in ordered], _TABLE_ROWS
 
     def choices(self, limit: int, named: FormatSpec | None) -> Choices:
         """A format for each group within a budget of bytes."""
@@ -226,7 +226,7 @@ def _budget(
     """Bytes that the weights of all groups may take, and the format that says so.
 
     Raises:
-        UsageError: it is no size and no format, or below the smallest possible.
+        UsageError: it is neither a size nor a format, or below the smallest possible.
     """
     spec = None
     if match := _BITS.fullmatch(text.strip()):
@@ -258,7 +258,7 @@ def _rivals(
     """
     names = {str(spec) for spec in specs}
     if all(name.startswith("int") for name in names):
-        kind = [f"int{bits}[group={size}]" for bits in range(2, 9) for size in _GROUPS]
+        kind = [f"int{bits}[group={size}]" for bits in range(2, 9) for size in _GROUP_SIZES]
     else:
         of_ggml = ("q8_0", *K_QUANTS) if any(name.endswith("_k") for name in names) else _BLOCKS
         kind = list(of_ggml) if all(_GGML.fullmatch(name) for name in names) else []

@@ -21,7 +21,7 @@ from fidelab.core.errors import ConfigError, FidelabError, UnknownNameError
 Check = Callable[[Preset, Mapping[str, Any], Path], None]
 """Refuses a preset, its file's content and the file; :func:`fidelab.config.trust.check_trust` is one."""
 
-_HERE = Path(__file__).parent
+_PRESET_DIR = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -35,14 +35,14 @@ class Found:
 
 
 def own_folder() -> Path:
-    """Where users keep presets of their own: ``fidelab/presets`` in ``$XDG_CONFIG_HOME``, else in ``~/.config``."""
+    """Folder of the user's presets: ``fidelab/presets`` in ``$XDG_CONFIG_HOME``, else in ``~/.config``."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "fidelab" / "presets"
 
 
 def listing() -> dict[str, Found]:
     """All presets that have a name, sorted by it; the user's own hide those of the package."""
     found: dict[str, Found] = {}
-    for folder in (_HERE, own_folder()):
+    for folder in (_PRESET_DIR, own_folder()):
         files = (path for suffix in _SUFFIXES for path in folder.glob(f"*{suffix}"))
         found |= {path.stem: Found(path.stem, path) for path in files if path.is_file()}
     return dict(sorted(found.items()))
@@ -55,8 +55,8 @@ def find_preset(name: str, engine: str | None = None) -> Found:
     asked for.
 
     Raises:
-        ConfigError: there is no such file.
-        UnknownNameError: no preset has this name, or not for this engine; lists what exists.
+        ConfigError: the file does not exist.
+        UnknownNameError: no preset has this name, or not for this engine; the message lists those that exist.
     """
     if os.sep in name or name.endswith(_SUFFIXES):
         path = Path(name).expanduser()
@@ -89,7 +89,8 @@ def validate(found: Found, data: Mapping[str, Any]) -> Preset:
 
 
 def expand_presets(data: Mapping[str, Any], where: str, check: Check) -> dict[str, Any]:
-    """The plain data of an experiment whose arms name no presets any more; what is no arm is left to validation.
+    """The plain data of an experiment whose arms no longer name presets. Values that are not arms are left to
+    validation.
 
     Args:
         data: of an experiment; an arm may be a text, too.
@@ -132,7 +133,7 @@ def cells_of(experiment: Experiment, check: Check | None = None) -> list[ArmConf
 
 
 def arm_of(fields: Mapping[str, Any], check: Check | None = None) -> dict[str, Any]:
-    """The fields of an arm that names a ``preset``: the preset's, with those that are given beside it.
+    """The fields of an arm that names a ``preset``: the preset's, overridden by the arm's.
 
     Raises as :func:`find_preset` and :func:`load_preset`, and as ``check`` of a file that is anybody's.
     """
@@ -149,14 +150,14 @@ def arm_of(fields: Mapping[str, Any], check: Check | None = None) -> dict[str, A
     if engine is not None:
         if engine.name != preset.engine_name:  # its options and its formats are that engine's
             raise ConfigError(f"preset {preset.name} is of engine {preset.engine_name}, not {engine.name}")
-        # the environment stays the preset's where nothing else is said
+        # the environment stays the preset's where nothing else is specified
         given = {key: value for key, value in engine.all_fields().items() if value}
         own["engine"] = {**preset.engine.all_fields(), **given}
     return merged_fields({**preset.arm_fields(), "name": name}, own)
 
 
 def _differences(own: Mapping[str, Any]) -> list[str]:
-    """What an arm differs in from its preset, in words."""
+    """Differences of an arm from its preset, in words."""
     plain = [str(own[key]) for key in ("kv", "dtype", "model") if key in own]
     tables = [own.get(part) for part in ("engine_args", "env")]
     return [

@@ -1,8 +1,8 @@
 """Profiles that come with the package: the protocol of a published measurement, in stages, with its figures.
 
-A profile's stage is an experiment or a command of fidelab.  ``{name}`` in its texts stands for a parameter of the
-profile (``model``, ``device``, …), and for two folders: ``{folder}``, the stage's own, and ``{stages}``, in which those
-of all stages are.  A variant (``tiny``) has other parameters and may replace parts of stages.
+A profile's stage is an experiment or a command of fidelab.  ``{name}`` in its texts is replaced by a parameter of the
+profile (``model``, ``device``, …). ``{folder}`` is the stage's folder, and ``{stages}`` that of all stages. A variant
+(``tiny``) has other parameters and may replace parts of stages.
 
 The folder ``experiments`` holds experiment files that ``fidelab compare -f NAME`` finds by their names.
 """
@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from fidelab.config.load import read_yaml, validate_as
 from fidelab.core.errors import ConfigError, UnknownNameError, UsageError, nearest_first
 
-_HERE = Path(__file__).parent
-_EXPERIMENTS = _HERE / "experiments"
+_PROFILE_DIR = Path(__file__).parent
+_EXPERIMENTS = _PROFILE_DIR / "experiments"
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 _NAME = r"^[a-z0-9][a-z0-9-]*$"  # a stage is a folder of this name
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -32,7 +32,7 @@ Value = str | int | float
 
 
 class Needs(BaseModel):
-    """What a machine must have for a stage.  Sizes in GB (10^9 bytes), all GPUs being alike."""
+    """Requirements of a stage on the machine. Sizes are in GB (10^9 bytes); all GPUs are alike."""
 
     model_config = _STRICT
 
@@ -42,7 +42,7 @@ class Needs(BaseModel):
     memory: Amount | None = Field(default=None, description="GB of the host")
     disk: Amount | None = Field(default=None, description="GB free where runs are written")
     cores: Annotated[int, Field(ge=1)] | None = Field(default=None, description="usable CPU cores")
-    hours: Amount | None = Field(default=None, description="how long it takes; told, not judged")
+    hours: Amount | None = Field(default=None, description="expected duration in hours, for information")
     packages: tuple[str, ...] = Field(default=(), description="modules that fidelab's interpreter can import")
     engines: tuple[str, ...] = Field(default=(), description="engines with an environment here")
     data: tuple[str, ...] = Field(default=(), description="sets of data: gsm8k, wikitext-2, or a file")
@@ -51,7 +51,7 @@ class Needs(BaseModel):
 
 
 class Source(BaseModel):
-    """Where the protocol and the expected figures are from."""
+    """Source of the protocol and the expected figures."""
 
     model_config = _STRICT
 
@@ -72,13 +72,13 @@ class Pins(BaseModel):
 
 
 class StageChange(BaseModel):
-    """What a variant has instead."""
+    """Replacements of a variant."""
 
     model_config = _STRICT
 
-    needs: Needs | None = Field(default=None, description="needs instead of the stage's own")
-    experiment: dict[str, Any] | None = Field(default=None, description="settings that go over the experiment's")
-    command: tuple[Value, ...] | None = Field(default=None, description="words instead of the stage's own")
+    needs: Needs | None = Field(default=None, description="needs, replacing the stage's")
+    experiment: dict[str, Any] | None = Field(default=None, description="settings that override the experiment's")
+    command: tuple[Value, ...] | None = Field(default=None, description="words, replacing the stage's")
 
 
 class Stage(BaseModel):
@@ -88,12 +88,12 @@ class Stage(BaseModel):
 
     name: str = Field(pattern=_NAME, description="name, unique in the profile")
     about: str = Field(default="", description="what it measures, in one line")
-    needs: Needs = Field(default_factory=Needs, description="what a machine must have for it")
+    needs: Needs = Field(default_factory=Needs, description="requirements on the machine")
     experiment: dict[str, Any] | None = Field(default=None, description="experiment, as fidelab compare -f takes it")
     command: tuple[Value, ...] | None = Field(
         default=None, description="command of fidelab, without that word; or k16v8 …"
     )
-    variants: dict[str, StageChange] = Field(default_factory=dict, description="variant → what it has instead")
+    variants: dict[str, StageChange] = Field(default_factory=dict, description="variant → its replacements")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Stage:
@@ -109,10 +109,10 @@ class Figure(BaseModel):
 
     model_config = _STRICT
 
-    name: str = Field(description="what it is")
+    name: str = Field(description="name of the figure")
     stage: str = Field(description="stage that measures it")
-    at: str = Field(description="path in the stage's JSON: key.key[name=x].key; a metric stands for its value")
-    value: float | None = Field(default=None, description="the source's; null where it has none")
+    at: str = Field(description="path in the stage's JSON: key.key[name=x].key; a metric counts as its value")
+    value: float | None = Field(default=None, description="value in the source; null where it has none")
     unit: str = Field(default="", description="unit, as in reports")
 
 
@@ -121,10 +121,10 @@ class Variant(BaseModel):
 
     model_config = _STRICT
 
-    about: str = Field(description="what it is for, in one line")
-    needs: Needs = Field(default_factory=Needs, description="needs of every stage that names none for this variant")
+    about: str = Field(description="purpose, in one line")
+    needs: Needs = Field(default_factory=Needs, description="default needs of stages in this variant")
     parameters: dict[str, Value] = Field(default_factory=dict, description="parameters that differ")
-    differences: tuple[str, ...] = Field(default=(), description="how its protocol differs from the source's, besides")
+    differences: tuple[str, ...] = Field(default=(), description="further differences from the source's")
 
 
 class Profile(BaseModel):
@@ -133,16 +133,16 @@ class Profile(BaseModel):
     model_config = _STRICT
 
     kind: Literal["profile"] = Field(description="profile")
-    purpose: str = Field(description="the question that it answers")
-    source: Source = Field(description="whose protocol it is")
-    needs: Needs = Field(default_factory=Needs, description="what every stage needs")
-    pins: Pins = Field(default_factory=Pins, description="versions with which it was written")
-    parameters: dict[str, Value] = Field(description="name → value of what {name} stands for; 'model' is one")
+    purpose: str = Field(description="question that the profile answers")
+    source: Source = Field(description="source of the protocol")
+    needs: Needs = Field(default_factory=Needs, description="needs of every stage")
+    pins: Pins = Field(default_factory=Pins, description="versions that the profile was written for")
+    parameters: dict[str, Value] = Field(description="name → value that replaces {name}; 'model' is one")
     stages: tuple[Stage, ...] = Field(min_length=1, description="stages, in their order")
     expected: tuple[Figure, ...] = Field(default=(), description="figures of the source")
-    differences: tuple[str, ...] = Field(default=(), description="how our protocol differs from the source's")
+    differences: tuple[str, ...] = Field(default=(), description="differences of this protocol from the source's")
     variants: dict[str, Variant] = Field(default_factory=dict, description="name → variant")
-    collect: bool = Field(default=False, description="put what the stages printed into the record, to be sent")
+    collect: bool = Field(default=False, description="put the output of the stages into the record, for sharing")
 
     @field_validator("parameters")
     @classmethod
@@ -162,7 +162,7 @@ class Profile(BaseModel):
             wanted = {name for needs in (stage.needs, *(c.needs for c in changes if c.needs)) for name in needs.stages}
             for name in sorted(wanted):
                 if name not in stages[:place]:
-                    raise ValueError(f"stage {stage.name!r} needs {name!r}, which is no stage before it")
+                    raise ValueError(f"stage {stage.name!r} needs {name!r}, which is not a stage before it")
             for name in stage.variants:
                 if name not in self.variants:
                     raise ValueError(f"stage {stage.name!r} has variant {name!r}, which is not in 'variants'")
@@ -199,18 +199,18 @@ class Resolved(BaseModel):
 
 def names() -> list[str]:
     """The profiles that come with the package."""
-    return sorted(path.stem for path in _HERE.glob("*.yaml"))
+    return sorted(path.stem for path in _PROFILE_DIR.glob("*.yaml"))
 
 
 def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
     """A profile that comes with the package, or one of a file that the user trusts.
 
     Raises:
-        UnknownNameError: there is no such profile.
-        ConfigError: a file that is no profile, or that is not trusted.
+        UnknownNameError: the profile does not exist.
+        ConfigError: a file that is not a profile, or is not trusted.
     """
     if name in names():
-        path = _HERE / f"{name}.yaml"
+        path = _PROFILE_DIR / f"{name}.yaml"
     elif not (path := Path(name)).is_file():
         raise UnknownNameError("profile", name, names())
     elif not any(path.resolve() in (file.resolve(), *file.resolve().glob("*")) for file in trusted):
@@ -221,7 +221,7 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
     data = read_yaml(path, keys="'kind: profile' and 'stages:'")
     if data.get("kind") != "profile":
         raise ConfigError(
-            f"{name} is no profile: 'kind: profile' is missing (an experiment is run by fidelab compare -f)"
+            f"{name} is not a profile: 'kind: profile' is missing (an experiment is run by fidelab compare -f)"
         )
     return validate_as(Profile, data, name)
 
@@ -238,7 +238,7 @@ def resolve(
         parameters: what the command line sets; goes before the variant's.
 
     Raises:
-        UnknownNameError: there is no such variant or parameter.
+        UnknownNameError: the variant or parameter does not exist.
         ConfigError: a text names a parameter that the profile does not have, or a value of one fits no setting.
     """
     if variant is not None and variant not in profile.variants:
@@ -337,7 +337,7 @@ def _filled(value: Any, known: Mapping[str, Value], where: str) -> Any:
     for name in _PLACE.findall(value):
         if name not in known:
             raise ConfigError(
-                f"{where}: {{{name}}} is no parameter; there are: {', '.join(nearest_first(name, known))}"
+                f"{where}: {{{name}}} is not a parameter; available: {', '.join(nearest_first(name, known))}"
             )
     whole = _PLACE.fullmatch(value)
     return known[whole[1]] if whole else _PLACE.sub(lambda match: str(known[match[1]]), value)
