@@ -60,6 +60,7 @@ OTHERS = {
     "--dtype": {"checkpoint convert": "of what is not quantized, not of a computation"},
     "--engine": {
         "diagnose layers": "engines that pass on the states behind layers",
+        "diagnose sensitivity": "the engine that a plan is for",
         **dict.fromkeys(("runs list", "setup formats"), "a filter"),
         **dict.fromkeys(_PRESET, "the preset's own"),
     },
@@ -70,6 +71,7 @@ OTHERS = {
         "bench capacity": "formats of servers that are started",
         "estimate model": "formats of no run",
         "diagnose layers": "exactly one candidate",
+        "diagnose sensitivity": "formats of no candidate",
         "bench offline": "the first is the reference",
         "bench serve": "a label",
         "bench sweep": "a label",

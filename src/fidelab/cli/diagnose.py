@@ -49,7 +49,7 @@ def sensitivity(
     kv: Annotated[
         list[str] | None,
         typer.Option(
-            help="A format of keys and values, such as q8_0 or fp8_e4m3; repeat it.",
+            help="KV format to plan with, e.g. q8_0 or fp8_e4m3. Repeatable.",
             show_default=False,
             autocompletion=options.complete_kv,
         ),
