@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fidelab.cli.moved import MOVED_COMMANDS, MOVED_OPTIONS
 from tests.run.harness import cli, write_inputs
 
 FAKE = ("compare", "fake", "--engine", "fake", "--reference", "exact")
@@ -122,6 +123,16 @@ CAPACITY = ("bench", "capacity", "smollm2-135m")
 )
 def test_a_name_or_flag_that_cannot_be_is_one_line(words: tuple[object, ...], said: str, room: Path) -> None:
     assert said in refused(*words, cwd=room)
+
+
+@pytest.mark.parametrize(("words", "current"), MOVED_COMMANDS.items())
+def test_a_former_command_names_the_one_to_write(words: str, current: str, room: Path) -> None:
+    assert refused(*words.split(), "x", "--y", cwd=room) == f"fidelab: fidelab {words} does not exist; write: {current}"
+
+
+@pytest.mark.parametrize(("flag", "current"), MOVED_OPTIONS.items())
+def test_a_former_option_names_what_to_write(flag: str, current: str, room: Path) -> None:
+    assert refused("compare", "fake", flag, "x", cwd=room) == f"fidelab: {flag} does not exist; write: {current}"
 
 
 @pytest.mark.parametrize(("alias", "name"), [("llama.cpp", "llamacpp"), ("Transformers", "hf")])

@@ -31,6 +31,7 @@ from fidelab.cli import (
     share,
 )
 from fidelab.cli.commands import Commands, Group
+from fidelab.cli.moved import MOVED_OPTIONS
 
 # ClickException, which typer keeps in one place or another by version
 _FlagError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -180,4 +181,6 @@ def _usage(error: Any) -> int:
     """A flag or a command that typer refused; without any command it has printed the help already."""
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
+    if (current := MOVED_OPTIONS.get(getattr(error, "option_name", None) or "")) is not None:
+        return _fault(f"{error.option_name} does not exist; write: {current}")
     return _fault(f"{text} (see: {context.command_path if context else 'fidelab'} --help)") if text else 2

@@ -11,6 +11,9 @@ import typer
 import typer.core
 from typer.models import ArgumentInfo, CommandFunctionType, OptionInfo
 
+from fidelab.cli.moved import MOVED_COMMANDS
+from fidelab.core.errors import UsageError
+
 _VALUES = {int: "N", float: "N", Path: "PATH", str: "TEXT"}
 
 
@@ -61,8 +64,14 @@ class Group(_Shown, typer.core.TyperGroup):
     default: ClassVar[str | None] = None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in self.commands and self.default is not None:
-            args = [self.default, *args]
+        if args[0] not in self.commands:
+            before = ctx.command_path.split()[1:]
+            for words in (args[:2], args[:1]):
+                former = " ".join([*before, *words])
+                if (current := MOVED_COMMANDS.get(former)) is not None:
+                    raise UsageError(f"fidelab {former} does not exist; write: {current}")
+            if self.default is not None:
+                args = [self.default, *args]
         return super().resolve_command(ctx, args)
 
 
