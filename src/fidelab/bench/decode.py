@@ -59,7 +59,7 @@ class DecodeSettings(LiveSettings):
 
 
 class Decode(Bench):
-    """Tokens per second behind the first one, over the whole batch. See docs/metrics.md#decode-speed."""
+    """Tokens per second after the first one, over the whole batch. See docs/metrics.md#decode-speed."""
 
     name: ClassVar[str] = "decode"
     title: ClassVar[str] = "How fast are answers written?"
@@ -118,7 +118,7 @@ def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
 
 
 def _drafts(whole: Answers, what: str) -> tuple[tuple[Metric, ...], tuple[Flag, ...]]:
-    """What the engine counted of its drafts while it decoded; nothing where it does not speculate."""
+    """Draft counts that the engine reported while decoding; empty without speculation."""
     counted = [fact["speculation"] for fact in whole.facts if "speculation" in fact]
     if not counted:
         return (), ()

@@ -44,7 +44,7 @@ class StartupSettings(BenchSettings):
 
 
 class Startup(Bench):
-    """Every repeat is a fresh process, asked for one token behind 16. See docs/metrics.md#start-up-time."""
+    """Every repeat is a fresh process, asked for one token after 16. See docs/metrics.md#start-up-time."""
 
     name: ClassVar[str] = "startup"
     title: ClassVar[str] = "How long until the first token?"

@@ -23,10 +23,10 @@ from fidelab.core.serial import fits
 SCHEMA = "fidelab.capture/0"
 MANIFEST = "manifest.json"
 PARTIAL = ".partial-"
-"""What the names of folders begin with that are being written."""
+"""Name prefix of folders that are being written."""
 PROBE = "probe.json.gz"
 FIGURES = "figures."
-"""What the names of arrays begin with that stand in the place of rows: figures against one other capture."""
+"""Name prefix of arrays that replace rows: figures against one other capture."""
 _MOST_BYTES = 64 << 20  # of a manifest
 _FAMILY = SCHEMA.partition("/")[0]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -54,7 +54,7 @@ def capture_folder(store: Path, arm: Arm, request: Request, key: Mapping[str, An
 
 
 def seed_of(key: Mapping[str, Any]) -> int:
-    """What the proof of engagement draws from while a capture is made: the same for the same capture, in 0 … 2^32-1."""
+    """Return the seed of the proof of engagement, 0 … 2^32-1: the same for the same capture."""
     return int(key_digest(key)[:8], 16)
 
 

@@ -80,7 +80,7 @@ def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]
     """Put figures in the place of the test side's rows, log-probabilities or hidden states; both keep their keys.
 
     ``figures``: test items with what compares each of their rows with the reference side's, columns ``[rows]``.  The
-    capture is written anew beside the old one and takes its place when it is complete.
+    capture is written anew next to the old one and takes its place when it is complete.
 
     Raises:
         CaptureError: rows of an item without figures would be lost.
@@ -113,7 +113,7 @@ def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]
 class Readers:
     """The processes that read the captures of some arms: while there is another one, rows stay.
 
-    Locks end with their process.  Runs of one process, and those on a file system without locks, are not told apart.
+    Locks end with their process.  Runs of one process, or on a file system without locks, cannot be distinguished.
     """
 
     def __init__(self, store: Path, arms: Iterable[Path]) -> None:
@@ -186,7 +186,7 @@ def _folders(store: Path) -> Iterator[Path]:
 
 
 def _open(folder: Path) -> Capture:
-    """A missing head is no damage, since it can still be copied."""
+    """A missing head is not damage, since it can still be copied."""
     capture = Capture(folder, verify=False)
     capture.verify(content=True)
     return capture

@@ -49,7 +49,7 @@ def capacity_of_arms(
         patience: seconds until a server must answer.
 
     Raises:
-        FidelabError: an arm that is not what it should be, before any server is started.
+        FidelabError: an invalid arm, before any server is started.
         KeyboardInterrupt, SystemExit: stopped; the server is ended, and the arms so far are in the folder's report.
     """
     arms = [arm_of(preset, device=device, threads=threads) for preset in presets]

@@ -91,7 +91,7 @@ class Engines:
         self._stack.__exit__(kind, error, trace)  # an interrupt ends the processes without waiting for them
 
     def ask(self, config: EngineConfig) -> EngineAnswers:
-        """Who answers for this engine, in its environment.
+        """Return the process that answers for this engine, in its environment.
 
         Raises:
             EngineError: it is not installed, or its environment does not work; says what to do.
@@ -119,7 +119,7 @@ class Engines:
         return self._stack.enter_context(ask(environment, files=files))
 
     def _first(self, environments: Sequence[Environment]) -> EngineAnswers:
-        """Who answers in the first interpreter behind a prefix that has the engine.
+        """Return the process of the first interpreter after a prefix that has the engine.
 
         Raises:
             EngineError: none has; names each that was tried.

@@ -97,7 +97,7 @@ def check_budget(prepared: Prepared) -> None:
 
 
 def seconds_of(jobs: Sequence[PlannedJob]) -> dict[str, float]:
-    """What jobs are expected to take, by role."""
+    """Expected seconds of jobs, by role."""
     timings = Timings()
     return {job.role: estimate_job(job, timings).seconds for job in jobs}
 

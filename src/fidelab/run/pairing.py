@@ -37,11 +37,11 @@ from fidelab.run.resolve import load_axis
 from fidelab.run.tiles import Asked, Figures, compare_apart, is_comparable, operations
 
 FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading an answer may raise that is not what it should be: another process wrote it, perhaps asking a server."""
+"""Errors of reading an invalid answer: another process wrote it, perhaps from a server."""
 
 _LOGGER = logging.getLogger(__name__)
 _BYTES_TOLERANCE = 1e-3
-_MUCH = 0.01  # share of changed numbers from which on equal rows are no accident
+_MUCH = 0.01  # share of changed numbers from which on equal rows are not an accident
 _FIRST = 2  # the first token reads its own value alone, whatever its key
 _BLOCK = "32"  # tokens of a block of formats with axis=channel, unless group= is given
 _REFUTED = "refuted: "
@@ -187,7 +187,7 @@ def drop_rows_there(
 
 
 def _drop_here(ticket: str) -> str:
-    """What a node does for :func:`drop_rows_there`."""
+    """Node's part of :func:`drop_rows_there`."""
     asked = json.loads(ticket)
     result, base = (ArmResult.from_record(asked[name], Path(asked["folder"])) for name in ("result", "base"))
     axes = {name: load_axis(name, values) for name, values in asked["axes"].items()}
@@ -442,7 +442,7 @@ def _loses_much(result: ArmResult) -> bool:
 
 
 def _exact_tokens(result: ArmResult) -> int:
-    """An upper bound of the first tokens of a sequence behind which the format has changed nothing that a row reads.
+    """An upper bound of the first tokens of a sequence after which the format has changed nothing that a row reads.
 
     Tokens that options keep as they are, and those that read nothing but themselves.
     """

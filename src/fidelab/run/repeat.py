@@ -101,7 +101,7 @@ def rescore_all(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple
     """Compute all scores again from the captures of a run, or of all runs in it, as :func:`rescore`.
 
     Raises:
-        InputError: the folder is no run, or an unfinished one.
+        InputError: the folder is not a run, or is an unfinished one.
         CaptureError: a capture is gone, damaged, or not its arm's; names it.
     """
     folder = RunFolder.open(run_dir.absolute())

@@ -1,4 +1,4 @@
-"""What the drive sends and what becomes of it.  Times are seconds of the system's monotonic clock."""
+"""Requests that a drive sends, and their outcomes.  Times are seconds of the system's monotonic clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fidelab.core.errors import InputError
 
 
 class ServerRefusedError(InputError):
-    """A server that refuses every request alike.  ``status``: of HTTP; ``said``: the server's own words."""
+    """A server refuses every request alike.  ``status``: HTTP status.  ``said``: the server's own words."""
 
     def __init__(self, message: str, status: int, said: str) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class Target:
     path: str = "/completions"
     """Below ``base_url``: ``/completions`` or ``/chat/completions``."""
     api_key: str | None = field(default=None, repr=False)
-    """Sent as bearer token; shown nowhere."""
+    """Sent as bearer token; never shown."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Further headers."""
     timeout: float = 600.0
@@ -56,7 +56,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent, and when."""
+    """Requests to send, and when to send them."""
 
     requests: Sequence[LoadRequest]
     """In the order of sending."""
@@ -66,7 +66,7 @@ class Load:
     """Each request is sent when due, whatever became of those before (within ``concurrency``)."""
     warmup: int = 0
     """The first so many requests are not measured.  Closed loop: the measured part begins when all of them have ended;
-    open loop: when the first request behind them is due."""
+    open loop: when the first request after them is due."""
     duration: float | None = None
     """Seconds of the measured part after which nothing more is sent; what is in flight may end."""
     drain: float = 60.0
@@ -77,7 +77,7 @@ class Load:
 
 @dataclass
 class Exchange:
-    """What became of one request."""
+    """Outcome of one request."""
 
     index: int
     """The request's."""
@@ -115,7 +115,7 @@ class DriveResult:
     exchanges: list[Exchange]
     """By index; requests that were never sent (the duration was over, the server had gone) are not among them."""
     started: float
-    """Begin of the measured part, which lies behind the warm-up."""
+    """Start of the measured part, after the warm-up."""
     ended: float
     """Its end: the last answer."""
     lag: NDArray[np.float64]

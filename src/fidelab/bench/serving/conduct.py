@@ -48,7 +48,7 @@ class ServingWatch:
         """So many of its requests are over."""
 
     def driven(self, number: int, repeat: int, drive: Drive) -> None:
-        """What became of each request of a cell."""
+        """Outcome of each request of a cell."""
 
     def measured(self, cell: CellResult, serving: Measurement) -> None:
         """A cell is done; all cells so far."""
@@ -66,7 +66,7 @@ def measure_serving(
 ) -> Measurement:
     """Put every cell's load on the server.
 
-    ``key``: of the API, shown nowhere.  ``contact``: where the server was reached already.
+    ``key``: of the API, never shown.  ``contact``: where the server was reached already.
 
     Raises:
         EngineError: nothing could be asked at all (see :func:`fidelab.bench.serving.contact.reach`).

@@ -111,7 +111,7 @@ class Contact:
         }
 
     def explain(self, request: LoadRequest) -> str | None:
-        """What the server says to a request that is not streamed, where it refuses it."""
+        """Return the server's words if it refuses a request that is not streamed."""
         body = {name: value for name, value in json.loads(request.body).items() if name != "stream_options"}
         try:
             self.client().post(PATHS[self.settings.endpoint], {**body, "stream": False})
@@ -184,7 +184,7 @@ class Contact:
                 yield (ids if self.form == "ids" else prompt), count + round(self.added), written
 
     def body(self, prompt: Tokens | str, output: int, *, stream: bool = True) -> dict[str, Any]:
-        """One request; greedy unless told otherwise, with as much as the server takes to make the answer whole."""
+        """One request; greedy unless specified otherwise, with as much as the server takes to make the answer whole."""
         extras: dict[str, Any] = {"ignore_eos": True, "min_tokens": output, "stream_options": {"include_usage": True}}
         chat = self.settings.endpoint == "chat"
         return {
@@ -197,7 +197,7 @@ class Contact:
         }
 
     def prompts_of(self, units: Sequence[int], seed: int) -> Sequence[Tokens | str]:
-        """Distinct prompts of so many tokens (words) of ours.
+        """Return distinct generated prompts of so many tokens (words).
 
         Raises:
             InputError: a length that no prompt has.
@@ -210,7 +210,7 @@ class Contact:
 
 
 def cache_room(contact: Contact, tokens: int) -> int | None:
-    """Requests of so many tokens that the server's cache holds together; ``None`` where it does not tell its size."""
+    """Requests of so many tokens that the server's cache holds together; ``None`` if it does not report its size."""
     size, block = contact.server.facts.get("cache_tokens"), contact.server.facts.get("block_size")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         return None
@@ -329,7 +329,7 @@ class _Trial:
         self._path = PATHS[contact.settings.endpoint]
 
     def settle(self) -> Contact:
-        """The contact, with all that the trials told."""
+        """Return the contact, with all findings of the trials."""
         units, answer = self._streamed(_UNITS[0])
         counted, by_finish = answer, False
         if answer.prompt_tokens is None or answer.output_tokens is None:
@@ -374,7 +374,7 @@ class _Trial:
                 self._contact = without
 
     def _without(self, error: Refused) -> Contact | None:
-        """The contact without what was refused; ``None``: it was nothing that we could leave out."""
+        """The contact without what was refused; ``None``: it cannot be left out."""
         contact, message = self._contact, str(error)
         named = [name for name in contact.additions if name in message]
         if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(message)) and contact.additions:
@@ -422,7 +422,7 @@ class _Trial:
         return _said(usage, finish)
 
     def _whole(self, units: int) -> _Said:
-        """One answer that is no stream."""
+        """Return one unstreamed answer."""
         answer = self._client.post(self._path, self._contact.body(self._prompt(units)[1], _OUTPUT, stream=False))
         choices, usage = answer.get("choices"), answer.get("usage")
         first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
