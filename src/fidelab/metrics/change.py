@@ -65,7 +65,7 @@ class Estimate:
     interval: Interval
 
     def allowed(self, allowance: Allowance) -> Estimate:
-        """What it may become."""
+        """Return the largest allowed cost, with its interval."""
         low, high = self.interval
         return Estimate(allowance.of(self.value), (allowance.of(low), allowance.of(high)))
 

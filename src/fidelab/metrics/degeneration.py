@@ -34,8 +34,8 @@ Floats = NDArray[np.float64]
 _Kind = Literal["loop", "repetition", "noise"]
 
 WINDOW = 64  # tokens
-EARLIER = 32  # tokens: a difference below this is no difference
-_CYCLES = 3  # a line that comes twice is no loop
+EARLIER = 32  # tokens: a smaller difference does not count
+_CYCLES = 3  # a line that comes twice is not a loop
 _FLOOR_SHARE = 0.5  # of a reference text's median distinct-token ratio
 _NOISE_NATS = 30.0  # a text that follows the language model gets there once in e^30 / length
 _JUMP_RATIO, _JUMP_NATS, _JUMP_P = 10.0, 0.1, 1e-3

@@ -67,7 +67,7 @@ CLAIM_NAMES: dict[str, str] = {
     "probability_loss": "accuracy loss when sampling",
     "accuracy_loss": "accuracy loss",
 }
-"""What each claim's loss is called, by its key."""
+"""Name of each claim's loss, by its key."""
 
 
 @dataclass(frozen=True)

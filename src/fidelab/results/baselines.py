@@ -23,7 +23,7 @@ class Baselines:
         """Where a baseline lies, or would lie.
 
         Raises:
-            UsageError: the name is no file name.
+            UsageError: the name is not a valid file name.
         """
         if not _NAME.fullmatch(name):
             raise UsageError(
@@ -41,7 +41,7 @@ class Baselines:
         """Keep a run's report; ``force`` replaces one of the same name.
 
         Raises:
-            UsageError: the name is no file name, or taken.
+            UsageError: the name is not a valid file name, or is taken.
             InputError: there is no valid report.
             OutputError: the file cannot be written.
         """

@@ -53,7 +53,7 @@ Limit = Annotated[float | str, BeforeValidator(_limit)]
 
 
 class Rule(Record):
-    """What one figure has to be."""
+    """Requirement on one figure."""
 
     metric: str
     """Axis or bench, and key of the metric: ``kld.mean``, ``benches.decode.isolated``."""
@@ -79,7 +79,7 @@ class Rule(Record):
         """(least, largest) value in a unit; infinite where there is no limit.
 
         Raises:
-            UsageError: a percentage of a metric that is none, a share above 1, or a least value above the largest.
+            UsageError: a percentage of a metric that has none, a share above 1, or a least value above the largest.
         """
         low, high = (self._in(unit, limit) for limit in (self.min, self.max))
         least, most = -math.inf if low is None else low, math.inf if high is None else high
@@ -99,12 +99,12 @@ class Rule(Record):
 
 
 class Policy(Record):
-    """What a run has to meet; the file of ``fidelab check --policy``."""
+    """Requirements on a run; the file of ``fidelab check --policy``."""
 
     rules: tuple[Rule, ...] = ()
     """Limits on figures."""
     baseline: Thresholds = Field(default_factory=Thresholds)
-    """What may change against a baseline."""
+    """Allowed changes against a baseline."""
 
 
 class RuleResult(Record):
@@ -117,7 +117,7 @@ class RuleResult(Record):
     cell: str = ""
     """Length, batch, load; empty where there is one."""
     tier: Tier
-    """What the decision counts for."""
+    """Weight of the decision."""
     min: float | None = None
     """Least value allowed, in ``unit``."""
     max: float | None = None
@@ -129,7 +129,7 @@ class RuleResult(Record):
     ci: OpenInterval | None = None
     """95% interval; null where there is none."""
     decision: Decision
-    """What the interval decides."""
+    """Decision by the interval."""
     sample: Count | None = None
     """Independent units that the interval rests on: documents, prompts, repeats."""
     needed: Count | None = None
@@ -154,7 +154,7 @@ class Check(Document):
     baseline: Diff | None = None
     """The changes against the baseline; null where none was given."""
     baseline_decision: Decision | None = None
-    """What they decide, as a critical rule."""
+    """Decision on them, as on a critical rule."""
     reasons: tuple[str, ...] = ()
     """Why the baseline does not pass, a line each."""
 
@@ -304,7 +304,7 @@ def _decided(rule: Rule, arm: ArmRecord, key: Key, metric: Metric) -> RuleResult
 
 
 def _doubt(arm: ArmRecord, metric: Metric, measurement: Measurement | None) -> str:
-    """Why a figure within its limits does not pass; empty where it does."""
+    """Reason why a figure within its limits does not pass; empty if it does."""
     if measurement is not None and measurement.n_failed and metric.key != "failed_items":
         return f"{measurement.n_failed:,} of {measurement.n_items or 0:,} items gave no figure"
     ran = arm.status in (Status.OK, Status.IDENTICAL)
@@ -314,7 +314,7 @@ def _doubt(arm: ArmRecord, metric: Metric, measurement: Measurement | None) -> s
 
 
 def _evidence(arm: ArmRecord, metric: Metric, measurement: Measurement | None) -> _Evidence | None:
-    """What is known of a metric; ``None`` of a single value that is not exact."""
+    """Return the interval of a metric; ``None`` for a single value that is not exact."""
     value = metric.value
     assert value is not None  # a table holds none without a value
     # equal distributions leave nothing to estimate; equal tokens of another axis alone may be chance

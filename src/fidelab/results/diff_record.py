@@ -22,7 +22,7 @@ _Share = Annotated[float, Field(ge=0), BeforeValidator(parse_share)]
 
 
 class Thresholds(Record):
-    """What is allowed before a certain change counts; shares may be percentages: ``10%``."""
+    """Allowance before a certain change counts; shares may be percentages: ``10%``."""
 
     slowdown: _Share = 0.1
     """Relative, of times and of the time that a rate stands for: at 0.1 a rate may fall to 1/1.1."""
@@ -38,7 +38,7 @@ class Thresholds(Record):
     """Whether a run passes that lacks metrics, or some of which must not be compared."""
 
     def allowance(self, limit: Limit, unit: Unit) -> Allowance:
-        """What is allowed of a metric."""
+        """Allowance of a metric."""
         match limit:
             case "slowdown":
                 return Allowance(relative=self.slowdown)
@@ -77,7 +77,7 @@ class MetricChange(Record):
     metric: str
     """Key of the metric."""
     name: str
-    """What was measured, in a few words."""
+    """Name of the metric, in a few words."""
     unit: Unit
     """Unit of both values."""
     better: Better | None
@@ -95,13 +95,13 @@ class MetricChange(Record):
     allowed: str = ""
     """The allowance, in words."""
     basis: Basis | None = None
-    """What the outcome rests on; null where a side is missing."""
+    """Basis of the outcome; null where a side is missing."""
     outcome: ChangeOutcome
-    """What became of it."""
+    """Outcome of the comparison."""
     counts: bool = True
     """Whether the gate looks at it."""
     flags: tuple[str, ...] = ()
-    """What makes either value doubtful, a word each."""
+    """Reasons to doubt either value, a word each."""
     doubt: str = ""
     """Why nothing more certain can be said, or why it is not there."""
 
@@ -112,7 +112,7 @@ class Refusal(Record):
     groups: tuple[str, ...]
     """Whose metrics were not compared."""
     field: str
-    """What differs."""
+    """Name of the field that differs."""
     baseline: Free = None
     """Its value in the baseline; null: not recorded."""
     now: Free = None
@@ -125,19 +125,19 @@ class Diff(Record):
     """A run against a baseline."""
 
     baseline: DiffSide
-    """What it was."""
+    """Side of the baseline."""
     now: DiffSide
-    """What it is."""
+    """Side of the run."""
     thresholds: Thresholds
-    """What was allowed."""
+    """Allowances used."""
     changes: tuple[MetricChange, ...]
     """All metrics of either side that may be compared, the worst first."""
     refused: tuple[Refusal, ...] = ()
-    """What must not be compared, and why."""
+    """Metrics that must not be compared, and why."""
     beside: tuple[Difference, ...] = ()
-    """What differs and is no hindrance: engines, versions, what ran, where."""
+    """Differences that do not prevent a comparison: engines, versions, runtimes, machines."""
     unmeasured: tuple[str, ...] = ()
-    """What neither side could measure."""
+    """Metrics that neither side could measure."""
 
     def counted(self) -> Counter[ChangeOutcome]:
         """Metrics by outcome, those alone that the gate looks at."""

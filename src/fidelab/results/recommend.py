@@ -51,7 +51,7 @@ Bools = NDArray[np.bool_]
 
 
 def bytes_in_16_bits(arm: ArmRecord) -> float | None:
-    """Bytes per token of an arm's cache if both sides had 16 bits; ``None`` of formats that are none of 16 or 32."""
+    """Bytes per token of an arm's cache if both sides had 16 bits; ``None`` of formats that have neither 16 nor 32."""
     ran = arm.ran
     if ran is None or not ran.cache_bytes_per_token:
         return None
@@ -65,7 +65,7 @@ def bytes_in_16_bits(arm: ArmRecord) -> float | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that arms are compared by, of the arms that tell them.
+    """Bytes that arms are compared by, of the arms that report them.
 
     ``what``: ``cache`` (bytes per token), where weights are the same or unknown; ``weights`` (bytes), where caches are;
     ``total`` (bytes of one sequence of ``n_ctx`` tokens with the weights) where both differ.  ``base``: what savings
@@ -134,7 +134,7 @@ def reach(arms: Sequence[ArmRecord]) -> int | None:
 
 
 def _why_not(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
-    """What excludes a candidate whatever the resample; empty where nothing does."""
+    """Reason that excludes a candidate in every resample; empty if none does."""
     if why := _why_never(arm, sizes, limits):
         return why
     if arm.axes[DECIDING].ci("mean", {}) is None:
@@ -144,7 +144,7 @@ def _why_not(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
 
 
 def _why_never(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
-    """What excludes a candidate however many windows it reads; empty where nothing does."""
+    """Reason that excludes a candidate however many windows it reads; empty if none does."""
     kld = arm.deciding
     if kld is None or not arm.measured or not kld.measured:
         return "no KLD was measured"  # why stands with its verdict
@@ -161,7 +161,7 @@ def _why_never(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str
 
 
 def _unsuitable(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
-    """Why a candidate is too large or too slow; empty where it is not."""
+    """Reason why a candidate is too large or too slow; empty if it is neither."""
     saving = sizes.saving(arm.name)
     if saving is not None and saving <= 0 and sizes.base_name == REFERENCE:
         return "saves nothing"
@@ -170,7 +170,7 @@ def _unsuitable(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> st
 
 
 def _beyond(name: str, limit: float, arm: ArmRecord, saving: float | None) -> str:
-    """Why a candidate does not meet a limit on anything but its mean KL; empty where it does."""
+    """Reason why a candidate misses a limit on anything but its mean KL; empty if it meets all."""
     if name == "max_kld":
         return ""
     least = name.startswith("min")
@@ -310,7 +310,7 @@ class _Field:
 
     @cached_property
     def differences(self) -> dict[tuple[int, int], tuple[float, tuple[float, float]]]:
-        """Paired differences of mean KLs of candidates and those that are no larger and no slower."""
+        """Paired differences of mean KLs of candidates and those that are not larger and not slower."""
         found = {}
         for a, b in self._pairs():
             if self.bytes[b] <= self.bytes[a] < math.inf and not _slower(self.arms[b], self.arms[a]):
@@ -700,7 +700,7 @@ _USUAL = {
     "tasks": {"gsm8k", "capability", "lm-eval", "toolcalls", "vision"},
     "serving paths": {"paths"},
 }
-"""What a user may ask about → axes, any of which tests it."""
+"""Question of a user → axes, any of which tests it."""
 
 
 def _untested(report: Report, arms: Sequence[ArmRecord]) -> tuple[str, ...]:

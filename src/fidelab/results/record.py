@@ -75,7 +75,7 @@ KV = Annotated[
 
 
 class RuntimeRecord(Record):
-    """What really ran, as the engine tells it; engines may add keys of their own."""
+    """Runtime facts, as the engine reports them; engines may add their own keys."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Free] = Field(init=False)
@@ -98,7 +98,7 @@ class RuntimeRecord(Record):
     """How much the proof of engagement looked at, pairs (observed, all): ``layers`` with the asked format, ``prefills``
     and ``steps`` (decode); what is not there was not counted."""
     remarks: tuple[str, ...] = ()
-    """What a reader of the arm's figures must know of how it ran, a sentence each."""
+    """Remarks for readers of the arm's figures on how it ran, a sentence each."""
 
     @property
     def packed_cache_bytes(self) -> float | None:
@@ -117,7 +117,7 @@ class RuntimeRecord(Record):
 
     @property
     def modified(self) -> tuple[str, ...]:
-        """What ran besides packages as released, in words: by ``provenance``, and shims by ``pythonpath``."""
+        """Components other than released packages, in words: by ``provenance``, and shims by ``pythonpath``."""
         provenance, shims = self.__pydantic_extra__.get("provenance"), self.__pydantic_extra__.get("pythonpath")
         packages = provenance.items() if isinstance(provenance, dict) else ()
         folders = [shim for shim in shims if isinstance(shim, dict)] if isinstance(shims, list) else []
@@ -148,7 +148,7 @@ class Composite(Record):
 
 
 class Verdict(Record):
-    """What to do with a candidate."""
+    """Verdict on a candidate."""
 
     band: BandName | None = None
     """By the upper 95% bound of the mean KL; null is "no verdict"."""
@@ -161,9 +161,9 @@ class Verdict(Record):
     """Nothing but the mean KL gave the band: no position failed, and no other axis lowered it. A limit that the user
     sets may go over such a band alone."""
     sentence: str
-    """What to do, in two clauses at most."""
+    """Advice, in two clauses at most."""
     notes: tuple[str, ...] = ()
-    """What else there is to say, the most useful first."""
+    """Further remarks, the most useful first."""
     because: tuple[str, ...] = ()
     """The facts that set or lowered the band."""
     modified: tuple[str, ...] = ()
@@ -171,9 +171,9 @@ class Verdict(Record):
 
 
 class NoiseFloor(Record):
-    """What a change of the last bit of some of the first layer's weights does to a candidate: KL(it ‖ that twin).
+    """Effect of changing the last bit of some of the first layer's weights: KL(candidate ‖ twin).
 
-    Two machines, or two versions of a library, round as differently: what is smaller than this they do not tell.
+    Two machines, or two versions of a library, round as differently.  They do not resolve smaller effects.
     """
 
     of: str
@@ -209,7 +209,7 @@ class ArmRecord(Outcome):
     weights_sha256: str | None = None
     """SHA-256 of the content of the local checkpoint; null of imported figures, and in earlier reports."""
     kv: KV | None = None
-    """What was asked for the cache; null of imported figures that do not state it."""
+    """Requested cache format; null of imported figures that do not state it."""
     forced: bool = False
     """Run although its engine warned (``force=yes``)."""
     wider_keys: str | None = None
@@ -217,11 +217,11 @@ class ArmRecord(Outcome):
     serve_command: str | None = None
     """Command line of the engine's own server with this arm, to be copied; null where it has none."""
     ran: RuntimeRecord | None = None
-    """What ran; null where nothing was opened."""
+    """Runtime; null where nothing was opened."""
     axes: dict[str, Measurement] = Field(default_factory=dict)
     """Axis → fidelity against the reference; empty for the reference itself."""
     floor: NoiseFloor | None = None
-    """What last bits alone move a candidate by; null unless that was asked for (``twins``)."""
+    """Effect of last bits alone on a candidate; null unless that was asked for (``twins``)."""
     control: str | None = None
     """Name of the control that the metrics ``over control`` refer to; null where there is none."""
     benches: dict[str, Measurement] = Field(default_factory=dict)
@@ -277,7 +277,7 @@ class Comparison(Record):
     """The interval excludes 0: the order is more than chance."""
     equivalent: bool = False
     """The interval lies within ± 10% of the larger mean: shown to cost the same.  Neither this nor ``differs``: it
-    cannot be told."""
+    is undecided."""
 
 
 class AttributionPart(Record):
@@ -324,7 +324,7 @@ class Attribution(Record):
     here_minus_native_queries: Contrast | None = None
     """``here`` minus ``native_queries``."""
     floor: NoiseFloor | None = None
-    """What last bits alone move the candidate by; a part below it tells nothing."""
+    """Effect of last bits alone on the candidate; a part below it is not evidence."""
 
 
 class MachineDifference(Record):
@@ -348,7 +348,7 @@ class Borrowed(Record):
     weights: str = ""
     """``dequantized from`` or ``quantized as``, and the formats below 16 bits of its checkpoint; empty: none."""
     difference: MachineDifference | None = None
-    """How far it is from itself on another machine: it widens the intervals of verdicts; null: not measured."""
+    """Distance from itself on another machine: it widens the intervals of verdicts; null: not measured."""
 
 
 class Report(Document):
@@ -369,7 +369,7 @@ class Report(Document):
     settings: FreeDict = Field(default_factory=dict)
     """The resolved settings, defaults included."""
     comparability_key: FreeDict = Field(default_factory=dict)
-    """What must agree before two numbers stand in one ranking."""
+    """Settings that must agree before two numbers stand in one ranking."""
     reference: ArmRecord
     """The arm that all others are compared with."""
     control: ArmRecord | None = None
@@ -381,7 +381,7 @@ class Report(Document):
     comparisons: tuple[Comparison, ...] = ()
     """Candidates in the order of their mean KL, each with the next one."""
     attribution: tuple[Attribution, ...] = ()
-    """Format loss told from kernel loss, one per candidate; empty unless that was asked (control: full)."""
+    """Format loss separated from kernel loss, one per candidate; empty unless that was asked (control: full)."""
     truth: ArmRecord | None = None
     """The reference's 32-bit twin on the same engine, over the reference."""
     floor: dict[str, Measurement] = Field(default_factory=dict)
@@ -413,7 +413,7 @@ class Report(Document):
         return str(FACES.load("markdown")(self))
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """HTML that notebooks show."""
         return str(FACES.load("html")(self))
 
     @classmethod
@@ -476,7 +476,7 @@ def _first_fault(error: ValidationError) -> str:
 
 
 def write_atomically(path: str | Path, text: str) -> Path:
-    """Write a text file under a temporary name beside its place, then rename it.
+    """Write a text file under a temporary name in the same folder, then rename it.
 
     Raises:
         OutputError: the folder or the file cannot be written.

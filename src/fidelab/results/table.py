@@ -153,7 +153,7 @@ def columns(report: Report) -> list[Column]:
     """The columns of :func:`build_frame`.
 
     Those of the arm itself are always there.  Every axis and bench follows with ``<name>_status``, ``…_reason``,
-    ``…_n_items``, ``…_n_failed``, its facts, and its metrics: ``<name>_<metric>``, with the shape of work behind it
+    ``…_n_items``, ``…_n_failed``, its facts, and its metrics: ``<name>_<metric>``, followed by the shape of work
     (``decode_isolated_depth_512_batch_1``) and ``_`` for spaces and punctuation; ``…_ci_low`` and ``…_ci_high`` are
     the ends of a 95% interval, ``…_low`` and ``…_high`` the smallest and the largest repeat, ``…_steady`` says whether
     the last three repeats agree.  Facts of a shape of work are columns, too (``serving_valid_context_512_…``).
@@ -201,7 +201,7 @@ def _frame(report: Report) -> tuple[list[Column], list[Row]]:
 
 
 def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, Any]]:
-    """What there is to say of an arm besides its measurements."""
+    """Columns of an arm besides its measurements."""
     kv, ran, verdict, composite, timing = arm.kv, arm.ran, arm.verdict, arm.composite, arm.timing
     low, high = (composite and composite.ci) or (None, None)
     modified = ran.modified if ran else ()

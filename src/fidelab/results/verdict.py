@@ -21,9 +21,9 @@ from fidelab.results.record import ArmRecord, Report, Verdict
 
 _ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
 _MUCH_CUT = 1e-3  # probability
-_MUCH = 0.5  # share of keys and values from which on nothing is said
+_MUCH = 0.5  # share of keys and values from which nothing is claimed
 _LEAST_NATS = 1e-4  # that a sentence writes as a number
-_CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
+_CONTRADICTED = 0.05  # nats: from here on a better perplexity is not good news
 _NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
 
 
@@ -239,7 +239,7 @@ def _longest(kld: Measurement, report: Report) -> int | None:
 
 
 def _clauses(case: _Case) -> Iterator[str]:
-    """What to do with the candidate, then what else there is to say of it, the most useful first."""
+    """Return the advice on the candidate, then further remarks, the most useful first."""
     arm, band, reason = case.arm, case.band, one_line(case.reason) or "no reason was recorded"
     if arm.status is Status.FAILED:
         yield f"not running: {reason}"
@@ -287,7 +287,7 @@ def _clusters(kld: Measurement) -> str:
 
 
 def _facts(case: _Case) -> Iterator[str]:
-    """What set the band, one at least."""
+    """Causes of the band, at least one."""
     kld, mean = case.kld, case.kld.metric("mean", {})
     if kld.n_failed:
         total = f" of {kld.n_items:,}" if kld.n_items else ""
@@ -373,7 +373,7 @@ def _reach(case: _Case) -> Iterator[str]:
 
 
 def _remedy(case: _Case) -> Iterator[str]:
-    """What causes the loss and what to try, where the loss is large or mostly the control's."""
+    """Cause of the loss and what to try, where the loss is large or mostly the control's."""
     bad, (k_native, v_native) = case.band in ("DEGRADED", "FAIL"), case.native
     if _mostly_control(case):
         named = f"control {one_line(case.control.name)}" if case.control else "control"

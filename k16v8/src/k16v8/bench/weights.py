@@ -71,7 +71,7 @@ def _dequantized(cell: WeightCell, name: str, draw: Draw, *, kernels: str) -> We
 
 
 def _torch_int4(cell: WeightCell, name: str, draw: Draw, *, kernels: str) -> WeightWork:
-    """What torch itself has for 4 bits, in a layout of its own."""
+    """Torch's own 4-bit product, in its own layout."""
     weight = _drawn(cell, "awq", draw)
     if cell.experts:
         raise NotSupportedError("torch has no 4-bit product for experts")

@@ -1,4 +1,4 @@
-"""What the commands share: flags, lists of numbers, the device, versions, tables."""
+"""Helpers of all commands: flags, lists of numbers, the device, versions, tables."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def counts(flag: str, text: str) -> tuple[int, ...]:
     """``128,1k`` → (128, 1024).
 
     Raises:
-        UsageError: a part is no number above 0; names the flag.
+        UsageError: a part is not a number above 0; names the flag.
     """
     found = []
     for part in text.lower().split(","):

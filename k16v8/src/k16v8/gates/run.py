@@ -1,4 +1,4 @@
-"""What kernels must pass before their output is believed: attention, writer, the paper's figure, a soak, mutations.
+"""Gates that kernels pass before their output is trusted: attention, writer, the paper's figure, a soak, mutations.
 
 Attention is compared with the definition in float64 on the *dequantized* cache, so that only the kernel's own error
 counts; outputs are poisoned with NaN first and inputs are fresh.  The paper's figure compares with the unquantized

@@ -182,7 +182,7 @@ def _output(case: WeightCase, kernels: WeightKernels, problem: WeightProblem) ->
         plan.part.fill_(float("nan"))
     wide = torch.full((len(x), weight.outputs + 8), float("nan"), dtype=x.dtype, device=x.device)
     out = kernels.matmul(x, weight, out=wide[:, :-8], plan=plan)
-    # what lies beside the output is the caller's
+    # the memory next to the output is the caller's
     return out if bool(wide[:, -8:].isnan().all()) else torch.full_like(out, float("nan"))
 
 

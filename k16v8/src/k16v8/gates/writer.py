@@ -1,4 +1,4 @@
-"""Gates of the cache writer: exact keys, nearest codes, nothing touched besides, storage apart and as small as said."""
+"""Gates of the cache writer: exact keys, nearest codes, nothing else touched, storage apart and of the right size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch needs to know besides its tensors: how the kernel runs, tile sizes, strides."""
+"""Settings of a launch besides its tensors: how the kernel runs, tile sizes, strides."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def interpreted() -> bool:
 
 @cache
 def target_of(device: torch.device) -> Target:
-    """The target behind a torch device."""
+    """Target of a torch device."""
     if interpreted():
         return Target("interpreter")
     found = torch.cuda.get_device_properties(device)

@@ -2,7 +2,7 @@
 
 NVIDIA: CUDA C++ Programming Guide, "Compute Capabilities", and the CUDA Occupancy Calculator.  AMD: LLVM's AMDGPU
 back end (``GCNSubtarget``, "Register Budget"); a multiprocessor is a compute unit on gfx9, a work-group processor
-(two compute units, as a kernel that is not told otherwise runs) on gfx11 and gfx12.
+(two compute units, as a kernel runs by default) on gfx11 and gfx12.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def attend_sequence(call: Call, row: int, length: int, places: slice) -> None:
         b = min(a + many, length)
         first = a // cache.page
         held = _gathered(cache, cache.block_table[row, None, first : -(-b // cache.page)])
-        # earlier queries see none of these keys, later ones have them all behind their window
+        # earlier queries see none of these keys, later ones have moved their window past them all
         seeing = range(max(start, a), min(length, b + window - 1))
         for i in seeing[::step]:
             j = min(i + step, seeing.stop)

@@ -1,4 +1,4 @@
-"""What a K16/V8 chunk is: its description, its header, and all that can be wrong with its bytes.
+"""Format of a K16/V8 chunk: its description, its header, and the checks of its bytes.
 
 A chunk is the keys and values of some tokens in all layers.  As bytes it is a header, then frames; all numbers are
 little-endian:
@@ -134,7 +134,7 @@ class ScaleError(FingerprintError):
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """What a chunk is; both ends have to agree on all of it.
+    """Description of a chunk; both ends must agree on all of it.
 
     ``model``: its name.  ``tokens``: positions in the chunk.  ``heads``: KV heads.  ``dtype``: bfloat16 or float16.
     ``layout``: one of :data:`LAYOUTS`, the order of the tensor's dimensions.  ``scale``: ``none`` (1, values beyond

@@ -2,7 +2,7 @@
 
 The bytes are described in :mod:`k16v8.plugins.lmcache.chunk`.  Both ends describe the chunk by a
 :class:`~k16v8.plugins.lmcache.chunk.ChunkSpec`; a header is compared with it and decides neither sizes nor types.
-Encoding and decoding hold a few frames beside the tensor, however large the chunk is.  Values are converted a block at
+Encoding and decoding hold a few frames and the tensor, however large the chunk is.  Values are converted a block at
 a time, small enough for a core's cache (``benchmarks/kv_codec.py`` prints GB/s).
 """
 
