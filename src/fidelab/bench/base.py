@@ -48,7 +48,7 @@ class BenchSettings(BaseModel):
 
 
 class LiveSettings(BenchSettings):
-    """Of benches that ask loaded models."""
+    """Settings of benches that ask loaded models."""
 
     batch: Sizes = Field(default=(1,), description="sequences answered together")
     max_warmup: int = Field(default=8, ge=1, description="unmeasured answers at most, until three agree within 5%")
@@ -129,7 +129,7 @@ class Answers:
         return {length: self.question.tokens, "batch": self.question.batch}
 
     def cell(self, at: Coordinates, flags: Sequence[Flag] = (), **facts: Any) -> Cell:
-        """How this shape of work ended."""
+        """Outcome of this shape of work."""
         facts = {} if self.seconds is None else {"warmups": self.warmups, **facts}
         return Cell(status=self.status, reason=self.reason, at=at, flags=tuple(flags), facts=facts)
 

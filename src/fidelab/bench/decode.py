@@ -1,4 +1,4 @@
-"""How fast answers are written: tokens per second at a list of depths, by two methods.
+"""Decode speed: tokens per second at a list of depths, by two methods.
 
 Isolated: n / (last − first token).  By subtraction, another method in use: n / (whole answer − median of separate
 prefills of the same length).
@@ -99,7 +99,7 @@ def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
         return CellResult(whole.cell(at))
 
     def together(rate: Rate) -> list[float]:
-        """Of all sequences."""
+        """Return the rates of all sequences together."""
         return [asked.batch * one for one in rate.repeats]
 
     what = f"depth {asked.tokens} × {asked.batch}"
@@ -128,7 +128,7 @@ def _drafts(whole: Answers, what: str) -> tuple[tuple[Metric, ...], tuple[Flag, 
 
 
 def _doubt(subtracted: Rate | None, spread: float, n: int) -> str:
-    """Why the figure by subtraction means little, given how far the prefills alone lie apart (seconds)."""
+    """Reason why subtraction means little, given how far the prefills alone lie apart (seconds)."""
     if subtracted is None:
         return "there is no figure: an answer took no longer than the prefill alone"
     left = n / subtracted.median

@@ -54,7 +54,7 @@ class LoadAsked:
     by_finish: bool = False
     """Tokens are known by :func:`count_by_finish`."""
     targets: Mapping[str, float] = field(default_factory=dict)
-    """Of the goodput: ``ttft``, ``tpot``, ``e2el`` → milliseconds."""
+    """Targets of the goodput: ``ttft``, ``tpot``, ``e2el`` → milliseconds."""
     shown: Sequence[str] = LATENCIES
     """The latencies that are recorded."""
     percentiles: Sequence[float] = (50, 95, 99)
@@ -210,7 +210,7 @@ class Pool:
         )
 
     def why(self) -> str:
-        """Why no request was answered whole."""
+        """Reason why no request was answered completely."""
         if not self.sent:
             return "no request was sent in the measured part"
         [(kind, _)] = Counter(exchange.error for exchange in self.sent).most_common(1)
@@ -274,7 +274,7 @@ def compare_counts(drive: Drive, whole: ServerReading | None, seconds: float) ->
     """The drive with the server's rate from its counters over the whole drive, where the measured part is short.
 
     Counters are read once a second: between two readings it is not known when the tokens came.  But over the whole
-    drive (``whole``, ``seconds``), the warm-up included, the server's tokens are ours: the share of ours that belongs
+    drive (``whole``, ``seconds``), the warm-up included, the server's tokens are the client's: the share that belongs
     to the measured part is taken of the server's, too.
     """
     read = drive.server

@@ -72,11 +72,11 @@ class Latency:
 
     @classmethod
     def over(cls, name: str, values: NDArray[np.float64], ranks: Sequence[float]) -> Latency:
-        """Of at least one value; percentiles are linearly interpolated."""
+        """Summarize at least one value; percentiles are linearly interpolated."""
         return cls(name, len(values), float(values.mean()), percentiles(values, ranks))
 
     def values(self) -> dict[Definition, float | None]:
-        """Its metrics."""
+        """Return its metrics."""
         return {latency(self.name, part): value for part, value in {"mean": self.mean, **self.percentiles}.items()}
 
     def caveats(self) -> dict[str, str]:

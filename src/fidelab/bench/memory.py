@@ -126,7 +126,7 @@ def _sizes(definitions: Mapping[str, Definition], told: Mapping[str, Any], at: C
 
 
 def _complete(found: Measurement) -> Measurement:
-    """With curves of the cache and of the peak, headed by the bytes per token and the peak."""
+    """Add curves of the cache and of the peak, and head it by the bytes per token and the peak."""
     device = found.value(_DEVICE.key) is not None
     peak, where = (_DEVICE, "device memory") if device else (_HOST, "memory of the worker's processes")
     shown = (

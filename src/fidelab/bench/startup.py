@@ -1,4 +1,4 @@
-"""How long until the first token: process start → interpreter, import, weights, warm-up, first token.
+"""Time to the first token: process start → interpreter, import, weights, warm-up, first token.
 
 Cold: the weight files were put out of the page cache before; compiled kernels and libraries may still be warm.
 """
@@ -72,7 +72,7 @@ class Startup(Bench):
 
 
 def _complete(found: Measurement) -> Measurement:
-    """With bars of its parts, headed by the warm start where there is one."""
+    """Add bars of its parts, and head it by the warm start where there is one."""
     totals = {str(m.cell["start"]): m for m in found.metrics if m.key == TOTAL.key}
     names = {m.key: m.name for m in found.metrics if m.key != TOTAL.key}
     bars = Bars(

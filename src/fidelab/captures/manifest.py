@@ -1,7 +1,7 @@
 """The manifest of a capture: what was asked, what ran, versions, hashes.  Standard library only.
 
 A capture folder holds ``manifest.json`` (written last, with a checksum over itself), ``probe.json.gz`` (the token
-ids that were asked) and ``part-*.safetensors``.  Language-model heads and vocabularies lie once beside the
+ids that were asked) and ``part-*.safetensors``.  Language-model heads and vocabularies lie once next to the
 captures, under their hashes, in ``heads/`` and ``vocabularies/``.
 """
 
@@ -48,7 +48,7 @@ def capture_key(arm: Arm, request: Request, engine_versions: Mapping[str, str], 
 
 
 def capture_folder(store: Path, arm: Arm, request: Request, key: Mapping[str, Any]) -> Path:
-    """Where the capture of this key lies: ``<store>/<arm>/<request>``, readable and unique."""
+    """Path of the capture of this key: ``<store>/<arm>/<request>``, readable and unique."""
     arm_folder = f"{slug(arm.model)}-{slug(arm.engine)}-{slug(arm.kv.label)}-{arm.fingerprint()[:10]}"
     return store / arm_folder / f"{request.axis}-{key_digest(key)[:12]}-r{key['replicate']}"
 

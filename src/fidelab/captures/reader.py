@@ -270,7 +270,7 @@ def check_answers(capture: Capture) -> None:
 
 
 def why_no_distribution(logprobs: NDArray[np.floating]) -> str:
-    """Why rows of log-probabilities ``[rows, k]`` are none of the top tokens of distributions; empty where they are."""
+    """Reason why log-probabilities ``[rows, k]`` cannot be those of top tokens; empty if they can."""
     if not logprobs.size:
         return ""
     worst = float(np.max(logprobs))

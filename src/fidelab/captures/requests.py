@@ -76,7 +76,7 @@ class Prefill(_Request):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: ``temperature`` above 0, the nucleus ``top_p``, and a seed."""
+    """Sampling settings: ``temperature`` above 0, the nucleus ``top_p``, and a seed."""
 
     temperature: float
     top_p: float = 1.0
@@ -104,7 +104,7 @@ class Generate(_Request):
 
     @property
     def sampling(self) -> Sampling | None:
-        """How tokens are drawn; ``None``: greedily.
+        """Return the sampling settings; ``None``: greedy.
 
         Raises:
             ValueError: settings that mean nothing.
@@ -194,7 +194,7 @@ class Layerwise(_Request):
 
 
 def _identity(images: Sequence[str]) -> list[Tokens]:
-    """Of each image numbers that follow from its bytes, to tell items of the same text apart."""
+    """Numbers of each image that follow from its bytes, to distinguish items of the same text."""
     digests = (hashlib.sha256(base64.b64decode(image)).digest() for image in images)
     return [tuple(np.frombuffer(found[:8], dtype="<u2").tolist()) for found in digests]
 

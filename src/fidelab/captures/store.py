@@ -117,7 +117,7 @@ class Readers:
     """
 
     def __init__(self, store: Path, arms: Iterable[Path]) -> None:
-        """Become one of them; waits while another one drops rows.  ``arms``: their folders in the store."""
+        """Join the readers; waits while another one drops rows.  ``arms``: their folders in the store."""
         store.mkdir(parents=True, exist_ok=True)
         self._file = (store / _IN_USE).open("a+b")
         for arm in {*arms}:
@@ -141,7 +141,7 @@ class Readers:
             fcntl.lockf(self._file, fcntl.LOCK_SH, 1, _byte(arm))
 
     def close(self) -> None:
-        """Be none of them any more."""
+        """Leave the readers."""
         self._file.close()
 
 

@@ -162,7 +162,7 @@ class CaptureWriter:
 
 
 def sweep_partial(target: Path) -> None:
-    """Remove what killed writers of the same capture left behind."""
+    """Remove files that killed writers of the same capture left."""
     _sweep(target.parent, glob.escape(target.name), but_mine=True)
 
 

@@ -50,7 +50,7 @@ class Onset:
 
 
 def degeneration_onset(ids: Sequence[int], context: Sequence[int], vocab: int, floor: float) -> Onset | None:
-    """Where the rest of a generation is degenerate; None for a clean one. See docs/metrics.md#degeneration.
+    """Find where the rest of a generation is degenerate; None for a clean one. See docs/metrics.md#degeneration.
 
     Args:
         ids: the generated tokens, without the one that ended the sequence.
@@ -87,7 +87,7 @@ def is_earlier(this: Onset | None, other: Onset | None) -> bool:
 
 
 def still_clean(onsets: Sequence[Onset | None], lengths: Iterable[int]) -> Floats:
-    """For each number of tokens, the share (0…1) of generations whose onset does not lie before it.
+    """Share (0…1), for each number of tokens, of generations whose onset does not lie before it.
 
     See docs/metrics.md#degeneration.
     """

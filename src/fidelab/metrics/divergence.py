@@ -333,7 +333,7 @@ def _dot(weights: Floats, scores: Floats, work: Floats) -> Floats:
 
 
 def _shared_top(ref: NDArray[Any], test: NDArray[Any]) -> Floats:
-    """Of each row ``[n, V]`` the share of the :data:`TOP` largest of one side that are among those of the other."""
+    """Share, per row ``[n, V]``, of the :data:`TOP` largest of one side that are among those of the other."""
     count = min(TOP, ref.shape[1])
     shared = _top(ref, count)[:, :, None] == _top(test, count)[:, None, :]
     return np.asarray(shared.any(axis=-1).mean(axis=-1))

@@ -49,7 +49,7 @@ class LayerCurve:
 
     @classmethod
     def of(cls, errors: Sequence[Floats]) -> LayerCurve:
-        """From the errors ``[rows]`` of each."""
+        """Build a curve from the errors ``[rows]`` of each."""
         with np.errstate(invalid="ignore"):  # the quantile between two infinite rows
             tail = np.array([np.quantile(e, _TAIL, method="higher") for e in errors])
         rms = np.array([np.sqrt(np.mean(e**2)) for e in errors])

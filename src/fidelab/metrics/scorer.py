@@ -204,7 +204,7 @@ class _DeviceHead:
 
 @contextmanager
 def _float32_products(threads: int) -> Iterator[None]:
-    """Give torch so many threads of the CPU; afterwards it is as before, its precision of products too."""
+    """Set torch's CPU threads and precision of products; restore both afterwards."""
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(threads)
     try:

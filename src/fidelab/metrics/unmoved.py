@@ -49,7 +49,7 @@ class Unmoved:
     def first(self) -> str | None:
         """The first window or range of positions whose rows are all equal, in words; ``None``: there is none.
 
-        Also ``None`` where many rows are equal in every part, as then equality is no evidence.
+        Also ``None`` where many rows are equal in every part, as then equality is not evidence.
         """
         parts = [(name, rows) for name, rows in self._parts() if rows.sum() >= _LEAST_ROWS]
         still = [(name, rows) for name, rows in parts if self._equal[rows].all()]

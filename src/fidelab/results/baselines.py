@@ -20,7 +20,7 @@ class Baselines:
     folder: Path
 
     def path(self, name: str) -> Path:
-        """Where a baseline lies, or would lie.
+        """Path of a baseline, existing or not.
 
         Raises:
             UsageError: the name is not a valid file name.

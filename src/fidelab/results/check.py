@@ -111,7 +111,7 @@ class RuleResult(Record):
     """A rule on one figure of one configuration."""
 
     metric: str
-    """As in the rule."""
+    """Metric of the rule."""
     arm: str
     """Name of the configuration."""
     cell: str = ""
@@ -133,9 +133,9 @@ class RuleResult(Record):
     sample: Count | None = None
     """Independent units that the interval rests on: documents, prompts, repeats."""
     needed: Count | None = None
-    """How many of these would decide."""
+    """Units that would decide."""
     reason: str = ""
-    """Why it is inconclusive, and what would decide."""
+    """Reason why it is inconclusive, and what would decide."""
 
 
 class Check(Document):
@@ -146,9 +146,9 @@ class Check(Document):
     run_id: str
     """The run."""
     created: AwareDatetime
-    """When its report was made."""
+    """Time at which its report was made."""
     decision: Decision
-    """Of all rules and the baseline together."""
+    """Decision of all rules and the baseline together."""
     results: tuple[RuleResult, ...]
     """One per rule, configuration and shape of work."""
     baseline: Diff | None = None
@@ -156,7 +156,7 @@ class Check(Document):
     baseline_decision: Decision | None = None
     """Decision on them, as on a critical rule."""
     reasons: tuple[str, ...] = ()
-    """Why the baseline does not pass, a line each."""
+    """Reasons why the baseline does not pass, a line each."""
 
 
 def check(

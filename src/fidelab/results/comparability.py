@@ -43,9 +43,9 @@ class Difference(Record):
     field: str
     """Name of the field that differs."""
     baseline: Free = None
-    """In the baseline; null: not recorded."""
+    """Value in the baseline; null: not recorded."""
     now: Free = None
-    """In the run; null: not recorded."""
+    """Value in the run; null: not recorded."""
 
 
 def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def beside(baseline: Report, now: Report) -> Iterator[Difference]:
 
 
 def same_place(baseline: Report, now: Report) -> bool:
-    """Both ran where arithmetic rounds alike, as far as the reports tell: machine, packages, kernels, variables."""
+    """Both ran where arithmetic rounds alike, as far as the reports state it: machine, packages, kernels, variables."""
     return not any(
         difference.field.split(".")[0] in (_MACHINE if difference.where == "environment" else _ROUNDING)
         for difference in beside(baseline, now)

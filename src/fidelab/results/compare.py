@@ -1,4 +1,4 @@
-"""Comparison of two reports, metric by metric: regressed, improved, unchanged, or cannot tell.
+"""Comparison of two reports, metric by metric: regressed, improved, unchanged, or ``cannot tell``.
 
 See docs/metrics.md#changes-between-runs.
 

@@ -86,7 +86,7 @@ class FlipRecord(Record):
 
     @classmethod
     def of(cls, ref: Any, test: Any, clusters: Any, context: int | None = None, seed: int = 0) -> Self:
-        """From right answers of both sides: 1 where that side is right, else 0, and clusters; [n] each."""
+        """Build it from right answers of both sides: 1 where that side is right, else 0, and clusters; [n] each."""
         interval = Loss.of_accuracy(ref, test, clusters).interval(0.95, seed) if len(clusters) else None
         return cls(context=context, ci=interval, **vars(flip_counts(ref, test, clusters)))
 
@@ -179,8 +179,8 @@ class Recommendation(Record):
     untested: tuple[str, ...] = ()
     """Conditions that were not measured."""
     others: tuple[str, ...] = ()
-    """Why not the other candidates, a sentence each."""
+    """Reasons against the other candidates, a sentence each."""
     dominated: tuple[Dominance, ...] = ()
     """Candidates that another one beats."""
     more: str = ""
-    """How much more data would decide, where that is what is missing."""
+    """Amount of data that would decide, where data are missing."""

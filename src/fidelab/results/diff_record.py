@@ -56,11 +56,11 @@ class DiffSide(Record):
     """One of the two reports."""
 
     name: str
-    """How it was named: a baseline's name, or a run's."""
+    """Name of a baseline, or of a run."""
     run_id: str
     """The run."""
     created: AwareDatetime
-    """When its report was made."""
+    """Time at which its report was made."""
 
 
 class MetricChange(Record):
@@ -103,20 +103,20 @@ class MetricChange(Record):
     flags: tuple[str, ...] = ()
     """Reasons to doubt either value, a word each."""
     doubt: str = ""
-    """Why nothing more certain can be said, or why it is not there."""
+    """Reason why the outcome is not more certain, or why the metric is absent."""
 
 
 class Refusal(Record):
     """Something that had to agree and does not."""
 
     groups: tuple[str, ...]
-    """Whose metrics were not compared."""
+    """Group whose metrics were not compared."""
     field: str
     """Name of the field that differs."""
     baseline: Free = None
-    """Its value in the baseline; null: not recorded."""
+    """Value in the baseline; null: not recorded."""
     now: Free = None
-    """Its value in the run; null: not recorded."""
+    """Value in the run; null: not recorded."""
     n_metrics: Count
     """Metrics that were not compared for it."""
 
@@ -144,7 +144,7 @@ class Diff(Record):
         return Counter(change.outcome for change in self.changes if change.counts)
 
     def faults(self) -> list[str]:
-        """Why the gate fails, a line each: what is certainly worse than allowed."""
+        """Reasons why the gate fails, a line each: changes certainly worse than allowed."""
         regressed = self.counted()["regressed"]
         return [f"{counted(regressed, 'metric')} regressed"] if regressed else []
 

@@ -75,7 +75,7 @@ class Metric(Record):
     Of whole runs (``compare --runs``), ``value`` is the first run's.
     """
     aggregate: Aggregate = "mean"
-    """How several values (repeats, runs, models) become one."""
+    """Rule by which several values (repeats, runs, models) become one."""
     limit: Limit | None = None
     """Which allowance holds where two reports are compared; null: the one that follows from the unit."""
     exact: bool = False
@@ -87,15 +87,15 @@ class Metric(Record):
     noise: float = 0.0
     """Change that the last bits of the arithmetic may cause, in its own unit."""
     headline: bool = False
-    """Stands for its measurement in summaries; where none of a measurement's does, its first metric stands for it."""
+    """It stands for its measurement in summaries.  Without such a metric, the first one does."""
     caveat: str = ""
-    """Why the value alone, without interval and repeats, proves no change."""
+    """Reason why the value alone, without interval and repeats, does not prove a change."""
     rests_on: tuple[str, ...] = ()
     """Axes whose settings it depends on, where these are not its own alone."""
     flags: tuple[Flag, ...] = ()
     """Reasons to doubt it."""
     about: str = ""
-    """Its definition in one sentence."""
+    """Definition in one sentence."""
 
     @property
     def allowance(self) -> Limit:
@@ -179,7 +179,7 @@ class Definition:
 
 
 class Cell(Outcome):
-    """How one shape of work ended, where it has something to say beyond its metrics."""
+    """Outcome of one shape of work, where there is more than its metrics."""
 
     at: Coordinates
     """The shape of work, as in :attr:`Metric.cell`."""

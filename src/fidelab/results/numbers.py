@@ -172,7 +172,7 @@ def counted(n: int, word: str) -> str:
 
 
 def heading(name: str, unit: str, *, mib: bool = False) -> str:
-    """The name of a metric with its unit, where the values alone do not tell it: ``rate, tok/s``."""
+    """The name of a metric with its unit, where the values alone do not show it: ``rate, tok/s``."""
     unit = "MiB" if mib else unit
     named = unit in ("", "share", "points", "count", "ratio", "p") or unit in name.split()
     return one_line(name if named else f"{name}, {unit}")

@@ -82,7 +82,7 @@ class Curve(Record):
     series: str = ""
     """Which of an arm's lines in this chart, in words (``batch 4``); empty where an arm has one."""
     caption: str = ""
-    """How to read the chart, one or two sentences; the first arm's is shown."""
+    """Explanation of the chart, one or two sentences; the first arm's is shown."""
     low: tuple[float | None, ...] = ()
     """Lower end of each ordinate's spread or interval; empty: none is shown."""
     high: tuple[float | None, ...] = ()
@@ -125,7 +125,7 @@ class Bars(Record):
     totals: tuple[float, ...] = ()
     """The figure of each whole bar, where its parts need not sum up to it; empty: their sum is shown."""
     caption: str = ""
-    """How to read the chart."""
+    """Explanation of the chart."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:

@@ -80,7 +80,7 @@ class Sizes:
 
     @classmethod
     def of(cls, reference: ArmRecord, candidates: Sequence[ArmRecord], others: Sequence[ArmRecord] = ()) -> Sizes:
-        """Of the arms that ran."""
+        """Return the sizes of the arms that ran."""
         arms = [reference, *(arm for arm in candidates if arm.ran is not None and arm.measured)]
         caches = [arm.ran.packed_cache_bytes if arm.ran else None for arm in arms]
         weights = [arm.ran.size if arm.ran else None for arm in arms]
@@ -379,7 +379,7 @@ class _Field:
         return _Choices(chosen, eligible, dominated)
 
     def _shifted(self, a: int, b: int, factor: float, n_rows: int) -> Floats:
-        """How far a resample moves a paired difference from that of the data, nats ``[1 + R]``."""
+        """Shift of a paired difference by each resample from that of the data, nats ``[1 + R]``."""
         pair = self._pair(a, b)
         assert pair is not None
         moved = self._means(pair[0], pair[0].kl) - factor * self._means(pair[1], pair[1].kl)
@@ -420,7 +420,7 @@ class _Field:
         return certificate is not None and all(self._claim_holds(claim) for claim in certificate.claims)
 
     def _margin(self, claim: CertificateClaim) -> float:
-        """Its own margin, or the limit that was given in its place."""
+        """Return the claim's margin, or the limit that replaces it."""
         return self.limits.get(_LIMIT_OF_CLAIM.get(claim.key, ""), claim.margin)
 
     def _claim_holds(self, claim: CertificateClaim) -> bool:
@@ -430,7 +430,7 @@ class _Field:
         return claim.ci is not None and claim.ci[1] < margin and (claim.clusters >= MIN_CLUSTERS or claim.ci == (0, 0))
 
     def _passed_over(self, n: int) -> bool:
-        """It leaves those after it to be tested: shown to lose the margin or fail, too large, too slow, unmeasured."""
+        """Whether later ones are tested after it: shown to lose the margin or fail, too large, too slow, unmeasured."""
         arm = self.arms[n]
         failed = arm.verdict is None or arm.verdict.band in (None, "FAIL")
         return failed or self._exceeds(arm) or bool(_unsuitable(arm, self.sizes, self.limits))
@@ -466,7 +466,7 @@ def settled(report: Report, **limits: float | None) -> set[str]:
 
 
 def _fails(arm: ArmRecord) -> bool:
-    """Its mean KL is shown to be that of FAIL, at the level of an early look."""
+    """Whether its mean KL is shown to be that of FAIL, at the level of an early look."""
     sums = own_sums(arm)
     if sums is None:
         return False
@@ -593,7 +593,7 @@ def _limits_in_words(limits: Mapping[str, float]) -> str:
 
 
 def _none_text(field: _Field) -> str:
-    """That nothing is recommended, and which candidate comes nearest."""
+    """Return the sentence that nothing is recommended, and which candidate comes nearest."""
     if field.limits:
         text = f"No candidate is within the limits ({_limits_in_words(field.limits)})"
     elif any(_rank(arm) < len(_CLASSES) for arm in field.arms):
@@ -712,7 +712,7 @@ def _untested(report: Report, arms: Sequence[ArmRecord]) -> tuple[str, ...]:
 
 
 def _others(field: _Field, best: ArmRecord | None, struck: Sequence[Dominance]) -> Iterator[str]:
-    """Why not the others, a line each."""
+    """Return the reasons against the others, a line each."""
     beaten = {one.arm: one for one in struck}
     for n, arm in enumerate(field.arms):
         name = one_line(arm.name)
@@ -748,7 +748,7 @@ def _not_eligible(field: _Field, arm: ArmRecord) -> str:
 
 
 def _more(arms: Sequence[ArmRecord]) -> str:
-    """How many clusters would decide."""
+    """Return how many clusters would decide."""
     needs: list[str] = []
     for arm in arms:
         claims = [claim for one in arm.certificates.values() for claim in one.claims if claim.state != "holds"]

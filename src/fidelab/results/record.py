@@ -95,7 +95,7 @@ class RuntimeRecord(Record):
     versions: dict[str, str] = Field(default_factory=dict)
     """Package → version, in the engine's environment."""
     observed: dict[str, tuple[int, int]] | None = None
-    """How much the proof of engagement looked at, pairs (observed, all): ``layers`` with the asked format, ``prefills``
+    """Extent of the proof of engagement, pairs (observed, all): ``layers`` with the asked format, ``prefills``
     and ``steps`` (decode); what is not there was not counted."""
     remarks: tuple[str, ...] = ()
     """Remarks for readers of the arm's figures on how it ran, a sentence each."""
@@ -128,7 +128,7 @@ class RuntimeRecord(Record):
 
 
 def _without_folders(text: str) -> str:
-    """Absolute paths by their last part: reports are published, folders are nobody's business."""
+    """Absolute paths by their last part: reports are published, folders are private."""
     return " ".join(PurePath(word).name if PurePath(word).is_absolute() else word for word in text.split(" "))
 
 
@@ -151,7 +151,7 @@ class Verdict(Record):
     """Verdict on a candidate."""
 
     band: BandName | None = None
-    """By the upper 95% bound of the mean KL; null is "no verdict"."""
+    """Band by the upper 95% bound of the mean KL; null is "no verdict"."""
     at_best: BandName | None = None
     """The best band still possible: where there is no verdict, and where the interval of the mean KL reaches into a
     better band than that of its upper end; else null."""
@@ -185,14 +185,14 @@ class NoiseFloor(Record):
     n_positions: Count | None = None
     """Positions scored."""
     reason: str | None = None
-    """Why there is no mean."""
+    """Reason why there is no mean."""
 
 
 class Timing(Record):
-    """How long an arm's worker took over its captures."""
+    """Time of an arm's worker for its captures."""
 
     load_seconds: Positive | None = None
-    """From the job's arrival in the worker to the loaded model; without imports that the arms of an engine share."""
+    """Seconds from the job's arrival in the worker to the loaded model, without shared imports of an engine's arms."""
     seconds: Positive | None = None
     """The whole job."""
 
@@ -227,7 +227,7 @@ class ArmRecord(Outcome):
     benches: dict[str, Measurement] = Field(default_factory=dict)
     """Bench → speed, start-up, memory, serving."""
     timing: Timing | None = None
-    """How long the captures took; depends on what lay on disk already, so nothing compares it."""
+    """Time of the captures; depends on what was on disk already, so nothing compares it."""
     composite: Composite | None = None
     """Harmonic mean of the axis scores, as REFRACT combines them."""
     verdict: Verdict | None = None
@@ -290,7 +290,7 @@ class AttributionPart(Record):
     ci: Interval | None = None
     """95% interval."""
     reason: str | None = None
-    """Why there is no mean."""
+    """Reason why there is no mean."""
 
 
 class Contrast(Record):
@@ -303,7 +303,7 @@ class Contrast(Record):
 
 
 class Attribution(Record):
-    """Where a candidate's KL comes from.  KL is not additive: the parts need not sum up."""
+    """Sources of a candidate's KL.  KL is not additive: the parts need not sum up."""
 
     candidate: str
     """Name of the candidate."""
@@ -328,7 +328,7 @@ class Attribution(Record):
 
 
 class MachineDifference(Record):
-    """How far a reference is from itself on another machine."""
+    """Distance of a reference from itself on another machine."""
 
     mean: Positive
     """Mean KLD of the two, nats."""
@@ -340,9 +340,9 @@ class Borrowed(Record):
     """A packed reference that somebody else ran."""
 
     place: str
-    """Where it was found: a folder's name, or ``hf://owner/name@commit``."""
+    """Place where it was found: a folder's name, or ``hf://owner/name@commit``."""
     sha256: str
-    """Of its manifest."""
+    """SHA-256 of its manifest."""
     machine: str
     """Processor and GPUs that it ran on."""
     weights: str = ""
@@ -359,7 +359,7 @@ class Report(Document):
     run_id: str
     """Name of the run's folder."""
     created: AwareDatetime
-    """When the report was made, with time zone."""
+    """Time at which the report was made, with time zone."""
     fidelab_version: str
     """Version that made it."""
     command: str
@@ -387,7 +387,7 @@ class Report(Document):
     floor: dict[str, Measurement] = Field(default_factory=dict)
     """Axis → the reference against a replicate of itself: repeatability."""
     borrowed: Borrowed | None = None
-    """Where the reference comes from, if this run did not run it."""
+    """Origin of the reference, if this run did not run it."""
     recommendation: Recommendation | None = None
     """Which candidate to run; null where nothing was compared, and in reports of earlier versions."""
 

@@ -37,10 +37,10 @@ class StudyRow(Measurement):
 
 
 class StudyArm(Outcome):
-    """An arm of the study, and what became of it."""
+    """An arm of the study, and its outcome."""
 
     name: str
-    """How it is called."""
+    """Name of the arm."""
     engine: str
     """Engine that runs it."""
     model: str
@@ -98,7 +98,7 @@ class Study(Document):
     run_id: str
     """Name of its folder; empty where it was only printed."""
     created: AwareDatetime
-    """When it was started."""
+    """Time at which it was started."""
     fidelab_version: str
     """Version that made it."""
     command: str
@@ -132,7 +132,7 @@ class Study(Document):
     sentences: tuple[str, ...] = ()
     """Findings, in words."""
     note: str = ""
-    """How to read the table."""
+    """Explanation of the table."""
     commands: dict[str, str] = Field(default_factory=dict)
     """Purpose → command lines that follow from the study."""
     plan: StudyPlan | None = None

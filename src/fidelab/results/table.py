@@ -31,14 +31,14 @@ _FAILED = Definition("failed_items", "count", "lower", exact=True)
 
 
 class Key(NamedTuple):
-    """Where a metric stands; equal keys of two reports are the same metric."""
+    """Place of a metric; equal keys of two reports are the same metric."""
 
     role: str
     """``reference``, ``control``, ``candidate``, ``truth`` or ``floor``."""
     arm: str
     """Name of the arm; the floor has the reference's."""
     group: str
-    """An axis, ``benches.<bench>``, ``composite``, or ``cache`` (what the engine says of it)."""
+    """An axis, ``benches.<bench>``, ``composite``, or ``cache`` (the engine's own figures)."""
     cell: str
     """Length, batch, load; empty where there is one."""
     metric: str
@@ -56,7 +56,7 @@ class MetricTable:
     reasons: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def reason(self, key: Key) -> str:
-        """Why a metric is not there, as far as the report says."""
+        """Reason why a metric is absent, as far as the report states it."""
         return next((self.reasons[key[:n]] for n in (4, 3, 2) if key[:n] in self.reasons), "")
 
 

@@ -132,7 +132,7 @@ _OPPOSED = (DECIDING, "mean"), ("perplexity", "ln_ratio")
 
 
 def _other_kernel(case: _Case) -> Iterator[str]:
-    """That KLD includes the difference of two attention kernels, where no control measures that difference."""
+    """Remark that KLD includes the difference of two attention kernels, where no control measures it."""
     kernel, other, control = (arm and _kernel(arm) for arm in (case.arm, case.reference, case.control))
     if kernel and other and kernel not in (other, control):
         where = f"attention is {kernel} here and {other} in the reference"
@@ -211,7 +211,7 @@ class _Case:
 
     @property
     def lowered_by(self) -> str:
-        """Why the band is below what the KLD alone gives."""
+        """Reason why the band is below what the KLD alone gives."""
         return ", ".join((*(reason for axis in self.arm.axes.values() for reason in axis.fails), *harms_of(self.arm)))
 
     @property
@@ -312,7 +312,7 @@ def _span(interval: tuple[float, float]) -> str:
 
 
 def _doubts(case: _Case, ruling: Ruling) -> Iterator[str]:
-    """Why the band is not settled: few clusters, an interval that crosses its edge, probability that KLD leaves out."""
+    """Reason why the band is open: few clusters, an interval that crosses its edge, probability that KLD leaves out."""
     cut = case.kld.value("cut", {})
     if ruling.preliminary:
         word = _clusters(case.kld).rpartition(" ")[2].removesuffix("s") or "document"
@@ -353,7 +353,7 @@ def _worst(kld: Measurement) -> Iterator[str]:
 
 
 def _gain(case: _Case) -> Iterator[str]:
-    """That a format of the cache hardly helps, in a model whose recurrent state is most of what a sequence keeps."""
+    """Remark that a cache format hardly helps, in a model whose recurrent state is most of a sequence's memory."""
     ran, n_ctx = case.reference.ran if case.reference else None, case.n_ctx
     state = ran.others().get("state_bytes_per_sequence") if ran else None
     if not (ran and n_ctx and state and ran.cache_bytes_per_token):

@@ -185,7 +185,7 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
 
 
 def _in_its_image(serve: ServeConfig, experiment: Experiment, arm: Arm) -> ServeConfig:
-    """The pasted words with the image in which the arm runs; none of them where it runs in an installed engine."""
+    """Return the pasted words with the image of the arm; empty where it runs in an installed engine."""
     if not serve.wrapper or not experiment.engine.image:
         return serve
     configs = (experiment.reference, *experiment.candidates, *cells_of(experiment))
@@ -221,7 +221,7 @@ def family(arm: Arm) -> tuple[str, ...]:
 
 
 def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:
-    """By the name of the first arm of each family the same arm with other last bits, where its engine has a way."""
+    """Return, by the name of each family's first arm, that arm with other last bits, where its engine can do so."""
     first = {family(arm): arm for arm in reversed(arms) if _JITTER not in dict(arm.options)}
     named = {arm.name: arm for arm in first.values() if engine_class(arm.engine).has_jitter}
     return {arm.name: _with_option(arm, _JITTER, "1") for arm in arms if arm.name in named}

@@ -1,4 +1,4 @@
-"""How much the servers of several arms take: each is started in turn, measured, and ended."""
+"""Capacity of the servers of several arms: each is started in turn, measured, and stopped."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def capacity_of_arms(
 
 
 def _environment(preset: Preset, arm: Arm) -> Environment | NotSupportedError:
-    """Where an arm's server is started, or why it cannot run here, which is a finding of this arm alone."""
+    """Return the environment of an arm's server, or the reason why it cannot run here."""
     try:
         return check(preset, arm)
     except NotSupportedError as error:

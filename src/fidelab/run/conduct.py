@@ -108,7 +108,7 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
 
 
 def first_replicate(folder: RunFolder) -> int:
-    """Where the numbers of this run's captures begin; 0 but in a repeat.
+    """First number of this run's captures; 0 except in a repeat.
 
     Raises:
         InputError: the settings file has something other than a number.
@@ -325,7 +325,7 @@ def _keep(
 
 @contextlib.contextmanager
 def _cluster(experiment: Experiment) -> Iterator[Cluster | None]:
-    """Where the jobs run, if not here.
+    """Return the cluster of the jobs; ``None``: they run here.
 
     Raises:
         UsageError: the cluster cannot be reached.

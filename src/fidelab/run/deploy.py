@@ -1,4 +1,4 @@
-"""Where arms run: each engine in its environment, asked there about itself before anything loads."""
+"""Environments of arms: each engine is queried in its environment before anything loads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ResolvedArm:
 
     @property
     def estimator(self) -> Estimator:
-        """How the engine tells this arm's distributions."""
+        """Estimator of this arm's distributions on its engine."""
         return self.engine_class.estimator_for(self.arm)
 
     @property
@@ -167,5 +167,5 @@ def about_there(asked: EngineAnswers) -> dict[str, Any]:
 
 
 def _named(asked: EngineAnswers) -> list[dict[str, str]]:
-    """Shim folders by their last part: where they lie on this machine is nobody's business."""
+    """Shim folders by their last part, without the private path on this machine."""
     return [{**shim, "folder": Path(shim["folder"]).name} for shim in asked.about.shims]

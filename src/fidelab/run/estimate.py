@@ -90,7 +90,7 @@ def work_of(request: Request, model: Model) -> Work:
 
 
 def _batches(lengths: Sequence[int], most: int) -> int:
-    """In how many batches engines that pad answer: prompts of similar length go together."""
+    """Number of batches of engines that pad: prompts of similar length go together."""
     batches, size, shortest = 0, 0, 0
     for length in sorted(lengths):
         if not batches or size >= most or length > shortest + max(32, shortest // 2):
@@ -101,7 +101,7 @@ def _batches(lengths: Sequence[int], most: int) -> int:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast an arm is, as far as that is known.
+    """Speed of an arm, as far as it is known.
 
     ``load``: seconds from a worker's start to its end that answer nothing.  ``read``: seconds per token;
     ``forward``: seconds of a decoding forward besides those of its tokens.  ``factors``: capture → what it took over
@@ -151,7 +151,7 @@ class Timings:
         return self._stored.scoring
 
     def rates(self, resolved: ResolvedArm) -> Rates:
-        """Of this arm's last run, else of the most similar arm of its engine, else defaults: :attr:`Rates.source`.
+        """Rates of this arm's last run, else of the most similar arm of its engine, else defaults.
 
         Another model's rates are scaled by the number of parameters.
         """
@@ -235,7 +235,7 @@ class _Speed:
 
 
 def _speed(arm: Arm) -> _Speed:
-    """Of the arm's device, where nothing was timed: a decoding forward reads the weights in 16 bits once."""
+    """Default speed of the arm's device, without timings: a decoding forward reads the weights in 16 bits once."""
     if not arm.device.startswith("cuda"):
         return _Speed(arm.threads * _CORE_OPERATIONS, _CORE_FORWARD, DEFAULT)
     gpu, ranks = _gpu(arm.device), int(dict(arm.options).get("tp", 1))

@@ -102,7 +102,7 @@ def _contents(
 
 
 def _weights(model: Model, engine: str) -> str:
-    """In words, formats below 16 bits that a checkpoint stores, and whether the engine computes with 16-bit copies."""
+    """Describe formats below 16 bits of a checkpoint, and whether the engine computes with 16-bit copies."""
     if not (formats := quantized_as(model)):
         return ""
     converted = model.kind == "gguf" and engine_class(engine).checkpoint_format != "gguf"

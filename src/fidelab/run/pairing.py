@@ -196,7 +196,7 @@ def _drop_here(ticket: str) -> str:
 
 
 def _to_drop(results: Sequence[ArmResult], roles: Sequence[str]) -> Iterator[tuple[ArmResult, ArmResult]]:
-    """Arms whose rows nobody waits for, with the arms that they are compared with; twins before whose they are."""
+    """Arms whose rows are no longer needed, with the arms that they are compared with; twins come first."""
     by_role = {result.role: result for result in results}
     for result in reversed(results):
         base = by_role.get(base_of(result.role))
@@ -335,7 +335,7 @@ class Scorer:
         return Measured(result, status, reason, scores, failures, self._broken(result, scores))
 
     def _refused(self, axis: Axis, name: str, result: ArmResult) -> str | None:
-        """Why an arm was not asked what an axis cannot do without; ``None`` where it was."""
+        """Reason why an arm was not asked what an axis requires; ``None`` if it was."""
         refused, answered = parts_of(name, result.refused), parts_of(name, result.captures)
         return next((why for part, why in refused.items() if axis.lost(part, why) is None or not answered), None)
 
@@ -421,7 +421,7 @@ def _is_part(result: ArmResult) -> bool:
 
 
 def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:
-    """Why the captures of an axis, or of one of its parts, are lacking."""
+    """Reason why the captures of an axis, or of one of its parts, are missing."""
     return next(iter(parts_of(name, failures).values()), None)
 
 
@@ -459,7 +459,7 @@ def _kept(side: Mapping[str, str], option: str) -> int:
 
 
 def _unmoved_part(score: AxisScore, first: int) -> str | None:
-    """Where this score's rows are all equal to the reference's, of those from position ``first`` on."""
+    """Part of the score, from position ``first`` on, whose rows all equal the reference's."""
     if score.bound:
         return None
     if {"kl", "window", "position", "n_ctx"} <= score.positions.keys():

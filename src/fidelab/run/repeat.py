@@ -176,7 +176,7 @@ def _with_spread(axis: str, found: Sequence[Measurement | None], arms: Sequence[
 def _flags(
     axis: str, merged: Measurement, found: Sequence[Measurement | None], arms: Sequence[ArmRecord]
 ) -> Iterator[Flag]:
-    """How far the headline figures of an axis lie apart, and in which runs it has no result."""
+    """Describe the spread of an axis' headline figures, and the runs in which it has no result."""
     for metric in merged.headlines:
         if len(metric.repeats) > 1:
             yield Flag(kind="spread", text=f"{axis} {_spread(metric)}")

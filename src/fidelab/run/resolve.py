@@ -457,7 +457,7 @@ def _other_vocabulary(draft: Model, model: Model) -> str:
 
 
 def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, int]:
-    """The size of the weights that an engine loads, for the record; empty where a server has them, or nobody."""
+    """Size of the weights that an engine loads, for the record; empty where a server has them, or where unknown."""
     if engine.is_server or model.kind == "fake":
         return {}
     gguf = model.gguf if engine.checkpoint_format == "gguf" else None

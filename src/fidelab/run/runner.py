@@ -58,7 +58,7 @@ class Listener(Protocol):
         """``tokens`` were processed since the last call."""
 
     def advanced(self, done: float, total: float) -> None:
-        """Of ``total`` seconds that the whole run was expected to take, what takes ``done`` of them is done."""
+        """Work of ``done`` seconds is finished, of ``total`` seconds expected for the whole run."""
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
         """A job is over, whatever its outcome."""
@@ -124,7 +124,7 @@ class Told(Silent):
 
 
 class _Pace:
-    """How far a run is, in seconds of the time that it was expected to take; the listener gets every step.
+    """Progress of a run, in seconds of its expected time; the listener gets every step.
 
     A prompt's tokens are read together and an answer's decoded one by one, so that tokens alone say little.
     """
@@ -160,12 +160,12 @@ class _Pace:
         self.step(seconds)
 
     def step(self, seconds: float) -> None:
-        """So much more of the job is done."""
+        """Note that ``seconds`` more of the job are done."""
         self._done = min(self._done + seconds, self._job[1])
         self._listener.advanced(self._done, self._total)
 
     def share(self, share: float) -> None:
-        """So much of what runs is done, 0…1."""
+        """Note the share of the running job that is done, 0…1."""
         began, end = self._job
         self._done = began + share * (end - began)
         self._listener.advanced(self._done, self._total)
@@ -354,7 +354,7 @@ class Asking:
         return Worker(message, **self._process(job, log), spawn=spawn, listen=lambda _message: None)
 
     def _process(self, job: PlannedJob, log: Path) -> dict[str, Any]:
-        """How the worker process of a job is started."""
+        """Return the way to start a job's worker process."""
         environment = job.resolved.environment
         variables = {**thread_variables(job.arm.threads), **dict(job.arm.env)}
         container = environment.container(job.arm, self._settings.captures_dir, env=variables)
@@ -502,7 +502,7 @@ def _answer(planned: PlannedCapture) -> Capture:
 
 
 def unreadable(ran: Mapping[str, Any]) -> str:
-    """Why a record of what ran cannot go into a report; empty where it can."""
+    """Reason why a runtime record cannot go into a report; empty if it can."""
     try:
         check_ran(ran)
         RuntimeRecord.model_validate(dict(ran))

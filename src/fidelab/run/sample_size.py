@@ -115,7 +115,7 @@ class SizeLine:
 
 @dataclass(frozen=True)
 class Supply:
-    """How many items the run's own text or prompt set holds."""
+    """Items that the run's own text or prompt set holds."""
 
     name: str
     holds: int
@@ -233,7 +233,7 @@ class _Pilot:
 
     @property
     def n_items(self) -> int:
-        """How many."""
+        """Number of items."""
         return len(self.items)
 
     def score(self, role: str) -> AxisScore:
@@ -254,7 +254,7 @@ class _Pilot:
 
 
 def _why_not(arm: ArmRecord, axis: str) -> str | None:
-    """Why an arm has nothing to plan from on this axis."""
+    """Reason why an arm has nothing to plan from on this axis."""
     found = arm.axes.get(axis)
     if arm.status in (Status.NOT_ENGAGED, Status.NOT_SUPPORTED):
         return arm.reason

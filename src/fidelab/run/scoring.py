@@ -405,7 +405,7 @@ def _with_noise(kld: Measurement, floor: float) -> Measurement:
 
 
 def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[ArmResult]) -> ArmRecord | None:
-    """How far the reference itself is from a 32-bit cache on its engine."""
+    """Return the reference's own distance from a 32-bit cache on its engine."""
     truth = next((result for result in diagnostics if result.role == TRUTH), None)
     if truth is None:
         return None

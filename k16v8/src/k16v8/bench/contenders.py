@@ -1,4 +1,4 @@
-"""Who is measured: our kernels, those of torch and of installed libraries, and two naive ways to read FP8 values.
+"""Measured kernels: k16v8's, those of torch and of installed libraries, and two naive ways to read FP8 values.
 
 Each contender builds its inputs itself, N(0, 1) in its own layout, and gives a function that attends to them.  Pages
 lie in random order, as in engines; contenders that take no pages get contiguous keys and values, their best case.

@@ -83,7 +83,7 @@ Figure = Callable[[Entry], float | None]
 
 
 def _speedup(formats: str) -> Figure:
-    """Of our kernel over the best 16-bit one; ``None`` where no other 16-bit kernel was measured."""
+    """Speedup of k16v8's kernel over the best 16-bit one; ``None`` where no other 16-bit kernel was measured."""
 
     def of(entry: Entry) -> float | None:
         mine = best(entry["results"], formats, "ours")
@@ -142,7 +142,7 @@ def _goal(record: dict[str, Any], name: str, wanted: float, figure: Figure, keys
 
 
 def _unfair(entry: Entry, required: tuple[str, ...]) -> str:
-    """Why figures of this cell decide nothing; empty where they do."""
+    """Reason why figures of this cell decide nothing; empty if they decide."""
     results = {one["name"]: one for one in entry["results"] if one["formats"] == "16/16"}
     for name in required:
         one = results.get(name)

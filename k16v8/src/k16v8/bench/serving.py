@@ -297,7 +297,7 @@ def _captured(step: Serving) -> torch.cuda.CUDAGraph:
 
 
 def _variants(model: Geometry, device: torch.device, kernels: str, page: int) -> dict[str, Any]:
-    """How often each kernel is compiled while one sequence grows from one page to 32K tokens, its table with it."""
+    """Count compilations of each kernel while one sequence grows from one page to 32K tokens, its table with it."""
     from triton import knobs
 
     compiled: Counter[str] = Counter()

@@ -49,7 +49,7 @@ class Geometry:
 
     @property
     def shape(self) -> Shape:
-        """Of its attention."""
+        """Shape of its attention."""
         return self.heads, self.kv_heads, self.head_dim
 
 
@@ -99,7 +99,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """By which a record knows it."""
+        """Key of its record."""
         heads, kv_heads, dim = self.shape
         size = f"B{self.batch} T{self.tokens}"
         return f"{self.kind} {heads}/{kv_heads}/{dim} {size}" + (f" Q{self.queries}" if self.kind == "extend" else "")
@@ -200,7 +200,7 @@ class WeightCell:
 
     @property
     def key(self) -> str:
-        """By which a record knows it."""
+        """Key of its record."""
         inputs, outputs, group = self.shape
         many = f" {self.top} of {self.experts}" if self.experts else ""
         return f"{self.kind}{many} {inputs}x{outputs}/{group} M{self.batch}"

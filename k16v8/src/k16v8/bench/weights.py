@@ -1,4 +1,4 @@
-"""Who is measured at products with 4-bit weights: our kernels, torch's own, Marlin, and dequantizing first.
+"""Measured products with 4-bit weights: k16v8's kernels, torch's own, Marlin, and dequantizing first.
 
 Codes, zero points and scales are random and lie as checkpoints hold them; who wants another layout converts them before
 anything is timed.  Experts are chosen evenly, so that what a call must read is known.

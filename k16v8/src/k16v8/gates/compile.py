@@ -100,7 +100,7 @@ class Compiled:
 
     @property
     def passed(self) -> bool:
-        """It compiled and fits."""
+        """Whether it compiled and fits."""
         return self.error is None
 
 
@@ -342,7 +342,7 @@ def _read_nvidia(ptx: str, usage: str) -> dict[str, Any]:
 
 
 def _read_amd(text: str) -> dict[str, Any]:
-    """As the assembler text has them; registers are those of vectors, accumulators included."""
+    """Read the figures of the assembler text; registers are those of vectors, accumulators included."""
     sizes = {"ubyte": 1, "u8": 1, "ushort": 2, "u16": 2, "b16": 2, "dword": 4, "b32": 4}
     sizes |= {"b64": 8, "b96": 12, "b128": 16, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
     kinds = re.findall(r"\b(?:global|buffer)_load_(?:lds_)?(?:d16_)?(?:hi_)?(\w+?)(?:_d16(?:_hi)?)? ", text)

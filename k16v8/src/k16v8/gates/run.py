@@ -146,7 +146,7 @@ def _gathered(
 
 
 def _compare(out: Tensor, lse: Tensor, expected: Tensor, expected_lse: Tensor) -> dict[str, float]:
-    """Of the worst query each: a long sequence's small output must not hide behind a short one's large output."""
+    """Errors of the worst query: a long sequence's small output must not hide behind a short one's large output."""
     found, wanted = out.double().flatten(1), expected.flatten(1)
     size = wanted.norm(dim=1)
     return {

@@ -187,7 +187,7 @@ def _output(case: WeightCase, kernels: WeightKernels, problem: WeightProblem) ->
 
 
 def weight_error(out: Tensor, problem: WeightProblem) -> dict[str, float]:
-    """Of the worst row: cosine and relative L2 error; a row whose definition is 0 must be 0."""
+    """Errors of the worst row: cosine and relative L2 error; a row whose definition is 0 must be 0."""
     if problem.experts is None:
         wanted = weights.matmul(problem.x, problem.weight)
     else:

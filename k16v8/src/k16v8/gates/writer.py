@@ -79,7 +79,7 @@ def _written(case: Case, kernels: Kernels, device: torch.device | str, seed: int
 
 
 def _excess(wanted: Tensor, codes: Tensor, name: str) -> float:
-    """How much farther than the nearest number of the format the chosen one lies, relative to what was wanted."""
+    """Excess distance of the chosen number over the nearest one of the format, relative to the input."""
     stored = storage(name)
     if stored.integer:
         numbers = torch.arange(-stored.top, stored.top + 1, dtype=torch.float64, device=codes.device)

@@ -44,7 +44,7 @@ class Target:
     multiprocessors: int = 1
 
     def native(self, name: str) -> str:
-        """How the processor converts this FP8 format itself: ``ptx``, ``cast``; empty where kernels do it on bits."""
+        """The processor's own conversion of this FP8 format: ``ptx``, ``cast``; empty where kernels do it on bits."""
         if self.backend == "cuda":
             return "ptx" if name == "fp8_e4m3" and int(self.arch) >= 89 else ""
         return "cast" if self.backend == "hip" and name == _HIP_FP8.get(str(self.arch)) else ""

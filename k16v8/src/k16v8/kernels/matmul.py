@@ -308,7 +308,7 @@ def plan_experts(experts: Tensor, weight: QuantizedWeight) -> ExpertPlan:
 
 
 def _expert_tiles(pairs: int, weight: QuantizedWeight, target: Target) -> Tiles:
-    """For as many rows as each expert has where pairs are spread evenly."""
+    """Tiles for the rows that each expert has if pairs are spread evenly."""
     return matmul_tiles(-(-pairs // weight.experts), weight, target)
 
 
@@ -419,5 +419,5 @@ def sum_arguments(part: Tensor, out: Tensor, rows: int, splits: int) -> tuple[ob
 
 
 def sum_constants(target: Target) -> Mapping[str, object]:
-    """Its constexprs."""
+    """Constexprs of the sum kernel."""
     return {"COLUMNS": _SUM_COLUMNS, "INTERPRETED": target.backend == "interpreter"}

@@ -75,7 +75,7 @@ def prefill_route(
     arch: int | str, libraries: Libraries, *, most_queries: int, cache: PagedCache, dtype: torch.dtype, window: int,
     capacity: int,
 ) -> Route:  # fmt: skip
-    """How the prompts of one batch are attended to.
+    """Plan of attention to the prompts of one batch.
 
     Args:
         arch: As Triton names it, 90 for sm_90; a string for AMD and CPUs.
@@ -207,7 +207,7 @@ class PrefillBatch:
 
     @property
     def most_queries(self) -> int:
-        """Of one sequence."""
+        """Most queries of one sequence."""
         return max(self.counts, default=0)
 
     def chunks(self, page: int, window: int, capacity: int) -> list[_Chunk]:

@@ -53,7 +53,7 @@ class Call:
 
     @property
     def tokens_at_once(self) -> int:
-        """Of a block of keys."""
+        """Tokens of a block of keys."""
         cache = self.cache
         return max(cache.page, self.at_once(_KEYS) // (cache.kv_heads * max(cache.head_dim, cache.v_dim)))
 

@@ -75,7 +75,7 @@ _LAYERS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 @dataclass(frozen=True)
 class Side:
-    """How keys, or values, are stored.
+    """Storage of keys, or of values.
 
     ``name``: ``native``, or a format of :mod:`k16v8.kernels.cache`; ``scaled``: with a float16 scale for each token and
     head.
@@ -141,7 +141,7 @@ class Formats:
         return self.k.code_bytes(head_dim) + self.v.code_bytes(v_dim) + scales
 
     def refusal(self, dtype: torch.dtype, head_dim: int, v_dim: int, layers: int) -> str:
-        """Why a model cannot have them, with what to do; empty where it can.  ``layers``: how many it has."""
+        """Reason why a model cannot have them, with what to do; empty if it can.  ``layers``: its number of layers."""
         native = _16_BIT.get(str(dtype))
         if native is None:
             return f"is for models in 16 bits, this one computes in {dtype}: pass --dtype bfloat16"
@@ -239,7 +239,7 @@ class Engine:
     names: Mapping[str, tuple[str, ...]]
 
     def refusal(self) -> str:
-        """Why the plug-in does not run in the installed version; empty where it does.
+        """Reason why the plug-in does not run in the installed version; empty if it does.
 
         Versions that were tested are not looked at further.  In others every name must be there, which imports them.
         """
@@ -599,7 +599,7 @@ def _compared(held: Tensor, scales: Tensor | None, name: str, given: Tensor, blo
 
 
 def _addresses(x: Tensor) -> list[int]:
-    """Of every byte, counted from the start of the storage."""
+    """Offsets of all bytes, counted from the start of the storage."""
     import torch
 
     size = x.element_size()

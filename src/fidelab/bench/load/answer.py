@@ -1,4 +1,4 @@
-"""From the raw bytes of an answer to its events, its usage and what went wrong.
+"""Parser of an answer's raw bytes: its events, its usage and its errors.
 
 All of this runs when a stream has ended: while it runs, the client only keeps pieces of bytes and when each arrived.
 """
@@ -45,7 +45,7 @@ def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[floa
 
     ``parts``: the body in the pieces that arrived, ``times``: when each did; an event arrived with the piece that
     completed it.  ``whole``: HTTP says that the body is complete.  An error that the exchange has already (a time-out,
-    a lost connection) is lifted where the stream had said ``[DONE]`` before.
+    a lost connection) is cleared if the stream had sent ``[DONE]`` before.
     """
     body = b"".join(parts)
     data, ends = split_events(body, whole)

@@ -73,7 +73,7 @@ class _Flight:
     retried: bool = False
 
     def depart(self) -> None:
-        """Its bytes go out: the deadline counts from here."""
+        """Note that its bytes go out; the deadline counts from here."""
         assert self.deadline is not None
         if not self.sent:
             self.sent = monotonic()
@@ -137,7 +137,7 @@ def _no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _room_for_connections() -> Iterator[None]:
-    """As many open files as the system allows: each request in flight is one."""
+    """Allow as many open files as the system can have: each request in flight is one."""
     if sys.platform == "win32":
         yield
         return
@@ -352,7 +352,7 @@ class _Client:
             self._exchanges.append(self._read(flight))
 
     async def _tick(self) -> None:
-        """Count by how much the loop is late, every 10 ms, and tell how many requests have ended.
+        """Count by how much the loop is late, every 10 ms, and report how many requests have ended.
 
         A loop that stood still over several ticks was late for each of them.
         """
@@ -425,7 +425,7 @@ def _is_behind(exchanges: list[Exchange]) -> bool:
 
 
 async def _sleep_until(when: float) -> None:
-    """Not a moment less: timers of an event loop count whole milliseconds."""
+    """Sleep at least until ``when``; timers of an event loop count whole milliseconds."""
     while (left := when - monotonic()) > 0:
         await asyncio.sleep(left)
 

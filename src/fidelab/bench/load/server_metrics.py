@@ -37,7 +37,7 @@ class SpeculationReading:
     drafted: float | None
     """Draft tokens proposed."""
     accepted: float | None
-    """Of these, accepted."""
+    """Drafted tokens that were accepted."""
     drafts: float | None = None
     """Times that drafts were verified."""
     acceptance_length: float | None = None
@@ -271,7 +271,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
 def _speculation(
     samples: Sequence[_Sample], within: Sequence[_Sample], names: _Names, started: float, ended: float
 ) -> SpeculationReading | None:
-    """From counters; else (SGLang) from the mean length and share of what was accepted."""
+    """Compute drafts from counters; else (SGLang) from the mean length and share of what was accepted."""
     drafts, drafted, accepted = (
         _increase(samples, names, counter, started, ended) for counter in (names.drafts, names.drafted, names.accepted)
     )
@@ -293,7 +293,7 @@ def _speculation(
 def _increase(
     samples: Sequence[_Sample], names: _Names, counter: Sequence[str], started: float, ended: float
 ) -> float | None:
-    """By how much a counter grew; ``None`` where it is missing, began anew, or was not read on both sides.
+    """Growth of a counter; ``None`` where it is missing, began anew, or was not read on both sides.
 
     One with labels is not shown before it first counts: then it is 0.
     """

@@ -1,4 +1,4 @@
-"""How much a server takes: the longest context and the number of requests at once, against the size of its cache.
+"""Capacity of a server: the longest context and the number of requests at once, against the size of its cache.
 
 Loads are tried in turn.  A load that is rejected, whose requests do not all get to work at once, that is preempted, or
 that misses the targets of the goodput is beyond the capacity; the border is found by doubling and bisecting.  All
@@ -49,7 +49,7 @@ LARGEST = Definition("longest_context", "tokens", "higher", "Longest prompt that
 
 @dataclass(frozen=True)
 class _Border:
-    """Why a load is beyond the capacity.  ``kind``: rejected, memory, failed, preempted, queued, target."""
+    """Reason why a load is beyond the capacity.  ``kind``: rejected, memory, failed, preempted, queued, target."""
 
     kind: str
     why: str
@@ -123,7 +123,7 @@ class _Search:
         return border
 
     def _cell(self, context: int) -> None:
-        """How many requests of this context the server takes at once."""
+        """Find how many requests of this context the server takes at once."""
         room = cache_room(self._contact, context + self._settings.output)
         assert self._longest is not None
         if context > self._longest:

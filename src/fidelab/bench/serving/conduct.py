@@ -45,7 +45,7 @@ class ServingWatch:
         """A cell begins."""
 
     def advance(self, done: int, requests: int) -> None:
-        """So many of its requests are over."""
+        """``done`` of its requests have ended."""
 
     def driven(self, number: int, repeat: int, drive: Drive) -> None:
         """Outcome of each request of a cell."""
@@ -251,7 +251,7 @@ class _Sweep:
         return words if _TOO_LONG.search(words) else None
 
     def _gone(self) -> str | None:
-        """Why nothing more can be asked, if that is so."""
+        """Reason why no more can be asked; ``None`` if more can."""
         contact = self._contact
         try:
             identify(contact.client(), contact.server.model)

@@ -68,7 +68,7 @@ class Contact:
     key: str | None = field(repr=False)
     tokenizer: Tokenizer | None = field(repr=False)
     form: Form = "ids"
-    """Prompts are token ids, texts of exact length, or texts of so many words."""
+    """Form of prompts: token ids, texts of exact length, or texts of a number of words."""
     additions: tuple[str, ...] = ()
     """Fields beyond the standard's that are sent."""
     refused: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Contact:
     counts: bool = True
     """The server counts tokens, in streams or elsewhere."""
     by_finish: bool = False
-    """It does not in streams, but ends answers for their length and counts alike elsewhere."""
+    """The server does not count in streams, but ends answers for their length and counts alike elsewhere."""
     limit: int | None = None
     """Tokens of prompt and answer together, where the server says so."""
 
@@ -89,19 +89,19 @@ class Contact:
 
     @property
     def target(self) -> Target:
-        """Where the drive sends its requests."""
+        """Return the destination of a drive's requests."""
         return Target(self.url, PATHS[self.settings.endpoint], api_key=self.key, timeout=self.settings.timeout)
 
     def client(self) -> Client:
-        """For single questions."""
+        """Return a client for single questions."""
         return Client(self.settings.base_url, self.key, min(_LONGEST, self.settings.timeout))
 
     def scraper(self, interval: float = 1.0) -> Scraper:
-        """Reads the server's own metrics, every so many seconds."""
+        """Return a reader of the server's own metrics; ``interval``: seconds."""
         return Scraper(self.url, interval, {"Authorization": f"Bearer {self.key}"} if self.key else None)
 
     def facts(self) -> dict[str, Any]:
-        """For the report: the server, and what it was asked."""
+        """Facts for the report: the server and the settings of its requests."""
         root, api = split_url(self.settings.base_url)
         return {
             "target": root,
@@ -122,7 +122,7 @@ class Contact:
         return None
 
     def record(self) -> dict[str, Any]:
-        """For the report: how requests were made."""
+        """Facts for the report: how requests were made."""
         form = {"ids": "token ids", "text": "text of exact length", "words": "text, words calibrated by usage"}
         return {
             "prompts": form[self.form],
@@ -137,7 +137,7 @@ class Contact:
     def requests(
         self, inputs: Sequence[int], outputs: Sequence[int], due: Sequence[float] | None, seed: int
     ) -> list[LoadRequest]:
-        """Rendered requests of so many tokens, each with a prompt of its own.
+        """Return rendered requests of so many tokens, each with its own prompt.
 
         Raises:
             InputError: a length that no prompt has.

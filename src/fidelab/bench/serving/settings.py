@@ -62,7 +62,7 @@ class ServingSettings(BaseModel):
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """From flags or keys.
+        """Build settings from flags or keys.
 
         Raises:
             UsageError: one line for the first thing that is wrong.
@@ -117,7 +117,7 @@ class ServingSettings(BaseModel):
 
     @property
     def kind(self) -> Arrival:
-        """How requests come."""
+        """Arrival of requests."""
         if self.trace is not None:
             return "trace"
         return "closed" if self.request_rate is None else self.arrival

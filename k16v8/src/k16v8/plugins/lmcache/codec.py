@@ -119,7 +119,7 @@ def _write_values(x: Tensor, spec: ChunkSpec, frame: Bytes) -> None:
 
 
 def _scales(block: Tensor, numbers: Tensor) -> Tensor:
-    """Of each row as :func:`token_scale` has it, which looks at one number where all are finite: the largest."""
+    """Scale of each row as :func:`token_scale` has it.  If all are finite, only the largest number matters."""
     bits = block.view(torch.int16).bitwise_and(0x7FFF).amax(-1)  # magnitudes are in the order of their bit patterns
     largest = bits.view(block.dtype).float()
     return token_scale(largest.unsqueeze(-1) if largest.isfinite().all() else numbers, _VALUES)

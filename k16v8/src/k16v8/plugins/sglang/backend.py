@@ -75,7 +75,7 @@ class K16V8Pool(MHATokenToKVPool):
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def kernels(self, heads: int) -> Kernels:
-        """The kernels for this pool and so many query heads.
+        """Kernels for this pool and a number of query heads.
 
         Raises:
             NotSupportedError: there are none for this shape.
@@ -158,7 +158,7 @@ class K16V8Backend(AttentionBackend):
         return f"{LABEL} ({self.kernels.implementation})"
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Where the sequences of this forward lie."""
+        """Locate the sequences of this forward."""
         batch, mode = forward_batch, forward_batch.forward_mode
         if mode.is_idle():
             self._step = None

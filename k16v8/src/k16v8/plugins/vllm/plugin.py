@@ -75,7 +75,7 @@ _BACKEND = "k16v8.plugins.vllm.backend.K16V8Backend"
 
 
 def refusal() -> str:
-    """Why the installed vLLM cannot run it; empty where it can."""
+    """Reason why the installed vLLM cannot run it; empty if it can."""
     return VLLM.refusal()
 
 
