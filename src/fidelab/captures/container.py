@@ -112,7 +112,7 @@ class Entry:
 def read_header(path: Path) -> tuple[dict[str, Entry], int, int]:
     """The tensors of a safetensors file, where their bytes begin, and how many there are.
 
-    The file may come from anybody: nothing is allocated by a size that the header alone tells.
+    The file may come from anybody: nothing is allocated by a size that only the header states.
 
     Raises:
         OSError: it cannot be read.  ValueError: it is not a complete safetensors file; says what is wrong.

@@ -10,7 +10,7 @@ Requests with images carry the files themselves, so that their bytes are part of
 once, in base64, and ``shows`` the images of each prompt, as numbers counted from 0, in the order in which they are
 shown.  ``prompts`` have the placeholder tokens that the chat template writes; an engine puts as many tokens there as
 its model reads.  ``messages`` are the conversations for engines that take no tokens, in JSON: objects with ``role`` and
-``content``, a list of ``{"type": "image"}`` in the place of each image and of token ids for text; ``more`` are the
+``content``, a list of ``{"type": "image"}`` in place of each image and of token ids for text; ``more`` are the
 token ids of the JSON of a message's other fields.
 """
 

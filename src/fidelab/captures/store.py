@@ -77,10 +77,10 @@ def has_rows(capture: Capture) -> bool:
 
 
 def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]]]]) -> None:
-    """Put figures in the place of the test side's rows, log-probabilities or hidden states; both keep their keys.
+    """Replace by figures the test side's rows, log-probabilities or hidden states; both keep their keys.
 
     ``figures``: test items with what compares each of their rows with the reference side's, columns ``[rows]``.  The
-    capture is written anew next to the old one and takes its place when it is complete.
+    capture is written next to the old one and takes its place when it is complete.
 
     Raises:
         CaptureError: rows of an item without figures would be lost.
@@ -150,7 +150,7 @@ def _byte(arm: Path) -> int:
 
 
 def copy_capture(capture: Capture, folder: Path, key: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Write a capture anew in ``folder``, two levels below a store, under another key; its head and vocabulary, too.
+    """Rewrite a capture in ``folder``, two levels below a store, under another key; its head and vocabulary, too.
 
     ``asked``: its arm, as manifests have it.
 

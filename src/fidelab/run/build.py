@@ -60,7 +60,7 @@ class PlannedCapture:
         return not self.is_complete() and is_complete(self.folder, self.key)
 
     def _compared_with(self) -> str:
-        """Digest of the key of the capture whose figures stand in the place of rows; empty: rows are there."""
+        """Digest of the key of the capture whose figures replace rows; empty: rows are there."""
         return str(load_manifest(self.folder).get("against", ""))
 
     def task(self) -> ProbeTask:

@@ -319,7 +319,7 @@ def _owner(pid: int) -> str:
 def _identity(pid: int) -> str:
     """A process as no other is called: by number, the clock tick of its start, and where its number counts.
 
-    Empty where the system does not tell, and of a process that is over.
+    Empty where the system does not report it, and for a process that has ended.
     """
     try:
         state, *fields = (_PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -411,7 +411,7 @@ def _reach(address: str) -> None:
     """Ask for a connection first: Ray's own client waits for minutes, and then ends the process.
 
     Raises:
-        UsageError: nobody listens there.
+        UsageError: no cluster listens there.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():

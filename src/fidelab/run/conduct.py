@@ -88,7 +88,7 @@ def execute(
 def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
     """Resume a stopped run: finished captures are kept, missing ones are made, and all are scored.
 
-    ``trust``: what the person allows a folder that somebody else made (:mod:`fidelab.config.trust`).
+    ``trust``: permissions of the user for another user's folder (:mod:`fidelab.config.trust`).
 
     Raises:
         FidelabError: no run folder, its settings no longer hold, or they ask for what is not trusted.
@@ -122,7 +122,7 @@ def first_replicate(folder: RunFolder) -> int:
 def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Report, RunFolder]:
     """Compute all scores again from the captures, and write the report; no engine and no model are needed.
 
-    ``limits``: fields of :class:`~fidelab.config.schema.Limits` in the place of the run's own.
+    ``limits``: fields of :class:`~fidelab.config.schema.Limits` that replace the run's own.
 
     Raises:
         InputError: the folder is not a run, or is an unfinished one.

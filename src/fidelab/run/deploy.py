@@ -42,7 +42,7 @@ class ResolvedArm:
     the worker's environment may change what it computes: captures of another build, or made under other variables, are
     others.  ``about``: how it is installed in full, for the record.  ``draft``: the model that drafts for it.
     ``unasked``: whether the engine can run the arm is to be asked where it runs, on a device that is not here.
-    ``borrowed``: somebody else ran it; ``model`` is not its own, and nothing of it runs here.
+    ``borrowed``: another user ran it; ``model`` is not its own, and nothing of it runs here.
     """
 
     arm: Arm

@@ -113,7 +113,7 @@ class ArmResult:
 def drop_compared_rows(
     axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str], readers: Readers
 ) -> None:
-    """Put figures in the place of rows of log-probabilities with which no arm of ``roles`` is still to be compared.
+    """Replace rows of log-probabilities with figures once no arm of ``roles`` is still to be compared with them.
 
     ``results``: the arms that have answered, of those that will.  An arm whose twin is to come keeps its rows until
     then; so do axes that read more of rows than figures, rows that cannot be compared, and arms of another run.

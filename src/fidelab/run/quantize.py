@@ -290,7 +290,7 @@ def _compared(
 ) -> Report:
     """The result against the original, both in float32 on engine hf: its weights are read as dense ones, exactly.
 
-    The report tells the bytes that the result's own files have.
+    The report states the bytes that the result's own files have.
     """
     finished = work / "report.json"
     if finished.is_file():

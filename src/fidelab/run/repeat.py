@@ -58,7 +58,7 @@ def execute_all(experiment: Experiment, *, command: str, watch: Watch) -> tuple[
 def resume_all(run_dir: Path, *, watch: Watch, trust: Trust | None = None) -> tuple[Report, RunFolder]:
     """Resume a stopped run, or stopped runs: finished ones are kept as they are, failed arms included.
 
-    ``trust``: what the person allows a folder that somebody else made (:mod:`fidelab.config.trust`).
+    ``trust``: permissions of the user for another user's folder (:mod:`fidelab.config.trust`).
 
     Raises:
         FidelabError: no run folder, its settings no longer hold, or they ask for what is not trusted.

@@ -87,7 +87,7 @@ def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | 
     on.  ``on_progress`` is called about five times a second with the number of ended requests and of all requests.
 
     Raises:
-        InputError: nobody answers at the URL, or (:class:`ServerRefusedError`, with the server's words) the first
+        InputError: no server answers at the URL, or (:class:`ServerRefusedError`, with the server's words) the first
             requests are all refused alike, so that the others would be; UsageError: a URL, a header or a load that
             cannot be.
     """

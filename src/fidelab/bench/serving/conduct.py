@@ -173,7 +173,7 @@ class _Sweep:
         """The requests of all repeats, none of them twice.
 
         Raises:
-            InputError: the dataset has fewer; a load that a duration ends makes do with what there is.
+            InputError: the dataset has fewer; a load that a duration ends uses what is available.
         """
         settings, [asked] = self._settings, self._asked
         needed = settings.repeats * (settings.count(asked) + settings.warmup)
