@@ -1,6 +1,6 @@
 """The error tree.
 
-K16V8Error                    anything a user can mend; one line, exit code 2
+K16V8Error                    anything a user can fix; one line, exit code 2
 ├── UsageError                a flag, a name or a combination of settings that cannot be
 │   └── UnknownNameError      a name that no table has; lists what exists, nearest first
 ├── InputError                a file that cannot be used
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class K16V8Error(Exception):
-    """Something the user can mend.  The message is one line: what was wrong, where, what to do."""
+    """An error that the user can fix.  The message is one line: what was wrong, where, what to do."""
 
 
 class UsageError(K16V8Error):

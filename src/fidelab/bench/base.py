@@ -39,7 +39,7 @@ Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_seve
 
 
 class BenchSettings(BaseModel):
-    """What every bench can be told."""
+    """Settings that every bench has."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,7 +48,7 @@ class BenchSettings(BaseModel):
 
 
 class LiveSettings(BenchSettings):
-    """Of benches that ask loaded models."""
+    """Settings of benches that ask loaded models."""
 
     batch: Sizes = Field(default=(1,), description="sequences answered together")
     max_warmup: int = Field(default=8, ge=1, description="unmeasured answers at most, until three agree within 5%")
@@ -59,7 +59,7 @@ class LiveSettings(BenchSettings):
 
 @dataclass(frozen=True)
 class BenchInputs:
-    """What questions are made from; ``prompts(length, count, seed)`` gives distinct prompts of exact length."""
+    """Source of the questions.  ``prompts(length, count, seed)`` returns distinct prompts of exact length."""
 
     prompts: Callable[[int, int, int], tuple[Tokens, ...]]
     max_positions: int | None
@@ -67,9 +67,10 @@ class BenchInputs:
 
 @dataclass(frozen=True)
 class Question:
-    """One shape of work: ``batch`` prompts of ``tokens`` tokens, ``n`` decoded behind the first.
+    """One shape of work: ``batch`` prompts of ``tokens`` tokens, ``n`` decoded after the first.
 
-    ``repeats`` and ``max_warmup`` answers are wanted, each to prompts of its own; ``impossible``: why none is.
+    It needs ``repeats`` measured answers and up to ``max_warmup`` warm-ups, each to its own prompts.
+    ``impossible``: reason why it cannot be asked.
     """
 
     bench: str
@@ -84,7 +85,7 @@ class Question:
 
     @classmethod
     def make(cls, inputs: BenchInputs, settings: LiveSettings, bench: str, **shape: Any) -> Question:
-        """A question with prompts for all answers; impossible where the model's positions do not suffice."""
+        """Build a question with prompts for all answers; impossible if it exceeds the model's positions."""
         shape = {"repeats": settings.repeats, "max_warmup": settings.max_warmup, **shape}
         tokens, n = max(1, shape["tokens"]), shape["n"]  # at depth 0 a prompt has one token all the same
         limit = inputs.max_positions
@@ -96,11 +97,11 @@ class Question:
 
     @property
     def name(self) -> str:
-        """What its captures are called."""
+        """Name of its captures."""
         return f"{self.bench}.{self.part}"
 
     def request(self, number: int) -> Timed:
-        """The answer of this number; negative numbers are warm-ups."""
+        """Return the request of this number; negative numbers are warm-ups."""
         at = (number if number >= 0 else self.repeats - 1 - number) * self.batch
         settings = tuple(sorted({"tokens": self.tokens, "number": number}.items()))
         prompts = self.prompts[at : at + self.batch]
@@ -109,10 +110,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one arm answered to one question: ``seconds`` [repeats, 1 + n], and why there are none.
+    """Answers of one arm to one question: ``seconds`` [repeats, 1 + n], or the reason why there are none.
 
-    ``warmups``: unmeasured answers before, of the load with most; ``ran``: what the engine said of itself then;
-    ``facts``: what each answer says of itself, such as its counts of drafts.
+    ``warmups``: largest number of unmeasured answers of any load.  ``ran``: what the engine reported about itself.
+    ``facts``: what each answer reports, such as its counts of drafts.
     """
 
     question: Question
@@ -124,18 +125,18 @@ class Answers:
     facts: Sequence[Mapping[str, Any]] = ()
 
     def at(self, length: str = "tokens") -> Coordinates:
-        """The shape of work; ``length`` is what its tokens are called."""
+        """Shape of the work.  ``length`` is the name of its token count."""
         return {length: self.question.tokens, "batch": self.question.batch}
 
     def cell(self, at: Coordinates, flags: Sequence[Flag] = (), **facts: Any) -> Cell:
-        """How this shape of work ended."""
+        """Outcome of this shape of work."""
         facts = {} if self.seconds is None else {"warmups": self.warmups, **facts}
         return Cell(status=self.status, reason=self.reason, at=at, flags=tuple(flags), facts=facts)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an arm besides its answers.
+    """Facts about an arm besides its answers.
 
     ``weights_bytes``: of the checkpoint.  ``loads``: processes over which the repeats are spread; 1: all arms were
     asked in turn.  ``starts``: of each fresh process its kind (cold, warm) and seconds by part.
@@ -160,7 +161,7 @@ class Bench(ABC):
     loads: ClassVar[bool] = False
     """It puts load on a server instead of asking questions."""
     not_on_servers: ClassVar[str] = ""
-    """Why it says nothing about a server that somebody else started; empty where it does."""
+    """Reason why it cannot measure a server that somebody else started; empty if it can."""
 
     protocol: ClassVar[tuple[str, ...]] = ()
     """Settings that must agree before two figures of a cell are compared; lists of cells need not."""
@@ -170,10 +171,10 @@ class Bench(ABC):
 
     @abstractmethod
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
-        """What is asked, in order."""
+        """Questions, in order."""
 
     def traffic(self) -> tuple[Request, ...]:
-        """Requests that amount to the load of :attr:`loads`; only the time that they take is looked at."""
+        """Requests equivalent to the load of :attr:`loads`; used only to estimate time."""
         return ()
 
     @abstractmethod
@@ -214,12 +215,12 @@ class CellResult:
     metrics: tuple[Metric, ...] = ()
 
     def value(self, key: str) -> float | None:
-        """The value of a metric; ``None`` where it is not there."""
+        """Return the value of a metric, or ``None`` if it is absent."""
         return next((metric.value for metric in self.metrics if metric.key == key), None)
 
 
 def joined(results: Iterable[CellResult], title: str, **more: Any) -> Measurement:
-    """All shapes of work together; ``more``: further fields, such as a status other than theirs."""
+    """Combine all shapes of work.  ``more``: further fields, such as another status."""
     every = list(results)
     cells = tuple(result.cell for result in every)
     metrics = tuple(metric for result in every for metric in result.metrics)
@@ -240,7 +241,7 @@ def largest(found: Measurement, key: str, length: str = "tokens") -> Metric | No
 
 
 def doubt_of(cell: Cell | None) -> str:
-    """Why the figures of a cell do not count; empty where they do."""
+    """Reason why the figures of a cell do not count; empty if they do."""
     if cell is None:
         return ""
     if cell.status is not Status.OK:

@@ -1,4 +1,4 @@
-"""How fast answers are written: tokens per second at a list of depths, by two methods.
+"""Decode speed: tokens per second at a list of depths, by two methods.
 
 Isolated: n / (last − first token).  By subtraction, another method in use: n / (whole answer − median of separate
 prefills of the same length).
@@ -59,7 +59,7 @@ class DecodeSettings(LiveSettings):
 
 
 class Decode(Bench):
-    """Tokens per second behind the first one, over the whole batch. See docs/metrics.md#decode-speed."""
+    """Tokens per second after the first one, over the whole batch. See docs/metrics.md#decode-speed."""
 
     name: ClassVar[str] = "decode"
     title: ClassVar[str] = "How fast are answers written?"
@@ -99,7 +99,7 @@ def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
         return CellResult(whole.cell(at))
 
     def together(rate: Rate) -> list[float]:
-        """Of all sequences."""
+        """Return the rates of all sequences together."""
         return [asked.batch * one for one in rate.repeats]
 
     what = f"depth {asked.tokens} × {asked.batch}"
@@ -118,7 +118,7 @@ def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
 
 
 def _drafts(whole: Answers, what: str) -> tuple[tuple[Metric, ...], tuple[Flag, ...]]:
-    """What the engine counted of its drafts while it decoded; nothing where it does not speculate."""
+    """Draft counts that the engine reported while decoding; empty without speculation."""
     counted = [fact["speculation"] for fact in whole.facts if "speculation" in fact]
     if not counted:
         return (), ()
@@ -128,7 +128,7 @@ def _drafts(whole: Answers, what: str) -> tuple[tuple[Metric, ...], tuple[Flag, 
 
 
 def _doubt(subtracted: Rate | None, spread: float, n: int) -> str:
-    """Why the figure by subtraction means little, given how far the prefills alone lie apart (seconds)."""
+    """Reason why subtraction means little, given how far the prefills alone lie apart (seconds)."""
     if subtracted is None:
         return "there is no figure: an answer took no longer than the prefill alone"
     left = n / subtracted.median

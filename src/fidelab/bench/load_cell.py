@@ -54,7 +54,7 @@ class LoadAsked:
     by_finish: bool = False
     """Tokens are known by :func:`count_by_finish`."""
     targets: Mapping[str, float] = field(default_factory=dict)
-    """Of the goodput: ``ttft``, ``tpot``, ``e2el`` → milliseconds."""
+    """Targets of the goodput: ``ttft``, ``tpot``, ``e2el`` → milliseconds."""
     shown: Sequence[str] = LATENCIES
     """The latencies that are recorded."""
     percentiles: Sequence[float] = (50, 95, 99)
@@ -68,7 +68,7 @@ class LoadAsked:
 
 @dataclass(frozen=True)
 class Drive:
-    """One repeat of a cell: what was sent, what became of it, what the server said meanwhile."""
+    """One repeat of a cell: requests, outcomes and the server's own metrics."""
 
     requests: Sequence[LoadRequest]
     result: DriveResult
@@ -132,7 +132,7 @@ class Pool:
         return count_good(self.sent, targets) if targets and self.sent and self.seconds > 0 else None
 
     def rates(self) -> Values:
-        """What repeats are compared by, with the latencies."""
+        """Metrics by which repeats are compared, in addition to the latencies."""
         good = self.good()
         return {
             figures.OUTPUT_RATE: self.output_rate(),
@@ -142,7 +142,7 @@ class Pool:
         }
 
     def more(self) -> Values:
-        """What is known of the whole besides rates and latencies."""
+        """Metrics of the whole besides rates and latencies."""
         n, good, server = len(self.sent), self.good(), self.server
         drafts = server.speculation if server else None
         return {
@@ -157,7 +157,7 @@ class Pool:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What is no metric: what the server says of itself, the client's own part, tokens, errors by kind."""
+        """Facts that are not metrics: the server's own figures, the client's lag, tokens, errors by kind."""
         lag, server = self.lag(50, 99), self.server
         return {
             "client over server": self.ratio(),
@@ -192,7 +192,7 @@ class Pool:
 
     @cached_property
     def server(self) -> ServerReading | None:
-        """What the server says of itself over all drives."""
+        """Figures that the server reports over all drives."""
         read = [(drive.server, drive.seconds) for drive in self.drives if drive.server is not None]
         if not read:
             return None
@@ -210,7 +210,7 @@ class Pool:
         )
 
     def why(self) -> str:
-        """Why no request was answered whole."""
+        """Reason why no request was answered completely."""
         if not self.sent:
             return "no request was sent in the measured part"
         [(kind, _)] = Counter(exchange.error for exchange in self.sent).most_common(1)
@@ -257,7 +257,7 @@ def count_by_finish(drive: Drive) -> Drive:
     """The drive with token counts where the stream had no usage, but ended for its length.
 
     A server that stops for ``length`` says that it wrote as many tokens as were asked.  Only for servers that say the
-    same in the usage of an answer that is no stream, and count prompts as we do: so nothing is guessed from events.
+    same in the usage of an unstreamed answer, and count prompts as the client does: so nothing is guessed from events.
     """
     asked = {request.index: request for request in drive.requests}
 
@@ -274,7 +274,7 @@ def compare_counts(drive: Drive, whole: ServerReading | None, seconds: float) ->
     """The drive with the server's rate from its counters over the whole drive, where the measured part is short.
 
     Counters are read once a second: between two readings it is not known when the tokens came.  But over the whole
-    drive (``whole``, ``seconds``), the warm-up included, the server's tokens are ours: the share of ours that belongs
+    drive (``whole``, ``seconds``), the warm-up included, the server's tokens are the client's: the share that belongs
     to the measured part is taken of the server's, too.
     """
     read = drive.server
@@ -306,7 +306,7 @@ def load_cell(asked: LoadAsked, drives: Sequence[Drive]) -> CellResult:
 
 
 def why_invalid(cell: Cell) -> str:
-    """One line for a cell that failed or may not stand in a comparison; empty for any other."""
+    """Return one line for a cell that failed or must not be compared; empty for any other."""
     if cell.status is not Status.OK:
         return f"{cell.status.replace('_', ' ')}: {cell.reason}"
     return "" if cell.valid else f"invalid: {'; '.join(flag.text for flag in cell.flags if flag.kind in SPOILS)}"

@@ -72,11 +72,11 @@ class Latency:
 
     @classmethod
     def over(cls, name: str, values: NDArray[np.float64], ranks: Sequence[float]) -> Latency:
-        """Of at least one value; percentiles are linearly interpolated."""
+        """Summarize at least one value; percentiles are linearly interpolated."""
         return cls(name, len(values), float(values.mean()), percentiles(values, ranks))
 
     def values(self) -> dict[Definition, float | None]:
-        """Its metrics."""
+        """Return its metrics."""
         return {latency(self.name, part): value for part, value in {"mean": self.mean, **self.percentiles}.items()}
 
     def caveats(self) -> dict[str, str]:
@@ -90,7 +90,7 @@ class Latency:
 
 
 def _quantile(name: str) -> float:
-    """``p99`` → 0.99; what names no percentile counts as the largest."""
+    """``p99`` → 0.99; any other name counts as the largest."""
     try:
         return min(1.0, max(0.0, float(name.removeprefix("p")) / 100))
     except ValueError:
@@ -157,7 +157,7 @@ def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
 
 
 def _by_context(loads: Sequence[CellResult]) -> Iterator[tuple[Coordinates, CellResult]]:
-    """Each load behind its context (and output, where that varies)."""
+    """Label each load by its context (and its output, where that varies)."""
     names = ("context", "output") if len({load.cell.at["output"] for load in loads}) > 1 else ("context",)
     for load in loads:
         yield {name: load.cell.at[name] for name in names}, load

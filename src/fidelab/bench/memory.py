@@ -1,4 +1,4 @@
-"""What an arm takes: bytes of cache per token, the pool that is set aside, the peak against the length."""
+"""Memory of an arm: cache bytes per token, the reserved pool, and the peak against the length."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ _WHOLE: Mapping[str, Definition] = {
     ),
     "peak_host_bytes": _HOST,
     "peak_device_bytes": _DEVICE,
-    # the pool takes what other things leave: a smaller one is no gain
+    # the pool takes what other things leave: a smaller one is not a gain
     "cache_bytes": Definition("pool", "bytes", None, "The pool that the engine set aside for the cache."),
     "cache_tokens": Definition("pool_tokens", "tokens", "higher", "Tokens that fit into the pool.", limit="memory"),
 }
-"""What an engine says of itself → the metric of the whole arm."""
+"""Key of the engine's own report → metric of the whole arm."""
 _AT_LENGTH: Mapping[str, Definition] = {"kv_bytes": _KV, "peak_host_bytes": _HOST, "peak_device_bytes": _DEVICE}
 """The same → the metric at one length."""
 
@@ -121,12 +121,12 @@ class Memory(Bench):
 
 
 def _sizes(definitions: Mapping[str, Definition], told: Mapping[str, Any], at: Coordinates) -> list[Metric]:
-    """The metrics of what was told."""
+    """Return the metrics of the reported figures."""
     return [make(told[name], cell=at) for name, make in definitions.items() if told.get(name) is not None]
 
 
 def _complete(found: Measurement) -> Measurement:
-    """With curves of the cache and of the peak, headed by the bytes per token and the peak."""
+    """Add curves of the cache and of the peak, and head it by the bytes per token and the peak."""
     device = found.value(_DEVICE.key) is not None
     peak, where = (_DEVICE, "device memory") if device else (_HOST, "memory of the worker's processes")
     shown = (

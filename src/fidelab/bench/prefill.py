@@ -1,4 +1,4 @@
-"""How fast prompts are read: tokens per second at a list of lengths."""
+"""Prefill speed: tokens per second at a list of lengths."""
 
 from __future__ import annotations
 

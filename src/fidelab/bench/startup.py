@@ -1,4 +1,4 @@
-"""How long until the first token: process start → interpreter, import, weights, warm-up, first token.
+"""Time to the first token: process start → interpreter, import, weights, warm-up, first token.
 
 Cold: the weight files were put out of the page cache before; compiled kernels and libraries may still be warm.
 """
@@ -44,7 +44,7 @@ class StartupSettings(BenchSettings):
 
 
 class Startup(Bench):
-    """Every repeat is a fresh process, asked for one token behind 16. See docs/metrics.md#start-up-time."""
+    """Every repeat is a fresh process, asked for one token after 16. See docs/metrics.md#start-up-time."""
 
     name: ClassVar[str] = "startup"
     title: ClassVar[str] = "How long until the first token?"
@@ -72,7 +72,7 @@ class Startup(Bench):
 
 
 def _complete(found: Measurement) -> Measurement:
-    """With bars of its parts, headed by the warm start where there is one."""
+    """Add bars of its parts, and head it by the warm start where there is one."""
     totals = {str(m.cell["start"]): m for m in found.metrics if m.key == TOTAL.key}
     names = {m.key: m.name for m in found.metrics if m.key != TOTAL.key}
     bars = Bars(

@@ -101,7 +101,7 @@ def _raw(name: str, array: Array) -> tuple[NDArray[np.generic], str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the header says of one tensor; ``start`` and ``end`` are bytes behind the header."""
+    """Header entry of one tensor; ``start`` and ``end`` are bytes after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -112,10 +112,10 @@ class Entry:
 def read_header(path: Path) -> tuple[dict[str, Entry], int, int]:
     """The tensors of a safetensors file, where their bytes begin, and how many there are.
 
-    The file may come from anybody: nothing is allocated by a size that the header alone tells.
+    The file may come from anybody: nothing is allocated by a size that only the header states.
 
     Raises:
-        OSError: it cannot be read.  ValueError: it is no complete safetensors file; says what is wrong.
+        OSError: it cannot be read.  ValueError: it is not a complete safetensors file; says what is wrong.
     """
     if not path.is_file():
         raise ValueError("it is missing" if not path.exists() else "it is not a regular file")

@@ -1,7 +1,7 @@
 """The manifest of a capture: what was asked, what ran, versions, hashes.  Standard library only.
 
 A capture folder holds ``manifest.json`` (written last, with a checksum over itself), ``probe.json.gz`` (the token
-ids that were asked) and ``part-*.safetensors``.  Language-model heads and vocabularies lie once beside the
+ids that were asked) and ``part-*.safetensors``.  Language-model heads and vocabularies lie once next to the
 captures, under their hashes, in ``heads/`` and ``vocabularies/``.
 """
 
@@ -23,10 +23,10 @@ from fidelab.core.serial import fits
 SCHEMA = "fidelab.capture/0"
 MANIFEST = "manifest.json"
 PARTIAL = ".partial-"
-"""What the names of folders begin with that are being written."""
+"""Name prefix of folders that are being written."""
 PROBE = "probe.json.gz"
 FIGURES = "figures."
-"""What the names of arrays begin with that stand in the place of rows: figures against one other capture."""
+"""Name prefix of arrays that replace rows: figures against one other capture."""
 _MOST_BYTES = 64 << 20  # of a manifest
 _FAMILY = SCHEMA.partition("/")[0]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -48,13 +48,13 @@ def capture_key(arm: Arm, request: Request, engine_versions: Mapping[str, str], 
 
 
 def capture_folder(store: Path, arm: Arm, request: Request, key: Mapping[str, Any]) -> Path:
-    """Where the capture of this key lies: ``<store>/<arm>/<request>``, readable and unique."""
+    """Path of the capture of this key: ``<store>/<arm>/<request>``, readable and unique."""
     arm_folder = f"{slug(arm.model)}-{slug(arm.engine)}-{slug(arm.kv.label)}-{arm.fingerprint()[:10]}"
     return store / arm_folder / f"{request.axis}-{key_digest(key)[:12]}-r{key['replicate']}"
 
 
 def seed_of(key: Mapping[str, Any]) -> int:
-    """What the proof of engagement draws from while a capture is made: the same for the same capture, in 0 … 2^32-1."""
+    """Return the seed of the proof of engagement, 0 … 2^32-1: the same for the same capture."""
     return int(key_digest(key)[:8], 16)
 
 

@@ -33,7 +33,7 @@ class Pair:
     def match(cls, ref: Capture, test: Capture, *, subset: bool = False) -> Pair:
         """Check comparability and match items by their token ids.
 
-        ``subset``: the test side may hold only some of the items (the noise floor).
+        ``subset``: the test side may hold only some of the items (run-to-run noise).
 
         Raises:
             MismatchError: names the first thing that differs.

@@ -69,7 +69,7 @@ class Capture:
     """One finished capture.  ``array`` returns views into the file; nothing is loaded before it is used."""
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        """Open a capture folder; with ``verify``, check all its content, the head beside it included.
+        """Open a capture folder; with ``verify``, check all its content, its head included.
 
         Raises:
             CaptureError: no capture, edited, truncated, or of another schema; the message names the folder.
@@ -195,7 +195,7 @@ class Capture:
         return [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
 
     def figures(self, item: int, ref: Capture) -> dict[str, NDArray[Any]]:
-        """What stands in the place of an item's rows: columns ``[rows]`` that compare them with ``ref``.
+        """Return the figures that replace an item's rows: columns ``[rows]`` that compare them with ``ref``.
 
         Empty where rows were kept, and for an item that had none.
 
@@ -270,7 +270,7 @@ def check_answers(capture: Capture) -> None:
 
 
 def why_no_distribution(logprobs: NDArray[np.floating]) -> str:
-    """Why rows of log-probabilities ``[rows, k]`` are none of the top tokens of distributions; empty where they are."""
+    """Reason why log-probabilities ``[rows, k]`` cannot be those of top tokens; empty if they can."""
     if not logprobs.size:
         return ""
     worst = float(np.max(logprobs))
@@ -281,7 +281,7 @@ def why_no_distribution(logprobs: NDArray[np.floating]) -> str:
 
 
 def _fault(capture: Capture, item: int) -> str:
-    """What is wrong with the arrays of one item; empty for nothing."""
+    """Return what is wrong with the arrays of one item; empty if they are valid."""
     names = capture.names(item)
     if not names:
         return "" if capture.items[item]["failed"] is not None else "has no answer"
@@ -421,7 +421,7 @@ class Detokenizer:
         self._pieces = pieces
 
     def __call__(self, ids: Iterable[int]) -> str:
-        """The text of some ids, special tokens included; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        """Text of some ids, special tokens included; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
         return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
 
     @cached_property

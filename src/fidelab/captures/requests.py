@@ -10,7 +10,7 @@ Requests with images carry the files themselves, so that their bytes are part of
 once, in base64, and ``shows`` the images of each prompt, as numbers counted from 0, in the order in which they are
 shown.  ``prompts`` have the placeholder tokens that the chat template writes; an engine puts as many tokens there as
 its model reads.  ``messages`` are the conversations for engines that take no tokens, in JSON: objects with ``role`` and
-``content``, a list of ``{"type": "image"}`` in the place of each image and of token ids for text; ``more`` are the
+``content``, a list of ``{"type": "image"}`` in place of each image and of token ids for text; ``more`` are the
 token ids of the JSON of a message's other fields.
 """
 
@@ -42,7 +42,7 @@ class _Request:
         return items
 
     def select(self, indices: Sequence[int]) -> Self:
-        """The request cut down to some of its items (the quarter for the noise floor)."""
+        """The request cut down to some of its items (the quarter for run-to-run noise)."""
         return replace(self, **{name: _chosen(getattr(self, name), indices) for name in (*self._PER_ITEM, "notes")})
 
 
@@ -76,7 +76,7 @@ class Prefill(_Request):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: ``temperature`` above 0, the nucleus ``top_p``, and a seed."""
+    """Sampling settings: ``temperature`` above 0, the nucleus ``top_p``, and a seed."""
 
     temperature: float
     top_p: float = 1.0
@@ -85,7 +85,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generate(_Request):
-    """Greedy continuations: the generated ids and, with ``rows``, the state behind each of them.
+    """Greedy continuations: the generated ids and, with ``rows``, the state after each of them.
 
     ``stop`` ids end a sequence and are part of it; ``batch`` prompts are decoded together, left-padded.  Settings
     ``temperature``, ``top_p`` and ``sampling_seed`` ask for :attr:`sampling` instead of the most likely token.
@@ -104,7 +104,7 @@ class Generate(_Request):
 
     @property
     def sampling(self) -> Sampling | None:
-        """How tokens are drawn; ``None``: greedily.
+        """Return the sampling settings; ``None``: greedy.
 
         Raises:
             ValueError: settings that mean nothing.
@@ -121,7 +121,7 @@ class Generate(_Request):
 
 @dataclass(frozen=True)
 class Forced(_Request):
-    """Given continuations, fed token by token through the cache: the state behind each of their tokens."""
+    """Given continuations, fed token by token through the cache: the state after each of their tokens."""
 
     axis: str
     prompts: tuple[Tokens, ...]
@@ -132,7 +132,7 @@ class Forced(_Request):
     _PER_ITEM: ClassVar[tuple[str, ...]] = ("prompts", "continuations")
 
     def items(self) -> tuple[Tokens, ...]:
-        """Each prompt with its continuation behind it."""
+        """Each prompt followed by its continuation."""
         return tuple((*p, *c) for p, c in zip(self.prompts, self.continuations, strict=True))
 
 
@@ -140,7 +140,7 @@ class Forced(_Request):
 class Timed(_Request):
     """Timestamps of prompts answered one after another, each through a fresh cache; never reused by another run.
 
-    ``n``: tokens decoded greedily behind each prompt, stop tokens ignored; 0 times the prefill alone.  ``warmup``: so
+    ``n``: tokens decoded greedily after each prompt, stop tokens ignored; 0 times the prefill alone.  ``warmup``: so
     many of the first groups are answered once before, unmeasured.  ``batch``: consecutive prompts, of equal length
     then, that are answered together as a group; the items are the groups.  The answer to a group is ``seconds``
     [1 + n] float64 since it was handed over: when all its prompts were read and the first token of each was known,
@@ -173,7 +173,7 @@ class Timed(_Request):
 
 @dataclass(frozen=True)
 class Layerwise(_Request):
-    """What passes through the decoder layers while whole windows are read, each through a fresh cache.
+    """States that pass through the decoder layers while whole windows are read, each through a fresh cache.
 
     ``states``: of rows ``first`` … ``last`` (inclusive, 0-based input positions) what entered the first layer and what
     left each: one array ``states`` [1 + layers, rows, d].  ``qkv``: of every position what entered the attention of
@@ -194,7 +194,7 @@ class Layerwise(_Request):
 
 
 def _identity(images: Sequence[str]) -> list[Tokens]:
-    """Of each image numbers that follow from its bytes, to tell items of the same text apart."""
+    """Numbers of each image that follow from its bytes, to distinguish items of the same text."""
     digests = (hashlib.sha256(base64.b64decode(image)).digest() for image in images)
     return [tuple(np.frombuffer(found[:8], dtype="<u2").tolist()) for found in digests]
 
@@ -215,15 +215,15 @@ class ImageGenerate(Generate):
     _PER_ITEM = ("prompts", "shows", "messages")
 
     def items(self) -> tuple[Tokens, ...]:
-        """Each prompt behind numbers that stand for its images."""
+        """Each prompt after numbers that stand for its images."""
         return _with_images(self.prompts, self.images, self.shows)
 
 
 @dataclass(frozen=True)
 class ImageForced(Forced):
-    """Given text behind images: the state behind each of its tokens.
+    """Given text after images: the state after each of its tokens.
 
-    A prompt ends behind its last image (or where that would be), its continuation is the rest of the question and an
+    A prompt ends after its last image (or where that would be), its continuation is the rest of the question and an
     answer.  Both are read in one prefill.  The last of a conversation's ``messages`` is the assistant's, with that
     answer.
     """
@@ -235,7 +235,7 @@ class ImageForced(Forced):
     _PER_ITEM = ("prompts", "continuations", "shows", "messages")
 
     def items(self) -> tuple[Tokens, ...]:
-        """Each prompt with its continuation, behind numbers that stand for its images."""
+        """Each prompt with its continuation, after numbers that stand for its images."""
         return _with_images(super().items(), self.images, self.shows)
 
 
@@ -331,7 +331,7 @@ class Recached(_Request):
     """Next-token distributions of whole windows, as of :class:`Prefill`, with rounded keys and values in some layers.
 
     ``kv``: rules ``PLACE:K/V`` with semicolons between: ``*:int4/native``, ``3:int4/int4`` (a layer),
-    ``3.0:int4/native`` (a layer and one of its heads); later rules go before earlier ones.  ``native`` alone rounds
+    ``3.0:int4/native`` (a layer and one of its heads); later rules override earlier ones.  ``native`` alone rounds
     nothing; its facts describe the keys and values of each window (``statistics``).
     """
 

@@ -77,10 +77,10 @@ def has_rows(capture: Capture) -> bool:
 
 
 def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]]]]) -> None:
-    """Put figures in the place of the test side's rows, log-probabilities or hidden states; both keep their keys.
+    """Replace by figures the test side's rows, log-probabilities or hidden states; both keep their keys.
 
     ``figures``: test items with what compares each of their rows with the reference side's, columns ``[rows]``.  The
-    capture is written anew beside the old one and takes its place when it is complete.
+    capture is written next to the old one and takes its place when it is complete.
 
     Raises:
         CaptureError: rows of an item without figures would be lost.
@@ -113,11 +113,11 @@ def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]
 class Readers:
     """The processes that read the captures of some arms: while there is another one, rows stay.
 
-    Locks end with their process.  Runs of one process, and those on a file system without locks, are not told apart.
+    Locks end with their process.  Runs of one process, or on a file system without locks, cannot be distinguished.
     """
 
     def __init__(self, store: Path, arms: Iterable[Path]) -> None:
-        """Become one of them; waits while another one drops rows.  ``arms``: their folders in the store."""
+        """Join the readers; waits while another one drops rows.  ``arms``: their folders in the store."""
         store.mkdir(parents=True, exist_ok=True)
         self._file = (store / _IN_USE).open("a+b")
         for arm in {*arms}:
@@ -141,7 +141,7 @@ class Readers:
             fcntl.lockf(self._file, fcntl.LOCK_SH, 1, _byte(arm))
 
     def close(self) -> None:
-        """Be none of them any more."""
+        """Leave the readers."""
         self._file.close()
 
 
@@ -150,7 +150,7 @@ def _byte(arm: Path) -> int:
 
 
 def copy_capture(capture: Capture, folder: Path, key: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Write a capture anew in ``folder``, two levels below a store, under another key; its head and vocabulary, too.
+    """Rewrite a capture in ``folder``, two levels below a store, under another key; its head and vocabulary, too.
 
     ``asked``: its arm, as manifests have it.
 
@@ -186,7 +186,7 @@ def _folders(store: Path) -> Iterator[Path]:
 
 
 def _open(folder: Path) -> Capture:
-    """A missing head is no damage, since it can still be copied."""
+    """A missing head is not damage, since it can still be copied."""
     capture = Capture(folder, verify=False)
     capture.verify(content=True)
     return capture

@@ -92,7 +92,7 @@ class CaptureWriter:
     def finish(self, estimator: str, ran: Mapping[str, Any], facts: Mapping[str, Any], against: str = "") -> Path:
         """Write the manifest, flush to disk and move the folder to its place.
 
-        ``against``: the capture holds figures in the place of rows, which compare it with the capture of this key's
+        ``against``: the capture holds figures in place of rows, which compare it with the capture of this key's
         :func:`~fidelab.captures.manifest.key_digest`.
         """
         self._flush()
@@ -141,7 +141,7 @@ class CaptureWriter:
         """Rename to the target.
 
         What lies there is damaged, or has rows where this has none or the reverse, and is replaced; or it is a racing
-        writer's and stays: its key promises equal content, and somebody may be reading it.
+        writer's and stays: its key promises equal content, and another process may be reading it.
         """
         old = self._folder.with_name(f"{self._folder.name}-old")
         for last in (False, False, True):
@@ -162,7 +162,7 @@ class CaptureWriter:
 
 
 def sweep_partial(target: Path) -> None:
-    """Remove what killed writers of the same capture left behind."""
+    """Remove files that killed writers of the same capture left."""
     _sweep(target.parent, glob.escape(target.name), but_mine=True)
 
 

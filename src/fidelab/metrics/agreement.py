@@ -50,7 +50,7 @@ class PairAgreement:
 
 
 def first_divergence(ref: Sequence[int], test: Sequence[int]) -> PairAgreement:
-    """Where two sequences of token ids part. See docs/metrics.md#trajectory."""
+    """Compare two sequences of token ids up to where they diverge. See docs/metrics.md#trajectory."""
     equal = [r == t for r, t in zip(ref, test, strict=False)]
     prefix = next((i for i, same in enumerate(equal) if not same), len(equal))
     parted = prefix < max(len(ref), len(test))

@@ -15,7 +15,7 @@ def allocate(costs: Floats, sizes: Floats, budget: float) -> NDArray[np.intp]:
     to what 60 seconds reach.  See docs/metrics.md#weight-sensitivity.
 
     Args:
-        costs, sizes: [groups, choices]; a cost of infinity is no choice.
+        costs, sizes: [groups, choices]; a choice of infinite cost is never taken.
         budget: in the unit of sizes.
 
     Returns:

@@ -35,7 +35,7 @@ Judgement = Literal["regressed", "improved", "unchanged", "cannot tell"]
 
 @dataclass(frozen=True)
 class Allowance:
-    """How far a cost may rise: a share of it, and so much in its own unit (both ≥ 0).
+    """Allowed rise of a cost: a share of it, and an amount in its own unit (both ≥ 0).
 
     Of what can be negative (differences) a share is allowed only where it is positive.
     See docs/metrics.md#changes-between-runs.
@@ -65,7 +65,7 @@ class Estimate:
     interval: Interval
 
     def allowed(self, allowance: Allowance) -> Estimate:
-        """What it may become."""
+        """Return the largest allowed cost, with its interval."""
         low, high = self.interval
         return Estimate(allowance.of(self.value), (allowance.of(low), allowance.of(high)))
 
@@ -114,14 +114,14 @@ def difference_interval(a: Estimate, b: Estimate) -> Interval:
 
 
 def judge_intervals(baseline: Estimate, now: Estimate, allowance: Allowance) -> Judgement:
-    """Of two costs with intervals (module docstring). See docs/metrics.md#changes-between-runs."""
+    """Judge two costs with intervals (module docstring). See docs/metrics.md#changes-between-runs."""
     worse = difference_interval(now, baseline.allowed(allowance))
     better = difference_interval(baseline, now.allowed(allowance))
     return _verdict(worse, better)
 
 
 def judge_log_ratio(change: Interval, relative: float) -> Judgement:
-    """Of the interval of a cost's log ratio; a factor of ``1 + relative`` is allowed.
+    """Judge the interval of a cost's log ratio; a factor of ``1 + relative`` is allowed.
 
     See docs/metrics.md#changes-between-runs.
     """
@@ -131,7 +131,7 @@ def judge_log_ratio(change: Interval, relative: float) -> Judgement:
 
 
 def judge_values(baseline: float, now: float, allowance: Allowance, *, exact: bool) -> Judgement:
-    """Of two costs without intervals.
+    """Judge two costs without intervals.
 
     ``exact``: they have no noise, and a change beyond the allowance is certain.  Otherwise the noise is taken to be no
     larger than the allowance: within it nothing changed, beyond twice it a change is certain, and between the two it
@@ -150,7 +150,7 @@ def judge_values(baseline: float, now: float, allowance: Allowance, *, exact: bo
 
 
 def _verdict(worse: Interval, better: Interval) -> Judgement:
-    """From the intervals of what lies beyond the allowance on either side."""
+    """Judge by the intervals of the change beyond the allowance on either side."""
     if worse[0] > 0:
         return "regressed"
     if better[0] > 0:

@@ -1,4 +1,4 @@
-"""How the loss of a cache grows as bits are removed from its keys and from its values."""
+"""Growth of a cache's loss as bits are removed from its keys and from its values."""
 
 from __future__ import annotations
 

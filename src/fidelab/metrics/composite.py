@@ -157,7 +157,7 @@ def lower(band: Band) -> Band:
 
 @dataclass(frozen=True)
 class Ruling:
-    """What a candidate is worth: ``band`` is None where there is no verdict; ``because`` says why.
+    """Verdict on a candidate: ``band`` is None where there is no verdict; ``because`` says why.
 
     ``at_best``: the best band still possible, where there is no verdict (None: none is ruled out) and where the
     interval crosses the edge of a band.  ``preliminary``: the band rests on an interval over too few clusters.

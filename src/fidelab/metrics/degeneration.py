@@ -34,8 +34,8 @@ Floats = NDArray[np.float64]
 _Kind = Literal["loop", "repetition", "noise"]
 
 WINDOW = 64  # tokens
-EARLIER = 32  # tokens: a difference below this is no difference
-_CYCLES = 3  # a line that comes twice is no loop
+EARLIER = 32  # tokens: a smaller difference does not count
+_CYCLES = 3  # a line that comes twice is not a loop
 _FLOOR_SHARE = 0.5  # of a reference text's median distinct-token ratio
 _NOISE_NATS = 30.0  # a text that follows the language model gets there once in e^30 / length
 _JUMP_RATIO, _JUMP_NATS, _JUMP_P = 10.0, 0.1, 1e-3
@@ -50,7 +50,7 @@ class Onset:
 
 
 def degeneration_onset(ids: Sequence[int], context: Sequence[int], vocab: int, floor: float) -> Onset | None:
-    """Where the rest of a generation is degenerate; None for a clean one. See docs/metrics.md#degeneration.
+    """Find where the rest of a generation is degenerate; None for a clean one. See docs/metrics.md#degeneration.
 
     Args:
         ids: the generated tokens, without the one that ended the sequence.
@@ -87,7 +87,7 @@ def is_earlier(this: Onset | None, other: Onset | None) -> bool:
 
 
 def still_clean(onsets: Sequence[Onset | None], lengths: Iterable[int]) -> Floats:
-    """For each number of tokens, the share (0…1) of generations whose onset does not lie before it.
+    """Share (0…1), for each number of tokens, of generations whose onset does not lie before it.
 
     See docs/metrics.md#degeneration.
     """

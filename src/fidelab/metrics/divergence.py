@@ -41,7 +41,7 @@ _TALL = 64
 # Sums of float32 log-probabilities are known to about this much.
 _MASS_RESOLUTION = 1e-6
 _LARGEST = 1e100  # of χ² and k3: what is larger has no mean that a float could square
-_LEAST_ROWS = 8  # at the end of windows: fewer are no evidence that a way parts
+_LEAST_ROWS = 8  # at the end of windows: fewer are not evidence that a way diverges
 
 # ------------------------------------------------------------------------------------------------- head
 
@@ -102,7 +102,7 @@ def log_softmax(logits: NDArray[Any]) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class RowComparison:
-    """What ``n`` rows say, one array element per row. See docs/metrics.md#failed-positions.
+    """Comparison of ``n`` rows, one array element per row. See docs/metrics.md#failed-positions.
 
     Attributes:
         kl: KL(P‖Q) in nats, ≥ 0; NaN where the row failed.
@@ -333,7 +333,7 @@ def _dot(weights: Floats, scores: Floats, work: Floats) -> Floats:
 
 
 def _shared_top(ref: NDArray[Any], test: NDArray[Any]) -> Floats:
-    """Of each row ``[n, V]`` the share of the :data:`TOP` largest of one side that are among those of the other."""
+    """Share, per row ``[n, V]``, of the :data:`TOP` largest of one side that are among those of the other."""
     count = min(TOP, ref.shape[1])
     shared = _top(ref, count)[:, :, None] == _top(test, count)[:, None, :]
     return np.asarray(shared.any(axis=-1).mean(axis=-1))
@@ -345,7 +345,7 @@ def _top(scores: NDArray[Any], count: int) -> NDArray[np.intp]:
     width = vocab // _TALL
     if width <= count:
         return _largest(scores, count)
-    # They are in columns with the largest maxima, or behind the table: four times as fast as to partition all.
+    # They are in columns with the largest maxima, or after the table: four times as fast as to partition all.
     inside = width * _TALL
     columns = _largest(scores[:, :inside].reshape(n, _TALL, width).max(axis=1), count)
     within = (np.arange(_TALL)[:, None] * width + columns[:, None, :]).reshape(n, -1)
@@ -388,7 +388,7 @@ def topk_lower_bound(
 
 
 def floored_topk(ref_logits: NDArray[Any], test_logits: NDArray[Any], k: int, floor: float = -30.0) -> Floats:
-    """What REFRACT calls the KL of a row, from logits ``[n, V]`` of both sides: for comparison alone, nats ``[n]``.
+    """KL of a row by REFRACT's definition, from logits ``[n, V]`` of both sides: for comparison alone, nats ``[n]``.
 
     ``Σ P·(log P − log Q)`` over the union of both sides' ``k`` most likely tokens, where a token that one side does not
     list has the log-probability ``floor`` on that side.  See docs/metrics.md#imported-results.
@@ -420,7 +420,7 @@ def _reported(ids: ArrayLike, logprobs: ArrayLike) -> Mapping[int, float]:
 def compare_topk(
     ref: tuple[NDArray[Any], NDArray[Any]], test: tuple[NDArray[Any], NDArray[Any]], targets: NDArray[Any]
 ) -> RowComparison:
-    """What ``n`` rows say of which each side reports some tokens: (ids ``[n, k]``, log-probabilities ``[n, k]``).
+    """Compare ``n`` rows of which each side reports some tokens: (ids ``[n, k]``, log-probabilities ``[n, k]``).
 
     Negative ids are padding.  ``kl`` is :func:`topk_lower_bound`; a row of which a side reports nothing has failed.
     What depends on the actual token, ``targets [n]``, is NaN where a side does not report it; ``dp`` then in all rows,

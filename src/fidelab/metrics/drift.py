@@ -47,7 +47,7 @@ def cell_scores(ref: ArrayLike, test: ArrayLike) -> Floats:
 
 
 def commonest(answers: Sequence[Sequence[int]]) -> int:
-    """How many of the answers (token ids) are the most frequent one; 0 without any.
+    """Count the answers (token ids) that equal the most frequent one; 0 without any.
 
     See docs/metrics.md#drift-under-perturbation.
     """

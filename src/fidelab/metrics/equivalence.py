@@ -54,7 +54,7 @@ KL_MARGIN = 0.01
 """Default margin of the mean KL, nats: the edge of the band EXCELLENT."""
 
 MIN_CLUSTERS = 10
-"""Below so many clusters nothing holds: intervals of skewed losses miss too often (benchmarks/certificate.py)."""
+"""Least clusters of a claim that holds: intervals of skewed losses miss too often (benchmarks/certificate.py)."""
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -67,7 +67,7 @@ CLAIM_NAMES: dict[str, str] = {
     "probability_loss": "accuracy loss when sampling",
     "accuracy_loss": "accuracy loss",
 }
-"""What each claim's loss is called, by its key."""
+"""Name of each claim's loss, by its key."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,12 @@ class Loss:
 
     @property
     def spread(self) -> ClusterSpread | None:
-        """How far clusters differ; ``None`` for a single one."""
+        """Spread between clusters; ``None`` for a single one."""
         return ratio_spread(self.items) if self.less is None else paired_spread(self.items, self.less)
 
     @property
     def cautious(self) -> bool:
-        """Its interval expects skew, which makes it wider (:func:`~fidelab.metrics.intervals.critical_value`)."""
+        """Whether its interval expects skew, and is wider (:func:`~fidelab.metrics.intervals.critical_value`)."""
         return not self.proportion or len(self.items.num) > self.n_clusters
 
     @property
@@ -181,7 +181,7 @@ class Loss:
         Of several items per cluster the upper end of a share is the smaller one of the usual interval's, which takes a
         cluster to turn over as a whole where no spread is seen, and of the exact binomial bound at the effective
         number of items (:func:`~fidelab.metrics.intervals.effective_upper_end`); of a difference that of its positive
-        part, which is no smaller.  That of a mean reaches :data:`EARLY_REACH` times as far at an early look.
+        part, which is not smaller.  That of a mean reaches :data:`EARLY_REACH` times as far at an early look.
         """
         if self.less is None:
             found = ratio_interval(

@@ -97,7 +97,7 @@ class RatioItems:
 
     @classmethod
     def of(cls, num: ArrayLike, den: ArrayLike, clusters: ArrayLike) -> RatioItems:
-        """From anything array-like; a single ``den`` (1.0 for a plain mean) holds for all items."""
+        """Build them from anything array-like; a single ``den`` (1.0 for a plain mean) holds for all items."""
         top = np.asarray(num, dtype=np.float64)
         return cls(top, np.broadcast_to(np.asarray(den, dtype=np.float64), top.shape), np.asarray(clusters))
 
@@ -117,7 +117,7 @@ def ratio_estimate(items: RatioItems, transform: Transform = _identity) -> float
 
 
 def resample_weights(n_clusters: int, n_resamples: int = _RESAMPLES, seed: int = 0) -> Floats:
-    """How often each cluster is drawn in each resample: ``[n_resamples, n_clusters]`` whole numbers.
+    """Number of draws of each cluster in each resample: ``[n_resamples, n_clusters]`` whole numbers.
 
     Each row sums to ``n_clusters``.  The same arguments give the same resamples: candidates with the same clusters
     are compared under one set of them.  See docs/metrics.md#intervals.
@@ -193,7 +193,7 @@ def ratio_interval(
 def contained_interval(events: RatioItems, containing: RatioItems, resamples: Floats | int = 0) -> Interval | None:
     """95% interval of a share of rare events, each of which is one of more frequent ones (``containing``).
 
-    Its upper end is no higher than that of what contains it.  Of several items per cluster it is the higher one of the
+    Its upper end is at most that of what contains it.  Of several items per cluster it is the higher one of the
     share's own interval and of the exact bound at the effective number of items: each of the two misses too often
     somewhere (benchmarks/coverage.py).  See docs/metrics.md#changed-tokens.
     """
@@ -373,7 +373,7 @@ class _Estimate:
 
 
 def _mean_interval(estimate: _Estimate, resamples: Floats | int, level: float, *, cost: bool = False) -> Interval:
-    """Of a mean without bounds; ``cost``: it is never negative."""
+    """Interval of a mean without bounds; ``cost``: it is never negative."""
     if estimate.error == 0.0:
         return estimate.value, estimate.value
     lo, hi = _bootstrap_t(estimate, resamples, level, (False, cost))
@@ -384,7 +384,7 @@ def _mean_interval(estimate: _Estimate, resamples: Floats | int, level: float, *
 def _share_interval(
     estimate: _Estimate, bounds: Interval, resamples: Floats | int, level: float, *, several: bool
 ) -> Interval:
-    """Of a share, or of a difference of shares; ``several``: items per cluster."""
+    """Interval of a share, or of a difference of shares; ``several``: items per cluster."""
     seed = resamples if isinstance(resamples, int) else 0
     least, most = _gaffke(estimate, bounds, seed, level)
     if not several or estimate.error == 0.0:
@@ -397,7 +397,7 @@ def _share_interval(
 
 
 def _bootstrap_t(estimate: _Estimate, resamples: Floats | int, level: float, skewed: tuple[bool, bool]) -> Interval:
-    """Ends of the bootstrap-t, infinite where resamples do not tell; ``skewed``: the ends to be on the safe side."""
+    """Ends of the bootstrap-t, infinite where resamples give none; ``skewed``: the ends to be on the safe side."""
     n = estimate.n
     if n < MIN_STUDENTIZED_CLUSTERS:
         return -math.inf, math.inf

@@ -55,7 +55,7 @@ def prefill_rate(seconds: ArrayLike, n_tokens: int) -> Rate:
 
 
 def decode_rate_isolated(seconds: ArrayLike) -> Rate:
-    """Tokens per second behind the first one: n / (last − first).
+    """Tokens per second after the first one: n / (last − first).
 
     ``seconds [k, 1 + n]``.  See docs/metrics.md#decode-speed.
 

@@ -1,6 +1,6 @@
 """Layer diff: the layer from which on two arms differ.
 
-h_l is a row's state (the residual stream) behind layer l, h_in what entered the first one.  Of each row
+h_l is a row's state (the residual stream) after layer l, h_in what entered the first one.  Of each row
 ``e_l = ‖h_l − h_l,ref‖ / ‖h_l,ref‖``: relative per row, because a few rows (attention sinks) have states a hundred
 times as long as all others.  A curve has the median over rows, and another the 90th percentile, which sees what goes
 wrong in every tenth row alone.
@@ -14,7 +14,7 @@ their squares add up.
 1. a_l is more than 3 times the root mean square of all other layers' added errors.
 2. ``a_l ≥ e_{l−1}``: it adds at least as much as came in.  Some layers enlarge whatever enters them, the last one of
    many models among them; by less than this.
-3. a_l is more than 3 times e_l of the noise floor: the reference against itself in another process.
+3. a_l is more than 3 times e_l of run-to-run noise: the reference against itself in another process.
 
 A format that is equally coarse in every layer makes a curve without such a layer.  Where all layers are coarse, a fault
 in one of them shows once its added error is about three times theirs, late in the model more.
@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 
-TIMES = 3.0  # multiple of the other layers' root mean square, and of the noise floor
+TIMES = 3.0  # multiple of the other layers' root mean square, and of run-to-run noise
 _TAIL = 0.9
 
 
@@ -49,7 +49,7 @@ class LayerCurve:
 
     @classmethod
     def of(cls, errors: Sequence[Floats]) -> LayerCurve:
-        """From the errors ``[rows]`` of each."""
+        """Build a curve from the errors ``[rows]`` of each."""
         with np.errstate(invalid="ignore"):  # the quantile between two infinite rows
             tail = np.array([np.quantile(e, _TAIL, method="higher") for e in errors])
         rms = np.array([np.sqrt(np.mean(e**2)) for e in errors])
@@ -118,7 +118,7 @@ def outlier_ratios(added: ArrayLike) -> Floats:
 
 
 def part(curve: LayerCurve, floor: LayerCurve | None = None) -> Parting:
-    """Judge a curve; without a noise floor (``None``), the reference counts as repeatable to the bit.
+    """Judge a curve; without run-to-run noise (``None``), the reference counts as repeatable to the bit.
 
     See docs/metrics.md#layer-differences."""
     layers = len(curve.median) - 1

@@ -24,7 +24,7 @@ from fidelab.metrics.intervals import Interval, RatioItems, ratio_estimate, rati
 Floats = NDArray[np.float64]
 
 _BLOCK = 1 << 19  # float64 elements at a time: 4 MiB
-_LARGEST = 700.0  # nats: beyond it the exponential is no double
+_LARGEST = 700.0  # nats: beyond it the exponential overflows a double
 
 
 def row_nll(logits: NDArray[Any], targets: NDArray[Any]) -> Floats:
@@ -89,7 +89,7 @@ def compare_nll(nll_ref: Floats, nll_test: Floats, clusters: NDArray[Any], seed:
 
 
 def exponential(nats: float | None) -> float | None:
-    """``exp(nats)``; ``None`` where that is no finite number. See docs/metrics.md#perplexity."""
+    """``exp(nats)``; ``None`` if that is not finite. See docs/metrics.md#perplexity."""
     return None if nats is None or nats > _LARGEST else math.exp(nats)
 
 

@@ -42,7 +42,7 @@ _BETWEEN = (
 )
 _DENIED_BEFORE = re.compile(rf"{_NOT}(?:\s+(?:{_BETWEEN}))*[\s\"'*`(]*\Z")
 _DENIED_BEHIND = re.compile(rf"[\"'*`)]*\s+(?:(?:is|was|does|did|has|could)\s*{_NOT}|cannot\b|can't\b)")
-_REACH = 500  # characters of a clause before and behind a mention
+_REACH = 500  # characters of a clause before and after a mention
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s|\n")
 
 
@@ -51,7 +51,7 @@ def hits(answer: str, code: str, compat: str | None = None) -> bool:
 
     Case does not matter, nor which dash joins the parts of a code (U+2010 … U+2015, minus sign, soft hyphen).  A
     mention is denied by a negation in its clause, either before it with nothing but words such as "the", "mention of",
-    "know whether it is" between ("It is not X", "there is no mention of X"), or with a verb right behind it ("X is not
+    "know whether it is" between ("It is not X", "there is no mention of X"), or with a verb right after it ("X is not
     the color").  One mention that is not denied is a hit.
 
     ``compat="refract"``: a plain substring whatever the case, as in REFRACT.  See docs/metrics.md#retrieval.

@@ -128,7 +128,7 @@ def clusters_to_certify(sd: float, room: float, level: float, power: float, *, c
 
 
 def agreement_reach(n: int, level: float = 0.95) -> float:
-    """How far the exact interval of a share reaches when all n clusters agree: ``1 − ((1 − level)/2)^(1/n)``.
+    """Reach of the exact interval of a share when all n clusters agree: ``1 − ((1 − level)/2)^(1/n)``.
 
     See docs/metrics.md#sample-size.
     """

@@ -34,7 +34,7 @@ _WIDTH = 64  # columns of a block, whose largest logit is kept
 _CPU_PART = 1 << 16  # logits that are compared at once: six buffers of them stay in the cache of a core
 _DEVICE_PART = 1 << 22
 _FAR = 0.9  # h² beyond which 1 − h² has lost digits: odds of 40
-_NOTHING = -1e30  # logit of what is no token
+_NOTHING = -1e30  # logit of ids that are not tokens
 
 
 def fastest_device() -> torch.device:
@@ -204,7 +204,7 @@ class _DeviceHead:
 
 @contextmanager
 def _float32_products(threads: int) -> Iterator[None]:
-    """Give torch so many threads of the CPU; afterwards it is as before, its precision of products too."""
+    """Set torch's CPU threads and precision of products; restore both afterwards."""
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(threads)
     try:

@@ -30,7 +30,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 class Answered(Protocol):
-    """What is read of a request; times in seconds of one clock. See docs/metrics.md#serving-latencies."""
+    """Data of a request; times in seconds of one clock. See docs/metrics.md#serving-latencies."""
 
     due: float | None
     sent: float

@@ -80,7 +80,7 @@ def replay(n: int, draft: Callable[[int], Sequence[bool]]) -> tuple[int, int, in
 
     ``draft(i)``: of each token that is proposed where ``i`` tokens of the text are known, whether it is the text's; the
     first wrong one ends the acceptance, and the model itself gives one token more.  The first token of the text comes
-    of reading the prompt, without a draft.  What is proposed behind the text's end is not counted.
+    of reading the prompt, without a draft.  Any proposal after the end of the text is not counted.
     See docs/metrics.md#acceptance.
     """
     drafts = drafted = accepted = 0

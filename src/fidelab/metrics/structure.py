@@ -78,7 +78,7 @@ def _json(text: str) -> Iterator[tuple[tuple[int, int], str]]:
 
 
 def _value(text: str, start: int) -> tuple[int, list[tuple[tuple[int, int], str]]]:
-    """Where the JSON that begins at ``start`` ends, or stops being JSON, and its spans."""
+    """Find where the JSON at ``start`` ends, or stops being JSON, and its spans."""
     spans: list[tuple[tuple[int, int], str]] = []
     open_: list[tuple[str, int, set[str]]] = []  # bracket, where, keys
     at, previous = start, ""

@@ -16,7 +16,7 @@ RANGES = 4
 """Into how many ranges the positions of windows of one length are divided."""
 
 _LEAST_ROWS = 16  # of a part: fewer rows may be equal by chance
-_BY_CHANCE = 0.25  # share of equal rows in some other part up to which that many are no chance: 0.25^16 = 2e-10
+_BY_CHANCE = 0.25  # share of equal rows in some other part up to which that many are not chance: 0.25^16 = 2e-10
 
 Floats = NDArray[np.float64]
 
@@ -49,7 +49,7 @@ class Unmoved:
     def first(self) -> str | None:
         """The first window or range of positions whose rows are all equal, in words; ``None``: there is none.
 
-        Also ``None`` where many rows are equal in every part, as then equality is no evidence.
+        Also ``None`` where many rows are equal in every part, as then equality is not evidence.
         """
         parts = [(name, rows) for name, rows in self._parts() if rows.sum() >= _LEAST_ROWS]
         still = [(name, rows) for name, rows in parts if self._equal[rows].all()]

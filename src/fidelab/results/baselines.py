@@ -20,10 +20,10 @@ class Baselines:
     folder: Path
 
     def path(self, name: str) -> Path:
-        """Where a baseline lies, or would lie.
+        """Path of a baseline, existing or not.
 
         Raises:
-            UsageError: the name is no file name.
+            UsageError: the name is not a valid file name.
         """
         if not _NAME.fullmatch(name):
             raise UsageError(
@@ -41,7 +41,7 @@ class Baselines:
         """Keep a run's report; ``force`` replaces one of the same name.
 
         Raises:
-            UsageError: the name is no file name, or taken.
+            UsageError: the name is not a valid file name, or is taken.
             InputError: there is no valid report.
             OutputError: the file cannot be written.
         """

@@ -53,7 +53,7 @@ Limit = Annotated[float | str, BeforeValidator(_limit)]
 
 
 class Rule(Record):
-    """What one figure has to be."""
+    """Requirement on one figure."""
 
     metric: str
     """Axis or bench, and key of the metric: ``kld.mean``, ``benches.decode.isolated``."""
@@ -79,7 +79,7 @@ class Rule(Record):
         """(least, largest) value in a unit; infinite where there is no limit.
 
         Raises:
-            UsageError: a percentage of a metric that is none, a share above 1, or a least value above the largest.
+            UsageError: a percentage of a metric that has none, a share above 1, or a least value above the largest.
         """
         low, high = (self._in(unit, limit) for limit in (self.min, self.max))
         least, most = -math.inf if low is None else low, math.inf if high is None else high
@@ -99,25 +99,25 @@ class Rule(Record):
 
 
 class Policy(Record):
-    """What a run has to meet; the file of ``fidelab check --policy``."""
+    """Requirements on a run; the file of ``fidelab check --policy``."""
 
     rules: tuple[Rule, ...] = ()
     """Limits on figures."""
     baseline: Thresholds = Field(default_factory=Thresholds)
-    """What may change against a baseline."""
+    """Allowed changes against a baseline."""
 
 
 class RuleResult(Record):
     """A rule on one figure of one configuration."""
 
     metric: str
-    """As in the rule."""
+    """Metric of the rule."""
     arm: str
     """Name of the configuration."""
     cell: str = ""
     """Length, batch, load; empty where there is one."""
     tier: Tier
-    """What the decision counts for."""
+    """Weight of the decision."""
     min: float | None = None
     """Least value allowed, in ``unit``."""
     max: float | None = None
@@ -129,13 +129,13 @@ class RuleResult(Record):
     ci: OpenInterval | None = None
     """95% interval; null where there is none."""
     decision: Decision
-    """What the interval decides."""
+    """Decision by the interval."""
     sample: Count | None = None
     """Independent units that the interval rests on: documents, prompts, repeats."""
     needed: Count | None = None
-    """How many of these would decide."""
+    """Units that would decide."""
     reason: str = ""
-    """Why it is inconclusive, and what would decide."""
+    """Reason why it is inconclusive, and what would decide."""
 
 
 class Check(Document):
@@ -146,17 +146,17 @@ class Check(Document):
     run_id: str
     """The run."""
     created: AwareDatetime
-    """When its report was made."""
+    """Time at which its report was made."""
     decision: Decision
-    """Of all rules and the baseline together."""
+    """Decision of all rules and the baseline together."""
     results: tuple[RuleResult, ...]
     """One per rule, configuration and shape of work."""
     baseline: Diff | None = None
     """The changes against the baseline; null where none was given."""
     baseline_decision: Decision | None = None
-    """What they decide, as a critical rule."""
+    """Decision on them, as on a critical rule."""
     reasons: tuple[str, ...] = ()
-    """Why the baseline does not pass, a line each."""
+    """Reasons why the baseline does not pass, a line each."""
 
 
 def check(
@@ -304,7 +304,7 @@ def _decided(rule: Rule, arm: ArmRecord, key: Key, metric: Metric) -> RuleResult
 
 
 def _doubt(arm: ArmRecord, metric: Metric, measurement: Measurement | None) -> str:
-    """Why a figure within its limits does not pass; empty where it does."""
+    """Reason why a figure within its limits does not pass; empty if it does."""
     if measurement is not None and measurement.n_failed and metric.key != "failed_items":
         return f"{measurement.n_failed:,} of {measurement.n_items or 0:,} items gave no figure"
     ran = arm.status in (Status.OK, Status.IDENTICAL)
@@ -314,7 +314,7 @@ def _doubt(arm: ArmRecord, metric: Metric, measurement: Measurement | None) -> s
 
 
 def _evidence(arm: ArmRecord, metric: Metric, measurement: Measurement | None) -> _Evidence | None:
-    """What is known of a metric; ``None`` of a single value that is not exact."""
+    """Return the interval of a metric; ``None`` for a single value that is not exact."""
     value = metric.value
     assert value is not None  # a table holds none without a value
     # equal distributions leave nothing to estimate; equal tokens of another axis alone may be chance

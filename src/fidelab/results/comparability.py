@@ -1,4 +1,4 @@
-"""What two reports must agree on before a metric is compared, and differences that are only reported.
+"""Settings that two reports must share to compare a metric, and differences that are only reported.
 
 See docs/metrics.md#comparability.
 """
@@ -30,7 +30,7 @@ _CALLED = {
 _CAPTURE = re.compile(r"\.?\+\d+(?=\.)")  # kld.+1.items, kld.512+1.items
 _LONGEST = 40  # characters of a value: lists are long
 _VOLATILE = ("loaded_host_bytes", "peak_host_bytes", "seconds")  # of what ran: differs from one run to the next
-# What last bits depend on: of the environment, and of what ran.
+# Fields of the environment and of the runtime on which last bits depend.
 _MACHINE = ("machine", "processor", "usable_cores", "packages", "gpus", "gpu_driver")
 _ROUNDING = ("device", "attention", "threads", "versions", "variables")
 
@@ -41,15 +41,15 @@ class Difference(Record):
     where: str
     """An arm, or ``environment``."""
     field: str
-    """What differs."""
+    """Name of the field that differs."""
     baseline: Free = None
-    """In the baseline; null: not recorded."""
+    """Value in the baseline; null: not recorded."""
     now: Free = None
-    """In the run; null: not recorded."""
+    """Value in the run; null: not recorded."""
 
 
 def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[str, Any]:
-    """What must agree for this metric, as path → value.
+    """Return the settings that must agree for this metric, as path → value.
 
     An entry ``X`` or ``X.part`` of the report's comparability key concerns group ``X``; one that names none of the
     ``groups`` concerns all axes.  Axes also have to share the reference's KV format, an excess the control's, the floor
@@ -72,7 +72,7 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
 
 
 def in_words(field: str, baseline: Any, now: Any) -> str:
-    """What it means that a field of :func:`fields` differs; hashes, and which of an axis' captures, are left out."""
+    """Meaning of a difference in a field of :func:`fields`; hashes and lists of captures are omitted."""
     field = _CAPTURE.sub("", field)
     axis, _, name = field.rpartition(".")
     if name in _MEANINGS and axis:
@@ -119,7 +119,7 @@ def beside(baseline: Report, now: Report) -> Iterator[Difference]:
 
 
 def same_place(baseline: Report, now: Report) -> bool:
-    """Both ran where arithmetic rounds alike, as far as the reports tell: machine, packages, kernels, variables."""
+    """Both ran where arithmetic rounds alike, as far as the reports state it: machine, packages, kernels, variables."""
     return not any(
         difference.field.split(".")[0] in (_MACHINE if difference.where == "environment" else _ROUNDING)
         for difference in beside(baseline, now)

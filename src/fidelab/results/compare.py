@@ -1,4 +1,4 @@
-"""Comparison of two reports, metric by metric: regressed, improved, unchanged, or cannot tell.
+"""Comparison of two reports, metric by metric: regressed, improved, unchanged, or ``cannot tell``.
 
 See docs/metrics.md#changes-between-runs.
 
@@ -263,7 +263,7 @@ def _unmeasured(was: MetricTable, now: MetricTable) -> Iterator[str]:
 
 
 def _asked(report: Report) -> dict[str, Any]:
-    """What a report's questions were made from, as far as its settings tell."""
+    """Source of a report's questions, as far as its settings state it."""
     asked = {"the model": report.reference.model, "the engine": report.reference.engine}
     asked |= {f"the {name}": report.settings[name] for name in ("text", "prompts") if name in report.settings}
     axes = report.settings.get("axes")

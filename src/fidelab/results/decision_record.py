@@ -1,4 +1,4 @@
-"""What a report decides: equivalence certificates, the recommendation, and the sums that it is computed from."""
+"""Decisions of a report: equivalence certificates, the recommendation, and the sums behind it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CertificateClaim(Record):
 
     @property
     def name(self) -> str:
-        """What the loss is called."""
+        """Name of the loss."""
         return CLAIM_NAMES[self.key]
 
     @classmethod
@@ -86,7 +86,7 @@ class FlipRecord(Record):
 
     @classmethod
     def of(cls, ref: Any, test: Any, clusters: Any, context: int | None = None, seed: int = 0) -> Self:
-        """From right answers of both sides: 1 where that side is right, else 0, and clusters; [n] each."""
+        """Build it from right answers of both sides: 1 where that side is right, else 0, and clusters; [n] each."""
         interval = Loss.of_accuracy(ref, test, clusters).interval(0.95, seed) if len(clusters) else None
         return cls(context=context, ci=interval, **vars(flip_counts(ref, test, clusters)))
 
@@ -97,7 +97,7 @@ class Certificate(Record):
     state: CertificateState
     """The worst of its claims'."""
     claims: tuple[CertificateClaim, ...]
-    """What is claimed, together; each is tested at 5%."""
+    """Claims, which hold together; each is tested at 5%."""
     flips: tuple[FlipRecord, ...] = ()
     """Harmful and beneficial flips, per context."""
 
@@ -137,7 +137,7 @@ class DocumentSums(Record):
 
 
 class Dominance(Record):
-    """A candidate that is not recommended because another one is no larger, no slower and closer to the reference."""
+    """A candidate that is not recommended because another one is not larger, not slower and closer to the reference."""
 
     arm: str
     """Name of the candidate."""
@@ -164,23 +164,23 @@ class Recommendation(Record):
     text: str
     """The answer in one sentence."""
     evidence: tuple[str, ...] = ()
-    """What it rests on and how sure it is, a line each."""
+    """Evidence and its certainty, a line each."""
     command: str | None = None
     """Command line to copy: the measured engine's server, or the fidelab command that measures such an engine."""
     command_note: str = ""
-    """What has to be known of the command."""
+    """Remark on the command."""
     saving: float | None = None
     """Share of the bytes that it saves."""
     limits: dict[str, float] = Field(default_factory=dict)
     """``max_kld`` (nats), ``max_flips``, ``max_accuracy_loss``, ``min_saving`` (shares), ``min_tokens_per_s``, as far
     as they were given."""
     risks: tuple[str, ...] = ()
-    """What it costs, a sentence each."""
+    """Risks, a sentence each."""
     untested: tuple[str, ...] = ()
-    """What was not measured."""
+    """Conditions that were not measured."""
     others: tuple[str, ...] = ()
-    """Why not the other candidates, a sentence each."""
+    """Reasons against the other candidates, a sentence each."""
     dominated: tuple[Dominance, ...] = ()
     """Candidates that another one beats."""
     more: str = ""
-    """How much more data would decide, where that is what is missing."""
+    """Amount of data that would decide, where data are missing."""

@@ -22,7 +22,7 @@ _Share = Annotated[float, Field(ge=0), BeforeValidator(parse_share)]
 
 
 class Thresholds(Record):
-    """What is allowed before a certain change counts; shares may be percentages: ``10%``."""
+    """Allowance before a certain change counts; shares may be percentages: ``10%``."""
 
     slowdown: _Share = 0.1
     """Relative, of times and of the time that a rate stands for: at 0.1 a rate may fall to 1/1.1."""
@@ -38,7 +38,7 @@ class Thresholds(Record):
     """Whether a run passes that lacks metrics, or some of which must not be compared."""
 
     def allowance(self, limit: Limit, unit: Unit) -> Allowance:
-        """What is allowed of a metric."""
+        """Allowance of a metric."""
         match limit:
             case "slowdown":
                 return Allowance(relative=self.slowdown)
@@ -56,11 +56,11 @@ class DiffSide(Record):
     """One of the two reports."""
 
     name: str
-    """How it was named: a baseline's name, or a run's."""
+    """Name of a baseline, or of a run."""
     run_id: str
     """The run."""
     created: AwareDatetime
-    """When its report was made."""
+    """Time at which its report was made."""
 
 
 class MetricChange(Record):
@@ -77,7 +77,7 @@ class MetricChange(Record):
     metric: str
     """Key of the metric."""
     name: str
-    """What was measured, in a few words."""
+    """Name of the metric, in a few words."""
     unit: Unit
     """Unit of both values."""
     better: Better | None
@@ -95,28 +95,28 @@ class MetricChange(Record):
     allowed: str = ""
     """The allowance, in words."""
     basis: Basis | None = None
-    """What the outcome rests on; null where a side is missing."""
+    """Basis of the outcome; null where a side is missing."""
     outcome: ChangeOutcome
-    """What became of it."""
+    """Outcome of the comparison."""
     counts: bool = True
     """Whether the gate looks at it."""
     flags: tuple[str, ...] = ()
-    """What makes either value doubtful, a word each."""
+    """Reasons to doubt either value, a word each."""
     doubt: str = ""
-    """Why nothing more certain can be said, or why it is not there."""
+    """Reason why the outcome is not more certain, or why the metric is absent."""
 
 
 class Refusal(Record):
     """Something that had to agree and does not."""
 
     groups: tuple[str, ...]
-    """Whose metrics were not compared."""
+    """Group whose metrics were not compared."""
     field: str
-    """What differs."""
+    """Name of the field that differs."""
     baseline: Free = None
-    """Its value in the baseline; null: not recorded."""
+    """Value in the baseline; null: not recorded."""
     now: Free = None
-    """Its value in the run; null: not recorded."""
+    """Value in the run; null: not recorded."""
     n_metrics: Count
     """Metrics that were not compared for it."""
 
@@ -125,26 +125,26 @@ class Diff(Record):
     """A run against a baseline."""
 
     baseline: DiffSide
-    """What it was."""
+    """Side of the baseline."""
     now: DiffSide
-    """What it is."""
+    """Side of the run."""
     thresholds: Thresholds
-    """What was allowed."""
+    """Allowances used."""
     changes: tuple[MetricChange, ...]
     """All metrics of either side that may be compared, the worst first."""
     refused: tuple[Refusal, ...] = ()
-    """What must not be compared, and why."""
+    """Metrics that must not be compared, and why."""
     beside: tuple[Difference, ...] = ()
-    """What differs and is no hindrance: engines, versions, what ran, where."""
+    """Differences that do not prevent a comparison: engines, versions, runtimes, machines."""
     unmeasured: tuple[str, ...] = ()
-    """What neither side could measure."""
+    """Metrics that neither side could measure."""
 
     def counted(self) -> Counter[ChangeOutcome]:
         """Metrics by outcome, those alone that the gate looks at."""
         return Counter(change.outcome for change in self.changes if change.counts)
 
     def faults(self) -> list[str]:
-        """Why the gate fails, a line each: what is certainly worse than allowed."""
+        """Reasons why the gate fails, a line each: changes certainly worse than allowed."""
         regressed = self.counted()["regressed"]
         return [f"{counted(regressed, 'metric')} regressed"] if regressed else []
 

@@ -1,9 +1,9 @@
-"""What an axis or a bench returns for one arm: metrics and plots, the only currency between measuring and showing.
+"""Result of an axis or a bench for one arm: metrics and plots, all that reports show.
 
 A :class:`Definition` says what a metric is, where it is defined: key, name, unit, which side is better, how several
 values become one.  A :class:`Metric` is one value of it.  A :class:`Measurement` is all that one axis or bench found on
 one arm.  Tables, charts, data frames, ``check``, baselines and sample sizes read these and know no axis and no bench by
-name: those of a third party are treated like our own.
+name: those of a third party are treated like built-in ones.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Metric(Record):
     """One number, with what is needed to show it and to judge a change of it."""
 
     key: MetricKey
-    """What code looks it up by (``real_flips``).  Unique within a measurement, together with ``cell``."""
+    """Key by which code looks it up (``real_flips``).  Unique within a measurement, together with ``cell``."""
     name: str
-    """What was measured, in a few words: a column heading, which may change from version to version."""
+    """Name in a few words: a column heading, which may change from version to version."""
     value: float | None = None
     """The number; null where it could not be measured."""
     unit: Unit = ""
@@ -75,7 +75,7 @@ class Metric(Record):
     Of whole runs (``compare --runs``), ``value`` is the first run's.
     """
     aggregate: Aggregate = "mean"
-    """How several values (repeats, runs, models) become one."""
+    """Rule by which several values (repeats, runs, models) become one."""
     limit: Limit | None = None
     """Which allowance holds where two reports are compared; null: the one that follows from the unit."""
     exact: bool = False
@@ -83,19 +83,19 @@ class Metric(Record):
     bound: bool = False
     """Only a lower bound of the quantity is known: shown with ≥, and a change of it judges nothing."""
     optional: bool = False
-    """Noise alone can make it unmeasurable: its absence is no loss."""
+    """Noise alone can make it unmeasurable: its absence is not a loss."""
     noise: float = 0.0
-    """What the last bits of the arithmetic may move it by, in its own unit."""
+    """Change that the last bits of the arithmetic may cause, in its own unit."""
     headline: bool = False
-    """Stands for its measurement in summaries; where none of a measurement's does, its first metric stands for it."""
+    """It stands for its measurement in summaries.  Without such a metric, the first one does."""
     caveat: str = ""
-    """Why the value alone, without interval and repeats, proves no change."""
+    """Reason why the value alone, without interval and repeats, does not prove a change."""
     rests_on: tuple[str, ...] = ()
     """Axes whose settings it depends on, where these are not its own alone."""
     flags: tuple[Flag, ...] = ()
-    """What makes it doubtful."""
+    """Reasons to doubt it."""
     about: str = ""
-    """Its definition in one sentence."""
+    """Definition in one sentence."""
 
     @property
     def allowance(self) -> Limit:
@@ -122,7 +122,7 @@ class Metric(Record):
 
 @dataclass(frozen=True)
 class Definition:
-    """What a metric is: where an axis or a bench defines it, once.
+    """Definition of a metric, made once by its axis or bench.
 
     Calling it makes a :class:`Metric` of a value; a non-finite value becomes null.  ``name`` is the key with blanks for
     underscores, unless given.
@@ -179,31 +179,31 @@ class Definition:
 
 
 class Cell(Outcome):
-    """How one shape of work ended, where it has something to say beyond its metrics."""
+    """Outcome of one shape of work, where there is more than its metrics."""
 
     at: Coordinates
     """The shape of work, as in :attr:`Metric.cell`."""
     valid: bool = True
     """Whether its metrics may stand in a comparison; ``flags`` say why not."""
     flags: tuple[Flag, ...] = ()
-    """What makes all its metrics doubtful."""
+    """Reasons to doubt all its metrics."""
     facts: FreeDict = Field(default_factory=dict)
-    """What must be known of it besides metrics: error counts, warm-ups, what the server said of itself."""
+    """Facts besides metrics: error counts, warm-ups, the server's own report."""
 
 
 class Measurement(Outcome):
-    """What one axis or bench found on one arm."""
+    """Findings of one axis or bench on one arm."""
 
     title: str = ""
     """The question that it answers, in a few words."""
     metrics: tuple[Metric, ...] = ()
-    """What was measured, the most telling first."""
+    """Metrics, the most important first."""
     cells: tuple[Cell, ...] = ()
     """Shapes of work that have an outcome or a doubt of their own."""
     plots: tuple[Plot, ...] = ()
-    """What there is to see."""
+    """Plots, in order."""
     flags: tuple[Flag, ...] = ()
-    """What concerns all its metrics."""
+    """Flags that concern all its metrics."""
     n_items: Count | None = None
     """Items asked (positions, prompts, questions)."""
     n_failed: Count | None = None
@@ -213,7 +213,7 @@ class Measurement(Outcome):
     cluster: str = ""
     """The word for one of them: ``document``, ``block``, ``prompt``."""
     summary: str = ""
-    """What happened to the arm in a few words, with counts: ``lost 9 of 36``."""
+    """Result of the arm in a few words, with counts: ``lost 9 of 36``."""
     reference_summary: str = ""
     """The same of the reference: ``finds 36 of 45``."""
     downgrades: tuple[str, ...] = ()
@@ -238,7 +238,7 @@ class Measurement(Outcome):
         return next((m for m in self.metrics if m.key == key and (cell is None or m.cell == cell)), None)
 
     def value(self, key: str, cell: Coordinates | None = None) -> float | None:
-        """The value of a metric; ``None`` where it is not there."""
+        """Return the value of a metric, or ``None`` if it is absent."""
         metric = self.metric(key, cell)
         return None if metric is None else metric.value
 

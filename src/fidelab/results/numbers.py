@@ -90,7 +90,7 @@ def format_percent(share: float | None) -> str:
 
 
 def format_percent_span(interval: tuple[float, float] | None, share: float | None) -> str:
-    """What belongs to :func:`format_percent` of ``share``: ``1.3–1.8%``, and ``≤ 0.40%`` of 0."""
+    """Interval of :func:`format_percent` of ``share``: ``1.3–1.8%``, and ``≤ 0.40%`` of 0."""
     if interval is None or share is None:
         return ABSENT
     low, high = (_significant(100 * end, 2) for end in interval)
@@ -103,7 +103,7 @@ def format_bytes(value: float | None) -> str:
 
 
 def format_count(value: float | None) -> str:
-    """A count in full, with separators; four significant digits of a small one that is no whole number."""
+    """A count in full, with separators; four significant digits of a small one that is not a whole number."""
     return ABSENT if value is None else f"{value:,.4g}" if value % 1 and abs(value) < 1000 else f"{value:,.0f}"
 
 
@@ -172,7 +172,7 @@ def counted(n: int, word: str) -> str:
 
 
 def heading(name: str, unit: str, *, mib: bool = False) -> str:
-    """The name of a metric with its unit, where the values alone do not tell it: ``rate, tok/s``."""
+    """The name of a metric with its unit, where the values alone do not show it: ``rate, tok/s``."""
     unit = "MiB" if mib else unit
     named = unit in ("", "share", "points", "count", "ratio", "p") or unit in name.split()
     return one_line(name if named else f"{name}, {unit}")
@@ -203,7 +203,7 @@ def public_name(name: str) -> str:
 
 
 def printable(text: str, *, escaped: bool = False) -> str:
-    """Text on its own lines, without what does more than to be seen.
+    """Return text on its own lines, without characters that do more than display.
 
     Control characters of both sets (which begin sequences that move the cursor, colour, name the window or write to the
     clipboard), those that reorder what follows, lone surrogates and unassigned characters show as ``\ufffd``; with
@@ -219,7 +219,7 @@ _KEPT = "\n\t\u200c\u200d"  # the joiners hold emoji and several scripts togethe
 
 
 class _Table(dict[int, int | str]):
-    """What stands for each character, found out when it first occurs."""
+    """Replacement of each character, computed when it first occurs."""
 
     def __init__(self, escaped: bool) -> None:
         self._escaped = escaped

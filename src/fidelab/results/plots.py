@@ -1,6 +1,6 @@
-"""What an axis or a bench shows beyond its metrics: heat maps, curves, bars, tables and texts side by side, as data.
+"""Plots of an axis or a bench: heat maps, curves, bars, tables and texts side by side, as data.
 
-It says what is to be seen, the report decides how it looks; so what a third party measures is shown like our own.
+A plot holds the data, and the report decides how it looks.  Plots of a third party are shown like built-in ones.
 Curves of one ``key`` are drawn into one chart, a line per arm (and per ``series``), the control and the floor as bands.
 """
 
@@ -19,7 +19,7 @@ class Grid(Record):
     """One matrix of a heat map."""
 
     name: str
-    """What it shows: ``reference``, ``candidate``, ``difference``."""
+    """Content: ``reference``, ``candidate``, ``difference``."""
     values: tuple[tuple[float | None, ...], ...]
     """Rows from the first ``y`` on; null where nothing was measured."""
     signed: bool = False
@@ -32,11 +32,11 @@ class Heatmap(Record):
     kind: Literal["heatmap"] = "heatmap"
     """Which plot this is."""
     title: str
-    """What is shown, in a few words."""
+    """Title, in a few words."""
     x_label: str
-    """What the columns are."""
+    """Quantity of the columns."""
     y_label: str
-    """What the rows are."""
+    """Quantity of the rows."""
     x: tuple[str, ...]
     """Labels of the columns."""
     y: tuple[str, ...]
@@ -66,7 +66,7 @@ class Curve(Record):
     key: str
     """Curves of one key share a chart."""
     title: str
-    """What is shown, in a few words."""
+    """Title, in a few words."""
     x_label: str
     """Quantity and unit of the abscissa."""
     y_label: str
@@ -82,7 +82,7 @@ class Curve(Record):
     series: str = ""
     """Which of an arm's lines in this chart, in words (``batch 4``); empty where an arm has one."""
     caption: str = ""
-    """How to read the chart, one or two sentences; the first arm's is shown."""
+    """Explanation of the chart, one or two sentences; the first arm's is shown."""
     low: tuple[float | None, ...] = ()
     """Lower end of each ordinate's spread or interval; empty: none is shown."""
     high: tuple[float | None, ...] = ()
@@ -90,13 +90,13 @@ class Curve(Record):
     doubts: tuple[str, ...] = ()
     """Per point why it does not count, empty where it does: such points are drawn hollow and no line runs through."""
     names: tuple[str, ...] = ()
-    """Per point a short name, which stands beside it where there is room, such as the load of a latency."""
+    """Short name of each point, printed next to it where there is room, such as the load of a latency."""
     stairs: bool = False
     """The ordinate holds until the next abscissa."""
     percent: bool = False
     """Ordinates are shares (0-1), labelled as percentages."""
     kl: bool = False
-    """Ordinates are mean KLs (nats): the bands of the verdict, the control and the floor are drawn behind them."""
+    """Ordinates are mean KLs (nats): bands of the verdict, the control and the floor are drawn in the background."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
@@ -115,17 +115,17 @@ class Bars(Record):
     key: str
     """Bars of one key share a chart."""
     title: str
-    """What is shown, in a few words."""
+    """Title, in a few words."""
     y_label: str
     """Quantity and unit of the lengths."""
     labels: tuple[str, ...]
-    """What each bar is, beside the arm's name: ``cold``, ``warm``."""
+    """Name of each bar, next to the arm's name: ``cold``, ``warm``."""
     parts: dict[str, tuple[float, ...]]
     """Part → its length in each bar, in the order in which they are stacked."""
     totals: tuple[float, ...] = ()
     """The figure of each whole bar, where its parts need not sum up to it; empty: their sum is shown."""
     caption: str = ""
-    """How to read the chart."""
+    """Explanation of the chart."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
@@ -140,7 +140,7 @@ class TablePlot(Record):
     kind: Literal["table"] = "table"
     """Which plot this is."""
     title: str
-    """What is shown, in a few words."""
+    """Title, in a few words."""
     columns: tuple[str, ...]
     """Headings."""
     rows: tuple[tuple[TableValue, ...], ...]
@@ -156,7 +156,7 @@ class TablePlot(Record):
 
 
 class TextPair(Record):
-    """What reference and candidate wrote for one item."""
+    """Texts of reference and candidate for one item."""
 
     label: str
     """Which item."""
@@ -165,13 +165,13 @@ class TextPair(Record):
     candidate: str
     """The candidate's text."""
     note: str = ""
-    """What to see in it."""
+    """Remark on the difference."""
     prompt: str = ""
     """End of the prompt; empty where it is not shown."""
     shared: str = ""
     """End of what both wrote before their texts part."""
     tag: str = ""
-    """A word by which items are told apart (``near tie``, ``real``)."""
+    """A word that distinguishes items (``near tie``, ``real``)."""
 
 
 class Texts(Record):
@@ -180,7 +180,7 @@ class Texts(Record):
     kind: Literal["texts"] = "texts"
     """Which plot this is."""
     title: str
-    """What is shown, in a few words."""
+    """Title, in a few words."""
     pairs: tuple[TextPair, ...]
     """The items."""
 

@@ -51,7 +51,7 @@ Bools = NDArray[np.bool_]
 
 
 def bytes_in_16_bits(arm: ArmRecord) -> float | None:
-    """Bytes per token of an arm's cache if both sides had 16 bits; ``None`` of formats that are none of 16 or 32."""
+    """Bytes per token of an arm's cache if both sides had 16 bits; ``None`` of formats that have neither 16 nor 32."""
     ran = arm.ran
     if ran is None or not ran.cache_bytes_per_token:
         return None
@@ -65,7 +65,7 @@ def bytes_in_16_bits(arm: ArmRecord) -> float | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that arms are compared by, of the arms that tell them.
+    """Bytes that arms are compared by, of the arms that report them.
 
     ``what``: ``cache`` (bytes per token), where weights are the same or unknown; ``weights`` (bytes), where caches are;
     ``total`` (bytes of one sequence of ``n_ctx`` tokens with the weights) where both differ.  ``base``: what savings
@@ -80,7 +80,7 @@ class Sizes:
 
     @classmethod
     def of(cls, reference: ArmRecord, candidates: Sequence[ArmRecord], others: Sequence[ArmRecord] = ()) -> Sizes:
-        """Of the arms that ran."""
+        """Return the sizes of the arms that ran."""
         arms = [reference, *(arm for arm in candidates if arm.ran is not None and arm.measured)]
         caches = [arm.ran.packed_cache_bytes if arm.ran else None for arm in arms]
         weights = [arm.ran.size if arm.ran else None for arm in arms]
@@ -134,7 +134,7 @@ def reach(arms: Sequence[ArmRecord]) -> int | None:
 
 
 def _why_not(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
-    """What excludes a candidate whatever the resample; empty where nothing does."""
+    """Reason that excludes a candidate in every resample; empty if none does."""
     if why := _why_never(arm, sizes, limits):
         return why
     if arm.axes[DECIDING].ci("mean", {}) is None:
@@ -144,7 +144,7 @@ def _why_not(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
 
 
 def _why_never(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
-    """What excludes a candidate however many windows it reads; empty where nothing does."""
+    """Reason that excludes a candidate however many windows it reads; empty if none does."""
     kld = arm.deciding
     if kld is None or not arm.measured or not kld.measured:
         return "no KLD was measured"  # why stands with its verdict
@@ -161,7 +161,7 @@ def _why_never(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str
 
 
 def _unsuitable(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
-    """Why a candidate is too large or too slow; empty where it is not."""
+    """Reason why a candidate is too large or too slow; empty if it is neither."""
     saving = sizes.saving(arm.name)
     if saving is not None and saving <= 0 and sizes.base_name == REFERENCE:
         return "saves nothing"
@@ -170,7 +170,7 @@ def _unsuitable(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> st
 
 
 def _beyond(name: str, limit: float, arm: ArmRecord, saving: float | None) -> str:
-    """Why a candidate does not meet a limit on anything but its mean KL; empty where it does."""
+    """Reason why a candidate misses a limit on anything but its mean KL; empty if it meets all."""
     if name == "max_kld":
         return ""
     least = name.startswith("min")
@@ -310,7 +310,7 @@ class _Field:
 
     @cached_property
     def differences(self) -> dict[tuple[int, int], tuple[float, tuple[float, float]]]:
-        """Paired differences of mean KLs of candidates and those that are no larger and no slower."""
+        """Paired differences of mean KLs of candidates and those that are not larger and not slower."""
         found = {}
         for a, b in self._pairs():
             if self.bytes[b] <= self.bytes[a] < math.inf and not _slower(self.arms[b], self.arms[a]):
@@ -379,7 +379,7 @@ class _Field:
         return _Choices(chosen, eligible, dominated)
 
     def _shifted(self, a: int, b: int, factor: float, n_rows: int) -> Floats:
-        """How far a resample moves a paired difference from that of the data, nats ``[1 + R]``."""
+        """Shift of a paired difference by each resample from that of the data, nats ``[1 + R]``."""
         pair = self._pair(a, b)
         assert pair is not None
         moved = self._means(pair[0], pair[0].kl) - factor * self._means(pair[1], pair[1].kl)
@@ -420,7 +420,7 @@ class _Field:
         return certificate is not None and all(self._claim_holds(claim) for claim in certificate.claims)
 
     def _margin(self, claim: CertificateClaim) -> float:
-        """Its own margin, or the limit that was given in its place."""
+        """Return the claim's margin, or the limit that replaces it."""
         return self.limits.get(_LIMIT_OF_CLAIM.get(claim.key, ""), claim.margin)
 
     def _claim_holds(self, claim: CertificateClaim) -> bool:
@@ -430,7 +430,7 @@ class _Field:
         return claim.ci is not None and claim.ci[1] < margin and (claim.clusters >= MIN_CLUSTERS or claim.ci == (0, 0))
 
     def _passed_over(self, n: int) -> bool:
-        """It leaves those after it to be tested: shown to lose the margin or fail, too large, too slow, unmeasured."""
+        """Whether later ones are tested after it: shown to lose the margin or fail, too large, too slow, unmeasured."""
         arm = self.arms[n]
         failed = arm.verdict is None or arm.verdict.band in (None, "FAIL")
         return failed or self._exceeds(arm) or bool(_unsuitable(arm, self.sizes, self.limits))
@@ -466,7 +466,7 @@ def settled(report: Report, **limits: float | None) -> set[str]:
 
 
 def _fails(arm: ArmRecord) -> bool:
-    """Its mean KL is shown to be that of FAIL, at the level of an early look."""
+    """Whether its mean KL is shown to be that of FAIL, at the level of an early look."""
     sums = own_sums(arm)
     if sums is None:
         return False
@@ -593,7 +593,7 @@ def _limits_in_words(limits: Mapping[str, float]) -> str:
 
 
 def _none_text(field: _Field) -> str:
-    """That nothing is recommended, and which candidate comes nearest."""
+    """Return the sentence that nothing is recommended, and which candidate comes nearest."""
     if field.limits:
         text = f"No candidate is within the limits ({_limits_in_words(field.limits)})"
     elif any(_rank(arm) < len(_CLASSES) for arm in field.arms):
@@ -700,7 +700,7 @@ _USUAL = {
     "tasks": {"gsm8k", "capability", "lm-eval", "toolcalls", "vision"},
     "serving paths": {"paths"},
 }
-"""What a user may ask about → axes, any of which tests it."""
+"""Question of a user → axes, any of which tests it."""
 
 
 def _untested(report: Report, arms: Sequence[ArmRecord]) -> tuple[str, ...]:
@@ -712,7 +712,7 @@ def _untested(report: Report, arms: Sequence[ArmRecord]) -> tuple[str, ...]:
 
 
 def _others(field: _Field, best: ArmRecord | None, struck: Sequence[Dominance]) -> Iterator[str]:
-    """Why not the others, a line each."""
+    """Return the reasons against the others, a line each."""
     beaten = {one.arm: one for one in struck}
     for n, arm in enumerate(field.arms):
         name = one_line(arm.name)
@@ -748,7 +748,7 @@ def _not_eligible(field: _Field, arm: ArmRecord) -> str:
 
 
 def _more(arms: Sequence[ArmRecord]) -> str:
-    """How many clusters would decide."""
+    """Return how many clusters would decide."""
     needs: list[str] = []
     for arm in arms:
         claims = [claim for one in arm.certificates.values() for claim in one.claims if claim.state != "holds"]

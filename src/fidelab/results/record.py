@@ -75,7 +75,7 @@ KV = Annotated[
 
 
 class RuntimeRecord(Record):
-    """What really ran, as the engine tells it; engines may add keys of their own."""
+    """Runtime facts, as the engine reports them; engines may add their own keys."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Free] = Field(init=False)
@@ -95,10 +95,10 @@ class RuntimeRecord(Record):
     versions: dict[str, str] = Field(default_factory=dict)
     """Package → version, in the engine's environment."""
     observed: dict[str, tuple[int, int]] | None = None
-    """How much the proof of engagement looked at, pairs (observed, all): ``layers`` with the asked format, ``prefills``
+    """Extent of the proof of engagement, pairs (observed, all): ``layers`` with the asked format, ``prefills``
     and ``steps`` (decode); what is not there was not counted."""
     remarks: tuple[str, ...] = ()
-    """What a reader of the arm's figures must know of how it ran, a sentence each."""
+    """Remarks for readers of the arm's figures on how it ran, a sentence each."""
 
     @property
     def packed_cache_bytes(self) -> float | None:
@@ -117,7 +117,7 @@ class RuntimeRecord(Record):
 
     @property
     def modified(self) -> tuple[str, ...]:
-        """What ran besides packages as released, in words: by ``provenance``, and shims by ``pythonpath``."""
+        """Components other than released packages, in words: by ``provenance``, and shims by ``pythonpath``."""
         provenance, shims = self.__pydantic_extra__.get("provenance"), self.__pydantic_extra__.get("pythonpath")
         packages = provenance.items() if isinstance(provenance, dict) else ()
         folders = [shim for shim in shims if isinstance(shim, dict)] if isinstance(shims, list) else []
@@ -128,7 +128,7 @@ class RuntimeRecord(Record):
 
 
 def _without_folders(text: str) -> str:
-    """Absolute paths by their last part: reports are published, folders are nobody's business."""
+    """Absolute paths by their last part: reports are published, folders are private."""
     return " ".join(PurePath(word).name if PurePath(word).is_absolute() else word for word in text.split(" "))
 
 
@@ -148,10 +148,10 @@ class Composite(Record):
 
 
 class Verdict(Record):
-    """What to do with a candidate."""
+    """Verdict on a candidate."""
 
     band: BandName | None = None
-    """By the upper 95% bound of the mean KL; null is "no verdict"."""
+    """Band by the upper 95% bound of the mean KL; null is "no verdict"."""
     at_best: BandName | None = None
     """The best band still possible: where there is no verdict, and where the interval of the mean KL reaches into a
     better band than that of its upper end; else null."""
@@ -161,9 +161,9 @@ class Verdict(Record):
     """Nothing but the mean KL gave the band: no position failed, and no other axis lowered it. A limit that the user
     sets may go over such a band alone."""
     sentence: str
-    """What to do, in two clauses at most."""
+    """Advice, in two clauses at most."""
     notes: tuple[str, ...] = ()
-    """What else there is to say, the most useful first."""
+    """Further remarks, the most useful first."""
     because: tuple[str, ...] = ()
     """The facts that set or lowered the band."""
     modified: tuple[str, ...] = ()
@@ -171,9 +171,9 @@ class Verdict(Record):
 
 
 class NoiseFloor(Record):
-    """What a change of the last bit of some of the first layer's weights does to a candidate: KL(it ‖ that twin).
+    """Effect of changing the last bit of some of the first layer's weights: KL(candidate ‖ twin).
 
-    Two machines, or two versions of a library, round as differently: what is smaller than this they do not tell.
+    Two machines, or two versions of a library, round as differently.  They do not resolve smaller effects.
     """
 
     of: str
@@ -185,14 +185,14 @@ class NoiseFloor(Record):
     n_positions: Count | None = None
     """Positions scored."""
     reason: str | None = None
-    """Why there is no mean."""
+    """Reason why there is no mean."""
 
 
 class Timing(Record):
-    """How long an arm's worker took over its captures."""
+    """Time of an arm's worker for its captures."""
 
     load_seconds: Positive | None = None
-    """From the job's arrival in the worker to the loaded model; without imports that the arms of an engine share."""
+    """Seconds from the job's arrival in the worker to the loaded model, without shared imports of an engine's arms."""
     seconds: Positive | None = None
     """The whole job."""
 
@@ -209,7 +209,7 @@ class ArmRecord(Outcome):
     weights_sha256: str | None = None
     """SHA-256 of the content of the local checkpoint; null of imported figures, and in earlier reports."""
     kv: KV | None = None
-    """What was asked for the cache; null of imported figures that do not state it."""
+    """Requested cache format; null of imported figures that do not state it."""
     forced: bool = False
     """Run although its engine warned (``force=yes``)."""
     wider_keys: str | None = None
@@ -217,17 +217,17 @@ class ArmRecord(Outcome):
     serve_command: str | None = None
     """Command line of the engine's own server with this arm, to be copied; null where it has none."""
     ran: RuntimeRecord | None = None
-    """What ran; null where nothing was opened."""
+    """Runtime; null where nothing was opened."""
     axes: dict[str, Measurement] = Field(default_factory=dict)
     """Axis → fidelity against the reference; empty for the reference itself."""
     floor: NoiseFloor | None = None
-    """What last bits alone move a candidate by; null unless that was asked for (``twins``)."""
+    """Effect of last bits alone on a candidate; null unless that was asked for (``twins``)."""
     control: str | None = None
     """Name of the control that the metrics ``over control`` refer to; null where there is none."""
     benches: dict[str, Measurement] = Field(default_factory=dict)
     """Bench → speed, start-up, memory, serving."""
     timing: Timing | None = None
-    """How long the captures took; depends on what lay on disk already, so nothing compares it."""
+    """Time of the captures; depends on what was on disk already, so nothing compares it."""
     composite: Composite | None = None
     """Harmonic mean of the axis scores, as REFRACT combines them."""
     verdict: Verdict | None = None
@@ -277,7 +277,7 @@ class Comparison(Record):
     """The interval excludes 0: the order is more than chance."""
     equivalent: bool = False
     """The interval lies within ± 10% of the larger mean: shown to cost the same.  Neither this nor ``differs``: it
-    cannot be told."""
+    is undecided."""
 
 
 class AttributionPart(Record):
@@ -290,7 +290,7 @@ class AttributionPart(Record):
     ci: Interval | None = None
     """95% interval."""
     reason: str | None = None
-    """Why there is no mean."""
+    """Reason why there is no mean."""
 
 
 class Contrast(Record):
@@ -303,7 +303,7 @@ class Contrast(Record):
 
 
 class Attribution(Record):
-    """Where a candidate's KL comes from.  KL is not additive: the parts need not sum up."""
+    """Sources of a candidate's KL.  KL is not additive: the parts need not sum up."""
 
     candidate: str
     """Name of the candidate."""
@@ -324,11 +324,11 @@ class Attribution(Record):
     here_minus_native_queries: Contrast | None = None
     """``here`` minus ``native_queries``."""
     floor: NoiseFloor | None = None
-    """What last bits alone move the candidate by; a part below it tells nothing."""
+    """Effect of last bits alone on the candidate; a part below it is not evidence."""
 
 
 class MachineDifference(Record):
-    """How far a reference is from itself on another machine."""
+    """Distance of a reference from itself on another machine."""
 
     mean: Positive
     """Mean KLD of the two, nats."""
@@ -340,15 +340,15 @@ class Borrowed(Record):
     """A packed reference that somebody else ran."""
 
     place: str
-    """Where it was found: a folder's name, or ``hf://owner/name@commit``."""
+    """Place where it was found: a folder's name, or ``hf://owner/name@commit``."""
     sha256: str
-    """Of its manifest."""
+    """SHA-256 of its manifest."""
     machine: str
     """Processor and GPUs that it ran on."""
     weights: str = ""
     """``dequantized from`` or ``quantized as``, and the formats below 16 bits of its checkpoint; empty: none."""
     difference: MachineDifference | None = None
-    """How far it is from itself on another machine: it widens the intervals of verdicts; null: not measured."""
+    """Distance from itself on another machine: it widens the intervals of verdicts; null: not measured."""
 
 
 class Report(Document):
@@ -359,7 +359,7 @@ class Report(Document):
     run_id: str
     """Name of the run's folder."""
     created: AwareDatetime
-    """When the report was made, with time zone."""
+    """Time at which the report was made, with time zone."""
     fidelab_version: str
     """Version that made it."""
     command: str
@@ -369,7 +369,7 @@ class Report(Document):
     settings: FreeDict = Field(default_factory=dict)
     """The resolved settings, defaults included."""
     comparability_key: FreeDict = Field(default_factory=dict)
-    """What must agree before two numbers stand in one ranking."""
+    """Settings that must agree before two numbers stand in one ranking."""
     reference: ArmRecord
     """The arm that all others are compared with."""
     control: ArmRecord | None = None
@@ -381,13 +381,13 @@ class Report(Document):
     comparisons: tuple[Comparison, ...] = ()
     """Candidates in the order of their mean KL, each with the next one."""
     attribution: tuple[Attribution, ...] = ()
-    """Format loss told from kernel loss, one per candidate; empty unless that was asked (control: full)."""
+    """Format loss separated from kernel loss, one per candidate; empty unless that was asked (control: full)."""
     truth: ArmRecord | None = None
     """The reference's 32-bit twin on the same engine, over the reference."""
     floor: dict[str, Measurement] = Field(default_factory=dict)
     """Axis → the reference against a replicate of itself: repeatability."""
     borrowed: Borrowed | None = None
-    """Where the reference comes from, if this run did not run it."""
+    """Origin of the reference, if this run did not run it."""
     recommendation: Recommendation | None = None
     """Which candidate to run; null where nothing was compared, and in reports of earlier versions."""
 
@@ -413,7 +413,7 @@ class Report(Document):
         return str(FACES.load("markdown")(self))
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """HTML that notebooks show."""
         return str(FACES.load("html")(self))
 
     @classmethod
@@ -476,7 +476,7 @@ def _first_fault(error: ValidationError) -> str:
 
 
 def write_atomically(path: str | Path, text: str) -> Path:
-    """Write a text file under a temporary name beside its place, then rename it.
+    """Write a text file under a temporary name in the same folder, then rename it.
 
     Raises:
         OutputError: the folder or the file cannot be written.

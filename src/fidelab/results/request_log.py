@@ -17,7 +17,7 @@ _DIGITS = 6  # microseconds
 
 
 class RecordedRequests(Protocol):
-    """What became of one request; times in seconds of one clock."""
+    """Outcome of one request; times in seconds of one clock."""
 
     index: int
     due: float | None
@@ -35,9 +35,9 @@ class RecordedRequests(Protocol):
 def request_row(
     exchange: RecordedRequests, started: float, *, cell: int, repeat: int, prompt_tokens: int | None, max_tokens: int
 ) -> dict[str, Any]:
-    """One line: what was asked (``prompt_tokens``, ``max_tokens``), what the server counted, and when what came.
+    """One line: the request (``prompt_tokens``, ``max_tokens``), the server's counts, and arrival times.
 
-    Times are seconds since ``started``, the begin of the measured part; those of a warm-up are negative.
+    Times are seconds since ``started``, the start of the measured part; those of a warm-up are negative.
     """
 
     def since(instant: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""What speculation is worth, as metrics of counted and of forecast drafts."""
+"""Gain of speculation, as metrics of counted and of forecast drafts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from fidelab.core.errors import InputError, MissingPackageError, OutputError
 from fidelab.core.registry import require
 from fidelab.results.record import Report, write_atomically
 
-RUNS = Path("runs")  # where runs are written unless told otherwise
+RUNS = Path("runs")  # where runs are written unless specified otherwise
 _LATEST = "latest"
 CONFIG = "config.resolved.yaml"
 EVENTS = "events.jsonl"
@@ -32,7 +32,7 @@ REPORT = "report.json"
 HTML = "report.html"
 _STAMP, _STAMPED = "%Y%m%d-%H%M%S", 15  # how names of runs begin, and characters of that
 _MOST_BYTES = 64 << 20  # of the settings and of the outcomes
-_KIND = re.compile(r"^kind: *(\S+)", re.MULTILINE)  # of settings that are no experiment
+_KIND = re.compile(r"^kind: *(\S+)", re.MULTILINE)  # of settings that are not an experiment
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RunFolder:
         """An existing run.
 
         Raises:
-            InputError: the folder is no run, or one of another kind (layers, a run across engines).
+            InputError: the folder is not a run, or is one of another kind (layers, a run across engines).
         """
         if not (path / CONFIG).is_file():
             what = "holds no config.resolved.yaml" if path.is_dir() else "does not exist"

@@ -33,14 +33,14 @@ class StudyRow(Measurement):
     """One row of the table: what was measured, and what it came to."""
 
     at: Coordinates
-    """What was measured: a group of weights and its format, a side of the cache and its width, a layer."""
+    """Subject of the row: a group of weights and its format, a side of the cache and its width, a layer."""
 
 
 class StudyArm(Outcome):
-    """An arm of the study, and what became of it."""
+    """An arm of the study, and its outcome."""
 
     name: str
-    """How it is called."""
+    """Name of the arm."""
     engine: str
     """Engine that runs it."""
     model: str
@@ -48,9 +48,9 @@ class StudyArm(Outcome):
     dtype: str
     """Compute type."""
     kv: KV
-    """What was asked for the cache."""
+    """Requested cache format."""
     ran: RuntimeRecord | None = None
-    """What ran; null where nothing was opened."""
+    """Runtime; null where nothing was opened."""
 
 
 class StudyPlan(Record):
@@ -61,7 +61,7 @@ class StudyPlan(Record):
     budget: Positive
     """The most that the plan may take."""
     size: Positive
-    """What the plan takes, scales included."""
+    """Size of the plan, scales included."""
     bits: Positive
     """The same in bits per weight or value."""
     formats: dict[str, str]
@@ -77,15 +77,15 @@ class StudyPlan(Record):
     predicted: Positive
     """Sum of the mean KLs of its rows, nats."""
     measured_there: Measurement
-    """What it costs on the windows of the rows: as much as predicted where losses add up."""
+    """Loss on the windows of the rows; as predicted if losses add up."""
     measured: Measurement
-    """What it costs on windows that were not used to choose it."""
+    """Loss on windows that were not used to choose it."""
     uniform: str | None = None
     """The best on these windows of the single formats that fit the budget; null: none does."""
     uniform_size: Positive | None = None
-    """What that takes."""
+    """Size of the uniform format."""
     uniform_measured: Measurement | None = None
-    """What it costs on the same windows."""
+    """Loss of the uniform format on the same windows."""
     difference: Metric | None = None
     """Plan minus uniform, paired by clusters; below 0 the plan is better."""
 
@@ -98,13 +98,13 @@ class Study(Document):
     run_id: str
     """Name of its folder; empty where it was only printed."""
     created: AwareDatetime
-    """When it was started."""
+    """Time at which it was started."""
     fidelab_version: str
     """Version that made it."""
     command: str
     """The command that was given."""
     settings: FreeDict = Field(default_factory=dict)
-    """What was asked, defaults included."""
+    """Settings, defaults included."""
     kind: StudyKind
     """The question."""
     title: str
@@ -118,7 +118,7 @@ class Study(Document):
     arms: dict[str, StudyArm] = Field(default_factory=dict)
     """Role → arm."""
     facts: FreeDict = Field(default_factory=dict)
-    """What must be known of the model and the settings."""
+    """Remarks on the model and the settings."""
     columns: tuple[str, ...]
     """Coordinates, facts and metrics that a table shows, as far as its rows have them."""
     shown: Count | None = None
@@ -130,11 +130,11 @@ class Study(Document):
     findings: tuple[Metric, ...] = ()
     """Figures over several rows, by name and ``cell``."""
     sentences: tuple[str, ...] = ()
-    """What was found, in words."""
+    """Findings, in words."""
     note: str = ""
-    """How to read the table."""
+    """Explanation of the table."""
     commands: dict[str, str] = Field(default_factory=dict)
-    """What they are for → command lines that follow from it."""
+    """Purpose → command lines that follow from the study."""
     plan: StudyPlan | None = None
     """Null without a budget."""
     heatmap: Heatmap | None = None
@@ -144,7 +144,7 @@ class Study(Document):
 
     @property
     def sample(self) -> str:
-        """What figures rest on: ``8 windows, 4,080 rows of 3 documents``, and whether intervals are preliminary.
+        """Basis of the figures: ``8 windows, 4,080 rows of 3 documents``, and whether intervals are preliminary.
 
         Empty where rows rest on different windows.
         """

@@ -31,14 +31,14 @@ _FAILED = Definition("failed_items", "count", "lower", exact=True)
 
 
 class Key(NamedTuple):
-    """Where a metric stands; equal keys of two reports are the same metric."""
+    """Place of a metric; equal keys of two reports are the same metric."""
 
     role: str
     """``reference``, ``control``, ``candidate``, ``truth`` or ``floor``."""
     arm: str
     """Name of the arm; the floor has the reference's."""
     group: str
-    """An axis, ``benches.<bench>``, ``composite``, or ``cache`` (what the engine says of it)."""
+    """An axis, ``benches.<bench>``, ``composite``, or ``cache`` (the engine's own figures)."""
     cell: str
     """Length, batch, load; empty where there is one."""
     metric: str
@@ -56,7 +56,7 @@ class MetricTable:
     reasons: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def reason(self, key: Key) -> str:
-        """Why a metric is not there, as far as the report says."""
+        """Reason why a metric is absent, as far as the report states it."""
         return next((self.reasons[key[:n]] for n in (4, 3, 2) if key[:n] in self.reasons), "")
 
 
@@ -153,7 +153,7 @@ def columns(report: Report) -> list[Column]:
     """The columns of :func:`build_frame`.
 
     Those of the arm itself are always there.  Every axis and bench follows with ``<name>_status``, ``…_reason``,
-    ``…_n_items``, ``…_n_failed``, its facts, and its metrics: ``<name>_<metric>``, with the shape of work behind it
+    ``…_n_items``, ``…_n_failed``, its facts, and its metrics: ``<name>_<metric>``, followed by the shape of work
     (``decode_isolated_depth_512_batch_1``) and ``_`` for spaces and punctuation; ``…_ci_low`` and ``…_ci_high`` are
     the ends of a 95% interval, ``…_low`` and ``…_high`` the smallest and the largest repeat, ``…_steady`` says whether
     the last three repeats agree.  Facts of a shape of work are columns, too (``serving_valid_context_512_…``).
@@ -201,7 +201,7 @@ def _frame(report: Report) -> tuple[list[Column], list[Row]]:
 
 
 def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, Any]]:
-    """What there is to say of an arm besides its measurements."""
+    """Columns of an arm besides its measurements."""
     kv, ran, verdict, composite, timing = arm.kv, arm.ran, arm.verdict, arm.composite, arm.timing
     low, high = (composite and composite.ci) or (None, None)
     modified = ran.modified if ran else ()

@@ -69,9 +69,9 @@ NEEDS_REASON = frozenset({Status.FAILED, Status.NOT_ENGAGED, Status.NOT_SUPPORTE
 
 class Outcome(Record):
     status: Status
-    """How it ended."""
+    """Status at the end."""
     reason: str | None = None
-    """Why, in one line; always there when the status is neither ok nor identical."""
+    """Reason in one line; always present when the status is neither ok nor identical."""
 
     @model_validator(mode="after")
     def _explained(self) -> Self:
@@ -81,5 +81,5 @@ class Outcome(Record):
 
     @property
     def measured(self) -> bool:
-        """It ended well."""
+        """Whether it ended well."""
         return self.status in (Status.OK, Status.IDENTICAL)

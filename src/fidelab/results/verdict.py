@@ -21,9 +21,9 @@ from fidelab.results.record import ArmRecord, Report, Verdict
 
 _ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
 _MUCH_CUT = 1e-3  # probability
-_MUCH = 0.5  # share of keys and values from which on nothing is said
+_MUCH = 0.5  # share of keys and values from which nothing is claimed
 _LEAST_NATS = 1e-4  # that a sentence writes as a number
-_CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
+_CONTRADICTED = 0.05  # nats: from here on a better perplexity is not good news
 _NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
 
 
@@ -132,7 +132,7 @@ _OPPOSED = (DECIDING, "mean"), ("perplexity", "ln_ratio")
 
 
 def _other_kernel(case: _Case) -> Iterator[str]:
-    """That KLD includes the difference of two attention kernels, where no control measures that difference."""
+    """Remark that KLD includes the difference of two attention kernels, where no control measures it."""
     kernel, other, control = (arm and _kernel(arm) for arm in (case.arm, case.reference, case.control))
     if kernel and other and kernel not in (other, control):
         where = f"attention is {kernel} here and {other} in the reference"
@@ -211,7 +211,7 @@ class _Case:
 
     @property
     def lowered_by(self) -> str:
-        """Why the band is below what the KLD alone gives."""
+        """Reason why the band is below what the KLD alone gives."""
         return ", ".join((*(reason for axis in self.arm.axes.values() for reason in axis.fails), *harms_of(self.arm)))
 
     @property
@@ -239,7 +239,7 @@ def _longest(kld: Measurement, report: Report) -> int | None:
 
 
 def _clauses(case: _Case) -> Iterator[str]:
-    """What to do with the candidate, then what else there is to say of it, the most useful first."""
+    """Return the advice on the candidate, then further remarks, the most useful first."""
     arm, band, reason = case.arm, case.band, one_line(case.reason) or "no reason was recorded"
     if arm.status is Status.FAILED:
         yield f"not running: {reason}"
@@ -287,7 +287,7 @@ def _clusters(kld: Measurement) -> str:
 
 
 def _facts(case: _Case) -> Iterator[str]:
-    """What set the band, one at least."""
+    """Causes of the band, at least one."""
     kld, mean = case.kld, case.kld.metric("mean", {})
     if kld.n_failed:
         total = f" of {kld.n_items:,}" if kld.n_items else ""
@@ -312,7 +312,7 @@ def _span(interval: tuple[float, float]) -> str:
 
 
 def _doubts(case: _Case, ruling: Ruling) -> Iterator[str]:
-    """Why the band is not settled: few clusters, an interval that crosses its edge, probability that KLD leaves out."""
+    """Reason why the band is open: few clusters, an interval that crosses its edge, probability that KLD leaves out."""
     cut = case.kld.value("cut", {})
     if ruling.preliminary:
         word = _clusters(case.kld).rpartition(" ")[2].removesuffix("s") or "document"
@@ -353,7 +353,7 @@ def _worst(kld: Measurement) -> Iterator[str]:
 
 
 def _gain(case: _Case) -> Iterator[str]:
-    """That a format of the cache hardly helps, in a model whose recurrent state is most of what a sequence keeps."""
+    """Remark that a cache format hardly helps, in a model whose recurrent state is most of a sequence's memory."""
     ran, n_ctx = case.reference.ran if case.reference else None, case.n_ctx
     state = ran.others().get("state_bytes_per_sequence") if ran else None
     if not (ran and n_ctx and state and ran.cache_bytes_per_token):
@@ -373,7 +373,7 @@ def _reach(case: _Case) -> Iterator[str]:
 
 
 def _remedy(case: _Case) -> Iterator[str]:
-    """What causes the loss and what to try, where the loss is large or mostly the control's."""
+    """Cause of the loss and what to try, where the loss is large or mostly the control's."""
     bad, (k_native, v_native) = case.band in ("DEGRADED", "FAIL"), case.native
     if _mostly_control(case):
         named = f"control {one_line(case.control.name)}" if case.control else "control"

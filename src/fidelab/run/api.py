@@ -32,12 +32,12 @@ def compare(
         engine: ``hf``, ``llamacpp``, ``vllm``, ``sglang``, ``openai``; with ``python``, ``image``, ``prefix`` or
             ``pythonpath``: ``{"name": "vllm", "python": PATH}``.
         axes: a name, names, or name → settings (``{"kld": {"windows": 8}}``).
-        progress: ``True`` prints a line on standard error for each arm and each tenth of the whole, also in a notebook.
+        progress: ``True`` prints a line on standard error for each arm and each tenth of the run, also in a notebook.
             A function is called with what is being done and the share of the tokens that are processed, 0 to 1.
         settings: any other key of an experiment file: ``text``, ``prompts``, ``dtype``, ``seed``, ``output_dir`` …
 
     Raises:
-        FidelabError: anything that can be mended, in one line.
+        FidelabError: anything that the user can fix, in one line.
     """
     from fidelab.run.repeat import execute_all
 

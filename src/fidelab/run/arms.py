@@ -82,7 +82,7 @@ def _one_spelling(engine: str, options: Mapping[str, str], aliases: Mapping[str,
 
 
 def served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:
-    """An arm's ``model`` on a server is what that server calls it; the tokenizer is the experiment's model's."""
+    """An arm's ``model`` on a server is that server's name of it; the tokenizer is the experiment's model's."""
     if config.model is None or not engine_class(engine.name).is_server:
         return config
     return config.model_copy(
@@ -91,7 +91,7 @@ def served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:
 
 
 def _name(config: ArmConfig) -> str:
-    """What the arm differs in, where nobody named it."""
+    """Return the arm's name, by default what it differs in."""
     if config.name:
         return config.name
     differences = [
@@ -113,7 +113,7 @@ def _host(address: str) -> str:
 
 
 def native_kv(engine: EngineConfig) -> KVSpec:
-    """What an engine keeps where nobody names a format."""
+    """Format of an engine's cache if none is specified."""
     return KVSpec.parse(engine_class(engine.name).native_kv)
 
 
@@ -153,7 +153,7 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
     """The command line that starts the engine's own server with what this arm says, to be copied into a shell.
 
     Where the experiment was made of such a command, what that says besides the arms stands in it again, and folders
-    are those of its image.  ``None`` where the engine has no server, or its server cannot be told this.
+    are those of its image.  ``None`` if the engine has no server, or its server lacks such options.
     """
     if arm.engine not in ENGINES.names():
         return None
@@ -185,7 +185,7 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
 
 
 def _in_its_image(serve: ServeConfig, experiment: Experiment, arm: Arm) -> ServeConfig:
-    """The pasted words with the image in which the arm runs; none of them where it runs in an installed engine."""
+    """Return the pasted words with the image of the arm; empty where it runs in an installed engine."""
     if not serve.wrapper or not experiment.engine.image:
         return serve
     configs = (experiment.reference, *experiment.candidates, *cells_of(experiment))
@@ -202,7 +202,7 @@ def _as_pasted(words: Sequence[str], path: str, serve: ServeConfig) -> list[str]
 
 
 def _without_pair(words: Sequence[str], *flags: str) -> list[str]:
-    """The words without some flags and the values behind them."""
+    """Return the words without some flags and their values."""
     return [word for n, word in enumerate(words) if word not in flags and (n == 0 or words[n - 1] not in flags)]
 
 
@@ -221,7 +221,7 @@ def family(arm: Arm) -> tuple[str, ...]:
 
 
 def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:
-    """By the name of the first arm of each family the same arm with other last bits, where its engine has a way."""
+    """Return, by the name of each family's first arm, that arm with other last bits, where its engine can do so."""
     first = {family(arm): arm for arm in reversed(arms) if _JITTER not in dict(arm.options)}
     named = {arm.name: arm for arm in first.values() if engine_class(arm.engine).has_jitter}
     return {arm.name: _with_option(arm, _JITTER, "1") for arm in arms if arm.name in named}
@@ -233,7 +233,7 @@ def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:
 def same_attention(arms: Sequence[Arm]) -> tuple[list[Arm], str | None]:
     """Arms that are compared with each other, with one attention for all; and why it is not k16v8's on a GPU.
 
-    Engine ``hf`` takes k16v8's kernels on a GPU where they hold an arm's formats.  Another kernel beside it moves a
+    Engine ``hf`` takes k16v8's kernels on a GPU where they hold an arm's formats.  A second kernel in the run moves a
     KLD by more than a good format does, so there all take them or none.  Arms that name an attention keep it.
     """
     free = [arm for arm in arms if _chooses(arm)]

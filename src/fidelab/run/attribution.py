@@ -27,7 +27,7 @@ from fidelab.run.resolve import CONTROL, EXACT, QUERIES, TRUTH
 
 
 def is_diagnostic(role: str) -> bool:
-    """Whether a role is that of a diagnostic arm: one that shows where a loss comes from, or the noise floor."""
+    """Whether a role is that of a diagnostic arm: one that shows where a loss comes from, or run-to-run noise."""
     return role.partition(":")[0] in (EXACT, QUERIES, TRUTH, TWIN)
 
 
@@ -41,7 +41,7 @@ def attribute(
     """One record per candidate; none where the run has no diagnostic arms.
 
     ``measured``: role → scores against the run's reference, control and candidates among them.  ``floors``: the
-    candidates' noise floors, by name.
+    candidates' run-to-run noise, by name.
     """
     diagnostics = [result for result in diagnostics if result.role.partition(":")[0] in (EXACT, QUERIES, TRUTH)]
     if not diagnostics or DECIDING not in experiment.axes:
@@ -62,7 +62,7 @@ def attribute(
 
 
 def floors_of(experiment: Experiment, results: Sequence[ArmResult]) -> dict[str, NoiseFloor]:
-    """Each candidate's noise floor: the KL of its family's twin against the arm whose twin it is."""
+    """Run-to-run noise of each candidate: the KL of its family's twin against the arm whose twin it is."""
     if not experiment.twins or DECIDING not in experiment.axes:
         return {}
     by_role = {result.role: result for result in results}

@@ -46,7 +46,7 @@ from fidelab.workers.parent import JobOutcome, Worker
 BENCHES = "benches"  # what the pace of a run calls them
 _WARMUPS = 4  # unmeasured answers to expect: three agree at the soonest
 
-_UNBENCHED = (FLOOR, TWIN, TRUTH, EXACT, QUERIES)  # diagnostic arms and the noise floor
+_UNBENCHED = (FLOOR, TWIN, TRUTH, EXACT, QUERIES)  # diagnostic arms and run-to-run noise
 _LOADS = 3  # over which repeats are spread where arms cannot be alive together
 _SHARE = 0.6  # of the available memory that live arms may take together
 _BESIDE_WEIGHTS = 2**30  # bytes that a worker takes besides its weights: libraries, activations, cache
@@ -64,7 +64,7 @@ def benched_roles(results: Sequence[ArmResult]) -> list[ArmResult]:
 
 
 class BenchPlan:
-    """What the benches of a run will ask of its arms."""
+    """Questions that the benches of a run put to its arms."""
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
         self._settings = settings
@@ -72,7 +72,7 @@ class BenchPlan:
         self._inputs = BenchInputs(lambda length, count, seed: make(length, count, seed), settings.model.max_positions)
 
     def expected(self, results: Sequence[ArmResult]) -> Iterator[Benched]:
-        """What will be done, for an estimate."""
+        """Return the planned work, for an estimate."""
         arms = benched_roles(results)
         questions = [
             question for bench in self._settings.benches.values() for question in bench.questions(self._inputs)
@@ -121,7 +121,7 @@ class BenchPlan:
         return self._settings.resolved[arm.name].engine_class.is_server
 
     def _served(self, arm: Arm, bench: str) -> str:
-        """Why this bench says nothing about an engine that somebody else started; empty where it does."""
+        """Reason why this bench cannot measure an engine that somebody else started; empty if it can."""
         return self._settings.benches[bench].not_on_servers if self._is_server(arm) else ""
 
     def _weights(self, arm: Arm) -> int:
@@ -129,7 +129,7 @@ class BenchPlan:
 
 
 class Benching(BenchPlan):
-    """The benches of a run.  ``folder`` keeps the timestamps; ``event`` is told what happens."""
+    """The benches of a run.  ``folder`` keeps the timestamps; ``event`` is called for each event."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Benching(BenchPlan):
         self._log = log
         self._listener = listener
         self._event = event
-        self._faults: dict[tuple[str, str], str] = {}  # role and question → why there is no answer
+        self._faults: dict[tuple[str, str], str] = {}  # role and question → why it has no answer
         self._warmups: dict[tuple[str, str], int] = {}
         self._took: dict[
             str, dict[str, tuple[Work, float]]
@@ -228,7 +228,7 @@ class Benching(BenchPlan):
         self._warmups[arm.role, question.name] = max(before, len(taken))
 
     def _ask(self, arm: ArmResult, workers: dict[str, Worker], question: Question, planned: PlannedCapture) -> bool:
-        """One answer; what prevents it is kept."""
+        """Return one answer; keep the reason if it fails."""
         if is_complete(planned.folder, planned.key):
             return True
         worker = workers[arm.role]
@@ -342,7 +342,7 @@ class Benching(BenchPlan):
                 continue
 
     def _loaded(self, arm: Arm, bench: Bench) -> Measurement | None:
-        """Load on the server behind an arm; ``None`` where this bench is another, or nobody serves the arm."""
+        """Measure load on the server of an arm; ``None`` if this bench is another, or no server has the arm."""
         if not bench.loads or not self._is_server(arm):
             return None
         from fidelab.bench.serving import Requests, ServingSettings, measure_serving
@@ -373,7 +373,7 @@ class Benching(BenchPlan):
         return any(not is_complete(capture.folder, capture.key) for capture in planned)
 
     def _planned(self, arm: ArmResult, question: Question, number: int) -> PlannedCapture:
-        """One answer as a capture; folders are named by role, so that equal arms are measured separately, too."""
+        """Store one answer as a capture; folders are named by role, so that equal arms are measured separately."""
         request = question.request(number)
         resolved = self._as_deployed(arm.arm)
         key = capture_key(resolved.arm, request, resolved.versions, max(0, number))

@@ -1,4 +1,4 @@
-"""References that others ran: found in a folder or on the hub, and put in the place of an experiment's own."""
+"""References that others ran: found in a folder or on the hub, and used instead of an experiment's own."""
 
 from __future__ import annotations
 

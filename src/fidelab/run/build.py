@@ -1,4 +1,4 @@
-"""Settings → jobs: captures that are needed and do not exist, one model load per arm, twins and the noise floor."""
+"""Settings → jobs: captures that are needed and do not exist, one model load per arm, twins and run-to-run noise."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PlannedCapture:
         return not self.is_complete() and is_complete(self.folder, self.key)
 
     def _compared_with(self) -> str:
-        """Digest of the key of the capture whose figures stand in the place of rows; empty: rows are there."""
+        """Digest of the key of the capture whose figures replace rows; empty: rows are there."""
         return str(load_manifest(self.folder).get("against", ""))
 
     def task(self) -> ProbeTask:
@@ -91,7 +91,7 @@ class PlannedJob:
 
     @property
     def arm(self) -> Arm:
-        """What is run."""
+        """Arm that is run."""
         return self.resolved.arm
 
     def missing(self) -> list[PlannedCapture]:
@@ -101,7 +101,7 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Plan:
-    """All jobs of a run, in order: reference, control, candidates, diagnostic arms, twins, noise floor.
+    """All jobs of a run, in order: reference, control, candidates, diagnostic arms, twins, run-to-run noise.
 
     ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
     ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose requests cannot be made as
@@ -209,7 +209,7 @@ def follow_ups(
 
 
 def foreseen(settings: Settings, inputs: AxisInputs) -> dict[str, Mapping[str, Request]]:
-    """Requests of about the size of those that the reference's answers will lead to, by axis; none of them is asked."""
+    """Return placeholder requests, by axis, about as large as those that the reference's answers will lead to."""
     requests: dict[str, Mapping[str, Request]] = {}
     for name, axis in settings.axes.items():
         with suppress(FidelabError):

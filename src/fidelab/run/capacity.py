@@ -1,4 +1,4 @@
-"""How much the servers of several arms take: each is started in turn, measured, and ended."""
+"""Capacity of the servers of several arms: each is started in turn, measured, and stopped."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def capacity_of_arms(
         patience: seconds until a server must answer.
 
     Raises:
-        FidelabError: an arm that is not what it should be, before any server is started.
+        FidelabError: an invalid arm, before any server is started.
         KeyboardInterrupt, SystemExit: stopped; the server is ended, and the arms so far are in the folder's report.
     """
     arms = [arm_of(preset, device=device, threads=threads) for preset in presets]
@@ -84,7 +84,7 @@ def capacity_of_arms(
 
 
 def _environment(preset: Preset, arm: Arm) -> Environment | NotSupportedError:
-    """Where an arm's server is started, or why it cannot run here, which is a finding of this arm alone."""
+    """Return the environment of an arm's server, or the reason why it cannot run here."""
     try:
         return check(preset, arm)
     except NotSupportedError as error:

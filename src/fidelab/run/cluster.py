@@ -2,7 +2,7 @@
 
 A node runs a job as this machine would: the same worker process, which writes captures to the same folder.  So all
 machines see the folder of runs, fidelab and the engines' environments under the same paths.  What goes over is the
-text of a job, and the text of its outcome comes back; the worker's messages are lines of a file beside its log.  A job
+text of a job, and the text of its outcome comes back; the worker's messages are lines of a file next to its log.  A job
 whose node is lost is given to another one, without the captures that are complete.
 
 A worker outlives the process of the cluster that started it for some seconds, with its memory on a GPU.  So each
@@ -51,7 +51,7 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job asks of a node; GPUs are whole, or a share of one that other jobs have, too."""
+    """Resources that a job needs on a node; GPUs are whole, or a share of one that other jobs have, too."""
 
     cpus: int
     gpus: float
@@ -64,10 +64,10 @@ class Handle(Protocol):
         """Whether :meth:`result` has something to say."""
 
     def result(self) -> str:
-        """What the task returned; waits for it.
+        """Wait for the task and return its result.
 
         Raises:
-            Lost: it was not heard to the end.
+            Lost: the task was lost before its end.
         """
 
     def cancel(self) -> None:
@@ -75,12 +75,12 @@ class Handle(Protocol):
 
 
 class Cluster(Protocol):
-    """Where jobs are given; ``closed``: nobody waits for any of them any more."""
+    """Cluster that takes jobs; ``closed``: nobody waits for them any more."""
 
     closed: bool
 
     def submit(self, text: str, needs: Needs, task: Task = ...) -> Handle:
-        """Give a job away; ``text`` is for ``task``, a function of this package (:func:`answer`).
+        """Submit a job; ``text`` is for ``task``, a function of this package (:func:`answer`).
 
         Raises:
             UsageError: no node has what it needs.
@@ -197,7 +197,7 @@ def _submitted(
 
 
 def _hear(messages: Path, heard: int, listen: Callable[[Message], None]) -> int:
-    """Tell of the lines behind byte ``heard``; returns how far they were read."""
+    """Report the lines after byte ``heard``; return the offset of the end."""
     with suppress(OSError), messages.open("rb") as file:
         file.seek(heard)
         for line in file:
@@ -237,7 +237,7 @@ def _joined(whole: JobOutcome, part: JobOutcome, numbers: Sequence[int] | None =
 
 
 def answer(text: str) -> str:
-    """What a node does: run the worker, write its messages down, and return the outcome."""
+    """Run the worker on a node, write its messages to a file, and return the outcome."""
     ticket = json.loads(text)
     marker = Path(ticket["marker"])
     if not marker.is_file():
@@ -246,7 +246,7 @@ def answer(text: str) -> str:
             "nodes share under one path"
         )
         return json.dumps(to_json(JobOutcome(status=Status.FAILED, reason=reason)))
-    if os.environ.get(_VISIBLE) == "":  # set by the cluster for jobs without GPUs; it says nothing about the arm
+    if os.environ.get(_VISIBLE) == "":  # set by the cluster for jobs without GPUs; unrelated to the arm
         del os.environ[_VISIBLE]
     job = decode(ticket["job"].encode())
     assert isinstance(job, Job)
@@ -307,7 +307,7 @@ def _end_orphans() -> None:
 
 
 def _owner(pid: int) -> str:
-    """What a process' variable says of who has its job; empty of a process that has none, or is over."""
+    """Return the owner of a process' job by its variable; empty if it has none, or has ended."""
     try:
         variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -319,7 +319,7 @@ def _owner(pid: int) -> str:
 def _identity(pid: int) -> str:
     """A process as no other is called: by number, the clock tick of its start, and where its number counts.
 
-    Empty where the system does not tell, and of a process that is over.
+    Empty where the system does not report it, and for a process that has ended.
     """
     try:
         state, *fields = (_PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -411,7 +411,7 @@ def _reach(address: str) -> None:
     """Ask for a connection first: Ray's own client waits for minutes, and then ends the process.
 
     Raises:
-        UsageError: nobody listens there.
+        UsageError: no cluster listens there.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():

@@ -2,7 +2,7 @@
 
 A run's life: an :class:`~fidelab.config.schema.Experiment` is resolved into settings and a plan; each job of the plan
 runs in a fresh process that leaves captures; captures are scored into a report.  Everything between the
-first and the last step is on disk, so a run that was stopped anywhere goes on with :func:`resume`, and
+first and the last step is on disk, so :func:`resume` continues a run that was stopped anywhere, and
 :func:`rescore` needs no engine at all.
 """
 
@@ -50,7 +50,7 @@ from fidelab.workers.fork_server import ForkServers
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was stopped by Ctrl-C or SIGTERM; no process is left, and :func:`resume` of ``folder`` goes on with it.
+    """A run was stopped by Ctrl-C or SIGTERM; no process is left, and :func:`resume` of ``folder`` continues it.
 
     ``command``: the words before ``--resume FOLDER`` that do so.
     """
@@ -88,7 +88,7 @@ def execute(
 def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
     """Resume a stopped run: finished captures are kept, missing ones are made, and all are scored.
 
-    ``trust``: what the person allows a folder that somebody else made (:mod:`fidelab.config.trust`).
+    ``trust``: permissions of the user for another user's folder (:mod:`fidelab.config.trust`).
 
     Raises:
         FidelabError: no run folder, its settings no longer hold, or they ask for what is not trusted.
@@ -108,10 +108,10 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
 
 
 def first_replicate(folder: RunFolder) -> int:
-    """Where the numbers of this run's captures begin; 0 but in a repeat.
+    """First number of this run's captures; 0 except in a repeat.
 
     Raises:
-        InputError: the settings file names something that is no number.
+        InputError: the settings file has something other than a number.
     """
     text = _head(folder).get("replicate", "0")
     if not (text.isdecimal() and len(text) < 10):
@@ -122,10 +122,10 @@ def first_replicate(folder: RunFolder) -> int:
 def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Report, RunFolder]:
     """Compute all scores again from the captures, and write the report; no engine and no model are needed.
 
-    ``limits``: fields of :class:`~fidelab.config.schema.Limits` in the place of the run's own.
+    ``limits``: fields of :class:`~fidelab.config.schema.Limits` that replace the run's own.
 
     Raises:
-        InputError: the folder is no run, or an unfinished one.
+        InputError: the folder is not a run, or is an unfinished one.
         CaptureError: a capture is gone, damaged, or not its arm's; names it.
     """
     folder = RunFolder.open(run_dir.absolute())
@@ -293,7 +293,7 @@ def _conduct(
 
 
 def _borrowed(pack: Pack | None) -> dict[str, Any]:
-    """What the report says of a borrowed reference."""
+    """Return the report's record of a borrowed reference."""
     if pack is None:
         return {}
     noise = {name: found.model_dump(mode="json") for name, found in pack.manifest.noise.items()}
@@ -325,7 +325,7 @@ def _keep(
 
 @contextlib.contextmanager
 def _cluster(experiment: Experiment) -> Iterator[Cluster | None]:
-    """Where the jobs run, if not here.
+    """Return the cluster of the jobs; ``None``: they run here.
 
     Raises:
         UsageError: the cluster cannot be reached.

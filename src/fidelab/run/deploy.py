@@ -1,4 +1,4 @@
-"""Where arms run: each engine in its environment, asked there about itself before anything loads."""
+"""Environments of arms: each engine is queried in its environment before anything loads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ResolvedArm:
     the worker's environment may change what it computes: captures of another build, or made under other variables, are
     others.  ``about``: how it is installed in full, for the record.  ``draft``: the model that drafts for it.
     ``unasked``: whether the engine can run the arm is to be asked where it runs, on a device that is not here.
-    ``borrowed``: somebody else ran it; ``model`` is not its own, and nothing of it runs here.
+    ``borrowed``: another user ran it; ``model`` is not its own, and nothing of it runs here.
     """
 
     arm: Arm
@@ -57,7 +57,7 @@ class ResolvedArm:
 
     @property
     def estimator(self) -> Estimator:
-        """How the engine tells this arm's distributions."""
+        """Estimator of this arm's distributions on its engine."""
         return self.engine_class.estimator_for(self.arm)
 
     @property
@@ -91,7 +91,7 @@ class Engines:
         self._stack.__exit__(kind, error, trace)  # an interrupt ends the processes without waiting for them
 
     def ask(self, config: EngineConfig) -> EngineAnswers:
-        """Who answers for this engine, in its environment.
+        """Return the process that answers for this engine, in its environment.
 
         Raises:
             EngineError: it is not installed, or its environment does not work; says what to do.
@@ -119,7 +119,7 @@ class Engines:
         return self._stack.enter_context(ask(environment, files=files))
 
     def _first(self, environments: Sequence[Environment]) -> EngineAnswers:
-        """Who answers in the first interpreter behind a prefix that has the engine.
+        """Return the process of the first interpreter after a prefix that has the engine.
 
         Raises:
             EngineError: none has; names each that was tried.
@@ -167,5 +167,5 @@ def about_there(asked: EngineAnswers) -> dict[str, Any]:
 
 
 def _named(asked: EngineAnswers) -> list[dict[str, str]]:
-    """Shim folders by their last part: where they lie on this machine is nobody's business."""
+    """Shim folders by their last part, without the private path on this machine."""
     return [{**shim, "folder": Path(shim["folder"]).name} for shim in asked.about.shims]

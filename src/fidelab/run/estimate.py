@@ -1,4 +1,4 @@
-"""What a run will take: seconds, from what arms took on this machine before, and bytes on disk.
+"""Cost of a run: seconds, by earlier runs of the arms on this machine, and bytes on disk.
 
 Seconds follow from two rates of an arm: seconds per token that passes through the model many at once (a prompt, a
 window), and seconds that each decoding forward takes besides, whatever the number of its sequences.  Every run leaves
@@ -32,7 +32,7 @@ from fidelab.run.deploy import ResolvedArm
 DEFAULT = "defaults: nothing like it has run on this machine"
 
 _MOST_RUNS = 256  # in the file; the oldest go
-_SHORTEST = 0.05  # seconds; what took less says nothing of a rate
+_SHORTEST = 0.05  # seconds; anything shorter gives no rate
 _CORE_OPERATIONS = 3e10  # per second
 _CORE_FORWARD = 40.0  # a decoding forward on a CPU takes as long as reading so many tokens
 _COMPUTE, _BANDWIDTH = 0.4, 0.7  # shares of a GPU's published rates that engines reach, in prefill and in decoding
@@ -48,7 +48,7 @@ _TOPK_BYTES = 20 * 8  # token ids and log-probabilities of the top 20, the most 
 
 @dataclass(frozen=True)
 class Work:
-    """What an engine does to answer a request.
+    """Work of an engine to answer a request.
 
     ``read``: tokens that pass through the model many at once.  ``written``: tokens that are decoded or fed one by one,
     at most.  ``forwards``: in how many forwards that happens.  ``stretch``: how much longer a token takes than one
@@ -90,7 +90,7 @@ def work_of(request: Request, model: Model) -> Work:
 
 
 def _batches(lengths: Sequence[int], most: int) -> int:
-    """In how many batches engines that pad answer: prompts of similar length go together."""
+    """Number of batches of engines that pad: prompts of similar length go together."""
     batches, size, shortest = 0, 0, 0
     for length in sorted(lengths):
         if not batches or size >= most or length > shortest + max(32, shortest // 2):
@@ -101,7 +101,7 @@ def _batches(lengths: Sequence[int], most: int) -> int:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast an arm is, as far as that is known.
+    """Speed of an arm, as far as it is known.
 
     ``load``: seconds from a worker's start to its end that answer nothing.  ``read``: seconds per token;
     ``forward``: seconds of a decoding forward besides those of its tokens.  ``factors``: capture → what it took over
@@ -137,7 +137,7 @@ class _Stored:
 
 
 class Timings:
-    """What arms took on this machine, newest last; ``path`` keeps it.  A file that cannot be read is an empty one."""
+    """Times of arms on this machine, newest last, kept in ``path``.  An unreadable file counts as empty."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or cache_dir() / "timings.json"
@@ -147,11 +147,11 @@ class Timings:
 
     @property
     def scoring(self) -> float:
-        """What scoring took the last time, over what the default says."""
+        """Ratio of the last scoring time to the default estimate."""
         return self._stored.scoring
 
     def rates(self, resolved: ResolvedArm) -> Rates:
-        """Of this arm's last run, else of the most similar arm of its engine, else defaults: :attr:`Rates.source`.
+        """Rates of this arm's last run, else of the most similar arm of its engine, else defaults.
 
         Another model's rates are scaled by the number of parameters.
         """
@@ -219,7 +219,7 @@ _KEYS = ("node", "engine", "device", "weights", "threads", "dtype", "kv", "optio
 
 
 def _identity(arm: Arm) -> dict[str, Any]:
-    """What tells two arms apart as far as their speed goes."""
+    """Return what distinguishes two arms in speed."""
     options = {key: text for key, text in arm.options if key != "jitter"}
     values = platform.node(), arm.engine, arm.device, arm.weights, arm.threads, arm.dtype, arm.kv.label, options
     return dict(zip(_KEYS, values, strict=True))
@@ -235,7 +235,7 @@ class _Speed:
 
 
 def _speed(arm: Arm) -> _Speed:
-    """Of the arm's device, where nothing was timed: a decoding forward reads the weights in 16 bits once."""
+    """Default speed of the arm's device, without timings: a decoding forward reads the weights in 16 bits once."""
     if not arm.device.startswith("cuda"):
         return _Speed(arm.threads * _CORE_OPERATIONS, _CORE_FORWARD, DEFAULT)
     gpu, ranks = _gpu(arm.device), int(dict(arm.options).get("tp", 1))
@@ -255,7 +255,7 @@ def _gpu(device: str) -> Device:
 # ---------------------------------------------------------------------------------------------------- seconds
 
 Benched = tuple[str, ResolvedArm, int, Request | None, int]
-"""What a bench does: its name (``""``: loads for all), arm, loads, request, how often that is answered."""
+"""Work of a bench: its name (``""``: loads for all), arm, loads, request, number of answers."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class Estimate:
 def estimate(
     plan: Plan, inputs: AxisInputs, benched: Iterable[Benched] = (), timings: Timings | None = None
 ) -> Estimate:
-    """What the plan will take; quick, and nothing runs.  ``benched``: what its benches will do."""
+    """Estimate the cost of a plan; quick, and nothing runs.  ``benched``: work of its benches."""
     timings = timings or Timings()
     settings, reference = plan.settings, plan.job("reference")
     later = foreseen(settings, inputs)
@@ -345,7 +345,7 @@ def estimate_job(job: PlannedJob, timings: Timings, planned: PlannedJob | None =
 
 
 def _scoring(jobs: Iterable[PlannedJob]) -> float:
-    """What scoring the jobs' captures takes by default: rows are compared over the vocabulary, pair by pair."""
+    """Default seconds of scoring the jobs' captures: rows are compared over the vocabulary, pair by pair."""
     operations = 0.0
     for job in jobs:
         compared = [c.request for c in job.captures if isinstance(c.request, Prefill | Forced | Served)]

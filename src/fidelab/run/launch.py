@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Launched:
-    """A server that answers, and what it says about its settings.
+    """A running server, and its reported settings.
 
     ``seconds``: until it answered; ``earlier``: those of earlier starts of the same command; ``prepared``: seconds of
     compilation, graphs and warm-up that its log names; ``checked``: seconds from then, and one completion, to the last
@@ -98,10 +98,10 @@ def arm_of(preset: Preset, *, device: str = "auto", threads: int | None = None) 
 
 
 def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Environment | None = None) -> Plan:
-    """What would be started; nothing is.  ``port`` ``None``: a free one; ``environment``: the one of :func:`check`.
+    """Plan a server; nothing is started.  ``port`` ``None``: a free one; ``environment``: the one of :func:`check`.
 
     Raises:
-        UsageError: the port is taken, or the address is none of this machine.
+        UsageError: the port is taken, or the address does not belong to this machine.
         NotSupportedError: as :func:`check_servable`.
         EngineError: the engine is not installed.
     """
@@ -150,7 +150,7 @@ def check(preset: Preset, arm: Arm) -> Environment:
 
     Raises:
         NotSupportedError: it cannot; says why.
-        FidelabError: the engine is not installed, or an option or a format is none of its.
+        FidelabError: the engine is not installed, or does not know an option or a format.
     """
     with Engines() as engines:
         asked = engines.ask(preset.engine)
@@ -169,7 +169,7 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
     """Start the server, wait until it answers and read its settings; what differs does not end it.
 
     On any exception inside, Ctrl-C included, and on signals that end this process it is ended.  Without one it is left
-    as it is.
+    running.
 
     Args:
         planned: what is started.
@@ -207,7 +207,7 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
 
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """What would end this process without a word ends it by ``SystemExit``, as Ctrl-C does by ``KeyboardInterrupt``."""
+    """Turn signals that would end this process silently into ``SystemExit``, as Ctrl-C is ``KeyboardInterrupt``."""
 
     def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
@@ -224,10 +224,10 @@ def _signals_as_exceptions() -> Iterator[None]:
 
 
 def check_server(arm: Arm, url: str, log: str = "", key: str | None = None) -> list[Finding]:
-    """A running server's settings beside an arm's; ``log``: what it printed, where that is known.
+    """Compare a running server's settings with an arm's; ``log``: what it printed, where that is known.
 
     Raises:
-        EngineError: it cannot be reached, or is none of this engine.
+        EngineError: it cannot be reached, or does not belong to this engine.
     """
     return findings(arm, Client(url, key, _ANSWER), log)
 
@@ -241,7 +241,7 @@ def _seconds(values: list[float]) -> str:
 
 
 def _model(name: str, cls: type[Engine]) -> str:
-    """What a server is told to load: the path of an embedded model or a local one, the name of one on a hub."""
+    """Return the model argument of a server: the path of an embedded or local model, the name of one on a hub."""
     form = cls.checkpoint_format
     if name in embedded.NAMES:
         return str(model_path(name, form))
@@ -269,7 +269,7 @@ def _port(host: str, port: int | None) -> int:
     """The port that was asked for, or a free one.
 
     Raises:
-        UsageError: it is taken, or the address is none of this machine.
+        UsageError: it is taken, or the address does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][0]

@@ -20,7 +20,7 @@ from fidelab.run.scoring import RunFacts, score_run
 
 
 def n_looks(settings: Settings) -> int:
-    """How often a run looks at most; 1: everything is asked at once."""
+    """Largest number of looks of a run; 1: everything is asked at once."""
     return max((axis.n_looks for axis in settings.axes.values()), default=1)
 
 
@@ -97,7 +97,7 @@ def check_budget(prepared: Prepared) -> None:
 
 
 def seconds_of(jobs: Sequence[PlannedJob]) -> dict[str, float]:
-    """What jobs are expected to take, by role."""
+    """Expected seconds of jobs, by role."""
     timings = Timings()
     return {job.role: estimate_job(job, timings).seconds for job in jobs}
 

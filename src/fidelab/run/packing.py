@@ -39,7 +39,7 @@ def share_reference(run: RunFolder, to: str, other: RunFolder | None = None) -> 
         other: a run on another machine with the same reference; how far the two are apart is part of the pack.
 
     Raises:
-        UsageError: the folder exists, or ``to`` is no place.
+        UsageError: the folder exists, or ``to`` is not a valid place.
         InputError: the run is unfinished, or its reference cannot be packed.
         CaptureError: the reference's rows are gone or damaged.
         OutputError: the folder cannot be written.
@@ -71,7 +71,7 @@ def share_reference(run: RunFolder, to: str, other: RunFolder | None = None) -> 
 def _contents(
     run: RunFolder, other: RunFolder | None
 ) -> tuple[dict[str, Any], dict[str, Capture], tuple[list[str], str]]:
-    """What :func:`write_pack` takes of a run."""
+    """Parts of a run that :func:`write_pack` takes."""
     report, experiment = run.read_report(), load(run.config)
     if report.borrowed is not None:
         raise InputError(f"{run.path}: its reference is borrowed from {report.borrowed.place}; share that")
@@ -102,7 +102,7 @@ def _contents(
 
 
 def _weights(model: Model, engine: str) -> str:
-    """In words, formats below 16 bits that a checkpoint stores, and whether the engine computes with 16-bit copies."""
+    """Describe formats below 16 bits of a checkpoint, and whether the engine computes with 16-bit copies."""
     if not (formats := quantized_as(model)):
         return ""
     converted = model.kind == "gguf" and engine_class(engine).checkpoint_format != "gguf"

@@ -37,11 +37,11 @@ from fidelab.run.resolve import load_axis
 from fidelab.run.tiles import Asked, Figures, compare_apart, is_comparable, operations
 
 FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading an answer may raise that is not what it should be: another process wrote it, perhaps asking a server."""
+"""Errors of reading an invalid answer: another process wrote it, perhaps from a server."""
 
 _LOGGER = logging.getLogger(__name__)
 _BYTES_TOLERANCE = 1e-3
-_MUCH = 0.01  # share of changed numbers from which on equal rows are no accident
+_MUCH = 0.01  # share of changed numbers from which on equal rows are not an accident
 _FIRST = 2  # the first token reads its own value alone, whatever its key
 _BLOCK = "32"  # tokens of a block of formats with axis=channel, unless group= is given
 _REFUTED = "refuted: "
@@ -113,7 +113,7 @@ class ArmResult:
 def drop_compared_rows(
     axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str], readers: Readers
 ) -> None:
-    """Put figures in the place of rows of log-probabilities with which no arm of ``roles`` is still to be compared.
+    """Replace rows of log-probabilities with figures once no arm of ``roles`` is still to be compared with them.
 
     ``results``: the arms that have answered, of those that will.  An arm whose twin is to come keeps its rows until
     then; so do axes that read more of rows than figures, rows that cannot be compared, and arms of another run.
@@ -187,7 +187,7 @@ def drop_rows_there(
 
 
 def _drop_here(ticket: str) -> str:
-    """What a node does for :func:`drop_rows_there`."""
+    """Node's part of :func:`drop_rows_there`."""
     asked = json.loads(ticket)
     result, base = (ArmResult.from_record(asked[name], Path(asked["folder"])) for name in ("result", "base"))
     axes = {name: load_axis(name, values) for name, values in asked["axes"].items()}
@@ -196,7 +196,7 @@ def _drop_here(ticket: str) -> str:
 
 
 def _to_drop(results: Sequence[ArmResult], roles: Sequence[str]) -> Iterator[tuple[ArmResult, ArmResult]]:
-    """Arms whose rows nobody waits for, with the arms that they are compared with; twins before whose they are."""
+    """Arms whose rows are no longer needed, with the arms that they are compared with; twins come first."""
     by_role = {result.role: result for result in results}
     for result in reversed(results):
         base = by_role.get(base_of(result.role))
@@ -335,7 +335,7 @@ class Scorer:
         return Measured(result, status, reason, scores, failures, self._broken(result, scores))
 
     def _refused(self, axis: Axis, name: str, result: ArmResult) -> str | None:
-        """Why an arm was not asked what an axis cannot do without; ``None`` where it was."""
+        """Reason why an arm was not asked what an axis requires; ``None`` if it was."""
         refused, answered = parts_of(name, result.refused), parts_of(name, result.captures)
         return next((why for part, why in refused.items() if axis.lost(part, why) is None or not answered), None)
 
@@ -421,7 +421,7 @@ def _is_part(result: ArmResult) -> bool:
 
 
 def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:
-    """Why the captures of an axis, or of one of its parts, are lacking."""
+    """Reason why the captures of an axis, or of one of its parts, are missing."""
     return next(iter(parts_of(name, failures).values()), None)
 
 
@@ -442,7 +442,7 @@ def _loses_much(result: ArmResult) -> bool:
 
 
 def _exact_tokens(result: ArmResult) -> int:
-    """An upper bound of the first tokens of a sequence behind which the format has changed nothing that a row reads.
+    """An upper bound of the first tokens of a sequence after which the format has changed nothing that a row reads.
 
     Tokens that options keep as they are, and those that read nothing but themselves.
     """
@@ -459,7 +459,7 @@ def _kept(side: Mapping[str, str], option: str) -> int:
 
 
 def _unmoved_part(score: AxisScore, first: int) -> str | None:
-    """Where this score's rows are all equal to the reference's, of those from position ``first`` on."""
+    """Part of the score, from position ``first`` on, whose rows all equal the reference's."""
     if score.bound:
         return None
     if {"kl", "window", "position", "n_ctx"} <= score.positions.keys():

@@ -38,10 +38,10 @@ def score_captures(
 
     Args:
         reference: a capture folder, or a folder that holds one arm's captures.
-        candidates: the same of each, with a name; ``None``: what the captures say.
+        candidates: the same of each, with a name; ``None``: the captures' own name.
         settings: ``seed``, ``bands`` and ``limits`` of an experiment.
         output_dir: where the run folder is made.
-        note: told about axes that are left out, because not every arm has a capture of them.
+        note: called with each axis that is left out, because not every arm has a capture of it.
 
     Raises:
         CaptureError: no capture there, a damaged one, or (MismatchError) two that must not be compared.

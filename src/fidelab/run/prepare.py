@@ -47,7 +47,7 @@ class Prepared:
         return self.plan.settings
 
     def estimate(self, *, whole: bool = False) -> Estimate:
-        """What the plan will take; quick, and nothing runs.  ``whole``: with all looks, not only the first one."""
+        """Estimate the cost of the plan; quick, and nothing runs.  ``whole``: with all looks, not only the first."""
         if whole:
             return replace(self, plan=self.plan.whole()).estimate()
         if not self.settings.benches:
@@ -58,7 +58,7 @@ class Prepared:
     def asking(
         self, listener: Listener, event: Callable[..., None], *, fresh: bool = False, cluster: Cluster | None = None
     ) -> Asking:
-        """What runs the plan's jobs; ``fresh``: each in an interpreter of its own, imports included."""
+        """Return the runner of the plan's jobs; ``fresh``: each in an interpreter of its own, imports included."""
         servers = None if fresh else self.servers
         return Asking(self.settings, self.inputs, self.sample, servers, listener, event, cluster)
 
@@ -75,7 +75,7 @@ def prepare(
     """Resolve and plan; nothing runs and nothing is written (but models may be fetched, converted, packs unpacked).
 
     ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
-    this run's captures begin.  ``created``: when the run was first started; now unless told.  ``convert``: convert the
+    this run's captures begin.  ``created``: when the run was first started, by default now.  ``convert``: convert the
     weights of GGUF files where an arm needs that; without it, captures of such an arm count as missing, and the engine
     of a pasted command need not be installed.  ``servers``: one of them imports the reference's engine meanwhile.
 

@@ -1,6 +1,6 @@
 """``fidelab checkpoint quantize``: a recipe's plan, quantization in its tool's environment, audit and comparison.
 
-Everything is made in ``OUT.work`` beside the output: what is finished there is not done again by a resumed run, and the
+Everything is made in ``OUT.work`` next to the output.  A resumed run does not repeat what is finished there, and the
 output appears under its name when all of it is.
 """
 
@@ -70,7 +70,7 @@ def quantize(
         model: a folder, a hub id or an embedded model.
         recipe_file: see :func:`fidelab.checkpoints.recipe.read_recipe`.
         output: folder to be made.
-        resume: go on with what an earlier call left; its recipe and model have to be the same.
+        resume: continue an earlier call; its recipe and model must be the same.
         python: the interpreter of an environment with llm-compressor; found by itself.
         say: gets a line for what is being done.
         listener: of the comparison.
@@ -161,7 +161,7 @@ def _prepare(work: Path, identity: str, resume: bool) -> None:
 def _quantized(
     recipe: Recipe, planned: Plan, source: Path, work: Path, environment: Environment, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What the worker says of its work; the checkpoint is ``work / "model"``."""
+    """Worker's report of its work; the checkpoint is ``work / "model"``."""
     answer = work / "tool.json"
     if answer.is_file() and (work / "model").is_dir():
         say("already quantized")
@@ -269,7 +269,7 @@ def in_words(recipe: Recipe, planned: Plan, bits: float) -> str:
 
 
 def _described(report: Report, remark: str) -> Report:
-    """The report, with the remark at its candidate: people read it without the files beside it."""
+    """The report, with the remark at its candidate: people read it without the other files."""
     arms = (
         arm.model_copy(update={"ran": arm.ran.model_copy(update={"remarks": (*arm.ran.remarks, remark)})})
         if arm.ran
@@ -290,7 +290,7 @@ def _compared(
 ) -> Report:
     """The result against the original, both in float32 on engine hf: its weights are read as dense ones, exactly.
 
-    The report tells the bytes that the result's own files have.
+    The report states the bytes that the result's own files have.
     """
     finished = work / "report.json"
     if finished.is_file():

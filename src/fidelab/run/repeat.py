@@ -58,7 +58,7 @@ def execute_all(experiment: Experiment, *, command: str, watch: Watch) -> tuple[
 def resume_all(run_dir: Path, *, watch: Watch, trust: Trust | None = None) -> tuple[Report, RunFolder]:
     """Resume a stopped run, or stopped runs: finished ones are kept as they are, failed arms included.
 
-    ``trust``: what the person allows a folder that somebody else made (:mod:`fidelab.config.trust`).
+    ``trust``: permissions of the user for another user's folder (:mod:`fidelab.config.trust`).
 
     Raises:
         FidelabError: no run folder, its settings no longer hold, or they ask for what is not trusted.
@@ -101,7 +101,7 @@ def rescore_all(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple
     """Compute all scores again from the captures of a run, or of all runs in it, as :func:`rescore`.
 
     Raises:
-        InputError: the folder is no run, or an unfinished one.
+        InputError: the folder is not a run, or is an unfinished one.
         CaptureError: a capture is gone, damaged, or not its arm's; names it.
     """
     folder = RunFolder.open(run_dir.absolute())
@@ -176,7 +176,7 @@ def _with_spread(axis: str, found: Sequence[Measurement | None], arms: Sequence[
 def _flags(
     axis: str, merged: Measurement, found: Sequence[Measurement | None], arms: Sequence[ArmRecord]
 ) -> Iterator[Flag]:
-    """How far the headline figures of an axis lie apart, and in which runs it has no result."""
+    """Describe the spread of an axis' headline figures, and the runs in which it has no result."""
     for metric in merged.headlines:
         if len(metric.repeats) > 1:
             yield Flag(kind="spread", text=f"{axis} {_spread(metric)}")

@@ -47,7 +47,7 @@ TRUTH = "truth"  # the role of the reference's 32-bit twin
 EXACT = "exact"  # the role of the 32-bit cache under exact attention; "exact:NAME": a candidate's format there
 QUERIES = "queries"  # "queries:NAME": a candidate on a kernel that leaves queries in the model's type
 
-NODE_THREADS = 4  # of an arm on a cluster, unless told: few enough that arms do not keep each other from GPUs
+NODE_THREADS = 4  # of an arm on a cluster, unless specified: few enough that arms do not keep each other from GPUs
 
 _BITS32 = KVSpec.parse("f32")
 _EXACT_ENGINE = EngineConfig(name="hf")
@@ -106,7 +106,7 @@ def resolve_experiment(
 
 
 def _files(experiment: Experiment) -> list[str]:
-    """What engines may be asked about: local models, those in the caches, and files that options name."""
+    """Files that engines may be asked about: local models, those in the caches, and files of options."""
     configs = (experiment.reference, *experiment.candidates, *cells_of(experiment))
     names = {experiment.model, *(config.model for config in configs if config.model)}
     tables = (experiment.engine_args, *(config.engine_args for config in configs))
@@ -258,7 +258,7 @@ class _Resolver:
                 **versions_there(answers, arm),
                 **versions_for(arm),
                 **({"draft": drafting} if drafting else {}),
-                # behind the same URL another server may run tomorrow: its captures are this run's alone
+                # the same URL may lead to another server tomorrow: its captures are this run's alone
                 **({"asked": self._created} if cls.is_server else {}),
             },
             about={**about_there(answers), **_weight_bytes(cls, model)},
@@ -268,7 +268,7 @@ class _Resolver:
         return arm
 
     def _verdict(self, arm: Arm, answers: EngineAnswers) -> Support:
-        """Whether an arm may run, as far as it can be told here.
+        """Whether an arm may run, as far as can be determined here.
 
         For an arm of a cluster's GPUs an engine is asked on the node; here, where it may find no GPU, only for options
         that it does not have.
@@ -286,7 +286,7 @@ class _Resolver:
     def _drafting(self, arm: Arm, engine: type[Engine]) -> tuple[Arm, Model | None, str]:
         """The arm with the place of what drafts, its model where it drafts by itself, and the hash of the weights.
 
-        Heads that draft may be no model by themselves; of such a folder or file all bytes count.
+        Heads that draft may not be a model by themselves; of such a folder or file all bytes count.
         """
         speculation = engine.speculation(dict(arm.options))
         if speculation is None or not speculation.draft:
@@ -449,7 +449,7 @@ def refuse_same_server(settings: Settings) -> None:
 
 
 def _other_vocabulary(draft: Model, model: Model) -> str:
-    """Why a model's drafts would be no tokens of the model that verifies them; empty where they are."""
+    """Reason why a model's drafts are not tokens of the verifying model; empty if they are."""
     if draft.vocab_size == model.vocab_size:
         return ""
     sizes = ", ".join(f"{Path(each.name).name} has {each.vocab_size:,} tokens" for each in (draft, model))
@@ -457,7 +457,7 @@ def _other_vocabulary(draft: Model, model: Model) -> str:
 
 
 def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, int]:
-    """The size of the weights that an engine loads, for the record; empty where a server has them, or nobody."""
+    """Size of the weights that an engine loads, for the record; empty where a server has them, or where unknown."""
     if engine.is_server or model.kind == "fake":
         return {}
     gguf = model.gguf if engine.checkpoint_format == "gguf" else None

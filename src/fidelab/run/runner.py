@@ -58,13 +58,13 @@ class Listener(Protocol):
         """``tokens`` were processed since the last call."""
 
     def advanced(self, done: float, total: float) -> None:
-        """Of ``total`` seconds that the whole run was expected to take, what takes ``done`` of them is done."""
+        """Work of ``done`` seconds is finished, of ``total`` seconds expected for the whole run."""
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
         """A job is over, whatever its outcome."""
 
     def bench(self, text: str, done: int, total: int) -> None:
-        """A bench works on what ``text`` names; ``done`` of ``total`` steps are finished."""
+        """A bench works on the step that ``text`` names; ``done`` of ``total`` steps are finished."""
 
     def scoring(self) -> None:
         """All captures exist and scores are computed next."""
@@ -124,7 +124,7 @@ class Told(Silent):
 
 
 class _Pace:
-    """How far a run is, in seconds of the time that it was expected to take; the listener is told of every step.
+    """Progress of a run, in seconds of its expected time; the listener gets every step.
 
     A prompt's tokens are read together and an answer's decoded one by one, so that tokens alone say little.
     """
@@ -137,7 +137,7 @@ class _Pace:
         self._left = 0.0  # of the capture that is being made
 
     def expect(self, seconds: Mapping[str, float]) -> None:
-        """What will take how long, by role or by the name of a bench."""
+        """Expected seconds, by role or by the name of a bench."""
         self._planned |= seconds
         self._total += sum(seconds.values())
 
@@ -160,12 +160,12 @@ class _Pace:
         self.step(seconds)
 
     def step(self, seconds: float) -> None:
-        """So much more of the job is done."""
+        """Note that ``seconds`` more of the job are done."""
         self._done = min(self._done + seconds, self._job[1])
         self._listener.advanced(self._done, self._total)
 
     def share(self, share: float) -> None:
-        """So much of what runs is done, 0…1."""
+        """Note the share of the running job that is done, 0…1."""
         began, end = self._job
         self._done = began + share * (end - began)
         self._listener.advanced(self._done, self._total)
@@ -241,7 +241,7 @@ class Asking:
         self._later, self._without = follow_ups(self._settings, self._inputs, reference)
 
     def run_all(self, jobs: Sequence[PlannedJob], log: Callable[[str], Path]) -> Iterator[ArmResult]:
-        """All jobs from start to end: one after another, or on a cluster all at once behind the reference.
+        """All jobs from start to end: one after another, or on a cluster all at once after the reference.
 
         ``log``: the log file of a role.
         """
@@ -325,7 +325,7 @@ class Asking:
     def _ended(
         self, job: PlannedJob, missing: Sequence[PlannedCapture], outcome: JobOutcome, clocked: _Clocked
     ) -> ArmResult:
-        """What became of a job, which everybody is told."""
+        """Report the outcome of a job to all listeners."""
         result = _result(job, [c.axis for c in missing], outcome)
         result = replace(result, failures={**result.failures, **self._without})
         self._event(
@@ -354,7 +354,7 @@ class Asking:
         return Worker(message, **self._process(job, log), spawn=spawn, listen=lambda _message: None)
 
     def _process(self, job: PlannedJob, log: Path) -> dict[str, Any]:
-        """How the worker process of a job is started."""
+        """Return the way to start a job's worker process."""
         environment = job.resolved.environment
         variables = {**thread_variables(job.arm.threads), **dict(job.arm.env)}
         container = environment.container(job.arm, self._settings.captures_dir, env=variables)
@@ -412,7 +412,7 @@ class Asking:
 
 
 def needs_of(arm: Arm, gpus: float | None) -> Needs:
-    """What an arm asks of a cluster's node; ``gpus``: of each arm on a GPU, its tensor parallel size if ``None``.
+    """Resources of an arm on a cluster's node; ``gpus``: of each arm on a GPU, its tensor parallel size if ``None``.
 
     Raises:
         UsageError: the arm's tensor parallel size needs more than ``gpus``.
@@ -426,7 +426,7 @@ def needs_of(arm: Arm, gpus: float | None) -> Needs:
 
 
 def spawner(resolved: ResolvedArm, servers: ForkServers | None) -> Spawn | None:
-    """Return what starts an arm's workers; ``None`` for a fresh interpreter each.
+    """Return the starter of an arm's workers; ``None`` for a fresh interpreter each.
 
     It is what forks them, started now where it is the first of its kind.
     """
@@ -474,7 +474,7 @@ def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult
 
 
 def absent(folder: Path) -> str:
-    """What to say of an answer that a worker reported, and that is not here or is none."""
+    """Message about an answer that a worker reported, but that is missing or invalid."""
     if folder.exists():
         try:
             check_answers(Capture(folder))
@@ -490,7 +490,7 @@ def _answer(planned: PlannedCapture) -> Capture:
     """The capture of a planned one.
 
     Raises:
-        CaptureError: it is not there, is another one, or holds what is no answer to the request.
+        CaptureError: it is not there, is another one, or does not answer the request.
     """
     found = Capture(planned.folder)
     if found.manifest["key"] != dict(planned.key):
@@ -502,7 +502,7 @@ def _answer(planned: PlannedCapture) -> Capture:
 
 
 def unreadable(ran: Mapping[str, Any]) -> str:
-    """Why a record of what ran cannot go into a report; empty where it can."""
+    """Reason why a runtime record cannot go into a report; empty if it can."""
     try:
         check_ran(ran)
         RuntimeRecord.model_validate(dict(ran))

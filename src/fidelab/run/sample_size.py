@@ -115,7 +115,7 @@ class SizeLine:
 
 @dataclass(frozen=True)
 class Supply:
-    """How many items the run's own text or prompt set holds."""
+    """Items that the run's own text or prompt set holds."""
 
     name: str
     holds: int
@@ -123,11 +123,11 @@ class Supply:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to run.  ``items`` and ``upper`` are the most of any line.
+    """Run to do next.  ``items`` and ``upper`` are the largest of any line.
 
     ``seconds``, ``disk_bytes``: of capturing so many items with all arms of the pilot, by proportion.  ``supply`` and
     ``seconds`` are ``None`` where they cannot be known (model or text are gone; the pilot took its captures over),
-    ``command`` where the pilot was no command that can be given again.
+    ``command`` if the pilot's command cannot be repeated.
     """
 
     items: int
@@ -233,7 +233,7 @@ class _Pilot:
 
     @property
     def n_items(self) -> int:
-        """How many."""
+        """Number of items."""
         return len(self.items)
 
     def score(self, role: str) -> AxisScore:
@@ -254,7 +254,7 @@ class _Pilot:
 
 
 def _why_not(arm: ArmRecord, axis: str) -> str | None:
-    """Why an arm has nothing to plan from on this axis."""
+    """Reason why an arm has nothing to plan from on this axis."""
     found = arm.axes.get(axis)
     if arm.status in (Status.NOT_ENGAGED, Status.NOT_SUPPORTED):
         return arm.reason
@@ -415,7 +415,7 @@ def _advice(folder: RunFolder, pilot: _Pilot, lines: Sequence[SizeLine], command
 
 
 def _supply(pilot: _Pilot) -> Supply | None:
-    """What the run's text or prompt set holds, if it still is what the pilot was made from."""
+    """Size of the run's text or prompt set, if it is still the one of the pilot."""
     experiment, request = pilot.experiment, pilot.reference.request
     if experiment.traffic is not None:
         return None
@@ -460,7 +460,7 @@ def _seconds(folder: RunFolder, axis: str, roles: Mapping[str, Set[str]], factor
 
 
 def _command(command: str, pilot: _Pilot, items: int, text: str | None) -> str | None:
-    """The run's own command with the new number, and another text; None where it was no command of a kind we know."""
+    """The run's own command with the new number, and another text; None if it was not a known command."""
     if not command.startswith("fidelab compare "):
         return None
     words = shlex.split(command)

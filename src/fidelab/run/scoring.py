@@ -57,7 +57,7 @@ class RunFacts:
     borrowed: Mapping[str, Any] = field(default_factory=dict, metadata=OMIT)
 
     def __post_init__(self) -> None:
-        """Raise ValueError where ``created`` is no time with a zone."""
+        """Raise ValueError if ``created`` is not a time with a zone."""
         if datetime.fromisoformat(self.created).tzinfo is None:
             raise ValueError(f"{self.created!r} has no time zone")
 
@@ -289,7 +289,7 @@ def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
 
 
 def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
-    """What an arm must not lose on an axis, at each context; nothing where that cannot be said.
+    """Claims of what an arm must not lose on an axis, at each context; empty where none can be made.
 
     Accuracy is that of all contexts together where their clusters are the text's documents.
     """
@@ -380,7 +380,7 @@ def _measure_elsewhere(result: ArmResult) -> str | None:
 
 
 def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -> dict[str, Any]:
-    """What must agree before two speeds are compared: the work, the weights, and the machine."""
+    """Facts that must agree before two speeds are compared: the work, the weights, and the machine."""
     arm, ran = reference.arm, reference.ran or {}
     machine = {key: facts.environment.get(key) for key in ("processor", "usable_cores")}
     machine |= {"device": ran.get("device"), "threads": arm.threads}
@@ -399,13 +399,13 @@ def _composed(experiment: Experiment) -> list[str]:
 
 
 def _with_noise(kld: Measurement, floor: float) -> Measurement:
-    """The KLD with its noise floor."""
+    """Return the KLD with its run-to-run noise."""
     metrics = (m.model_copy(update={"noise": floor}) if m.unit == "nats" else m for m in kld.metrics)
     return kld.model_copy(update={"metrics": tuple(metrics)})
 
 
 def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[ArmResult]) -> ArmRecord | None:
-    """How far the reference itself is from a 32-bit cache on its engine."""
+    """Return the reference's own distance from a 32-bit cache on its engine."""
     truth = next((result for result in diagnostics if result.role == TRUTH), None)
     if truth is None:
         return None

@@ -1,4 +1,4 @@
-"""What speculation is worth: forecast from the captures of a draft model.  See docs/metrics.md#acceptance."""
+"""Gain of speculation, forecast from the captures of a draft model.  See docs/metrics.md#acceptance."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def operations(capture: Capture) -> float:
 
 
 def compare_apart(asked: Sequence[Asked], threads: int) -> Figures:
-    """The figures of all rows that ``asked`` names; none of what could not be compared, which scoring meets again.
+    """Return the figures of all rows that ``asked`` names, without those that cannot be compared.
 
     ``threads``: of the CPU.
     """

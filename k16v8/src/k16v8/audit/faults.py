@@ -39,7 +39,7 @@ def _truncated(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rules:
-    """How numbers are kept on the way: float32 unless said otherwise.  ``split``: tokens of a split, 0 for none."""
+    """How numbers are kept on the way: float32 by default.  ``split``: tokens of a split, 0 for none."""
 
     statistics: Rule = _exact  # running maximum and sum, between tiles
     sums: Rule = _exact  # of P·V, after each tile

@@ -60,11 +60,11 @@ class Implementation:
 
 
 def implementation(name: str) -> Implementation:
-    """One of ours by name, or a user's function as ``module:function``; libraries are imported when they are asked.
+    """Return a built-in implementation by name, or a user's function as ``module:function``, imported on use.
 
     Raises:
         UnknownNameError: no such name or function.
-        UsageError: the module cannot be imported, or the name is no function.
+        UsageError: the module cannot be imported, or the name is not a function.
     """
     if ":" in name:
         return Implementation(name, _function(name))

@@ -1,7 +1,7 @@
 """Precision audit: any attention implementation against the definition, at KV lengths where faults begin to show.
 
 The error of one query of one head is ``rms(out - exact) / rms(exact)`` over its output's values: a small output does
-not hide behind a large one.  ``exact`` is the definition in float64 on the very inputs that the implementation got.
+not hide behind a large one.  ``exact`` is the definition in float64 on the same inputs as the implementation.
 
 The tolerance follows from the output's type, with u its unit roundoff (2^-8 bfloat16, 2^-11 float16).  Rounding once to
 that type costs 0.42 u in the median; rounding the probabilities to it before P·V as well, which many honest kernels do,
@@ -39,7 +39,7 @@ _FP8_TOP = 448.0
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all implementations are asked at one case and length.
+    """Inputs of all implementations at one case and length.
 
     ``q``: ``[B, heads, Q, D]``, the last ``Q`` tokens; ``k``, ``v``: ``[B, kv_heads, T, D]``; with scales they are
     float8_e4m3fn codes and a value is ``code * scale``.
@@ -59,7 +59,7 @@ class Inputs:
         return self.k.shape[2]
 
     def options(self) -> dict[str, float]:
-        """What this case asks beyond causal attention, by keyword."""
+        """Features of this case beyond causal attention, by keyword."""
         asked = {"window": self.attention.window, "softcap": self.attention.softcap}
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         return {key: value for key, value in asked.items() if value} | {

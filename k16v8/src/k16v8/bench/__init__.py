@@ -1,4 +1,4 @@
-"""How fast kernels are: ours, installed libraries', naive ones, on one device in one run.
+"""Speed of kernels: k16v8's, installed libraries', naive ones, on one device in one run.
 
 ``shapes`` says what is measured, ``contenders`` (attention) and ``weights`` (products with 4-bit weights) who is,
 ``timing`` by which clock; ``run`` measures the cells one after

@@ -31,11 +31,11 @@ def bench_kernels(
 ) -> dict[str, Any]:
     """Measure the cells that goals are about, then all others; the record lies at ``path`` throughout.
 
-    ``resume``: go on with the record at ``path``: what it holds is not measured again.
+    ``resume``: continue the record at ``path``; its results are not measured again.
 
     Raises:
         UsageError: not even the smallest cell fits into memory.
-        InputError: the record to go on with is none, or of another device, other versions or other pages.
+        InputError: the record to continue is missing, or of another device, other versions or other pages.
         EngineError: the device is unusable after a failure.
         OutputError: the record cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Who is measured: our kernels, those of torch and of installed libraries, and two naive ways to read FP8 values.
+"""Measured kernels: k16v8's, those of torch and of installed libraries, and two naive ways to read FP8 values.
 
 Each contender builds its inputs itself, N(0, 1) in its own layout, and gives a function that attends to them.  Pages
 lie in random order, as in engines; contenders that take no pages get contiguous keys and values, their best case.
@@ -142,7 +142,7 @@ class WeightWork:
 
 class Prepare(Protocol):
     def __call__(self, cell: Any, pair: str, draw: Draw, /, *, kernels: str) -> Work | WeightWork:
-        """Inputs of a cell.  ``kernels``: which implementation of ours.
+        """Inputs of a cell.  ``kernels``: which implementation of k16v8.
 
         Raises:
             NotSupportedError: this contender cannot do it here; with the reason.
@@ -413,7 +413,7 @@ def flash_attention_3_call(
 
 
 def _xqa(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
-    """What FlashInfer's ``auto`` takes on Hopper where it is asked for TensorRT-LLM's decode."""
+    """Kernel of FlashInfer's ``auto`` on Hopper for TensorRT-LLM's decode."""
     library = _library("flashinfer.decode", "FlashInfer", draw.device)
     held = _paged(cell, pair, draw)
     q = draw.normal(cell.batch, cell.shape[0], cell.shape[2])

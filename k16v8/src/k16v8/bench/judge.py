@@ -1,4 +1,4 @@
-"""What measured seconds mean: ratios to the best 16-bit kernel, ceilings, and whether the goals are met.
+"""Judgement of measured seconds: ratios to the best 16-bit kernel, rooflines, and whether goals are met.
 
 The best 16-bit kernel is the fastest one whose output passed, ours among them: against a slow rival alone, a format
 would be credited with what is the kernel's.  So no goal is judged by a cell in which a rival that engines run on the
@@ -35,7 +35,7 @@ class Goal:
 
 
 def best(results: Iterable[dict[str, Any]], formats: str, *roles: str) -> dict[str, Any] | None:
-    """The fastest measured result of these formats and roles (all but naive ones unless told)."""
+    """The fastest measured result of these formats and roles (all but naive ones by default)."""
     chosen = [
         one
         for one in results
@@ -73,7 +73,7 @@ def _rate(one: dict[str, Any], cell: Cell | WeightCell, wide: dict[str, Any] | N
     one["speedup"] = wide and wide["seconds"] / one["seconds"]
     if isinstance(cell, WeightCell):  # the seconds in which the device reads that many bytes
         one["floor"] = one["moved_bytes"] / run["read_bandwidth"]
-    if cell.kind != "extend":  # which is bound by arithmetic: bytes are no ceiling
+    if cell.kind != "extend":  # which is bound by arithmetic: bytes do not bound it
         every = cell.held_bytes("bf16" if isinstance(cell, WeightCell) else "16/16")
         one["ceiling"] = every / cell.held_bytes(one["formats"])
         one["above_ceiling"] = wide and one["speedup"] > one["ceiling"] * (1 + _ALLOWANCE)
@@ -83,7 +83,7 @@ Figure = Callable[[Entry], float | None]
 
 
 def _speedup(formats: str) -> Figure:
-    """Of our kernel over the best 16-bit one; ``None`` where no other 16-bit kernel was measured."""
+    """Speedup of k16v8's kernel over the best 16-bit one; ``None`` where no other 16-bit kernel was measured."""
 
     def of(entry: Entry) -> float | None:
         mine = best(entry["results"], formats, "ours")
@@ -142,7 +142,7 @@ def _goal(record: dict[str, Any], name: str, wanted: float, figure: Figure, keys
 
 
 def _unfair(entry: Entry, required: tuple[str, ...]) -> str:
-    """Why figures of this cell decide nothing; empty where they do."""
+    """Reason why figures of this cell decide nothing; empty if they decide."""
     results = {one["name"]: one for one in entry["results"] if one["formats"] == "16/16"}
     for name in required:
         one = results.get(name)

@@ -40,7 +40,7 @@ _QUERIED = (
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """Name and sizes; on a GPU also what nvidia-smi says of driver, clocks (MHz) and power (W), where it is there."""
+    """Name and sizes; on a GPU also nvidia-smi's report on driver, clocks (MHz) and power (W), where it is there."""
     if device.type != "cuda":
         return {"type": "cpu", "name": _processor(), "threads": torch.get_num_threads()}
     found = torch.cuda.get_device_properties(device)
@@ -77,7 +77,7 @@ def _processor() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of k16v8, CUDA and the packages whose kernels may run; ``None`` for what is not installed."""
+    """Versions of k16v8, CUDA and the packages whose kernels may run; ``None`` for what is not installed."""
     found: dict[str, str | None] = {"k16v8": k16v8.__version__, "cuda": torch.version.cuda}
     for package in _PACKAGES:
         try:

@@ -36,7 +36,7 @@ _CHECKED = 1 << 21  # tokens that the checks of one output attend to, at most, b
 
 @dataclass(frozen=True)
 class Settings:
-    """``kernels``: which implementation of ours; ``seconds``: of each timing; ``cache_bytes``: the device's last cache.
+    """``kernels``: implementation of k16v8; ``seconds``: of each timing; ``cache_bytes``: the device's last cache.
 
     ``until``: of ``time.monotonic()``, after which nothing more is begun.
     """
@@ -118,7 +118,7 @@ def run(
 
 
 def _unfinished(contender: Contender) -> Result:
-    """What the record says of a contender while it runs, and for good where the process is ended meanwhile."""
+    """Record of a contender while it runs; it stays if the process ends meanwhile."""
     reason = "the process was ended while this ran"
     return Result(contender.name, contender.formats, contender.role, "unfinished", reason)
 

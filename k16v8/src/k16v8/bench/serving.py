@@ -223,7 +223,7 @@ def _replayed(step: Serving) -> dict[str, Any]:
 
 
 def _host(step: Serving) -> dict[str, Any]:
-    """Microseconds of a call until it returns, beside those of the smallest launch that torch has."""
+    """Microseconds until a call returns, and those of torch's smallest launch."""
     call, empty = _microseconds(step.call), _microseconds(step.lse.zero_)
     goal = {"goal": HOST_MICROSECONDS, "met": call <= HOST_MICROSECONDS}
     return {"microseconds": call, "of_empty_launch": call / empty, **goal}
@@ -297,7 +297,7 @@ def _captured(step: Serving) -> torch.cuda.CUDAGraph:
 
 
 def _variants(model: Geometry, device: torch.device, kernels: str, page: int) -> dict[str, Any]:
-    """How often each kernel is compiled while one sequence grows from one page to 32K tokens, its table with it."""
+    """Count compilations of each kernel while one sequence grows from one page to 32K tokens, its table with it."""
     from triton import knobs
 
     compiled: Counter[str] = Counter()

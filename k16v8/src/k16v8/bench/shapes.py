@@ -1,4 +1,4 @@
-"""What is measured: attention shapes of models, cells of batch and length, and layers with 4-bit weights."""
+"""Measured shapes: attention of models, cells of batch and length, and layers with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Geometry:
 
     @property
     def shape(self) -> Shape:
-        """Of its attention."""
+        """Shape of its attention."""
         return self.heads, self.kv_heads, self.head_dim
 
 
@@ -99,7 +99,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """By which a record knows it."""
+        """Key of its record."""
         heads, kv_heads, dim = self.shape
         size = f"B{self.batch} T{self.tokens}"
         return f"{self.kind} {heads}/{kv_heads}/{dim} {size}" + (f" Q{self.queries}" if self.kind == "extend" else "")
@@ -110,7 +110,7 @@ class Cell:
         return self.batch * self.tokens * self.shape[1] * self.shape[2] * per_value
 
     def moved_bytes(self, pair: str) -> int:
-        """What a call must move at least: K and V of the cache once, the queries, the output (bfloat16)."""
+        """Least bytes that a call moves: K and V of the cache once, the queries, the output (bfloat16)."""
         return self.held_bytes(pair) + 2 * 2 * self.batch * self.queries * self.shape[0] * self.shape[2]
 
     @property
@@ -136,7 +136,7 @@ def cells(
     large: where time ends, the dear ones are missing.
 
     Raises:
-        UsageError: a length that is no multiple of the page.
+        UsageError: a length that is not a multiple of the page.
     """
     lengths, prefixes, batches, extend_batches = map(tuple, (lengths, prefixes, batches, extend_batches))
     for what, sizes in (("length", lengths), ("prefix", prefixes), ("chunk", (chunk,) if prefixes else ())):
@@ -200,7 +200,7 @@ class WeightCell:
 
     @property
     def key(self) -> str:
-        """By which a record knows it."""
+        """Key of its record."""
         inputs, outputs, group = self.shape
         many = f" {self.top} of {self.experts}" if self.experts else ""
         return f"{self.kind}{many} {inputs}x{outputs}/{group} M{self.batch}"
@@ -218,7 +218,7 @@ class WeightCell:
         return self.active * (inputs * outputs // 2 + -(-inputs // group) * (outputs // 2 + 2 * outputs))
 
     def moved_bytes(self, name: str) -> int:
-        """What a call must move at least: those weights once, the activations, the output (bfloat16)."""
+        """Least bytes that a call moves: those weights once, the activations, the output (bfloat16)."""
         inputs, outputs, _ = self.shape
         return self.held_bytes(name) + 2 * self.batch * (inputs + self.top * outputs)
 

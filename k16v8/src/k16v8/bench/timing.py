@@ -21,7 +21,7 @@ __all__ = ["Bandwidth", "Times", "bandwidth", "free_bytes", "last_level_cache", 
 Calls = Sequence[Callable[[], Tensor]]
 
 _FEWEST, _MOST = 5, 200  # timed repeats
-_GRAPH_SECONDS = 1e-3  # that one replay should at least take: its launch is then small beside it
+_GRAPH_SECONDS = 1e-3  # that one replay should at least take: its launch is then small in comparison
 _MOST_ROUNDS = 64
 _COPIED = {"cuda": (1 << 30, 1 << 31, 1 << 32), "cpu": (1 << 27, 1 << 28)}  # bytes
 

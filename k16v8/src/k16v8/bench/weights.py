@@ -1,4 +1,4 @@
-"""Who is measured at products with 4-bit weights: our kernels, torch's own, Marlin, and dequantizing first.
+"""Measured products with 4-bit weights: k16v8's kernels, torch's own, Marlin, and dequantizing first.
 
 Codes, zero points and scales are random and lie as checkpoints hold them; who wants another layout converts them before
 anything is timed.  Experts are chosen evenly, so that what a call must read is known.
@@ -71,7 +71,7 @@ def _dequantized(cell: WeightCell, name: str, draw: Draw, *, kernels: str) -> We
 
 
 def _torch_int4(cell: WeightCell, name: str, draw: Draw, *, kernels: str) -> WeightWork:
-    """What torch itself has for 4 bits, in a layout of its own."""
+    """Torch's own 4-bit product, in its own layout."""
     weight = _drawn(cell, "awq", draw)
     if cell.experts:
         raise NotSupportedError("torch has no 4-bit product for experts")

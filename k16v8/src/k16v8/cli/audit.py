@@ -181,7 +181,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 
 
 def _names(text: str | None) -> list[str]:
-    """In the given order, each once; modules of the current folder can be imported."""
+    """Return the names in the given order, each once; modules of the current folder can be imported."""
     if not text:
         return []
     folder = str(Path.cwd())

@@ -1,12 +1,12 @@
-"""Measure our kernels beside those of torch, FlashAttention, FlashInfer and vLLM (Marlin) that are installed.
+"""Measure k16v8's kernels next to those of torch, FlashAttention, FlashInfer and vLLM (Marlin) that are installed.
 
 Decode over a paged cache, and extend (a chunk of a prompt over its prefix): microseconds, share of this device's
 own copy bandwidth, speed-up over the best 16-bit kernel and what bytes allow at most. Every output is checked
 against the definition; one that fails has no time. What cannot run is listed with its reason.
 
 With --operations weights: products with 4-bit weights as AWQ and GPTQ store them, of a model's linear layers and of
-all experts in one launch, beside 16-bit weights, dequantizing first, torch's own 4-bit product and Marlin, and how long
-the device takes to read that many bytes.
+all experts in one launch, against 16-bit weights, dequantizing first, torch's own 4-bit product and Marlin, and how
+long the device takes to read that many bytes.
 
 examples:
   k16v8 bench --geometry qwen2.5-7b --lengths 2k --batch 1,4
@@ -27,7 +27,7 @@ from k16v8.errors import UnknownNameError, UsageError
 
 __all__ = ["add_arguments", "run"]
 
-# what is measured unless told: a GPU in ten minutes, a CPU in two
+# default shapes: a GPU takes ten minutes, a CPU two
 _DEFAULTS: dict[str, dict[str, str]] = {
     "cuda": {"batch": "1,4,8,16,32,64", "lengths": "2k,8k,32k,128k", "prefixes": "2k,8k,32k"},
     "cpu": {"batch": "1,4", "lengths": "512,2k", "prefixes": "512"},
@@ -35,7 +35,7 @@ _DEFAULTS: dict[str, dict[str, str]] = {
 _CHUNK = {"cuda": 512, "cpu": 64}
 _EXTEND_BATCHES = {"cuda": (1, 8), "cpu": (1,)}
 _GEOMETRIES = "llama-3.1-8b,qwen2.5-7b,mistral-7b"
-_LAYERS = {"cuda": _GEOMETRIES, "cpu": "llama-3.1-8b"}  # linear ones, unless told
+_LAYERS = {"cuda": _GEOMETRIES, "cpu": "llama-3.1-8b"}  # linear ones, by default
 _EXPERTS = {"cuda": "qwen3-30b-a3b,mixtral-8x7b", "cpu": "none"}
 _ROWS = {"cuda": "1,4,16,64,512,4096", "cpu": "1"}
 

@@ -1,4 +1,4 @@
-"""What the commands share: flags, lists of numbers, the device, versions, tables."""
+"""Helpers of all commands: flags, lists of numbers, the device, versions, tables."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def check_device(device: str) -> None:
 
 
 def device_name(device: str) -> str:
-    """Its name, as results show it."""
+    """Name of the device, as results show it."""
     import torch
 
     return torch.cuda.get_device_name() if device == "cuda" else "cpu"
@@ -111,7 +111,7 @@ def counts(flag: str, text: str) -> tuple[int, ...]:
     """``128,1k`` → (128, 1024).
 
     Raises:
-        UsageError: a part is no number above 0; names the flag.
+        UsageError: a part is not a number above 0; names the flag.
     """
     found = []
     for part in text.lower().split(","):
@@ -123,7 +123,7 @@ def counts(flag: str, text: str) -> tuple[int, ...]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what kernels are made with; None where it is not installed."""
+    """Versions of the packages that make kernels; None where one is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     import k16v8

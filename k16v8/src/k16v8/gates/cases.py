@@ -114,7 +114,7 @@ def _slots(row: Tensor, length: int, page: int) -> Tensor:
 
 
 def fill_with_noise(cache: PagedCache, random: torch.Generator) -> None:
-    """Random bytes everywhere, NaN and infinities among them: what nobody wrote must not be read."""
+    """Random bytes everywhere, NaN and infinities among them: unwritten memory must not be read."""
     for part in (cache.k_cache, cache.v_cache, cache.k_scale, cache.v_scale):
         if part is not None and part.dim() > 0:
             raw = part.view(torch.uint8)

@@ -53,7 +53,7 @@ _RATIO = 4  # query heads per KV head
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one kernel on one target.
+    """Result of one kernel on one target.
 
     ``options``: ``plain``, or ``all`` with window, soft-cap, sinks, scales per token and head, and counting of what
     saturates.  Of products with 4-bit weights: ``all`` with ``g_idx``, and routing weights for experts; ``layout``,
@@ -100,7 +100,7 @@ class Compiled:
 
     @property
     def passed(self) -> bool:
-        """It compiled and fits."""
+        """Whether it compiled and fits."""
         return self.error is None
 
 
@@ -302,7 +302,7 @@ def _built(
 def _variant(
     kernel: str, target: Target, k_format: str, v_format: str, head_dim: int, page: int, full: bool
 ) -> Variant:
-    """What a launch has; 4 query heads per KV head, and 16 splits; ``verify``: decode of 4 queries."""
+    """Arguments of a launch: 4 query heads per KV head, and 16 splits.  ``verify``: decode of 4 queries."""
     from k16v8.kernels.variants import variants
 
     heads = _KV_HEADS * _RATIO
@@ -342,7 +342,7 @@ def _read_nvidia(ptx: str, usage: str) -> dict[str, Any]:
 
 
 def _read_amd(text: str) -> dict[str, Any]:
-    """As the assembler text has them; registers are those of vectors, accumulators included."""
+    """Read the figures of the assembler text; registers are those of vectors, accumulators included."""
     sizes = {"ubyte": 1, "u8": 1, "ushort": 2, "u16": 2, "b16": 2, "dword": 4, "b32": 4}
     sizes |= {"b64": 8, "b96": 12, "b128": 16, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
     kinds = re.findall(r"\b(?:global|buffer)_load_(?:lds_)?(?:d16_)?(?:hi_)?(\w+?)(?:_d16(?:_hi)?)? ", text)
@@ -362,7 +362,7 @@ def _number(pattern: str, text: str) -> int:
 
 
 def _pipeline(result: Compiled, ttgir: str, target: Target) -> Compiled:
-    """What is loaded ahead."""
+    """Add the bytes that are loaded ahead to the result."""
     sides = (storage(name) for name in (result.k_format, result.v_format))
     tile = result.tokens * sum(side.width(result.head_dim) * side.dtype.itemsize for side in sides)
     # buffers of K and V: [how many, tokens, columns]
@@ -392,7 +392,7 @@ def _type(x: object) -> str:
 
 
 def _unspecialized(parameter: Any) -> bool:
-    """Whether Triton is told not to look at what an argument is a multiple of."""
+    """Whether Triton must not specialize on the alignment of an argument."""
     return bool(parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
 
 

@@ -1,4 +1,4 @@
-"""What kernels must pass before their output is believed: attention, writer, the paper's figure, a soak, mutations.
+"""Gates that kernels pass before their output is trusted: attention, writer, the paper's figure, a soak, mutations.
 
 Attention is compared with the definition in float64 on the *dequantized* cache, so that only the kernel's own error
 counts; outputs are poisoned with NaN first and inputs are fresh.  The paper's figure compares with the unquantized
@@ -146,7 +146,7 @@ def _gathered(
 
 
 def _compare(out: Tensor, lse: Tensor, expected: Tensor, expected_lse: Tensor) -> dict[str, float]:
-    """Of the worst query each: a long sequence's small output must not hide behind a short one's large output."""
+    """Errors of the worst query: a long sequence's small output must not hide behind a short one's large output."""
     found, wanted = out.double().flatten(1), expected.flatten(1)
     size = wanted.norm(dim=1)
     return {

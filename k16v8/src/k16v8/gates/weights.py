@@ -182,12 +182,12 @@ def _output(case: WeightCase, kernels: WeightKernels, problem: WeightProblem) ->
         plan.part.fill_(float("nan"))
     wide = torch.full((len(x), weight.outputs + 8), float("nan"), dtype=x.dtype, device=x.device)
     out = kernels.matmul(x, weight, out=wide[:, :-8], plan=plan)
-    # what lies beside the output is the caller's
+    # the memory next to the output is the caller's
     return out if bool(wide[:, -8:].isnan().all()) else torch.full_like(out, float("nan"))
 
 
 def weight_error(out: Tensor, problem: WeightProblem) -> dict[str, float]:
-    """Of the worst row: cosine and relative L2 error; a row whose definition is 0 must be 0."""
+    """Errors of the worst row: cosine and relative L2 error; a row whose definition is 0 must be 0."""
     if problem.experts is None:
         wanted = weights.matmul(problem.x, problem.weight)
     else:

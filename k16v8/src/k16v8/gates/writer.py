@@ -1,4 +1,4 @@
-"""Gates of the cache writer: exact keys, nearest codes, nothing touched besides, storage apart and as small as said."""
+"""Gates of the cache writer: exact keys, nearest codes, nothing else touched, storage apart and of the right size."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _written(case: Case, kernels: Kernels, device: torch.device | str, seed: int
 
 
 def _excess(wanted: Tensor, codes: Tensor, name: str) -> float:
-    """How much farther than the nearest number of the format the chosen one lies, relative to what was wanted."""
+    """Excess distance of the chosen number over the nearest one of the format, relative to the input."""
     stored = storage(name)
     if stored.integer:
         numbers = torch.arange(-stored.top, stored.top + 1, dtype=torch.float64, device=codes.device)

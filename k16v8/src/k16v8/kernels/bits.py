@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN201
 # Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
-"""What the Triton kernels share: codes ↔ numbers by integer operations, exact on every target.
+"""Helpers of the Triton kernels: codes ↔ numbers by integer operations, exact on every target.
 
 Triton's interpreter cuts bfloat16 instead of rounding it, multiplies bfloat16 matrices as if they were integers and
 rounds FP8 wrongly (3.9).  So kernels know how they run: ``DOT`` is the type of the factors of a matrix product,

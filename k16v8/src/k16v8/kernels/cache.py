@@ -27,7 +27,7 @@ Scaling = Literal["none", "per-tensor", "per-token-head"]
 
 @dataclass(frozen=True)
 class Storage:
-    """How numbers of one format lie in a cache."""
+    """Layout of numbers of one format in a cache."""
 
     name: str
     dtype: torch.dtype  # of the cache tensor

@@ -1,4 +1,4 @@
-"""What a kernel is given, checked before its launch: a wrong tensor gives one clear line, not a fault on the device.
+"""Checks of a kernel's arguments before its launch: a wrong tensor gives one clear line, not a fault on the device.
 
 Shapes, types, strides and devices are known on the host.  What only the device knows (lengths, block numbers, slots)
 is looked at where ``validate`` asks for it, which waits for the device.  A message is built where it is raised: these
@@ -110,7 +110,7 @@ def check_write(
     saturated: Tensor | None = None,
     validate: bool = False,
 ) -> None:
-    """What ``write`` takes.
+    """Check the arguments of ``write``.
 
     Raises:
         UsageError: see :func:`check_cache`; or a key, value, slot or counter is not what the cache takes.
@@ -160,7 +160,7 @@ def check_decode(
     *,
     validate: bool = False,
 ) -> None:
-    """What ``decode`` takes.
+    """Check the arguments of ``decode``.
 
     Raises:
         UsageError: see :func:`check_cache`; or queries, options or outputs do not fit.
@@ -186,7 +186,7 @@ def check_extend(
     *,
     validate: bool = False,
 ) -> None:
-    """What ``extend`` takes.
+    """Check the arguments of ``extend``.
 
     Raises:
         UsageError: see :func:`check_cache`; or queries, their starts, options or outputs do not fit.
@@ -255,7 +255,7 @@ def _check_attend(
 
 
 def check_matmul(x: Tensor, weight: QuantizedWeight, out: Tensor | None) -> None:
-    """What a product takes; the weight was checked when it was made.
+    """Check the arguments of a product; the weight was checked when it was made.
 
     Raises:
         UsageError: activations or output do not fit the weight.
@@ -277,7 +277,7 @@ def check_matmul(x: Tensor, weight: QuantizedWeight, out: Tensor | None) -> None
 def check_expert_matmul(
     x: Tensor, weight: QuantizedWeight, experts: Tensor, routing: Tensor | None, out: Tensor | None
 ) -> None:
-    """What a product with experts takes.
+    """Check the arguments of a product with experts.
 
     Raises:
         UsageError: activations, experts, routing weights or output do not fit the weight or each other.

@@ -296,7 +296,7 @@ def plan_decode(
 ) -> DecodePlan:
     """Buffers for ``batch`` sequences with ``queries`` each.
 
-    Unless ``splits`` is told, it follows from the number of multiprocessors, from how many programs of the compiled
+    By default, ``splits`` follows from the number of multiprocessors, from how many programs of the compiled
     kernel each of them holds (:func:`decode_programs`), and 64 MiB.  ``dtype``: of queries; not given, that of keys
     of 16 bits, bfloat16 for codes.
     ``buffer``: float32 ``[BUFFER]``, in which plans of several batch sizes may lie that do not run at once.
@@ -328,7 +328,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`k16v8.kernels.torch_path.decode`.
 
-    With ``out``, ``lse`` and ``plan`` given there is no allocation and no host sync: CUDA graphs may hold it.
+    With ``out``, ``lse`` and ``plan`` given, nothing is allocated and the host does not wait: CUDA graphs may hold it.
 
     Raises:
         UsageError: the plan is for another shape.

@@ -43,12 +43,12 @@ class FlashInferPlan:
 
     @property
     def splits(self) -> str:
-        """How the order of sums is decided, for the record of a run."""
+        """Rule for the order of sums, for the record of a run."""
         return "FlashInfer's"
 
 
 def refusal(capability: tuple[int, int], q_dtype: torch.dtype, cache: PagedCache, attention: Attention) -> str:
-    """Why this kernel is not for a device, a cache or what attention does besides; empty where it is."""
+    """Reason why this kernel cannot serve a device, a cache or options of attention; empty if it can."""
     if capability not in _CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in _CAPABILITIES)
         return f"is for compute capabilities {known}, not {capability[0]}.{capability[1]}"

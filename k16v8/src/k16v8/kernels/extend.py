@@ -6,7 +6,7 @@
 The query heads of one KV head are rows of the same tile (row ``r`` is query ``r // ratio``, head ``r % ratio``), so
 that K and V are read once for all of them.  A NaN among the values of a tile reaches all rows of that tile.
 
-Programs are made for blocks of rows and not for sequences: one long chunk beside many short ones costs as many as there
+Programs are made for blocks of rows and not for sequences: one long chunk with many short ones costs as many as there
 are blocks (:func:`program_count`).  The last block of a sequence, which reads the most, has its first program.
 """
 
@@ -181,7 +181,7 @@ def extend(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`k16v8.kernels.torch_path.extend`.
 
-    With ``out`` and ``lse`` given there is no allocation and no host sync.
+    With ``out`` and ``lse`` given, nothing is allocated and the host does not wait.
     """
     attention = attention or Attention()
     many, heads = q.shape[:2]

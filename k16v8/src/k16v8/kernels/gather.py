@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN202
 # Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
-"""Gather in Triton: tokens of a paged cache as numbers of 16 bits, one beside the other, as libraries take them."""
+"""Gather in Triton: tokens of a paged cache as numbers of 16 bits, contiguous, as libraries take them."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""What a launch needs to know besides its tensors: how the kernel runs, tile sizes, strides."""
+"""Settings of a launch besides its tensors: how the kernel runs, tile sizes, strides."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Target:
     multiprocessors: int = 1
 
     def native(self, name: str) -> str:
-        """How the processor converts this FP8 format itself: ``ptx``, ``cast``; empty where kernels do it on bits."""
+        """The processor's own conversion of this FP8 format: ``ptx``, ``cast``; empty where kernels do it on bits."""
         if self.backend == "cuda":
             return "ptx" if name == "fp8_e4m3" and int(self.arch) >= 89 else ""
         return "cast" if self.backend == "hip" and name == _HIP_FP8.get(str(self.arch)) else ""
@@ -153,7 +153,7 @@ def interpreted() -> bool:
 
 @cache
 def target_of(device: torch.device) -> Target:
-    """The target behind a torch device."""
+    """Target of a torch device."""
     if interpreted():
         return Target("interpreter")
     found = torch.cuda.get_device_properties(device)

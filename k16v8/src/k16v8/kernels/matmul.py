@@ -172,10 +172,10 @@ def sum_kernel(part, out, rows, outputs, splits, out_row, COLUMNS: tl.constexpr,
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """What products of at most ``rows`` rows with weights of one shape need, allocated once.
+    """Buffers for products of at most ``rows`` rows with weights of one shape, allocated once.
 
     ``splits`` of the inputs, and ``part``, their float32 sums ``[splits, rows, N]`` (empty for one split).  How many
-    splits there are decides in which order sums are made: it belongs into the record of a run.
+    splits there are decides in which order sums are made: it belongs in the record of a run.
     """
 
     rows: int
@@ -238,7 +238,7 @@ def plan_matmul(
 def matmul(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None, plan: MatmulPlan | None = None) -> Tensor:
     """As :func:`k16v8.kernels.torch_weights.matmul`.
 
-    With ``out`` and ``plan`` given there is no allocation and no host sync: CUDA graphs may hold it.
+    With ``out`` and ``plan`` given, nothing is allocated and the host does not wait: CUDA graphs may hold it.
 
     Raises:
         UsageError: the plan is for fewer rows or another shape.
@@ -308,7 +308,7 @@ def plan_experts(experts: Tensor, weight: QuantizedWeight) -> ExpertPlan:
 
 
 def _expert_tiles(pairs: int, weight: QuantizedWeight, target: Target) -> Tiles:
-    """For as many rows as each expert has where pairs are spread evenly."""
+    """Tiles for the rows that each expert has if pairs are spread evenly."""
     return matmul_tiles(-(-pairs // weight.experts), weight, target)
 
 
@@ -419,5 +419,5 @@ def sum_arguments(part: Tensor, out: Tensor, rows: int, splits: int) -> tuple[ob
 
 
 def sum_constants(target: Target) -> Mapping[str, object]:
-    """Its constexprs."""
+    """Constexprs of the sum kernel."""
     return {"COLUMNS": _SUM_COLUMNS, "INTERPRETED": target.backend == "interpreter"}

@@ -1,8 +1,8 @@
-"""How many programs of a compiled kernel one multiprocessor holds at once, by the vendor's rules.
+"""Number of programs of a compiled kernel that one multiprocessor holds at once, by the vendor's rules.
 
 NVIDIA: CUDA C++ Programming Guide, "Compute Capabilities", and the CUDA Occupancy Calculator.  AMD: LLVM's AMDGPU
 back end (``GCNSubtarget``, "Register Budget"); a multiprocessor is a compute unit on gfx9, a work-group processor
-(two compute units, as a kernel that is not told otherwise runs) on gfx11 and gfx12.
+(two compute units, as a kernel runs by default) on gfx11 and gfx12.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIMDS = 4  # partitions of a multiprocessor, each with registers of its own; so
 
 @dataclass(frozen=True)
 class _Limits:
-    """Of one multiprocessor.  ``registers``: 32-bit ones of a partition, counted for a whole warp."""
+    """Limits of one multiprocessor.  ``registers``: 32-bit ones of a partition, counted for a whole warp."""
 
     registers: int
     granule: int  # registers of a warp are a multiple of it

@@ -51,7 +51,7 @@ __all__ = [
 
 Route = Literal["extend", "fa2", "fa3"]
 WORKSPACE = 128 << 20
-"""Bytes of the workspace of one device, unless told: 32K tokens of 8 KV heads of 128.  Static, unmeasured."""
+"""Default bytes of the workspace of one device: 32K tokens of 8 KV heads of 128.  Static, unmeasured."""
 
 _JOINED = 64 << 20  # bytes of numbers while parts are joined
 _SHORT = 128  # queries up to which reading the codes in place is cheaper than writing them out; static, unmeasured
@@ -75,7 +75,7 @@ def prefill_route(
     arch: int | str, libraries: Libraries, *, most_queries: int, cache: PagedCache, dtype: torch.dtype, window: int,
     capacity: int,
 ) -> Route:  # fmt: skip
-    """How the prompts of one batch are attended to.
+    """Plan of attention to the prompts of one batch.
 
     Args:
         arch: As Triton names it, 90 for sm_90; a string for AMD and CPUs.
@@ -207,7 +207,7 @@ class PrefillBatch:
 
     @property
     def most_queries(self) -> int:
-        """Of one sequence."""
+        """Most queries of one sequence."""
         return max(self.counts, default=0)
 
     def chunks(self, page: int, window: int, capacity: int) -> list[_Chunk]:
@@ -277,7 +277,7 @@ class _Laid:
 
     @property
     def lists(self) -> list[list[int]]:
-        """What the device must know."""
+        """Arrays that the device needs."""
         found = [self.sizes, self.rows, self.offsets, self.key_starts]
         for call in self.calls:
             found.append(call.query_starts)
@@ -395,7 +395,7 @@ def gather(cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> No
 def torch_attention(
     q: Tensor, keys: Tensor, values: Tensor, call: Call, scale: float, window: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """What a library computes, by the definition, in float32: for tests, and to see a library's error."""
+    """Compute a library's result by the definition, in float32: for tests, and to measure a library's error."""
     out = torch.zeros(*q.shape[:2], values.shape[2], device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
     attention = Attention(scale, window if call.causal else 0, softcap)
@@ -458,7 +458,7 @@ def varlen_arguments(
 
 
 def varlen_options(function: Callable[..., Any], module: str, route: Route) -> dict[str, Any]:
-    """What asks one library for its log-sum-exp, and for the version where it has several.
+    """Arguments that ask one library for its log-sum-exp, and for the version if it has several.
 
     Raises:
         NotSupportedError: it has neither of the known names for that, or not those of ``varlen_arguments``.

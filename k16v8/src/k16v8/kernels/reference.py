@@ -25,7 +25,7 @@ __all__ = ["Attention", "attend", "decode", "extend"]
 
 @dataclass(frozen=True)
 class Attention:
-    """What attention does besides the two products.
+    """Options of attention besides the two products.
 
     ``scale``: of the logits, ``None`` for ``head_dim ** -0.5``; ``window``: a query sees the last ``window``
     tokens, itself included, 0 for all; ``softcap``: 0 for none; ``sinks``: float32 ``[heads]``, a logit that

@@ -53,7 +53,7 @@ class Call:
 
     @property
     def tokens_at_once(self) -> int:
-        """Of a block of keys."""
+        """Tokens of a block of keys."""
         cache = self.cache
         return max(cache.page, self.at_once(_KEYS) // (cache.kv_heads * max(cache.head_dim, cache.v_dim)))
 
@@ -121,7 +121,7 @@ def attend_sequence(call: Call, row: int, length: int, places: slice) -> None:
         b = min(a + many, length)
         first = a // cache.page
         held = _gathered(cache, cache.block_table[row, None, first : -(-b // cache.page)])
-        # earlier queries see none of these keys, later ones have them all behind their window
+        # earlier queries see none of these keys, later ones have moved their window past them all
         seeing = range(max(start, a), min(length, b + window - 1))
         for i in seeing[::step]:
             j = min(i + step, seeing.stop)

@@ -1,4 +1,4 @@
-"""Numbers that the host knows, on their way to the device, in one copy that nobody waits for."""
+"""Numbers that the host knows, on their way to the device, in one asynchronous copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton compiles for one layer's cache, and compiling it before a server serves.
+"""Kernel variants of one layer's cache, and their compilation before a server serves.
 
 A kernel is compiled anew for other constants, types and properties of its arguments, which takes seconds.  None of
 them follows from a step's batch, lengths or place in memory, but that the merge of more than 16 splits is another one.

@@ -1,1 +1,1 @@
-"""K16/V8 inside other people's engines, behind their own hooks: a folder for each; ``shared`` is what engines share."""
+"""K16/V8 inside other engines, through their own hooks: a folder for each; ``shared`` has the common parts."""

@@ -1,9 +1,9 @@
-"""What the plug-ins of vLLM and SGLang share: the switch, versions, bytes, views of pages, what pages hold.
+"""Common parts of the plug-ins for vLLM and SGLang: the switch, versions, bytes, views of pages, what pages hold.
 
 ``K16V8`` in the environment switches them on and names the formats of keys and values:
 
 - ``1``: keys in the model's 16-bit type, values ``fp8_e4m3`` with scale 1.0, saturating; ``per-token-head``: the same
-  with one float16 scale beside each head's value vector;
+  with one float16 scale next to each head's value vector;
 - ``K/V``, as ``bf16/int8``, ``int8/int4`` or ``fp8_e4m3[scale=per-token-head]/int4``: a format for each side, of
   ``native`` (the model's 16-bit type), ``bf16``, ``f16``, ``fp8_e4m3``, ``fp8_e4m3fnuz``, ``int8`` and ``int4``; one
   name alone is that of both sides.  Integers have one float16 scale for each token and head;
@@ -68,14 +68,14 @@ _SCALE_BYTES = 2
 _BITS = {NATIVE: 16, "bf16": 16, "f16": 16, "fp8_e4m3": 8, "fp8_e4m3fnuz": 8, "int8": 8, "int4": 4}
 _INTEGERS = ("int8", "int4")
 _16_BIT = {"torch.bfloat16": "bf16", "torch.float16": "f16"}  # types, and the kernels' names of them
-_STORED = {"fp8_e4m3": "float8_e4m3fn", "fp8_e4m3fnuz": "float8_e4m3fnuz"}  # names of torch, of ours where it has none
+_STORED = {"fp8_e4m3": "float8_e4m3fn", "fp8_e4m3fnuz": "float8_e4m3fnuz"}  # names of torch, else of k16v8
 _SIDE = re.compile(r"([a-z0-9_]+)(?:\[([^\[\]]*)\])?")
 _LAYERS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
 @dataclass(frozen=True)
 class Side:
-    """How keys, or values, are stored.
+    """Storage of keys, or of values.
 
     ``name``: ``native``, or a format of :mod:`k16v8.kernels.cache`; ``scaled``: with a float16 scale for each token and
     head.
@@ -141,7 +141,7 @@ class Formats:
         return self.k.code_bytes(head_dim) + self.v.code_bytes(v_dim) + scales
 
     def refusal(self, dtype: torch.dtype, head_dim: int, v_dim: int, layers: int) -> str:
-        """Why a model cannot have them, with what to do; empty where it can.  ``layers``: how many it has."""
+        """Reason why a model cannot have them, with what to do; empty if it can.  ``layers``: its number of layers."""
         native = _16_BIT.get(str(dtype))
         if native is None:
             return f"is for models in 16 bits, this one computes in {dtype}: pass --dtype bfloat16"
@@ -189,7 +189,7 @@ def _side(text: str) -> tuple[Side, list[int]] | None:
 
 
 def switched() -> Formats | None:
-    """What the environment asks for; ``None``: nothing.
+    """Settings that the environment asks for; ``None``: nothing.
 
     Raises:
         UsageError: the variable has a value that means nothing.
@@ -239,7 +239,7 @@ class Engine:
     names: Mapping[str, tuple[str, ...]]
 
     def refusal(self) -> str:
-        """Why the plug-in does not run in the installed version; empty where it does.
+        """Reason why the plug-in does not run in the installed version; empty if it does.
 
         Versions that were tested are not looked at further.  In others every name must be there, which imports them.
         """
@@ -251,7 +251,7 @@ class Engine:
         return f"k16v8 uses names of {self.title} that {found} lacks: {missing}; {self._advice()}"
 
     def warning(self) -> str:
-        """What to say of a version that was not tested; empty where it was."""
+        """Message about a version that was not tested; empty if it was."""
         found = self._found()
         return "" if self._is_tested(found) else f"k16v8 was not tested with {self.title} {found}; {self._advice()}"
 
@@ -599,7 +599,7 @@ def _compared(held: Tensor, scales: Tensor | None, name: str, given: Tensor, blo
 
 
 def _addresses(x: Tensor) -> list[int]:
-    """Of every byte, counted from the start of the storage."""
+    """Offsets of all bytes, counted from the start of the storage."""
     import torch
 
     size = x.element_size()

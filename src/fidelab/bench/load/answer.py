@@ -1,4 +1,4 @@
-"""From the raw bytes of an answer to its events, its usage and what went wrong.
+"""Parser of an answer's raw bytes: its events, its usage and its errors.
 
 All of this runs when a stream has ended: while it runs, the client only keeps pieces of bytes and when each arrived.
 """
@@ -18,11 +18,11 @@ _DONE = b"[DONE]"
 
 
 def split_events(body: bytes, whole: bool = True) -> tuple[list[bytes], list[int]]:
-    """The data of each server-sent event, and the offset at which it was complete: behind its blank line.
+    """Yield the data of each server-sent event and the offset after its blank line, where it is complete.
 
-    Several data lines are joined by line feeds; comments, other fields and events without data are left out.  Data
-    without a blank line behind it counts at the end of a ``whole`` body (some servers leave that out), and where it
-    says that the stream is done.
+    Several data lines are joined by line feeds.  Comments, other fields and events without data are skipped.  Data
+    without a blank line after it counts at the end of a ``whole`` body, since some servers omit that line.  It also
+    counts if it says that the stream is done.
     """
     data, ends, at = list[bytes](), list[int](), 0
     lines: list[bytes] = []
@@ -45,7 +45,7 @@ def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[floa
 
     ``parts``: the body in the pieces that arrived, ``times``: when each did; an event arrived with the piece that
     completed it.  ``whole``: HTTP says that the body is complete.  An error that the exchange has already (a time-out,
-    a lost connection) is lifted where the stream had said ``[DONE]`` before.
+    a lost connection) is cleared if the stream had sent ``[DONE]`` before.
     """
     body = b"".join(parts)
     data, ends = split_events(body, whole)
@@ -71,7 +71,7 @@ def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[floa
 def _read_events(exchange: Exchange, data: list[bytes]) -> list[bool]:
     """Whether each event carries text or a token; usage, reason and error are noted on the way.
 
-    Ends at the first event that is no JSON object.
+    Ends at the first event that is not a JSON object.
     """
     carries: list[bool] = []
     begun = False

@@ -4,12 +4,12 @@ One core sends 3,000 requests and reads 16,000 to 33,000 events a second (``benc
 
 Answers are kept as the chunks that arrived, each with its time, and parsed after the load.
 
-A chunk's time is read when aiohttp hands the chunk over: one turn of the event loop behind the socket.  The turn takes
-longer the more streams have data at once: 0.1 ms in the median and 1 ms in the 99th percentile for 32 streams of one
-event each 20 ms.  ``lag`` reports a loop that is late.
+A chunk's time is read when aiohttp hands the chunk over: one turn of the event loop after the socket
+has it.  The turn takes longer the more streams have data at once: for 32 streams of one event
+each 20 ms, 0.1 ms in the median and 1 ms in the 99th percentile.  ``lag`` reports a loop that is late.
 
 The loop is asyncio's, which writes at once.  uvloop costs 15 to 40% less processor time, but writes at the end of a
-turn: of requests that go out together the last leaves milliseconds behind its ``sent``.
+turn: of requests that go out together the last leaves milliseconds after its ``sent``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Flight:
     retried: bool = False
 
     def depart(self) -> None:
-        """Its bytes go out: the deadline counts from here."""
+        """Note that its bytes go out; the deadline counts from here."""
         assert self.deadline is not None
         if not self.sent:
             self.sent = monotonic()
@@ -87,7 +87,7 @@ def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | 
     on.  ``on_progress`` is called about five times a second with the number of ended requests and of all requests.
 
     Raises:
-        InputError: nobody answers at the URL, or (:class:`ServerRefusedError`, with the server's words) the first
+        InputError: no server answers at the URL, or (:class:`ServerRefusedError`, with the server's words) the first
             requests are all refused alike, so that the others would be; UsageError: a URL, a header or a load that
             cannot be.
     """
@@ -111,7 +111,7 @@ def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | 
 
 
 def _headers(target: Target) -> dict[str, str]:
-    """The headers of each request.  Raises UsageError for what is no header."""
+    """The headers of each request.  Raises UsageError for an invalid header."""
     headers = {
         "accept": "text/event-stream, application/json",
         "content-type": "application/json",
@@ -125,7 +125,7 @@ def _headers(target: Target) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No pauses by the garbage collector; what is made here has no cycles that matter."""
+    """Disable the garbage collector, to avoid pauses; the objects made here have no cycles that matter."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -137,7 +137,7 @@ def _no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _room_for_connections() -> Iterator[None]:
-    """As many open files as the system allows: each request in flight is one."""
+    """Allow as many open files as the system can have: each request in flight is one."""
     if sys.platform == "win32":
         yield
         return
@@ -352,7 +352,7 @@ class _Client:
             self._exchanges.append(self._read(flight))
 
     async def _tick(self) -> None:
-        """Count by how much the loop is late, every 10 ms, and tell how many requests have ended.
+        """Count by how much the loop is late, every 10 ms, and report how many requests have ended.
 
         A loop that stood still over several ticks was late for each of them.
         """
@@ -425,7 +425,7 @@ def _is_behind(exchanges: list[Exchange]) -> bool:
 
 
 async def _sleep_until(when: float) -> None:
-    """Not a moment less: timers of an event loop count whole milliseconds."""
+    """Sleep at least until ``when``; timers of an event loop count whole milliseconds."""
     while (left := when - monotonic()) > 0:
         await asyncio.sleep(left)
 

@@ -1,4 +1,4 @@
-"""What the drive sends and what becomes of it.  Times are seconds of the system's monotonic clock."""
+"""Requests that a drive sends, and their outcomes.  Times are seconds of the system's monotonic clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fidelab.core.errors import InputError
 
 
 class ServerRefusedError(InputError):
-    """A server that refuses every request alike.  ``status``: of HTTP; ``said``: the server's own words."""
+    """A server refuses every request alike.  ``status``: HTTP status.  ``said``: the server's own words."""
 
     def __init__(self, message: str, status: int, said: str) -> None:
         super().__init__(message)
@@ -22,14 +22,14 @@ class ServerRefusedError(InputError):
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go."""
+    """Destination of requests."""
 
     base_url: str
     """Ends in ``/v1`` or wherever the API lies."""
     path: str = "/completions"
     """Below ``base_url``: ``/completions`` or ``/chat/completions``."""
     api_key: str | None = field(default=None, repr=False)
-    """Sent as bearer token; shown nowhere."""
+    """Sent as bearer token; never shown."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Further headers."""
     timeout: float = 600.0
@@ -43,11 +43,11 @@ class LoadRequest:
     """One request, rendered before the run."""
 
     index: int
-    """Its place in the load; each index occurs once."""
+    """Position in the load; each index occurs once."""
     body: bytes
     """The JSON body, complete."""
     prompt_tokens: int | None
-    """As asked; ``None``: unknown (a prompt of text)."""
+    """Requested number; ``None``: unknown (a prompt of text)."""
     max_tokens: int
     """Output tokens asked."""
     due: float | None = None
@@ -56,46 +56,46 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent, and when."""
+    """Requests to send, and when to send them."""
 
     requests: Sequence[LoadRequest]
-    """In the order of sending."""
+    """Requests, in the order of sending."""
     concurrency: int | None = None
     """Requests in flight at most; ``None``: no limit, so a closed loop sends everything at once."""
     open_loop: bool = False
     """Each request is sent when due, whatever became of those before (within ``concurrency``)."""
     warmup: int = 0
-    """The first so many requests are not measured.  Closed loop: the measured part begins when all of them have ended;
-    open loop: when the first request behind them is due."""
+    """First requests that are not measured.  Closed loop: the measured part begins when all of them have ended;
+    open loop: when the first request after them is due."""
     duration: float | None = None
     """Seconds of the measured part after which nothing more is sent; what is in flight may end."""
     drain: float = 60.0
-    """Seconds that requests in flight get behind ``duration``; then they are aborted, error ``aborted``."""
+    """Seconds that requests in flight get after ``duration``; then they end with error ``aborted``."""
     ramp: float = 0.0
     """Seconds over which the measured part of a closed loop reaches its concurrency."""
 
 
 @dataclass
 class Exchange:
-    """What became of one request."""
+    """Outcome of one request."""
 
     index: int
     """The request's."""
     due: float | None
     """Open loop: when it was to be sent."""
     sent: float
-    """When its bytes were handed to the socket; with error ``connect``: when the connection was given up."""
+    """Time at which its bytes were handed to the socket; with error ``connect``: when the connection was given up."""
     events: NDArray[np.float64]
     """``[n]``: arrival of each stream event that carries text or a token.  Others do not count: role-only and empty
     first chat deltas, usage alone, ``[DONE]``."""
     ended: float
-    """When the answer was complete, or broke off."""
+    """Time at which the answer was complete, or broke off."""
     prompt_tokens: int | None = None
-    """By the server's usage."""
+    """Count by the server's usage."""
     output_tokens: int | None = None
-    """By the server's usage."""
+    """Count by the server's usage."""
     finish_reason: str | None = None
-    """Why the server stopped: ``length``, ``stop``."""
+    """Reason why the server stopped: ``length``, ``stop``."""
     error: str | None = None
     """``None``: complete.  Else the kind: ``connect``, ``timeout``, ``aborted`` (ended by the drive, or left unfinished
     by the server), ``http-404`` and other statuses, ``invalid-json``, ``invalid-http``, ``no-stream``, ``server`` (an
@@ -103,7 +103,7 @@ class Exchange:
     detail: str = ""
     """One line on the error: the server's message, shortened, without the key."""
     warmup: bool = False
-    """Not measured."""
+    """Part of the warm-up, not measured."""
     retried: bool = False
     """Sent again on a fresh connection, since the server had closed the idle one."""
 
@@ -113,11 +113,11 @@ class DriveResult:
     """One drive."""
 
     exchanges: list[Exchange]
-    """By index; requests that were never sent (the duration was over, the server had gone) are not among them."""
+    """Outcomes by index, without requests that were never sent (the duration was over, the server had gone)."""
     started: float
-    """Begin of the measured part, which lies behind the warm-up."""
+    """Start of the measured part, after the warm-up."""
     ended: float
-    """Its end: the last answer."""
+    """End of the measured part: the last answer."""
     lag: NDArray[np.float64]
     """``[n]`` seconds by which the event loop ran late, each 10 ms of the measured part."""
     cpu_seconds: float

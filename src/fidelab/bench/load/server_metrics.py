@@ -1,6 +1,6 @@
-"""What a server says of itself while it is under load: its ``/metrics``, read once a second.
+"""Metrics that a server reports while it is under load: its ``/metrics``, read once a second.
 
-The names are those of vLLM 0.32, SGLang 0.5 and llama.cpp's ``llama-server``, older and newer ones beside them.
+The names are those of vLLM 0.32, SGLang 0.5 and llama.cpp's ``llama-server``, with older and newer ones as well.
 Readings are kept as text (only the lines of interest) and understood when the load is over.  A page is read no further
 than a page of metrics goes, so that one of any size costs little memory and time.
 """
@@ -23,7 +23,7 @@ from fidelab.engines.openai.http import Session, TooLargeError
 
 _TIMEOUT = 5.0  # seconds for one reading; a server under load answers late
 _LARGEST = 4 << 20  # bytes that are read of one answer
-_LINE = 1 << 12  # bytes of a line; longer ones are none of interest
+_LINE = 1 << 12  # bytes of a line; longer ones are not of interest
 _KEPT = 1 << 18  # bytes that are kept of one answer: vLLM has 1 KB for each of its engines
 _MOST = 2.0**63  # of a number that counts anything
 _CLOSE = 0.25  # seconds from a reading to the begin of a load, in which no warm-up is thought to have taken place
@@ -37,7 +37,7 @@ class SpeculationReading:
     drafted: float | None
     """Draft tokens proposed."""
     accepted: float | None
-    """Of these, accepted."""
+    """Drafted tokens that were accepted."""
     drafts: float | None = None
     """Times that drafts were verified."""
     acceptance_length: float | None = None
@@ -46,7 +46,7 @@ class SpeculationReading:
 
 @dataclass(frozen=True)
 class ServerReading:
-    """What the server says of itself over the measured part; ``None``: it does not.
+    """Figures that the server reports over the measured part; ``None``: not reported.
 
     ``output_rate``: generated tok/s.  ``kv_usage_…``: share of the cache in use (0-1).  ``running_…``: requests at
     work; ``waiting_max``: the longest queue seen.  ``samples``: readings.
@@ -68,7 +68,7 @@ class ServerReading:
 
 @dataclass(frozen=True)
 class _Names:
-    """What one server calls things; counters without ``_total``, the first name that is there counts.
+    """Metric names of one server: counters without ``_total``; the first name present counts.
 
     llama-server's own rate (``predicted_tokens_seconds``) is left out: it is that of one slot, not of all together.
     """
@@ -169,9 +169,9 @@ class Scraper:
             self._scrape()
 
     def reading(self, started: float, ended: float) -> ServerReading | None:
-        """What was said between two instants of the monotonic clock (``time.monotonic()``); ``None``: nothing.
+        """Return the figures between two instants of the monotonic clock (``time.monotonic()``), or ``None``.
 
-        Within the ``with`` block it reads once more where it has to.  What the figures are: :func:`understand`.
+        Within the ``with`` block it reads once more where it has to.  :func:`understand` describes the figures.
         """
         if not self._over.is_set() and (not self._texts or self._texts[-1][0] < ended):
             self._scrape()
@@ -220,7 +220,7 @@ def _of_interest(page: bytes) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class _Sample:
-    """One reading: each quantity over all engines behind the server; ``None`` where it is not told."""
+    """One reading: each quantity over all engines of the server; ``None`` if not reported."""
 
     at: float
     values: Mapping[str, tuple[float, ...]]
@@ -236,10 +236,10 @@ class _Sample:
 
 
 def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: float) -> ServerReading | None:
-    """What readings (instant, text of ``/metrics``) say of the time from ``started`` to ``ended``, all in seconds.
+    """Evaluate readings (instant, text of ``/metrics``) for the time from ``started`` to ``ended``, all in seconds.
 
     Rates are those of counters, interpolated linearly between the readings around both instants, unless the server
-    was at rest just before and behind; llama-server and SGLang count a request when it is complete.  Where a counter is
+    was idle just before and after; llama-server and SGLang count a request when it is complete.  Where a counter is
     missing or began anew, SGLang's own rate stands in, as its mean over the readings with requests at work.
     Gauges are of the readings between the two instants.  Counts of several engines add up, shares are averaged.
 
@@ -271,7 +271,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
 def _speculation(
     samples: Sequence[_Sample], within: Sequence[_Sample], names: _Names, started: float, ended: float
 ) -> SpeculationReading | None:
-    """From counters; else (SGLang) from the mean length and share of what was accepted."""
+    """Compute drafts from counters; else (SGLang) from the mean length and share of what was accepted."""
     drafts, drafted, accepted = (
         _increase(samples, names, counter, started, ended) for counter in (names.drafts, names.drafted, names.accepted)
     )
@@ -293,7 +293,7 @@ def _speculation(
 def _increase(
     samples: Sequence[_Sample], names: _Names, counter: Sequence[str], started: float, ended: float
 ) -> float | None:
-    """By how much a counter grew; ``None`` where it is missing, began anew, or was not read on both sides.
+    """Growth of a counter; ``None`` where it is missing, began anew, or was not read on both sides.
 
     One with labels is not shown before it first counts: then it is 0.
     """
@@ -310,7 +310,7 @@ def _increase(
     # A server at rest counts what it counted when the load began or ended; before it there may have been a warm-up.
     if before == [0] and started - at[0] < _CLOSE and around[0].total(names.running) == 0:
         at[0] = started
-    elif values[1:2] == values[2:3]:  # it stood still behind the begin: what it grew by was the warm-up's
+    elif values[1:2] == values[2:3]:  # it did not move after the start: what it grew by was the warm-up's
         at, values = [started, *at[2:]], values[1:]
     if around[-1].total(names.running) == 0:
         at[-1] = ended
@@ -334,7 +334,7 @@ def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
         for family in text_string_to_metric_families(text.decode("utf-8", "replace")):
             for sample in family.samples:
                 name = sample.name.removesuffix("_total")
-                # SGLang counts requests by priority, too, beside the count of all
+                # SGLang counts requests by priority, too, in addition to the count of all
                 if name not in wanted or not abs(sample.value) < _MOST or sample.labels.get("priority"):
                     continue
                 engine = tuple(sorted((key, label) for key, label in sample.labels.items() if key not in _RANKS))

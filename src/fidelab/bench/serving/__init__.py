@@ -1,4 +1,4 @@
-"""Load on a server somebody started: what it is, what it is asked, what came of it (``fidelab bench serve``)."""
+"""Load on a running server: settings, requests and results (``fidelab bench serve``)."""
 
 from fidelab.bench.serving.capacity import MOST, measure_capacity
 from fidelab.bench.serving.conduct import ServingWatch, measure_serving

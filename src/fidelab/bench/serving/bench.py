@@ -1,4 +1,4 @@
-"""Load on the server behind an arm, beside its fidelity.  Engines without a server have nothing to put load on."""
+"""Load on the server of an arm, next to its fidelity.  Engines without a server cannot be loaded."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ class Serving(Bench):
         )
 
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
-        """Of an arm that no server stands behind; :mod:`fidelab.serving` measures the others."""
+        """Return the measurement of an arm without a server; :mod:`fidelab.serving` measures the others."""
         reason = "no server stands behind this arm; measure one with: fidelab bench serve --base-url URL"
         return Measurement(status=Status.NOT_SUPPORTED, reason=reason, title=TITLE)

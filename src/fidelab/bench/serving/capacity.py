@@ -1,4 +1,4 @@
-"""How much a server takes: the longest context, and how many requests at once, beside what its cache's size predicts.
+"""Capacity of a server: the longest context and the number of requests at once, against the size of its cache.
 
 Loads are tried in turn.  A load that is rejected, whose requests do not all get to work at once, that is preempted, or
 that misses the targets of the goodput is beyond the capacity; the border is found by doubling and bisecting.  All
@@ -25,7 +25,7 @@ from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Mea
 from fidelab.results.plots import TablePlot
 
 TITLE = "How much does its server take?"
-MOST = 256  # requests at once that are tried, unless told
+MOST = 256  # requests at once that are tried, unless specified
 _FIRST = 256  # tokens of the first prompt, where the server does not say how many it takes
 _LONGEST = 1 << 20
 _FINE = 16  # tokens: the longest context is found to within a block of this size, or 2%
@@ -49,7 +49,7 @@ LARGEST = Definition("longest_context", "tokens", "higher", "Longest prompt that
 
 @dataclass(frozen=True)
 class _Border:
-    """Why a load is beyond the capacity.  ``kind``: rejected, memory, failed, preempted, queued, target."""
+    """Reason why a load is beyond the capacity.  ``kind``: rejected, memory, failed, preempted, queued, target."""
 
     kind: str
     why: str
@@ -64,7 +64,7 @@ def measure_capacity(
 
     Args:
         contact: the server, with the settings of the requests: ``output``, ``goodput``, ``seed``, ``timeout``.
-        contexts: tokens of prompts; the longest and a quarter of it, unless told.
+        contexts: tokens of prompts; the longest and a quarter of it, unless specified.
         most: requests at once that are tried at most.
 
     Raises:
@@ -123,7 +123,7 @@ class _Search:
         return border
 
     def _cell(self, context: int) -> None:
-        """How many requests of this context the server takes at once."""
+        """Find how many requests of this context the server takes at once."""
         room = cache_room(self._contact, context + self._settings.output)
         assert self._longest is not None
         if context > self._longest:
@@ -149,7 +149,7 @@ class _Search:
         return min(n + 1 if n == room else 2 * n, self._most)
 
     def _try(self, context: int, n: int) -> _Border | None:
-        """What is wrong with ``n`` requests at once.  A queue is looked at twice: readings can miss a peak."""
+        """Return what is wrong with ``n`` requests at once.  A queue is looked at twice: readings can miss a peak."""
         title = f"context {context:,}, {n} at once"
         found = self._load(context, n, title)
         if found is not None and found.kind == "queued":

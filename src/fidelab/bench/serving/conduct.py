@@ -45,10 +45,10 @@ class ServingWatch:
         """A cell begins."""
 
     def advance(self, done: int, requests: int) -> None:
-        """So many of its requests are over."""
+        """``done`` of its requests have ended."""
 
     def driven(self, number: int, repeat: int, drive: Drive) -> None:
-        """What became of each request of a cell."""
+        """Outcome of each request of a cell."""
 
     def measured(self, cell: CellResult, serving: Measurement) -> None:
         """A cell is done; all cells so far."""
@@ -66,7 +66,7 @@ def measure_serving(
 ) -> Measurement:
     """Put every cell's load on the server.
 
-    ``key``: of the API, shown nowhere.  ``contact``: where the server was reached already.
+    ``key``: of the API, never shown.  ``contact``: where the server was reached already.
 
     Raises:
         EngineError: nothing could be asked at all (see :func:`fidelab.bench.serving.contact.reach`).
@@ -173,7 +173,7 @@ class _Sweep:
         """The requests of all repeats, none of them twice.
 
         Raises:
-            InputError: the dataset has fewer; a load that a duration ends makes do with what there is.
+            InputError: the dataset has fewer; a load that a duration ends uses what is available.
         """
         settings, [asked] = self._settings, self._asked
         needed = settings.repeats * (settings.count(asked) + settings.warmup)
@@ -251,7 +251,7 @@ class _Sweep:
         return words if _TOO_LONG.search(words) else None
 
     def _gone(self) -> str | None:
-        """Why nothing more can be asked, if that is so."""
+        """Reason why no more can be asked; ``None`` if more can."""
         contact = self._contact
         try:
             identify(contact.client(), contact.server.model)

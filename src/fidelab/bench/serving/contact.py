@@ -68,7 +68,7 @@ class Contact:
     key: str | None = field(repr=False)
     tokenizer: Tokenizer | None = field(repr=False)
     form: Form = "ids"
-    """Prompts are token ids, texts of exact length, or texts of so many words."""
+    """Form of prompts: token ids, texts of exact length, or texts of a number of words."""
     additions: tuple[str, ...] = ()
     """Fields beyond the standard's that are sent."""
     refused: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Contact:
     counts: bool = True
     """The server counts tokens, in streams or elsewhere."""
     by_finish: bool = False
-    """It does not in streams, but ends answers for their length and counts alike elsewhere."""
+    """The server does not count in streams, but ends answers for their length and counts alike elsewhere."""
     limit: int | None = None
     """Tokens of prompt and answer together, where the server says so."""
 
@@ -89,19 +89,19 @@ class Contact:
 
     @property
     def target(self) -> Target:
-        """Where the drive sends its requests."""
+        """Return the destination of a drive's requests."""
         return Target(self.url, PATHS[self.settings.endpoint], api_key=self.key, timeout=self.settings.timeout)
 
     def client(self) -> Client:
-        """For single questions."""
+        """Return a client for single questions."""
         return Client(self.settings.base_url, self.key, min(_LONGEST, self.settings.timeout))
 
     def scraper(self, interval: float = 1.0) -> Scraper:
-        """Reads the server's own metrics, every so many seconds."""
+        """Return a reader of the server's own metrics; ``interval``: seconds."""
         return Scraper(self.url, interval, {"Authorization": f"Bearer {self.key}"} if self.key else None)
 
     def facts(self) -> dict[str, Any]:
-        """For the report: the server, and what it was asked."""
+        """Facts for the report: the server and the settings of its requests."""
         root, api = split_url(self.settings.base_url)
         return {
             "target": root,
@@ -111,7 +111,7 @@ class Contact:
         }
 
     def explain(self, request: LoadRequest) -> str | None:
-        """What the server says to a request that is not streamed, where it refuses it."""
+        """Return the server's words if it refuses a request that is not streamed."""
         body = {name: value for name, value in json.loads(request.body).items() if name != "stream_options"}
         try:
             self.client().post(PATHS[self.settings.endpoint], {**body, "stream": False})
@@ -122,7 +122,7 @@ class Contact:
         return None
 
     def record(self) -> dict[str, Any]:
-        """For the report: how requests were made."""
+        """Facts for the report: how requests were made."""
         form = {"ids": "token ids", "text": "text of exact length", "words": "text, words calibrated by usage"}
         return {
             "prompts": form[self.form],
@@ -137,7 +137,7 @@ class Contact:
     def requests(
         self, inputs: Sequence[int], outputs: Sequence[int], due: Sequence[float] | None, seed: int
     ) -> list[LoadRequest]:
-        """Rendered requests of so many tokens, each with a prompt of its own.
+        """Return rendered requests of so many tokens, each with its own prompt.
 
         Raises:
             InputError: a length that no prompt has.
@@ -184,7 +184,7 @@ class Contact:
                 yield (ids if self.form == "ids" else prompt), count + round(self.added), written
 
     def body(self, prompt: Tokens | str, output: int, *, stream: bool = True) -> dict[str, Any]:
-        """One request; greedy unless told otherwise, with as much as the server takes to make the answer whole."""
+        """One request; greedy unless specified otherwise, with as much as the server takes to make the answer whole."""
         extras: dict[str, Any] = {"ignore_eos": True, "min_tokens": output, "stream_options": {"include_usage": True}}
         chat = self.settings.endpoint == "chat"
         return {
@@ -197,7 +197,7 @@ class Contact:
         }
 
     def prompts_of(self, units: Sequence[int], seed: int) -> Sequence[Tokens | str]:
-        """Distinct prompts of so many tokens (words) of ours.
+        """Return distinct generated prompts of so many tokens (words).
 
         Raises:
             InputError: a length that no prompt has.
@@ -210,7 +210,7 @@ class Contact:
 
 
 def cache_room(contact: Contact, tokens: int) -> int | None:
-    """Requests of so many tokens that the server's cache holds together; ``None`` where it does not tell its size."""
+    """Requests of so many tokens that the server's cache holds together; ``None`` if it does not report its size."""
     size, block = contact.server.facts.get("cache_tokens"), contact.server.facts.get("block_size")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         return None
@@ -329,7 +329,7 @@ class _Trial:
         self._path = PATHS[contact.settings.endpoint]
 
     def settle(self) -> Contact:
-        """The contact, with all that the trials told."""
+        """Return the contact, with all findings of the trials."""
         units, answer = self._streamed(_UNITS[0])
         counted, by_finish = answer, False
         if answer.prompt_tokens is None or answer.output_tokens is None:
@@ -374,7 +374,7 @@ class _Trial:
                 self._contact = without
 
     def _without(self, error: Refused) -> Contact | None:
-        """The contact without what was refused; ``None``: it was nothing that we could leave out."""
+        """The contact without what was refused; ``None``: it cannot be left out."""
         contact, message = self._contact, str(error)
         named = [name for name in contact.additions if name in message]
         if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(message)) and contact.additions:
@@ -422,7 +422,7 @@ class _Trial:
         return _said(usage, finish)
 
     def _whole(self, units: int) -> _Said:
-        """One answer that is no stream."""
+        """Return one unstreamed answer."""
         answer = self._client.post(self._path, self._contact.body(self._prompt(units)[1], _OUTPUT, stream=False))
         choices, usage = answer.get("choices"), answer.get("usage")
         first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}

@@ -151,7 +151,7 @@ class Keeper(ServingWatch):
 
 
 def comparability(contact: Contact) -> dict[str, Any]:
-    """What must agree before two loads are compared, besides what names the cell. See docs/metrics.md#comparability."""
+    """Settings that must agree to compare two loads, besides the cell's name. See docs/metrics.md#comparability."""
     settings = contact.settings
     return {
         "endpoint": settings.endpoint,

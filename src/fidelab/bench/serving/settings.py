@@ -1,4 +1,4 @@
-"""What a load is: which requests, how many at a time or per second, and what is read from them."""
+"""Settings of a load: which requests, how many at a time or per second, and what is read from them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ServingSettings(BaseModel):
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """From flags or keys.
+        """Build settings from flags or keys.
 
         Raises:
             UsageError: one line for the first thing that is wrong.
@@ -117,7 +117,7 @@ class ServingSettings(BaseModel):
 
     @property
     def kind(self) -> Arrival:
-        """How requests come."""
+        """Arrival of requests."""
         if self.trace is not None:
             return "trace"
         return "closed" if self.request_rate is None else self.arrival
@@ -143,7 +143,7 @@ class ServingSettings(BaseModel):
         ]
 
     def count(self, asked: LoadAsked) -> int:
-        """Measured requests of a cell: as told, else twice the concurrency, else as many as the duration may take."""
+        """Measured requests of a cell: as given, else twice the concurrency, else as many as the duration may take."""
         if self.recorded is not None:
             return len(self.recorded.input)
         if self.num_prompts is not None:

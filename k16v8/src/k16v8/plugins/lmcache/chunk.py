@@ -1,4 +1,4 @@
-"""What a K16/V8 chunk is: its description, its header, and all that can be wrong with its bytes.
+"""Format of a K16/V8 chunk: its description, its header, and the checks of its bytes.
 
 A chunk is the keys and values of some tokens in all layers.  As bytes it is a header, then frames; all numbers are
 little-endian:
@@ -109,32 +109,32 @@ class FingerprintError(ChunkError):
 
 
 class ModelError(FingerprintError):
-    """Of another model."""
+    """The chunk is of another model."""
 
 
 class ChunkKeyError(FingerprintError):
-    """Of other tokens."""
+    """The chunk is of other tokens."""
 
 
 class ShapeError(FingerprintError):
-    """Of other numbers of layers, tokens, heads or dimensions."""
+    """The chunk has other numbers of layers, tokens, heads or dimensions."""
 
 
 class LayoutError(FingerprintError):
-    """Of another layout."""
+    """The chunk has another layout."""
 
 
 class DtypeError(FingerprintError):
-    """Of another element type, or one that is not bfloat16 or float16."""
+    """The chunk has another element type, or one that is not bfloat16 or float16."""
 
 
 class ScaleError(FingerprintError):
-    """Of values under another scale."""
+    """The chunk has values under another scale."""
 
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """What a chunk is; both ends have to agree on all of it.
+    """Description of a chunk; both ends must agree on all of it.
 
     ``model``: its name.  ``tokens``: positions in the chunk.  ``heads``: KV heads.  ``dtype``: bfloat16 or float16.
     ``layout``: one of :data:`LAYOUTS`, the order of the tensor's dimensions.  ``scale``: ``none`` (1, values beyond
@@ -171,7 +171,7 @@ class ChunkSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor, in its layout."""
+        """Shape of the tensor, in its layout."""
         sizes = dict(zip("2LTHD", (2, *self.sizes), strict=True))
         return tuple(sizes[letter] for letter in self.layout)
 
@@ -183,7 +183,7 @@ class ChunkSpec:
 
     @property
     def value_bytes(self) -> int:
-        """Of one head of one token: a code for each dimension, and a float16 scale where there is one."""
+        """Bytes of one head of one token: a code for each dimension, and a float16 scale where there is one."""
         return self.head_dim + (2 if self.scaled else 0)
 
     @property

@@ -2,7 +2,7 @@
 
 The bytes are described in :mod:`k16v8.plugins.lmcache.chunk`.  Both ends describe the chunk by a
 :class:`~k16v8.plugins.lmcache.chunk.ChunkSpec`; a header is compared with it and decides neither sizes nor types.
-Encoding and decoding hold a few frames beside the tensor, however large the chunk is.  Values are converted a block at
+Encoding and decoding hold a few frames and the tensor, however large the chunk is.  Values are converted a block at
 a time, small enough for a core's cache (``benchmarks/kv_codec.py`` prints GB/s).
 """
 
@@ -119,7 +119,7 @@ def _write_values(x: Tensor, spec: ChunkSpec, frame: Bytes) -> None:
 
 
 def _scales(block: Tensor, numbers: Tensor) -> Tensor:
-    """Of each row as :func:`token_scale` has it, which looks at one number where all are finite: the largest."""
+    """Scale of each row as :func:`token_scale` has it.  If all are finite, only the largest number matters."""
     bits = block.view(torch.int16).bitwise_and(0x7FFF).amax(-1)  # magnitudes are in the order of their bit patterns
     largest = bits.view(block.dtype).float()
     return token_scale(largest.unsqueeze(-1) if largest.isfinite().all() else numbers, _VALUES)

@@ -11,7 +11,7 @@ or, in a program that makes its own ``StorageManager``, say before it does::
     from k16v8.plugins.lmcache.serde import register
     register()
 
-Options beside ``type``: ``scale`` (``none``; or ``per-token-head``, which needs ``head_dim``), ``head_dim`` (LMCache
+Options besides ``type``: ``scale`` (``none``; or ``per-token-head``, which needs ``head_dim``), ``head_dim`` (LMCache
 merges heads and head dimension; without it a token counts as one head), ``max_workers`` (threads, 1).  The older
 in-process storage (``remote_serde``) chooses among names that are fixed in LMCache's code and cannot be extended.
 Keys in one tier and values in another have no place in LMCache's table either: it loads an object from one adapter.
@@ -43,7 +43,7 @@ NAME = "k16v8"
 
 @dataclass(frozen=True)
 class _Serde:
-    """What both directions have to agree on: the options of the chunks."""
+    """Options of the chunks, on which both directions must agree."""
 
     scale: str = "none"
     head_dim: int | None = None

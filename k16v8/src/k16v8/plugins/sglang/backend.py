@@ -1,4 +1,4 @@
-"""Pool and attention backend behind :mod:`k16v8.plugins.sglang.plugin`; imported inside SGLang's schedulers.
+"""Pool and attention backend of :mod:`k16v8.plugins.sglang.plugin`; imported inside SGLang's schedulers.
 
 Every layer writes its tokens into the pool first and attends to the pool then, so prompts in chunks, cached prefixes
 and batches that mix prompts with decoding are one case: each sequence's last tokens over the whole of it.  SGLang
@@ -75,7 +75,7 @@ class K16V8Pool(MHATokenToKVPool):
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def kernels(self, heads: int) -> Kernels:
-        """The kernels for this pool and so many query heads.
+        """Kernels for this pool and a number of query heads.
 
         Raises:
             NotSupportedError: there are none for this shape.
@@ -158,7 +158,7 @@ class K16V8Backend(AttentionBackend):
         return f"{LABEL} ({self.kernels.implementation})"
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Where the sequences of this forward lie."""
+        """Locate the sequences of this forward."""
         batch, mode = forward_batch, forward_batch.forward_mode
         if mode.is_idle():
             self._step = None
@@ -232,7 +232,7 @@ def _layers(model: torch.nn.Module) -> list[Any]:
 
 
 def _attention(layer: Any) -> Attention:
-    """What a layer's attention does besides the two products."""
+    """Options of a layer's attention besides the two products."""
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         raise NotSupportedError(f"{LABEL} is for decoders; layer {layer.layer_id} is of another kind")
     if layer.use_irope or layer.xai_temperature_len > 0 or layer.pos_encoding_mode != "NONE":

@@ -78,7 +78,7 @@ _OFF = {  # settings that read or write the pool in ways of their own, and their
 
 
 def refusal() -> str:
-    """Why the installed SGLang cannot run it; empty where it can."""
+    """Reason why the installed SGLang cannot run it; empty if it can."""
     return SGLANG.refusal()
 
 
@@ -153,7 +153,7 @@ def pool_class(original: Callable[..., type], configurator: Any, *, kind: str, d
 
 
 def lacking(configurator: Any, settings: Any, backends: tuple[str, str], platform: str, formats: Formats) -> str:
-    """Why this launch cannot be served, with what to do; empty where it can."""
+    """Reason why this launch cannot be served, with what to do; empty if it can."""
     if {*backends} != {BACKEND}:
         return f"has an attention backend of its own: pass --attention-backend {BACKEND}"
     if platform not in ("cpu", "cuda"):

@@ -2,7 +2,7 @@
 
 The cache hands the model's attention the new keys and values as :class:`Handed`, tensors with which nothing can be
 computed.  The attention registered here knows them, writes what they stand for and attends to the whole cache.  A
-model that takes any other way to its keys is told so by its first operation on them, instead of attending to the new
+model that takes any other way to its keys fails at its first operation on them, instead of attending to the new
 ones alone.
 """
 
@@ -24,7 +24,7 @@ _NOT_DONE = ("position_bias", "sinks", "head_mask", "alibi", "indices")  # what 
 
 
 class Layer(Protocol):
-    """What a handed tensor leads to."""
+    """Layer that a handed tensor leads to."""
 
     window: int
 
@@ -139,7 +139,7 @@ def _is_padding(mask: Tensor) -> bool:
 
 
 def _looks_ahead(mask_function: Callable[..., Any] | None, batch: int, queries: int, offset: int) -> bool:
-    """Whether a query sees the token behind it: blocks of images do, encoders do."""
+    """Whether a query sees the token after it: blocks of images do, encoders do."""
     if mask_function is None or queries < 2:
         return False
     at = torch.arange(offset, offset + queries - 1)[None, :]

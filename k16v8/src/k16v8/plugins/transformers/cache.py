@@ -66,7 +66,7 @@ class _PagedAttention:
     kernels: Kernels | None  # that write
     reader: Kernels | None  # that attend
     held: PagedCache | None
-    # of the Transformers class behind it
+    # of the Transformers base class
     is_initialized: bool
     is_sliding: bool
     cumulative_length: int
@@ -278,7 +278,7 @@ class PagedKVCache(DynamicCache):
         return tuple(dict.fromkeys(layer.reader.name for layer in self.paged if layer.reader is not None))
 
     def storage(self) -> tuple[PagedCache, ...]:
-        """What each layer with keys and values holds."""
+        """Contents of each layer with keys and values."""
         return tuple(layer.held for layer in self.paged if layer.held is not None)
 
     @property
@@ -287,7 +287,7 @@ class PagedKVCache(DynamicCache):
         return len(self.storage())
 
     def bytes(self) -> int:
-        """Bytes really held: the memory behind keys, values and scales, free places in pages included."""
+        """Bytes really held: the memory of keys, values and scales, free places in pages included."""
         return sum(_bytes(held) for held in self.storage())
 
     def bytes_per_token(self) -> float | None:
@@ -338,7 +338,7 @@ def _bytes(held: PagedCache) -> int:
 
 
 def bytes_per_place(held: PagedCache) -> float:
-    """Bytes of the memory behind keys, values and scales for each place that a token can take."""
+    """Bytes of the memory of keys, values and scales for each place that a token can take."""
     return _bytes(held) / (held.k_cache.shape[0] * held.page)
 
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch lie in pages: blocks handed out, given back, and what kernels are told of a forward.
+"""Places of a batch's tokens in pages: blocks handed out, given back, and the arguments of kernels for a forward.
 
 Attention layers with one window on one device see the same tokens, so they share one :class:`Pages`; each has its own
 storage of as many blocks.  Padding takes no room.  Positions count from the first token that is still held: attention
@@ -64,7 +64,7 @@ class Step:
 
 
 class Pages:
-    """``window``: a query sees so many tokens, itself included; 0 for all.  ``page``: tokens in a page."""
+    """``window``: tokens that a query sees, itself included; 0 for all.  ``page``: tokens in a page."""
 
     def __init__(self, page: int, window: int, device: torch.device) -> None:
         self._page, self._window, self._device = page, window, device
@@ -100,7 +100,7 @@ class Pages:
         return self._step
 
     def keep_first(self, tokens: int) -> None:
-        """Go on after the first ``tokens`` of each sequence; the blocks behind them are given back.
+        """Continue after the first ``tokens`` of each sequence; later blocks are given back.
 
         Raises:
             NotSupportedError: pages before a window were given back, or some tokens are padding.
@@ -175,7 +175,7 @@ class Pages:
         return dropped
 
     def _make_room(self, needed: int) -> Tensor | None:
-        """At least ``needed`` free blocks; after a long prompt behind a window the storage shrinks again."""
+        """Ensure at least ``needed`` free blocks; after a long prompt with a window the storage shrinks again."""
         used = self._blocks - len(self._free)
         total = used + needed
         if self._window and self._blocks > 2 * total + len(self._rows):

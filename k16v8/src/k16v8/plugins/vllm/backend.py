@@ -1,4 +1,4 @@
-"""The attention backend behind :mod:`k16v8.plugins.vllm.plugin`; imported by vLLM, by name.
+"""The attention backend of :mod:`k16v8.plugins.vllm.plugin`; imported by vLLM, by name.
 
 Every step writes its tokens into the pages first (``do_kv_cache_update``) and attends to the pages then, so prompts in
 chunks and cached prefixes are one case: each sequence's last tokens over the whole of it.  vLLM puts sequences that
@@ -58,7 +58,7 @@ _ON_CPU = current_platform.device_type == "cpu"
 
 
 class K16V8Backend(AttentionBackend):
-    """What vLLM asks before it builds a layer."""
+    """The attention backend that vLLM asks before it builds a layer."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = _DTYPES
@@ -324,7 +324,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         held.warm_up(kernels, self.num_heads, spec.dtype, self._options(), device, queries)
 
     def spec(self, spec: AttentionSpec, layer_name: str, layers: int) -> AttentionSpec:
-        """What a layer of the model's ``layers`` takes of the cache.
+        """Return the cache specification of a layer of the model's ``layers``.
 
         Raises:
             NotImplementedError: the model cannot have these formats.

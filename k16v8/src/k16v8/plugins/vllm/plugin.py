@@ -75,7 +75,7 @@ _BACKEND = "k16v8.plugins.vllm.backend.K16V8Backend"
 
 
 def refusal() -> str:
-    """Why the installed vLLM cannot run it; empty where it can."""
+    """Reason why the installed vLLM cannot run it; empty if it can."""
     return VLLM.refusal()
 
 
@@ -125,7 +125,7 @@ def pages(cache: Tensor, head_dim: int, formats: Formats) -> Pages:
     of_values = raw.shape[3] - of_keys - of_scales
 
     def part(first: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Of each token ``size`` bytes, behind ``first`` of all tokens: ``[blocks, tokens, heads, …]``."""
+        """View ``size`` bytes of each token, after ``first`` of all tokens: ``[blocks, tokens, heads, …]``."""
         held = run[..., tokens * first : tokens * (first + size)].view(dtype)
         return held.view(blocks, heads, tokens, -1).transpose(1, 2)
 
