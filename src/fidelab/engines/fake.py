@@ -263,7 +263,7 @@ class FakeEngine(Engine):
         return logits[: self._width]
 
     def _noisy(self, rows: Floats) -> Floats:
-        """A copy of log-probabilities [rows, V]; with ``noise``, each with its own, normalised again."""
+        """Copy of log-probabilities [rows, V].  With ``noise``, each gets its own, then rows are normalized."""
         if not self._noise:
             return rows.copy()
         shaken = rows + self._random.normal(scale=self._noise, size=rows.shape)
@@ -340,12 +340,12 @@ def _first(value: str | None, arm: Arm) -> int | None:
 
 
 def _for_way(value: str, arm: Arm) -> str | None:
-    """The ``WAY:n`` behind ``LABEL:`` where that is this arm's KV label or is absent; else ``None``."""
+    """``WAY:n`` after ``LABEL:``; ``None`` if the label is present and not this arm's KV label."""
     words = value.split(":")
     return ":".join(words[-2:]) if ":".join(words[:-2]) in ("", arm.kv.label) else None
 
 
 def _for(value: str, arm: Arm) -> str | None:
-    """The value behind ``LABEL:`` where that is this arm's KV label or is absent; else ``None``."""
+    """Value after ``LABEL:``; ``None`` if the label is present and not this arm's KV label."""
     label, _, rest = value.rpartition(":")
     return rest if label in ("", arm.kv.label) else None

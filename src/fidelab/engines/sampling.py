@@ -13,7 +13,7 @@ from fidelab.captures.requests import Sampling
 
 
 def draw(logits: NDArray[Any], sampling: Sampling, prompt: Sequence[int], step: int) -> int:
-    """Token ``step`` behind ``prompt``, from logits ``[V]``; a token with NaN where there is one.
+    """Token ``step`` after ``prompt``, from logits ``[V]``; a token with NaN where there is one.
 
     Nucleus sampling: of the probabilities ``softmax(logits / temperature)``, largest first, the fewest that add up to
     ``top_p`` at least (Holtzman et al., "The curious case of neural text degeneration", 2020).  The number that

@@ -1,4 +1,4 @@
-"""What the ways of serving have in common: what goes before a window, counts, and what they prove."""
+"""Shared code of the serving modes: requests before a window, counts, and the proof by counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Asked = TypeVar("Asked")
 
 @dataclass(frozen=True)
 class Counted:
-    """What happened to the request whose rows are a window's answer.
+    """Counts of the request whose rows are a window's answer.
 
     Attributes:
         steps: of each forward that it took part in: its tokens that were in the cache before, its tokens that were
@@ -35,10 +35,10 @@ class Ways(ABC, Generic[Asked]):
     """Answers the windows of one request in its way, by the requests of one engine.
 
     Attributes:
-        request: what was asked.
-        windows: up to their last row; none is wanted of what follows.
-        counted: what happened to each.
-        tokens: processed.
+        request: the request for windows.
+        windows: tokens up to the last requested row.
+        counted: counts of each window.
+        tokens: tokens processed.
     """
 
     def __init__(self, request: Served) -> None:
@@ -73,8 +73,7 @@ class Ways(ABC, Generic[Asked]):
     def written(self, index: int, prompt: Tokens, continuation: Tokens) -> Asked:
         """A request that reads a prompt and writes a continuation token by token, the last of them, too.
 
-        A token is written when it is fed to decode the one behind it, so that one more is decoded, which nobody asks
-        for.
+        A token is written when it is fed to decode the next one, so one more token is decoded than requested.
         """
 
     @abstractmethod
@@ -87,7 +86,7 @@ class Ways(ABC, Generic[Asked]):
 
     @abstractmethod
     def evict(self, index: int) -> int:
-        """Read a window, and have others take its places in the cache; returns how many tokens lost theirs."""
+        """Read a window, let others take its places in the cache, and return how many tokens lost theirs."""
 
     def chunks(self, size: int) -> AbstractContextManager[None]:
         """Within it, prompts are read in pieces of this size."""
@@ -101,11 +100,11 @@ def other_prompt(request: Served, window: Tokens) -> Tokens:
 
 
 def proof(request: Served, windows: Sequence[Counted], block: int = 1, most: int = 0) -> dict[str, Any]:
-    """``engaged`` with the counts of the window that shows least of the way, or ``not_engaged``: why.
+    """``engaged`` with the counts of the window that proves the mode least, or ``not_engaged`` and why.
 
     Args:
-        request: what was asked.
-        windows: what happened to each window.
+        request: the request for windows.
+        windows: counts of each window.
         block: tokens that the prefix cache keeps together.
         most: tokens that a forward takes, where the engine splits what is longer, so that a window may be read in as
             many pieces as that needs, and others in its batch may have ended before the last of them; 0: nothing is.
@@ -127,7 +126,7 @@ def proof(request: Served, windows: Sequence[Counted], block: int = 1, most: int
 
 
 def _fault(request: Served, counted: Counted, block: int, most: int) -> str:
-    """Why a window was not answered in the way that was asked for; empty where it was."""
+    """Reason why a window was not answered in the requested serving mode; empty if it was."""
     way, size, crowd = request.way, request.size, 1 + len(request.others)
     if not counted.steps:
         return "no forward was counted"

@@ -1,4 +1,4 @@
-"""Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of our formats.
+"""Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of fidelab's formats.
 
 Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transformers``: whichever that chooses itself,
 ``k16v8``: that package's kernels over pages), ``dequant`` (``fused``, the default with these kernels: they convert what
@@ -121,7 +121,7 @@ def _loading(arm: Arm) -> dict[str, Any]:
 
 
 def _unreadable_quantization(arm: Arm) -> str | None:
-    """Why Transformers cannot load a quantized checkpoint here; ``None`` where it can, and for all others."""
+    """Reason why Transformers cannot load a quantized checkpoint here; ``None`` if it can, or for unquantized ones."""
     try:
         config = json.loads((Path(arm.path) / "config.json").read_text("utf-8")).get("quantization_config")
     except (OSError, ValueError, AttributeError):
@@ -152,7 +152,7 @@ class _Shared:
 
 
 def _precision() -> dict[str, Any]:
-    """What torch lets a GPU do with less precision than the types say, for the record."""
+    """Operations that torch allows a GPU to do in reduced precision, for the record."""
     import torch
 
     matmul = torch.backends.cuda.matmul
@@ -240,7 +240,7 @@ class HFEngine(Engine):
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
         # For a 32-bit reference, the model's own 16-bit cache.  A 16-bit cache in a 16-bit model has no nearer arm:
-        # every other format takes the same attention path, so the noise floor is the only noise.
+        # every other format takes the same attention path, so run-to-run noise is the only noise.
         return native if str(reference.k) == str(reference.v) == "f32" else None
 
     def open(self, arm: Arm) -> None:
@@ -455,7 +455,7 @@ class HFEngine(Engine):
             if request.rows:
                 steps.append(self._model.rows(states[:, -1], logits[:, -1]))
             sink.progress(processed, decoded=processed if step else 0)
-            best = logits[:, -1].max(dim=-1)  # the first of equals; NaN wins
+            best = logits[:, -1].max(dim=-1)  # the first of equal logits; NaN wins
             scores, chosen = best.values.tolist(), best.indices
             if sampling is not None:
                 last = logits[:, -1].float().cpu().numpy()
@@ -478,7 +478,7 @@ class HFEngine(Engine):
     def _shared_prefix(self, prompts: Sequence[tuple[int, ...]], sink: Sink) -> _Shared | None:
         """The common prefix of all prompts, computed once; ``None`` where it is short or would change the answers.
 
-        It would change them with sliding windows, where padding behind the prefix takes positions, and with scales
+        It would change them with sliding windows, where padding after the prefix takes positions, and with scales
         that are fitted to the first write.
         """
         first, last = min(prompts), max(prompts)  # all others begin with what these two have in common

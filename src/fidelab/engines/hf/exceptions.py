@@ -22,7 +22,7 @@ _QUERIES = 256  # at once
 
 @dataclass
 class Band:
-    """What is exact besides the content that a cache hands over, which is as the last query sees it.
+    """Exact tokens besides the content that a cache returns, which is as the last query sees it.
 
     ``exact``: ``[B, heads, T, D]``, zeros where no query of this forward sees the token as it was.
     """

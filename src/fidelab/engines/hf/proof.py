@@ -124,9 +124,9 @@ class Proof:
     """Evidence for the formats of an arm.
 
     Args:
-        kv: the formats that were asked for.
-        k, v: what encodes keys and values.
-        seed: from which layers and positions are drawn until :meth:`begin` gives another one.
+        kv: the requested formats.
+        k, v: encoders of keys and values.
+        seed: layers and positions are drawn from it until :meth:`begin` sets another one.
     """
 
     def __init__(self, kv: KVSpec, k: Format, v: Format, seed: int = 0) -> None:
@@ -274,7 +274,7 @@ class Proof:
     # ----------------------------------------------------------------------------------------- comparison
 
     def _look(self, evidence: _Evidence, layer: int, storage: Any, inputs: Any, outputs: Any) -> None:
-        """Compare stored parts with what was written and with what the cache returns."""
+        """Compare stored parts with the tensors that were written and those that the cache returns."""
         for side, (written, out) in enumerate(zip(inputs, outputs, strict=True)):
             store = (storage.k, storage.v)[side]
             parts, scale = store.parts, store.scale
@@ -358,7 +358,7 @@ class Proof:
         evidence.numbers[side] += written.numel()
 
     def _compare(self, evidence: _Evidence, layer: int, inputs: Any, outputs: Any, received: Any) -> None:
-        """Compare what attention is given with what the cache returned."""
+        """Compare the arguments of attention with the tensors that the cache returned."""
         for side, (written, out, tensor) in enumerate(zip(inputs, outputs, received, strict=True)):
             if tensor.shape != out.shape:
                 evidence.opened["received"] = _UNSEEN
@@ -368,7 +368,7 @@ class Proof:
         evidence.received.add(layer)
 
     def _look_paged(self, evidence: _Evidence, layer: int, storage: Any, inputs: Any, called: _Called) -> None:
-        """Compare stored pages with what was written, and the kernels' output with attention over both."""
+        """Compare stored pages with the written tensors, and the kernels' output with attention over both."""
         row = _whole_row(storage.step.mask)
         if row is None:
             return
@@ -406,7 +406,7 @@ class Proof:
     def _reached(self, evidence: _Evidence, side: int, layer: int, moved: Tensor, due: Tensor) -> None:
         """The share ``c`` of the shift that is ``due`` to the format which the output shows: 1 where it was read.
 
-        Rounding of the output is no part of ``due``, so that it leaves ``c`` an error of ``|moved - c due| /
+        Rounding of the output is not part of ``due``, so that it leaves ``c`` an error of ``|moved - c due| /
         (|due| sqrt(n))``; where that is large, the question stays open.
         """
         size = float(due.norm())

@@ -101,7 +101,7 @@ class Completions(Dialect):
 
     def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
         body = self._body(prompt, max_tokens=n, stream=True)
-        if self._additions:  # a prefix that the server remembers is no cold prefill
+        if self._additions:  # a prefix in the server's cache is not a cold prefill
             body |= {"ignore_eos": True, "cache_salt": uuid.uuid4().hex, "stream_options": {"include_usage": True}}
         counted = None
         total = 0

@@ -1,9 +1,9 @@
-"""SGLang in the worker process, its schedulers beside it; keys and values in the types that SGLang has, one for both,
+"""SGLang in the worker process with separate scheduler processes; keys and values in the types that SGLang has, one for both,
 or as a pair (``k16v8``, ``int8/int4``, …) by a backend of the package k16v8.
 
 Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-backend``, ``sampling-backend``,
 ``mem-fraction-static``, ``max-total-tokens``, ``context-length``, ``page-size``, ``quantization``,
-``chunked-prefill-size``, ``cuda-graph`` (on, off; off unless told), ``estimator`` (hidden, logprobs), and whatever else
+``chunked-prefill-size``, ``cuda-graph`` (on, off; default off), ``estimator`` (hidden, logprobs), and all options that
 ``sglang.launch_server --help`` names, checked by SGLang's own parser.
 
 - **States** are those after the final norm, kept by a hook inside the schedulers (``engines/sglang/capture.py``); the
@@ -14,10 +14,10 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
   ``chunked-prefill-size`` lets later pieces read what earlier ones stored.  ``torch_native``, on CPUs, reads the cache.
 - **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, of which
   other requests have a part of their own each.
-- **Forced** continuations go token by token through the cache: the hook replaces what was sampled.
+- **Forced** continuations go token by token through the cache: the hook replaces the sampled tokens.
 - **Speculation** (``speculative-algorithm`` and SGLang's further options of that name): a verification computes rows
   for a tree of drafts, of which none is kept, so generated text has no rows and forced text is not measurable.
-- For a server that runs elsewhere there is engine ``openai``.
+- Engine ``openai`` is for a server that runs elsewhere.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class SGLangEngine(Engine):
     # ------------------------------------------------------------------------------------------- requests
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
-        prompts = [window[: request.last + 1] for window in request.windows]  # no row is wanted of what follows
+        prompts = [window[: request.last + 1] for window in request.windows]  # no row of later tokens is requested
         for batch in self._batches([(len(window), 1) for window in prompts], _TOGETHER[self._kind]):
             requests = [SGLangRequest(prompts[i], first=request.first, live=self._sentinel(i)) for i in batch]
             for index, response in zip(batch, self._ask(requests), strict=True):

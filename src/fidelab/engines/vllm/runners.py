@@ -1,7 +1,7 @@
 """vLLM's two model runners as one: after each step, which tokens of which request were computed and sampled.
 
-vLLM picks the runner: V2 on CUDA for most models, V1 elsewhere, and what ``VLLM_USE_V2_MODEL_RUNNER`` says where it is
-set.  :class:`RunnerV1` and :class:`RunnerV2` wrap a runner's sampling and call back with a :class:`Step` between the
+vLLM picks the runner: V2 on CUDA for most models, V1 elsewhere, and the choice of ``VLLM_USE_V2_MODEL_RUNNER`` if it
+is set.  :class:`RunnerV1` and :class:`RunnerV2` wrap a runner's sampling and call back with a :class:`Step` between the
 sampling and everything that reads its tokens, so tokens can still be replaced.
 
 V1 keeps a request's parameters, blocks and tokens in ``requests``.  V2 keeps them in arrays by slot: parameters are
@@ -67,7 +67,7 @@ class Step(ABC):
 
     @abstractmethod
     def force(self, share: Share, token: int) -> None:
-        """Replace what was sampled for a request by one token, and reject its drafts."""
+        """Replace the sampled tokens of a request by one token, and reject its drafts."""
 
     @abstractmethod
     def rejected(self) -> list[int]:
@@ -84,7 +84,7 @@ class RunnerV1:
 
     def __init__(self, runner: Any, after: After) -> None:
         self._runner, self._after = runner, after
-        self._state: Any = None  # what vLLM has between a forward and its sampling
+        self._state: Any = None  # vLLM's state between a forward and its sampling
         self._sample_tokens: Callable[..., Any] = runner.sample_tokens
         self._sample: Callable[..., Any] = runner._sample
         runner.sample_tokens = self.sample_tokens
