@@ -1,4 +1,4 @@
-"""What this machine is: its processor, GPUs and memory, and the commit that runs."""
+"""Description of this machine: its processor, GPUs and memory, and the commit that runs."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def _file_text(path: Path) -> str:
 
 @cache
 def source_commit() -> str | None:
-    """The commit that fidelab's own code is of, ``…-dirty`` where tracked files differ from it.
+    """Commit of fidelab's own code, ``…-dirty`` where tracked files differ from it.
 
-    Of a checkout git says it, of a package installed from a repository its metadata; of any other it is unknown.
+    It comes from git for a checkout, and from the metadata for a package installed from a repository, else unknown.
     """
     import json
     import subprocess

@@ -155,12 +155,12 @@ def explain(lines: list[str]) -> str | None:
 
 
 def explain_exit(returncode: int, dump: Sequence[str] = (), fault: str | None = None) -> str:
-    """Describe an exit status, and the place of a crash.
+    """Describe an exit status and the place of a crash.
 
     Args:
-        returncode: as ``subprocess`` has it: a signal's number is negative.
-        dump: what faulthandler wrote (see :func:`split_dump`): names the Python function.
-        fault: what the kernel wrote (see :func:`kernel_fault`): names the library.
+        returncode: as in ``subprocess``: negative for a signal.
+        dump: faulthandler's text (see :func:`split_dump`), which names the Python function.
+        fault: the kernel's record (see :func:`kernel_fault`), which names the library.
     """
     if returncode >= 0:
         return f"the worker exited with status {returncode}"
@@ -179,7 +179,7 @@ def explain_exit(returncode: int, dump: Sequence[str] = (), fault: str | None = 
 _DUMP = "Fatal Python error: "
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _WRONG_CODE = (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)
-# Words of the kernel's line for each signal; x86 says more than "segfault".
+# Words of the kernel's line for each signal; x86 has more than "segfault".
 _TRAPS = {
     signal.SIGSEGV: ("segfault", "general protection"),
     signal.SIGILL: ("invalid opcode",),
@@ -201,7 +201,7 @@ def crashed_in_code(returncode: int) -> bool:
 
 
 def split_dump(lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A log, and what faulthandler wrote at its end when the process crashed."""
+    """Split a log from faulthandler's text at its end after a crash."""
     at = next((i for i, line in enumerate(lines) if line.startswith(_DUMP)), len(lines))
     return list(lines[:at]), list(lines[at:])
 
@@ -211,11 +211,11 @@ def kernel_fault(pid: int, returncode: int, since: float, libraries: Path | None
 
     Args:
         pid: the process; its threads have numbers of their own, higher than this.
-        returncode: as ``subprocess`` has it.
-        since: the process' start (``time.monotonic``), seconds; older records are of others.
-        libraries: a folder that may hold the library; the kernel writes its name alone.
+        returncode: as in ``subprocess``.
+        since: the process' start (``time.monotonic``), seconds; older records belong to other processes.
+        libraries: a folder that may hold the library; the kernel writes only its name.
 
-    ``None`` where the log cannot be read (most users may not) or says nothing.
+    ``None`` if the log cannot be read (most users may not) or has no record.
     """
     if not crashed_in_code(returncode):
         return None

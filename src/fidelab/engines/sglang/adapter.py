@@ -1,4 +1,4 @@
-"""SGLang in the worker process with separate scheduler processes; keys and values in the types that SGLang has, one for both,
+"""SGLang, its schedulers in processes of their own; keys and values in the types that SGLang has, one for both,
 or as a pair (``k16v8``, ``int8/int4``, …) by a backend of the package k16v8.
 
 Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-backend``, ``sampling-backend``,

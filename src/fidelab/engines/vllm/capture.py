@@ -260,7 +260,7 @@ class _Hook:
                     path.write_text(str(share.generated + faults[0]))
 
     def _states(self, asked: Mapping[str, Any], start: int, tokens: slice) -> None:
-        """Keep the states of this step's tokens, from position ``start`` on; write them when the last one has arrived."""
+        """Keep the states of this step's tokens, from position ``start`` on; write them after the last one."""
         import torch
 
         assert self._layers is not None
@@ -306,8 +306,8 @@ class _Hook:
     def _compare(self, request: str) -> None:
         """Compare the recorded keys and values with the blocks of the request, in any layout.
 
-        Layouts differ by backend, so the numbers are compared as sorted lists: the blocks must hold the written numbers,
-        rounded to the format, and nothing else (a fresh cache holds zeros).  k16v8's backend knows its pages and
+        Layouts differ by backend, so the numbers are compared as sorted lists: the blocks must hold the written
+        numbers, rounded to the format, and nothing else (a fresh cache holds zeros).  k16v8's backend knows its pages and
         compares itself.  Every layer is compared, and the worst one kept.
         """
         for handle in self._handles:
@@ -358,7 +358,7 @@ class _WatchedWrite:
 
 
 def _matches(compared: Mapping[str, Any]) -> float:
-    """Sort key: share of written numbers that a layer holds; layers that cannot be read back come first."""
+    """Sort key: share of written numbers that a layer holds; an unreadable layer ranks just below a full match."""
     matches = compared["matches"]
     return 1.0 - 1e-6 if matches is None else float(matches)
 

@@ -69,7 +69,7 @@ class _Ways(Ways[VLLMRequest]):
         return VLLMRequest(window, 1, **rows, reuse=way.startswith("prefix") or way == "evicted")
 
     def evict(self, index: int) -> int:
-        """Evict as many tokens as the longest window needs, by reading as many windows as that holds."""
+        """Read a window, then others until the pool is full; return how many of its tokens lost their blocks."""
         window, others, block = self.windows[index], self.request.others, self._model.block_size
         [own] = self.run([VLLMRequest(window, 1, counted=True)])
         blocks = set(self._model.counted()[own]["blocks"][: len(window) // block])
