@@ -115,7 +115,7 @@ class _Item:
 class Degeneration(Axis):
     """Share of prompts on which the candidate's text degenerates earlier than the reference's.
 
-    A sequence that ends is judged up to its end: stopping is no degeneration.  See docs/metrics.md#degeneration.
+    A sequence that ends is judged up to its end: stopping is not degeneration.  See docs/metrics.md#degeneration.
     """
 
     name: ClassVar[str] = "degeneration"

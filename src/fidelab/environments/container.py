@@ -68,7 +68,7 @@ class Image:
 class Container:
     """One container and its access to this machine.
 
-    ``writes``: folders in which it may write; ``reads``: paths that it may only read; ``devices``: whether it has the GPUs;
+    ``writes``: folders in which it may write; ``reads``: read-only paths; ``devices``: whether it has the GPUs;
     ``network``: whether it has the machine's network.
     """
 

@@ -28,7 +28,7 @@ _SGLANG_NEEDS = ("triton==3.8.0", "xgrammar==0.2.7")  # also imported on CPUs; t
 class Step:
     """One call of pip: packages, or the lines of a list.
 
-    ``alone``: without their requirements; ``fresh``: past pip's cache, which has one build of a version for all devices;
+    ``alone``: no requirements; ``fresh``: without pip's cache, which keeps one build of a version for all devices;
     ``compiled``: built from source; ``seconds``: typical, on two cores.
     """
 
@@ -55,7 +55,7 @@ class Recipe:
 
     ``build``: the required build (cuda, hip, cpu) if pip may bring another; ``variables`` are set for
     pip unless the user has set them.  ``fallback``: variables that replace some of them in a conservative build, for
-    machines that cannot run the first one; empty without a fallback.  ``cmake``: a file of this folder that the build reads.
+    machines that cannot run the first one; empty without one.  ``cmake``: a file of this folder that the build reads.
     ``shims``: folders of this folder that the engine's interpreter sees before its packages, in every run.
     ``trial_seconds``: typical seconds of the trial.
     """

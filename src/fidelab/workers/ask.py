@@ -104,7 +104,7 @@ def kv_names(engine: type[Engine]) -> list[str]:
 
 
 def _formats(engine: type[Engine], store: str | None) -> dict[str, str]:
-    """Refusals by format.  Importing an engine takes seconds, so they are cached while nothing they depend on changes."""
+    """Refusals by format.  Importing an engine takes seconds, so they are cached until something changes."""
     now = state((*engine.packages, *engine.examined), variables_of(engine, os.environ)) if store else None
     if not store or now is None:
         return _refusals(engine)

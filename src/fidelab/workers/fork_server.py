@@ -31,7 +31,7 @@ _LOST = -signal.SIGKILL  # return code of a worker whose server has gone before 
 
 
 class Forked:
-    """A forked worker with part of the interface of :class:`subprocess.Popen`.  ``report``: pipe with its return code."""
+    """A forked worker, with part of :class:`subprocess.Popen`'s interface.  ``report``: pipe of its return code."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], report: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout

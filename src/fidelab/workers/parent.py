@@ -197,7 +197,7 @@ class Worker:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stderr,
-                    env={**os.environ, "PYTHONSAFEPATH": "1", **self._env},  # files in the user's folder are not modules
+                    env={**os.environ, "PYTHONSAFEPATH": "1", **self._env},  # the user's files are not modules
                     start_new_session=True,  # Ctrl-C reaches only this process, which ends the whole group
                 )
             except OSError as error:

@@ -1,4 +1,4 @@
-"""The set of checks: what is asked, what the right answer is, and how an answer is read."""
+"""The set of checks: questions, right answers, and how answers are read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _number(value: str) -> Judge:
 
 
 def _name(right: str, *wrong: str) -> Judge:
-    """The answer names the right one, and none of the wrong ones beside it."""
+    """Whether the answer names the right one and none of the wrong ones."""
 
     def judge(text: str) -> Judged:
         names = parse.named(text, (right, *wrong))

@@ -307,8 +307,8 @@ class _Hook:
         """Compare the recorded keys and values with the blocks of the request, in any layout.
 
         Layouts differ by backend, so the numbers are compared as sorted lists: the blocks must hold the written
-        numbers, rounded to the format, and nothing else (a fresh cache holds zeros).  k16v8's backend knows its pages and
-        compares itself.  Every layer is compared, and the worst one kept.
+        numbers, rounded to the format, and nothing else (a fresh cache holds zeros).  k16v8's backend compares its own
+        pages.  Every layer is compared, and the worst one kept.
         """
         for handle in self._handles:
             handle.remove()
