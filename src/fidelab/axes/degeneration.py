@@ -211,7 +211,7 @@ def _sentence(items: Sequence[_Item], n: int) -> str:
     return f"garbage from token ~{at} in {len(items)} of {n} prompts (reference: {reference})"
 
 
-# ------------------------------------------------------------------------------------- what there is to see
+# ------------------------------------------------------------------------------------- plots and texts
 
 
 def _metrics(items: Sequence[_Item], seed: int) -> list[Metric]:

@@ -1,7 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness, answered by any arm. See docs/metrics.md#lm-eval.
 
 The harness builds a task's requests, and its filters and metrics score the answers; in between, arms answer from
-captures like any other.  Continuations whose log-likelihood is asked for (multiple choice, ``loglikelihood``,
+captures like any other.  Continuations whose log-likelihood is requested (multiple choice, ``loglikelihood``,
 ``loglikelihood_rolling``) are forced token by token; ``generate_until`` is a greedy continuation that is cut at the
 task's stop strings afterwards.  Prompts are tokenized as the harness' own ``hf`` model does.
 

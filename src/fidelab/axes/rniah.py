@@ -47,7 +47,7 @@ from fidelab.metrics.retrieval import (
 from fidelab.results.measurement import Definition, Metric
 
 _SHORT = (512, 2048, 4096)  # for models of up to 8,192 positions
-_LONG = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones are to be asked for
+_LONG = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones must be requested
 _LEAST_PREDICT, _AROUND = 24, 8  # tokens of an answer, and those besides the codes
 _HARM = -5.0  # points; see docs/metrics.md#verdicts
 

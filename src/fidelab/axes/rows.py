@@ -147,7 +147,7 @@ def compare_many(
 ) -> list[RowComparison]:
     """All rows of one item against those of items of many captures, all of hidden states.
 
-    The figures equal those of :func:`compare_item` up to the order of float32 sums.  Reference logits are computed once.
+    Figures equal those of :func:`compare_item` up to the order of float32 sums.  Reference logits are computed once.
     ``scorer``: by default one on the CPU, or numpy where torch is not installed.  ``kl_alone``: without the other
     divergences.
 

@@ -42,7 +42,7 @@ def read_back_proof(matches: float | None, least: float, received: str) -> dict[
     Args:
         matches: share of the numbers that are in the cache as they were written; ``None`` where it cannot be read.
         least: the smallest share at which the format counts as stored.
-        received: why it is unknown what attention read.
+        received: reason why the input of attention is unknown.
     """
     stored, named = "shown", "shown"  # other types would read the same bytes as other numbers
     if matches is None:
@@ -224,7 +224,7 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def versions(cls) -> dict[str, str]:
-        """Versions of the engine and of what it computes with, without importing them."""
+        """Versions of the engine and of its compute libraries, without importing them."""
 
     @classmethod
     @abstractmethod
@@ -272,7 +272,7 @@ class Engine(ABC):
 
     @classmethod
     def as_deployed(cls, arm: Arm) -> Arm:
-        """The arm as a server would run it where it leaves that open: what benches time.
+        """The arm with a server's defaults for its open settings, for benchmarks.
 
         Captures may need settings that nobody deploys, such as layers that run one by one.
         """
@@ -311,12 +311,12 @@ class Engine(ABC):
         Third-party packages are imported here.
 
         Raises:
-            EngineError: it cannot be loaded; NotSupportedError: it cannot do what the arm asks.
+            EngineError: it cannot be loaded; NotSupportedError: it lacks a feature that the arm needs.
         """
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Token ids without special tokens: only to check that the engine's tokenizer agrees with ours."""
+        """Token ids without special tokens, only to check the engine's tokenizer against fidelab's."""
 
     @abstractmethod
     def answer(self, request: Request, sink: Sink) -> Answer:

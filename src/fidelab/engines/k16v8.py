@@ -60,7 +60,7 @@ def is_pair(kv: KVSpec) -> bool:
 
     That is so where the sides differ, and where both are of a format that the engines do not have: integers with a
     scale for each token and head, and FP8 with such scales.  ``fp8_e4m3`` for both is the engine's own, and so is a
-    16-bit format but for ``bf16[kernels=k16v8]``, which tells what the kernels cost from what a format does.
+    16-bit format but for ``bf16[kernels=k16v8]``, which separates the kernels' cost from a format's.
     """
     return not kv.same or kv.k.name in _ALONE or kv.k.options in (_PER_HEAD, _KERNELS)
 

@@ -117,7 +117,7 @@ def parse_options(
         known: names besides the parser's, for the error.
 
     Raises:
-        UsageError: there is no such option, or the engine refuses the value; in the engine's own words.
+        UsageError: there is no such option, or the engine refuses the value.  The text is the engine's own.
     """
 
     def refuse(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Tokens drawn from logits with a seed, the same in every batch: for engines that hand over their logits."""
+"""Tokens drawn from logits with a seed, the same in every batch: for engines that return their logits."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Nothing is inferred from its answers.  Sources, by engine:
 
 - ``vllm``: the metric ``cache_config_info``, ``/v1/models``, and of the log the line with all settings;
 - ``sglang``: ``/server_info``, ``/v1/models``, and of the log the line about the cache;
-- ``llamacpp``: ``/props`` (of ``llama-server``), and of the log what the context prints.
+- ``llamacpp``: ``/props`` (of ``llama-server``), and of the log the context's lines.
 
 A log is only there for servers that fidelab started.  Without it fewer settings are known, which is not a difference.
 """

@@ -60,7 +60,7 @@ class About:
         device: the build's device if the machine has one, else cpu.
         provenance: for each distribution ``stock``, ``modified: …`` or ``built from …``.
         shims: path and hash of the folders on PYTHONPATH besides fidelab.
-        variables: variables of its environment that may change what it computes
+        variables: variables of its environment that may change its results
             (:func:`~fidelab.engines.variables.variables_of`).
     """
 
@@ -356,7 +356,7 @@ class _There(EngineAnswers):
         )
 
     def _obituary(self, what: str) -> str:
-        """Why the process ended before it had answered."""
+        """Reason why the process ended before its answer."""
         code = self._process.wait()
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode("utf-8", "replace").splitlines() if line.strip()]

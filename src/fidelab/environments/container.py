@@ -112,7 +112,7 @@ class Container:
                 stderr=subprocess.DEVNULL,
                 timeout=_LIMIT,
                 check=False,
-                start_new_session=True,  # Ctrl-C, which ends us, lets it finish
+                start_new_session=True,  # Ctrl-C ends this process and lets it finish
             )
 
 

@@ -41,8 +41,8 @@ _EXCEPTION = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] +)?((?:\w+\.)*\
 class Served:
     """A server that was started here.
 
-    ``begun``: when its process began, as the system counts (another one for a pid that is used again).  ``arm``: what
-    was declared, an :class:`Arm` as plain data.
+    ``begun``: start of its process in system ticks, which differs when a pid is reused.  ``arm``: the declared
+    :class:`Arm` as plain data.
     """
 
     name: str

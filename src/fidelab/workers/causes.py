@@ -191,7 +191,7 @@ _TRAPS = {
 _FAULT = re.compile(r"\[(?P<task>\d+)\]:? .* in (?P<library>[^\[\s]+)\[(?:(?P<offset>[0-9a-f]+),)?[0-9a-f]+\+")
 _HEAD = re.compile(r"\d+,\d+,(?P<microseconds>\d+),")
 _KMSG = Path("/dev/kmsg")
-_RECORD = 8192  # bytes; the kernel hands over one record per read
+_RECORD = 8192  # bytes; the kernel returns one record per read
 _SKEW = 1.0  # seconds by which the clock of the kernel's log may be off
 
 
@@ -207,7 +207,7 @@ def split_dump(lines: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def kernel_fault(pid: int, returncode: int, since: float, libraries: Path | None = None) -> str | None:
-    """The library, and its function where ``nm`` can tell, in which a process crashed, by the kernel's own log.
+    """Library in which a process crashed, and its function if ``nm`` finds it, from the kernel's log.
 
     Args:
         pid: the process; its threads have numbers of their own, higher than this.

@@ -293,7 +293,7 @@ def _listen(inbox: int, further: Further, on_end: Callable[[], None]) -> None:
 
 
 def _exit_orphaned() -> None:
-    if os.getpgrp() == os.getpid():  # the engine's own processes go with us
+    if os.getpgrp() == os.getpid():  # the engine's own processes end, too
         os.killpg(0, signal.SIGKILL)
     os._exit(ORPHANED)
 

@@ -309,7 +309,7 @@ class Worker:
                 self._done = True
 
     def _obituary(self, returncode: int) -> str:
-        """Why the process ended without a message, and where."""
+        """Reason and place of an end of the process without a message."""
         assert self._process is not None
         _, dump = split_dump(_tail(self._log, self._log_start))
         python = Path(shutil.which(self._command[0]) or self._command[0])

@@ -81,7 +81,7 @@ def _instructions(column: int, arch: int) -> bytes:
 
 def _limit(limits: dict[str, int]) -> None:
     """CPU seconds, bytes of memory and of output; no processes, no core file."""
-    import resource  # not on Windows, where this module is only asked for its tables
+    import resource  # not on Windows, where only this module's tables are read
 
     ceilings = {
         resource.RLIMIT_CPU: limits["cpu_s"],
@@ -96,7 +96,7 @@ def _limit(limits: dict[str, int]) -> None:
 
 
 def _die_with(parent: int, libc: ctypes.CDLL) -> None:
-    """Be killed when the process that started us ends, also where it has ended already, of which no signal comes."""
+    """Request SIGKILL at the parent's end, and exit if the parent has ended already, which sends no signal."""
     if libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
         sys.exit("whoever started the sandbox has ended")
 

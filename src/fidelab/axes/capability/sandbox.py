@@ -43,7 +43,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a program ended, what it printed, and its uncaught exception or signal in one line."""
+    """Result of a program: its end, its output, and its uncaught exception or signal in one line."""
 
     ended: Literal["finished", "failed", "timed out"]
     output: str

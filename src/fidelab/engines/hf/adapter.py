@@ -5,7 +5,7 @@ Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transforme
 they read; ``unpack``: the cache is decoded to the compute type before attention, as with every other attention),
 ``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped),
 ``weights`` (formats to which linear weights are rounded: see weights.py), and those of ``from_pretrained``:
-``device-map``, ``max-memory``, ``quantization-config``, ``tp-plan`` and ``experts-implementation``.  Unless told,
+``device-map``, ``max-memory``, ``quantization-config``, ``tp-plan`` and ``experts-implementation``.  By default,
 attention is k16v8 on a GPU where it is installed, holds the formats of all arms that are compared and runs the model,
 and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
 attention may hand it a latent as keys and the rotary part as values.
@@ -111,7 +111,7 @@ _ATTENTION = (
 _DTYPES = ("float32", "bfloat16", "float16")
 _SENTINEL_ROWS = 8
 _BATCH_TOKENS = 8192  # of windows in one forward on a GPU: enough to fill one
-_SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with
+_SHARED_PREFIX = 128  # minimum tokens of a common prefix that pays off
 
 
 def _loading(arm: Arm) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _unreadable_quantization(arm: Arm) -> str | None:
 
 @dataclass(frozen=True)
 class _Shared:
-    """The cache of what all prompts of a request begin with."""
+    """Cache of the common prefix of all prompts of a request."""
 
     tokens: int
     cache: EncodedCache
@@ -165,7 +165,7 @@ def _precision() -> dict[str, Any]:
 
 
 class HFEngine(Engine):
-    """Transformers behind the engine contract."""
+    """Engine adapter of Transformers."""
 
     name: ClassVar[str] = "hf"
     examined: ClassVar[tuple[str, ...]] = ("transformers",)
@@ -481,7 +481,7 @@ class HFEngine(Engine):
         It would change them with sliding windows, where padding after the prefix takes positions, and with scales
         that are fitted to the first write.
         """
-        first, last = min(prompts), max(prompts)  # all others begin with what these two have in common
+        first, last = min(prompts), max(prompts)  # all others begin with the common prefix of these two
         same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(map(len, prompts)))
         tokens = min(same, min(map(len, prompts)) - 1)
         if len(prompts) < 2 or tokens < _SHARED_PREFIX or not self._model.padding:
@@ -520,7 +520,7 @@ def _has_exceptions(spec: FormatSpec) -> bool:
 
 
 def _shape_refusal(arm: Arm) -> str | None:
-    """Why a format's rotation or groups do not fit the head dimension, as far as the model's config names it."""
+    """Reason why a format's rotation or groups do not fit the head dimension, if the model's config has it."""
     sides = [spec for spec in (arm.kv.k, arm.kv.v) if {"rotate", "axis"} & dict(spec.options).keys()]
     head_dim = hf_kernels.shape_of(arm.path).head_dim if sides else None
     if head_dim is None:

@@ -31,7 +31,7 @@ def options_of(kv: KVSpec) -> dict[str, Any]:
 
 
 def refusal(arm: Arm) -> str | None:
-    """Why the kernels cannot run an arm, as far as is known without loading its model."""
+    """Reason why the kernels cannot run an arm, as far as known without loading its model."""
     if reason := k16v8.missing():
         return f"attention={NAME} {reason}"
     try:

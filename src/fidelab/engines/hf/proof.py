@@ -1,7 +1,7 @@
 """Check on layers of a Transformers model, while it answers, that a format reached attention.
 
 The first prefill and the first decode step of a process are observed in every layer that has the format.  Later ones
-are observed in sentinel layers: three, drawn anew for each.  Of the forwards of a request, prefills and decode steps
+are observed in sentinel layers: three, drawn again for each.  Of the forwards of a request, prefills and decode steps
 apart, the first is observed, then one of the next two, one of the next four, and so on.  The draws come from the seed
 of the request, which the parent process derives from the key of the capture.  Three questions:
 
@@ -335,7 +335,7 @@ class Proof:
         names: list[str],
         out: Tensor,
     ) -> None:
-        """Record the format's name, whether it was stored, and how much of ``out`` differs from what was written."""
+        """Record the format's name, whether it was stored, and the share of ``out`` that differs from the input."""
         parts, written, scale = stored
         asked, fresh = self._asked[side], written.shape[2]
         if asked.name not in KNOWN:

@@ -130,7 +130,7 @@ class _Serving:
         return [torch.cat(found) for found in rows]
 
     def _kept(self, states: Tensor, logits: Tensor, start: int, end: int) -> Tensor:
-        """Of the rows ``start`` … ``end`` - 1 of one sequence those that are asked for."""
+        """Requested rows among ``start`` … ``end`` - 1 of one sequence."""
         low, high = max(self._request.first, start) - start, min(self._request.last + 1, end) - start
         part = slice(low, max(low, high))
         return self._model.rows(states[part], logits[part])

@@ -173,7 +173,7 @@ def assigned(
                 what = f"weights={text or rule.format}: {pattern} names no weight of this model"
                 raise UsageError(f"{what}; {_known(pattern, weights)}")
         for weight in weights:
-            # A weight that is usually left alone is asked for by its own name, not by one that includes it.
+            # A weight that is not rounded by default must be named itself, not by a name that includes it.
             own = any(pattern.rpartition(".")[2] == weight.kind and _names(pattern, weight) for pattern in rule.only)
             named = own or (weight.usual and (not rule.only or any(_names(p, weight) for p in rule.only)))
             if named and not any(_names(pattern, weight) for pattern in rule.skip):

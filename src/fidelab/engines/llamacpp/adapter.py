@@ -1,6 +1,6 @@
 """llama.cpp in-process, through llama-cpp-python: GGUF models, every KV format of ggml, keys and values apart.
 
-Engine options (``--engine-arg``): ``flash-attn`` (on, off; on unless told: V formats of less than 16 bits need it),
+Engine options (``--engine-arg``): ``flash-attn`` (on, off; default on: V formats of less than 16 bits need it),
 ``n-gpu-layers`` (all on a GPU, none on a CPU), ``n-batch`` and ``n-ubatch`` (tokens per call and per graph, 512), and
 the numbers and switches of ``llama_context_params`` and ``llama_model_params`` by their names, with dashes.
 ``model-draft`` (a model that drafts) or ``spec-type=ngram-simple`` (prompt lookup, n-grams of ``spec-ngram-size-n``
@@ -17,7 +17,7 @@ tokens, 12), with ``draft-max`` (tokens of a draft, 16): speculative decoding by
 - **Rotation**: builds of 2026 multiply keys and values by a Hadamard matrix before they quantize them;
   ``LLAMA_ATTN_ROT_DISABLE=1`` turns that off.  The runtime info has ``k_rotated`` and ``v_rotated``.
 - On CUDA, unequal formats of K and V need a build with all flash-attention kernels, else attention runs on the CPU;
-  ``graph_splits`` tells.
+  ``graph_splits`` shows it.
 - The compute types are the file's: ``dtype`` is not passed on.
 """
 
@@ -102,7 +102,7 @@ _CONTROLLED: Mapping[str, str] = {
 
 
 class LlamaCppEngine(Engine):
-    """llama.cpp behind the engine contract."""
+    """Engine adapter of llama.cpp."""
 
     name: ClassVar[str] = "llamacpp"
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
@@ -304,7 +304,7 @@ class LlamaCppEngine(Engine):
         )
 
     def _try_out(self) -> None:
-        """Decode a few tokens: refuse what cannot run, measure the bytes per token, and read the cache back.
+        """Decode a few tokens: refuse arms that cannot run, measure the bytes per token, and read the cache back.
 
         Raises:
             NotSupportedError: the model keeps no keys and values.
@@ -357,7 +357,7 @@ class LlamaCppEngine(Engine):
         if self.estimator_for(self._arm) is not Estimator.HIDDEN or isinstance(request, Timed):
             return None
         if isinstance(request, Generate) and (self._speculation is not None or not request.rows):
-            return None  # the rows of drafts that are verified come in another order than they were asked for
+            return None  # verified drafts change the order of the rows
         if self._head is None:
             if self._reads.head is None:
                 raise EngineError(f"llama.cpp's graph has no product that gives the logits: {USE_LOGPROBS}")
@@ -548,7 +548,7 @@ class _Serving:
         self.counted: list[Counted] = []
 
     def answer(self, window: Tokens) -> list[Floats]:
-        """Logits [≤ 64, V] of the rows that are asked for, in order."""
+        """Logits [≤ 64, V] of the requested rows, in order."""
         request, size, context = self._request, self._request.size, self._context
         context.clear()
         kept = lost = 0

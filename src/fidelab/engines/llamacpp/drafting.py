@@ -100,7 +100,7 @@ def verified(context: LlamaContext, drafter: Drafter, texts: Mapping[int, Sequen
     """Verify drafts: return the logits [n, V] of the next tokens of each text, of which all but one were drafted.
 
     ``texts``: sequence → its tokens, of which all but the last are in the cache.  Afterwards all but the token that
-    the last row gives are there, as if each had been decoded by itself.
+    the last row gives are there, as if each had been decoded alone.
     """
     drafts = drafter.propose(texts)
     out: dict[int, Floats] = {}

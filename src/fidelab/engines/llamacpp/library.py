@@ -231,7 +231,7 @@ class States:
         self.callback = dict(native.llama_context_params._fields_)["cb_eval"](self._see)
 
     def take(self, n: int) -> Floats:
-        """The rows [n, d] since the last call, in the order of the tokens whose logits were asked for.
+        """The rows [n, d] since the last call, in the order of the tokens whose logits were requested.
 
         Raises:
             EngineError: there are more, or fewer.

@@ -13,11 +13,11 @@ ids where the server takes them).
   the bound stays one.
 - **Text instead of ids**: a server that takes or returns only text has it tokenized again; ``ran`` says so, and such
   generated ids are not compared with a server's own.
-- **Forced requests** are one prefill: the API feeds no token by itself.  ``facts`` says so.
+- **Forced requests** are one prefill: the API cannot feed single tokens.  ``facts`` says so.
 - **Windows as the server computes them**, as far as a client can bring it about: alone through an empty cache, after a
-  prefix that it remembers, in a batch.  Its own counts of the tokens that it did not compute prove a hit; that requests
-  were computed together no server tells, so what counts is that all were sent before the first was answered.
-- Otherwise, whether a prefix came from the server's cache is not controlled; what the server reports about it is in
+  prefix that it remembers, in a batch.  Its own counts of the tokens that it did not compute prove a hit; no server
+  reports a batch, so it counts if all requests were sent before the first was answered.
+- Otherwise, whether a prefix came from the server's cache is not controlled; the server's report about it is in
   ``facts``.
 """
 
@@ -98,7 +98,7 @@ _OPTIONS: Mapping[str, Value] = {
 
 
 class OpenAIEngine(Engine):
-    """A server behind the engine contract."""
+    """Engine adapter of a server with an OpenAI-compatible API."""
 
     name: ClassVar[str] = "openai"
     estimator: ClassVar[Estimator] = Estimator.TOPK

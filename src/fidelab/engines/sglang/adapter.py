@@ -9,9 +9,9 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 - **States** are those after the final norm, kept by a hook inside the schedulers (``engines/sglang/capture.py``); the
   head is the loaded one.  A few rows of every request are compared with the engine's own logits.
 - **The cache's type is fixed at launch**, so an arm is a launch.  The prefix cache is off, and so are overlapped
-  scheduling (it samples while the next step runs) and, unless asked for, chunked prefill and CUDA graphs.
+  scheduling (it samples while the next step runs) and, unless requested, chunked prefill and CUDA graphs.
 - **A prefill in one piece need not read the cache**: backends on CUDA may compute it from the keys and values at hand.
-  ``chunked-prefill-size`` lets later pieces read what earlier ones stored.  ``torch_native``, on CPUs, reads the cache.
+  ``chunked-prefill-size`` lets later pieces read the cache of earlier ones.  ``torch_native``, on CPUs, reads the cache.
 - **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, of which
   other requests have a part of their own each.
 - **Forced** continuations go token by token through the cache: the hook replaces the sampled tokens.
@@ -72,7 +72,7 @@ _UNFORCED = "SGLang cannot force tokens while it speculates: take the same arm w
 
 
 class SGLangEngine(Engine):
-    """SGLang behind the engine contract."""
+    """Engine adapter of SGLang."""
 
     name: ClassVar[str] = "sglang"
     packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
@@ -146,7 +146,7 @@ class SGLangEngine(Engine):
             raise
 
     def _try_out(self, ranks: int) -> None:
-        """Run two tokens: check what was loaded, read the cache back, and check that the head replays the logits."""
+        """Run two tokens: check the loaded model, read the cache back, and check that the head replays the logits."""
         self._about, first = self._session.describe()
         unfilled = self._about["unfilled_parameters"]
         if unfilled:

@@ -15,7 +15,7 @@ says it cannot read), and all options that ``vllm serve --help`` names, checked 
 - **Windows run one at a time**, so that a window's states cannot depend on the rest of the batch; generated and
   forced sequences are batched.
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
-- **Speculation**: rows of drafts, and of tokens that were rejected, are in no capture.  Forced continuations reject all
+- **Speculation**: captures leave out rows of drafts and of rejected tokens.  Forced continuations reject all
   drafts.  A prefill and a timed request run as they are.
 - **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, which no
   other request reads.
@@ -67,7 +67,7 @@ _FP8 = ("fp8", "fp8_e4m3")  # caches with which vLLM may quantize queries
 
 
 class VLLMEngine(Engine):
-    """vLLM behind the engine contract."""
+    """Engine adapter of vLLM."""
 
     name: ClassVar[str] = "vllm"
     packages: ClassVar[tuple[str, ...]] = PACKAGES

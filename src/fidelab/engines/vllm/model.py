@@ -84,12 +84,12 @@ class VLLMModel:
     """One ``vllm.LLM`` with fidelab's capture in its workers.  ``mark`` is called at the end of each start-up phase.
 
     ``serving``: with a prefix cache, read only by requests that opt in, and room for a server's batch.
-    ``layerwise``: states of layers will be asked for, which a compiled model does not show.
+    ``layerwise``: states of layers will be requested, which a compiled model does not expose.
     ``cached``: by key of a finished request, how many of its tokens vLLM says that it found in the prefix cache.
 
     Raises:
         EngineError: vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
-        NotSupportedError: vLLM's kernels cannot do what the arm asks, or the model keeps no keys and values.
+        NotSupportedError: vLLM's kernels lack a feature that the arm needs, or the model keeps no keys and values.
     """
 
     def __init__(

@@ -138,8 +138,8 @@ def _speculation(model: VLLMModel, ranks: Sequence[Mapping[str, Any]]) -> dict[s
 def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> str | None:
     """Format of the arm if the cache proves it, else the format found.
 
-    Proof: the backend lists the format, all layers have it, and the content read back is what was written, in the type
-    of that name: a cache called float16 may hold bfloat16.  For formats that cannot be read back (blocks with scales
+    Proof: the backend lists the format, all layers have it, and the content read back equals the written numbers in the
+    type of that name: a cache called float16 may hold bfloat16.  For formats that cannot be read back (blocks with scales
     of their own, latents) the first two suffice.
     """
     kv_name, dtype = arm.kv.k.name, layers[0]["dtype"]
@@ -241,7 +241,7 @@ def _scales(arm: Arm, rows: Sequence[Mapping[str, Any]], layers: Sequence[Layer]
 
 
 def _layers_with_scales(folder: Path) -> set[int | None]:
-    """Layers whose scales are in a checkpoint; ``None`` for a scale of no numbered layer."""
+    """Layers whose scales are in a checkpoint; ``None`` for a scale outside numbered layers."""
     return {
         next((int(part) for part in name.split(".") if part.isdecimal()), None)
         for path in folder.glob("*.safetensors")

@@ -5,7 +5,7 @@ is set.  :class:`RunnerV1` and :class:`RunnerV2` wrap a runner's sampling and ca
 sampling and everything that reads its tokens, so tokens can still be replaced.
 
 V1 keeps a request's parameters, blocks and tokens in ``requests``.  V2 keeps them in arrays by slot: parameters are
-noted when the scheduler hands over a request, the other values are read from the arrays.
+noted when the scheduler passes a request on, the other values are read from the arrays.
 """
 
 from __future__ import annotations
