@@ -178,7 +178,7 @@ class AxisScore:
         return len(np.unique(self.clusters[self.usable]))
 
     def mean(self) -> float | None:
-        """Σnum/Σden over the usable items; ``None`` where there is none."""
+        """Σnum/Σden over the usable items; ``None`` if there is none."""
         return ratio_estimate(self.items())
 
     def mean_interval(self, seed: int) -> tuple[float, float] | None:
@@ -199,7 +199,7 @@ class AxisScore:
         return SCORE(ratio_estimate(self.items(), self.transform), interval, headline=headline)
 
     def excess_over(self, control: AxisScore, seed: int) -> PairedDifference | None:
-        """This minus the control over the items usable on both, by paired difference, both at this arm's ``part``.
+        """Paired difference of this arm and the control over the items usable on both, at this arm's ``part``.
 
         ``None``: no item is usable on both, or one of them is a lower bound alone.
         """
@@ -294,7 +294,7 @@ class Axis:
 
     @property
     def n_looks(self) -> int:
-        """How often it looks at most whether more has to be asked."""
+        """Maximum number of looks at whether more requests are needed."""
         return 1
 
     def look(self, part: str) -> int:

@@ -83,7 +83,7 @@ class DegenerationSettings(AxisSettings):
 
 @dataclass(frozen=True)
 class _Text:
-    """One generation without the token that ended it, and where it degenerates."""
+    """One generation without its stop token, and its onset of degeneration."""
 
     ids: Sequence[int]
     onset: Onset | None

@@ -249,7 +249,7 @@ def _targets(request: Request, item: int) -> NDArray[np.int64]:
 
 
 def _turn_words(pair: Pair, rows: RowComparison, clusters: NDArray[np.int64], seed: int) -> Iterator[Metric]:
-    """How often tokens of high KL are words at which reasoning turns, and how often all are; none without any."""
+    """Frequency of reasoning-turn words among tokens of high KL and among all tokens; empty without any."""
     request = pair.ref.request
     assert isinstance(request, Forced)
     try:

@@ -223,7 +223,7 @@ def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
 
 
 def _own_length(capture: Capture, ids: Sequence[int], own: int, written: int) -> int | None:
-    """How many tokens the first ``own`` of ``written`` characters took; ``None`` where the budget cut them."""
+    """Number of tokens of the first ``own`` of ``written`` characters; ``None`` if the budget cut them."""
     request = capture.request
     if own < written:
         ends = accumulate(len(capture.text([token])) for token in ids)

@@ -432,7 +432,7 @@ def _cut_of(part: str) -> int:
 
 
 def _nested(sizes: Sequence[int], n: int) -> list[list[int]]:
-    """Of ``n`` windows those of each capture: its windows with those before it, ``sizes``, are evenly spread."""
+    """Windows of each capture out of ``n``; a capture's windows with the earlier ones, ``sizes``, are evenly spread."""
     sets = [list(range(n))]
     for size in reversed(sizes):
         later = sets[0]

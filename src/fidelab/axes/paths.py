@@ -329,7 +329,7 @@ def _noise_of_others(part: str, tails: Mapping[str, float]) -> float:
 def _cell(
     part: str, why: tuple[Status, str] | None, capture: Capture, first: int, at: int | None, theirs: int | None
 ) -> Cell:
-    """How a way ended, its counts, and the alarm."""
+    """Outcome of a way, its counts, and the alarm."""
     if why is not None:
         return Cell(at={"way": part}, status=why[0], reason=why[1])
     counts = capture.manifest["facts"]["engaged"]

@@ -323,7 +323,7 @@ class _RetrievalScore(AxisScore):
         return Cells(self.base[self.usable], self.num[self.usable], self.cell[self.usable])
 
     def score(self, seed: int, *, headline: bool = True) -> Metric:
-        """By :func:`retrieval_score`; null if the reference finds nothing."""
+        """Score by :func:`retrieval_score`; null if the reference finds nothing."""
         if self.not_measurable:
             return SCORE(None, headline=headline)
         cells = self.by_cell()

@@ -40,7 +40,7 @@ def read_back_proof(matches: float | None, least: float, received: str) -> dict[
     """``proof`` of an engine whose cache is read back.
 
     Args:
-        matches: share of the numbers that are in the cache as they were written; ``None`` where it cannot be read.
+        matches: share of the numbers that are in the cache as they were written; ``None`` if it cannot be read.
         least: the smallest share at which the format counts as stored.
         received: reason why the input of attention is unknown.
     """
@@ -96,7 +96,7 @@ def answer_with_head(
 
 
 class Sink(Protocol):
-    """Where answers stream to."""
+    """Destination of streamed answers."""
 
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
         """One item's arrays: ``hidden`` [rows, d] or ``logprobs`` [rows, V] float16; ``ids`` [n] for Generate."""
@@ -105,7 +105,7 @@ class Sink(Protocol):
         """An item that could not be answered, or whose answer is unusable."""
 
     def progress(self, tokens: int, decoded: int = 0) -> None:
-        """Tokens processed since the last call, of which so many were decoded or fed one by one."""
+        """Tokens processed since the last call, and the number of these decoded or fed one by one."""
 
 
 def add_sequence(
@@ -267,7 +267,7 @@ class Engine(ABC):
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
-        """The nearest KV format that should cost nothing against this reference; ``None`` where there is none."""
+        """The nearest KV format that should cost nothing against this reference; ``None`` if there is none."""
         return None
 
     @classmethod
@@ -297,7 +297,7 @@ class Engine(ABC):
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:
-        """Whether the arm's formats hold all keys and values of its compute type; ``None`` where that is not known.
+        """Whether the arm's formats hold all keys and values of its compute type; ``None`` if that is not known.
 
         Two arms of which neither loses anything may give the same output; a format that loses must change it.
         """

@@ -26,7 +26,7 @@ _LLAMA_LIBRARIES = {"cuda": "libggml-cuda", "hip": "libggml-hip"}
 
 
 def provenance(packages: Sequence[str]) -> dict[str, str]:
-    """For each distribution that is installed: ``stock``, ``modified: …`` or ``built from …``.
+    """State of each installed distribution: ``stock``, ``modified: …`` or ``built from …``.
 
     ``stock``: the hashes of all its Python files are those of the package's RECORD; compiled files are not read.
     """
@@ -180,7 +180,7 @@ def _label(distribution: metadata.Distribution) -> str:
 
 
 def _source(distribution: metadata.Distribution) -> str | None:
-    """Where a distribution was installed from, if not from a package index."""
+    """Source of a distribution that was not installed from a package index."""
     try:
         direct = json.loads(distribution.read_text("direct_url.json") or "null")
     except ValueError:

@@ -157,7 +157,7 @@ def _has_scales(side: FormatSpec) -> bool:
 
 
 def content_bytes(kv: KVSpec, head_dim: int, v_dim: int, *, skipped: bool = False) -> int:
-    """Bytes of one head of one token in a pair's pages: codes, and a float16 scale where there is one.
+    """Bytes of one head of one token in a pair's pages: codes, and a float16 scale if it has one.
 
     ``skipped``: in a layer that keeps 16 bits for both.
     """
@@ -168,7 +168,7 @@ def content_bytes(kv: KVSpec, head_dim: int, v_dim: int, *, skipped: bool = Fals
 
 
 def scales_of(kv: KVSpec) -> dict[str, str]:
-    """Where the scales of a pair come from, and how many values share one, for the record."""
+    """Source of a pair's scales, and how many values share one, for the record."""
     if _has_scales(kv.k) or _has_scales(kv.v):
         return {"scale_source": "dynamic", "scale_granularity": "per token and head"}
     return {"scale_source": "default 1.0", "scale_granularity": "per tensor"}
@@ -236,7 +236,7 @@ def missing() -> str:
 
 
 def installed_version() -> str | None:
-    """The package's version; ``None`` where it is not installed."""
+    """The package's version; ``None`` if it is not installed."""
     try:
         spec = find_spec(K16V8)
     except ImportError:

@@ -32,7 +32,7 @@ class Counted:
 
 
 class Ways(ABC, Generic[Asked]):
-    """Answers the windows of one request in its way, by the requests of one engine.
+    """Answers the windows of one request in its serving mode, by the requests of one engine.
 
     Attributes:
         request: the request for windows.
@@ -48,7 +48,7 @@ class Ways(ABC, Generic[Asked]):
         self.tokens = 0
 
     def answer(self) -> None:
-        """Answer the windows one by one; those that are written token by token are so together, which takes long."""
+        """Answer the windows one by one.  Those written token by token take long and are batched."""
         way, size = self.request.way, self.request.size
         if way == "decode":
             self.rows(range(len(self.windows)))
@@ -71,7 +71,7 @@ class Ways(ABC, Generic[Asked]):
 
     @abstractmethod
     def written(self, index: int, prompt: Tokens, continuation: Tokens) -> Asked:
-        """A request that reads a prompt and writes a continuation token by token, the last of them, too.
+        """Request that reads a prompt and writes a continuation token by token, its last token included.
 
         A token is written when it is fed to decode the next one, so one more token is decoded than requested.
         """

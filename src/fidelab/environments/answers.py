@@ -85,12 +85,12 @@ class EngineAnswers(ABC):
 
     @cached_property
     def about(self) -> About:
-        """How the engine is installed."""
+        """Installation of the engine."""
         fields = self._ask("about")
         return About(**{**fields, "estimator": Estimator(fields["estimator"]), "shims": tuple(fields["shims"])})
 
     def formats(self) -> dict[str, str]:
-        """For each KV format that may be written for this engine why it cannot run here, empty where it can.
+        """KV formats that may be written for this engine, each with the reason why it cannot run here (else empty).
 
         The answers are those of :meth:`verdict` for a model that computes in bfloat16.
         """
@@ -115,7 +115,7 @@ class EngineAnswers(ABC):
 
     @property
     def estimator(self) -> Estimator:
-        """How the engine obtains distributions unless an option says otherwise."""
+        """Default estimator: how the engine obtains distributions."""
         return self.about.estimator
 
     @property
@@ -124,23 +124,23 @@ class EngineAnswers(ABC):
         return self.about.checkpoint_format
 
     def versions(self) -> dict[str, str]:
-        """As :meth:`Engine.versions`."""
+        """See :meth:`Engine.versions`."""
         return dict(self._ask("versions"))
 
     def kv_names(self) -> list[str]:
-        """As :meth:`Engine.kv_names`, with ``k16v8`` where the engine has both halves of it."""
+        """See :meth:`Engine.kv_names`; includes ``k16v8`` if the engine has both halves of it."""
         return list(self._ask("kv_names"))
 
     def check_kv(self, kv: KVSpec) -> None:
-        """As :meth:`Engine.check_kv`."""
+        """See :meth:`Engine.check_kv`."""
         self._ask("check_kv", kv=kv)
 
     def supports(self, arm: Arm) -> Support:
-        """As :meth:`Engine.supports`."""
+        """See :meth:`Engine.supports`."""
         return Support(*self._ask("supports", arm=arm))
 
     def control_for(self, reference: KVSpec, native: str) -> str | None:
-        """As :meth:`Engine.control_for`."""
+        """See :meth:`Engine.control_for`."""
         name = self._ask("control_for", kv=reference, native=native)
         return None if name is None else str(name)
 
@@ -216,14 +216,14 @@ class Assumed(EngineAnswers):
 
 
 class _Here(EngineAnswers):
-    """In this process."""
+    """An engine in this process."""
 
     def _ask(self, question: str, **fields: Any) -> Any:
         return answer(ENGINES.load(self.environment.engine), question, **fields)
 
 
 class _There(EngineAnswers):
-    """In a process of its environment, started at once and asked one question after another."""
+    """An engine in a process of its environment, which starts at once and takes one question after another."""
 
     def __init__(self, environment: Environment, limit: float, files: Sequence[str]) -> None:
         super().__init__(environment)

@@ -60,7 +60,7 @@ class Image:
         return any(Path(word).name == "ssh" for word in self.program[:-1])
 
     def call(self, *words: str) -> list[str]:
-        """The command line that says this to docker."""
+        """Command line of this container for docker."""
         return _call(self.program[:-1], [self.program[-1], *words])
 
 

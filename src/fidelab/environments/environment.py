@@ -1,4 +1,4 @@
-"""Which interpreter an engine has: this one, one that the user names, or an environment that was installed for it."""
+"""Interpreter of an engine: this one, one that the user names, or that of an installed environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")  # groups of entry poi
 
 @dataclass(frozen=True)
 class Environment:
-    """Where one engine runs.
+    """Environment in which one engine runs.
 
     ``prefix`` is a command that starts the interpreter on another machine (docker, ssh, srun), or on this one
     (``local``: env, nice, numactl); ``pythonpath`` are the user's shim folders, which the engine's environment sees
@@ -318,7 +318,7 @@ def link_folder() -> Path:
 
 
 def _about(name: str) -> tuple[str, str, str, str]:
-    """Name, version, folder and entry points for engines of a package; no entry points where it runs from source."""
+    """Name, version, folder and entry points for engines of a package; no entry points if it runs from source."""
     package = import_module(name)
     points = metadata.distribution(name).entry_points if is_installed(name) else ()
     lines = []

@@ -38,7 +38,7 @@ def graphics(root: Path = Path("/")) -> dict[str, Any]:
 
 @cache
 def machine() -> str:
-    """The processor and the GPUs: kernels that run on one machine run on another one with the same."""
+    """Processor and GPUs; equal machines run the same kernels."""
     return "; ".join([cpu_name(), *graphics().get("gpus", [])])
 
 

@@ -67,7 +67,7 @@ class Stage:
     after: float
 
     def left(self, seconds: float) -> float:
-        """Expected seconds until the end, where this step has taken so many."""
+        """Expected seconds until the end, given the seconds of this step so far."""
         return max(0.0, self.expected - seconds) + self.after
 
 
@@ -163,7 +163,7 @@ def _starts(python: str) -> bool:
 
 
 def _aside(folder: Path) -> Path:
-    """Where the environment lies that is being replaced."""
+    """Folder of the environment that is being replaced."""
     return folder.with_name(f".{folder.name}.replaced")
 
 

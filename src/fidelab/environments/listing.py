@@ -95,7 +95,7 @@ def asking(
 
 
 def chosen(places: Sequence[Installed]) -> dict[str, Installed]:
-    """By engine the first place that works, else the first one."""
+    """First working environment of each engine, else its first one."""
     found: dict[str, Installed] = {}
     for place in places:
         if place.engine not in found or (found[place.engine].problem is not None and place.problem is None):
@@ -104,7 +104,7 @@ def chosen(places: Sequence[Installed]) -> dict[str, Installed]:
 
 
 def _places(engine: str) -> Iterator[Installed]:
-    """Where one engine is: environments without their answers, or the problem."""
+    """Environments of one engine without their answers, or the problem."""
     try:
         cls: type[Engine] = ENGINES.load(engine)
         here = provided_here(cls)

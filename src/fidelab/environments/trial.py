@@ -64,7 +64,7 @@ def faults_of(trials: Mapping[str, Trial]) -> dict[str, str]:
 
 
 def diagnose(arm: Arm, environment: Environment) -> str:
-    """Return why a failed arm's KV format does not run on a small model either; empty where it does.
+    """Return why a failed arm's KV format does not run on a small model either; empty if it does.
 
     Only environments that fidelab made are tried, since they keep the result: plans refuse the format from then on.
     """

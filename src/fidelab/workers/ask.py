@@ -98,7 +98,7 @@ def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
 
 
 def kv_names(engine: type[Engine]) -> list[str]:
-    """The KV formats that may be written for an engine: its own, and ``k16v8`` where it has both halves."""
+    """The KV formats that may be written for an engine: its own, and ``k16v8`` if it has both halves."""
     names = [str(name) for name in engine.kv_names()]
     return [*names, K16V8] if engine.separate_kv and "fp8_e4m3" in names and K16V8 not in names else names
 

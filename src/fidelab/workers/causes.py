@@ -264,7 +264,7 @@ def _kernel_log() -> list[str]:
 
 
 def _python_function(dump: Sequence[str]) -> str | None:
-    """The innermost Python function of the crashed thread, or of the main thread where that has none."""
+    """The innermost Python function of the crashed thread, or of the main thread if that has none."""
     begins = [i for i, line in enumerate(dump) if line.startswith(("Current thread ", "Thread "))]
     current = [i for i in begins if dump[i].startswith("Current")]
     for line in dump[(current or begins[-1:] or [0])[0] :]:

@@ -83,7 +83,7 @@ class ForkServer:
         self.close = weakref.finalize(self, _close, self._socket, process)  # at the latest when nobody needs it
 
     def start(self, stderr: int) -> Forked | None:
-        """A new worker whose standard error is the descriptor ``stderr``; ``None`` where the server cannot fork."""
+        """A new worker whose standard error is the descriptor ``stderr``; ``None`` if the server cannot fork."""
         pipes = [os.pipe() for _ in range(3)]
         (their_in, our_in), (our_out, their_out), (our_report, their_report) = pipes
         try:

@@ -457,7 +457,7 @@ def _nvidia_memory() -> dict[str, int]:
 
 
 def _amd_memory() -> dict[str, int]:
-    """MiB in use on AMD devices, by number in the order of their PCI addresses, as the kernel says it."""
+    """MiB in use on AMD devices, by number in the order of their PCI addresses, from the kernel."""
     found = {}
     for file in _DRM.glob("card*/device/mem_info_vram_used"):
         with contextlib.suppress(OSError, ValueError):

@@ -22,7 +22,7 @@ KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
 
 @dataclass(frozen=True)
 class Judged:
-    """A verdict and its reason.  ``passed`` is ``None`` where the answer cannot be judged here."""
+    """A verdict and its reason.  ``passed`` is ``None`` if the answer cannot be judged here."""
 
     passed: bool | None
     reason: str = ""
@@ -84,7 +84,7 @@ def _json(expected: str) -> Judge:
 
 
 def _words(text: str) -> Judged:
-    """Some text that is neither noise nor a few words over and over."""
+    """Whether a text is neither noise nor a few repeated words."""
     words = re.findall(r"[^\W\d_]+", text.casefold())
     if not words:
         return Judged(False, "no word")

@@ -117,7 +117,7 @@ print(json.dumps(report))
 
 @lru_cache(maxsize=1024)
 def run_task(task: Task, answer: str) -> tuple[bool | None, str]:
-    """Run the program in an answer on the task's inputs: passed, or ``None`` where it cannot be run, and the reason."""
+    """Run the program in an answer on the task's inputs: passed, or ``None`` if it cannot be run, and the reason."""
     if reason := sandbox.unavailable():
         return None, reason
     program = python_source(answer, task.name)

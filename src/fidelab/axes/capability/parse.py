@@ -82,12 +82,12 @@ def lines_of(text: str) -> list[str]:
 
 
 def json_value(text: str) -> Any:
-    """The first JSON object or array in a text; ``None`` where there is none."""
+    """The first JSON object or array in a text; ``None`` if there is none."""
     return next(iter(_json_values(text)), None)
 
 
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of the first call in a text; ``None`` where there is none."""
+    """Name and arguments of the first call in a text; ``None`` if there is none."""
     return next(iter(tool_calls(text)), None)
 
 

@@ -368,11 +368,11 @@ class HFEngine(Engine):
 
     @property
     def _on_gpu(self) -> bool:
-        """Where one window alone leaves processors idle; a CPU computes several no faster."""
+        """Whether batches pay off: one window leaves a GPU idle, while a CPU computes several no faster."""
         return self._arm.device != "cpu"
 
     def _prefill_batch(self, request: Prefill, start: int, windows: Sequence[Tokens], sink: Sink) -> None:
-        """Store the rows of windows of one length, the first of which has index ``start``, from one forward."""
+        """Store the rows of windows of one length from one forward; the first window has index ``start``."""
         indices = range(start, start + len(windows))
         ends = {0, len(request.windows) - 1}.intersection(indices) if self._model.hidden else set()
         keep = _SENTINEL_ROWS if ends else 1
@@ -476,7 +476,7 @@ class HFEngine(Engine):
             yield tokens, self._model.stacked([step[row] for step in steps[: len(tokens)]]), failed[row]
 
     def _shared_prefix(self, prompts: Sequence[tuple[int, ...]], sink: Sink) -> _Shared | None:
-        """The common prefix of all prompts, computed once; ``None`` where it is short or would change the answers.
+        """The common prefix of all prompts, computed once; ``None`` if it is short or would change the answers.
 
         It would change them with sliding windows, where padding after the prefix takes positions, and with scales
         that are fitted to the first write.
@@ -514,7 +514,7 @@ class HFEngine(Engine):
 
 
 def _has_exceptions(spec: FormatSpec) -> bool:
-    """As the format says, without importing torch."""
+    """Whether the format keeps some tokens exact, found without importing torch."""
     options = dict(spec.options)
     return bool({"sinks", "tail"} & options.keys()) or options.get("axis") == "channel"
 

@@ -274,7 +274,7 @@ class EncodedCache(DynamicCache):
 
     @property
     def has_recurrent_layers(self) -> bool:
-        """Some layers carry state across tokens that left padding would enter."""
+        """Whether some layers carry state across tokens, which left padding would enter."""
         return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     @property
@@ -322,7 +322,7 @@ class EncodedCache(DynamicCache):
 
     @property
     def has_sliding_layers(self) -> bool:
-        """Some layers see only the last positions, padding among them."""
+        """Whether some layers see only the last positions, padding among them."""
         return any(getattr(layer, "is_sliding", False) for layer in self.layers)
 
     @property
@@ -347,7 +347,7 @@ class EncodedCache(DynamicCache):
         return self._per_token([store.expected_bytes for store in self._stores()])
 
     def packed_bytes_per_token(self) -> float | None:
-        """Bytes per token if emulated formats packed their codes without gaps; ``None`` where none is emulated."""
+        """Bytes per token if emulated formats packed their codes without gaps; ``None`` if none is emulated."""
         if not any(store.format.emulated for store in self._stores()):
             return None
         return self._per_token([store.packed_bytes for store in self._stores()])

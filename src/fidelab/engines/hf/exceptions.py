@@ -32,7 +32,7 @@ class Band:
     read: bool = False  # by attention
 
     def encoded(self, queries: Tensor) -> Tensor:
-        """Which tokens the queries at these positions see encoded: bool ``[Q, T]``."""
+        """Mask of the tokens that the queries at these positions see encoded: bool ``[Q, T]``."""
         ends = [self.format.sinks + self.format.encoded_tokens(at + 1) for at in queries.tolist()]
         at = torch.arange(self.exact.shape[2], device=queries.device)
         return (at >= self.format.sinks) & (at < torch.tensor(ends, device=queries.device)[:, None])

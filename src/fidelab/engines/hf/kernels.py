@@ -77,7 +77,7 @@ def _scaling(spec: FormatSpec) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a checkpoint by its config; ``None`` where that names it otherwise.  The loaded model decides."""
+    """Shape of a checkpoint by its config; ``None`` if that names it otherwise.  The loaded model decides."""
 
     layers: int | None = None
     head_dim: int | None = None

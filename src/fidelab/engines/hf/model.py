@@ -200,7 +200,7 @@ class HFModel:
 
     @property
     def dequant(self) -> str:
-        """Where content is converted: ``fused`` in those kernels, ``unpack`` before attention."""
+        """Place of the conversion: ``fused`` in k16v8's kernels, ``unpack`` before attention."""
         return self._options.get("dequant", "fused") if self.paged else "unpack"
 
     def _kernels_attend(self) -> bool:
@@ -260,7 +260,7 @@ class HFModel:
         self.padding = "position_ids" in self._takes and padded
 
     def _poison(self) -> None:
-        """Where attention's keys and values cannot be compared: check that NaN from the cache reaches the logits."""
+        """Check that NaN from the cache reaches the logits, for attention whose inputs cannot be compared."""
         for layer, side in self.proof.unseen():
             cache = self.new_cache()
             with self.proof.poisoned(cache, layer, side):
@@ -389,7 +389,7 @@ class HFModel:
         return self.head.sentinels if self.head else []
 
     def check_replay(self, states: Tensor, live: Tensor) -> None:
-        """Check, where there is a head, that it replays live logits [n, V] from states [n, d].
+        """Check that the head, if any, replays live logits [n, V] from states [n, d].
 
         Raises:
             EngineError: it does not.

@@ -49,7 +49,7 @@ _PART = "no forward through an empty cache was seen, which alone tells what the 
 
 @dataclass
 class _Evidence:
-    """Observations of one forward.  ``formats``: for K and V the name found in each layer, ``None`` where unknown."""
+    """Observations of one forward.  ``formats``: for K and V the name found in each layer, ``None`` if unknown."""
 
     layers: list[int] = field(default_factory=list)
     formats: tuple[list[str | None], list[str | None]] = field(default_factory=lambda: ([], []))
@@ -110,7 +110,7 @@ class _Forwards:
         self.index = self.start = self.drawn = 0
 
     def is_next_observed(self, draw: random.Random) -> bool:
-        """Count one forward, and whether it is the drawn one of its span: of 1, 2, 4, … forwards."""
+        """Count one forward, and return whether it is the drawn one of its span of 1, 2, 4, … forwards."""
         at, self.index = self.index, self.index + 1
         self.total += 1
         while at > 2 * self.start:
@@ -149,7 +149,7 @@ class Proof:
     # ------------------------------------------------------------------------------------------- answers
 
     def found(self, side: int) -> str | None:
-        """The format of keys (0) or values (1) that was observed; ``None`` where none is proven."""
+        """The format of keys (0) or values (1) that was observed; ``None`` if none is proven."""
         names = self._names[side]
         if not names or None in names or {"stored", "received"} & self._refuted.keys():
             return None
@@ -195,7 +195,7 @@ class Proof:
 
     @contextmanager
     def forward(self, cache: Any, tokens: int) -> Iterator[None]:
-        """One forward of ``tokens`` new positions of each sequence through this cache, observed where it is drawn."""
+        """One forward of ``tokens`` new positions of each sequence through this cache, observed if drawn."""
         if not self._observing:
             yield
             return

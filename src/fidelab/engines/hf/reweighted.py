@@ -191,7 +191,7 @@ class _Sides:
 
 
 class _Rounds:
-    """Which keys and values are rounded, read from the rules of a :class:`Recached` request.
+    """Keys and values to round, read from the rules of a :class:`Recached` request.
 
     ``places``: layer, and head or ``None`` for all of them → formats; ``first``: the lowest layer; ``attention``: the
     attention these formats need, ``None`` for that of the model.

@@ -1,4 +1,4 @@
-"""Which class of Transformers a checkpoint needs, its parameters without their weights, and its decoder layers."""
+"""Transformers' class of a checkpoint, its parameters without their weights, and its decoder layers."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class _Serving:
         return torch.cat(rows)
 
     def _decoded(self, windows: Sequence[Tokens]) -> list[Tensor]:
-        """The rows of windows of one length, whose tokens are fed one by one, together as servers do."""
+        """Rows of windows of one length, whose tokens are fed one by one in a batch, as in servers."""
         cache, size, length = self._model.new_cache(), self._request.size, len(windows[0])
         rows: list[list[Tensor]] = [[] for _ in windows]
         steps = []
@@ -162,7 +162,7 @@ class _Serving:
         return cache
 
     def _generated(self, prefix: Tokens) -> EncodedCache | ArmCache:
-        """The cache of a prefix of which the second half was written one by one."""
+        """Cache of a prefix whose second half was written token by token."""
         cache = self._model.new_cache()
         self._forward(prefix[: len(prefix) // 2], cache)
         for token in prefix[len(prefix) // 2 :]:

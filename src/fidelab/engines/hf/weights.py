@@ -68,7 +68,7 @@ class ModelWeight:
 
 
 def rounding_of(arm: Arm) -> str:
-    """The option ``weights`` of an arm of engine hf; empty where nothing is rounded."""
+    """The option ``weights`` of an arm of engine hf; empty if nothing is rounded."""
     return dict(arm.options).get(WEIGHTS, "") if arm.engine == "hf" else ""
 
 
@@ -122,7 +122,7 @@ def _formats(text: str, rules: Sequence[WeightRule]) -> list[WeightFormat]:
 
 
 def _about(text: str, error: FidelabError) -> FidelabError:
-    """The same error, which says in which option it was found."""
+    """The same error with the name of the option."""
     kind = NotSupportedError if isinstance(error, NotSupportedError) else UsageError
     return kind(f"weights={text}: {str(error).removeprefix('KV format ')}")
 

@@ -64,7 +64,7 @@ class Lookup:
         self.counted = Drafts()
 
     def propose(self, texts: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """As :class:`Drafter` says."""
+        """See :class:`Drafter`."""
         drafts = {sequence: looked_up(text, self._lookup, self._most) for sequence, text in texts.items()}
         return {sequence: draft for sequence, draft in drafts.items() if draft}
 
@@ -78,7 +78,7 @@ class DraftModel:
         self.counted = Drafts()
 
     def propose(self, texts: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """As :class:`Drafter` says."""
+        """See :class:`Drafter`."""
         drafts: dict[int, list[int]] = {sequence: [] for sequence in texts}
         for sequence, text in texts.items():
             held = self._held.setdefault(sequence, [])

@@ -121,7 +121,7 @@ def can_offload() -> bool:
 
 @dataclass(frozen=True)
 class Seen:
-    """Facts about a new context from the log; ``None`` where the log has none, or several that disagree.
+    """Facts about a new context from the log; ``None`` if the log has none, or several that disagree.
 
     Attributes:
         rotated_k, rotated_v: whether keys or values are multiplied by a Hadamard matrix before they are stored.
@@ -138,7 +138,7 @@ class Seen:
 
     @classmethod
     def read(cls, lines: Sequence[str]) -> Seen:
-        """From the log's lines.  Models with sliding layers have a cache of their own for these."""
+        """Parse the log's lines.  Models with sliding layers have a separate cache for these."""
         caches = [match.groups() for line in lines if (match := _CACHE.search(line))]
         flash = {match[1] for line in lines if (match := _ATTENTION.search(line))}
         rotation = {

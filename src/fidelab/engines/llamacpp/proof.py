@@ -55,7 +55,7 @@ class CacheSide:
 
 
 def read_state(state: bytes, tokens: int, layers: int) -> tuple[CacheSide, CacheSide] | None:
-    """Keys and values of the first layer; ``None`` where the state is laid out in another way, or not one cache."""
+    """Keys and values of the first layer; ``None`` if the state is laid out in another way, or not one cache."""
     for start in range(0, min(len(state), 4096 + 64 * tokens) - 8, 4):
         transposed, count = struct.unpack_from("<II", state, start)
         if transposed in (0, 1) and count == layers and (sides := _sides(state, start + 8, tokens, layers, transposed)):
@@ -66,7 +66,7 @@ def read_state(state: bytes, tokens: int, layers: int) -> tuple[CacheSide, Cache
 def read_recurrent(state: bytes, layers: int) -> tuple[list[tuple[str, int]], int] | None:
     """The type and bytes of each state of the recurrent layers, and the bytes of this part of a saved state.
 
-    ``None`` where it is laid out in another way.
+    ``None`` if it is laid out in another way.
     """
     for start in range(_CELL, min(len(state), 4096) - 8, 4):
         if struct.unpack_from("<II", state, start) == (0, layers) and (found := _recurrent(state, start + 8)):

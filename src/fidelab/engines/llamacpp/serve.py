@@ -45,7 +45,7 @@ _SETTINGS = (
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """As :meth:`Engine.serve_command`: ``llama-server``."""
+    """Serve command of ``llama-server``; see :meth:`Engine.serve_command`."""
     words = [PROGRAM, "--model", arm.path, "--host", host, "--port", str(port), "--threads", str(arm.threads)]
     if arm.path != arm.model:
         words += ["--alias", arm.model]

@@ -176,7 +176,7 @@ class OpenAIEngine(Engine):
             raise Refused(f"{self._client.root} answers in another form than its API has ({what})") from error
 
     def tokenize(self, text: str) -> list[int]:
-        """The server's own tokenizer where it lets that be asked, else the model's."""
+        """Token ids from the server's tokenizer if it has an endpoint for it, else from the model's."""
         common = {"model": self._server.model, "add_special_tokens": False}
         forms: dict[str, dict[str, Any]] = {
             "/tokenize": common | {"prompt": text, "content": text, "add_special": False},
@@ -371,7 +371,7 @@ class OpenAIEngine(Engine):
         return {"tokens": sum(map(len, request.prompts)) + generated, "generated": generated}
 
     def _streamed(self, group: Sequence[Tokens], n: int) -> list[list[tuple[float, int]]]:
-        """For each of some prompts that are sent at once: (seconds since the first was sent, tokens) per event."""
+        """Events of prompts that are sent at once: per prompt (seconds since the first was sent, tokens)."""
         self._dialect.forget()
         began = time.perf_counter()
 

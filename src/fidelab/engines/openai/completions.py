@@ -46,7 +46,7 @@ class Completions(Dialect):
     """See the module's docstring."""
 
     def __init__(self, client: Client, model: str, words: Words, prompts: str | None, tops: Sequence[int]) -> None:
-        """Try the server out; ``prompts``: ``ids`` or ``text`` where the user wants one; ``tops``: numbers to try.
+        """Try the server out; ``prompts``: ``ids`` or ``text`` if the user chose one; ``tops``: numbers to try.
 
         Raises:
             EngineError: it completes neither; the message has its answer.
@@ -263,12 +263,12 @@ class Completions(Dialect):
 
 
 def _gap(one: Top, other: Top) -> float:
-    """The largest difference (nats) over the tokens that both report; 1 where there is none."""
+    """Largest difference (nats) over the tokens that both report; 1 without common tokens."""
     return max((abs(one[token] - other[token]) for token in one.keys() & other.keys()), default=1.0)
 
 
 def _cached(answer: Mapping[str, Any]) -> int | None:
-    """Tokens of the prompt that the server says it found in its prefix cache."""
+    """Tokens of the prompt that the server reports as found in its prefix cache."""
     return number(mapping(mapping(answer, "usage"), "prompt_tokens_details"), "cached_tokens")
 
 

@@ -112,6 +112,6 @@ def number(answer: Mapping[str, Any], key: str) -> int | None:
 
 
 def mapping(answer: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """An object field of a server's answer; empty where it is absent or of another type."""
+    """An object field of a server's answer; empty if it is absent or of another type."""
     value = answer.get(key)
     return value if isinstance(value, dict) else {}

@@ -119,7 +119,7 @@ class ImageChats:
         return messages
 
     def _tops(self, choice: Mapping[str, Any], ids: list[int]) -> list[Top] | None:
-        """Log-probabilities of generated tokens, where there is an entry for each of them but a stop token."""
+        """Log-probabilities of generated tokens, if each of them but a stop token has an entry."""
         content = mapping(choice, "logprobs").get("content")
         if not isinstance(content, list) or len(ids) - len(content) not in (0, 1):
             return None

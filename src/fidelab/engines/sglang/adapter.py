@@ -11,7 +11,7 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 - **The cache's type is fixed at launch**, so an arm is a launch.  The prefix cache is off, and so are overlapped
   scheduling (it samples while the next step runs) and, unless requested, chunked prefill and CUDA graphs.
 - **A prefill in one piece need not read the cache**: backends on CUDA may compute it from the keys and values at hand.
-  ``chunked-prefill-size`` lets later pieces read the cache of earlier ones.  ``torch_native``, on CPUs, reads the cache.
+  ``chunked-prefill-size`` lets later pieces read cached earlier ones.  ``torch_native``, on CPUs, reads the cache.
 - **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, of which
   other requests have a part of their own each.
 - **Forced** continuations go token by token through the cache: the hook replaces the sampled tokens.
@@ -123,7 +123,7 @@ class SGLangEngine(Engine):
 
     @classmethod
     def as_deployed(cls, arm: Arm) -> Arm:
-        """With graphs on a GPU, but for pairs of formats, whose plug-in refuses them."""
+        """The arm with graphs on a GPU, except for pairs of formats, whose plug-in refuses them."""
         return arm if arm.device == "cpu" or is_pair(arm.kv) else with_default(arm, "cuda-graph", "on")
 
     def open(self, arm: Arm) -> None:

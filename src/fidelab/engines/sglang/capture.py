@@ -355,7 +355,7 @@ class _Stored:
     def _matches(self, pool: Any, layer: Any, batch: Any) -> float | None:
         """Share of the first layer's keys and values that the cache holds in their slots, rounded to its type.
 
-        ``None`` where they are not stored element by element.
+        ``None`` if they are not stored element by element.
         """
         keys, values = (getattr(pool, f"{kind}_buffer", None) for kind in "kv")
         if not self._given or not keys or not values or hasattr(pool, "read_back"):
@@ -453,7 +453,7 @@ def _slots(pool: Any) -> int:
 
 
 def _values_per_scale(buffers: list[tuple[str, Tensor, int]]) -> float | None:
-    """Values of a key that share a stored scale; ``None`` where no scales are stored."""
+    """Values of a key that share a stored scale; ``None`` if no scales are stored."""
     sizes = {kind: buffer.nbytes for kind, buffer, _ in buffers}
     if not sizes.get("k_scale"):
         return None

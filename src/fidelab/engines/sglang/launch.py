@@ -1,4 +1,4 @@
-"""How SGLang is launched: the options an arm may have, the arguments and the environment they become."""
+"""Launch of SGLang: the options of an arm, and the arguments and environment they become."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def _defaults(arm: Arm, serving: bool) -> dict[str, Any]:
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """As :meth:`Engine.serve_command`: ``python -m sglang.launch_server``."""
+    """Serve command of ``python -m sglang.launch_server``; see :meth:`Engine.serve_command`."""
     own, options = _defaults(arm, serving=True), dict(arm.options)
     words = ["python", "-m", "sglang.launch_server", "--model-path", arm.path, "--host", host, "--port", str(port)]
     words += ["--dtype", arm.dtype]
@@ -296,7 +296,7 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
 
 
 def serve_variables(arm: Arm) -> dict[str, str]:
-    """As :meth:`Engine.serve_variables`."""
+    """See :meth:`Engine.serve_variables`."""
     variables = switch_variables(arm.kv)
     if arm.device == "cpu":
         variables |= {_CPU_ENGINE: "1", "OMP_NUM_THREADS": str(arm.threads)}

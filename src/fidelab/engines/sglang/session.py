@@ -325,7 +325,7 @@ def _counted(meta: Mapping[str, Any]) -> Drafts:
 
 
 def _told_apart(engine: Any, seconds: float) -> dict[str, float]:
-    """Seconds of import and of loading within SGLang's start, from its own count where it has one.
+    """Seconds of import and of loading within SGLang's start, from its own count if it has one.
 
     The schedulers count from the end of their imports.
     """

@@ -117,7 +117,7 @@ class VLLMEngine(Engine):
 
     @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
-        """FlashInfer without its quantization of queries; vLLM's other kernels for FP8 on CUDA quantize them, too."""
+        """FlashInfer options without quantization of queries; vLLM's other FP8 kernels on CUDA also quantize them."""
         asked = {name for name, _ in arm.options if name.startswith("attention-")}
         if arm.device == "cpu" or asked or not arm.kv.same or arm.kv.k.options or arm.kv.k.name not in _FP8:
             return {}

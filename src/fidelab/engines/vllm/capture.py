@@ -167,7 +167,7 @@ class FidelabWorker:
         return counted
 
     def fidelab_watch(self) -> None:
-        """In the next request with rows, compare keys and values of a layer, of a pair all layers, with the cache."""
+        """Compare keys and values of a layer (all layers for a pair) with the cache, in the next request with rows."""
         self._fidelab.watch()
 
 

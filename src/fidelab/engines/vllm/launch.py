@@ -111,7 +111,7 @@ _SERVED_AS = {  # options with other names on the command line of ``vllm serve``
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """As :meth:`Engine.serve_command`: ``vllm serve``."""
+    """Serve command of ``vllm serve``; see :meth:`Engine.serve_command`."""
     is_k16v8 = is_pair(arm.kv)
     words = ["vllm", "serve", arm.path, "--host", host, "--port", str(port), "--dtype", arm.dtype]
     if arm.path != arm.model:
@@ -126,7 +126,7 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
 
 
 def serve_variables(arm: Arm) -> dict[str, str]:
-    """As :meth:`Engine.serve_variables`."""
+    """See :meth:`Engine.serve_variables`."""
     variables = {**switch_variables(arm.kv), **runner_variables(arm)}
     _, colon, number = arm.device.partition(":")
     if colon:

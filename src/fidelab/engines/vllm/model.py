@@ -372,7 +372,7 @@ class VLLMModel:
     # -------------------------------------------------------------------------------------------- rows
 
     def rows(self, key: str, n: int) -> Mapping[str, Array]:
-        """The captured rows of a finished request; the replay is checked where it was a sentinel.
+        """The captured rows of a finished request; the replay is checked if it was a sentinel.
 
         Raises:
             EngineError: fewer than ``n`` rows, or the replay does not match the live logits.

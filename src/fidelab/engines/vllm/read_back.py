@@ -139,7 +139,7 @@ def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Seque
     """Format of the arm if the cache proves it, else the format found.
 
     Proof: the backend lists the format, all layers have it, and the content read back equals the written numbers in the
-    type of that name: a cache called float16 may hold bfloat16.  For formats that cannot be read back (blocks with scales
+    type of that name: a cache called float16 may hold bfloat16.  For unreadable formats (blocks with scales
     of their own, latents) the first two suffice.
     """
     kv_name, dtype = arm.kv.k.name, layers[0]["dtype"]
@@ -226,7 +226,7 @@ def _expected(arm: Arm, layers: Sequence[Layer]) -> float | None:
 
 
 def _scales(arm: Arm, rows: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> dict[str, Any]:
-    """Where the scales come from, and how many values share one."""
+    """Source of the scales, and how many values share one."""
     if is_pair(arm.kv):
         return scales_of(arm.kv)
     scaled = [row for row in rows if row["scale_source"]]

@@ -30,7 +30,7 @@ class Share:
 
     Attributes:
         request: vLLM's id of the request.
-        asked: its instructions for the capture, empty where it has none.
+        asked: its instructions for the capture, empty if it has none.
         index: its row among the sampled tokens.
         start: tokens in the cache before the step.
         offset: index of its first token among the step's hidden states.
@@ -59,7 +59,7 @@ class Step(ABC):
     Attributes:
         states: hidden states before the head, [tokens and padding, d].
         shares: the requests of the step.
-        broken: for each row of logits whether it holds NaN; empty where no logits were seen.
+        broken: for each row of logits whether it holds NaN; empty if no logits were seen.
     """
 
     def __init__(self, states: Tensor, shares: Sequence[Share], broken: Sequence[bool]) -> None:
@@ -71,7 +71,7 @@ class Step(ABC):
 
     @abstractmethod
     def rejected(self) -> list[int]:
-        """How many drafts of each share were rejected."""
+        """Number of rejected drafts of each share."""
 
 
 After = Callable[[Step], None]
@@ -177,7 +177,7 @@ class RunnerV2:
         return frozenset(getattr(getattr(self._runner, "speculator", None), "draft_attn_layer_names", None) or ())
 
     def add_requests(self, scheduled: Any) -> Any:
-        """Note the instructions of new requests; a preempted one comes again as a new one."""
+        """Note the instructions of new requests; a preempted request returns as a new one."""
         for request in scheduled.finished_req_ids:
             self._instructions.pop(request, None)
         for new in scheduled.scheduled_new_reqs:

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Type(type):
-    """So that ``standin.A.B`` resolves, too."""
+    """Metaclass with which ``standin.A.B`` resolves, too."""
 
     def __getattr__(cls, name: str) -> Any:
         return _attribute(cls.__qualname__, name)
