@@ -104,13 +104,13 @@ class AxisScore:
     of :attr:`Axis.excess`.  ``bound``: items are lower bounds, which have no upper end and no difference.
 
     ``found``: the measurement for the report.  A metric is computed once, when the axis scores; the verdict and the
-    composite read it from there.  Its ``n_items`` and ``n_failed`` are set where they differ from the number of items
+    composite read it from there.  Its ``n_items`` and ``n_failed`` are set where they differ from the numbers of items
     and of unusable items.  ``positions``: columns of ``positions.parquet`` (axis kld).
 
     ``parts``: the scores of all parts, where the metrics and items are those of the part named ``part``.
 
     ``right``: 1 where the reference and where the arm gives the right answer, else 0, NaN where that is not known; [n]
-    each.  Axes that have it get a certificate.
+    each.  Axes that have it get a non-inferiority test.
 
     ``probability_loss`` [n]: P − Q of the text's own next token (axis kld); NaN where that is not known.
 
@@ -298,7 +298,7 @@ class Axis:
         return 1
 
     def look(self, part: str) -> int:
-        """The look that a part belongs to, from 0; parts of later ones are asked of undecided candidates alone."""
+        """The look that a part belongs to, from 0; only undecided candidates are asked parts of later looks."""
         return 0
 
     def available(self, inputs: AxisInputs) -> int | None:

@@ -80,10 +80,9 @@ class _Replayed(Protocol):
 def answer_with_head(
     request: Request, estimator: Estimator, facts: Mapping[str, Any], began: float, head: _Replayed | None
 ) -> Answer:
-    """The answer to a request that was begun at ``began`` (``time.monotonic``).
+    """Complete the answer to a request that began at ``began`` (``time.monotonic``).
 
-    Adds the worst sentinels and the seconds to the facts, and the head where there are rows of states that scoring
-    multiplies with it.
+    Adds the worst sentinels and the seconds to the facts, and the head if scoring multiplies stored states with it.
     """
     facts = dict(facts)
     if head is not None and head.sentinels:

@@ -103,9 +103,9 @@ def gpu_files() -> list[str]:
 def state(packages: Sequence[str], variables: Mapping[str, str]) -> str | None:
     """Hash of all that an engine's answers about itself depend on; ``None`` if that is unknown.
 
-    It covers size and time of each file of the distributions, of fidelab and of k16v8; the folders on ``sys.path``,
-    which change whenever something is installed there; shims, ``variables``, Python, devices, and the start of the
-    machine (with it drivers and hardware).  It is ``None`` for distributions built from local sources.
+    It covers size and time of each file of the distributions, of fidelab and of k16v8.  It also covers the folders on
+    ``sys.path``, which change with every installation, shims, ``variables``, Python, devices, and the boot time of the
+    machine (for drivers and hardware).  It is ``None`` for distributions built from local sources.
     """
     distributions = [metadata.distribution(name) for name in packages if is_installed(name)]
     if any(_source(distribution) for distribution in distributions):
@@ -207,7 +207,7 @@ def _altered(files: Sequence[metadata.PackagePath]) -> Iterator[str]:
 
 
 def _added(distribution: metadata.Distribution, files: Sequence[metadata.PackagePath]) -> Iterator[str]:
-    """Python files in the package's folders that RECORD does not list: some engines import whatever is there."""
+    """Python files in the package's folders that RECORD does not list: some engines import every file there."""
     listed = {str(file) for file in files}
     base = Path(str(distribution.locate_file("")))
     for root in _roots(files):

@@ -1,7 +1,7 @@
 """K16/V8 and other pairs in fidelab: their meaning, and the package k16v8, which brings them to engines.
 
-The package is a contender like any other and no part of fidelab: ``pip install k16v8``.  It is imported when an arm
-asks for it, after a check with :func:`missing`.  Standard library only.
+The package is a candidate like any other and not part of fidelab: ``pip install k16v8``.  It is imported when an arm
+requests it, after a check with :func:`missing`.  Standard library only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def is_pair(kv: KVSpec) -> bool:
 
     That is so where the sides differ, and where both are of a format that the engines do not have: integers with a
     scale for each token and head, and FP8 with such scales.  ``fp8_e4m3`` for both is the engine's own, and so is a
-    16-bit format but for ``bf16[kernels=k16v8]``, which separates the kernels' cost from a format's.
+    16-bit format except ``bf16[kernels=k16v8]``, which separates the kernels' cost from a format's.
     """
     return not kv.same or kv.k.name in _ALONE or kv.k.options in (_PER_HEAD, _KERNELS)
 

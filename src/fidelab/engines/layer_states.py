@@ -1,8 +1,8 @@
 """The residual stream inside vLLM and SGLang: the input of the first decoder layer and the output of each one.
 
-Both engines run models of their own, whose layers pass on the residual stream in parts: a layer returns what it adds
+Both engines run their own models, whose layers pass on the residual stream in parts: a layer returns what it adds
 and the stream before that, which the next layer's norm adds up.  Hooks see both and keep the sum, in the compute type
-as that norm rounds it.  They are called where the layers run one by one: not in compiled models, not in graphs.
+as that norm rounds it.  They are called only if the layers run one by one: not in compiled models, not in graphs.
 """
 
 from __future__ import annotations

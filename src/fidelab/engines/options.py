@@ -89,7 +89,7 @@ def other_options(
 
 
 def unknown_option(engine: str, key: str, names: Iterable[str]) -> UsageError:
-    """The error for an option that an engine does not have: the nearest ones, and the engines that do have it."""
+    """Error for an unknown option of an engine, with the nearest options and the engines that have it."""
     from fidelab.engines import ENGINES
 
     names = sorted({*names})
@@ -165,7 +165,7 @@ def with_default(arm: Arm, key: str, value: str) -> Arm:
 
 
 def trusts_code(arm: Arm) -> bool:
-    """Whether the arm's checkpoint may bring code that is run: only where somebody wrote so."""
+    """Whether the arm's checkpoint may run its own code, which the user must allow explicitly."""
     return switched(dict(arm.options).get(TRUST, "no")) is True
 
 

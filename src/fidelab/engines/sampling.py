@@ -17,7 +17,7 @@ def draw(logits: NDArray[Any], sampling: Sampling, prompt: Sequence[int], step: 
 
     Nucleus sampling: of the probabilities ``softmax(logits / temperature)``, largest first, the fewest that add up to
     ``top_p`` at least (Holtzman et al., "The curious case of neural text degeneration", 2020).  The number that
-    chooses among them depends on the seed, the prompt's tokens and the step alone.
+    chooses among them depends only on the seed, the prompt's tokens and the step.
     """
     scaled = np.asarray(logits, dtype=np.float64) / sampling.temperature
     top = int(scaled.argmax())  # NaN wins

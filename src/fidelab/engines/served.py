@@ -22,8 +22,8 @@ class Counted:
     Attributes:
         steps: of each forward that it took part in: its tokens that were in the cache before, its tokens that were
             computed, and the sequences that were computed together.
-        cached: tokens that the engine says it found in its prefix cache.
-        lost: tokens of the window, in whole blocks, whose places in the cache others got before.
+        cached: tokens that the engine reports as found in its prefix cache.
+        lost: tokens of the window, in whole blocks, whose places in the cache were taken by others before.
     """
 
     steps: Sequence[tuple[int, int, int]]
@@ -106,8 +106,8 @@ def proof(request: Served, windows: Sequence[Counted], block: int = 1, most: int
         request: the request for windows.
         windows: counts of each window.
         block: tokens that the prefix cache keeps together.
-        most: tokens that a forward takes, where the engine splits what is longer, so that a window may be read in as
-            many pieces as that needs, and others in its batch may have ended before the last of them; 0: nothing is.
+        most: maximum tokens of a forward; 0 without a limit.  The engine splits longer windows into pieces, and others
+            in the batch may end before the last piece.
     """
     if why := next((why for counted in windows if (why := _fault(request, counted, block, most))), ""):
         return {"not_engaged": why}

@@ -180,7 +180,7 @@ def locate(
         UnknownNameError: there is no such engine.
         UsageError: the interpreter does not exist, or a prefix is combined with shim folders.
         InputError: a shim folder does not exist.
-        EngineError: the engine is installed nowhere, or the shim folders of its recipe or the image are missing.
+        EngineError: the engine is not installed, or the shim folders of its recipe or the image are missing.
     """
     cls: type[Engine] = ENGINES.load(engine)
     parts = _split(prefix)
@@ -296,7 +296,7 @@ def link_folder() -> Path:
     """Folder on PYTHONPATH through which an engine's environment sees fidelab and k16v8, and nothing else.
 
     It holds a link to each package (to k16v8 if it is installed next to fidelab) and metadata with its entry
-    points, by which vLLM and SGLang find plug-ins.  Made at first use; another one for each place and version of the
+    points, by which vLLM and SGLang find plug-ins.  It is made at first use, one for each place and version of the
     packages.
 
     Raises:

@@ -23,7 +23,7 @@ def cpu_name() -> str:
 def graphics(root: Path = Path("/")) -> dict[str, Any]:
     """``gpus`` (names) and ``gpu_driver`` (version) as the kernel's drivers for NVIDIA and AMD name them.
 
-    Without a GPU nothing.  Files are read alone, so that it costs no start of a driver.
+    Empty without a GPU.  Only files are read, so that no driver starts.
     """
     nvidia = root / "proc/driver/nvidia"
     named = [_file_text(path) for path in sorted(nvidia.glob("gpus/*/information"))]

@@ -1,6 +1,6 @@
 """Make and remove an engine's environment.
 
-An environment cannot be moved, so it is built in place.  Its marker file says that it is unfinished until the engine
+An environment cannot be moved, so it is built in place.  Its marker file calls it unfinished until the engine
 has run in it (:mod:`fidelab.environments.trial`).  Failed or interrupted installations are removed.  The environment
 to be replaced is kept in another folder meanwhile, and restored then.
 """

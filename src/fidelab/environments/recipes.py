@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One environment: ``name`` is also its folder's; ``absent`` are packages that break it.
+    """One environment: ``name`` is also the folder's name; ``absent`` are packages that break it.
 
     ``build``: the required build (cuda, hip, cpu) if pip may bring another; ``variables`` are set for
     pip unless the user has set them.  ``fallback``: variables that replace some of them in a conservative build, for

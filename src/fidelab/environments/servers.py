@@ -1,7 +1,7 @@
 """Servers that were started here: their processes, and the records that find and end them.
 
-A server leads its own process group.  Its record (in the user's state, one file each) has its pid with
-the time at which that process began: a pid alone may belong to another process by now.
+A server leads its own process group.  Its record (in the user's state, one file each) has its pid and
+start time, since a pid alone may belong to another process by now.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def start(
     """Start a server; on any exception inside, Ctrl-C included, it is ended and its record removed.
 
     Args:
-        name: of the preset; the record's name, with a number where one of that name runs.
+        name: the preset's name, and the record's, with a number if a server of that name runs.
         command, variables: as for ``subprocess``; the variables are set on top of this process' own.
-        url: where it will answer.
+        url: its address.
         arm: the declared arm.
 
     Raises:
@@ -159,10 +159,10 @@ def wait_until_healthy(
 
 
 def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> None:
-    """Ask for one token: only now some engines make their attention kernels, and name them in their log.
+    """Ask for one token, since some engines only then build their attention kernels and log their names.
 
     Raises:
-        EngineError: it gives none.  ``say`` gets its last lines.
+        EngineError: it returns no token.  ``say`` gets its last lines.
     """
     client = Client(f"{server.url}/v1", None, limit)
     try:

@@ -1,6 +1,6 @@
 """Try an engine out: a real prefill and a real decode in its environment with a KV format.
 
-An installation tries the native format.  Another format is tried by the first arm that asks for it: where that arm
+An installation tries the native format.  Another format is tried by the first arm that requests it: where that arm
 fails, :func:`diagnose` separates the format's fault from the model's, and the result is kept in the environment.
 
 Importing an engine proves little: a miscompiled library crashes with its first batch of tokens.  The model is small and

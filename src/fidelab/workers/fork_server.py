@@ -2,11 +2,11 @@
 
 A server per environment imports the modules that all arms of an engine share, and forks.  An arm still has its own
 process, descriptors and process group, but does not wait for the imports.  The server only imports, so that there is
-no model, no device and no Python thread before a fork.  (OpenBLAS has threads
-once NumPy is imported; it ends them at a fork and starts them again in the child.)
+no model, no device and no Python thread before a fork.  (OpenBLAS has threads once NumPy is imported.  It ends them at
+a fork and starts them again in the child.)
 
 Runs as ``python -m fidelab.workers.fork_server ENGINE`` in the engine's environment, with a socket as standard input.
-Each byte on it asks for a worker and brings four descriptors: the worker's standard input, output and error, and a pipe
+Each byte on it requests a worker and carries four descriptors: the worker's standard input, output and error, and a pipe
 for its process id and, once it has ended, its return code.  A server that cannot fork exits, which closes these.
 The caller then starts a fresh interpreter, whose errors name the fault.
 """

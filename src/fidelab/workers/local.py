@@ -1,4 +1,4 @@
-"""A worker in a thread of this process, for engines that need no process of their own, such as the test engine.
+"""A worker in a thread of this process, for engines that do not need a separate process, such as the test engine.
 
 It speaks through pipes with the code that a worker process runs, so that messages, captures and outcomes are the same.
 It lacks the isolation of a process: a crash ends everything, nothing can be killed, a deadline only stops the waiting.

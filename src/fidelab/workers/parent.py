@@ -86,7 +86,7 @@ class JobOutcome:
 class Worker:
     """One live child that takes tasks repeatedly.  A crash is an outcome, not an exception.
 
-    Leaving the ``with`` block ends the whole process group, however far it came.  Several workers may be live; idle
+    Leaving the ``with`` block ends the whole process group at any point.  Several workers may be live; idle
     ones sleep.
 
     Args:

@@ -7,8 +7,8 @@ they read; ``unpack``: the cache is decoded to the compute type before attention
 ``weights`` (formats to which linear weights are rounded: see weights.py), and those of ``from_pretrained``:
 ``device-map``, ``max-memory``, ``quantization-config``, ``tp-plan`` and ``experts-implementation``.  By default,
 attention is k16v8 on a GPU where it is installed, holds the formats of all arms that are compared and runs the model,
-and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
-attention may hand it a latent as keys and the rotary part as values.
+and Transformers' own choice elsewhere.  Transformers also chooses the content of the cache: models with latent
+attention may pass a latent as keys and the rotary part as values.
 """
 
 from __future__ import annotations

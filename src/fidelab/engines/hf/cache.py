@@ -1,8 +1,8 @@
 """A Transformers cache that stores keys and values in any of fidelab's formats.
 
 ``EncodedCache`` encodes on write and returns the decoded content of all positions, the current ones included, so
-that prefill sees the format too.  Full-attention, sliding-window and hybrid layers are encoded; layers without
-per-token keys and values (recurrent, convolution, shared) are left alone and counted; any other kind is refused.
+that prefill sees the format too.  Full-attention, sliding-window and hybrid layers are encoded.  Layers without
+per-token keys and values (recurrent, convolution, shared) are counted and not encoded.  Other kinds are refused.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class EncodedCache(DynamicCache):
     """The cache to pass as ``past_key_values``.
 
     Args:
-        config: the model's configuration; it says which layers have keys and values.
+        config: the model's configuration, which lists the layers with keys and values.
         k, v: formats of keys and values.
         skip_layers: layer numbers whose keys and values stay in the compute type.
         padding_mask: ``[batch, tokens]`` bool of the first forward, False at left padding, so that fitted

@@ -1,8 +1,8 @@
 """Attention over a cache in which the first and the last tokens are kept as they are (options ``sinks`` and ``tail``).
 
-Which tokens are the last depends on the query.  A prompt is read in one forward all the same: where a query may still
-see a token as it was, the logit of the exact key and the exact value count for it, else those that were encoded.  So
-it makes no difference whether tokens come together or one by one.
+Which tokens are the last depends on the query.  A prompt is still read in one forward.  A query that may see a token
+unencoded uses the exact key and value, else the encoded ones.  The result is the same whether tokens come together or
+one by one.
 """
 
 from __future__ import annotations

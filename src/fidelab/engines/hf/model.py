@@ -55,7 +55,7 @@ def _attentions(config: Any) -> set[str | None]:
 
 
 def _leave_attention_open(config: Any) -> None:
-    """Have Transformers choose the attention of a config and its parts, whatever they name."""
+    """Let Transformers choose the attention of a config and its parts, and ignore their own settings."""
     for part in filter(None, (getattr(config, key, None) for key in config.sub_configs)):
         _leave_attention_open(part)
     config._attn_implementation = None

@@ -50,9 +50,9 @@ class WeightRule:
 class ModelWeight:
     """A weight of a loaded model.
 
-    ``name``: that of its module (``model.layers.0.mlp.down_proj``), of fused experts with the parameter's;
-    ``layer``: its decoder layer; ``tensor``: a view ``[..., N, K]``, K the inputs; ``usual``: rounded unless skipped;
-    ``key``: the same for two names of one weight.
+    ``name``: its module's name (``model.layers.0.mlp.down_proj``), with the parameter's for fused experts.
+    ``layer``: its decoder layer.  ``tensor``: a view ``[..., N, K]``, K the inputs.  ``usual``: rounded unless skipped.
+    ``key``: equal for two names of one weight.
     """
 
     name: str

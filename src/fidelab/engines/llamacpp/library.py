@@ -362,7 +362,7 @@ class LlamaContext:
     def keep_first(self, tokens: int, sequence: int = 0) -> int:
         """Drop the cells of a sequence after its first ``tokens``, as a server does to continue from a prefix.
 
-        Returns how many tokens llama.cpp says are left.
+        Returns the number of remaining tokens that llama.cpp reports.
 
         Raises:
             NotSupportedError: the model keeps a state that cannot be rolled back.

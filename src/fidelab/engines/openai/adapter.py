@@ -9,11 +9,11 @@ ids where the server takes them).
 - **The KV format is the server's.**  ``as-served`` claims nothing; any other name must be the one that the server
   reports, else the arm is not engaged.  Only vLLM (/metrics) and SGLang (/server_info) report one.
 - **The estimator is** ``topk``: KL has a lower bound, perplexity the actual tokens' log-probabilities, both only where
-  the server gives log-probabilities of prompts.  Entries that name a token by a text which several have are left out:
-  the bound stays one.
-- **Text instead of ids**: a server that takes or returns only text has it tokenized again; ``ran`` says so, and such
+  the server gives log-probabilities of prompts.  Entries whose text fits several tokens are left out:
+  the bound stays valid.
+- **Text instead of ids**: a server that takes or returns only text has it tokenized again; ``ran`` records it, and such
   generated ids are not compared with a server's own.
-- **Forced requests** are one prefill: the API cannot feed single tokens.  ``facts`` says so.
+- **Forced requests** are one prefill: the API cannot feed single tokens.  ``facts`` records it.
 - **Windows as the server computes them**, as far as a client can bring it about: alone through an empty cache, after a
   prefix that it remembers, in a batch.  Its own counts of the tokens that it did not compute prove a hit; no server
   reports a batch, so it counts if all requests were sent before the first was answered.

@@ -237,7 +237,7 @@ class Completions(Dialect):
         raise Refused(f"the server reads the text of a prompt as other tokens than it has, from token {n_equal} on")
 
     def _shift(self, ids: Tokens, positions: Sequence[int], reported: Sequence[Top]) -> int:
-        """1 where the echoed entry of a token describes the distribution after it, as llama_cpp.server's does; else 0.
+        """Offset of echoed entries: 1 if a token's entry describes the distribution after it (llama_cpp.server).
 
         Found by comparison with the distribution after the whole prompt, requested without echo: it is the entry of
         the generated token, or of the last one before it.  Determined separately for prompts with and without BOS.

@@ -1,11 +1,11 @@
 """HTTP to an OpenAI-compatible server through httpx: JSON in and out, connections kept open, bounded retries.
 
-Two kinds of failure: :class:`Refused` concerns one request, and the next may succeed; after any other ``EngineError``
-no request can.  Neither message ever contains the key.
+There are two kinds of failure.  After :class:`Refused` the next request may succeed; after any other ``EngineError``
+none can.  Neither message ever contains the key.
 
-A server may be anybody's.  A request has one deadline for everything from connecting to the last byte, so that bytes
-which drip in do not prolong it; an answer has a largest size, counted while it is read; and JSON that nests too deeply,
-or text that no encoding can hold, is a refusal like any other.
+Servers are not trusted.  A request has one deadline from the connection to the last byte, so that slow bytes do not
+prolong it.  An answer has a maximum size, counted while it is read.  JSON that nests too deeply, or text that no
+encoding can hold, is a refusal like any other.
 
 httpx's own time-outs are per read.  Its asynchronous client runs on an event loop in a separate thread, where one
 ``asyncio.timeout`` is the deadline.  httpx is imported by the first request: adapters must be cheap to import.
@@ -100,11 +100,11 @@ class Session:
         data: bytes | None = None,
         stream: bool = False,
     ) -> Answer:
-        """One answer, complete within so many seconds.  A stream ends with the line ``data: [DONE]``.
+        """One answer, complete within the time limit.  A stream ends with the line ``data: [DONE]``.
 
         Raises:
             TimeoutError: it was not complete in time; TooLargeError: it has more than ``largest`` bytes.
-            OSError: there is no connection, or it speaks no HTTP; its first cause says more.
+            OSError: there is no connection, or the server does not speak HTTP; its first cause has details.
         """
         import httpx
 
@@ -155,7 +155,7 @@ async def _read_lines(response: httpx.Response, answer: Answer, largest: int, be
 
 @functools.cache
 def _loop(_process: int) -> asyncio.AbstractEventLoop:
-    """The event loop of all sessions of a process; a caller may have a running one of its own, as notebooks do."""
+    """Event loop of all sessions of a process, since a caller may already run one, as notebooks do."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     return loop
@@ -280,8 +280,8 @@ def split_url(text: str) -> tuple[str, str]:
 def read_key(base_url: str, variable: str | None) -> str | None:
     """The key for a server, from the environment variable that the user named.
 
-    Where none was named, ``OPENAI_API_KEY`` is taken for servers on this machine alone: other hosts are not to get a
-    key that was not meant for them.
+    Without a name, ``OPENAI_API_KEY`` is used only for servers on this machine: other hosts must not get a key
+    that is not meant for them.
 
     Raises:
         UsageError: the variable that was named is not set.

@@ -130,7 +130,7 @@ def _llama_server(client: Client, model: str) -> Server:
 
 
 def optional_object(client: Client, path: str) -> dict[str, Any]:
-    """The JSON object at a path, or ``{}`` where there is none."""
+    """JSON object at a path; ``{}`` if there is none."""
     try:
         return client.get(path, api=False)
     except EngineError:

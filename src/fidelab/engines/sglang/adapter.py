@@ -11,9 +11,9 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 - **The cache's type is fixed at launch**, so an arm is a launch.  The prefix cache is off, and so are overlapped
   scheduling (it samples while the next step runs) and, unless requested, chunked prefill and CUDA graphs.
 - **A prefill in one piece need not read the cache**: backends on CUDA may compute it from the keys and values at hand.
-  ``chunked-prefill-size`` lets later pieces read cached earlier ones.  ``torch_native``, on CPUs, reads the cache.
-- **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, of which
-  other requests have a part of their own each.
+  ``chunked-prefill-size`` makes later pieces read the cache.  ``torch_native``, on CPUs, reads the cache.
+- **Windows as a server computes them** (``ways.py``): such an arm is launched with a prefix cache, of which every
+  other request has a separate part.
 - **Forced** continuations go token by token through the cache: the hook replaces the sampled tokens.
 - **Speculation** (``speculative-algorithm`` and SGLang's further options of that name): a verification computes rows
   for a tree of drafts, of which none is kept, so generated text has no rows and forced text is not measurable.

@@ -17,8 +17,8 @@ says it cannot read), and all options that ``vllm serve --help`` names, checked 
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
 - **Speculation**: captures leave out rows of drafts and of rejected tokens.  Forced continuations reject all
   drafts.  A prefill and a timed request run as they are.
-- **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, which no
-  other request reads.
+- **Windows as a server computes them** (``ways.py``): such an arm is launched with a prefix cache, which no other
+  request reads.
 - **Timed groups** are in the engine at once, scheduled as vLLM does: where one exceeds ``max-num-batched-tokens``, the
   prompts that were read first decode while the rest is read.
 - **Pairs** (``bf16/int8``, ``int8/int4[skip-layers=0]``, k16v8, …) are a backend of the package k16v8, as are ``int8``
