@@ -1,4 +1,4 @@
-"""Axis B: KL divergence over the full vocabulary at every scored position, at one or several contexts.
+"""KL divergence over the full vocabulary at every scored position, at one or several contexts.
 
 See docs/metrics.md#mean-kl-divergence and docs/metrics.md#windows-and-contexts.
 

@@ -58,7 +58,7 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in a URL
 def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of a process that may change what this engine computes, sorted by name.
 
-    None for a server, which has an environment of its own.  A variable set to the empty string is kept.  Variables
+    Empty for a server, which has its own environment.  A variable set to the empty string is kept.  Variables
     that a cluster sets for its workers are left out: they identify where an arm ran, not how.
     """
     if engine.is_server:

@@ -6,7 +6,7 @@ no model, no device and no Python thread before a fork.  (OpenBLAS has threads o
 a fork and starts them again in the child.)
 
 Runs as ``python -m fidelab.workers.fork_server ENGINE`` in the engine's environment, with a socket as standard input.
-Each byte on it requests a worker and carries four descriptors: the worker's standard input, output and error, and a pipe
+Each byte requests a worker and carries four descriptors: the worker's standard input, output and error, and a pipe
 for its process id and, once it has ended, its return code.  A server that cannot fork exits, which closes these.
 The caller then starts a fresh interpreter, whose errors name the fault.
 """

@@ -15,7 +15,7 @@ from fidelab.captures.requests import Timed
 from fidelab.core.errors import CaptureError
 
 WITHOUT = "without "
-"""Settings of this prefix say why a check, or a kind of checks, was not asked."""
+"""Prefix of settings with the reason why a check, or a kind of checks, was not asked."""
 
 PARTS: Mapping[CheckKind, tuple[str, ...]] = {
     "arithmetic": ("short",),

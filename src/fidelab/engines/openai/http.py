@@ -100,7 +100,7 @@ class Session:
         data: bytes | None = None,
         stream: bool = False,
     ) -> Answer:
-        """One answer, complete within the time limit.  A stream ends with the line ``data: [DONE]``.
+        """One answer, complete within ``seconds``.  A stream ends with the line ``data: [DONE]``.
 
         Raises:
             TimeoutError: it was not complete in time; TooLargeError: it has more than ``largest`` bytes.

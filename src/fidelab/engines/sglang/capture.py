@@ -202,7 +202,7 @@ class _Capture:
                 (self._folder / f"{rid}.stateless").write_text(str(error), "utf-8")
 
     def _rows(self, runner: Any, batch: Any, rid: str, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
-        """Append the requested ones of the rows from position ``start`` on, each once."""
+        """Append the requested rows from position ``start`` on, each once."""
         position = self._next.get(rid, asked["first"])
         end = start + len(states)
         if not start <= position < end:

@@ -1,6 +1,6 @@
 """One running SGLang: requests in, token ids and captured rows out.
 
-``sglang.Engine`` computes in scheduler processes of its own; :mod:`fidelab.engines.sglang.capture` runs there and
+``sglang.Engine`` computes in separate scheduler processes.  :mod:`fidelab.engines.sglang.capture` runs there and
 exchanges instructions and rows with this module through files in one folder.
 """
 

@@ -85,7 +85,7 @@ class VLLMModel:
 
     ``serving``: with a prefix cache, read only by requests that opt in, and room for a server's batch.
     ``layerwise``: states of layers will be requested, which a compiled model does not expose.
-    ``cached``: by key of a finished request, how many of its tokens vLLM says that it found in the prefix cache.
+    ``cached``: by key of a finished request, how many of its tokens vLLM reports as found in the prefix cache.
 
     Raises:
         EngineError: vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
