@@ -1,4 +1,4 @@
-"""The axis contract, and what all axes share: intervals and the paired excess.
+"""The axis contract, and the intervals and paired excess that all axes share.
 
 An axis is made from its settings, builds requests, and scores pairs of captures into an :class:`AxisScore`: metrics and
 plots for the report, and per-item sufficient statistics from which all intervals are computed.
@@ -58,10 +58,10 @@ class AxisSettings(BaseModel):
 
 @dataclass(frozen=True)
 class AxisInputs:
-    """What requests are built from; ``max_positions`` is the model's limit in tokens, ``None`` if unknown.
+    """Inputs of requests.  ``max_positions`` is the model's limit in tokens, ``None`` if unknown.
 
-    ``traffic``: the log that text and prompts are from, if they are.  ``private``: nothing of their words may be
-    written down, token ids apart.  ``no_images``: why the reference can be shown no images; empty where it can.
+    ``traffic``: the log of text and prompts, if they come from one.  ``private``: their words must not be written
+    down, except as token ids.  ``no_images``: why the reference cannot read images; empty if it can.
     ``placeholder``: the text of the token that stands for an image.
     """
 
@@ -82,9 +82,9 @@ _NO_INTERVAL = "no interval"
 
 @dataclass(frozen=True)
 class SampleSize:
-    """What the sample size of an axis counts and how users set it; read by ``fidelab plan``.
+    """Unit of the sample size of an axis, and the option that sets it; read by ``fidelab plan``.
 
-    ``items``: the word for what is counted (``windows``).  ``flag`` and ``setting``: the option and the key that set
+    ``items``: the word for the unit (``windows``).  ``flag`` and ``setting``: the option and the key that set
     their number.  ``source``: the input that more of them are taken from.
     """
 
@@ -103,18 +103,18 @@ class AxisScore:
     maps it to the score, 0…100 (``None``: the axis has no score); ``scale`` converts the paired difference to the unit
     of :attr:`Axis.excess`.  ``bound``: items are lower bounds, which have no upper end and no difference.
 
-    ``found``: what goes into the report.  A metric is computed once, when the axis scores; the verdict and the
-    composite read it from there.  Its ``n_items`` and ``n_failed`` are set where they differ from the number of items
+    ``found``: the measurement for the report.  A metric is computed once, when the axis scores; the verdict and the
+    composite read it from there.  Its ``n_items`` and ``n_failed`` are set where they differ from the numbers of items
     and of unusable items.  ``positions``: columns of ``positions.parquet`` (axis kld).
 
     ``parts``: the scores of all parts, where the metrics and items are those of the part named ``part``.
 
     ``right``: 1 where the reference and where the arm gives the right answer, else 0, NaN where that is not known; [n]
-    each.  Axes that have it get a certificate.
+    each.  Axes that have it get a non-inferiority test.
 
     ``probability_loss`` [n]: P − Q of the text's own next token (axis kld); NaN where that is not known.
 
-    ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.
+    ``not_measurable``: why this model cannot be measured on the axis with any arm.
 
     ``looks``: windows after each look (axis kld); items are in the order of their looks, as many of each window.
     """
@@ -157,7 +157,7 @@ class AxisScore:
         )
 
     def minus_reference(self, seed: int) -> PairedDifference:
-        """Points between :attr:`right` of the arm and of the reference, over the usable items; NaN without any."""
+        """Accuracy (:attr:`right`) of the arm minus the reference's, points, over the usable items; NaN without any."""
         if self.right is None or not self.usable.any():
             return PairedDifference(math.nan, None, 0)
         theirs = RatioItems.of(self.right[0][self.usable], 1.0, self.clusters[self.usable])
@@ -178,7 +178,7 @@ class AxisScore:
         return len(np.unique(self.clusters[self.usable]))
 
     def mean(self) -> float | None:
-        """Σnum/Σden over the usable items; ``None`` where there is none."""
+        """Σnum/Σden over the usable items; ``None`` if there is none."""
         return ratio_estimate(self.items())
 
     def mean_interval(self, seed: int) -> tuple[float, float] | None:
@@ -199,14 +199,14 @@ class AxisScore:
         return SCORE(ratio_estimate(self.items(), self.transform), interval, headline=headline)
 
     def excess_over(self, control: AxisScore, seed: int) -> PairedDifference | None:
-        """This minus the control over the items usable on both, by paired difference, both at this arm's ``part``.
+        """Paired difference of this arm and the control over the items usable on both, at this arm's ``part``.
 
         ``None``: no item is usable on both, or one of them is a lower bound alone.
         """
         other = control.at(self.part)
         if self.bound or other is None:
             return None
-        n = min(len(self.num), len(other.num))  # of arms of which one was asked more, what both were asked
+        n = min(len(self.num), len(other.num))  # if one arm was asked more, only the items of both
         own, theirs = (side.positions.get("window", np.arange(len(side.num)))[:n] for side in (self, other))
         if n < max(len(self.num), len(other.num)) and not (self.positions and np.array_equal(own, theirs)):
             return None
@@ -221,7 +221,7 @@ class AxisScore:
         return replace(self, found=Measurement.model_validate({**dict(self.found), **fields}))
 
     def measurement(self, title: str = "", *more: Metric) -> Measurement:
-        """What was found, for the report: with its outcome, the counts of items, and ``more`` metrics."""
+        """Measurement for the report, with its outcome, the counts of items, and ``more`` metrics."""
         found = self.found
         status, reason = Status.IDENTICAL if self.identical else Status.OK, None
         if self.not_measurable:
@@ -256,19 +256,19 @@ class Axis:
     excess: ClassVar[Definition] = OVER_CONTROL
     """The paired difference to the control: its unit, and which side of it is better."""
     sample: ClassVar[SampleSize | None] = None
-    """What the sample size counts; ``None``: it cannot be planned."""
+    """Unit of the sample size; ``None`` if it cannot be planned."""
     in_composite: ClassVar[bool] = False
     """The composite includes its score."""
     distributions: ClassVar[bool] = False
-    """It compares distributions over the vocabulary; bit-identical distributions prove identical caches."""
+    """Whether it compares distributions over the vocabulary.  Bit-identical ones prove identical caches."""
     follows: ClassVar[bool] = False
     """Some of its requests depend on the reference's answers."""
     quick: ClassVar[Mapping[str, Any]] = {}
     """Settings for a first look: fewer items."""
     until_decided: ClassVar[Mapping[str, Any]] = {}
-    """Settings of a run that ends when its candidates are decided; nothing where it always asks the same."""
+    """Settings of a run that ends when its candidates are decided; empty if its requests are fixed."""
     reference_only: ClassVar[tuple[str, ...]] = ()
-    """Parts that only the reference answers, as input of :meth:`follow_up`; they are not compared."""
+    """Parts that only the reference answers, as input of :meth:`follow_up`.  They are not compared."""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
@@ -277,7 +277,7 @@ class Axis:
         """The request sent to every arm, if the axis has only one.
 
         Raises:
-            InputError: text or prompts do not suffice; says how much is needed.
+            InputError: text or prompts do not suffice; names the needed amount.
         """
         raise NotImplementedError(f"axis {self.name} must implement request() or requests()")
 
@@ -294,11 +294,11 @@ class Axis:
 
     @property
     def n_looks(self) -> int:
-        """How often it looks at most whether more has to be asked."""
+        """Maximum number of looks at whether more requests are needed."""
         return 1
 
     def look(self, part: str) -> int:
-        """The look that a part belongs to, from 0; parts of later ones are asked of undecided candidates alone."""
+        """The look that a part belongs to, from 0; only undecided candidates are asked parts of later looks."""
         return 0
 
     def available(self, inputs: AxisInputs) -> int | None:
@@ -310,11 +310,11 @@ class Axis:
         return {}
 
     def foreseen(self, inputs: AxisInputs) -> Mapping[str, Request]:
-        """Requests as large as those of :meth:`follow_up` can become; only the time that they take is looked at."""
+        """Requests of the largest size that :meth:`follow_up` may return, for estimates of time."""
         return {}
 
     def repeated(self, request: Request, share: float) -> Request | None:
-        """The part of a request that the reference answers again for the noise floor; ``None``: nothing.
+        """Part of a request that the reference answers again for run-to-run noise; ``None`` for no repeat.
 
         By default an evenly spread ``share`` (0…1) of the items.
         """
@@ -331,9 +331,9 @@ class Axis:
         return ()
 
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
-        """All that scoring reads of the rows of a pair: test items with columns ``[rows]``; ``None``: it needs rows.
+        """Figures that scoring reads of a pair's rows: test items with columns ``[rows]``; ``None`` if it needs rows.
 
-        Once all pairs are compared, they stand in the place of the test side's rows; of a reference, what compares it
+        Once all pairs are compared, they replace the test side's rows; for a reference, those that compare it
         with itself
         (:meth:`~fidelab.captures.reader.Capture.figures`).
         """
@@ -344,14 +344,14 @@ class Axis:
         return self.score(pairs[""], seed)
 
     def lost(self, part: str, reason: str) -> Cell | None:
-        """What to say of a part that failed, where the others are scored without it; ``None``: they are not."""
+        """Remark on a failed part if the others are scored without it; ``None`` if they are not."""
         return None
 
 
 def lost_and_gained(items: Sequence[tuple[float, float]]) -> str:
-    """``lost 9 of 36, gained 2``: items of which the arm has less than the reference, of those that it has any of.
+    """``lost 9 of 36, gained 2``: items with a lower share for the arm, out of those the reference got.
 
-    ``items``: what the reference and the arm got of each, 0 … 1.
+    ``items``: shares 0 … 1 of each item for the reference and the arm.
     """
     lost, gained = sum(test < ref for ref, test in items), sum(test > ref for ref, test in items)
     had = sum(ref > 0 for ref, _ in items)
@@ -359,7 +359,7 @@ def lost_and_gained(items: Sequence[tuple[float, float]]) -> str:
 
 
 def accuracy_falls(what: str, difference: PairedDifference) -> tuple[str, ...]:
-    """The sentence that lowers the verdict, where accuracy falls by 5 points or more; see docs/metrics.md#verdicts."""
+    """Sentence that lowers the verdict if accuracy falls by 5 points or more; see docs/metrics.md#verdicts."""
     if difference.interval is None or difference.interval[1] >= _HARM:
         return ()
     most, least = (-end for end in difference.interval)
@@ -372,7 +372,7 @@ def part_name(axis: str, part: str) -> str:
 
 
 def parts_of(axis: str, named: Mapping[str, T]) -> dict[str, T]:
-    """By part what is of one axis, of captures or failures by name."""
+    """Captures or failures of one axis, by part."""
     return {name[len(axis) + 1 :]: value for name, value in named.items() if name.split(".", 1)[0] == axis}
 
 
@@ -382,7 +382,7 @@ def prompt_ids(
     """Token ids of the first ``limit`` prompts, each with room for ``n_predict`` generated tokens.
 
     Raises:
-        InputError: a prompt without tokens, or one that is too long for the model; ``setting`` says what to change.
+        InputError: a prompt without tokens, or one that is too long for the model; ``setting`` is the fix.
     """
     prompts = inputs.prompts[:limit]
     ids = tuple(inputs.tokenizer.chat(prompt.messages, template, prompt.tools) for prompt in prompts)
@@ -422,7 +422,7 @@ def image_messages(inputs: AxisInputs, messages: Sequence[Mapping[str, Any]], *,
 
 
 def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:
-    """A plot of texts side by side; none without pairs, or where captures lack the vocabulary to decode tokens."""
+    """Plot of texts side by side; empty without pairs, or if captures lack the vocabulary to decode tokens."""
     try:
         listed = tuple(pairs)
     except CaptureError:

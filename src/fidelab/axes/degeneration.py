@@ -83,7 +83,7 @@ class DegenerationSettings(AxisSettings):
 
 @dataclass(frozen=True)
 class _Text:
-    """One generation without the token that ended it, and where it degenerates."""
+    """One generation without its stop token, and its onset of degeneration."""
 
     ids: Sequence[int]
     onset: Onset | None
@@ -115,7 +115,7 @@ class _Item:
 class Degeneration(Axis):
     """Share of prompts on which the candidate's text degenerates earlier than the reference's.
 
-    A sequence that ends is judged up to its end: stopping is no degeneration.  See docs/metrics.md#degeneration.
+    A sequence that ends is judged up to its end: stopping is not degeneration.  See docs/metrics.md#degeneration.
     """
 
     name: ClassVar[str] = "degeneration"
@@ -211,7 +211,7 @@ def _sentence(items: Sequence[_Item], n: int) -> str:
     return f"garbage from token ~{at} in {len(items)} of {n} prompts (reference: {reference})"
 
 
-# ------------------------------------------------------------------------------------- what there is to see
+# ------------------------------------------------------------------------------------- plots and texts
 
 
 def _metrics(items: Sequence[_Item], seed: int) -> list[Metric]:

@@ -1,4 +1,4 @@
-"""What speculation did to greedy text, and what its drafts were worth: counted by the engine, and forecast.
+"""Effect of speculation on greedy text, and acceptance of its drafts: counted by the engine, and forecast.
 
 See docs/metrics.md#acceptance.
 """
@@ -29,9 +29,9 @@ _NAMED = 3  # changed texts that the sentence names
 
 
 def speculated(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> tuple[tuple[Metric, ...], tuple[Flag, ...]]:
-    """Metrics and sentences of an arm that speculates; none of one that does not.
+    """Metrics and sentences of an arm that speculates; empty for other arms.
 
-    ``forks``: of each text that parts from the reference's the item, the token's index, and by how much the reference
+    ``forks``: for each text that diverges from the reference's, the item, the index, and by how much the reference
     preferred its own token (nats; NaN where one side ends or that is not known).
     """
     facts = pair.test.manifest["facts"].get(SPECULATION)
@@ -45,7 +45,7 @@ def speculated(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> tuple[tup
 
 
 def in_words(method: str, metrics: Sequence[Metric]) -> str:
-    """What was counted beside what was forecast, in a sentence."""
+    """Sentence with the counted and the forecast acceptance."""
     known = {metric.name: metric.value for metric in metrics if metric.value is not None}
 
     def beside(name: str, form: str) -> str:
@@ -62,7 +62,7 @@ def in_words(method: str, metrics: Sequence[Metric]) -> str:
 
 
 def drafted_by(pair: Pair, tokens: int) -> tuple[Metric, ...]:
-    """The forecast for a draft model, from its rows and the reference's along the reference's greedy text.
+    """Forecast for a draft model, from its rows and the reference's along the reference's greedy text.
 
     Greedy: a drafted token is accepted where it is the text's; drafts have ``tokens`` tokens.  None where a side holds
     only the most likely tokens, or no rows.  See docs/metrics.md#acceptance.
@@ -90,7 +90,7 @@ def _following(right: Sequence[bool], tokens: int, at: int) -> Sequence[bool]:
 
 
 def _looked_up(reference: Capture, facts: Mapping[str, Any]) -> tuple[int, int, int]:
-    """What prompt lookup would have drafted along the reference's greedy text, and what that text accepts."""
+    """Forecast for prompt lookup along the reference's greedy text: tokens drafted, and tokens accepted."""
     shortest, longest = facts["lookup"]
     counts = np.zeros(3, dtype=np.int64)
     for item, prompt in enumerate(reference.request.items()):
@@ -102,7 +102,7 @@ def _looked_up(reference: Capture, facts: Mapping[str, Any]) -> tuple[int, int, 
 
 
 def _proposed(whole: list[int], known: int, lookup: tuple[int, int], most: int, at: int) -> list[bool]:
-    """Which of the tokens that are proposed behind ``at`` tokens of the text are the text's."""
+    """Whether each token proposed after ``at`` tokens of the text equals the text's."""
     ahead = whole[known + at :]
     return [token == next_ for token, next_ in zip(looked_up(whole[: known + at], lookup, most), ahead, strict=False)]
 
@@ -130,7 +130,7 @@ def _text(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> Flag:
 
 
 def _but_for_speculation(capture: Capture) -> str:
-    """What an arm computes, without the options that concern speculation."""
+    """Settings of an arm without the options of speculation."""
     arm = from_json(Arm, capture.manifest["asked"])
     own = (capture.manifest["facts"].get(SPECULATION) or {}).get("options", ())
     return replace(arm, options=tuple((key, value) for key, value in arm.options if key not in own)).fingerprint()

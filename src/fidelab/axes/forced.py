@@ -139,7 +139,7 @@ class ForcedDecode(Axis):
         }
 
     def _recorded(self, inputs: AxisInputs) -> Forced:
-        """The first answers of the log, each behind the turns before it; the first tokens of longer ones.
+        """First answers of the log, each after the turns before it; longer ones are cut.
 
         Raises:
             UnavailableError: there is no log, or it has no answer that fits the model.
@@ -249,7 +249,7 @@ def _targets(request: Request, item: int) -> NDArray[np.int64]:
 
 
 def _turn_words(pair: Pair, rows: RowComparison, clusters: NDArray[np.int64], seed: int) -> Iterator[Metric]:
-    """How often tokens of high KL are words at which reasoning turns, and how often all are; none without any."""
+    """Frequency of reasoning-turn words among tokens of high KL and among all tokens; empty without any."""
     request = pair.ref.request
     assert isinstance(request, Forced)
     try:
@@ -269,7 +269,7 @@ def _turn_words(pair: Pair, rows: RowComparison, clusters: NDArray[np.int64], se
 def _growth(
     positions: NDArray[np.int64], rows: RowComparison, clusters: NDArray[np.int64], seed: int
 ) -> tuple[float | None, tuple[float, float] | None, float | None]:
-    """What KL grows by in 1,000 tokens, by least squares, its interval, and where the line reaches the limit.
+    """Growth of KL per 1,000 tokens by least squares, its interval, and where the line reaches the limit.
 
     See docs/metrics.md#forced-decode-kld.
     """
@@ -299,6 +299,6 @@ def _curve(positions: NDArray[np.int64], kl: NDArray[np.float64]) -> Curve:
         x_label="generated token",
         y_label="mean KL, nats",
         x=tuple(middle.tolist()),
-        y=tuple(mean or None for mean in bins.means),  # 0 has no place on a logarithmic axis
+        y=tuple(mean or None for mean in bins.means),  # a logarithmic axis cannot show 0
         log_y=True,
     )

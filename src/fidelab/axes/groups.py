@@ -1,4 +1,4 @@
-"""Rows of an axis by what their text is: metrics per domain of text and per kind of structure token."""
+"""Metrics of an axis' rows per domain of text and per kind of structure token."""
 
 from __future__ import annotations
 

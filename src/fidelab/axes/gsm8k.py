@@ -160,10 +160,10 @@ class GSM8K(Axis):
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one side wrote: ids, text up to a question of its own, the number that it answers with.
+    """Output of one side: ids, text up to a question that it adds, and the number that it answers with.
 
-    ``unfinished``: there are numbers in its reasoning alone.  ``length``: tokens of its own words, reasoning included;
-    ``None`` where they were cut at the token budget.
+    ``unfinished``: only its reasoning has numbers.  ``length``: tokens of its own words, reasoning included;
+    ``None`` if they were cut at the token budget.
     """
 
     ids: Sequence[int]
@@ -223,7 +223,7 @@ def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
 
 
 def _own_length(capture: Capture, ids: Sequence[int], own: int, written: int) -> int | None:
-    """How many tokens the first ``own`` of ``written`` characters took; ``None`` where the budget cut them."""
+    """Number of tokens of the first ``own`` of ``written`` characters; ``None`` if the budget cut them."""
     request = capture.request
     if own < written:
         ends = accumulate(len(capture.text([token])) for token in ids)
@@ -238,7 +238,7 @@ def _accuracy(right: Sequence[bool]) -> tuple[float | None, tuple[float, float] 
 
 
 def _length(usable: Sequence[_Item], seed: int) -> tuple[Metric, ...]:
-    """Length at equal answer; nothing where no problem has one."""
+    """Length at equal answer; empty if no problem has one."""
     same = [item for item in usable if item.ref.value is not None and item.ref.value == item.test.value]
     lengths = [(item.test.length, item.ref.length) for item in same if item.test.length and item.ref.length]
     if not lengths:

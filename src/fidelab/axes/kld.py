@@ -1,4 +1,4 @@
-"""Axis B: KL divergence over the full vocabulary at every scored position, at one or several contexts.
+"""KL divergence over the full vocabulary at every scored position, at one or several contexts.
 
 See docs/metrics.md#mean-kl-divergence and docs/metrics.md#windows-and-contexts.
 
@@ -140,7 +140,7 @@ _PLOT_TEXTS = {  # key of the curve: title, label of the x axis, caption
 
 
 class KLDSettings(AxisSettings):
-    """Windows and which of their rows count; part of the comparability key."""
+    """Windows and the scored rows; part of the comparability key."""
 
     windows: int = Field(default=32, ge=1, description="windows of the shortest context")
     n_ctx: int | tuple[int, ...] | None = Field(
@@ -164,7 +164,7 @@ class KLDSettings(AxisSettings):
     @field_validator("n_ctx", mode="before")
     @classmethod
     def _rising(cls, asked: Any) -> Any:
-        """Each context once, a single one as a number; ``512,2048`` is what a flag says."""
+        """Sort contexts and remove repeats, from a single number or a flag's text such as ``512,2048``."""
         values = asked.split(",") if isinstance(asked, str) else asked if isinstance(asked, list | tuple) else [asked]
         if asked is None:
             return None
@@ -199,8 +199,8 @@ class KLD(Axis):
     """KL(reference ‖ candidate), nats, after the same context through each arm's own cache; a part per context.
 
     A single context is the part ``""``.  An arm's metrics and items are those of its worst context: by the band that
-    its upper end and its failed positions give, then by the upper end.  Of rows that hold the top tokens alone KL is a
-    lower bound, and has no score.  See docs/metrics.md#mean-kl-divergence.
+    its upper end and its failed positions give, then by the upper end.  For top-k rows KL is a
+    lower bound without a score.  See docs/metrics.md#mean-kl-divergence.
     """
 
     name: ClassVar[str] = "kld"
@@ -247,7 +247,7 @@ class KLD(Axis):
         s, asked = self.settings, self._contexts()
         sizes = {n_ctx: self._asked(n_ctx, s.windows) for n_ctx in asked}
         have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
-        if s.early:  # all that there is may be less than what would decide
+        if s.early:  # the whole text may be too short to decide
             fewest = {n_ctx: min(size, self._asked(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
             sizes = {n_ctx: max(fewest[n_ctx], min(size, have // n_ctx)) for n_ctx, size in sizes.items()}
         if s.n_ctx is not None:
@@ -310,7 +310,7 @@ class KLD(Axis):
         return self._score([pair], seed)
 
     def _score(self, pairs: Sequence[Pair], seed: int) -> AxisScore:
-        """One context; a pair for each of its captures, in their order."""
+        """Score of one context, from a pair for each of its captures, in order."""
         first, asked = pairs[0], [_prefill(pair) for pair in pairs]
         if (nothing := not_measurable(pairs)) is not None:
             return nothing
@@ -432,7 +432,7 @@ def _cut_of(part: str) -> int:
 
 
 def _nested(sizes: Sequence[int], n: int) -> list[list[int]]:
-    """Of ``n`` windows those of each capture: its windows with those before it, ``sizes``, are evenly spread."""
+    """Windows of each capture out of ``n``; a capture's windows with the earlier ones, ``sizes``, are evenly spread."""
     sets = [list(range(n))]
     for size in reversed(sizes):
         later = sets[0]
@@ -457,7 +457,7 @@ def _compared(pair: Pair, request: Prefill) -> Iterator[tuple[int, RowComparison
 
 
 def _targets(request: Prefill, item: int) -> NDArray[np.int64]:
-    """The actual next token of each row; -1 where the window has none."""
+    """Actual next token of each row; -1 if the window has none."""
     after = [*request.windows[item][request.first + 1 : request.last + 2]]
     return np.asarray(after + [-1] * (request.n_rows - len(after)), dtype=np.int64)
 
@@ -482,7 +482,7 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
 
 
 def _cut(rows: RowComparison) -> float | None:
-    """The mean probability that was cut off; ``None`` where vocabularies have the same size."""
+    """Mean probability that was cut off; ``None`` if vocabularies have the same size."""
     known = rows.cut[np.isfinite(rows.cut)]
     return float(known.mean()) if len(known) else None
 

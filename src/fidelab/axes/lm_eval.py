@@ -1,11 +1,11 @@
 """Tasks of EleutherAI's lm-evaluation-harness, answered by any arm. See docs/metrics.md#lm-eval.
 
 The harness builds a task's requests, and its filters and metrics score the answers; in between, arms answer from
-captures like any other.  Continuations whose log-likelihood is asked for (multiple choice, ``loglikelihood``,
+captures like any other.  Continuations whose log-likelihood is requested (multiple choice, ``loglikelihood``,
 ``loglikelihood_rolling``) are forced token by token; ``generate_until`` is a greedy continuation that is cut at the
 task's stop strings afterwards.  Prompts are tokenized as the harness' own ``hf`` model does.
 
-The harness (extra ``lm-eval``) is imported when the axis is asked for, and not before.
+The harness (extra ``lm-eval``) is imported only when the axis is used.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from fidelab.results.numbers import counted
 from fidelab.results.plots import Plot, TablePlot
 
 _LIKELIHOOD, _ANSWERS = "loglikelihood", "generate"
-_CONTEXT = 2048  # tokens, where the model's limit is unknown; as the harness takes it
-_ANSWER = 256  # tokens of an answer, where a task does not say; as the harness takes it
+_CONTEXT = 2048  # tokens, if the model's limit is unknown; the harness' default
+_ANSWER = 256  # tokens of an answer, if a task has no limit; the harness' default
 _FIRST = ("acc", "exact_match")  # metrics by which a task is judged, where it has one of them
 _SHOWN = 100  # documents with another result that the report lists
 _ROLLING = {"byte_perplexity": "byte", "bits_per_byte": "byte", "word_perplexity": "word"}
@@ -75,7 +75,7 @@ _CUT = Definition("shortened_prompts", "count", None, "Requests longer than the 
 
 Floats = NDArray[np.float64]
 Document = tuple[str, int]  # task, number of the document
-Value = float | tuple[float, float]  # of a metric on a document; sum and count of what is a ratio
+Value = float | tuple[float, float]  # of a metric on a document; sum and count for a ratio
 
 
 class LMEvalSettings(AxisSettings):
@@ -99,10 +99,10 @@ class LMEvalSettings(AxisSettings):
 
 @dataclass(frozen=True)
 class _Note:
-    """What scoring must know of an item: the request of the harness that it belongs to.
+    """Note of an item for scoring: the request of the harness that it belongs to.
 
-    ``index``: of the request among those of its document.  ``content``: hash of the document.  ``n``: tokens that the
-    task lets an answer have; ``until``: its stop strings.  ``cut``: the prompt lost its start.
+    ``index``: of the request among those of its document.  ``content``: hash of the document.  ``n``: the task's limit
+    of an answer in tokens; ``until``: its stop strings.  ``cut``: the prompt lost its start.
     """
 
     task: str
@@ -197,7 +197,7 @@ _NO_HARNESS = "axis lm-eval needs lm-evaluation-harness: pip install 'fidelab[lm
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the harness' progress bars and remarks; its errors are what the user gets as one line."""
+    """Silence the harness' progress bars and remarks; its errors reach the user as one line."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -216,7 +216,7 @@ def _version() -> str:
 
 @lru_cache(maxsize=4)
 def _manager(include_path: str | None, defaults: bool) -> Any:
-    """The harness' index of tasks; that of its own takes seconds to make."""
+    """Index of tasks, with the harness' own tasks if ``defaults``, which takes seconds to build."""
     try:
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError as error:
@@ -231,7 +231,7 @@ def _tasks(settings: LMEvalSettings) -> dict[str, Any]:
 
     Raises:
         UsageError: the harness is not installed, or no task is named.
-        InputError: there is no such task, it cannot be loaded, or it is one that is not run here.
+        InputError: there is no such task, it cannot be loaded, or it is not supported here.
     """
     if not settings.tasks:
         raise UsageError("axis lm-eval: name tasks, as in --axes lm-eval:arc_easy, or set axes.lm-eval.tasks")
@@ -282,7 +282,7 @@ def _content(document: Any) -> str:
 
 
 class _Asked:
-    """Collects what arms are asked: the harness' requests as token ids, with a note for each."""
+    """Collects the requests for arms: the harness' requests as token ids, with a note for each."""
 
     def __init__(self, inputs: AxisInputs, settings: LMEvalSettings) -> None:
         self.settings, self.tokenizer = settings, inputs.tokenizer
@@ -307,7 +307,7 @@ class _Asked:
                         f"axis lm-eval: task {name}, document {note.document}: a continuation has {len(continuation)} "
                         f"tokens, and the model has {self.room} positions"
                     )
-                # as the harness: of what does not fit, the start is left out; the last token is never read
+                # as the harness: the start of a text that does not fit is cut; the last token is never read
                 kept = prompt[max(0, len(prompt) + len(continuation) - 1 - self.room) :] or prompt[-1:]
                 self.forced.append((kept, continuation, replace(note, cut=len(kept) < len(prompt))))
 
@@ -393,7 +393,7 @@ def _built(name: str, task: Any, limit: int | None, template: Any) -> list[Any]:
                 fewshot_as_multiturn=template is not None,
                 tokenizer_name="fidelab",
             )
-        except Exception as error:  # templates of the task, functions beside it
+        except Exception as error:  # templates of the task, functions next to it
             raise InputError(f"axis lm-eval: task {name} cannot be built ({_line(error)})") from None
     return list(task.instances)
 
@@ -420,7 +420,7 @@ class _Encoder:
         return (ids[:1], ids[1:]) if ids[:1] == (self.prefix,) else ((self.prefix,), ids)
 
     def windows(self, text: str, room: int) -> list[tuple[Tokens, Tokens]]:
-        """Disjoint parts of a text, each behind one token of context at least."""
+        """Disjoint parts of a text, each after at least one token of context."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         ids = list(self.context(text))
@@ -429,7 +429,7 @@ class _Encoder:
 
 
 def _encoder(tokenizer: Tokenizer) -> _Encoder:
-    """The encoder of a model's tokenizer; the token that stands before a text is BOS, else EOS."""
+    """Encoder of a model's tokenizer; the token before a text is BOS, else EOS."""
     try:
         from lm_eval.api.model import TemplateLM
     except ModuleNotFoundError:
@@ -439,7 +439,7 @@ def _encoder(tokenizer: Tokenizer) -> _Encoder:
     prefix = next((int(each) for each in known if each is not None), tokenizer.stop_ids[0] if tokenizer.stop_ids else 0)
 
     class Encoding(TemplateLM):  # type: ignore[misc]  # the harness has no types
-        """Only what :meth:`TemplateLM._encode_pair` calls."""
+        """The part of the interface that :meth:`TemplateLM._encode_pair` calls."""
 
         eot_token_id = prefix
 
@@ -460,7 +460,7 @@ def _encoder(tokenizer: Tokenizer) -> _Encoder:
 
 @dataclass
 class _Answers:
-    """What one side answered, by task, document and request.
+    """Answers of one side, by task, document and request.
 
     A log-likelihood (nats) with whether every token was the most likely one, or a text; ``lacking``: documents of
     which a request failed.
@@ -496,7 +496,7 @@ class _Answers:
 def _value(
     capture: Capture, item: int, pair: Pair, note: _Note, request: Request, t: int
 ) -> tuple[float, bool] | str | None:
-    """The answer to one item; ``None``: it failed."""
+    """Answer to one item; ``None`` if it failed."""
     if capture.items[item]["failed"] is not None:
         return None
     if isinstance(request, Generate):
@@ -516,7 +516,7 @@ def _value(
 
 
 def _rows(capture: Capture, item: int, targets: Tokens) -> tuple[Floats, NDArray[np.bool_]]:
-    """Of each target its negative log-likelihood, nats, and whether it is the most likely token; NaN without rows."""
+    """Negative log-likelihood (nats) of each target, and whether it is the most likely token; NaN without rows."""
     n = len(targets)
     nll, greedy = np.full(n, np.nan), np.zeros(n, dtype=bool)
     if item_rows(capture, item) != n:
@@ -532,7 +532,7 @@ def _rows(capture: Capture, item: int, targets: Tokens) -> tuple[Floats, NDArray
 
 
 def _text(capture: Capture, item: int, note: _Note) -> str:
-    """What was written within the task's budget, up to its first stop string."""
+    """Text within the task's budget, up to its first stop string."""
     ids = capture.ids(item)
     text = written_text(capture, item) if len(ids) <= note.n else capture.text(ids[: note.n])
     for stop in note.until:
@@ -542,7 +542,7 @@ def _text(capture: Capture, item: int, note: _Note) -> str:
 
 
 def _top_tokens_alone(pair: Pair) -> str:
-    """Why log-likelihoods cannot be read from a pair; empty where they can."""
+    """Reason why log-likelihoods cannot be read from a pair; empty if they can."""
     for capture in (pair.test, pair.ref):
         if capture.estimator is Estimator.TOPK:
             engine = capture.manifest["asked"]["engine"]
@@ -561,7 +561,7 @@ def _documents(pair: Pair) -> Iterator[Document]:
 # ----------------------------------------------------------------------------------------------- scores
 
 Key = tuple[str, str, str]  # task, filter, metric
-Table = dict[Key, dict[int, Value]]  # → document → value; what is no number is left out
+Table = dict[Key, dict[int, Value]]  # → document → value; values that are not numbers are left out
 
 
 def _scored(
@@ -581,7 +581,7 @@ def _scored(
             continue
 
         class Replay(LM):  # type: ignore[misc]  # the harness has no types
-            """Answers the harness' requests with what a capture holds."""
+            """Answers the harness' requests from a capture."""
 
             def _given(self, requests: Sequence[Any], task_name: str = name, own: Sequence[int] = own) -> list[Any]:
                 given, counts = [], Counter[int]()
@@ -636,7 +636,7 @@ def _number(value: Any) -> Value | None:
 
 
 def _left_out(table: Table) -> list[str]:
-    """Metrics whose values on a document are no numbers."""
+    """Metrics whose values on a document are not numbers."""
     return sorted(_label(key) for key, values in table.items() if not values)
 
 
@@ -673,7 +673,7 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
         rows=tuple(rows),
         note="The harness' own metrics over the documents that both answered.",
     )
-    if not right:  # texts' likelihoods alone: nothing is right or wrong
+    if not right:  # texts' likelihoods alone: no answer is right or wrong
         done = {document for key, side in test.items() for document in ((key[0], n) for n in side)}
         return _Unpaired(
             num=np.zeros(len(asked)),
@@ -789,7 +789,7 @@ def _changed(right: Mapping[Document, tuple[float, float]]) -> tuple[Plot, ...]:
 
 
 class _Unpaired(AxisScore):
-    """A score of texts' likelihoods, which have no share of right documents to compare with the control's."""
+    """A score of texts' likelihoods, which lack a share of right documents to compare with the control's."""
 
     def excess_over(self, control: AxisScore, seed: int) -> PairedDifference | None:
         return None

@@ -1,9 +1,9 @@
-"""Paths: does an arm give the same distributions in every way in which a server computes them?
+"""Paths: does an arm give the same distributions in every serving mode of a server?
 
 See docs/metrics.md#paths.
 
-A part per way.  Each way is compared with the cold prefill of the same arm, and the figure stands beside that of the
-reference, whose ways are compared with its own cold prefill.
+A part per way.  Each way is compared with the cold prefill of the same arm, and the figure is shown next to that of
+the reference, whose ways are compared with its own cold prefill.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from fidelab.results.plots import Curve
 _COLD = "cold"
 _BATCH = "batch"
 _BLOCK = 128  # tokens: a multiple of the blocks of all engines
-_BEYOND = 9  # tokens of a hit behind its last whole block
+_BEYOND = 9  # tokens of a hit after its last whole block
 _CHUNK = 64
 _READ = 16  # tokens that are read at once before the others are decoded
 _SHORTEST, _LONGEST = 8, 104  # tokens of other requests
 
-_LEAST = 1e-4  # nats: what no way is blamed for
-_LEAST_ALONE = 1e-2  # nats: the same where there is no twin to compare with
+_LEAST = 1e-4  # nats: the least allowance for rounding
+_LEAST_ALONE = 1e-2  # nats: the same without a twin
 _MARGIN = 4.0  # times the figure of the twin, or of the arm's other ways
 _TAIL = 0.9  # quantile of a figure over positions
 
@@ -73,7 +73,7 @@ Floats = NDArray[np.float64]
 
 
 class PathsSettings(AxisSettings):
-    """Windows and ways; part of the comparability key."""
+    """Windows and serving modes; part of the comparability key."""
 
     windows: int = Field(default=4, ge=1, description="windows, each answered in every way")
     n_ctx: int = Field(default=256, ge=32, description="tokens per window")
@@ -87,7 +87,7 @@ class PathsSettings(AxisSettings):
     @field_validator("ways", "others", mode="before")
     @classmethod
     def _listed(cls, asked: Any) -> Any:
-        """``decode,prefix`` and ``7`` are what flags say."""
+        """Parse a flag's text, such as ``decode,prefix`` or ``7``."""
         if isinstance(asked, str):
             return tuple(asked.split(","))
         return (asked,) if isinstance(asked, int) else asked
@@ -170,7 +170,7 @@ class Paths(Axis):
                     yield way, way, block, block, 0
 
     def repeated(self, request: Request, share: float) -> Request | None:
-        return None  # the cold prefill is what every way is compared with
+        return None  # every way is compared with the cold prefill
 
     def lost(self, part: str, reason: str) -> Cell | None:
         return None if part == _COLD else Cell(at={"way": part}, status=Status.FAILED, reason=reason)
@@ -179,13 +179,13 @@ class Paths(Axis):
         if _COLD not in pairs:
             raise CaptureError("there is no cold prefill to compare with; capture again")
         ref, test = ({part: side(pair) for part, pair in pairs.items()} for side in (_ref, _test))
-        lost = _unproven(test[_COLD])  # without its cold prefill nothing can be compared
+        lost = _unproven(test[_COLD])  # without its cold prefill no way can be compared
         unproven = {part: lost or _unproven(capture) for part, capture in test.items() if part != _COLD}
         proven = [part for part, why in unproven.items() if why is None]
         own = {part: _kl(test[_COLD], test[part]) for part in proven}
         twins = {}
         known = _unproven(ref[_COLD]) is None
-        if known and _engine(ref[_COLD]) == _engine(test[_COLD]):  # else it is no twin: its kernels are others
+        if known and _engine(ref[_COLD]) == _engine(test[_COLD]):  # else it is not a twin, since its kernels differ
             twins = {part: self._reference(ref, part) for part in proven if _unproven(ref[part]) is None}
         theirs = _parts_at(twins, {}, 0.0)
         sound = {part: kl for part, kl in twins.items() if part not in theirs}
@@ -268,7 +268,7 @@ def _request(capture: Capture) -> Served:
 
 
 def _unproven(capture: Capture) -> tuple[Status, str] | None:
-    """Why the rows of a capture do not count: the way is not supported, or no counter proves it; or ``None``."""
+    """Reason why the rows of a capture do not count (way unsupported, or not proven by counters), or ``None``."""
     facts = capture.manifest["facts"]
     if why := facts.get("not_supported"):
         return Status.NOT_SUPPORTED, str(why)
@@ -290,17 +290,17 @@ def _windows(kl: Floats) -> NDArray[np.int64]:
 
 
 def _tail(kl: Floats) -> float:
-    """What one row in ten exceeds; 0 without a usable row."""
+    """90th percentile of the rows; 0 without a usable row."""
     usable = kl[np.isfinite(kl)]
     return float(np.quantile(usable, _TAIL)) if len(usable) else 0.0
 
 
 def _parts_at(own: Mapping[str, Floats], twins: Mapping[str, Floats], cost: float) -> dict[str, int]:
-    """The first row from which a way parts, of those that do.
+    """First row at which a way diverges, by way, for those that do.
 
-    What is allowed rests on the twin's figure of the same way, or without a twin on the arm's other ways, and on
-    ``cost``, what the format itself costs: rounding to a format makes the last bits of another way as large as that.
-    Where that is not known it is infinite, and no way parts.
+    The allowance rests on the twin's figure of the same way, or without a twin on the arm's other ways, and on
+    ``cost``, the cost of the format: rounding to a format makes the last bits of another way as large as that.
+    An unknown cost is infinite, and no way diverges.
     See docs/metrics.md#paths.
     """
     tails = {part: _tail(kl) for part, kl in own.items()}
@@ -313,10 +313,10 @@ def _parts_at(own: Mapping[str, Floats], twins: Mapping[str, Floats], cost: floa
 
 
 def _noise_of_others(part: str, tails: Mapping[str, float]) -> float:
-    """What last bits cost the ways that have nothing in common with this one, nats.
+    """Cost of rounding noise on the ways of other families than this one, nats.
 
     One figure for each family of ways (prefix hits, batches), their lower median, so that a fault of another family
-    does not excuse this one; families that compute what the cold prefill does are left out.
+    does not excuse this one.  Families that equal the cold prefill are left out.
     """
     families: dict[str, list[float]] = {}
     for other, tail in tails.items():
@@ -329,7 +329,7 @@ def _noise_of_others(part: str, tails: Mapping[str, float]) -> float:
 def _cell(
     part: str, why: tuple[Status, str] | None, capture: Capture, first: int, at: int | None, theirs: int | None
 ) -> Cell:
-    """How a way ended, its counts, and the alarm."""
+    """Outcome of a way, its counts, and the alarm."""
     if why is not None:
         return Cell(at={"way": part}, status=why[0], reason=why[1])
     counts = capture.manifest["facts"]["engaged"]
@@ -387,7 +387,7 @@ def _curve(part: str, kl: Floats, first: int) -> Curve:
         x_label="position in the window, tokens",
         y_label="mean KL, nats",
         x=tuple(float(first + row) for row in range(kl.shape[1])),
-        y=tuple(mean or None for mean in means),  # 0 has no place on a logarithmic axis
+        y=tuple(mean or None for mean in means),  # a logarithmic axis cannot show 0
         log_y=True,
         series=part,
     )

@@ -44,7 +44,7 @@ Floats = NDArray[np.float64]
 
 
 class PerplexitySettings(AxisSettings):
-    """Contexts and which of their rows count; part of the comparability key."""
+    """Contexts and the scored rows; part of the comparability key."""
 
     contexts: tuple[Annotated[int, Field(ge=8)], ...] | None = Field(
         default=None, min_length=1, description="tokens per window, several in one run; 512 and 2048 where they fit"
@@ -130,7 +130,7 @@ class Perplexity(Axis):
         return ((t, {"nll_ref": ref, "nll_test": test}) for t, (ref, test, _) in sides)
 
     def _contexts(self, inputs: AxisInputs, have: int) -> list[int]:
-        """The contexts asked for, or those of the default that model and text have room for; rising."""
+        """Requested contexts, or the default ones that model and text have room for; rising."""
         limit = inputs.max_positions
         if self.settings.contexts is not None:
             asked = sorted(set(self.settings.contexts))
@@ -210,7 +210,7 @@ class _Rows:
 def _item_nll(pair: Pair, request: Prefill, r: int, t: int) -> tuple[Floats, Floats, int]:
     """NLL of one window's rows on both sides, over the ids that both have; NaN where a side has no rows.
 
-    And the number of rows whose actual token a side does not report.
+    The last value is the number of rows whose actual token a side does not report.
     """
     n = request.n_rows
     ref, test = np.full(n, np.nan), np.full(n, np.nan)
@@ -248,7 +248,7 @@ def _metrics(n_ctx: int, pair: PerplexityPair) -> tuple[Metric, ...]:
 
 
 def _summary(ppl: float | None, log_ratio: float | None = None) -> str:
-    """``PPL 17.2, +0.4%``; empty where it is no finite number."""
+    """``PPL 17.2, +0.4%``; empty if it is not finite."""
     if ppl is None:
         return ""
     factor = exponential(log_ratio)

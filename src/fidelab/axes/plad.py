@@ -83,9 +83,9 @@ class PLADSettings(AxisSettings):
 
 
 class PLAD(Axis):
-    """Excess drift: how much more a candidate's greedy answers change with the prompt than the reference's do.
+    """Excess drift: how much more a candidate's greedy answers change with the prompt than the reference's.
 
-    An arm that answers whatever prompt with the same text does not drift either: it has no score, and fails.
+    An arm that answers every prompt with the same text does not drift either.  It fails without a score.
     See docs/metrics.md#drift-under-perturbation.
     """
 
@@ -193,7 +193,7 @@ class PLAD(Axis):
 
 @dataclass(frozen=True)
 class _Cell:
-    """One prompt under one perturbation: what each arm answered to the prompt as it is and to the perturbed one."""
+    """One prompt under one perturbation: each arm's answers to the original prompt and to the perturbed one."""
 
     prompt: int
     id: str
@@ -218,7 +218,7 @@ class _Cell:
 
 
 def _cells(pair: Pair) -> list[_Cell]:
-    """All cells, in the order of the test side's notes: for the noise floor only some prompts are repeated."""
+    """All cells, in the order of the test side's notes: for run-to-run noise only some prompts are repeated."""
     notes = _notes(pair.test)
     places = {(note["prompt"], note["perturbation"]): place for note, place in zip(notes, pair.items, strict=True)}
     cells = []

@@ -1,4 +1,4 @@
-"""Axis C: does the candidate still find what the reference finds in a long text? See docs/metrics.md#retrieval."""
+"""Retrieval: does the candidate find the same facts in a long text as the reference? See docs/metrics.md#retrieval."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from fidelab.metrics.retrieval import (
 from fidelab.results.measurement import Definition, Metric
 
 _SHORT = (512, 2048, 4096)  # for models of up to 8,192 positions
-_LONG = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones are to be asked for
-_LEAST_PREDICT, _AROUND = 24, 8  # tokens: of an answer; of it besides the codes
+_LONG = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones must be requested
+_LEAST_PREDICT, _AROUND = 24, 8  # tokens of an answer, and those besides the codes
 _HARM = -5.0  # points; see docs/metrics.md#verdicts
 
 _DIFFERENCE = Definition("accuracy_difference", "points", "higher", "Accuracy minus the reference's, paired.")
@@ -125,12 +125,12 @@ class RNIAHSettings(AxisSettings):
 class RNIAH(Axis):
     """Share of hidden facts that the candidate loses, by prompt length and place.
 
-    The score, which enters the composite, is one-sided: it lies below 100 for arms that do not differ, by how much says
-    the figure "score expected by chance".  The accuracy difference has a sign, is 0 on average without a
+    The score, which enters the composite, is one-sided.  It lies below 100 for arms that do not differ; the figure
+    "score expected by chance" shows by how much.  The accuracy difference has a sign, is 0 on average without a
     difference, and alone can cost the verdict a band.
 
-    Parts: ``main``; with style ``auto`` the reference alone is asked the shortest length as a ``question`` first, and
-    what it answers decides how ``main`` asks all arms.  See docs/metrics.md#retrieval.
+    Parts: ``main``; with style ``auto`` only the reference is first asked the shortest length as a ``question``.
+    Its answers decide how ``main`` asks all arms.  See docs/metrics.md#retrieval.
     """
 
     name: ClassVar[str] = "rniah"
@@ -281,16 +281,16 @@ def _notes(capture: Capture) -> list[dict[str, Any]]:
 
 
 def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str | None) -> float:
-    """Share of the needles that an answer returns, 0 … 1; compat mode includes its reasoning."""
+    """Share 0 … 1 of the needles that an answer returns; compat mode includes its reasoning."""
     text = written_text(capture, item) if compat else answer_text(capture, item)
-    # What fills a cloze ends with its sentence; a model that goes on repeats the haystack, distractors included.
+    # The answer to a cloze ends with its sentence; after it models repeat the haystack, distractors included.
     if note["wrong"] and note["style"] == "cloze":
         text = judged(text)
     return returned(text, note["codes"], note["wrong"], compat)
 
 
 def _trials(pair: Pair, compat: str | None) -> list[Trial]:
-    """What was asked, and what both sides answered."""
+    """Requests, and the answers of both sides."""
     notes, trials = _notes(pair.ref), []
     for ref, test in pair.items:
         note = notes[ref]
@@ -323,7 +323,7 @@ class _RetrievalScore(AxisScore):
         return Cells(self.base[self.usable], self.num[self.usable], self.cell[self.usable])
 
     def score(self, seed: int, *, headline: bool = True) -> Metric:
-        """By :func:`retrieval_score`; null where the reference finds nothing."""
+        """Score by :func:`retrieval_score`; null if the reference finds nothing."""
         if self.not_measurable:
             return SCORE(None, headline=headline)
         cells = self.by_cell()

@@ -35,7 +35,7 @@ class Trial:
 
 
 def needle_plots(trials: Sequence[Trial], style: Style) -> tuple[Plot, ...]:
-    """Accuracies by length and position, by length, and what was answered where a needle was lost."""
+    """Accuracies by length and position and by length, and the answers that lost a needle."""
     shares: dict[NeedlePlace, tuple[float, float]] = {}
     for place in {trial.place for trial in trials if not trial.failed}:
         both = [(t.base, t.cand) for t in trials if t.place == place and not t.failed]

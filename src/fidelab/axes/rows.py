@@ -45,7 +45,7 @@ def estimator_of(pair: Pair) -> Estimator:
 
 
 def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
-    """The score of an axis whose requests an engine reported as not measurable (``facts``); else ``None``."""
+    """Score of an axis if an engine reported its requests as not measurable (``facts``), else ``None``."""
     facts = (side.manifest["facts"] for pair in pairs for side in (pair.ref, pair.test))
     reason = next((str(side_facts["not_measurable"]) for side_facts in facts if "not_measurable" in side_facts), None)
     return None if reason is None else unmeasurable(reason)
@@ -102,7 +102,7 @@ def reported(capture: Capture, item: int, start: int, stop: int) -> tuple[NDArra
 def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: int = 0) -> RowComparison:
     """All rows of one item; ``targets`` [n]: the actual next tokens.  All fail if a side does not have n rows.
 
-    ``skip``: so many rows the reference side has before these, which are left out.
+    ``skip``: number of leading rows of the reference side that are left out.
     """
     n = len(targets)
     if n == 0 or item_rows(pair.ref, r) != n + skip or item_rows(pair.test, t) != n:
@@ -147,7 +147,7 @@ def compare_many(
 ) -> list[RowComparison]:
     """All rows of one item against those of items of many captures, all of hidden states.
 
-    The figures of :func:`compare_item` but for the order of float32 sums.  The reference's logits are computed once.
+    Figures equal those of :func:`compare_item` up to the order of float32 sums.  Reference logits are computed once.
     ``scorer``: by default one on the CPU, or numpy where torch is not installed.  ``kl_alone``: without the other
     divergences.
 

@@ -63,7 +63,7 @@ class ToolCallsSettings(AxisSettings):
 
 
 class ToolCalls(Axis):
-    """Greedy answers at the turns of a log at which its assistant called tools, each behind the turns before it.
+    """Greedy answers at the turns of a log at which its assistant called tools, each after the turns before it.
 
     See docs/metrics.md#tool-calls.
     """
@@ -136,7 +136,7 @@ class ToolCalls(Axis):
 def _turns(inputs: AxisInputs) -> list[tuple[tuple[int, ...], str]]:
     """Prompt and note of every turn of the log with a tool call; none where the template leaves tools out.
 
-    A note holds the conversation's number and the tools as token ids: the words of a log are not written down.
+    A note holds the conversation's number and the tools as token ids, since the words of a log are not stored.
     """
     tokenizer, traffic = inputs.tokenizer, inputs.traffic
     if traffic is None or traffic.text is not None or tokenizer.template != "chat":
@@ -167,7 +167,7 @@ def _turns(inputs: AxisInputs) -> list[tuple[tuple[int, ...], str]]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The calls of one side's answer; ``valid``: there are some, and all of them fit their tools' schemas."""
+    """The calls of one side's answer; ``valid``: it has calls, and all fit their tools' schemas."""
 
     text: str
     calls: tuple[tuple[str, dict[str, Any]], ...]
@@ -216,9 +216,9 @@ def _answer(capture: Capture, item: int, schemas: Mapping[str, Any]) -> _Answer:
 
 
 def fits_schema(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    """Whether a call's arguments are what the tool's JSON schema (2020-12) asks for.
+    """Whether a call's arguments match the tool's JSON schema (2020-12).
 
-    A schema that refers to another document fits nothing: none is fetched.
+    A schema that refers to another document matches nothing, since none is fetched.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError

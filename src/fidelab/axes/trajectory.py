@@ -211,7 +211,7 @@ def _text(pair: Pair, fork: _Fork) -> TextPair:
 
 
 def _margin(pair: Pair, r: int, t: int, agreement: PairAgreement, test: list[int]) -> float:
-    """Reference's top-1 minus the candidate's token at the fork, nats; NaN where that is not known."""
+    """Reference's top-1 minus the candidate's token at the fork, nats; NaN if unknown."""
     at = agreement.first_divergence
     if at is None or at >= len(test):
         return float("nan")

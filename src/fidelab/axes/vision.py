@@ -1,6 +1,6 @@
-"""Vision: do answers about images stay what they were, and does the model still look? See docs/metrics.md#vision.
+"""Vision: do answers about images stay the same, and does the model still look? See docs/metrics.md#vision.
 
-Every question is asked greedily with its image.  The reference's answers are then given to all arms behind three
+Every question is asked greedily with its image.  The reference's answers are then given to all arms after three
 prompts: with the right image, with a wrong one, and without any.  The KL of the arm's distributions from the
 reference's, given the right image, is the loss; the KL between right and wrong image, and between right and none, of
 one and the same arm is its dependence on the image.
@@ -123,7 +123,7 @@ _QUESTIONS = Definition("questions", "count", None, "Questions with an image tha
 
 
 class VisionSettings(AxisSettings):
-    """Which questions, and how long answers may be; part of the comparability key."""
+    """Questions and length of answers; part of the comparability key."""
 
     n_predict: int = Field(default=16, ge=1, description="tokens generated per question")
     limit: int | None = Field(default=None, ge=1, description="first questions only")
@@ -134,7 +134,7 @@ class VisionSettings(AxisSettings):
 
 
 class Vision(Axis):
-    """KL(reference ‖ candidate) behind images, the dependence on the image that is kept, and the answers.
+    """KL(reference ‖ candidate) after images, the kept dependence on the image, and the answers.
 
     See docs/metrics.md#vision.
     """
@@ -148,10 +148,10 @@ class Vision(Axis):
     settings: VisionSettings
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
-        """The questions with their images.
+        """Requests with the questions and their images.
 
         Raises:
-            UnavailableError: the reference can be shown no images, or the log has none.
+            UnavailableError: the reference cannot read images, or the log has none.
             InputError: an image of the log cannot be used, or a question has no room.
         """
         s, asked = self.settings, self._asked(inputs)
@@ -180,7 +180,7 @@ class Vision(Axis):
         answers = reference.get(_ANSWER)
         if answers is None or not isinstance(answers.request, ImageGenerate):
             raise CaptureError("the reference left no answers about images; capture again")
-        stop = answers.request.stop  # which servers do not read behind an answer
+        stop = answers.request.stop  # which servers do not read after an answer
         ids = [
             tuple(token for token in answers.ids(index) if token not in stop) if item["failed"] is None else ()
             for index, item in enumerate(answers.items)
@@ -272,7 +272,7 @@ class Vision(Axis):
         return asked
 
     def _forced(self, inputs: AxisInputs, answers: Sequence[Tokens]) -> dict[str, Request]:
-        """The same text behind the right image, a wrong one, and none."""
+        """Requests with the same text after the right image, a wrong one, and none."""
         s, asked = self.settings, self._asked(inputs)
         if len(asked) != len(answers):
             raise CaptureError(f"the reference answered {len(answers)} questions about images, not {len(asked)}")
@@ -451,7 +451,7 @@ def _is_right(answer: str, note: Mapping[str, Any]) -> float:
 
 
 def _answers_alone(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], seed: int) -> AxisScore:
-    """The score where an engine scores no text behind images: no KL and no dependence."""
+    """Score for an engine that cannot score text after images: without KL and dependence."""
     nothing = not_measurable(forced.values())
     same = answers.same
     score = AxisScore(

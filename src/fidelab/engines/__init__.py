@@ -1,4 +1,4 @@
-"""Engines: adapters that answer requests.  They run in worker processes, perhaps in environments of their own.
+"""Engines: adapters that answer requests.  They run in worker processes, often in separate environments.
 
 An adapter imports its third-party package inside ``open``; importing this room needs the standard library and numpy.
 """

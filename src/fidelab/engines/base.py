@@ -40,9 +40,9 @@ def read_back_proof(matches: float | None, least: float, received: str) -> dict[
     """``proof`` of an engine whose cache is read back.
 
     Args:
-        matches: share of the numbers that are in the cache as they were written; ``None`` where it cannot be read.
-        least: the share from which on the format counts as stored.
-        received: why it stays open what attention read.
+        matches: share of the numbers that are in the cache as they were written; ``None`` if it cannot be read.
+        least: the smallest share at which the format counts as stored.
+        received: reason why the input of attention is unknown.
     """
     stored, named = "shown", "shown"  # other types would read the same bytes as other numbers
     if matches is None:
@@ -55,7 +55,7 @@ def read_back_proof(matches: float | None, least: float, received: str) -> dict[
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine returns for a request, besides the arrays in the sink.
+    """Answer of an engine to a request, without the arrays in the sink.
 
     ``head``: arrays ``weight`` [V, d] and perhaps ``bias`` with softcap and scale, for estimator ``hidden``;
     ``facts``: measurements of the capture itself (sentinel replay, tokens, seconds).
@@ -80,10 +80,9 @@ class _Replayed(Protocol):
 def answer_with_head(
     request: Request, estimator: Estimator, facts: Mapping[str, Any], began: float, head: _Replayed | None
 ) -> Answer:
-    """The answer to a request that was begun at ``began`` (``time.monotonic``).
+    """Complete the answer to a request that began at ``began`` (``time.monotonic``).
 
-    Adds the worst sentinels and the seconds to the facts, and the head where there are rows of states that scoring
-    multiplies with it.
+    Adds the worst sentinels and the seconds to the facts, and the head if scoring multiplies stored states with it.
     """
     facts = dict(facts)
     if head is not None and head.sentinels:
@@ -96,7 +95,7 @@ def answer_with_head(
 
 
 class Sink(Protocol):
-    """Where answers stream to."""
+    """Destination of streamed answers."""
 
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
         """One item's arrays: ``hidden`` [rows, d] or ``logprobs`` [rows, V] float16; ``ids`` [n] for Generate."""
@@ -105,13 +104,13 @@ class Sink(Protocol):
         """An item that could not be answered, or whose answer is unusable."""
 
     def progress(self, tokens: int, decoded: int = 0) -> None:
-        """Tokens processed since the last call, of which so many were decoded or fed one by one."""
+        """Tokens processed since the last call, and the number of these decoded or fed one by one."""
 
 
 def add_sequence(
     sink: Sink, item: int, ids: Sequence[int], rows: Mapping[str, Array] | None = None, failed: str | None = None
 ) -> None:
-    """Store the generated or given ids of one item with their rows, and mark it failed where there are none.
+    """Store the generated or given ids of one item with their rows; mark an item without ids as failed.
 
     ``failed``: why the sequence is unusable, or empty; an empty one without a reason is an empty output.
     """
@@ -121,7 +120,7 @@ def add_sequence(
 
 
 def one_line(error: Exception, limit: int = 200) -> str:
-    """An exception of another package in at most ``limit`` characters behind its type; the log has the rest."""
+    """Exception of another package: its type and at most ``limit`` characters.  The log has the rest."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:limit]}{'…' if len(text) > limit else ''}"
 
@@ -157,7 +156,7 @@ _COARSE = re.compile(r"(fp8|fp4|nvfp4|mxfp[48]|u?int[2-8]|lloyd|i?q[2-8]_)")
 
 
 def _lossless(name: str, dtype: str) -> bool | None:
-    """Whether a format holds every number of a type; ``None``: unknown, as float16 for a bfloat16 beyond its range."""
+    """Whether a format holds every number of a type.  ``None``: unknown, as for bfloat16 beyond float16's range."""
     if name in ("auto", dtype):
         return True
     if name not in _FLOATS or dtype not in _FLOATS:
@@ -171,18 +170,18 @@ class Engine(ABC):
 
     ``phases``: seconds that opening took, by phase and in order: ``import``, ``weights``, ``warm-up``; see
     docs/metrics.md#start-up-time.  Time that an engine cannot attribute counts for the later phase.
-    ``foreseen``: kinds of the requests that are known before opening; some want the engine launched otherwise.
-    ``seed``: of the request that is answered next, from which is drawn what the proof of engagement looks at.
+    ``foreseen``: kinds of the requests known before opening.  Some need other launch settings.
+    ``seed``: seed of the next request.  The proof of engagement draws its samples from it.
     """
 
     name: ClassVar[str]
     estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
-    packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
+    packages: ClassVar[tuple[str, ...]] = ()  # distributions, any of which provides the engine; empty: built in
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # names that fidelab itself knows; engines have more
     samples: ClassVar[bool] = False  # draws tokens with a seed where a request asks for it
     controlled: ClassVar[Mapping[str, str]] = MappingProxyType({})  # options that cannot be set, and why
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # further names of ``options``
-    native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
+    native_kv: ClassVar[str] = "bf16"  # default KV format
     separate_kv: ClassVar[bool] = True  # keys and values may have any two of its formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
     sleeps_when_idle: ClassVar[bool] = True  # takes no processor time between requests
@@ -224,7 +223,7 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def versions(cls) -> dict[str, str]:
-        """Versions of the engine and of what it computes with, without importing them."""
+        """Versions of the engine and of its compute libraries, without importing them."""
 
     @classmethod
     @abstractmethod
@@ -246,7 +245,7 @@ class Engine(ABC):
 
     @classmethod
     def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
-        """What drafts tokens in an arm of these options; ``None``: nothing does.
+        """Speculation that an arm with these options uses; ``None`` without speculation.
 
         Raises:
             UsageError: the options cannot be read.
@@ -255,38 +254,38 @@ class Engine(ABC):
 
     @classmethod
     def estimator_for(cls, arm: Arm) -> Estimator:
-        """What the arm's captures hold of each distribution."""
+        """Name of the estimator: the part of each distribution that captures hold."""
         return Estimator(dict(arm.options).get("estimator", cls.estimator))
 
     @classmethod
     def images_refused(cls, arm: Arm) -> str:
-        """Why an arm can be shown no images, found before it is opened; empty where it can."""
+        """Reason why an arm cannot read images, found before it is opened; empty if it can."""
         if not cls.kinds >= IMAGE_KINDS:
             return f"engine {cls.name} takes no images"
         return f"the config of {arm.model} has no part for images" if without_vision(arm.path) else ""
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
-        """The nearest KV format that should cost nothing against this reference; ``None`` where there is none."""
+        """The nearest KV format that should cost nothing against this reference; ``None`` if there is none."""
         return None
 
     @classmethod
     def as_deployed(cls, arm: Arm) -> Arm:
-        """The arm as a server would run it where it leaves that open: what benches time.
+        """The arm with a server's defaults for its open settings, for benchmarks.
 
-        Captures may need what nobody deploys, such as layers that run one by one.
+        Captures may need settings that nobody deploys, such as layers that run one by one.
         """
         return arm
 
     @classmethod
     def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
-        """The command line of the engine's own server with what this arm says, and nothing that it leaves open.
+        """Serve command of the engine's own server, with the settings of this arm only.
 
         The first words are the program as users call it (``vllm serve``, ``python -m …``, ``llama-server``);
-        ``arm.path`` is the model that it names.
+        ``arm.path`` is the model in the command.
 
         Raises:
-            NotSupportedError: the engine has no server, or its server cannot be told this.
+            NotSupportedError: the engine has no server, or its server lacks a setting.
         """
         raise NotSupportedError(f"engine {cls.name} has no server of its own: vllm, sglang and llamacpp have one")
 
@@ -297,7 +296,7 @@ class Engine(ABC):
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:
-        """Whether the arm's formats hold all keys and values of its compute type; ``None`` where that is not known.
+        """Whether the arm's formats hold all keys and values of its compute type; ``None`` if that is not known.
 
         Two arms of which neither loses anything may give the same output; a format that loses must change it.
         """
@@ -306,17 +305,17 @@ class Engine(ABC):
 
     @abstractmethod
     def open(self, arm: Arm) -> None:
-        """Load the model, and mark what that takes: ``import``, ``weights``; the rest is ``warm-up``.
+        """Load the model and mark the phases ``import`` and ``weights``.  The rest is ``warm-up``.
 
         Third-party packages are imported here.
 
         Raises:
-            EngineError: it cannot be loaded; NotSupportedError: it cannot do what the arm asks.
+            EngineError: it cannot be loaded; NotSupportedError: it lacks a feature that the arm needs.
         """
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Token ids without special tokens: only to check that the engine's tokenizer agrees with ours."""
+        """Token ids without special tokens, only to check the engine's tokenizer against fidelab's."""
 
     @abstractmethod
     def answer(self, request: Request, sink: Sink) -> Answer:
@@ -332,11 +331,11 @@ class Engine(ABC):
         """The runtime info, called after the last request, when the cache has been observed."""
 
     def peak_device_bytes(self) -> int | None:
-        """Peak device memory in bytes since :meth:`reset_peak`; ``None`` without a device, or where it is unknown."""
+        """Peak device memory in bytes since :meth:`reset_peak`; ``None`` without a device or if unknown."""
         return None
 
     def reset_peak(self) -> None:  # noqa: B027  (engines without such a count have nothing to reset)
-        """Count the peak of device memory anew; called before each request."""
+        """Reset the peak of device memory.  Called before each request."""
 
     def close(self) -> None:  # noqa: B027  (the exit releases the rest)
         """Release resources; the process exits right after."""

@@ -17,13 +17,13 @@ Engine options: ``family`` (two-level, geometric), ``vocab`` (at least 256: the 
 (seconds per item), ``crash`` / ``hang`` (``n`` or ``LABEL:n``: at item n of all arms, or of one), ``mask`` (on: the
 last id is impossible in every arm), ``estimator`` (hidden, logprobs), ``margin`` (nats between the generated token and
 the next best one, which is what a fork takes), ``answers`` (a JSON file of ``[text, answer]`` pairs: a prompt is
-answered by the first pair whose text it contains, and the answer ends with id 0), ``noise`` (the one thing that is not
-deterministic: independent Gaussian noise with this standard deviation in nats on every logit of the rows of Prefill,
-Served and Forced, from the operating system's randomness, so new in each process; generated text keeps still).
+answered by the first pair whose text it contains, and the answer ends with id 0), ``noise`` (the only random
+part: independent Gaussian noise with this standard deviation in nats on every logit of the rows of Prefill, Served and
+Forced, from the operating system's randomness, so new in each process; generated text does not change).
 ``bend`` (``x`` or ``LABEL:x``: family two-level gives its first half log-odds that are x nats higher, in all arms or in
 those of one KV label: a fault of the path, alone or together with a format).
-``parts`` (``WAY:n`` or ``LABEL:WAY:n``: from position n on that way of serving gives another distribution, in all arms
-or in those of one KV label) and ``lacks`` (a way whose counts prove nothing).
+``parts`` (``WAY:n`` or ``LABEL:WAY:n``: from position n on this serving mode gives another distribution, in all arms or
+in those of one KV label) and ``lacks`` (a serving mode whose counts prove nothing).
 Times are computed, not measured: 1,024 tok/s of prefill, 64 tok/s of decode per sequence, whatever the batch.
 
 Families over V tokens (parameters of the reference in brackets):
@@ -263,7 +263,7 @@ class FakeEngine(Engine):
         return logits[: self._width]
 
     def _noisy(self, rows: Floats) -> Floats:
-        """A copy of log-probabilities [rows, V]; with ``noise``, each with its own, normalised again."""
+        """Copy of log-probabilities [rows, V].  With ``noise``, each gets its own, then rows are normalized."""
         if not self._noise:
             return rows.copy()
         shaken = rows + self._random.normal(scale=self._noise, size=rows.shape)
@@ -340,12 +340,12 @@ def _first(value: str | None, arm: Arm) -> int | None:
 
 
 def _for_way(value: str, arm: Arm) -> str | None:
-    """The ``WAY:n`` behind ``LABEL:`` where that is this arm's KV label or is absent; else ``None``."""
+    """``WAY:n`` after ``LABEL:``; ``None`` if the label is present and not this arm's KV label."""
     words = value.split(":")
     return ":".join(words[-2:]) if ":".join(words[:-2]) in ("", arm.kv.label) else None
 
 
 def _for(value: str, arm: Arm) -> str | None:
-    """The value behind ``LABEL:`` where that is this arm's KV label or is absent; else ``None``."""
+    """Value after ``LABEL:``; ``None`` if the label is present and not this arm's KV label."""
     label, _, rest = value.rpartition(":")
     return rest if label in ("", arm.kv.label) else None

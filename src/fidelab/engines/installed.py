@@ -1,4 +1,4 @@
-"""What is installed in an engine's environment: whether packages are as published, and for which device they are built.
+"""Installed packages of an engine's environment: whether they are as published, and for which device they are built.
 
 Everything is read from the packages' files; none of them is imported.
 """
@@ -26,7 +26,7 @@ _LLAMA_LIBRARIES = {"cuda": "libggml-cuda", "hip": "libggml-hip"}
 
 
 def provenance(packages: Sequence[str]) -> dict[str, str]:
-    """For each distribution that is installed: ``stock``, ``modified: …`` or ``built from …``.
+    """State of each installed distribution: ``stock``, ``modified: …`` or ``built from …``.
 
     ``stock``: the hashes of all its Python files are those of the package's RECORD; compiled files are not read.
     """
@@ -45,7 +45,7 @@ def shims() -> list[dict[str, str]]:
 
 
 def build(packages: Sequence[str]) -> str | None:
-    """What the engine's packages are built for: ``cuda``, ``hip`` or ``cpu``; ``None`` where nothing tells."""
+    """Device that the engine's packages are built for: ``cuda``, ``hip`` or ``cpu``; ``None`` if unknown."""
     if any(name.endswith("-cpu") and is_installed(name) for name in packages):
         return "cpu"
     return _llama_build() if "llama-cpp-python" in packages else _torch_build()
@@ -61,7 +61,7 @@ def without_vision(path: str) -> bool:
 
 
 def unknown_architecture(arm: Arm, *own: str) -> str | None:
-    """Why nothing installed here reads the config of an arm's model; ``None`` where something may.
+    """Reason why no installed package reads the config of an arm's model; ``None`` if one may.
 
     ``own``: folders of packages (``vllm/transformers_utils``) with types of configs that Transformers does not have.
     """
@@ -91,21 +91,21 @@ def _folder_of(name: str) -> Path | None:
 
 
 def device(built: str | None) -> str:
-    """``cuda`` or ``hip`` where that is what was built for and the kernel has such a device, else ``cpu``."""
+    """``cuda`` or ``hip`` if the packages are built for it and the kernel has such a device, else ``cpu``."""
     return built if built and any(Path(file).exists() for file in _GPU_FILES.get(built, ())) else "cpu"
 
 
 def gpu_files() -> list[str]:
-    """What the kernel shows of GPUs; where it shows none, no library needs to be asked for one."""
+    """Device files of GPUs.  If the kernel shows none, no library needs to be asked."""
     return [file for names in _GPU_FILES.values() for file in names if Path(file).exists()]
 
 
 def state(packages: Sequence[str], variables: Mapping[str, str]) -> str | None:
-    """A hash of whatever an engine's answers about itself depend on; ``None`` where that cannot be told.
+    """Hash of all that an engine's answers about itself depend on; ``None`` if that is unknown.
 
-    It covers size and time of each file of the distributions, of fidelab and of k16v8; the folders on ``sys.path``,
-    which change whenever something is installed there; shims, ``variables``, Python, devices, and the start of the
-    machine (with it drivers and hardware).  Nothing is told of distributions that are built from somebody's sources.
+    It covers size and time of each file of the distributions, of fidelab and of k16v8.  It also covers the folders on
+    ``sys.path``, which change with every installation, shims, ``variables``, Python, devices, and the boot time of the
+    machine (for drivers and hardware).  It is ``None`` for distributions built from local sources.
     """
     distributions = [metadata.distribution(name) for name in packages if is_installed(name)]
     if any(_source(distribution) for distribution in distributions):
@@ -171,7 +171,7 @@ def is_installed(name: str) -> bool:
 def _label(distribution: metadata.Distribution) -> str:
     if source := _source(distribution):
         return f"built from {source}"
-    files = distribution.files or []  # which reads RECORD anew each time
+    files = distribution.files or []  # which reads RECORD again each time
     changed = sorted({*_altered(files), *_added(distribution, files)})
     if not changed:
         return "stock"
@@ -180,7 +180,7 @@ def _label(distribution: metadata.Distribution) -> str:
 
 
 def _source(distribution: metadata.Distribution) -> str | None:
-    """Where a distribution was installed from, if not from a package index."""
+    """Source of a distribution that was not installed from a package index."""
     try:
         direct = json.loads(distribution.read_text("direct_url.json") or "null")
     except ValueError:
@@ -207,7 +207,7 @@ def _altered(files: Sequence[metadata.PackagePath]) -> Iterator[str]:
 
 
 def _added(distribution: metadata.Distribution, files: Sequence[metadata.PackagePath]) -> Iterator[str]:
-    """Python files in the package's folders that RECORD does not list: some engines import whatever is there."""
+    """Python files in the package's folders that RECORD does not list: some engines import every file there."""
     listed = {str(file) for file in files}
     base = Path(str(distribution.locate_file("")))
     for root in _roots(files):
@@ -229,7 +229,7 @@ def _content(folder: Path) -> str:
 
 
 def _python_files(folder: Path) -> list[Path]:
-    """In a fixed order; hidden folders and environments inside it are not its own."""
+    """Python files of a folder in a fixed order, without hidden folders and environments inside it."""
     sources = []
     for place, folders, files in os.walk(folder):
         folders[:] = [

@@ -1,7 +1,7 @@
-"""K16/V8 and other pairs in fidelab: what they mean, and the package k16v8, which brings them to engines.
+"""K16/V8 and other pairs in fidelab: their meaning, and the package k16v8, which brings them to engines.
 
-The package is a contender like any other and no part of fidelab: ``pip install k16v8``.  It is imported when an arm
-asks for it, after a check with :func:`missing`.  Standard library only.
+The package is a candidate like any other and not part of fidelab: ``pip install k16v8``.  It is imported when an arm
+requests it, after a check with :func:`missing`.  Standard library only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SWITCH = "K16V8"  # environment variable that switches its plug-ins on
 NATIVE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16", "float16": "float16"}  # keys → compute type
 SIDES = ("bf16", "f16", "fp8_e4m3", "fp8_e4m3fnuz", "int8", "int4")  # of a pair on vLLM and SGLang
 _BITS = {"bf16": 16, "f16": 16, "fp8_e4m3": 8, "fp8_e4m3fnuz": 8, "int8": 8, "int4": 4}
-_KERNEL_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # what engines call the kernels' formats
-_ALONE = ("fp8_e4m3fnuz", "int8", "int4")  # that engines lack: both sides are the package's, too
+_KERNEL_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # engines' names of the kernels' formats
+_ALONE = ("fp8_e4m3fnuz", "int8", "int4")  # that engines lack: also the package's if both sides have it
 _INTEGERS = ("int8", "int4")
 _NATIVE_ALONE = {"vllm": ("bf16", "f16"), "sglang": ("f16",)}  # names that the engines themselves lack
 _PER_HEAD = (("scale", "per-token-head"),)
-_KERNELS = (("kernels", K16V8),)  # 16 bits for both: what the package's attention costs by itself
+_KERNELS = (("kernels", K16V8),)  # 16 bits for both: measures the package's attention alone
 _WORDS = {"fp8_e4m3": "1", "fp8_e4m3[scale=per-token-head]": "per-token-head"}  # of the switch, with native keys
 
 
@@ -60,7 +60,7 @@ def is_pair(kv: KVSpec) -> bool:
 
     That is so where the sides differ, and where both are of a format that the engines do not have: integers with a
     scale for each token and head, and FP8 with such scales.  ``fp8_e4m3`` for both is the engine's own, and so is a
-    16-bit format but for ``bf16[kernels=k16v8]``, which tells what the kernels cost from what a format does.
+    16-bit format except ``bf16[kernels=k16v8]``, which separates the kernels' cost from a format's.
     """
     return not kv.same or kv.k.name in _ALONE or kv.k.options in (_PER_HEAD, _KERNELS)
 
@@ -109,7 +109,7 @@ def check_pair(kv: KVSpec, engine: str) -> bool:
 
 
 def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
-    """Why the paged kernels cannot hold an arm's pair in its model; empty where they can, as far as that is known."""
+    """Reason why the paged kernels cannot hold an arm's pair in its model; empty if none is known."""
     kv, compute = arm.kv, _KERNEL_NAMES.get(arm.dtype)
     for side in (kv.k, kv.v):
         name, group = _kernel_name(side), dict(side.options).get("group")
@@ -129,7 +129,7 @@ def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
 
 
 def skip_refusal(kv: KVSpec, layers: int | None) -> str:
-    """Why a model of so many layers cannot skip those that the spec names; empty where it can."""
+    """Reason why a model of so many layers cannot skip those that the spec names; empty if it can."""
     if layers is not None and (beyond := [layer for layer in kv.skip_layers if layer >= layers]):
         return f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}"
     return "skip-layers leaves no layer to encode" if len(kv.skip_layers) == layers else ""
@@ -157,7 +157,7 @@ def _has_scales(side: FormatSpec) -> bool:
 
 
 def content_bytes(kv: KVSpec, head_dim: int, v_dim: int, *, skipped: bool = False) -> int:
-    """Bytes of one head of one token in a pair's pages: codes, and a float16 scale where there is one.
+    """Bytes of one head of one token in a pair's pages: codes, and a float16 scale if it has one.
 
     ``skipped``: in a layer that keeps 16 bits for both.
     """
@@ -168,14 +168,14 @@ def content_bytes(kv: KVSpec, head_dim: int, v_dim: int, *, skipped: bool = Fals
 
 
 def scales_of(kv: KVSpec) -> dict[str, str]:
-    """Where the scales of a pair come from, and how many values share one, for the record."""
+    """Source of a pair's scales, and how many values share one, for the record."""
     if _has_scales(kv.k) or _has_scales(kv.v):
         return {"scale_source": "dynamic", "scale_granularity": "per token and head"}
     return {"scale_source": "default 1.0", "scale_granularity": "per tensor"}
 
 
 def read_back_layers(layers: Mapping[int, dict[str, Any]], skipped: Iterable[int]) -> dict[str, Any]:
-    """What the package found in the pages of several layers as one; ``skipped``: by what the plug-in was told.
+    """Merge the package's findings on the pages of several layers; ``skipped``: layers that the plug-in skips.
 
     Formats are those of the layers that are not skipped.  ``matches`` is that of the worst layer, ``skip_layers``
     those that hold other formats.  ``counted``: saturated keys and values of all writes, with ``K16V8_COUNT=1``.
@@ -196,7 +196,7 @@ def read_back_layers(layers: Mapping[int, dict[str, Any]], skipped: Iterable[int
 
 
 def holds_pair(kv: KVSpec, found: Mapping[str, Any]) -> bool:
-    """Whether the pages of all layers hold what was written, apart, in this pair's formats."""
+    """Whether the pages of all layers hold the written keys and values in this pair's formats."""
     formats = found.get("k_format"), found.get("v_format")
     return (
         found.get("matches") == 1.0
@@ -207,7 +207,7 @@ def holds_pair(kv: KVSpec, found: Mapping[str, Any]) -> bool:
 
 
 def set_switch(kv: KVSpec) -> None:
-    """Set the switch for this process and its children; an arm that is no pair must not inherit it."""
+    """Set the switch for this process and its children; an arm without a pair must not inherit it."""
     os.environ[SWITCH] = _switch(kv) if is_pair(kv) else "0"
 
 
@@ -223,7 +223,7 @@ def _switch(kv: KVSpec) -> str:
 
 
 def switch_variables(kv: KVSpec) -> dict[str, str]:
-    """The switch as a variable to start a server with; empty for an arm that is no pair."""
+    """The switch as a variable to start a server with; empty for an arm without a pair."""
     return {SWITCH: _switch(kv)} if is_pair(kv) else {}
 
 
@@ -231,17 +231,17 @@ def switch_variables(kv: KVSpec) -> dict[str, str]:
 
 
 def missing() -> str:
-    """Why the package cannot be used in this interpreter; empty where it can."""
+    """Reason why the package cannot be used in this interpreter; empty if it can."""
     return "" if installed_version() else "needs the package k16v8, which is not installed here: pip install k16v8"
 
 
 def installed_version() -> str | None:
-    """The package's version; ``None`` where it is not installed."""
+    """The package's version; ``None`` if it is not installed."""
     try:
         spec = find_spec(K16V8)
     except ImportError:
         return None
-    if spec is None or spec.origin is None:  # a folder of that name is no package
+    if spec is None or spec.origin is None:  # a folder of that name is not a package
         return None
     return str(import_module(K16V8).__version__)
 

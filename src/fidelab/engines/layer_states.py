@@ -1,8 +1,8 @@
-"""The residual stream inside vLLM and SGLang: what enters a model's first decoder layer and what leaves each one.
+"""The residual stream inside vLLM and SGLang: the input of the first decoder layer and the output of each one.
 
-Both engines run models of their own, whose layers hand on the residual stream in parts: a layer returns what it adds
+Both engines run their own models, whose layers pass on the residual stream in parts: a layer returns what it adds
 and the stream before that, which the next layer's norm adds up.  Hooks see both and keep the sum, in the compute type
-as that norm rounds it.  They are called where the layers run one by one: not in compiled models, not in graphs.
+as that norm rounds it.  They are called only if the layers run one by one: not in compiled models, not in graphs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 State = Callable[[Any, Sequence[Any]], "Tensor"]
-"""(what is handed on, all arguments of the layer) → the residual stream, which the caller may keep."""
+"""(state passed on, all arguments of the layer) → the residual stream, which the caller may keep."""
 
 
 class LayerStates:
@@ -62,7 +62,7 @@ class LayerStates:
         """The states ``[1 + layers, tokens, d]`` of the forward since the last call.
 
         Raises:
-            RuntimeError: what passed a layer was no state, or the layers did not run once each, in their order.
+            RuntimeError: a layer's output is not a state, or the layers did not run once each, in order.
         """
         import torch
 
@@ -84,7 +84,7 @@ class LayerStates:
 
 
 def stream_of(handed_on: Any, _given: Sequence[Any]) -> Tensor:
-    """The sum of what a layer adds and the stream before it; of a layer that hands on the stream itself, that.
+    """Sum of a layer's output and the stream before it, or the stream itself if the layer returns it.
 
     Raises:
         RuntimeError: neither is there.
@@ -110,7 +110,7 @@ def write_states(path: Path, states: Tensor) -> None:
 
 
 def read_states(path: Path) -> Array:
-    """What :func:`write_states` wrote; the file is gone afterwards."""
+    """Read the array that :func:`write_states` wrote, and remove the file."""
     with path.open("rb") as file:
         states = np.load(file)
     path.unlink()

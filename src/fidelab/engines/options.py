@@ -1,4 +1,4 @@
-"""Options of an arm (``--engine-arg key=value``): which an engine has, and what their values may be."""
+"""Options of an arm (``--engine-arg key=value``): which an engine has, and their valid values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fidelab.core.errors import UsageError
 
 TRUST = "trust-remote-code"  # the option of engines that can run code of a checkpoint
 _MOST_LISTED = 40
-Value = tuple[Callable[[str], bool], str]  # the check of a value, and what valid values are called
+Value = tuple[Callable[[str], bool], str]  # the check of a value, and the description of valid values
 
 
 def _is_object(text: str) -> bool:
@@ -56,7 +56,7 @@ def check_options(engine: str, options: Iterable[tuple[str, str]], known: Mappin
     """Reject unknown options and invalid values.
 
     Raises:
-        UsageError: names the options that exist, or what the value should be.
+        UsageError: names the options that exist, or the valid values.
     """
     for key, _ in other_options(engine, options, known):
         raise unknown_option(engine, key, known)
@@ -70,10 +70,10 @@ def other_options(
 ) -> list[tuple[str, str]]:
     """Reject invalid values of the options that fidelab knows, and those that it controls; return all others.
 
-    ``controlled``: option → what fidelab does with it, and how to write what was meant.
+    ``controlled``: option → fidelab's use of it, and what to write instead.
 
     Raises:
-        UsageError: says what the value should be, or why the option cannot be set.
+        UsageError: names the valid values, or the reason why the option cannot be set.
     """
     others = []
     for key, value in options:
@@ -89,7 +89,7 @@ def other_options(
 
 
 def unknown_option(engine: str, key: str, names: Iterable[str]) -> UsageError:
-    """The error for an option that an engine does not have: the nearest ones, and the engines that do have it."""
+    """Error for an unknown option of an engine, with the nearest options and the engines that have it."""
     from fidelab.engines import ENGINES
 
     names = sorted({*names})
@@ -117,7 +117,7 @@ def parse_options(
         known: names besides the parser's, for the error.
 
     Raises:
-        UsageError: there is no such option, or the engine refuses the value; in the engine's own words.
+        UsageError: there is no such option, or the engine refuses the value.  The text is the engine's own.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -165,7 +165,7 @@ def with_default(arm: Arm, key: str, value: str) -> Arm:
 
 
 def trusts_code(arm: Arm) -> bool:
-    """Whether the arm's checkpoint may bring code that is run: only where somebody wrote so."""
+    """Whether the arm's checkpoint may run its own code, which the user must allow explicitly."""
     return switched(dict(arm.options).get(TRUST, "no")) is True
 
 
@@ -180,9 +180,9 @@ def flags(
 
     Args:
         options: name and value, in their order.
-        renamed: what the command line calls options that have another name there; an empty name: it has none.
-        valued: options that take words such as ``on`` and ``auto``, and so are no switches.
-        negates: whether the parser knows ``--no-NAME``; where it does not, what is off is left away.
+        renamed: option → its other name on the command line; an empty name if it has none.
+        valued: options that take words such as ``on`` and ``auto``, so they are not switches.
+        negates: whether the parser knows ``--no-NAME``; without it, switches that are off are omitted.
     """
     words: list[str] = []
     for key, value in options:

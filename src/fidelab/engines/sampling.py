@@ -1,4 +1,4 @@
-"""Tokens drawn from logits with a seed, the same in every batch: for engines that hand over their logits."""
+"""Tokens drawn from logits with a seed, the same in every batch: for engines that return their logits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fidelab.captures.requests import Sampling
 
 
 def draw(logits: NDArray[Any], sampling: Sampling, prompt: Sequence[int], step: int) -> int:
-    """Token ``step`` behind ``prompt``, from logits ``[V]``; a token with NaN where there is one.
+    """Token ``step`` after ``prompt``, from logits ``[V]``; a token with NaN where there is one.
 
     Nucleus sampling: of the probabilities ``softmax(logits / temperature)``, largest first, the fewest that add up to
     ``top_p`` at least (Holtzman et al., "The curious case of neural text degeneration", 2020).  The number that
-    chooses among them depends on the seed, the prompt's tokens and the step alone.
+    chooses among them depends only on the seed, the prompt's tokens and the step.
     """
     scaled = np.asarray(logits, dtype=np.float64) / sampling.temperature
     top = int(scaled.argmax())  # NaN wins

@@ -1,4 +1,4 @@
-"""What the ways of serving have in common: what goes before a window, counts, and what they prove."""
+"""Shared code of the serving modes: requests before a window, counts, and the proof by counts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Asked = TypeVar("Asked")
 
 @dataclass(frozen=True)
 class Counted:
-    """What happened to the request whose rows are a window's answer.
+    """Counts of the request whose rows are a window's answer.
 
     Attributes:
         steps: of each forward that it took part in: its tokens that were in the cache before, its tokens that were
             computed, and the sequences that were computed together.
-        cached: tokens that the engine says it found in its prefix cache.
-        lost: tokens of the window, in whole blocks, whose places in the cache others got before.
+        cached: tokens that the engine reports as found in its prefix cache.
+        lost: tokens of the window, in whole blocks, whose places in the cache were taken by others before.
     """
 
     steps: Sequence[tuple[int, int, int]]
@@ -32,13 +32,13 @@ class Counted:
 
 
 class Ways(ABC, Generic[Asked]):
-    """Answers the windows of one request in its way, by the requests of one engine.
+    """Answers the windows of one request in its serving mode, by the requests of one engine.
 
     Attributes:
-        request: what was asked.
-        windows: up to their last row; none is wanted of what follows.
-        counted: what happened to each.
-        tokens: processed.
+        request: the request for windows.
+        windows: tokens up to the last requested row.
+        counted: counts of each window.
+        tokens: tokens processed.
     """
 
     def __init__(self, request: Served) -> None:
@@ -48,7 +48,7 @@ class Ways(ABC, Generic[Asked]):
         self.tokens = 0
 
     def answer(self) -> None:
-        """Answer the windows one by one; those that are written token by token are so together, which takes long."""
+        """Answer the windows one by one.  Those written token by token take long and are batched."""
         way, size = self.request.way, self.request.size
         if way == "decode":
             self.rows(range(len(self.windows)))
@@ -71,10 +71,9 @@ class Ways(ABC, Generic[Asked]):
 
     @abstractmethod
     def written(self, index: int, prompt: Tokens, continuation: Tokens) -> Asked:
-        """A request that reads a prompt and writes a continuation token by token, the last of them, too.
+        """Request that reads a prompt and writes a continuation token by token, its last token included.
 
-        A token is written when it is fed to decode the one behind it, so that one more is decoded, which nobody asks
-        for.
+        A token is written when it is fed to decode the next one, so one more token is decoded than requested.
         """
 
     @abstractmethod
@@ -87,7 +86,7 @@ class Ways(ABC, Generic[Asked]):
 
     @abstractmethod
     def evict(self, index: int) -> int:
-        """Read a window, and have others take its places in the cache; returns how many tokens lost theirs."""
+        """Read a window, let others take its places in the cache, and return how many tokens lost theirs."""
 
     def chunks(self, size: int) -> AbstractContextManager[None]:
         """Within it, prompts are read in pieces of this size."""
@@ -101,14 +100,14 @@ def other_prompt(request: Served, window: Tokens) -> Tokens:
 
 
 def proof(request: Served, windows: Sequence[Counted], block: int = 1, most: int = 0) -> dict[str, Any]:
-    """``engaged`` with the counts of the window that shows least of the way, or ``not_engaged``: why.
+    """``engaged`` with the counts of the window that proves the mode least, or ``not_engaged`` and why.
 
     Args:
-        request: what was asked.
-        windows: what happened to each window.
+        request: the request for windows.
+        windows: counts of each window.
         block: tokens that the prefix cache keeps together.
-        most: tokens that a forward takes, where the engine splits what is longer, so that a window may be read in as
-            many pieces as that needs, and others in its batch may have ended before the last of them; 0: nothing is.
+        most: maximum tokens of a forward; 0 without a limit.  The engine splits longer windows into pieces, and others
+            in the batch may end before the last piece.
     """
     if why := next((why for counted in windows if (why := _fault(request, counted, block, most))), ""):
         return {"not_engaged": why}
@@ -127,7 +126,7 @@ def proof(request: Served, windows: Sequence[Counted], block: int = 1, most: int
 
 
 def _fault(request: Served, counted: Counted, block: int, most: int) -> str:
-    """Why a window was not answered in the way that was asked for; empty where it was."""
+    """Reason why a window was not answered in the requested serving mode; empty if it was."""
     way, size, crowd = request.way, request.size, 1 + len(request.others)
     if not counted.steps:
         return "no forward was counted"

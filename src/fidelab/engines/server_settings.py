@@ -1,12 +1,12 @@
-"""What a running server of an engine says about its own settings, beside what an arm declares.
+"""Settings that a running server reports, compared with the settings that an arm declares.
 
-Nothing is inferred from how it answers.  Sources, by engine:
+Nothing is inferred from its answers.  Sources, by engine:
 
 - ``vllm``: the metric ``cache_config_info``, ``/v1/models``, and of the log the line with all settings;
 - ``sglang``: ``/server_info``, ``/v1/models``, and of the log the line about the cache;
-- ``llamacpp``: ``/props`` (of ``llama-server``), and of the log what the context prints.
+- ``llamacpp``: ``/props`` (of ``llama-server``), and of the log the context's lines.
 
-A log is only there for servers that fidelab started.  Without it less is told, which is not a difference.
+A log is only there for servers that fidelab started.  Without it fewer settings are known, which is not a difference.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TYPES = {
     **dict.fromkeys(("f16", "float16", "half"), "float16"),
     **dict.fromkeys(("f32", "float32", "float"), "float32"),
 }
-# Options by which an engine declares what every report of a launch has.
+# Options by which an engine declares the settings in every launch report.
 _STANDARD: Mapping[str, Mapping[str, str]] = {
     "vllm": {
         CONTEXT: "max-model-len",
@@ -53,7 +53,7 @@ _STANDARD: Mapping[str, Mapping[str, str]] = {
     },
     "llamacpp": {CONTEXT: "n-ctx", BACKEND: "flash-attn", SPECULATION: "model-draft"},
 }
-# What engines log about compilation, graphs and warm-up; vLLM's line covers all of them.
+# Log lines of engines about compilation, graphs and warm-up; vLLM's line covers all of them.
 _PREPARED = re.compile(r"init engine \([^)]*\) took *([0-9.]+) s")
 _COMPILED = re.compile(
     r"(?:torch\.compile takes|torch\.compile took|[Gg]raph capturing finished in|"
@@ -63,9 +63,9 @@ _COMPILED = re.compile(
 
 @dataclass(frozen=True)
 class Finding:
-    """One setting.  ``declared`` is ``None`` where the arm leaves it open, ``effective`` where the server is silent.
+    """One setting.  ``declared`` is ``None`` if the arm does not set it, ``effective`` if no report has it.
 
-    ``more``: what else the server says about it.
+    ``more``: further reports of the server about it.
     """
 
     what: str
@@ -77,7 +77,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Said:
-    """What a server told: settings by the arm's names for them, K and V types, and remarks by what they are about."""
+    """Report of a server: settings by the arm's names, K and V types, and remarks by topic."""
 
     settings: Mapping[str, str]
     kv: tuple[str, str] | None
@@ -85,15 +85,15 @@ class _Said:
 
 
 def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
-    """Every setting that an arm declares, beside what its server says; and what every server should say.
+    """Every setting that an arm declares with its server's report, and the settings that every server should report.
 
     Args:
-        arm: what was declared.
+        arm: the declared settings.
         client: of the server.
-        log: what it has printed, where that is known.
+        log: the server's output, if known.
 
     Raises:
-        EngineError: the server cannot be reached, or is none of this engine.
+        EngineError: the server cannot be reached, or belongs to another engine.
     """
     read = _READERS.get(arm.engine)
     if read is None:
@@ -123,7 +123,7 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
 
 
 def preparation_seconds(log: str) -> float | None:
-    """Seconds that the engine says it compiled, captured graphs and warmed up for; ``None``: it says nothing of it."""
+    """Seconds of compilation, graph capture and warm-up that the engine reports; ``None`` if it reports none."""
     found = [float(match[1]) for match in _PREPARED.finditer(log)]
     parts = found[-1:] or [float(match[1]) for match in _COMPILED.finditer(log)]
     return sum(parts) if parts else None
@@ -136,7 +136,7 @@ _NATIVE = ("bfloat16", "float16", "float32")  # types that "auto" may be
 
 
 def _kv_finding(arm: Arm, said: _Said) -> Finding:
-    """The types of keys and values; ``auto`` is the type that the server computes in, where it tells that."""
+    """The types of keys and values; ``auto`` is the compute type of the server, if it reports that."""
     computed = _type(said.settings.get("dtype", "auto"))
     declared = tuple(_type(side.name) for side in (arm.kv.k, arm.kv.v))
     if said.kv is None:
@@ -163,7 +163,7 @@ def _differ(declared: str | None, effective: str | None) -> bool:
 
 
 def _rounded(engine: str, what: str, declared: str | None, effective: str | None, said: _Said) -> bool:
-    """Whether a number of tokens is what the engine makes of the declared one: whole cells of a cache, or pages."""
+    """Whether a number of tokens is the declared one rounded as the engine does, to whole cells or pages."""
     asked, has = (_plain(text or "") for text in (declared, effective))
     if not (isinstance(asked, float) and isinstance(has, float)):
         return False
@@ -319,7 +319,7 @@ def _models(client: Client) -> dict[str, Any]:
 
 
 def _literal(text: str) -> dict[str, Any]:
-    """A Python mapping as a log prints it; empty where it is none."""
+    """Parse a Python mapping as a log prints it; empty if the text is not one."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -328,7 +328,7 @@ def _literal(text: str) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str | None:
-    """A value of that mapping as an option has it; ``None`` where it has no such form."""
+    """Value of that mapping as an option's text; ``None`` if it has no such form."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, dict | list):
@@ -340,7 +340,7 @@ def _text(value: Any) -> str | None:
 
 
 def _flat(config: str) -> str:
-    """Settings as vLLM prints them, without what stands inside others."""
+    """Top-level settings as vLLM prints them."""
     while (shorter := _NESTED.sub("", config)) != config:
         config = shorter
     return config

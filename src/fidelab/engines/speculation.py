@@ -1,4 +1,4 @@
-"""Speculative decoding: what an arm asks for, and what its engine counted.  Standard library only.
+"""Speculative decoding: the arm's settings, and the engine's counts.  Standard library only.
 
 Drafted tokens are kept where the model itself prefers them, so greedy text does not change by it, up to near ties.
 """

@@ -36,7 +36,7 @@ def groups(request: Timed) -> tuple[TimingGroup, ...]:
 def time_prompts(request: Timed, sink: Sink, decode: Callable[[TimingGroup], Iterator[object]]) -> dict[str, Any]:
     """Answer a Timed request: warm-up first, then the groups one by one; returns the facts.
 
-    ``decode(group)`` makes a fresh cache ready, which is not timed, and returns an iterator of 1 + n steps or more.
+    ``decode(group)`` prepares a fresh cache, which is not timed, and returns an iterator of 1 + n steps or more.
     Work on the first step begins when it is requested; each step is yielded when that token of all prompts of the
     group is known to the host, not before.
 

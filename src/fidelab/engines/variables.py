@@ -17,15 +17,15 @@ from fidelab.engines.base import Engine
 NODE_PROCESS = "FIDELAB_NODE_PROCESS"
 """Variable of a worker on a cluster's node: the process of the cluster that has its job."""
 
-# What a cluster sets for a worker: who has the job, and which of the node's like devices it got.
+# Set by a cluster for a worker: owner of the job, and which of the node's equal devices it got.
 _PLACED = (NODE_PROCESS, "RAY_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# What all engines compute with: thread pools, BLAS, torch, compilers, drivers, and libraries loaded before others.
+# Read by all engines: thread pools, BLAS, torch, compilers, drivers, and libraries loaded before others.
 _COMMON = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "DNNL_", "ONEDNN_", "LD_PRELOAD", "LD_LIBRARY_PATH"),
     *("ATEN_", "TORCH", "PYTORCH_", "TRITON_", "FIDELAB_", "K16V8"),
     *("CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_", "NCCL_", "HIP_", "HSA_", "ROCM_", "ROCR_", "ROCBLAS_", "MIOPEN_"),
 )
-# What each engine reads besides; one that is not listed, variables that begin with its own name.
+# Also read by each engine; for an engine that is not listed, variables that begin with its name.
 _OF_ENGINE: Mapping[str, tuple[str, ...]] = {
     "hf": (
         "TRANSFORMERS_",
@@ -39,7 +39,7 @@ _OF_ENGINE: Mapping[str, tuple[str, ...]] = {
     "vllm": ("VLLM_", "FLASHINFER_", "FLASH_ATTENTION_", "LMCACHE_", "RAY_"),
     "sglang": ("SGLANG_", "SGL_", "FLASHINFER_", "FLASH_ATTENTION_", "LMCACHE_"),
 }
-# Always set by fidelab to the arm's threads, which stand in the key themselves.
+# Always set by fidelab to the arm's threads, which are in the key themselves.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Logs, progress bars, usage statistics, folders where something is kept, and how long a thread waits: no number depends
 # on them.
@@ -49,7 +49,7 @@ _COSMETIC = re.compile(
     r"|_CACHE_DIR|_CACHE_ROOT|_CACHE_PATH|_CONFIG_ROOT)|(FIDELAB|LLAMA|TRANSFORMERS)_CACHE|TORCH_HOME"
     r"|TORCH_LOGS(_OUT)?|TRANSFORMERS_OFFLINE|OPENBLAS_THREAD_TIMEOUT"
 )
-# Left out altogether: no number depends on a secret, and a hash of a weak one tells it.
+# Left out altogether: no number depends on a secret, and a hash of a weak secret reveals it.
 _SECRET = re.compile(r".*(_KEYS?|_TOKEN|_PASSWORD|_PASSWD|_SECRET|_CREDENTIALS?|API_?KEY.*|ACCESS_KEY.*|SECRET_.*)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in a URL
@@ -58,8 +58,8 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in a URL
 def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of a process that may change what this engine computes, sorted by name.
 
-    None for a server, which has an environment of its own.  A variable set to the empty string is kept.  What a
-    cluster sets for its workers is left out: it says where an arm ran, not how.
+    Empty for a server, which has its own environment.  A variable set to the empty string is kept.  Variables
+    that a cluster sets for its workers are left out: they identify where an arm ran, not how.
     """
     if engine.is_server:
         return {}
@@ -76,7 +76,7 @@ def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[s
     }
 
 
-# What fidelab itself sets for every worker, and how to write what was meant.
+# Variables that fidelab sets for every worker, and what to write instead.
 _CONTROLLED = {
     **dict.fromkeys(_THREADS, "pass --threads"),
     **dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH"), "name folders with --pythonpath"),
@@ -93,10 +93,10 @@ _CONTROLLED = {
 
 
 def check_env(names: Iterable[str]) -> None:
-    """Refuse variables that an arm cannot have of its own.
+    """Refuse variables that an arm must not set.
 
     Raises:
-        UsageError: it is one that fidelab sets, or no name of a variable.
+        UsageError: fidelab sets this variable, or it is not a valid name.
     """
     for name in names:
         if name in _CONTROLLED:

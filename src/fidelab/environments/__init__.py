@@ -1,5 +1,5 @@
-"""Environments: where an engine runs.  Their pins clash, so each may have a Python environment of its own.
+"""Environments: where an engine runs.  Their pins clash, so each may have its own Python environment.
 
-``environment`` says which interpreter an engine has, ``answers`` asks the engine about itself, ``recipes`` and
-``install`` make environments, ``trial`` tries them out, ``listing`` knows them all.
+``environment`` finds an engine's interpreter, ``answers`` asks the engine about itself, ``recipes`` and
+``install`` make environments, ``trial`` tries them out, ``listing`` lists them.
 """

@@ -30,7 +30,7 @@ from fidelab.workers.ask import answer
 from fidelab.workers.messages import PROTOCOL, check_text
 
 _LIMIT = 120.0  # seconds for one answer: it may import the engine
-_GRACE = 5.0  # seconds to end by itself
+_GRACE = 5.0  # seconds of grace to end
 _LONGEST = 4 << 20  # bytes of an answer
 _KINDS: Mapping[str, Any] = {
     "versions": Mapping[str, str],
@@ -48,7 +48,7 @@ _KINDS: Mapping[str, Any] = {
     "about.shims": list[Mapping[str, str]],
     "about.variables": Mapping[str, str],
 }
-"""What the answer to each question has to be, and each field of what an engine says about itself."""
+"""Expected type of the answer to each question, and of each field of an engine's :class:`About`."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class About:
     """An engine's installation.
 
     Attributes:
-        build: device that it is built for (cpu, cuda, hip); ``None`` where nothing tells.
-        device: the same where the machine has such a device, else cpu.
+        build: device that it is built for (cpu, cuda, hip); ``None`` if unknown.
+        device: the build's device if the machine has one, else cpu.
         provenance: for each distribution ``stock``, ``modified: …`` or ``built from …``.
         shims: path and hash of the folders on PYTHONPATH besides fidelab.
-        variables: variables of its environment that may change what it computes
+        variables: variables of its environment that may change its results
             (:func:`~fidelab.engines.variables.variables_of`).
     """
 
@@ -74,9 +74,9 @@ class About:
 
 
 class EngineAnswers(ABC):
-    """The class side of the engine contract; each method raises what the engine's own raises.
+    """Class side of the engine contract; each method raises the same errors as the engine's own.
 
-    For an engine in another environment they also raise EngineError, where that is broken or does not answer.
+    For an engine in another environment they also raise EngineError if that is broken or does not answer.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -85,12 +85,12 @@ class EngineAnswers(ABC):
 
     @cached_property
     def about(self) -> About:
-        """How the engine is installed."""
+        """Installation of the engine."""
         fields = self._ask("about")
         return About(**{**fields, "estimator": Estimator(fields["estimator"]), "shims": tuple(fields["shims"])})
 
     def formats(self) -> dict[str, str]:
-        """For each KV format that may be written for this engine why it cannot run here, empty where it can.
+        """KV formats that may be written for this engine, each with the reason why it cannot run here (else empty).
 
         The answers are those of :meth:`verdict` for a model that computes in bfloat16.
         """
@@ -110,37 +110,37 @@ class EngineAnswers(ABC):
     def _failing(self) -> Mapping[str, str]:
         return self.environment.failing(self.versions()) if self.environment.folder else {}
 
-    def ahead(self, question: str, **fields: Any) -> None:  # noqa: B027  (in this process nothing is gained)
-        """Ask now what is wanted later, its error included: others can be asked meanwhile."""
+    def ahead(self, question: str, **fields: Any) -> None:  # noqa: B027  (no gain in this process)
+        """Send a question whose answer or error is read later, so that other engines can be asked meanwhile."""
 
     @property
     def estimator(self) -> Estimator:
-        """How the engine obtains distributions unless an option says otherwise."""
+        """Default estimator: how the engine obtains distributions."""
         return self.about.estimator
 
     @property
     def checkpoint_format(self) -> str:
-        """What ``Arm.path`` names."""
+        """Checkpoint format of ``Arm.path``."""
         return self.about.checkpoint_format
 
     def versions(self) -> dict[str, str]:
-        """As :meth:`Engine.versions`."""
+        """See :meth:`Engine.versions`."""
         return dict(self._ask("versions"))
 
     def kv_names(self) -> list[str]:
-        """As :meth:`Engine.kv_names`, with ``k16v8`` where the engine has both halves of it."""
+        """See :meth:`Engine.kv_names`; includes ``k16v8`` if the engine has both halves of it."""
         return list(self._ask("kv_names"))
 
     def check_kv(self, kv: KVSpec) -> None:
-        """As :meth:`Engine.check_kv`."""
+        """See :meth:`Engine.check_kv`."""
         self._ask("check_kv", kv=kv)
 
     def supports(self, arm: Arm) -> Support:
-        """As :meth:`Engine.supports`."""
+        """See :meth:`Engine.supports`."""
         return Support(*self._ask("supports", arm=arm))
 
     def control_for(self, reference: KVSpec, native: str) -> str | None:
-        """As :meth:`Engine.control_for`."""
+        """See :meth:`Engine.control_for`."""
         name = self._ask("control_for", kv=reference, native=native)
         return None if name is None else str(name)
 
@@ -154,9 +154,9 @@ class EngineAnswers(ABC):
 
 @contextmanager
 def ask(environment: Environment, limit: float = _LIMIT, files: Sequence[str] = ()) -> Iterator[EngineAnswers]:
-    """The engine of an environment, to be asked while the context lasts.
+    """Engine of an environment, which answers while the context lasts.
 
-    ``limit``: seconds for one answer.  ``files``: what it is asked about, which an engine in a container has to see.
+    ``limit``: seconds for one answer.  ``files``: files in the questions, which an engine in a container has to see.
 
     Raises:
         EngineError: its interpreter does not start, has no fidelab or another protocol version of it.
@@ -168,7 +168,7 @@ def ask(environment: Environment, limit: float = _LIMIT, files: Sequence[str] = 
 
 @contextmanager
 def start(environment: Environment, limit: float = _LIMIT, files: Sequence[str] = ()) -> Iterator[EngineAnswers]:
-    """As :func:`ask`, without waiting for the interpreter: what is wrong with it, the first answer says.
+    """As :func:`ask`, without waiting for the interpreter.  Its faults are raised by the first answer.
 
     Raises:
         EngineError: its interpreter does not start.
@@ -187,7 +187,7 @@ def start(environment: Environment, limit: float = _LIMIT, files: Sequence[str] 
 
 
 def _meanings(name: str) -> list[KVSpec]:
-    """What a format means, by the native types that a model may have."""
+    """Meaning of a format for each native type that a model may have."""
     return [meaning(KVSpec.parse(name), native) for native in ("bf16", "f16")]
 
 
@@ -196,10 +196,10 @@ def _did_not_run(failing: Mapping[str, str], name: str) -> str:
 
 
 class Assumed(EngineAnswers):
-    """An engine that is not installed, for planning: what its adapter says without it, and otherwise yes.
+    """An engine that is not installed, for planning.  Its adapter answers without it, otherwise the answer is yes.
 
     Attributes:
-        problem: why the engine cannot be asked, and what to do.
+        problem: the reason why the engine cannot be asked, and the remedy.
     """
 
     def __init__(self, environment: Environment, problem: str) -> None:
@@ -216,14 +216,14 @@ class Assumed(EngineAnswers):
 
 
 class _Here(EngineAnswers):
-    """In this process."""
+    """An engine in this process."""
 
     def _ask(self, question: str, **fields: Any) -> Any:
         return answer(ENGINES.load(self.environment.engine), question, **fields)
 
 
 class _There(EngineAnswers):
-    """In a process of its environment, started at once and asked one question after another."""
+    """An engine in a process of its environment, which starts at once and takes one question after another."""
 
     def __init__(self, environment: Environment, limit: float, files: Sequence[str]) -> None:
         super().__init__(environment)
@@ -243,7 +243,7 @@ class _There(EngineAnswers):
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 env=variables,
-                start_new_session=True,  # Ctrl-C reaches us alone; we end the whole group
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the whole group
             )
         except OSError as error:
             self._log.close()
@@ -263,7 +263,7 @@ class _There(EngineAnswers):
         self._greeted = True
 
     def end(self, grace: float = _GRACE) -> None:
-        """End the process, and whatever the engine started; ``grace``: seconds to end by itself."""
+        """End the process and all that the engine started; ``grace``: seconds before it is killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
@@ -335,7 +335,7 @@ class _There(EngineAnswers):
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
             if not ready:
-                self._process.kill()  # it will not end by itself either
+                self._process.kill()  # it will not end on request either
                 raise EngineError(f"{self._place} did not {what} within {self._limit:g} s")
             chunk = os.read(self._process.stdout.fileno(), 1 << 16)
             if not chunk:
@@ -356,7 +356,7 @@ class _There(EngineAnswers):
         )
 
     def _obituary(self, what: str) -> str:
-        """Why the process ended before it had answered."""
+        """Reason why the process ended before its answer."""
         code = self._process.wait()
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode("utf-8", "replace").splitlines() if line.strip()]
@@ -379,7 +379,7 @@ def _value(reply: Mapping[str, Any]) -> Any:
 
 
 def _rebuilt(kind: str, text: str) -> FidelabError:
-    """The error as it was raised there; of a kind that is unknown here, an EngineError."""
+    """Error as it was raised there; an EngineError for an unknown class."""
     cls = getattr(errors, kind, EngineError)
     if not (isinstance(cls, type) and issubclass(cls, FidelabError)):
         cls = EngineError

@@ -1,8 +1,8 @@
 """Engines in published images: the worker in a container of docker or podman, in which nothing is installed.
 
 A container is one more command before the interpreter (:class:`~fidelab.environments.environment.Environment`).  Every
-folder has the same path inside as outside, so that what workers are told holds there, and all but the store of captures
-are read-only.  An image needs Python and numpy besides its engine.
+folder has the same path inside as outside, so that paths in jobs stay valid.  All but the store of captures are
+read-only.  An image needs Python and numpy besides its engine.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from fidelab.core.errors import EngineError, UsageError
 
 CHOICE = "FIDELAB_CONTAINER"
 _PROGRAMS = ("docker", "podman")
-_LIMIT = 60.0  # seconds for an answer of docker, behind ssh and with its daemon starting
-_NOT_FOUND = 127  # a shell's status where there is no such program
+_LIMIT = 60.0  # seconds for an answer of docker over ssh while its daemon starts
+_NOT_FOUND = 127  # a shell's status for a missing program
 _NVIDIA, _AMD, _DRI = "/dev/nvidiactl", "/dev/kfd", "/dev/dri"
 _RENDER = f"{_DRI}/renderD128"
-# Containers start with 64 MiB, which tensor parallelism exceeds; only what is used takes memory.
+# Containers start with 64 MiB, which tensor parallelism exceeds; unused shared memory costs nothing.
 _SHARED_MEMORY = "16g"
 _HOST = "fidelab"  # resolves to the loopback, over which the ranks of an arm meet
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image that is there, and how containers of it are started.
+    """A local image and the way to start containers of it.
 
     Attributes:
         name: as the user wrote it.
-        id: by which containers are started, so that all of a run have the same content.
+        id: containers are started by it, so that all of a run have the same content.
         digest: the published one where the image was pulled, else ``id``; the same on every machine that pulled it.
         program: ``docker`` or ``podman`` with the prefix before it.
         rootless: docker's daemon runs as the user, who is root in its containers.
-        gpus: flags that hand the machine's GPUs over; empty where it has none.
+        gpus: flags that pass the machine's GPUs on; empty without GPUs.
     """
 
     name: str
@@ -60,15 +60,15 @@ class Image:
         return any(Path(word).name == "ssh" for word in self.program[:-1])
 
     def call(self, *words: str) -> list[str]:
-        """The command line that says this to docker."""
+        """Command line of this container for docker."""
         return _call(self.program[:-1], [self.program[-1], *words])
 
 
 @dataclass(frozen=True)
 class Container:
-    """One container: what of this machine it sees.
+    """One container and its access to this machine.
 
-    ``writes``: folders in which it may write; ``reads``: what it sees besides; ``devices``: whether it has the GPUs;
+    ``writes``: folders in which it may write; ``reads``: read-only paths; ``devices``: whether it has the GPUs;
     ``network``: whether it has the machine's network.
     """
 
@@ -112,7 +112,7 @@ class Container:
                 stderr=subprocess.DEVNULL,
                 timeout=_LIMIT,
                 check=False,
-                start_new_session=True,  # Ctrl-C, which ends us, lets it finish
+                start_new_session=True,  # Ctrl-C ends this process and lets it finish
             )
 
 
@@ -125,12 +125,12 @@ def find_image(name: str, prefix: Sequence[str] = ()) -> Image:
     """An image that was pulled or built; nothing is pulled.
 
     Args:
-        name: as docker takes it: ``vllm/vllm-openai:v0.32.0``, a digest, an id.
+        name: a name that docker accepts: ``vllm/vllm-openai:v0.32.0``, a digest, an id.
         prefix: a command before docker, such as ``ssh host``.
 
     Raises:
-        UsageError: ``FIDELAB_CONTAINER`` names a program that is not there.
-        EngineError: the image, docker and podman, or an answer of theirs is missing; says what to do.
+        UsageError: ``FIDELAB_CONTAINER`` names a missing program.
+        EngineError: the image is missing, docker and podman are, or they do not answer; names the remedy.
     """
     program = _program(prefix)
     done = _run(prefix, [program, "image", "inspect", name])
@@ -156,7 +156,7 @@ def named_paths(values: Iterable[str]) -> list[str]:
 
 
 def seen_through(path: str | Path) -> list[str]:
-    """A file or folder, and what its links lead to outside of it: without those, a container sees broken links."""
+    """A file or folder and the targets of its links outside it, since a container would see broken links."""
     root = Path(path)
     found = [str(root)]
     links = (child for child in (root, *(root.rglob("*") if root.is_dir() else ())) if child.is_symlink())
@@ -199,7 +199,7 @@ def _mount(path: str, *, read_only: bool) -> str:
 
 
 def _call(prefix: Sequence[str], words: Sequence[str]) -> list[str]:
-    """A command behind a prefix; ssh hands one line to a shell, so that it is quoted for that."""
+    """Command after a prefix, quoted for a shell if ssh runs it."""
     if any(Path(word).name == "ssh" for word in prefix):
         return [*prefix, shlex.join(words)]
     return [*prefix, *words]
@@ -232,10 +232,10 @@ def _program(prefix: Sequence[str]) -> str:
 
 
 def _run(prefix: Sequence[str], words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """What a short command answers.
+    """Output of a short command.
 
     Raises:
-        EngineError: nothing, or it cannot be started.
+        EngineError: it has no output, or cannot be started.
     """
     shown = shlex.join([*prefix, *words[:1]])
     try:
@@ -257,7 +257,7 @@ def _run(prefix: Sequence[str], words: Sequence[str]) -> subprocess.CompletedPro
 
 
 def _why_not(name: str, program: str, prefix: Sequence[str], done: subprocess.CompletedProcess[str]) -> str:
-    """Why an image cannot be inspected, and what to do."""
+    """Reason why an image cannot be inspected, and the remedy."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     said = lines[-1][:300] if lines else f"it ended with status {done.returncode}"
     shown = _shown(prefix, program)
@@ -271,7 +271,7 @@ def _why_not(name: str, program: str, prefix: Sequence[str], done: subprocess.Co
 
 
 def _gpu_flags(prefix: Sequence[str], podman: bool) -> tuple[str, ...]:
-    """What hands over the GPUs of the machine where containers run."""
+    """Flags that pass on the GPUs of the machine where containers run."""
     listed = _run(prefix, ["ls", "-dn", _NVIDIA, _AMD, _RENDER]).stdout  # files that are there, with their groups
     rows = {fields[-1]: fields for line in listed.splitlines() if len(fields := line.split()) > 4}
     if _NVIDIA in rows:

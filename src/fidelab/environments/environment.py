@@ -1,4 +1,4 @@
-"""Which interpreter an engine has: this one, one that the user names, or an environment that was installed for it."""
+"""Interpreter of an engine: this one, one that the user names, or that of an installed environment."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")  # groups of entry poi
 
 @dataclass(frozen=True)
 class Environment:
-    """Where one engine runs.
+    """Environment in which one engine runs.
 
-    ``prefix`` is a command that starts the interpreter elsewhere (docker, ssh, srun), or here in another way
+    ``prefix`` is a command that starts the interpreter on another machine (docker, ssh, srun), or on this one
     (``local``: env, nice, numactl); ``pythonpath`` are the user's shim folders, which the engine's environment sees
-    before its own packages.  ``image``: it runs in a container of this image, behind the prefix.
+    before its own packages.  ``image``: it runs in a container of this image, started by the prefix.
     """
 
     engine: str
@@ -48,7 +48,7 @@ class Environment:
 
     @property
     def own(self) -> bool:
-        """This very interpreter, with nothing added."""
+        """Environment of the running interpreter."""
         return not self.prefix and not self.pythonpath and self.image is None and self._here
 
     @property
@@ -64,12 +64,12 @@ class Environment:
     @property
     def _here(self) -> bool:
         python, current = Path(self.python), Path(sys.executable)
-        # Not by what they link to: environments share a base interpreter.
+        # Not by link targets: environments share a base interpreter.
         return python.parent.resolve() == current.parent.resolve() and python.resolve() == current.resolve()
 
     @property
     def folder(self) -> Path | None:
-        """The folder, where fidelab made this environment and completed it; ``None`` for all others."""
+        """Folder of an environment that fidelab made and completed; ``None`` for all others."""
         if self._elsewhere:
             return None
         folder = Path(self.python).parents[1]
@@ -82,7 +82,7 @@ class Environment:
         return trial["failing"] if trial.get("versions") == dict(versions) else {}
 
     def remember(self, versions: Mapping[str, str], tried: Mapping[str, str | None]) -> None:
-        """Store what trials found (KV format → why it does not run, ``None`` where it does) in fidelab's environment.
+        """Store the results of trials (KV format → why it does not run, else ``None``) in fidelab's environment.
 
         Raises:
             OSError: it cannot be written.
@@ -102,14 +102,14 @@ class Environment:
         env: Mapping[str, str] | None = None,
         files: Sequence[str] = (),
     ) -> Container | None:
-        """A new container for one process; ``None`` where the engine runs in no image.
+        """Create a container for one process; ``None`` if the engine does not run in an image.
 
         Args:
-            arm: what the process runs: it sees the model, files that options name, and the GPUs if it runs on one.
-                ``None``: it is asked about the engine, for which it has the GPUs.
-            store: the folder of captures, where it writes.
+            arm: the arm of the process, which sees the model, files in options, and the GPUs if it runs on one.
+                ``None``: the process answers questions about the engine and has the GPUs.
+            store: the folder of captures, which is writable.
             env: variables of the arm's process.
-            files: what it sees besides.
+            files: further paths that it sees.
 
         Raises:
             OutputError: the link folder cannot be made.
@@ -140,18 +140,18 @@ class Environment:
         )
 
     def command(self, module: str, container: Container | None = None) -> list[str]:
-        """The command line that runs a module there; ``container``: of :meth:`container`."""
+        """Command line that runs a module there; ``container``: the result of :meth:`container`."""
         return container.command(self.python, module) if container else [*self.prefix, self.python, "-m", module]
 
     def variables(self) -> dict[str, str]:
-        """Variables to set on top of this process' own; none elsewhere, where fidelab itself is installed.
+        """Variables to set on top of this process' own; none on other machines, where fidelab is installed.
 
         Raises:
             OutputError: the link folder cannot be made.
         """
         if self._elsewhere:
             return {}
-        safe = {"PYTHONSAFEPATH": "1"}  # files in the user's folder are no modules
+        safe = {"PYTHONSAFEPATH": "1"}  # files in the user's folder are not modules
         if self.own:
             return safe
         link = [] if self._here else [str(link_folder())]
@@ -167,11 +167,11 @@ def locate(
     pythonpath: Sequence[str] = (),
     image: str | None = None,
 ) -> Environment:
-    """The environment of an engine: the interpreter that is named, else this one, else an installed one.
+    """Environment of an engine: the named interpreter, else this one, else an installed one.
 
     Args:
         engine: a name of the registry.
-        python: an interpreter, by its path or its name on PATH; behind a prefix as it is called there.
+        python: an interpreter, by its path or its name on PATH; with a prefix, its name there.
         prefix: a command to start it with, as one shell-like string or in parts.
         pythonpath: the user's shim folders; those of an environment's recipe come after them.
         image: a container image that has the engine, with ``python`` as it is called there.
@@ -180,7 +180,7 @@ def locate(
         UnknownNameError: there is no such engine.
         UsageError: the interpreter does not exist, or a prefix is combined with shim folders.
         InputError: a shim folder does not exist.
-        EngineError: the engine is installed nowhere, or the shim folders of its recipe or the image are missing.
+        EngineError: the engine is not installed, or the shim folders of its recipe or the image are missing.
     """
     cls: type[Engine] = ENGINES.load(engine)
     parts = _split(prefix)
@@ -213,10 +213,10 @@ def candidates(
     pythonpath: Sequence[str] = (),
     image: str | None = None,
 ) -> list[Environment]:
-    """Environments in which the engine may be: the one of :func:`locate`, whose arguments and errors these are.
+    """Environments in which the engine may be; arguments and errors as in :func:`locate`.
 
-    Behind a prefix without an interpreter it is ``python3`` there, and then, for prefixes that stay on this machine,
-    the interpreter that runs would take here.
+    With a prefix and no interpreter it is ``python3`` there, and then, for prefixes that stay on this machine, the
+    interpreter that a run would take here.
     """
     first = locate(engine, python=python, prefix=prefix, pythonpath=pythonpath, image=image)
     if first.image or not first.prefix or python is not None or shutil.which(first.prefix[0]) is None:
@@ -263,7 +263,7 @@ def recipe_shims(folder: Path) -> tuple[str, ...]:
 
 
 def update_command(folder: Path) -> str | None:
-    """Return the command that replaces an environment whose recipe has changed since; ``None`` where it has not."""
+    """Return the command that replaces an environment whose recipe has changed since; ``None`` if it has not."""
     marker = read_marker(folder) or {}
     recipe = RECIPES.get(str(marker.get("recipe")))
     changed = recipe is not None and marker.get("recipe_sha256") != recipe.sha256
@@ -271,12 +271,12 @@ def update_command(folder: Path) -> str | None:
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
-    """Return what is known of a completed environment; ``None`` of an unfinished or foreign one.
+    """Return the marker of a completed environment; ``None`` for an unfinished or foreign one.
 
-    Keys: ``recipe``, ``recipe_sha256``, ``versions``, ``created``, ``shims`` of the recipe where it has some, and
+    Keys: ``recipe``, ``recipe_sha256``, ``versions``, ``created``, ``shims`` of the recipe if it has some, and
     ``trials``: machine → ``versions``, and ``failing`` (KV formats that did not run in their trial, and why).
 
-    The file says that fidelab made the environment, by which recipe, and whether it was completed.
+    The file proves that fidelab made the environment, by which recipe, and whether it was completed.
     """
     try:
         content = json.loads((folder / MARKER).read_text("utf-8"))
@@ -286,17 +286,17 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
 
 
 def write_marker(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the marker; one without ``versions`` says that the environment is being made."""
+    """Write the marker.  Without ``versions`` it means that the environment is being made."""
     part = folder / f".{MARKER}.part"
     part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     part.replace(folder / MARKER)
 
 
 def link_folder() -> Path:
-    """The folder on PYTHONPATH through which an engine's environment sees fidelab and k16v8, and nothing else of ours.
+    """Folder on PYTHONPATH through which an engine's environment sees fidelab and k16v8, and nothing else.
 
-    It holds a link to each package (to k16v8 where that is installed beside fidelab) and metadata with its entry
-    points, by which vLLM and SGLang find plug-ins.  Made at first use; another one for each place and version of the
+    It holds a link to each package (to k16v8 if it is installed next to fidelab) and metadata with its entry
+    points, by which vLLM and SGLang find plug-ins.  It is made at first use, one for each place and version of the
     packages.
 
     Raises:
@@ -318,7 +318,7 @@ def link_folder() -> Path:
 
 
 def _about(name: str) -> tuple[str, str, str, str]:
-    """Name, version, folder and entry points for engines of a package; no entry points where it runs from source."""
+    """Name, version, folder and entry points for engines of a package; no entry points if it runs from source."""
     package = import_module(name)
     points = metadata.distribution(name).entry_points if is_installed(name) else ()
     lines = []
@@ -330,7 +330,7 @@ def _about(name: str) -> tuple[str, str, str, str]:
 
 
 def engines_dir() -> Path:
-    """Where ``fidelab setup install`` puts environments unless told otherwise."""
+    """Default folder of environments made by ``fidelab setup install``."""
     return cache_dir() / "engines"
 
 

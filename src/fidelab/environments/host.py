@@ -1,4 +1,4 @@
-"""What this machine is: its processor, GPUs and memory, and the commit that runs."""
+"""Description of this machine: its processor, GPUs and memory, and the commit that runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cpu_name() -> str:
 def graphics(root: Path = Path("/")) -> dict[str, Any]:
     """``gpus`` (names) and ``gpu_driver`` (version) as the kernel's drivers for NVIDIA and AMD name them.
 
-    Without a GPU nothing.  Files are read alone, so that it costs no start of a driver.
+    Empty without a GPU.  Only files are read, so that no driver starts.
     """
     nvidia = root / "proc/driver/nvidia"
     named = [_file_text(path) for path in sorted(nvidia.glob("gpus/*/information"))]
@@ -38,7 +38,7 @@ def graphics(root: Path = Path("/")) -> dict[str, Any]:
 
 @cache
 def machine() -> str:
-    """The processor and the GPUs: kernels that run on one machine run on another one with the same."""
+    """Processor and GPUs; equal machines run the same kernels."""
     return "; ".join([cpu_name(), *graphics().get("gpus", [])])
 
 
@@ -51,9 +51,9 @@ def _file_text(path: Path) -> str:
 
 @cache
 def source_commit() -> str | None:
-    """The commit that fidelab's own code is of, ``…-dirty`` where tracked files differ from it.
+    """Commit of fidelab's own code, ``…-dirty`` where tracked files differ from it.
 
-    Of a checkout git says it, of a package installed from a repository its metadata; of any other it is unknown.
+    It comes from git for a checkout, and from the metadata for a package installed from a repository, else unknown.
     """
     import json
     import subprocess

@@ -1,8 +1,8 @@
 """Make and remove an engine's environment.
 
-An environment cannot be moved, so it is built in place.  Its marker file says that it is unfinished until the engine
-has run in it (:mod:`fidelab.environments.trial`).  What failed or was interrupted is removed again.  The environment
-that it was to replace lies in another folder meanwhile, and comes back.
+An environment cannot be moved, so it is built in place.  Its marker file calls it unfinished until the engine
+has run in it (:mod:`fidelab.environments.trial`).  Failed or interrupted installations are removed.  The environment
+to be replaced is kept in another folder meanwhile, and restored then.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Stage:
         recipe: name of the recipe.
         number, total: 3 of 5.
         kind: ``environment``, ``packages``, ``build`` or ``trial``.
-        text: what is installed or tried.
-        expected: seconds that this step typically takes.
-        after: the same for all steps after it.
+        text: the packages or formats installed or tried.
+        expected: typical seconds of this step.
+        after: typical seconds of all later steps.
     """
 
     recipe: str
@@ -67,7 +67,7 @@ class Stage:
     after: float
 
     def left(self, seconds: float) -> float:
-        """Expected seconds until the end, where this step has taken so many."""
+        """Expected seconds until the end, given the seconds of this step so far."""
         return max(0.0, self.expected - seconds) + self.after
 
 
@@ -80,24 +80,24 @@ def install(
     again: bool = False,
     watch: Callable[[Stage], None] = lambda stage: None,
 ) -> Environment:
-    """The environment of a recipe in ``folder``; one that is complete and of the same recipe stays as it is.
+    """Install the environment of a recipe in ``folder``, unless it is complete and of the same recipe.
 
-    It is complete when the engine has prefilled and decoded in it with its native KV format.  Where that does not run,
+    It is complete when the engine has prefilled and decoded in it with its native KV format.  If that does not run,
     it is built once more with the recipe's fallback.  Other KV formats are tried when an arm first asks for them.
 
     Args:
-        recipe: what goes into it.
-        folder: where; absent, empty, or one that was made here before.
+        recipe: recipe of its packages.
+        folder: an absent or empty folder, or one that was made here before.
         say: gets a line for each fact.
-        python: the interpreter to make it with.
-        again: make it again in any case.
-        watch: is called at the beginning of each step.
+        python: the interpreter that makes it.
+        again: rebuild it in any case.
+        watch: called at the beginning of each step.
 
     Raises:
         UsageError: the folder holds something else.
         OutputError: it cannot be written.
         EngineError: a step failed, or the engine does not run; the output is kept in a file that the message names.
-            An environment that was there before is there again.
+            A previous environment is restored.
     """
     folder = folder.expanduser().absolute()
     shims = tuple(str(data_path(name)) for name in recipe.shims)
@@ -128,7 +128,7 @@ def install(
         where = error.filename or folder
         raise OutputError(f"cannot write {where} ({error.strerror or error}); pass another --path") from error
     if not recipe.imports:
-        listing([recipe.engine])  # what it says is kept, so that nobody waits for it later
+        listing([recipe.engine])  # its answers are cached, so that nobody waits for them later
     return environment
 
 
@@ -136,7 +136,7 @@ def remove(folder: Path, *, dry_run: bool = False) -> None:
     """Remove an environment that :func:`install` made, finished or not; with ``dry_run`` only check that it is one.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: it is not such an environment.
         OutputError: it cannot be removed.
     """
     if not (folder / MARKER).is_file():
@@ -163,7 +163,7 @@ def _starts(python: str) -> bool:
 
 
 def _aside(folder: Path) -> Path:
-    """Where the environment lies that is being replaced."""
+    """Folder of the environment that is being replaced."""
     return folder.with_name(f".{folder.name}.replaced")
 
 
@@ -177,7 +177,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def _restore(folder: Path) -> None:
-    """Put back what was to be replaced, unless that was completed."""
+    """Restore the environment to be replaced, unless its replacement was completed."""
     aside = _aside(folder)
     if not aside.is_dir():
         return
@@ -240,7 +240,7 @@ def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, sta
 
 
 def _fault(recipe: Recipe, environment: Environment) -> str:
-    """Why the engine's native KV format does not run in the new environment; empty where it does."""
+    """Reason why the engine's native KV format does not run in the new environment; empty if it does."""
     native = ENGINES.load(recipe.engine).native_kv
     trial = try_out(environment, cache_dir() / "logs", names=[native]).get(native)
     reason = trial.reason if trial else f"{recipe.engine} does not support it on this machine"
@@ -338,7 +338,7 @@ def _summary(requirements: Sequence[str]) -> str:
 
 
 def _lock(folder: Path) -> Path:
-    """Lock file of the builder of an environment, in the cache, so that it does not stay beside the environment."""
+    """Lock file of the builder of an environment, in the cache, so that it does not remain next to the environment."""
     locks = cache_dir() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     return locks / digest(str(folder))[:16]

@@ -1,4 +1,4 @@
-"""All engines: where each is, what it is, and what it can do there."""
+"""List of all engines with their environments, versions and usable formats."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Installed:
     """One engine in one environment.
 
     Attributes:
-        environment: ``None`` where the engine is installed nowhere.
+        environment: ``None`` if the engine is not installed.
         refused: KV formats that cannot run there, and why.
-        update: the command that installs it again, where its recipe has changed since.
-        problem: why the engine does not work there, with ``remedy``; the other fields are empty then.
+        update: the command that reinstalls it, if its recipe has changed since.
+        problem: reason why the engine does not work there, with ``remedy``; the other fields are empty then.
     """
 
     engine: str
@@ -62,14 +62,14 @@ class Installed:
 
     @property
     def build(self) -> str:
-        """``stock``, or what was changed in which package."""
+        """``stock``, or the change of each package."""
         provenance = self.about.provenance if self.about else {}
         other = [f"{package} {label}" for package, label in provenance.items() if label != "stock"]
         return ", ".join(other) or "stock"
 
 
 def listing(engines: Sequence[str] | None = None, limit: float = 120.0, image: str | None = None) -> list[Installed]:
-    """Every engine but the test engine, in every environment that it has; as :func:`asking`, and waits."""
+    """Every engine but the test engine, in each of its environments; like :func:`asking`, and waits."""
     with asking(engines, limit, image) as answers:
         return answers()
 
@@ -78,14 +78,14 @@ def listing(engines: Sequence[str] | None = None, limit: float = 120.0, image: s
 def asking(
     engines: Sequence[str] | None = None, limit: float = 120.0, image: str | None = None
 ) -> Iterator[Callable[[], list[Installed]]]:
-    """All environments of these engines, each asked at once by a process of its own; ``limit``: seconds for one answer.
+    """Ask all environments of these engines at once, each by its own process; ``limit``: seconds for one answer.
 
-    Yields a function that waits for the answers: the caller may do something else meanwhile.  An engine has its
-    environments in the order in which runs would take them, or one entry without environment where it has none.
-    Processes that still work when the context is left are ended.  ``image``: in this container image instead.
+    Yields a function that waits for the answers: the caller may do something else meanwhile.  An engine's
+    environments come in the order in which runs would take them; an engine without any has one entry.  Processes that
+    still work when the context is left are ended.  ``image``: in this container image instead.
 
     Raises:
-        EngineError: the image is not there.
+        EngineError: the image is missing.
     """
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE] if engines is None else engines
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def asking(
 
 
 def chosen(places: Sequence[Installed]) -> dict[str, Installed]:
-    """By engine the first place that works, else the first one."""
+    """First working environment of each engine, else its first one."""
     found: dict[str, Installed] = {}
     for place in places:
         if place.engine not in found or (found[place.engine].problem is not None and place.problem is None):
@@ -104,7 +104,7 @@ def chosen(places: Sequence[Installed]) -> dict[str, Installed]:
 
 
 def _places(engine: str) -> Iterator[Installed]:
-    """Where one engine is: environments without their answers, or the problem."""
+    """Environments of one engine without their answers, or the problem."""
     try:
         cls: type[Engine] = ENGINES.load(engine)
         here = provided_here(cls)
@@ -138,7 +138,7 @@ def _places(engine: str) -> Iterator[Installed]:
 
 
 def _in_image(names: Sequence[str], name: str) -> Iterator[Installed]:
-    """Engines that may be in an image; a server is asked from here."""
+    """Engines that may be in an image; servers are queried from this machine."""
     image = find_image(name)
     for engine in names:
         if not getattr(ENGINES.load(engine), "is_server", False):
@@ -150,7 +150,7 @@ def _python(folder: Path) -> Path:
 
 
 def _begun(place: Installed, stack: ExitStack, limit: float) -> tuple[Installed, EngineAnswers | None]:
-    """The place with who answers for it, all questions sent; without, where there is nobody to ask."""
+    """Environment with its answers, all questions sent; without answers if the engine cannot be asked."""
     if place.environment is None or place.versions:
         return place, None
     try:
@@ -168,14 +168,14 @@ def _answered(place: Installed, asked: EngineAnswers) -> Installed:
         versions, about, formats = asked.versions(), asked.about, asked.formats()
     except FidelabError as error:
         return _broken(place, str(error))
-    except (Exception, SystemExit) as error:  # what importing somebody else's package may raise
+    except (Exception, SystemExit) as error:  # errors that the import of another package may raise
         return _broken(place, " ".join(f"{type(error).__name__}: {error}".split()))
     refused = {name: why for name, why in formats.items() if why}
     return replace(place, versions=versions, kv_names=list(formats), refused=refused, about=about)
 
 
 def _broken(place: Installed, problem: str) -> Installed:
-    if place.environment is not None and place.environment.image is not None:  # where nothing is installed
+    if place.environment is not None and place.environment.image is not None:  # if the engine is not installed
         why = re.split(r": (?:fidelab setup engines|pip) install", problem)[0]
         return replace(place, problem=why, remedy="use an image that has it")
     made = place.environment is not None and read_marker(Path(place.environment.python).parents[1]) is not None

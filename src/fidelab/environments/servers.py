@@ -1,7 +1,7 @@
-"""Servers that were started here: their processes, and the records by which they are found and ended again.
+"""Servers that were started here: their processes, and the records that find and end them.
 
-A server is the leader of a process group of its own.  Its record (in the user's state, one file each) has its pid with
-the time at which that process began: a pid alone may be another process' by now.
+A server leads its own process group.  Its record (in the user's state, one file each) has its pid and
+start time, since a pid alone may belong to another process by now.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_LOG = 4 << 20  # bytes of a log that are read from its beginning, where se
 _MOST_RECORD = 1 << 20
 _KEPT_STARTS = 5
 _PROC = Path("/proc")
-# The last line of a traceback, behind what engines put before each line of their processes.
+# The last line of a traceback, after the prefix that engines put before each line of their processes.
 _EXCEPTION = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] +)?((?:\w+\.)*\w*(?:Error|Exception): .+)")
 
 
@@ -41,8 +41,8 @@ _EXCEPTION = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] +)?((?:\w+\.)*\
 class Served:
     """A server that was started here.
 
-    ``begun``: when its process began, as the system counts (another one for a pid that is used again).  ``arm``: what
-    was declared, an :class:`Arm` as plain data.
+    ``begun``: start of its process in system ticks, which differs when a pid is reused.  ``arm``: the declared
+    :class:`Arm` as plain data.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Served:
 
     @property
     def alive(self) -> bool:
-        """Whether this very process runs; another one that has its pid does not count."""
+        """Whether this process runs; another process with its pid does not count."""
         return _begun(self.pid) == self.begun
 
     def keep(self) -> None:
@@ -76,7 +76,7 @@ class Served:
 
 
 def records() -> list[Served]:
-    """The servers that run, sorted by name; records of those that are gone are removed."""
+    """Running servers, sorted by name.  Records of ended servers are removed."""
     alive = []
     for record in _read_records():
         if record.alive:
@@ -93,10 +93,10 @@ def start(
     """Start a server; on any exception inside, Ctrl-C included, it is ended and its record removed.
 
     Args:
-        name: of the preset; the record's name, with a number where one of that name runs.
+        name: the preset's name, and the record's, with a number if a server of that name runs.
         command, variables: as for ``subprocess``; the variables are set on top of this process' own.
-        url: where it will answer.
-        arm: what was declared.
+        url: its address.
+        arm: the declared arm.
 
     Raises:
         EngineError: it cannot be started.
@@ -107,7 +107,7 @@ def start(
     free = next(one for n in range(1, 10_000) if (one := plain if n == 1 else f"{plain}-{n}") not in taken)
     log = _folder() / f"{free}.log"
     try:
-        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # commands and logs may hold what is secret
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # commands and logs may hold secrets
         out = log.open("wb")
     except OSError as error:
         raise OutputError(f"cannot write {error.filename or log} ({error.strerror or error})") from error
@@ -119,7 +119,7 @@ def start(
                 stdout=out,
                 stderr=out,
                 env={**os.environ, **variables},
-                start_new_session=True,  # Ctrl-C reaches us alone; we end the whole group
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the whole group
             )
         except OSError as error:
             raise EngineError(f"the server cannot be started: {error.strerror} ({command[0]})") from None
@@ -136,7 +136,7 @@ def start(
 def wait_until_healthy(
     server: Served, process: subprocess.Popen[bytes], limit: float, say: Callable[[str], None]
 ) -> float:
-    """Wait until the server answers; seconds that it took.  ``say`` gets a line from time to time.
+    """Wait until the server answers, and return the seconds.  ``say`` gets a line from time to time.
 
     Raises:
         EngineError: it ended, with its last lines and a likely cause; or it does not answer within ``limit`` seconds.
@@ -159,10 +159,10 @@ def wait_until_healthy(
 
 
 def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> None:
-    """Ask for one token: only now some engines make their attention kernels, and name them in their log.
+    """Ask for one token, since some engines only then build their attention kernels and log their names.
 
     Raises:
-        EngineError: it gives none.  ``say`` gets its last lines.
+        EngineError: it returns no token.  ``say`` gets its last lines.
     """
     client = Client(f"{server.url}/v1", None, limit)
     try:
@@ -175,7 +175,7 @@ def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> No
 
 
 def died(server: Served, returncode: int, say: Callable[[str], None]) -> str:
-    """Why a server ended by itself: its exit status and the likely cause.  ``say`` gets its last lines."""
+    """Reason why a server ended early: its exit status and the likely cause.  ``say`` gets its last lines."""
     lines = written_log(server.log, last=True).splitlines()
     _tell_last_lines(server, say)
     what = explain_exit(returncode).replace("worker", "server")
@@ -186,7 +186,7 @@ def died(server: Served, returncode: int, say: Callable[[str], None]) -> str:
 
 
 def end(server: Served) -> bool:
-    """End a server's process group; ``False``: it had ended before, and nothing was done."""
+    """End a server's process group; ``False`` if it had ended before."""
     alive = server.alive
     if alive:
         _end_group(server.pid, lambda: not server.alive)
@@ -195,7 +195,7 @@ def end(server: Served) -> bool:
 
 
 def written_log(path: str, *, last: bool = False) -> str:
-    """What a server has printed: the beginning, or the ``last`` part; empty where that cannot be read."""
+    """Output of a server: the beginning, or the ``last`` part; empty if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             if last:
@@ -206,10 +206,10 @@ def written_log(path: str, *, last: bool = False) -> str:
 
 
 class Starts:
-    """How long earlier starts of one command in one environment took: the first may compile.
+    """Seconds of earlier starts of one command in one environment.  The first may compile.
 
     Args:
-        parts: what makes it another command: its words without the address, the engine's versions.
+        parts: identity of the command: its words without the address, the engine's versions.
     """
 
     def __init__(self, *parts: str) -> None:
@@ -220,7 +220,7 @@ class Starts:
         self.earlier = [float(x) for x in seconds if isinstance(x, int | float)] if isinstance(seconds, list) else []
 
     def add(self, seconds: float) -> None:
-        """Keep one more; where that cannot be written, the next one counts as the first again."""
+        """Store one more; if that fails, the next one counts as the first again."""
         everything = {**_object(self._path), self._key: [*self.earlier, round(seconds, 2)][-_KEPT_STARTS:]}
         with contextlib.suppress(OSError):
             _write(self._path, everything)
@@ -230,7 +230,7 @@ class Starts:
 
 
 def _is_healthy(client: Client) -> bool:
-    """Whether it answers ``/health``, or lists its models where it has no such address."""
+    """Whether it answers ``/health``, or lists its models if it lacks that address."""
     try:
         client.text("/health")
         return True
@@ -252,7 +252,7 @@ def _tell_last_lines(server: Served, say: Callable[[str], None]) -> None:
 
 
 def _end_group(pid: int, gone: Callable[[], bool]) -> None:
-    """Ask a process group to end, and kill what is left of it."""
+    """Ask a process group to end, and kill the rest."""
 
     def wait() -> None:
         deadline = time.monotonic() + _GRACE
@@ -263,14 +263,14 @@ def _end_group(pid: int, gone: Callable[[], bool]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGTERM)
             wait()
-    finally:  # a second Ctrl-C does not leave it behind
+    finally:  # a second Ctrl-C does not leave it running
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
     wait()
 
 
 def _begun(pid: int) -> str | None:
-    """When a process began, in ticks since the machine's start; ``None`` of one that does not run."""
+    """Start of a process, in ticks since the machine's start; ``None`` if it does not run."""
     try:
         fields = (_PROC / str(pid) / "stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
         boot = (_PROC / "sys/kernel/random/boot_id").read_text("utf-8").strip()

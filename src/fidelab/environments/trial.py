@@ -1,7 +1,7 @@
 """Try an engine out: a real prefill and a real decode in its environment with a KV format.
 
-An installation tries the native format.  Another format is tried by the first arm that asks for it: where that arm
-fails, :func:`diagnose` tells the format's fault from the model's, and the result is kept in the environment.
+An installation tries the native format.  Another format is tried by the first arm that requests it: where that arm
+fails, :func:`diagnose` separates the format's fault from the model's, and the result is kept in the environment.
 
 Importing an engine proves little: a miscompiled library crashes with its first batch of tokens.  The model is small and
 has random weights that are generated here, so that a trial needs no network.
@@ -46,8 +46,8 @@ class Trial:
 
     Attributes:
         status: ``ok``, ``failed`` (crash, wrong or missing answers), or ``not_supported``: the engine refused the arm.
-            A refusal may be due to the trial model's shape, so it says nothing about the format in other models.
-        reason: why it did not run, with the log's path; ``None`` where it ran.
+            A refusal may be due to the trial model's shape, so it does not apply to other models.
+        reason: why it did not run, with the log's path; ``None`` if it ran.
     """
 
     status: Status
@@ -64,13 +64,13 @@ def faults_of(trials: Mapping[str, Trial]) -> dict[str, str]:
 
 
 def diagnose(arm: Arm, environment: Environment) -> str:
-    """Return why a failed arm's KV format does not run on a small model either; empty where it does.
+    """Return why a failed arm's KV format does not run on a small model either; empty if it does.
 
     Only environments that fidelab made are tried, since they keep the result: plans refuse the format from then on.
     """
     trials: Mapping[str, Trial] = {}
     if environment.folder is not None:
-        with suppress(FidelabError):  # the arm's own failure is what the user has to hear of
+        with suppress(FidelabError):  # the user must see the arm's own failure
             trials = try_out(environment, cache_dir() / "logs", names=[arm.kv.label])
     return faults_of(trials).get(arm.kv.label, "")
 
@@ -80,16 +80,16 @@ def try_out(
 ) -> dict[str, Trial]:
     """Run KV formats that the engine reports as supported, each in a process, and return the outcomes by format.
 
-    An environment that fidelab made keeps them, for these versions of the engine on this machine.
+    An environment that fidelab made stores them, for these versions of the engine on this machine.
 
     Args:
-        environment: where the engine lives.
+        environment: the engine's environment.
         logs: a folder for the workers' logs; those of formats that ran are removed again.
         say: gets a line for each format.
         names: formats to try; empty: all.
 
     Raises:
-        EngineError: the engine cannot be asked, or the model that it is tried out with cannot be made.
+        EngineError: the engine cannot be asked, or the trial model cannot be made.
     """
     from fidelab.models.tiny import GGUF_NAME, make_tiny
 
@@ -156,7 +156,7 @@ def _probes() -> tuple[Request, Request]:
 
 
 def _unusable(store: Path) -> str | None:
-    """The fault of the answers; ``None`` where they have the requested tokens and only finite numbers."""
+    """Fault of the answers; ``None`` if they have the requested tokens and only finite numbers."""
     captures = {}
     try:
         captures = {capture.axis: capture for capture in map(Capture, find_captures(store))}

@@ -1,8 +1,8 @@
-"""The process that is asked about an engine: what it can do, in the environment where it would run.
+"""The process that answers questions about an engine, in the environment where the engine would run.
 
-Runs as ``python -m fidelab.workers.ask``; nothing is loaded but what the engine's class methods import.  One JSON
+Runs as ``python -m fidelab.workers.ask``; it loads only the imports of the engine's class methods.  One JSON
 object per line: first a greeting, ``{"protocol", "fidelab", "python"}``, then for each request ``{"ask", "engine",
-…}`` a reply, ``{"value"}`` or ``{"error": class of the error tree, "text"}``.  What the engine prints goes to standard
+…}`` a reply, ``{"value"}`` or ``{"error": class of the error tree, "text"}``.  Output of the engine goes to standard
 error.
 """
 
@@ -56,17 +56,17 @@ def reply(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"value": answer(engine, question, **fields)}
     except FidelabError as error:
         return {"error": type(error).__name__, "text": str(error)}
-    except (Exception, SystemExit) as error:  # what importing somebody else's package may raise
+    except (Exception, SystemExit) as error:  # errors that the import of another package may raise
         message = " ".join(str(error).split())[:300]
         return {"error": "EngineError", "text": ": ".join(filter(None, (type(error).__name__, message)))}
 
 
 def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
-    """What an engine's class says about itself, as JSON has it.
+    """Answer of an engine's class about itself, as JSON.
 
     ``question``: a class method of the engine, with its arguments as ``fields``; ``about``, for how the engine is
     installed in this interpreter; or ``formats``, for each KV format that may be written and why it cannot run here
-    (empty: it can), in a model that computes in bfloat16.  ``store``: a folder where that is kept for the next time.
+    (empty: it can), in a model that computes in bfloat16.  ``store``: a folder where the answer is cached.
     """
     match question:
         case "versions":
@@ -98,13 +98,13 @@ def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
 
 
 def kv_names(engine: type[Engine]) -> list[str]:
-    """The KV formats that may be written for an engine: its own, and ``k16v8`` where it has both halves."""
+    """The KV formats that may be written for an engine: its own, and ``k16v8`` if it has both halves."""
     names = [str(name) for name in engine.kv_names()]
     return [*names, K16V8] if engine.separate_kv and "fp8_e4m3" in names and K16V8 not in names else names
 
 
 def _formats(engine: type[Engine], store: str | None) -> dict[str, str]:
-    """Importing an engine takes seconds: what it said is kept for as long as nothing changes on which that depends."""
+    """Refusals by format.  Importing an engine takes seconds, so they are cached until something changes."""
     now = state((*engine.packages, *engine.examined), variables_of(engine, os.environ)) if store else None
     if not store or now is None:
         return _refusals(engine)
@@ -128,7 +128,7 @@ def _refusals(engine: type[Engine]) -> dict[str, str]:
 
 
 def _refusal(engine: type[Engine], name: str, device: str) -> str:
-    """Why an arm of this format is refused, by the checks that every arm undergoes; empty where it is not."""
+    """Reason why the checks of every arm refuse this format; empty if they do not."""
     path = "/model.gguf" if engine.checkpoint_format == "gguf" else "/model"
     try:
         kv = meaning(KVSpec.parse(name), _NATIVE)
@@ -136,7 +136,7 @@ def _refusal(engine: type[Engine], name: str, device: str) -> str:
         verdict = engine.supports(Arm("", engine.name, "the model", path, "", kv, "bfloat16", device, threads=1))
     except FidelabError as error:
         return str(error)
-    except OSError:  # it looked for the model, without which it cannot tell
+    except OSError:  # it needs the model to decide
         return ""
     return "" if verdict.ok else verdict.reason
 

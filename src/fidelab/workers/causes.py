@@ -155,12 +155,12 @@ def explain(lines: list[str]) -> str | None:
 
 
 def explain_exit(returncode: int, dump: Sequence[str] = (), fault: str | None = None) -> str:
-    """Describe an exit status, and the place of a crash.
+    """Describe an exit status and the place of a crash.
 
     Args:
-        returncode: as ``subprocess`` has it: a signal's number is negative.
-        dump: what faulthandler wrote (see :func:`split_dump`): names the Python function.
-        fault: what the kernel wrote (see :func:`kernel_fault`): names the library.
+        returncode: as in ``subprocess``: negative for a signal.
+        dump: faulthandler's text (see :func:`split_dump`), which names the Python function.
+        fault: the kernel's record (see :func:`kernel_fault`), which names the library.
     """
     if returncode >= 0:
         return f"the worker exited with status {returncode}"
@@ -179,7 +179,7 @@ def explain_exit(returncode: int, dump: Sequence[str] = (), fault: str | None = 
 _DUMP = "Fatal Python error: "
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _WRONG_CODE = (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)
-# Words of the kernel's line for each signal; x86 says more than "segfault".
+# Words of the kernel's line for each signal; x86 has more than "segfault".
 _TRAPS = {
     signal.SIGSEGV: ("segfault", "general protection"),
     signal.SIGILL: ("invalid opcode",),
@@ -191,7 +191,7 @@ _TRAPS = {
 _FAULT = re.compile(r"\[(?P<task>\d+)\]:? .* in (?P<library>[^\[\s]+)\[(?:(?P<offset>[0-9a-f]+),)?[0-9a-f]+\+")
 _HEAD = re.compile(r"\d+,\d+,(?P<microseconds>\d+),")
 _KMSG = Path("/dev/kmsg")
-_RECORD = 8192  # bytes; the kernel hands over one record per read
+_RECORD = 8192  # bytes; the kernel returns one record per read
 _SKEW = 1.0  # seconds by which the clock of the kernel's log may be off
 
 
@@ -201,21 +201,21 @@ def crashed_in_code(returncode: int) -> bool:
 
 
 def split_dump(lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A log, and what faulthandler wrote at its end when the process crashed."""
+    """Split a log from faulthandler's text at its end after a crash."""
     at = next((i for i, line in enumerate(lines) if line.startswith(_DUMP)), len(lines))
     return list(lines[:at]), list(lines[at:])
 
 
 def kernel_fault(pid: int, returncode: int, since: float, libraries: Path | None = None) -> str | None:
-    """The library, and its function where ``nm`` can tell, in which a process crashed, by the kernel's own log.
+    """Library in which a process crashed, and its function if ``nm`` finds it, from the kernel's log.
 
     Args:
         pid: the process; its threads have numbers of their own, higher than this.
-        returncode: as ``subprocess`` has it.
-        since: the process' start (``time.monotonic``), seconds; older records are of others.
-        libraries: a folder that may hold the library; the kernel writes its name alone.
+        returncode: as in ``subprocess``.
+        since: the process' start (``time.monotonic``), seconds; older records belong to other processes.
+        libraries: a folder that may hold the library; the kernel writes only its name.
 
-    ``None`` where the log cannot be read (most users may not) or says nothing.
+    ``None`` if the log cannot be read (most users may not) or has no record.
     """
     if not crashed_in_code(returncode):
         return None
@@ -264,7 +264,7 @@ def _kernel_log() -> list[str]:
 
 
 def _python_function(dump: Sequence[str]) -> str | None:
-    """The innermost Python function of the crashed thread, or of the main thread where that has none."""
+    """The innermost Python function of the crashed thread, or of the main thread if that has none."""
     begins = [i for i, line in enumerate(dump) if line.startswith(("Current thread ", "Thread "))]
     current = [i for i in begins if dump[i].startswith("Current")]
     for line in dump[(current or begins[-1:] or [0])[0] :]:

@@ -1,8 +1,8 @@
 """The worker process: opens one engine, streams answers into captures, exits.
 
 Runs as ``python -m fidelab.workers.child`` in the engine's environment; besides the engine itself only the
-standard library and numpy are imported.  Messages go out on the original standard output; whatever the
-engine prints there is sent to standard error, which the parent keeps as the arm's log.
+standard library and numpy are imported.  Messages go out on the original standard output.  Output of
+the engine is sent to standard error, which the parent keeps as the arm's log.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def serve(inbox: IO[bytes], outbox: IO[bytes], log: TextIO, *, on_end: Callable[
 
 
 def _watch_crashes() -> None:
-    """Have a crash recorded: the Python function in our log, the library in the kernel's.
+    """Have a crash recorded: the Python function in the worker's log, the library in the kernel's.
 
     faulthandler writes the traceback and raises the signal again.  The signal is ignored, so that the faulty
     instruction runs once more; the kernel then ends the process and logs the fault, which it does not do for a signal
@@ -157,7 +157,7 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     engine.seed = job.tasks[0].seed if job.tasks else 0
     adapter = time.monotonic() - started
     engine.open(arm)
-    engine.mark("warm-up")  # what it did not tell apart
+    engine.mark("warm-up")  # phases that it did not separate
     phases = {"import": adapter + engine.phases.pop("import", 0.0), **engine.phases}
     loaded = resident_bytes()
     if job.sample_text:
@@ -174,7 +174,7 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     outbox.send(Done(finite(answering.ran())))
     try:
         engine.close()
-    except Exception:  # everything is answered; the log keeps what went wrong after that
+    except Exception:  # everything is answered; the log keeps later errors
         traceback.print_exc(file=outbox.log)
 
 
@@ -188,7 +188,7 @@ class _Answering:
         self._index = 0
 
     def attempt(self, task: ProbeTask) -> None:
-        """Answer one task; its failure is reported and leaves the others alone."""
+        """Answer one task.  Its failure is reported and does not affect the others."""
         began, index = time.monotonic(), self._index
         self._index += 1
         try:
@@ -202,7 +202,7 @@ class _Answering:
             self._outbox.send(Captured(index, str(path), time.monotonic() - began))
 
     def ran(self) -> dict[str, Any]:
-        """The runtime info for manifests: what ran, how it is installed, its variables, and peak memory in bytes."""
+        """Runtime info for manifests: the engine's record, its installation and variables, and peak memory in bytes."""
         memory = {**self._facts, "peak_host_bytes": peak_bytes(), "peak_device_bytes": self._engine.peak_device_bytes()}
         return {**self._engine.ran().record(), **self._job.about, **memory}
 
@@ -222,7 +222,7 @@ class _Answering:
             raise
 
     def _answered(self, request: Request, writer: CaptureWriter) -> Answer:
-        """The engine's answer.  A way of serving that it lacks is an answer too, without rows: others go on."""
+        """The engine's answer.  For a missing serving mode it has no rows, so that other modes continue."""
         sink = _Sink(writer, self._outbox)
         self._engine.reset_peak()
         if isinstance(request, Generate) and request.sampling is not None and not self._engine.samples:
@@ -244,7 +244,7 @@ class _Answering:
             return Answer(self._engine.estimator_for(self._arm), facts={"not_supported": str(error)})
 
     def _head(self, answer: Answer) -> dict[str, Any]:
-        """Record of the answer's head; one whose arrays are those of the last answer is not written again."""
+        """Record of the answer's head.  A head with the arrays of the last answer is not written again."""
         assert answer.head is not None
         if self._stored is None or self._stored[0].head is not answer.head:
             self._stored = (answer, store_head(Path(self._job.store), answer.head, answer.softcap, answer.scale))
@@ -293,7 +293,7 @@ def _listen(inbox: int, further: Further, on_end: Callable[[], None]) -> None:
 
 
 def _exit_orphaned() -> None:
-    if os.getpgrp() == os.getpid():  # the engine's own processes go with us
+    if os.getpgrp() == os.getpid():  # the engine's own processes end, too
         os.killpg(0, signal.SIGKILL)
     os._exit(ORPHANED)
 

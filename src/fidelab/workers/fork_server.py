@@ -1,14 +1,14 @@
-"""Workers that start from a process in which an engine is imported already.
+"""Workers forked from a process that has already imported an engine.
 
-A server per environment imports what all arms of an engine share, and forks: an arm still has a process of its own,
-with its own descriptors and its own process group, but does not wait for the imports again.  The server does nothing
-but import, so that there is no model and no device before a fork, and no thread of Python.  (OpenBLAS has threads
-once NumPy is imported; it ends them at a fork and starts them again in the child.)
+A server per environment imports the modules that all arms of an engine share, and forks.  An arm still has its own
+process, descriptors and process group, but does not wait for the imports.  The server only imports, so that there is
+no model, no device and no Python thread before a fork.  (OpenBLAS has threads once NumPy is imported.  It ends them at
+a fork and starts them again in the child.)
 
 Runs as ``python -m fidelab.workers.fork_server ENGINE`` in the engine's environment, with a socket as standard input.
-Each byte on it asks for a worker and brings four descriptors: the worker's standard input, output and error, and a pipe
-for its process id and, once it has ended, its return code.  Where the server cannot serve it exits, which closes these;
-the caller then starts a fresh interpreter, whose errors say what is wrong.
+Each byte requests a worker and carries four descriptors: the worker's standard input, output and error, and a pipe
+for its process id and, once it has ended, its return code.  A server that cannot fork exits, which closes these.
+The caller then starts a fresh interpreter, whose errors name the fault.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOST = -signal.SIGKILL  # return code of a worker whose server has gone before 
 
 
 class Forked:
-    """A forked worker, with what is used of :class:`subprocess.Popen`.  ``report``: the pipe behind its process id."""
+    """A forked worker, with part of :class:`subprocess.Popen`'s interface.  ``report``: pipe of its return code."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], report: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -61,10 +61,10 @@ class Forked:
 
 
 class ForkServer:
-    """The parent's side.  The server starts at once and imports while the parent goes on with its own work.
+    """The parent's side.  The server starts at once and imports while the parent works.
 
     Args:
-        command: starts the server in the engine's environment.
+        command: command that starts the server in the engine's environment.
         env: variables set on top of this process' own.
     """
 
@@ -83,7 +83,7 @@ class ForkServer:
         self.close = weakref.finalize(self, _close, self._socket, process)  # at the latest when nobody needs it
 
     def start(self, stderr: int) -> Forked | None:
-        """A new worker whose standard error is the descriptor ``stderr``; ``None`` where the server cannot fork."""
+        """A new worker whose standard error is the descriptor ``stderr``; ``None`` if the server cannot fork."""
         pipes = [os.pipe() for _ in range(3)]
         (their_in, our_in), (our_out, their_out), (our_report, their_report) = pipes
         try:
@@ -108,9 +108,9 @@ class ForkServers:
         self._servers: dict[tuple[Any, ...], ForkServer] = {}
 
     def get(self, command: Sequence[str], engine: str, env: Mapping[str, str]) -> ForkServer | None:
-        """The server of these workers, started where there is none; ``None`` where its workers start afresh.
+        """Server of these workers, started if needed; ``None`` if its workers start in fresh interpreters.
 
-        ``command``: starts a module of this name in the engine's environment.
+        ``command``: command that starts a module of this name in the engine's environment.
         """
         from fidelab.engines import ENGINES
 

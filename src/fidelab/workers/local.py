@@ -1,7 +1,7 @@
-"""A worker in a thread of this process, for engines that need no process of their own, such as the test engine.
+"""A worker in a thread of this process, for engines that do not need a separate process, such as the test engine.
 
 It speaks through pipes with the code that a worker process runs, so that messages, captures and outcomes are the same.
-What a process gives is missing: a crash ends everything, nothing can be killed, and a deadline only stops the waiting.
+It lacks the isolation of a process: a crash ends everything, nothing can be killed, a deadline only stops the waiting.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import IO
 
 from fidelab.workers import child
 
-_END_WAIT = 30.0  # seconds for a worker to notice that nothing more is asked
+_END_WAIT = 30.0  # seconds for a worker to notice that its input ended
 
 
 class LocalWorker:
@@ -23,7 +23,7 @@ class LocalWorker:
 
     Args:
         log: descriptor that receives tracebacks; it is duplicated.
-        env: variables set while the worker lives; those that the job sets are among them.
+        env: variables set while the worker lives; they include those that the job sets.
     """
 
     def __init__(self, log: int, env: Mapping[str, str]) -> None:

@@ -13,19 +13,19 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _PEAK, _NOW = "VmHWM", "VmRSS"
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in what getrusage counts
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in the unit of getrusage
 
 
 def resident_bytes() -> int | None:
-    """Bytes that this process and its living descendants hold now; ``None`` where that cannot be told."""
+    """Resident bytes of this process and its living descendants now; ``None`` if unknown."""
     return _total(_NOW)
 
 
 def peak_bytes() -> int:
-    """The sum of the most that this process and each of its living descendants ever held.
+    """Sum of the peaks of resident bytes of this process and each of its living descendants.
 
-    Not from getrusage where that can be avoided: its figure of a process that was started by vfork includes the peak of
-    the one that started it, and living descendants are not in it.
+    getrusage is avoided where possible: for a process started by vfork its figure includes the peak of the parent,
+    and it leaves out living descendants.
     """
     total = _total(_PEAK)
     return total if total is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
@@ -41,7 +41,7 @@ def _family(pid: int) -> set[int]:
     children: dict[int, list[int]] = {}
     for stat in _PROC.glob("[0-9]*/stat"):
         with suppress(OSError):  # it ended meanwhile
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])  # behind the name, which may hold anything
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])  # after the name, which may hold any character
             children.setdefault(parent, []).append(int(stat.parent.name))
     family, generation = {pid}, [pid]
     while generation:

@@ -1,6 +1,6 @@
 """Typed parent–child messages: one JSON object per line, over the child's standard input and output.
 
-The version is checked when the child greets, because it may run in an environment with another fidelab.  Behind a
+The version is checked when the child greets, because it may run in an environment with another fidelab.  After a
 prefix it may be any program, so every field is checked for its type.
 """
 
@@ -24,7 +24,7 @@ _DEEPEST = 32  # objects and lists within one another
 class ProbeTask:
     """One request to answer: its record, where the capture goes, and the capture's key.
 
-    ``seed``: what the engine's proof of engagement draws from.
+    ``seed``: seed of the engine's proof of engagement.
     """
 
     request: Mapping[str, Any]
@@ -37,8 +37,8 @@ class ProbeTask:
 class Job:
     """Parent → child: an arm to open, and its first tasks.
 
-    ``env``: variables to set before the engine is imported (a command prefix may not hand them on).  ``about``: goes
-    into the record of what ran.
+    ``env``: variables to set before the engine is imported (a command prefix may not pass them on).  ``about``: goes
+    into the runtime info.
     """
 
     arm: Mapping[str, Any]
@@ -64,8 +64,8 @@ class Hello:
 class Opened:
     """Child → parent: the model is loaded.
 
-    ``seconds`` since the job arrived; ``phases`` of them in order: ``import``, ``weights``, ``warm-up``.  What is left
-    went into the comparison of tokenizers, which no user of the engine waits for.
+    ``seconds`` since the job arrived; ``phases`` of them in order: ``import``, ``weights``, ``warm-up``.  The rest
+    is the comparison of tokenizers, which no user of the engine waits for.
     """
 
     seconds: float
@@ -91,7 +91,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class ProbeFailed:
-    """Child → parent: task ``index`` failed, the next one goes on."""
+    """Child → parent: task ``index`` failed; the next one continues."""
 
     index: int
     reason: str
@@ -99,19 +99,19 @@ class ProbeFailed:
 
 @dataclass(frozen=True)
 class Idle:
-    """Child → parent: the model is loaded and all tasks so far were tried; sent again after each More."""
+    """Child → parent: the model is loaded and all tasks so far were tried.  Sent again after each More."""
 
 
 @dataclass(frozen=True)
 class More:
-    """Parent → child: further tasks, numbered on from the last; none ends the work."""
+    """Parent → child: further tasks, numbered on from the last; an empty list ends the work."""
 
     tasks: list[ProbeTask]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Child → parent: nothing more can be answered."""
+    """Child → parent: no further task can be answered."""
 
     kind: Status
     reason: str
@@ -119,7 +119,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Done:
-    """Child → parent: all tasks were tried; what ran."""
+    """Child → parent: all tasks were tried; carries the runtime info."""
 
     ran: Mapping[str, Any]
 
@@ -137,7 +137,7 @@ def decode(line: bytes) -> Message:
     """The inverse of :func:`encode`.
 
     Raises:
-        EngineError: the line is no message of this protocol, or one with a field of another type.
+        EngineError: the line is not a message of this protocol, or a field has another type.
     """
     try:
         fields = json.loads(line, parse_constant=_no_number)
@@ -154,10 +154,10 @@ def decode(line: bytes) -> Message:
 
 
 def check_ran(ran: Mapping[str, Any]) -> None:
-    """Check the fields of a record of what ran that are read here; further ones may be anything.
+    """Check the fields of runtime info that are read here; further fields are not checked.
 
     Raises:
-        ValueError: one is of another type; names it.
+        ValueError: a field has another type; names it.
     """
     if fault := next(ran_faults(ran), None):
         raise ValueError(f"what ran: {fault} is of another type")

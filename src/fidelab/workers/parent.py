@@ -41,8 +41,8 @@ from fidelab.workers.messages import (
 
 _CHILD = (sys.executable, "-m", "fidelab.workers.child")
 _GRACE = 5.0  # seconds between asking a process group to end and killing it
-_EXIT_WAIT = 120.0  # seconds that a worker may take to exit once it has said everything
-_DRAIN_WAIT = 2.0  # seconds to read what an exited worker left in the pipe, where another process holds that open
+_EXIT_WAIT = 120.0  # seconds that a worker may take to exit after its last message
+_DRAIN_WAIT = 2.0  # seconds to read the rest of an exited worker's pipe, if another process holds it open
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _DRM = Path("/sys/class/drm")
 _MEMORY_WAIT = 60.0  # seconds to wait for device memory to come back
@@ -60,16 +60,16 @@ _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts a
 
 _Process = subprocess.Popen[bytes] | Forked | LocalWorker
 Spawn = Callable[[int], Forked | LocalWorker | None]
-"""Starts a worker whose log is this descriptor; ``None`` where it cannot, and a fresh interpreter starts instead."""
+"""Starts a worker whose log is this descriptor; on ``None`` a fresh interpreter starts instead."""
 
 
 @dataclass
 class JobOutcome:
-    """What became of one job.
+    """Outcome of one job.
 
-    ``captured`` and ``failed`` are keyed by the index of the task, counted over all that were asked.  ``phases``:
+    ``captured`` and ``failed`` are keyed by the index of the task, counted over all tasks.  ``phases``:
     seconds from the process' start to the loaded model, in order: ``interpreter`` (to its first word), ``import``,
-    ``weights``, ``warm-up``.  ``seconds``: at work, start and end included; a worker that waits to be asked is not.
+    ``weights``, ``warm-up``.  ``seconds``: time at work, start and end included, without waits for tasks.
     """
 
     status: Status = Status.OK
@@ -84,21 +84,21 @@ class JobOutcome:
 
 
 class Worker:
-    """One live child that can be asked again and again; a crash is an outcome, not an exception.
+    """One live child that takes tasks repeatedly.  A crash is an outcome, not an exception.
 
-    Leaving the ``with`` block ends the whole process group, however far it came.  Several workers may be live; those
-    that are not asked sleep.
+    Leaving the ``with`` block ends the whole process group at any point.  Several workers may be live; idle
+    ones sleep.
 
     Args:
-        job: the arm, and what the first :meth:`ask` asks besides its own tasks.
+        job: the arm, and tasks that the first :meth:`ask` adds to its own.
         log: file that receives everything the worker prints.
         env: variables set on top of this process' environment (thread counts).
         deadline: seconds for everything, load included, counted while the worker is at work; ``None`` for no limit.
-        listen: called with every message, in the thread that asks.
-        command: what starts the child in the engine's environment.
-        end: ends what is left of it where our signals do not reach, as in a container.
-        spawn: starts the child in another way than with ``command``, with the same variables.
-        alone: no other process has its GPUs; where one has, nothing tells when the worker's own memory is back.
+        listen: called with every message, in the thread that calls :meth:`ask`.
+        command: command that starts the child in the engine's environment.
+        end: ends the child where signals do not reach it, as in a container.
+        spawn: starts the child without ``command``, with the same variables.
+        alone: no other process uses its GPUs; otherwise the release of the worker's memory cannot be seen.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class Worker:
         self._close()
 
     def ask(self, tasks: Sequence[ProbeTask] = ()) -> bool:
-        """Hand tasks over and wait until all were tried; the first call starts the worker and opens the model.
+        """Send tasks and wait until all were tried.  The first call starts the worker and opens the model.
 
-        ``True``: idle, with the model loaded.  ``False``: nothing more can be asked, and nothing of it is left;
-        ``outcome`` says why.
+        ``True``: idle, with the model loaded.  ``False``: the worker has ended, and ``outcome``
+        has the reason.
         """
         if self._closed or (self._process is not None and not tasks):
             return not self._closed
@@ -161,9 +161,9 @@ class Worker:
         return self.outcome
 
     def run(self, follow_up: Callable[[], list[ProbeTask]] | None = None) -> JobOutcome:
-        """Run the job from start to end and report what became of it.
+        """Run the job from start to end and return its outcome.
 
-        ``follow_up``: called once, when all tasks were tried: further ones, for the model that is still loaded.
+        ``follow_up``: called once after all tasks were tried; returns further tasks for the loaded model.
         """
         with self:
             if self.ask() and follow_up is not None:
@@ -197,8 +197,8 @@ class Worker:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stderr,
-                    env={**os.environ, "PYTHONSAFEPATH": "1", **self._env},  # files in the user's folder are no modules
-                    start_new_session=True,  # Ctrl-C reaches us alone; we end the whole group
+                    env={**os.environ, "PYTHONSAFEPATH": "1", **self._env},  # the user's files are not modules
+                    start_new_session=True,  # Ctrl-C reaches only this process, which ends the whole group
                 )
             except OSError as error:
                 self._fail(f"the worker could not be started: {error.strerror} ({self._command[0]})")
@@ -245,7 +245,7 @@ class Worker:
                 self.outcome.phases["interpreter"] = time.monotonic() - self._spawned
                 self._send(message)
             self._note(reply)
-            if self._done:  # what remains is to exit
+            if self._done:  # only the exit remains
                 end = min(end or float("inf"), time.monotonic() + _EXIT_WAIT)
             self._listen(reply)
             if isinstance(reply, Idle):
@@ -255,7 +255,7 @@ class Worker:
         """Whether a message may come now.
 
         Raises:
-            EngineError: it may not; names it.
+            EngineError: it may not come now; names it.
         """
         known = {*self.outcome.captured, *self.outcome.failed}
         fault = ""
@@ -309,7 +309,7 @@ class Worker:
                 self._done = True
 
     def _obituary(self, returncode: int) -> str:
-        """Why the process ended without a message, and where."""
+        """Reason and place of an end of the process without a message."""
         assert self._process is not None
         _, dump = split_dump(_tail(self._log, self._log_start))
         python = Path(shutil.which(self._command[0]) or self._command[0])
@@ -354,9 +354,9 @@ class Worker:
 
 
 def _start_pump(process: _Process, inbox: queue.Queue[bytes | None], log: Path, is_over: Callable[[], bool]) -> None:
-    """Put lines of the worker into the inbox, then ``None`` once it has exited; meanwhile keep its log short.
+    """Put lines of the worker into the inbox, then ``None`` after its exit.  Meanwhile keep its log short.
 
-    The exit counts, not the end of the pipe, which a process that the engine left behind may hold open for ever.
+    The exit counts, not the end of the pipe, which an orphan of the engine may hold open for ever.
     """
 
     def put(line: bytes | None) -> None:
@@ -421,7 +421,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def _devices(job: Job) -> tuple[str, ...]:
-    """The GPUs that a job's engine may use, as the driver names them: by number or UUID; empty for the CPU."""
+    """GPUs that a job's engine may use, by the driver's number or UUID; empty for the CPU."""
     kind, _, number = str(job.arm.get("device", "")).partition(":")
     if kind != "cuda":
         return ()
@@ -437,7 +437,7 @@ def _devices(job: Job) -> tuple[str, ...]:
 
 
 def _gpu_memory(devices: Sequence[str]) -> dict[str, int]:
-    """MiB in use on each of these devices; without those that cannot be asked.  ``all``: every one that is there."""
+    """MiB in use on each of these devices, without those that cannot be queried.  ``all``: every device."""
     used = _nvidia_memory() or _amd_memory()
     return used if "all" in devices else {device: used[device] for device in devices if device in used}
 
@@ -457,7 +457,7 @@ def _nvidia_memory() -> dict[str, int]:
 
 
 def _amd_memory() -> dict[str, int]:
-    """MiB in use on AMD devices, by number in the order of their PCI addresses, as the kernel says it."""
+    """MiB in use on AMD devices, by number in the order of their PCI addresses, from the kernel."""
     found = {}
     for file in _DRM.glob("card*/device/mem_info_vram_used"):
         with contextlib.suppress(OSError, ValueError):
@@ -470,7 +470,7 @@ _levels: dict[Worker, dict[str, int]] = {}
 
 
 def _await_memory(worker: Worker) -> None:
-    """Wait until an ended worker's devices have their memory back; not for one that others hold, whose counts too."""
+    """Wait until an ended worker's devices have released its memory; devices shared with others are skipped."""
     before = _levels.pop(worker, {})
     for device, level in [*before.items()]:
         for held in _levels.values():
@@ -486,7 +486,7 @@ def _await_memory(worker: Worker) -> None:
 
 
 def _shorten(log: Path) -> None:
-    """Cut the middle out of a log that has become too long.  The worker appends to it, so that it may go on."""
+    """Cut the middle out of a log that has become too long.  The worker appends to it, so that it may continue."""
     with contextlib.suppress(OSError):
         if (size := log.stat().st_size) <= _MOST_LOG:
             return
@@ -500,7 +500,7 @@ def _shorten(log: Path) -> None:
 
 
 def _tail(log: Path, start: int) -> list[str]:
-    """The last lines behind byte ``start``, where this attempt's part of the log begins."""
+    """Last lines after byte ``start``, where this attempt's part of the log begins."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         size = log.stat().st_size
         file.seek(max(start if start <= size else 0, size - 16_384))  # it may have been shortened

@@ -2,7 +2,7 @@
 
 See docs/metrics.md#capability-checks.
 
-``checks`` holds the set and its version, ``parse`` reads answers, ``code`` runs what a model wrote in the ``sandbox``,
-``template`` asks chat templates what they can do, ``vision`` draws images.  Captures name checks by id: answers are
+``checks`` holds the set and its version, ``parse`` reads answers, ``code`` runs programs in the ``sandbox``,
+``template`` finds the features of chat templates, ``vision`` draws images.  Captures name checks by id: answers are
 scored again whenever the parsing improves.
 """

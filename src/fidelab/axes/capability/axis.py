@@ -1,8 +1,8 @@
-"""Capability checks: does the model still do what it could? See docs/metrics.md#capability-checks.
+"""Capability checks: does the model keep its abilities? See docs/metrics.md#capability-checks.
 
 Greedy answers to a set of questions with one right answer each, read by parsing; code is run in a sandbox when scoring.
-What the model, its template or the engine cannot be asked, and what cannot be judged on this machine, is ``not
-applicable`` with the reason: it is never passed, and not in the score.
+A check that the model, its template or the engine cannot take, or that this machine cannot judge, is ``not
+applicable`` with the reason.  It is never passed, and not in the score.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 _WORSE = -5.0  # points; a paired interval wholly below costs a band; see docs/metrics.md#verdicts
 _BATCH = 8
 _PARALLEL_TOKENS = 32
-_SHORTEST_LONG = 256  # tokens; what is shorter is not a long prompt
-_CELL, _TEXT = 80, 1000  # characters of an answer in a table and beside another one
+_SHORTEST_LONG = 256  # minimum tokens of a long prompt
+_CELL, _TEXT = 80, 1000  # characters of an answer in a table and next to another one
 
 _LOST = Definition("lost", "count", None, "Checks that the reference alone passes.")
 _GAINED = Definition("gained", "count", None, "Checks that the arm alone passes.")
@@ -67,7 +67,7 @@ class _Item:
 
 
 class CapabilitySettings(AxisSettings):
-    """Which checks, and how long answers may be; part of the comparability key."""
+    """Kinds of checks and length of answers; part of the comparability key."""
 
     kinds: tuple[CheckKind, ...] = Field(default=KINDS, min_length=1, description="kinds of checks")
     limit: int | None = Field(default=None, ge=1, description="first checks of each kind only")
@@ -81,7 +81,7 @@ class CapabilitySettings(AxisSettings):
 
 
 class Capability(Axis):
-    """Share of the applicable checks that the candidate passes; beside it what it lost against the reference.
+    """Share of the applicable checks that the candidate passes, with its losses against the reference.
 
     See docs/metrics.md#capability-checks.
     """
@@ -159,10 +159,10 @@ class Capability(Axis):
         return _PARALLEL_TOKENS if part in ("single", "batch") else tokens.get(part, s.n_predict)
 
     def _items(self, check: Check, inputs: AxisInputs) -> dict[str, _Item]:
-        """What a check asks in each of its parts.
+        """Prompts of a check, by part.
 
         Raises:
-            NotApplicable: it cannot be asked.
+            NotApplicable: the check cannot be asked.
         """
         if check.kind != "vision":
             return dict.fromkeys(PARTS[check.kind], self._item(check, inputs))
@@ -185,7 +185,7 @@ class Capability(Axis):
         """A check's prompt and note.
 
         Raises:
-            NotApplicable: it cannot be asked.
+            NotApplicable: the check cannot be asked.
         """
         note = {"id": check.id}
         messages = ({"role": "user", "content": check.prompt},)
@@ -288,10 +288,10 @@ def _change(good: Sequence[CheckResult], seed: int) -> PairedDifference:
 
 
 def _lowers(good: Sequence[CheckResult], seed: int) -> tuple[str, ...]:
-    """A loss of right answers that is beyond chance.
+    """Sentence that lowers the verdict for a loss of right answers beyond chance.
 
-    Whether a batch answers as single requests do is left out: greedy paths fork at near ties, and what is chaotic
-    does not set the verdict.  See docs/metrics.md#verdicts.
+    Differences between a batch and single requests are left out: greedy paths fork at near ties, and a chaotic
+    result does not set the verdict.  See docs/metrics.md#verdicts.
     """
     answered = [result for result in good if result.check.judge is not None]
     interval = _change(answered, seed).interval if answered else None

@@ -1,4 +1,4 @@
-"""The set of checks: what is asked, what the right answer is, and how an answer is read."""
+"""The set of checks: questions, right answers, and how answers are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
 
 @dataclass(frozen=True)
 class Judged:
-    """A verdict and its reason.  ``passed`` is ``None`` where the answer cannot be judged here."""
+    """A verdict and its reason.  ``passed`` is ``None`` if the answer cannot be judged here."""
 
     passed: bool | None
     reason: str = ""
@@ -58,7 +58,7 @@ def _number(value: str) -> Judge:
 
 
 def _name(right: str, *wrong: str) -> Judge:
-    """The answer names the right one, and none of the wrong ones beside it."""
+    """Whether the answer names the right one and none of the wrong ones."""
 
     def judge(text: str) -> Judged:
         names = parse.named(text, (right, *wrong))
@@ -84,7 +84,7 @@ def _json(expected: str) -> Judge:
 
 
 def _words(text: str) -> Judged:
-    """Some text that is neither noise nor a few words over and over."""
+    """Whether a text is neither noise nor a few repeated words."""
     words = re.findall(r"[^\W\d_]+", text.casefold())
     if not words:
         return Judged(False, "no word")

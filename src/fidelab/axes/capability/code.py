@@ -1,4 +1,4 @@
-"""Code checks: a function by its description; what the model wrote is run on inputs, the results are judged here.
+"""Code checks: a function by its description.  The model's program is run on inputs; the results are judged here.
 
 The program sees the inputs and never the right results, so it cannot pretend to pass.
 """
@@ -16,7 +16,7 @@ from fidelab.axes.capability.parse import python_source
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A function to write: its signature, what it does, and (arguments, result) of its tests."""
+    """A function to write: its signature, its description, and (arguments, result) of its tests."""
 
     signature: str
     does: str
@@ -78,8 +78,8 @@ TASKS = (
     ),
 )
 
-# Prints a JSON list: per call [True, result] or [False, exception]; or a text that says why nothing could be called.
-# An answer without a clear end may have prose or half a line behind the program: lines go until the rest compiles.
+# Prints a JSON list: per call [True, result] or [False, exception]; or a text: why nothing could be called.
+# An answer without a clear end may have prose or half a line after the program: lines go until the rest compiles.
 _HARNESS = """
 import contextlib, io, json
 source, complete, name, calls = json.loads({request!r})
@@ -117,7 +117,7 @@ print(json.dumps(report))
 
 @lru_cache(maxsize=1024)
 def run_task(task: Task, answer: str) -> tuple[bool | None, str]:
-    """Run the program in an answer on the task's inputs: passed, or ``None`` where it cannot be run, and the reason."""
+    """Run the program in an answer on the task's inputs: passed, or ``None`` if it cannot be run, and the reason."""
     if reason := sandbox.unavailable():
         return None, reason
     program = python_source(answer, task.name)
@@ -153,7 +153,7 @@ def _cut(text: str) -> str:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal, and truth values are no numbers."""
+    """Whether two results are equal; truth values are not numbers."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same, a, b))
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)

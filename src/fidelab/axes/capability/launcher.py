@@ -2,7 +2,7 @@
 
 Order matters: everything that the program may need is imported, the limits are set, then a seccomp filter leaves only
 the system calls below; the kernel refuses all others with EPERM.  None of the allowed calls opens a file, makes a
-socket or a process, or sends a signal.  ``READY`` on standard error says that the filter is in force;
+socket or a process, or sends a signal.  ``READY`` on standard error confirms that the filter is in force;
 without it the program is not run.
 """
 
@@ -18,13 +18,13 @@ import sys
 from importlib import import_module
 
 READY = "sandbox ready"
-# What programs may import: no file can be opened once the filter is in force.
+# Modules for programs, imported first: no file can be opened once the filter is in force.
 MODULES = (
     *("abc", "array", "bisect", "collections", "collections.abc", "contextlib", "copy", "dataclasses", "datetime"),
     *("decimal", "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "numbers", "operator"),
     *("random", "re", "statistics", "string", "textwrap", "time", "traceback", "types", "typing", "unicodedata"),
 )
-# Linux' names of what a running interpreter needs, with their numbers on x86_64 and aarch64.
+# Linux' names of the system calls of a running interpreter, with their numbers on x86_64 and aarch64.
 CALLS = {
     "read": (0, 63),
     "write": (1, 64),
@@ -81,7 +81,7 @@ def _instructions(column: int, arch: int) -> bytes:
 
 def _limit(limits: dict[str, int]) -> None:
     """CPU seconds, bytes of memory and of output; no processes, no core file."""
-    import resource  # not on Windows, where this module is only asked for its tables
+    import resource  # not on Windows, where only this module's tables are read
 
     ceilings = {
         resource.RLIMIT_CPU: limits["cpu_s"],
@@ -96,7 +96,7 @@ def _limit(limits: dict[str, int]) -> None:
 
 
 def _die_with(parent: int, libc: ctypes.CDLL) -> None:
-    """Be killed when the process that started us ends, also where it has ended already, of which no signal comes."""
+    """Request SIGKILL at the parent's end, and exit if the parent has ended already, which sends no signal."""
     if libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
         sys.exit("whoever started the sandbox has ended")
 
@@ -120,7 +120,7 @@ def _confined(libc: ctypes.CDLL) -> bool:
 
 
 def main() -> None:
-    """``argv[1]``: limits, and the process that waits for us, as JSON; standard input: the program."""
+    """``argv[1]``: limits, and the process that waits for this one, as JSON; standard input: the program."""
     libc, limits = ctypes.CDLL(None, use_errno=True), json.loads(sys.argv[1])
     _die_with(limits["parent"], libc)
     program = sys.stdin.buffer.read()

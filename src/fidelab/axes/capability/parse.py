@@ -24,9 +24,9 @@ REASONING = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),  # OpenThinker
     ("<|channel|>analysis", "<|channel|>final<|message|>"),  # gpt-oss
 )
-"""What begins and what ends the reasoning that models write before they answer."""
+"""Markers around the reasoning that models write before they answer."""
 
-_GAP, _MINUS = "[,\u00a0\u2009\u202f]", "\u2010-\u2013\u2212"  # between thousands; what stands for a hyphen
+_GAP, _MINUS = "[,\u00a0\u2009\u202f]", "\u2010-\u2013\u2212"  # between thousands; characters that replace a hyphen
 _DIGITS = rf"(?:\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 # Atomic: never half a number.
 _NUMBER = rf"(?>(?:(?<![\w.)\]])[-+{_MINUS}])?(?<![\w.])(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?)"
@@ -47,7 +47,7 @@ _REACH = 200  # characters in which "not" is looked for before a name
 
 
 def first_number(text: str) -> Decimal | None:
-    """The number that a text answers with.
+    """Number that a text answers with.
 
     Of its first paragraph that has one: the number that opens it, unless an equation does (``17 + 25 = 42``); else the
     last one.  Thousands commas or thin spaces, decimals, exponents and signs belong to a number; digits inside a
@@ -62,9 +62,9 @@ def first_number(text: str) -> Decimal | None:
 
 
 def named(text: str, names: Sequence[str]) -> list[str]:
-    """Which of some names the first sentence that has any of them names, as whole words, in their order there.
+    """Names in the first sentence that has any of them, as whole words, in their order there.
 
-    Case and accents do not matter.  A name right behind "not" is not named.
+    Case and accents do not matter.  A name right after "not" does not count.
     """
     for sentence in _SENTENCE_END.split(text):
         folded = _fold(sentence)
@@ -82,12 +82,12 @@ def lines_of(text: str) -> list[str]:
 
 
 def json_value(text: str) -> Any:
-    """The first JSON object or array in a text; ``None`` where there is none."""
+    """The first JSON object or array in a text; ``None`` if there is none."""
     return next(iter(_json_values(text)), None)
 
 
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of the first call in a text; ``None`` where there is none."""
+    """Name and arguments of the first call in a text; ``None`` if there is none."""
     return next(iter(tool_calls(text)), None)
 
 
@@ -95,7 +95,7 @@ def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Name and arguments of all calls in a text, in order, in one of the forms that models write.
 
     Tags for the name and each argument (Qwen3-Coder), ``[TOOL_CALLS]name[ARGS]{…}`` (Mistral since 2025), or JSON
-    objects with ``name`` and ``arguments`` or ``parameters``, alone, in a list, between tags, or behind ``function``.
+    objects with ``name`` and ``arguments`` or ``parameters``, alone, in a list, between tags, or after ``function``.
     """
     if tagged := list(_XML_CALL.finditer(text)):
         bodies = (text[match.end() :].partition("</function>")[0] for match in tagged)
@@ -134,9 +134,9 @@ def python_source(text: str, function: str) -> tuple[str, bool] | None:
 def after_reasoning(text: str, prompt: str = "") -> str:
     """An answer without the reasoning in it (:data:`REASONING`).
 
-    A block that does not end takes all the rest, so that nothing may be left.  What precedes an end alone is reasoning
-    too: its beginning then stands in the prompt, or was not written.  ``prompt``: how the prompt ends; where that
-    begins reasoning, an answer that does not end it is nothing else.
+    A block that does not end takes all the rest, so that nothing may be left.  Text before a lone end marker is
+    reasoning too: its beginning is in the prompt, or was not written.  ``prompt``: end of the prompt; if it begins
+    reasoning, an answer that does not end it is all reasoning.
     """
     opened = _OPENED.search(prompt)
     rest = _BLOCK.sub("", opened[0] + text if opened else text)
@@ -145,7 +145,7 @@ def after_reasoning(text: str, prompt: str = "") -> str:
 
 
 def after_thinking(text: str, end: str) -> str | None:
-    """What follows the end of thinking; ``None`` where it does not end, or nothing follows."""
+    """Text after the end of thinking; ``None`` if thinking does not end, or nothing follows."""
     _, marker, rest = text.rpartition(end)
     return rest.strip() or None if marker else None
 
@@ -158,7 +158,7 @@ def _xml_arguments(body: str) -> Iterator[tuple[str, str]]:
 
 
 def _fenced(text: str) -> Iterator[tuple[str, bool]]:
-    """Blocks between fences, and whether they are closed; each begins in the line behind the one that opens it."""
+    """Blocks between fences, and whether they are closed; each begins in the line after the one that opens it."""
     at = 0
     while (opened := text.find(_FENCE, at)) >= 0 and (line := text.find("\n", opened)) >= 0:
         closed = text.find(_FENCE, line + 1)

@@ -15,7 +15,7 @@ from fidelab.captures.requests import Timed
 from fidelab.core.errors import CaptureError
 
 WITHOUT = "without "
-"""Settings of this prefix say why a check, or a kind of checks, was not asked."""
+"""Prefix of settings with the reason why a check, or a kind of checks, was not asked."""
 
 PARTS: Mapping[CheckKind, tuple[str, ...]] = {
     "arithmetic": ("short",),
@@ -32,7 +32,7 @@ PARTS: Mapping[CheckKind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check on both sides.  ``answers``: what they wrote; ``same``: in the same tokens throughout."""
+    """One check on both sides.  ``answers``: their texts; ``same``: whether all tokens are the same."""
 
     check: Check
     ref: Judged
@@ -48,7 +48,7 @@ class CheckResult:
 
     @property
     def outcome(self) -> str:
-        """In the order in which the report lists them: what was lost first."""
+        """Outcome of the check, one of :data:`ORDER`."""
         if not self.applicable:
             return "not applicable"
         if not self.usable:
@@ -62,7 +62,7 @@ ORDER = ("unusable", "lost", "gained", "both fail", "both pass", "not applicable
 
 
 def read_results(pairs: Mapping[str, Pair]) -> list[CheckResult]:
-    """All checks of the chosen kinds, in the set's order; of a part of the captures (the floor) only those in it."""
+    """All checks of the chosen kinds in the set's order; for partial captures (repeats) only those in them."""
     settings = next(iter(pairs.values())).ref.manifest["settings"]
     if settings.get("set") != SET_VERSION:
         raise CaptureError(
@@ -123,7 +123,7 @@ def _seen(check: Check, places: Sequence[tuple[Capture, int]], _ends: str | None
 
 
 def _side(check: Check, places: Sequence[tuple[Capture, int]], ends: str | None) -> tuple[Judged, str]:
-    """One side's verdict and what it wrote.  ``ends``: the marker behind which an answer follows its thinking."""
+    """One side's verdict and text.  ``ends``: the marker after which an answer follows its thinking."""
     text = written_text(*places[0])
     if check.judge is None and not _usable(places):
         return Judged(False, "no usable answer"), text

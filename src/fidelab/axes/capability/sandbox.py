@@ -2,8 +2,8 @@
 
 A fresh interpreter without site packages or environment, as the leader of a process group
 that is killed when time is up.  Limits on CPU time, memory and output; a seccomp filter (``launcher.py``) under which
-nothing can be opened, read, written, sent or started: the program computes, and prints.  That needs Linux on x86_64 or
-aarch64, and no special rights; elsewhere :func:`unavailable` says why.
+nothing can be opened, read, written, sent or started.  The program only computes and prints.  That needs Linux on
+x86_64 or aarch64, and no special rights; elsewhere :func:`unavailable` gives the reason.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 class SandboxUnavailable(FidelabError):
-    """Nothing was run: this machine cannot confine a program."""
+    """This machine cannot confine a program, so it was not run."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use: seconds of CPU and in all, bytes of memory, bytes of output."""
+    """Limits of a program: CPU and wall seconds, bytes of memory, bytes of output."""
 
     cpu_s: int = 5
     wall_s: int = 30
@@ -43,7 +43,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a program ended, what it printed, and its uncaught exception or signal in one line."""
+    """Result of a program: its end, its output, and its uncaught exception or signal in one line."""
 
     ended: Literal["finished", "failed", "timed out"]
     output: str
@@ -61,7 +61,7 @@ def run(program: str, limits: Limits | None = None) -> Execution:
         raise SandboxUnavailable(
             f"the sandbox needs Linux on {' or '.join(MACHINES)}, this is {platform.system()} on {platform.machine()}"
         )
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # without names: no end leaves them behind
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # no names: they always vanish
         settings = json.dumps({**asdict(limits), "parent": os.getpid()})
         command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER), settings]
         try:
@@ -89,7 +89,7 @@ def run(program: str, limits: Limits | None = None) -> Execution:
 
 @lru_cache(maxsize=1)
 def unavailable() -> str:
-    """Why no program can be run here; empty where it can.  Tries it, once per process."""
+    """Reason why programs cannot be run here; empty if they can.  Tried once per process."""
     try:
         outcome = run("print(1)")
     except SandboxUnavailable as error:
@@ -98,7 +98,7 @@ def unavailable() -> str:
 
 
 def _ends(process: subprocess.Popen[bytes], program: bytes, seconds: float) -> bool:
-    """Feed the program and wait; kill its process group when time is up, or when we are interrupted."""
+    """Feed the program and wait; kill its process group when time is up, or on an interrupt."""
     try:
         process.communicate(program, timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class NotApplicable(Exception):
-    """The model cannot do it; the message says why."""
+    """The model cannot take the check; the message has the reason."""
 
 
 def tool_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage], tool: dict[str, Any]) -> Tokens:
     """A prompt with one tool on offer.
 
     Raises:
-        NotApplicable: there is no template, or it takes no notice of tools.
+        NotApplicable: there is no template, or it ignores tools.
     """
     plain, offered = (_render(tokenizer, messages, tools=tools) for tools in (None, [tool]))
     if plain == offered:

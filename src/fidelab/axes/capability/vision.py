@@ -1,4 +1,4 @@
-"""Vision checks: an image drawn at run time, and another one that calls for another answer (the control)."""
+"""Vision checks: an image drawn at run time, and a second one with another answer (the control)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Engine ``hf``: Hugging Face Transformers in a process of ours."""
+"""Engine ``hf``: Hugging Face Transformers in a worker process."""

@@ -1,14 +1,14 @@
-"""Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of our formats.
+"""Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of fidelab's formats.
 
 Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transformers``: whichever that chooses itself,
 ``k16v8``: that package's kernels over pages), ``dequant`` (``fused``, the default with these kernels: they convert what
 they read; ``unpack``: the cache is decoded to the compute type before attention, as with every other attention),
 ``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped),
 ``weights`` (formats to which linear weights are rounded: see weights.py), and those of ``from_pretrained``:
-``device-map``, ``max-memory``, ``quantization-config``, ``tp-plan`` and ``experts-implementation``.  Unless told,
+``device-map``, ``max-memory``, ``quantization-config``, ``tp-plan`` and ``experts-implementation``.  By default,
 attention is k16v8 on a GPU where it is installed, holds the formats of all arms that are compared and runs the model,
-and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
-attention may hand it a latent as keys and the rotary part as values.
+and Transformers' own choice elsewhere.  Transformers also chooses the content of the cache: models with latent
+attention may pass a latent as keys and the rotary part as values.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ _ATTENTION = (
 _DTYPES = ("float32", "bfloat16", "float16")
 _SENTINEL_ROWS = 8
 _BATCH_TOKENS = 8192  # of windows in one forward on a GPU: enough to fill one
-_SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with
+_SHARED_PREFIX = 128  # minimum tokens of a common prefix that pays off
 
 
 def _loading(arm: Arm) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _loading(arm: Arm) -> dict[str, Any]:
 
 
 def _unreadable_quantization(arm: Arm) -> str | None:
-    """Why Transformers cannot load a quantized checkpoint here; ``None`` where it can, and for all others."""
+    """Reason why Transformers cannot load a quantized checkpoint here; ``None`` if it can, or for unquantized ones."""
     try:
         config = json.loads((Path(arm.path) / "config.json").read_text("utf-8")).get("quantization_config")
     except (OSError, ValueError, AttributeError):
@@ -145,14 +145,14 @@ def _unreadable_quantization(arm: Arm) -> str | None:
 
 @dataclass(frozen=True)
 class _Shared:
-    """The cache of what all prompts of a request begin with."""
+    """Cache of the common prefix of all prompts of a request."""
 
     tokens: int
     cache: EncodedCache
 
 
 def _precision() -> dict[str, Any]:
-    """What torch lets a GPU do with less precision than the types say, for the record."""
+    """Operations that torch allows a GPU to do in reduced precision, for the record."""
     import torch
 
     matmul = torch.backends.cuda.matmul
@@ -165,7 +165,7 @@ def _precision() -> dict[str, Any]:
 
 
 class HFEngine(Engine):
-    """Transformers behind the engine contract."""
+    """Engine adapter of Transformers."""
 
     name: ClassVar[str] = "hf"
     examined: ClassVar[tuple[str, ...]] = ("transformers",)
@@ -240,7 +240,7 @@ class HFEngine(Engine):
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
         # For a 32-bit reference, the model's own 16-bit cache.  A 16-bit cache in a 16-bit model has no nearer arm:
-        # every other format takes the same attention path, so the noise floor is the only noise.
+        # every other format takes the same attention path, so run-to-run noise is the only noise.
         return native if str(reference.k) == str(reference.v) == "f32" else None
 
     def open(self, arm: Arm) -> None:
@@ -368,11 +368,11 @@ class HFEngine(Engine):
 
     @property
     def _on_gpu(self) -> bool:
-        """Where one window alone leaves processors idle; a CPU computes several no faster."""
+        """Whether batches pay off: one window leaves a GPU idle, while a CPU computes several no faster."""
         return self._arm.device != "cpu"
 
     def _prefill_batch(self, request: Prefill, start: int, windows: Sequence[Tokens], sink: Sink) -> None:
-        """Store the rows of windows of one length, the first of which has index ``start``, from one forward."""
+        """Store the rows of windows of one length from one forward; the first window has index ``start``."""
         indices = range(start, start + len(windows))
         ends = {0, len(request.windows) - 1}.intersection(indices) if self._model.hidden else set()
         keep = _SENTINEL_ROWS if ends else 1
@@ -455,7 +455,7 @@ class HFEngine(Engine):
             if request.rows:
                 steps.append(self._model.rows(states[:, -1], logits[:, -1]))
             sink.progress(processed, decoded=processed if step else 0)
-            best = logits[:, -1].max(dim=-1)  # the first of equals; NaN wins
+            best = logits[:, -1].max(dim=-1)  # the first of equal logits; NaN wins
             scores, chosen = best.values.tolist(), best.indices
             if sampling is not None:
                 last = logits[:, -1].float().cpu().numpy()
@@ -476,12 +476,12 @@ class HFEngine(Engine):
             yield tokens, self._model.stacked([step[row] for step in steps[: len(tokens)]]), failed[row]
 
     def _shared_prefix(self, prompts: Sequence[tuple[int, ...]], sink: Sink) -> _Shared | None:
-        """The common prefix of all prompts, computed once; ``None`` where it is short or would change the answers.
+        """The common prefix of all prompts, computed once; ``None`` if it is short or would change the answers.
 
-        It would change them with sliding windows, where padding behind the prefix takes positions, and with scales
+        It would change them with sliding windows, where padding after the prefix takes positions, and with scales
         that are fitted to the first write.
         """
-        first, last = min(prompts), max(prompts)  # all others begin with what these two have in common
+        first, last = min(prompts), max(prompts)  # all others begin with the common prefix of these two
         same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(map(len, prompts)))
         tokens = min(same, min(map(len, prompts)) - 1)
         if len(prompts) < 2 or tokens < _SHARED_PREFIX or not self._model.padding:
@@ -514,13 +514,13 @@ class HFEngine(Engine):
 
 
 def _has_exceptions(spec: FormatSpec) -> bool:
-    """As the format says, without importing torch."""
+    """Whether the format keeps some tokens exact, found without importing torch."""
     options = dict(spec.options)
     return bool({"sinks", "tail"} & options.keys()) or options.get("axis") == "channel"
 
 
 def _shape_refusal(arm: Arm) -> str | None:
-    """Why a format's rotation or groups do not fit the head dimension, as far as the model's config names it."""
+    """Reason why a format's rotation or groups do not fit the head dimension, if the model's config has it."""
     sides = [spec for spec in (arm.kv.k, arm.kv.v) if {"rotate", "axis"} & dict(spec.options).keys()]
     head_dim = hf_kernels.shape_of(arm.path).head_dim if sides else None
     if head_dim is None:

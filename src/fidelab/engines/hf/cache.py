@@ -1,8 +1,8 @@
-"""A Transformers cache that stores keys and values in any of our formats.
+"""A Transformers cache that stores keys and values in any of fidelab's formats.
 
 ``EncodedCache`` encodes on write and returns the decoded content of all positions, the current ones included, so
-that prefill sees the format too.  Full-attention, sliding-window and hybrid layers are encoded; layers without
-per-token keys and values (recurrent, convolution, shared) are left alone and counted; any other kind is refused.
+that prefill sees the format too.  Full-attention, sliding-window and hybrid layers are encoded.  Layers without
+per-token keys and values (recurrent, convolution, shared) are counted and not encoded.  Other kinds are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EncodedStore:
 
     Parts have shape ``[batch, heads, tokens, width]``; ``scale`` is the format's fitted scale, if it has one.
     ``padding_mask``: ``[batch, tokens]`` bool of the first write, False at positions that the scale ignores.
-    ``first`` and ``last`` are the tokens before and behind the parts, as they are, of formats with exceptions.
+    ``first`` and ``last``: unencoded tokens before and after the parts, for formats with exceptions.
     """
 
     def __init__(self, fmt: Format, padding_mask: Tensor | None = None) -> None:
@@ -95,7 +95,7 @@ class EncodedStore:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first position that the parts hold, and the one behind the last."""
+        """First position that the parts hold, and the position after the last."""
         begin = 0 if self.first is None else self.first.shape[2]
         return begin, begin + self._encoded
 
@@ -170,7 +170,7 @@ class _EncodedAttention:
     is_croppable = False
     k: EncodedStore
     v: EncodedStore
-    # of the Transformers class behind it
+    # of the Transformers class that it extends
     is_initialized: bool
     is_sliding: bool
     sliding_window: int
@@ -217,7 +217,7 @@ _ENCODED: dict[type[Any], type[Any]] = {
 
 
 def state_tensors(cache: Any) -> list[Tensor]:
-    """What the recurrent and convolution layers of a cache of Transformers keep, sequences in the first dimension."""
+    """States of the recurrent and convolution layers of a Transformers cache; the first dimension is the sequence."""
     layers = (layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin))
     states = (
         state for layer in layers for held in (layer.conv_states, layer.recurrent_states) for state in held.values()
@@ -229,7 +229,7 @@ class EncodedCache(DynamicCache):
     """The cache to pass as ``past_key_values``.
 
     Args:
-        config: the model's configuration; it says which layers have keys and values.
+        config: the model's configuration, which lists the layers with keys and values.
         k, v: formats of keys and values.
         skip_layers: layer numbers whose keys and values stay in the compute type.
         padding_mask: ``[batch, tokens]`` bool of the first forward, False at left padding, so that fitted
@@ -274,7 +274,7 @@ class EncodedCache(DynamicCache):
 
     @property
     def has_recurrent_layers(self) -> bool:
-        """Some layers carry state across tokens that left padding would enter."""
+        """Whether some layers carry state across tokens, which left padding would enter."""
         return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     @property
@@ -302,10 +302,10 @@ class EncodedCache(DynamicCache):
             layer.crop(tokens)
 
     def check_bands(self) -> None:
-        """Check after a forward that attention knew which tokens are exact, and forget what was.
+        """Check after a forward that attention knew which tokens are exact, and clear the record.
 
         Raises:
-            NotSupportedError: it was given other tensors than those that this cache hands over.
+            NotSupportedError: attention received other tensors than this cache returned.
         """
         for store in self._stores() if self.has_exceptions else ():
             if store.band is not None and not store.band.read:
@@ -322,12 +322,12 @@ class EncodedCache(DynamicCache):
 
     @property
     def has_sliding_layers(self) -> bool:
-        """Some layers see only the last positions, padding among them."""
+        """Whether some layers see only the last positions, padding among them."""
         return any(getattr(layer, "is_sliding", False) for layer in self.layers)
 
     @property
     def has_fitted_scales(self) -> bool:
-        """Some scale was fitted to the first write, so that the answers depend on what that was."""
+        """Whether a scale was fitted to the first write, so that answers depend on its content."""
         return any(store.scale is not None for store in self._stores())
 
     def bytes(self) -> int:
@@ -347,7 +347,7 @@ class EncodedCache(DynamicCache):
         return self._per_token([store.expected_bytes for store in self._stores()])
 
     def packed_bytes_per_token(self) -> float | None:
-        """Bytes per token if emulated formats packed their codes without gaps; ``None`` where none is emulated."""
+        """Bytes per token if emulated formats packed their codes without gaps; ``None`` if none is emulated."""
         if not any(store.format.emulated for store in self._stores()):
             return None
         return self._per_token([store.packed_bytes for store in self._stores()])

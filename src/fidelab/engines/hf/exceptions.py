@@ -1,8 +1,8 @@
 """Attention over a cache in which the first and the last tokens are kept as they are (options ``sinks`` and ``tail``).
 
-Which tokens are the last depends on the query.  A prompt is read in one forward all the same: where a query may still
-see a token as it was, the logit of the exact key and the exact value count for it, else those that were encoded.  So
-it makes no difference whether tokens come together or one by one.
+Which tokens are the last depends on the query.  A prompt is still read in one forward.  A query that may see a token
+unencoded uses the exact key and value, else the encoded ones.  The result is the same whether tokens come together or
+one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUERIES = 256  # at once
 
 @dataclass
 class Band:
-    """What is exact besides the content that a cache hands over, which is as the last query sees it.
+    """Exact tokens besides the content that a cache returns, which is as the last query sees it.
 
     ``exact``: ``[B, heads, T, D]``, zeros where no query of this forward sees the token as it was.
     """
@@ -32,7 +32,7 @@ class Band:
     read: bool = False  # by attention
 
     def encoded(self, queries: Tensor) -> Tensor:
-        """Which tokens the queries at these positions see encoded: bool ``[Q, T]``."""
+        """Mask of the tokens that the queries at these positions see encoded: bool ``[Q, T]``."""
         ends = [self.format.sinks + self.format.encoded_tokens(at + 1) for at in queries.tolist()]
         at = torch.arange(self.exact.shape[2], device=queries.device)
         return (at >= self.format.sinks) & (at < torch.tensor(ends, device=queries.device)[:, None])

@@ -1,4 +1,4 @@
-"""The LM head of a Transformers model: stored beside the states, and replayed to check that scoring will compute the
+"""The LM head of a Transformers model: stored with the states, and replayed to check that scoring will compute the
 model's own logits."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ReplayedHead:
         self._arrays: dict[str, Array] | None = None
 
     def fields(self) -> dict[str, Any]:
-        """What an answer says of the head; the same arrays every time."""
+        """Fields of an answer that describe the head; the same arrays every time."""
         if self._arrays is None:
             self._arrays = {"weight": _lossless(self._weight[: self._vocabulary])}
             if self._bias is not None:
@@ -57,7 +57,7 @@ class ReplayedHead:
         Raises:
             EngineError: scoring would compute other distributions than the model did.
         """
-        usable = ~states.isnan().any(dim=-1)  # a row of NaN comes from the format, and fails by itself
+        usable = ~states.isnan().any(dim=-1)  # a row of NaN comes from the format and is marked failed elsewhere
         if not usable.any():
             return
         replayed, live = self._replay(states[usable], self._scale), live[usable]
@@ -97,6 +97,6 @@ def _mean_kl(p: Tensor, q: Tensor) -> float:
 
 
 def _lossless(weight: Tensor) -> Array:
-    """The tensor in 16 bits where that loses nothing (a bfloat16 checkpoint loaded in float32)."""
+    """Tensor in 16 bits if that is lossless (a bfloat16 checkpoint loaded in float32), else unchanged."""
     half = weight.to(torch.bfloat16)
     return to_array(half if torch.equal(half.to(weight.dtype), weight) else weight)

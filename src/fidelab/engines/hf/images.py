@@ -57,10 +57,10 @@ class _Images:
         self.name = type(getattr(self._processor, "image_processor", self._processor)).__name__
 
     def inputs(self, index: int) -> tuple[list[int], dict[str, Tensor]]:
-        """Token ids of an item with the tokens of its images, and what else the model reads; nothing without images.
+        """Token ids of an item with the tokens of its images, and further model inputs (empty without images).
 
         Raises:
-            EngineError: the processor refuses it, or writes the prompt in other tokens than the request has.
+            EngineError: the processor refuses the item, or its prompt tokens differ from the request's.
         """
         request, tokenizer = self._request, self._model.tokenizer
         prompt = request.prompts[index]
@@ -97,7 +97,7 @@ def _force(
     if not given:
         add_sequence(sink, index, (), failed="empty continuation")
         return
-    keep = len(given) + 1  # the state behind the last token of all predicts nothing that was given
+    keep = len(given) + 1  # the state after the last token predicts no given token
     logits, states = model.forward(model.tensor([ids]), model.new_cache(), keep=keep, more=pixels or None)
     if not model.sentinels:
         model.check_replay(states[0, -keep:], logits[0])
@@ -109,7 +109,7 @@ def _force(
 def _continue(
     model: HFModel, request: ImageGenerate, index: int, ids: Sequence[int], pixels: Mapping[str, Tensor], sink: Sink
 ) -> int:
-    """Greedy tokens behind one prompt; returns how many."""
+    """Generate greedy tokens after one prompt and return their number."""
     cache = model.new_cache()
     step = model.tensor([ids])
     more = dict(pixels) if pixels else None

@@ -12,12 +12,12 @@ from fidelab.core.errors import NotSupportedError
 from fidelab.engines import k16v8
 
 NAME = k16v8.K16V8  # engine option attention=k16v8
-THEIRS = "transformers"  # attention=transformers: Transformers' own choice, on a GPU, too
+THEIRS = "transformers"  # attention=transformers: Transformers' own choice, also on a GPU
 DEQUANT = ("fused", "unpack")  # engine option dequant: in the kernel's registers, or the whole cache before attention
 _NATIVE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _FLOAT8 = ("fp8_e4m3", "fp8_e4m3fnuz")
 _INTEGERS = ("int8", "int4")
-_GROUP = 32  # of integers, unless told
+_GROUP = 32  # of integers, by default
 
 
 def options_of(kv: KVSpec) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def options_of(kv: KVSpec) -> dict[str, Any]:
 
 
 def refusal(arm: Arm) -> str | None:
-    """Why the kernels cannot run an arm, as far as is known without loading its model."""
+    """Reason why the kernels cannot run an arm, as far as known without loading its model."""
     if reason := k16v8.missing():
         return f"attention={NAME} {reason}"
     try:
@@ -49,7 +49,7 @@ def refusal(arm: Arm) -> str | None:
 
 
 def dequant_refusal(arm: Arm) -> str | None:
-    """Why an arm's option ``dequant`` cannot be had; ``None`` where it can."""
+    """Reason why an arm's option ``dequant`` cannot be used; ``None`` if it can."""
     options = dict(arm.options)
     if options.get("dequant") != "fused" or options.get("attention") == NAME:
         return None
@@ -77,7 +77,7 @@ def _scaling(spec: FormatSpec) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a checkpoint by its config; ``None`` where that names it otherwise.  The loaded model decides."""
+    """Shape of a checkpoint by its config; ``None`` if that names it otherwise.  The loaded model decides."""
 
     layers: int | None = None
     head_dim: int | None = None

@@ -1,6 +1,6 @@
-"""Hooks that record what passes through the decoder layers of a Transformers model while one request is answered.
+"""Hooks that record the states in the decoder layers of a Transformers model while one request is answered.
 
-Imported when a request asks for it, not before: this is where torch and Transformers come in.
+Imported only when a request needs it, since it imports torch and Transformers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def answer_layerwise(model: HFModel, request: Layerwise, sink: Sink) -> dict[str
     """Answer the request window by window, in the compute type; returns the facts ``tokens`` and ``layers``.
 
     Raises:
-        NotSupportedError: the layers are not found, or one of them gives attention no queries, keys and values of its
-            own.
+        NotSupportedError: the layers are not found, or a layer does not pass its own queries, keys and values to
+            attention.
         EngineError: the layers did not run once each, in their order.
     """
     layers = decoder_layers(model.module, model.config)

@@ -1,6 +1,6 @@
-"""One loaded Transformers model: a forward through an encoded cache, and what is kept of its rows.
+"""One loaded Transformers model: forwards through an encoded cache, and the rows that are kept.
 
-Imported when a model is opened, not before: this is where torch and Transformers come in.
+Imported only when a model is opened, since it imports torch and Transformers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
-_CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
+_CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # largest relative change of logits by rounding
 
 _PLAIN = {
     None,
@@ -55,7 +55,7 @@ def _attentions(config: Any) -> set[str | None]:
 
 
 def _leave_attention_open(config: Any) -> None:
-    """Have Transformers choose the attention of a config and its parts, whatever they name."""
+    """Let Transformers choose the attention of a config and its parts, and ignore their own settings."""
     for part in filter(None, (getattr(config, key, None) for key in config.sub_configs)):
         _leave_attention_open(part)
     config._attn_implementation = None
@@ -77,8 +77,8 @@ def keep_freed_memory() -> None:
 class HFModel:
     """An arm's model, loaded and tried out.  ``mark`` is called at the end of each phase of opening.
 
-    ``loading``: further arguments of ``from_pretrained``.  ``seed``: what the proof draws layers from until a request
-    brings its own.
+    ``loading``: further arguments of ``from_pretrained``.  ``seed``: seed from which the proof draws layers until a
+    request brings its own.
 
     Attributes:
         module: Transformers' model; ``config``: the configuration of its text part.
@@ -88,11 +88,11 @@ class HFModel:
         paged: whether k16v8's kernels compute attention.
         kernels_refused: why they do not, on a GPU where no attention was requested.
         proof: evidence for the formats.
-        rounded: what was rounded by the option ``weights``, for the record.
+        rounded: weights rounded by the option ``weights``, for the record.
 
     Raises:
-        EngineError: it cannot be loaded, or is not what we take it for.
-        NotSupportedError: it keeps no keys and values that could be encoded.
+        EngineError: it cannot be loaded, or its structure is not as expected.
+        NotSupportedError: it has no keys and values that can be encoded.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class HFModel:
         transformers.logging.disable_progress_bar()
         self._k, self._v = create(arm.kv.k), create(arm.kv.v)
         self.proof = Proof(arm.kv, self._k, self._v, seed)
-        self._states: list[Tensor] = []  # what entered the LM head in one forward
+        self._states: list[Tensor] = []  # input of the LM head in one forward
         self._keep = 1
         self._sequences: int | None = None
         self.cache: EncodedCache | ArmCache | None = None
@@ -200,7 +200,7 @@ class HFModel:
 
     @property
     def dequant(self) -> str:
-        """Where content is converted: ``fused`` in those kernels, ``unpack`` before attention."""
+        """Place of the conversion: ``fused`` in k16v8's kernels, ``unpack`` before attention."""
         return self._options.get("dequant", "fused") if self.paged else "unpack"
 
     def _kernels_attend(self) -> bool:
@@ -260,7 +260,7 @@ class HFModel:
         self.padding = "position_ids" in self._takes and padded
 
     def _poison(self) -> None:
-        """Where attention's keys and values cannot be compared: check that NaN from the cache reaches the logits."""
+        """Check that NaN from the cache reaches the logits, for attention whose inputs cannot be compared."""
         for layer, side in self.proof.unseen():
             cache = self.new_cache()
             with self.proof.poisoned(cache, layer, side):
@@ -271,7 +271,7 @@ class HFModel:
     # ----------------------------------------------------------------------------------------- forward
 
     def new_cache(self, mask: Tensor | None = None) -> EncodedCache | ArmCache:
-        """A fresh cache; the previous one is released first, so that only one is held."""
+        """Create a fresh cache.  The previous one is released first, so that only one is held."""
         self.cache = None
         if self.paged:
             from fidelab.engines.hf.paged import ArmCache
@@ -295,8 +295,8 @@ class HFModel:
     ) -> tuple[Tensor, Tensor]:
         """Live logits [batch, keep, V] of the last rows, and the state [batch, tokens, d] before the LM head.
 
-        ``more``: what a model reads besides the tokens, such as pixels; not ``None``: where it has positions of
-        its own for images, it also counts them itself, here and in every later forward of the sequence.
+        ``more``: model inputs besides the tokens, such as pixels.  If it is not ``None``, a model with its own
+        positions for images counts them itself, here and in every later forward of the sequence.
         ``sequences``: logits of the first ones of the batch alone.
         Estimator logprobs needs no states and gets the logits twice.
         """
@@ -344,7 +344,7 @@ class HFModel:
         return torch.arange(past, past + new, device=ids.device).expand(ids.shape)
 
     def processor(self) -> Any:
-        """What makes a model's input of text and images.
+        """Processor that turns text and images into model inputs.
 
         Raises:
             NotSupportedError: the model takes no images.  EngineError: its processor cannot be loaded.
@@ -359,9 +359,9 @@ class HFModel:
             raise EngineError(f"the processor of {self._arm.model} cannot be loaded: {one_line(error)}") from error
 
     def inputs(self, found: Mapping[str, Any], before: int, after: int) -> dict[str, Tensor]:
-        """What a processor found besides the ids of ``before`` tokens, on the device, in the model's compute type.
+        """Processor outputs besides the ids of ``before`` tokens, on the device, in the model's compute type.
 
-        What it says of each token is 0 for the ``after`` tokens of text that follow.
+        Values per token are 0 for the ``after`` tokens of text that follow.
         """
         ready = {}
         for name, value in found.items():
@@ -389,7 +389,7 @@ class HFModel:
         return self.head.sentinels if self.head else []
 
     def check_replay(self, states: Tensor, live: Tensor) -> None:
-        """Check, where there is a head, that it replays live logits [n, V] from states [n, d].
+        """Check that the head, if any, replays live logits [n, V] from states [n, d].
 
         Raises:
             EngineError: it does not.
@@ -398,7 +398,7 @@ class HFModel:
             self.head.check(states, live)
 
     def rows(self, states: Tensor, logits: Tensor) -> Tensor:
-        """What is stored for some rows: states in the compute type, or float16 log-probabilities, off the device."""
+        """Stored form of some rows, on the CPU: states in the compute type, or float16 log-probabilities."""
         if self.hidden:
             return states.clone()  # not a view, which would keep the states of a whole prompt
         return torch.log_softmax(logits.float(), dim=-1).to(torch.float16).cpu()
@@ -408,5 +408,5 @@ class HFModel:
         return {"hidden" if self.hidden else "logprobs": to_array(rows)}
 
     def stacked(self, rows: Sequence[Tensor]) -> Mapping[str, Array]:
-        """The same from single rows; nothing where there are none."""
+        """Stored form of single rows; empty without rows."""
         return self.stored(torch.stack(tuple(rows))) if rows else {}

@@ -1,4 +1,4 @@
-"""The pages of an arm of engine ``hf`` whose attention is the package k16v8's; imported where such an arm is opened."""
+"""The pages of an arm of engine ``hf`` with the attention of the package k16v8; imported when such an arm is opened."""
 
 from __future__ import annotations
 

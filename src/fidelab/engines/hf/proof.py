@@ -1,7 +1,7 @@
 """Check on layers of a Transformers model, while it answers, that a format reached attention.
 
 The first prefill and the first decode step of a process are observed in every layer that has the format.  Later ones
-are observed in sentinel layers: three, drawn anew for each.  Of the forwards of a request, prefills and decode steps
+are observed in sentinel layers: three, drawn again for each.  Of the forwards of a request, prefills and decode steps
 apart, the first is observed, then one of the next two, one of the next four, and so on.  The draws come from the seed
 of the request, which the parent process derives from the key of the capture.  Three questions:
 
@@ -49,7 +49,7 @@ _PART = "no forward through an empty cache was seen, which alone tells what the 
 
 @dataclass
 class _Evidence:
-    """Observations of one forward.  ``formats``: for K and V the name found in each layer, ``None`` where unknown."""
+    """Observations of one forward.  ``formats``: for K and V the name found in each layer, ``None`` if unknown."""
 
     layers: list[int] = field(default_factory=list)
     formats: tuple[list[str | None], list[str | None]] = field(default_factory=lambda: ([], []))
@@ -110,7 +110,7 @@ class _Forwards:
         self.index = self.start = self.drawn = 0
 
     def is_next_observed(self, draw: random.Random) -> bool:
-        """Count one forward, and whether it is the drawn one of its span: of 1, 2, 4, … forwards."""
+        """Count one forward, and return whether it is the drawn one of its span of 1, 2, 4, … forwards."""
         at, self.index = self.index, self.index + 1
         self.total += 1
         while at > 2 * self.start:
@@ -124,9 +124,9 @@ class Proof:
     """Evidence for the formats of an arm.
 
     Args:
-        kv: the formats that were asked for.
-        k, v: what encodes keys and values.
-        seed: from which layers and positions are drawn until :meth:`begin` gives another one.
+        kv: the requested formats.
+        k, v: encoders of keys and values.
+        seed: layers and positions are drawn from it until :meth:`begin` sets another one.
     """
 
     def __init__(self, kv: KVSpec, k: Format, v: Format, seed: int = 0) -> None:
@@ -149,7 +149,7 @@ class Proof:
     # ------------------------------------------------------------------------------------------- answers
 
     def found(self, side: int) -> str | None:
-        """The format of keys (0) or values (1) that was observed; ``None`` where none is proven."""
+        """The format of keys (0) or values (1) that was observed; ``None`` if none is proven."""
         names = self._names[side]
         if not names or None in names or {"stored", "received"} & self._refuted.keys():
             return None
@@ -195,7 +195,7 @@ class Proof:
 
     @contextmanager
     def forward(self, cache: Any, tokens: int) -> Iterator[None]:
-        """One forward of ``tokens`` new positions of each sequence through this cache, observed where it is drawn."""
+        """One forward of ``tokens`` new positions of each sequence through this cache, observed if drawn."""
         if not self._observing:
             yield
             return
@@ -274,7 +274,7 @@ class Proof:
     # ----------------------------------------------------------------------------------------- comparison
 
     def _look(self, evidence: _Evidence, layer: int, storage: Any, inputs: Any, outputs: Any) -> None:
-        """Compare stored parts with what was written and with what the cache returns."""
+        """Compare stored parts with the tensors that were written and those that the cache returns."""
         for side, (written, out) in enumerate(zip(inputs, outputs, strict=True)):
             store = (storage.k, storage.v)[side]
             parts, scale = store.parts, store.scale
@@ -335,7 +335,7 @@ class Proof:
         names: list[str],
         out: Tensor,
     ) -> None:
-        """Record the format's name, whether it was stored, and how much of ``out`` differs from what was written."""
+        """Record the format's name, whether it was stored, and the share of ``out`` that differs from the input."""
         parts, written, scale = stored
         asked, fresh = self._asked[side], written.shape[2]
         if asked.name not in KNOWN:
@@ -358,7 +358,7 @@ class Proof:
         evidence.numbers[side] += written.numel()
 
     def _compare(self, evidence: _Evidence, layer: int, inputs: Any, outputs: Any, received: Any) -> None:
-        """Compare what attention is given with what the cache returned."""
+        """Compare the arguments of attention with the tensors that the cache returned."""
         for side, (written, out, tensor) in enumerate(zip(inputs, outputs, received, strict=True)):
             if tensor.shape != out.shape:
                 evidence.opened["received"] = _UNSEEN
@@ -368,7 +368,7 @@ class Proof:
         evidence.received.add(layer)
 
     def _look_paged(self, evidence: _Evidence, layer: int, storage: Any, inputs: Any, called: _Called) -> None:
-        """Compare stored pages with what was written, and the kernels' output with attention over both."""
+        """Compare stored pages with the written tensors, and the kernels' output with attention over both."""
         row = _whole_row(storage.step.mask)
         if row is None:
             return
@@ -406,7 +406,7 @@ class Proof:
     def _reached(self, evidence: _Evidence, side: int, layer: int, moved: Tensor, due: Tensor) -> None:
         """The share ``c`` of the shift that is ``due`` to the format which the output shows: 1 where it was read.
 
-        Rounding of the output is no part of ``due``, so that it leaves ``c`` an error of ``|moved - c due| /
+        Rounding of the output is not part of ``due``, so that it leaves ``c`` an error of ``|moved - c due| /
         (|due| sqrt(n))``; where that is large, the question stays open.
         """
         size = float(due.norm())

@@ -2,8 +2,8 @@
 
 Weights that are rounded for an answer are put back after it.
 
-What enters each decoder layer is kept from the native answer.  A rounding whose first layer is L changes nothing
-before it, so that the layers below are not computed again: the kept states take the place of what they would give.
+The input of each decoder layer is kept from the native answer.  A rounding whose first layer is L changes nothing
+before it.  The layers below are not computed again: the kept states replace their outputs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _SHARE = 4  # kept states take at most 1 / 4 of the memory that is available
 
 
 class Reweighing:
-    """One model, and what is kept between its answers."""
+    """One model, and the states kept between its answers."""
 
     def __init__(self, model: HFModel) -> None:
         self._model = model
         self._layers = decoder_layers(model.module, model.config)
         self._weights = weights_of(model.module, model.config)
-        self._kept: dict[Tokens, list[Tensor]] = {}  # what entered each layer [tokens, d]
+        self._kept: dict[Tokens, list[Tensor]] = {}  # input of each layer [tokens, d]
         self._reusable: bool | None = None
 
     def answer(self, request: Reweighted | Recached, sink: Sink) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Reweighing:
 
         Raises:
             UsageError: a pattern names no weight; a rule no layer or head.
-            NotSupportedError: a weight that is not of a decoder layer is asked for, or one that is kept on disk.
+            NotSupportedError: a requested weight is outside the decoder layers, or kept on disk.
         """
         chosen: list[tuple[ModelWeight, Any]] = []
         rounds: _Rounds | None = None
@@ -107,7 +107,7 @@ class Reweighing:
 
     @contextmanager
     def _rounded(self, chosen: Sequence[tuple[ModelWeight, Any]]) -> Iterator[None]:
-        """Round weights in place; afterwards they are what they were, bit by bit."""
+        """Round weights in place, and restore them bit by bit afterwards."""
         before = [weight.tensor.clone() for weight, _ in chosen]
         try:
             for weight, spec in chosen:
@@ -166,14 +166,14 @@ class Reweighing:
         return bool(tokens * width * size * len(self._layers) * _SHARE <= available)
 
     def _try_reuse(self, window: Tokens) -> bool:
-        """Whether going on from a kept state gives the bits of a whole pass.
+        """Whether resuming from a kept state gives the same bits as a whole pass.
 
-        It does not where layers use what others cached, or take more than one state.
+        It does not if layers share a cache or take more than one state.
         """
         try:
             whole, _ = self._read(window, 0, keeps=True)
             again, _ = self._read(window, len(self._layers) // 2)
-        except Exception:  # models fail in many ways where layers are left out; then none is
+        except Exception:  # models fail in many ways if layers are skipped; then no layer is
             self._kept.clear()
             return False
         if not torch.equal(whole, again):
@@ -184,17 +184,17 @@ class Reweighing:
 
 @dataclass(frozen=True)
 class _Sides:
-    """The formats of K and of V; ``None`` keeps what there is."""
+    """Formats of K and V; ``None`` keeps the native numbers."""
 
     k: Format | None
     v: Format | None
 
 
 class _Rounds:
-    """Which keys and values are rounded, read from the rules of a :class:`Recached` request.
+    """Keys and values to round, read from the rules of a :class:`Recached` request.
 
-    ``places``: layer, and head or ``None`` for all of them → formats; ``first``: the lowest layer; ``attention``: what
-    these formats need, ``None`` for that of the model.
+    ``places``: layer, and head or ``None`` for all of them → formats; ``first``: the lowest layer; ``attention``: the
+    attention these formats need, ``None`` for that of the model.
     """
 
     def __init__(self, text: str, layers: int, model: HFModel) -> None:
@@ -225,7 +225,7 @@ class _Rounds:
 class _Rounded(DynamicCache):
     """A cache of Transformers that rounds keys and values when they are written; they keep the compute type.
 
-    What it hands over is what :class:`~fidelab.engines.hf.cache.EncodedCache` decodes after one write.
+    It returns the same tensors as :class:`~fidelab.engines.hf.cache.EncodedCache` after one write.
     """
 
     def __init__(self, config: Any, places: Mapping[tuple[int, int | None], _Sides]) -> None:
@@ -249,7 +249,7 @@ class _Rounded(DynamicCache):
         return _with_band(keys, key_states), _with_band(values, value_states)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the window that was written, by layer.
+        """Statistics by layer of the window that was written.
 
         ``k_amax``, ``v_amax``: largest magnitude of each head.  ``k_kurtosis``: of each head, the kurtosis over its
         channels of their root mean square: 3 for a Gaussian spread, large where few channels stand out.
@@ -273,7 +273,7 @@ def _kurtosis(x: Tensor) -> Tensor:
 
 
 def _with_band(held: Tensor, written: Tensor) -> Tensor:
-    """What is held, with the exceptions of the only write."""
+    """Stored keys and values, with the exceptions of the only write."""
     if (band := getattr(written, "band", None)) is not None:
         if held.shape != written.shape:
             raise EngineError("options sinks, tail and axis=channel need a window in one forward")
@@ -317,7 +317,7 @@ def _replacer(state: Tensor) -> Callable[..., Any]:
 
 @contextmanager
 def _skipped(layers: Sequence[Any]) -> Iterator[None]:
-    """Layers that hand on what they get."""
+    """Replace layers by the identity."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return args[0] if args else kwargs["hidden_states"]

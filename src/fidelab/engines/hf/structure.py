@@ -1,4 +1,4 @@
-"""Which class of Transformers a checkpoint needs, its parameters without their weights, and its decoder layers."""
+"""Transformers' class of a checkpoint, its parameters without their weights, and its decoder layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def auto_class(config: Any) -> tuple[Any, Any]:
 
 
 def skeleton(path: str, *, trusted: bool = False) -> Any:
-    """Transformers' model of a checkpoint without its weights: what its parameters are called and how large they are.
+    """Build Transformers' model of a checkpoint without its weights, for the names and shapes of its parameters.
 
     Raises:
         EngineError: Transformers has no such model.

@@ -1,7 +1,7 @@
 """The ways in which servers compute the distributions of a window, on a Transformers model and its own caches.
 
 Transformers has no server.  These are the paths on which its caches are filled and used again: forwards of several
-sizes through one cache, a cache that is cut back to a prefix and goes on, left-padded batches.  Counts are taken from
+sizes through one cache, a cache that is cut back to a prefix and extended, left-padded batches.  Counts are taken from
 the forwards and the caches themselves.
 """
 
@@ -29,7 +29,7 @@ _TOGETHER = 8  # windows that are decoded together
 
 
 def answer_served(model: HFModel, request: Served, sink: Sink) -> dict[str, Any]:
-    """Answer a request for windows, and prove by counts that it was done that way.
+    """Answer a request for windows, and prove by counts that the serving mode was used.
 
     Raises:
         NotSupportedError: this model's caches have no such way.
@@ -41,7 +41,7 @@ def answer_served(model: HFModel, request: Served, sink: Sink) -> dict[str, Any]
 
 
 class _Serving:
-    """Answers the windows of one request; ``counted``: what happened to each; ``tokens``: processed."""
+    """Answers the windows of one request; ``counted``: counts of each; ``tokens``: tokens processed."""
 
     def __init__(self, model: HFModel, request: Served, sink: Sink) -> None:
         self._model, self._request, self._sink = model, request, sink
@@ -99,9 +99,9 @@ class _Serving:
     # ------------------------------------------------------------------------------------------- forwards
 
     def _rows(self, window: Tokens, cache: EncodedCache | ArmCache, starts: Sequence[int], lost: int = 0) -> Tensor:
-        """The rows that are asked for; the window is read from the first of ``starts`` on, in pieces that begin there.
+        """Requested rows.  The window is read from the first of ``starts`` on, in pieces that begin at ``starts``.
 
-        What lies before them is in the cache.
+        Earlier tokens are in the cache.
         """
         rows, steps = [], []
         for start, end in pairwise([*starts, len(window)]):
@@ -112,7 +112,7 @@ class _Serving:
         return torch.cat(rows)
 
     def _decoded(self, windows: Sequence[Tokens]) -> list[Tensor]:
-        """The rows of windows of one length, whose tokens are fed one by one, together as servers do."""
+        """Rows of windows of one length, whose tokens are fed one by one in a batch, as in servers."""
         cache, size, length = self._model.new_cache(), self._request.size, len(windows[0])
         rows: list[list[Tensor]] = [[] for _ in windows]
         steps = []
@@ -130,7 +130,7 @@ class _Serving:
         return [torch.cat(found) for found in rows]
 
     def _kept(self, states: Tensor, logits: Tensor, start: int, end: int) -> Tensor:
-        """Of the rows ``start`` … ``end`` - 1 of one sequence those that are asked for."""
+        """Requested rows among ``start`` … ``end`` - 1 of one sequence."""
         low, high = max(self._request.first, start) - start, min(self._request.last + 1, end) - start
         part = slice(low, max(low, high))
         return self._model.rows(states[part], logits[part])
@@ -148,7 +148,7 @@ class _Serving:
         return states[0], logits[0]
 
     def _hit(self, window: Tokens, rest: Tokens) -> EncodedCache | ArmCache:
-        """The cache of the window's first tokens, which a request that goes on with ``rest`` has left."""
+        """Cache of the window's first tokens, left by an earlier request that continued with ``rest``."""
         size, cache = self._request.size, self._model.new_cache()
         if not 0 < size < len(window):
             raise NotSupportedError(f"a prefix of {size} tokens is not shorter than a window of {len(window)}")
@@ -162,7 +162,7 @@ class _Serving:
         return cache
 
     def _generated(self, prefix: Tokens) -> EncodedCache | ArmCache:
-        """The cache of a prefix of which the second half was written one by one."""
+        """Cache of a prefix whose second half was written token by token."""
         cache = self._model.new_cache()
         self._forward(prefix[: len(prefix) // 2], cache)
         for token in prefix[len(prefix) // 2 :]:

@@ -5,7 +5,7 @@
 of a weight's dotted name, with wildcards (``down_proj``, ``self_attn``, ``self_attn.*_proj``).  ``+`` adds a rule, and
 of the rules that name a weight the last one holds: ``int4+int8[only=down_proj]+bf16[only=0,29]``.
 
-Embeddings, the LM head, routers, norms and whatever lies outside the decoder's layers are rounded only where ``only``
+Embeddings, the LM head, routers, norms and all weights outside the decoder's layers are rounded only where ``only``
 has their own name: ``int8[only=lm_head]``.  With tied embeddings, these two are one weight.
 
 ``native`` rounds nothing: a level of a grid (``--vary weights=native,int4``).
@@ -50,9 +50,9 @@ class WeightRule:
 class ModelWeight:
     """A weight of a loaded model.
 
-    ``name``: that of its module (``model.layers.0.mlp.down_proj``), of fused experts with the parameter's;
-    ``layer``: its decoder layer; ``tensor``: a view ``[..., N, K]``, K the inputs; ``usual``: rounded unless skipped;
-    ``key``: the same for two names of one weight.
+    ``name``: its module's name (``model.layers.0.mlp.down_proj``), with the parameter's for fused experts.
+    ``layer``: its decoder layer.  ``tensor``: a view ``[..., N, K]``, K the inputs.  ``usual``: rounded unless skipped.
+    ``key``: equal for two names of one weight.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ModelWeight:
 
 
 def rounding_of(arm: Arm) -> str:
-    """The option ``weights`` of an arm of engine hf; empty where nothing is rounded."""
+    """The option ``weights`` of an arm of engine hf; empty if nothing is rounded."""
     return dict(arm.options).get(WEIGHTS, "") if arm.engine == "hf" else ""
 
 
@@ -98,10 +98,10 @@ def parse_rules(text: str) -> tuple[WeightRule, ...]:
 def check_weights(text: str, path: str, *, trusted: bool = False) -> None:
     """Refuse an option ``weights`` whose form, formats or patterns are wrong, before a model is loaded.
 
-    ``path``: the checkpoint; one that is not there yet is not looked at.
+    ``path``: the checkpoint; skipped if it does not exist yet.
 
     Raises:
-        UsageError, NotSupportedError: says what is wrong.
+        UsageError, NotSupportedError: the option is wrong; the message names the fault.
     """
     rules = parse_rules(text)
     _formats(text, rules)
@@ -122,7 +122,7 @@ def _formats(text: str, rules: Sequence[WeightRule]) -> list[WeightFormat]:
 
 
 def _about(text: str, error: FidelabError) -> FidelabError:
-    """The same error, which says in which option it was found."""
+    """The same error with the name of the option."""
     kind = NotSupportedError if isinstance(error, NotSupportedError) else UsageError
     return kind(f"weights={text}: {str(error).removeprefix('KV format ')}")
 
@@ -145,7 +145,7 @@ def weights_of(module: Any, config: Any) -> list[ModelWeight]:
             if not parameter.is_floating_point() or parameter.element_size() < 2 or key.endswith("bias"):
                 continue
             name = prefix if key == "weight" else f"{prefix}.{key}"
-            # Transformers' fused experts say which way they lie; what else has three dimensions is left alone.
+            # Transformers' fused experts declare their orientation; other tensors of three dimensions are left alone.
             experts = parameter.ndim == 3 and hasattr(owner, "is_transposed")
             transposed = isinstance(owner, Conv1D) or (experts and owner.is_transposed)
             is_linear = experts or isinstance(owner, torch.nn.Linear | Conv1D)
@@ -173,7 +173,7 @@ def assigned(
                 what = f"weights={text or rule.format}: {pattern} names no weight of this model"
                 raise UsageError(f"{what}; {_known(pattern, weights)}")
         for weight in weights:
-            # A weight that is usually left alone is asked for by its own name, not by one that includes it.
+            # A weight that is not rounded by default must be named itself, not by a name that includes it.
             own = any(pattern.rpartition(".")[2] == weight.kind and _names(pattern, weight) for pattern in rule.only)
             named = own or (weight.usual and (not rule.only or any(_names(p, weight) for p in rule.only)))
             if named and not any(_names(pattern, weight) for pattern in rule.skip):
@@ -182,7 +182,7 @@ def assigned(
 
 
 def _known(pattern: str, weights: Sequence[ModelWeight]) -> str:
-    """What a pattern of this form could name."""
+    """Names that a pattern of this form can match."""
     if _SPAN.fullmatch(pattern):
         return f"its layers are 0–{max((weight.layer for weight in weights if weight.layer is not None), default=0)}"
     kinds = list(dict.fromkeys(weight.kind for weight in weights if weight.usual))
@@ -201,9 +201,9 @@ def _names(pattern: str, weight: ModelWeight) -> bool:
 
 
 def round_weights(module: Any, config: Any, text: str) -> dict[str, Any]:
-    """Round a loaded model's weights by an option ``weights``; returns what was done, for the record.
+    """Round a loaded model's weights by an option ``weights``; return the facts for the record.
 
-    ``simulated_weight_bytes``: what all parameters would take, rounded ones in their formats; ``simulated_weights``:
+    ``simulated_weight_bytes``: bytes of all parameters, rounded ones in their formats; ``simulated_weights``:
     format → its weights, parameters and bytes, and ``native`` → those that were not rounded; ``weights_option``: the
     option itself.
 

@@ -1,1 +1,1 @@
-"""Engine ``llamacpp``: llama.cpp through its library, and the proof of what it stored."""
+"""Engine ``llamacpp``: llama.cpp through its library, and the proof of its cache's format."""

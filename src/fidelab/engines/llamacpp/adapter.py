@@ -1,11 +1,11 @@
 """llama.cpp in-process, through llama-cpp-python: GGUF models, every KV format of ggml, keys and values apart.
 
-Engine options (``--engine-arg``): ``flash-attn`` (on, off; on unless told: V formats of less than 16 bits need it),
+Engine options (``--engine-arg``): ``flash-attn`` (on, off; default on: V formats of less than 16 bits need it),
 ``n-gpu-layers`` (all on a GPU, none on a CPU), ``n-batch`` and ``n-ubatch`` (tokens per call and per graph, 512), and
 the numbers and switches of ``llama_context_params`` and ``llama_model_params`` by their names, with dashes.
 ``model-draft`` (a model that drafts) or ``spec-type=ngram-simple`` (prompt lookup, n-grams of ``spec-ngram-size-n``
-tokens, 12), with ``draft-max`` (tokens of a draft, 16): speculative decoding by a loop of fidelab's own.
-``LLAMA_CPP_LIB_PATH`` names a folder with an own build of libllama.
+tokens, 12), with ``draft-max`` (tokens of a draft, 16): speculative decoding by fidelab's own loop.
+``LLAMA_CPP_LIB_PATH`` names a folder with another build of libllama.
 
 - **Estimator**: on CPUs ``hidden``, with states rounded as the live head rounds them (:mod:`.head`).  The state itself
   would give other logits (SmolLM2-135M, Q8_0 head: KL 6e-4) and hide an error that users of llama.cpp get.  On GPUs
@@ -17,7 +17,7 @@ tokens, 12), with ``draft-max`` (tokens of a draft, 16): speculative decoding by
 - **Rotation**: builds of 2026 multiply keys and values by a Hadamard matrix before they quantize them;
   ``LLAMA_ATTN_ROT_DISABLE=1`` turns that off.  The runtime info has ``k_rotated`` and ``v_rotated``.
 - On CUDA, unequal formats of K and V need a build with all flash-attention kernels, else attention runs on the CPU;
-  ``graph_splits`` tells.
+  ``graph_splits`` shows it.
 - The compute types are the file's: ``dtype`` is not passed on.
 """
 
@@ -102,7 +102,7 @@ _CONTROLLED: Mapping[str, str] = {
 
 
 class LlamaCppEngine(Engine):
-    """llama.cpp behind the engine contract."""
+    """Engine adapter of llama.cpp."""
 
     name: ClassVar[str] = "llamacpp"
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
@@ -288,7 +288,7 @@ class LlamaCppEngine(Engine):
         states: States | None = None,
         **more: Any,
     ) -> LlamaContext:
-        """A context of this arm; ``k`` and ``v``: other formats than the arm's; ``more``: further fields."""
+        """Create a context of this arm; ``k`` and ``v`` override the arm's formats; ``more``: further fields."""
         return self._model.context(
             cells,
             sequences,
@@ -304,7 +304,7 @@ class LlamaCppEngine(Engine):
         )
 
     def _try_out(self) -> None:
-        """Decode a few tokens: refuse what cannot run, measure the bytes per token, and read the cache back.
+        """Decode a few tokens: refuse arms that cannot run, measure the bytes per token, and read the cache back.
 
         Raises:
             NotSupportedError: the model keeps no keys and values.
@@ -353,11 +353,11 @@ class LlamaCppEngine(Engine):
     # ------------------------------------------------------------------------------------------ requests
 
     def _replayed(self, request: Request) -> LlamaHead | None:
-        """What states are multiplied with when the rows of this request are scored; ``None``: they are no states."""
+        """Head that scoring multiplies the states of this request with; ``None`` if rows are not states."""
         if self.estimator_for(self._arm) is not Estimator.HIDDEN or isinstance(request, Timed):
             return None
         if isinstance(request, Generate) and (self._speculation is not None or not request.rows):
-            return None  # the rows of drafts that are verified come in another order than they were asked for
+            return None  # verified drafts change the order of the rows
         if self._head is None:
             if self._reads.head is None:
                 raise EngineError(f"llama.cpp's graph has no product that gives the logits: {USE_LOGPROBS}")
@@ -370,7 +370,7 @@ class LlamaCppEngine(Engine):
         return self._head
 
     def _rows(self, context: LlamaContext, blocks: Iterable[Floats], *, check: bool = False) -> dict[str, Array]:
-        """What a capture keeps of the rows that the context gives next; ``check``: replay the last of them."""
+        """Rows that a capture keeps of the context's next rows; ``check``: replay the last of them."""
         if self._head is None or context.states is None:
             return {"logprobs": np.concatenate(list(map(_logprobs, blocks)))}
         context.states.stop = not check
@@ -449,7 +449,7 @@ class LlamaCppEngine(Engine):
 
     @contextmanager
     def _contexts(self, cells: int, sequences: int) -> Iterator[tuple[LlamaContext, Drafter | None]]:
-        """A context of this arm, and what drafts for it; counts its drafts."""
+        """Create a context of this arm with its drafter, and count the drafts."""
         asked = self._speculation
         if asked is None:
             with self._context(cells, sequences) as context:
@@ -490,7 +490,7 @@ class LlamaCppEngine(Engine):
         rows: list[list[NDArray[Any]]] = [[] for _ in batch]
         failed: list[str | None] = [None] * len(batch)
         pending: dict[int, Floats] = {}  # live sequence → logits [n, V] of its next tokens
-        kept: dict[int, NDArray[Any]] = {}  # live sequence → what a capture keeps of these rows
+        kept: dict[int, NDArray[Any]] = {}  # live sequence → rows that a capture keeps
         for sequence, index in enumerate(batch):
             pending[sequence] = _last(context, request.prompts[index], sequence)
             sink.progress(len(request.prompts[index]))
@@ -500,7 +500,7 @@ class LlamaCppEngine(Engine):
             for sequence, logits in list(pending.items()):
                 ids = generated[sequence]
                 for i, row in enumerate(logits):
-                    token = int(row.argmax())  # the first of equals; NaN wins
+                    token = int(row.argmax())  # the first of equal logits; NaN wins
                     if sampling is not None:
                         token = draw(row, sampling, request.prompts[batch[sequence]], len(ids))
                     if np.isnan(row[token]):
@@ -531,7 +531,7 @@ class LlamaCppEngine(Engine):
         yield from zip(generated, rows, failed, strict=True)
 
     def _kept(self, context: LlamaContext, logits: Floats) -> NDArray[Any]:
-        """What a capture keeps of the rows whose logits [n, V] the context just gave."""
+        """Rows that a capture keeps, from the logits [n, V] of the context's last call."""
         if self._head is None or context.states is None:
             return _logprobs(logits)
         inputs = self._head.rounded(context.states.take(len(logits)))
@@ -541,14 +541,14 @@ class LlamaCppEngine(Engine):
 
 
 class _Serving:
-    """Answers windows in the way of a request; ``counted``: what happened to each."""
+    """Answers windows in the serving mode of a request; ``counted``: counts of each window."""
 
     def __init__(self, context: LlamaContext, request: Served) -> None:
         self._context, self._request = context, request
         self.counted: list[Counted] = []
 
     def answer(self, window: Tokens) -> list[Floats]:
-        """Logits [≤ 64, V] of the rows that are asked for, in order."""
+        """Logits [≤ 64, V] of the requested rows, in order."""
         request, size, context = self._request, self._request.size, self._context
         context.clear()
         kept = lost = 0
@@ -618,7 +618,7 @@ def _last(context: LlamaContext, tokens: Sequence[int], sequence: int = 0) -> Fl
 
 
 def _continued(context: LlamaContext, prompt: Tokens, continuation: Sequence[int], sink: Sink) -> Iterator[Floats]:
-    """The rows behind a prompt and each token of its continuation but the last, which are read one by one."""
+    """Rows after a prompt and after each token of its continuation but the last, read one by one."""
     yield _last(context, prompt)
     sink.progress(len(prompt))
     for token in continuation[:-1]:
@@ -627,7 +627,7 @@ def _continued(context: LlamaContext, prompt: Tokens, continuation: Sequence[int
 
 
 def _endless(context: LlamaContext, group: Sequence[Tokens]) -> Iterator[list[int]]:
-    """Greedy tokens behind the prompts, one call per step for all sequences, without end."""
+    """Yield greedy tokens after the prompts without end, one call per step for all sequences."""
     logits = context.read(group)
     while True:
         tokens = logits.argmax(axis=-1).tolist()
@@ -636,7 +636,7 @@ def _endless(context: LlamaContext, group: Sequence[Tokens]) -> Iterator[list[in
 
 
 def _ahead(context: LlamaContext, drafter: Drafter, group: Sequence[Tokens], n: int) -> Iterator[list[int]]:
-    """The 1 + n greedy tokens behind the prompts, with drafts; each is yielded when it is known of all sequences."""
+    """Yield the 1 + n greedy tokens after the prompts, with drafts, each once it is known for all sequences."""
     texts = {sequence: list(prompt) for sequence, prompt in enumerate(group)}
     logits = {sequence: row[None] for sequence, row in enumerate(context.read(group))}
     n_yielded = 0

@@ -1,7 +1,7 @@
 """Speculative decoding over libllama's batches: who proposes tokens, and one verification of them.
 
-A draft goes through the model in one batch behind the last token; what the model itself would not have chosen is
-removed from the cache again.  See docs/engines.md.
+A draft goes through the model in one batch after the last token.  Tokens that the model itself would not have chosen
+are removed from the cache.  See docs/engines.md.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _DRAFT, _MAX, _TYPE, _SIZE = "model-draft", "draft-max", "spec-type", "spec-ngra
 
 
 def speculation_of(options: Mapping[str, str]) -> Speculation | None:
-    """What ``model-draft`` or ``spec-type`` ask for, named as llama-server's options.
+    """Speculation requested by ``model-draft`` or ``spec-type``, with llama-server's option names.
 
     Raises:
-        UsageError: both are given, or the type is unknown, or a size is no number or stands alone.
+        UsageError: both are given, or the type is unknown, or a size is not a number or has no drafter.
     """
     draft, kind = options.get(_DRAFT, ""), options.get(_TYPE)
     names = tuple(name for name in (_DRAFT, _MAX, _TYPE, _SIZE) if name in options)
@@ -48,7 +48,7 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
 
 
 class Drafter(Protocol):
-    """Proposes what follows texts."""
+    """Proposes continuations of texts."""
 
     counted: Drafts
 
@@ -57,20 +57,20 @@ class Drafter(Protocol):
 
 
 class Lookup:
-    """Proposes what followed the end of the text before, without a model."""
+    """Prompt lookup: proposes the tokens that followed an earlier occurrence of the text's end."""
 
     def __init__(self, lookup: tuple[int, int], most: int) -> None:
         self._lookup, self._most = lookup, most
         self.counted = Drafts()
 
     def propose(self, texts: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """As :class:`Drafter` says."""
+        """See :class:`Drafter`."""
         drafts = {sequence: looked_up(text, self._lookup, self._most) for sequence, text in texts.items()}
         return {sequence: draft for sequence, draft in drafts.items() if draft}
 
 
 class DraftModel:
-    """Proposes what a smaller model would write.  ``context`` holds as many sequences as are decoded together."""
+    """Proposes the greedy tokens of a smaller model.  ``context`` holds as many sequences as are decoded together."""
 
     def __init__(self, context: LlamaContext, most: int) -> None:
         self._context, self._most = context, most
@@ -78,7 +78,7 @@ class DraftModel:
         self.counted = Drafts()
 
     def propose(self, texts: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """As :class:`Drafter` says."""
+        """See :class:`Drafter`."""
         drafts: dict[int, list[int]] = {sequence: [] for sequence in texts}
         for sequence, text in texts.items():
             held = self._held.setdefault(sequence, [])
@@ -97,10 +97,10 @@ class DraftModel:
 
 
 def verified(context: LlamaContext, drafter: Drafter, texts: Mapping[int, Sequence[int]]) -> dict[int, Floats]:
-    """One verification: the logits [n, V] of the next tokens of each text, of which all but one were drafted.
+    """Verify drafts: return the logits [n, V] of the next tokens of each text, of which all but one were drafted.
 
     ``texts``: sequence → its tokens, of which all but the last are in the cache.  Afterwards all but the token that
-    the last row gives are there, as if each had been decoded by itself.
+    the last row gives are there, as if each had been decoded alone.
     """
     drafts = drafter.propose(texts)
     out: dict[int, Floats] = {}

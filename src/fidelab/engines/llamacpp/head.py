@@ -1,7 +1,7 @@
 """The output head of a GGUF file, replayed on states that are rounded as ggml rounds them.
 
 ggml multiplies the blocks of the head with states that it has rounded itself, to 8 bits for most types of the head.
-What rounds them is the library's own function.  The product of both, as float32 numbers, is then the live logits up to
+The library's own function rounds them.  The product of both, as float32 numbers, is then the live logits up to
 the order of summation, and captures keep the rounded states: at 49,152 tokens and 576 channels 1/43 of rows of
 log-probabilities in 16 bits.
 """
@@ -96,11 +96,11 @@ class LlamaHead:
         self.check(inputs, live)
 
     def fields(self) -> dict[str, Any]:
-        """What an answer says of the head; the same arrays every time."""
+        """Fields of an answer that describe the head; the same arrays every time."""
         return {"head": self._arrays, "softcap": self._softcap, "scale": self._scale}
 
     def rounded(self, states: Floats) -> Floats:
-        """What the head is multiplied with, [n, d]; a row with a number that is not finite becomes NaN."""
+        """Rounded states [n, d] that the head is multiplied with; a row with a non-finite number becomes NaN."""
         inputs = self._round(np.ascontiguousarray(states))
         inputs[~np.isfinite(states).all(axis=-1)] = np.nan
         return inputs
@@ -111,7 +111,7 @@ class LlamaHead:
         Raises:
             EngineError: scoring would compute other distributions than the model did.
         """
-        usable = ~np.isnan(inputs).any(axis=-1)  # a row of NaN comes from the format, and fails by itself
+        usable = ~np.isnan(inputs).any(axis=-1)  # a row of NaN comes from the format and is marked failed elsewhere
         if not usable.any():
             return
         p, q = (x.astype(np.float64) for x in (live[usable], self._replay(inputs[usable], self._scale)))
@@ -132,7 +132,7 @@ class LlamaHead:
 
 
 def _read(path: Path, name: str, shape: tuple[int, int]) -> tuple[Floats, Callable[[Floats], Floats]]:
-    """The matrix [V, d] of this name in a GGUF file, and how ggml rounds what it multiplies with it.
+    """Matrix [V, d] of this name in a GGUF file, and the type that ggml rounds its inputs to.
 
     Raises:
         AttributeError: this build lacks a function.

@@ -1,6 +1,6 @@
 """libllama through llama-cpp-python's C bindings: a model, its contexts, and their runtime info.
 
-Only llama.cpp's log tells what a context really holds, so the log is read while a context is made.
+Only llama.cpp's log reports the types that a context really holds, so the log is read while a context is made.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GGML_TYPES: Mapping[str, tuple[int, int, int]] = {
     "q4_0": (2, 32, 18),
     "iq4_nl": (20, 32, 18),
 }
-# Parameters that are numbers of an enumeration → what llama.cpp's command line calls them, from 0 on.
+# Parameters that are numbers of an enumeration → their names on llama.cpp's command line, from 0 on.
 ENUMERATIONS: Mapping[str, tuple[str, ...]] = {
     "rope-scaling-type": ("none", "linear", "yarn", "longrope"),
     "split-mode": ("none", "layer", "row", "tensor"),
@@ -121,11 +121,11 @@ def can_offload() -> bool:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the log tells of a context when it is made; ``None`` where it says nothing, or several things.
+    """Facts about a new context from the log; ``None`` if the log has none, or several that disagree.
 
     Attributes:
         rotated_k, rotated_v: whether keys or values are multiplied by a Hadamard matrix before they are stored.
-        splits: parts of the graph on different devices; more than a GPU's usual two mean operations that it lacks.
+        splits: parts of the graph on different devices; more than a GPU's usual two mean that it lacks operations.
     """
 
     attention: str | None
@@ -138,7 +138,7 @@ class Seen:
 
     @classmethod
     def read(cls, lines: Sequence[str]) -> Seen:
-        """From the log's lines.  Models with sliding layers have a cache of their own for these."""
+        """Parse the log's lines.  Models with sliding layers have a separate cache for these."""
         caches = [match.groups() for line in lines if (match := _CACHE.search(line))]
         flash = {match[1] for line in lines if (match := _ATTENTION.search(line))}
         rotation = {
@@ -172,7 +172,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 class GraphReads:
-    """Records what a graph's operations read.  ``callback`` is passed as ``cb_eval`` of a context.
+    """Records the tensors that a graph's operations read.  ``callback`` is passed as ``cb_eval`` of a context.
 
     ``kinds``: the types of keys and values by side, ``k`` or ``v``.  ``head``: the names of the matrix that gives the
     logits and of the states that it is multiplied with.  Of a ggml tensor only its type, which is its first field, and
@@ -215,7 +215,7 @@ class GraphReads:
 class States:
     """Takes the rows of one tensor, by its name, out of every graph of a context.
 
-    ``stop``: nothing behind the tensor is computed; the context then has no logits, and gives these rows instead.
+    ``stop``: nothing after the tensor is computed.  The context then has no logits and gives these rows instead.
     Otherwise :meth:`take` gives those of the calls since it was last called.
     """
 
@@ -231,7 +231,7 @@ class States:
         self.callback = dict(native.llama_context_params._fields_)["cb_eval"](self._see)
 
     def take(self, n: int) -> Floats:
-        """The rows [n, d] since the last call, in the order of the tokens whose logits were asked for.
+        """The rows [n, d] since the last call, in the order of the tokens whose logits were requested.
 
         Raises:
             EngineError: there are more, or fewer.
@@ -271,7 +271,7 @@ class LlamaModel:
 
     @property
     def decodes(self) -> bool:
-        """A decoder, and nothing else."""
+        """Whether the model is a pure decoder."""
         native, model = self._native, self._model
         return bool(native.llama_model_has_decoder(model)) and not native.llama_model_has_encoder(model)
 
@@ -293,7 +293,7 @@ class LlamaModel:
         return list(ids[:n])
 
     def setting(self, name: str) -> float | None:
-        """A number of the file's metadata, by its name behind that of the architecture; ``None`` where it has none."""
+        """Number in the file's metadata, by its name after the architecture's prefix; ``None`` if absent."""
         architecture = self._text("general.architecture")
         return _number(self._text(f"{architecture}.{name}"))
 
@@ -360,9 +360,9 @@ class LlamaContext:
         self._ends = [0] * len(self._ends)
 
     def keep_first(self, tokens: int, sequence: int = 0) -> int:
-        """Drop the cells of a sequence behind its first ``tokens``, as a server does that goes on from a prefix.
+        """Drop the cells of a sequence after its first ``tokens``, as a server does to continue from a prefix.
 
-        Returns how many tokens llama.cpp says are left.
+        Returns the number of remaining tokens that llama.cpp reports.
 
         Raises:
             NotSupportedError: the model keeps a state that cannot be rolled back.
@@ -386,7 +386,7 @@ class LlamaContext:
             yield from self._decode(part, [sequence] * len(part), wanted)
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Floats:
-        """Append a prompt to each of the first sequences, in as few calls as hold them; logits [n, V] behind each."""
+        """Append a prompt to each of the first sequences, in as few calls as possible; logits [n, V] after each."""
         places = [(sequence, i) for sequence, prompt in enumerate(prompts) for i in range(len(prompt))]
         blocks: list[Floats] = []
         for start in range(0, len(places), self._chunk):

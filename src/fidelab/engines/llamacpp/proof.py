@@ -1,11 +1,11 @@
 """Read types, and the numbers of the first layer, of llama.cpp's cache from the saved state of a sequence.
 
-A state is, behind a header and the positions of its cells: whether values are stored transposed (uint32), how many
+A state is, after a header and the positions of its cells: whether values are stored transposed (uint32), how many
 layers there are (uint32); of each layer the keys' ggml type (int32), bytes of a row (uint64) and rows; then the values
 in the same way, or transposed: type (int32), bytes of an element (uint32), elements of a row (uint32) and the numbers.
 Header and cells differ between builds, so the start is searched from which this layout ends exactly with the state.
 
-A hybrid model's state goes on with that of its recurrent layers: how many cells (uint32), of the one cell its position
+A hybrid model's state ends with that of its recurrent layers: how many cells (uint32), of the one cell its position
 and sequences (8 bytes), then 0 (uint32), how many layers (uint32), and for each state its ggml type (int32), its bytes
 (uint64) and its numbers, up to the end.
 
@@ -32,7 +32,7 @@ Bytes = NDArray[np.uint8]
 
 _TYPES = {number: name for name, (number, _, _) in GGML_TYPES.items()}
 # The largest error in shares of a block's largest magnitude: half a step, a whole one where codes end before it.  The
-# steps of q8_0 are so small that rounding the scale to float16 counts beside them.
+# steps of q8_0 are so small that rounding the scale to float16 matters next to them.
 _BOUND = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11, "q5_1": 1 / 31, "q5_0": 1 / 16}
 _BOUND |= {"q4_1": 1 / 15, "q4_0": 1 / 8, "iq4_nl": 0.15}
 _SLACK = 1.05  # of headers in float16
@@ -55,7 +55,7 @@ class CacheSide:
 
 
 def read_state(state: bytes, tokens: int, layers: int) -> tuple[CacheSide, CacheSide] | None:
-    """Keys and values of the first layer; ``None`` where the state is laid out in another way, or not one cache."""
+    """Keys and values of the first layer; ``None`` if the state is laid out in another way, or not one cache."""
     for start in range(0, min(len(state), 4096 + 64 * tokens) - 8, 4):
         transposed, count = struct.unpack_from("<II", state, start)
         if transposed in (0, 1) and count == layers and (sides := _sides(state, start + 8, tokens, layers, transposed)):
@@ -66,7 +66,7 @@ def read_state(state: bytes, tokens: int, layers: int) -> tuple[CacheSide, Cache
 def read_recurrent(state: bytes, layers: int) -> tuple[list[tuple[str, int]], int] | None:
     """The type and bytes of each state of the recurrent layers, and the bytes of this part of a saved state.
 
-    ``None`` where it is laid out in another way.
+    ``None`` if it is laid out in another way.
     """
     for start in range(_CELL, min(len(state), 4096) - 8, 4):
         if struct.unpack_from("<II", state, start) == (0, layers) and (found := _recurrent(state, start + 8)):

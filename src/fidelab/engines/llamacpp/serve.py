@@ -45,7 +45,7 @@ _SETTINGS = (
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """As :meth:`Engine.serve_command`: ``llama-server``."""
+    """Serve command of ``llama-server``; see :meth:`Engine.serve_command`."""
     words = [PROGRAM, "--model", arm.path, "--host", host, "--port", str(port), "--threads", str(arm.threads)]
     if arm.path != arm.model:
         words += ["--alias", arm.model]
@@ -60,7 +60,7 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
 
 
 def _named(arm: Arm) -> Iterator[tuple[str, str]]:
-    """The arm's options, with the names of values that may be given as numbers; -1 leaves the choice to llama.cpp."""
+    """Options of the arm, with names for values that may be given as numbers; -1 leaves the choice to llama.cpp."""
     for key, value in arm.options:
         words = ENUMERATIONS.get(key)
         if words is None or value in words:
@@ -70,7 +70,7 @@ def _named(arm: Arm) -> Iterator[tuple[str, str]]:
 
 
 def python_server(arm: Arm, host: str, port: int) -> list[str]:
-    """The same on the server that comes with llama-cpp-python, for machines without ``llama-server``.
+    """Serve command of the server in llama-cpp-python, for machines without ``llama-server``.
 
     Raises:
         NotSupportedError: an option that it does not have.

@@ -1,7 +1,7 @@
-"""Any server with an OpenAI-compatible API that somebody else started: vLLM, SGLang, llama.cpp's two, others.
+"""Any running server with an OpenAI-compatible API: vLLM, SGLang, llama.cpp's two, others.
 
 Engine options (``--engine-arg``): ``base-url`` (http://HOST:PORT, needed), ``model`` (the served name; the only one
-unless told), ``api-key-env`` (the name of the environment variable that holds the key; OPENAI_API_KEY for a server
+by default), ``api-key-env`` (the name of the environment variable that holds the key; OPENAI_API_KEY for a server
 on this machine), ``concurrency`` (requests at a time; the request's batch, at most 8), ``timeout`` (seconds per
 request, 600), ``logprobs`` (tokens per position; 20, or 5 where the server gives no more), ``prompts`` (ids or text;
 ids where the server takes them).
@@ -9,15 +9,15 @@ ids where the server takes them).
 - **The KV format is the server's.**  ``as-served`` claims nothing; any other name must be the one that the server
   reports, else the arm is not engaged.  Only vLLM (/metrics) and SGLang (/server_info) report one.
 - **The estimator is** ``topk``: KL has a lower bound, perplexity the actual tokens' log-probabilities, both only where
-  the server gives log-probabilities of prompts.  Entries that name a token by a text which several have are left out:
-  the bound stays one.
-- **Text instead of ids**: a server that takes or returns only text has it tokenized again; ``ran`` says so, and such
+  the server gives log-probabilities of prompts.  Entries whose text fits several tokens are left out:
+  the bound stays valid.
+- **Text instead of ids**: a server that takes or returns only text has it tokenized again; ``ran`` records it, and such
   generated ids are not compared with a server's own.
-- **Forced requests** are one prefill: the API feeds no token by itself.  ``facts`` says so.
+- **Forced requests** are one prefill: the API cannot feed single tokens.  ``facts`` records it.
 - **Windows as the server computes them**, as far as a client can bring it about: alone through an empty cache, after a
-  prefix that it remembers, in a batch.  Its own counts of the tokens that it did not compute prove a hit; that requests
-  were computed together no server tells, so what counts is that all were sent before the first was answered.
-- Otherwise, whether a prefix came from the server's cache is not controlled; what the server reports about it is in
+  prefix that it remembers, in a batch.  Its own counts of the tokens that it did not compute prove a hit; no server
+  reports a batch, so it counts if all requests were sent before the first was answered.
+- Otherwise, whether a prefix came from the server's cache is not controlled; the server's report about it is in
   ``facts``.
 """
 
@@ -75,7 +75,7 @@ _KV = (
 _CONCURRENCY = 8
 _TIMEOUT = 600.0
 _IDS = 2**31  # above all token ids
-_TOPS = (20, 5)  # what vLLM and OpenAI give at most
+_TOPS = (20, 5)  # the most that vLLM and OpenAI return
 _IDS = 1 << 31  # token ids are stored in 32 bits
 
 
@@ -98,7 +98,7 @@ _OPTIONS: Mapping[str, Value] = {
 
 
 class OpenAIEngine(Engine):
-    """A server behind the engine contract."""
+    """Engine adapter of a server with an OpenAI-compatible API."""
 
     name: ClassVar[str] = "openai"
     estimator: ClassVar[Estimator] = Estimator.TOPK
@@ -164,10 +164,10 @@ class OpenAIEngine(Engine):
         return Completions(self._client, self._server.model, self._words, self._options.get("prompts"), tops)
 
     def _understood(self, ask: Callable[[], Result]) -> Result:
-        """What ``ask`` makes of a server's answers, which may have any form.
+        """Result of ``ask``, which reads a server's answers of any form.
 
         Raises:
-            Refused: they have another one than the API prescribes.
+            Refused: the form is not the one that the API prescribes.
         """
         try:
             return ask()
@@ -176,7 +176,7 @@ class OpenAIEngine(Engine):
             raise Refused(f"{self._client.root} answers in another form than its API has ({what})") from error
 
     def tokenize(self, text: str) -> list[int]:
-        """The server's own tokenizer where it lets that be asked, else the model's."""
+        """Token ids from the server's tokenizer if it has an endpoint for it, else from the model's."""
         common = {"model": self._server.model, "add_special_tokens": False}
         forms: dict[str, dict[str, Any]] = {
             "/tokenize": common | {"prompt": text, "content": text, "add_special": False},
@@ -304,7 +304,7 @@ class OpenAIEngine(Engine):
                 sink.fail(index, str(error))
             return {"not_measurable": str(error)}
         except Refused:
-            pass  # of one item; the others may do
+            pass  # of one item; the others may succeed
         for index, arrays in self._asked(len(request.prompts), rows, sink, self._width()):
             add_sequence(sink, index, request.continuations[index], arrays, None if arrays else "empty continuation")
             sink.progress(len(request.continuations[index]))
@@ -330,7 +330,7 @@ class OpenAIEngine(Engine):
         return {"tokens": sum(map(len, request.windows)), "engaged": {name: min(counts)}}
 
     def _as_asked(self, request: Served, window: Tokens) -> tuple[Sequence[Top], int, str]:
-        """What is reported of a window, the count that proves the way, and why it does not; empty where it does."""
+        """Report on a window, the count that proves the serving mode, and why it does not (empty if it does)."""
         way, size, salt = request.way, request.size, uuid.uuid4().hex
         crowd = request.others if way == "batch" else ()
         self._dialect.forget()
@@ -371,7 +371,7 @@ class OpenAIEngine(Engine):
         return {"tokens": sum(map(len, request.prompts)) + generated, "generated": generated}
 
     def _streamed(self, group: Sequence[Tokens], n: int) -> list[list[tuple[float, int]]]:
-        """For each of some prompts that are sent at once: (seconds since the first was sent, tokens) per event."""
+        """Events of prompts that are sent at once: per prompt (seconds since the first was sent, tokens)."""
         self._dialect.forget()
         began = time.perf_counter()
 
@@ -394,7 +394,7 @@ class OpenAIEngine(Engine):
         return {"not_measurable": reason}
 
     def _asked(self, n: int, ask: Callable[[int], Result], sink: Sink, width: int) -> Iterator[tuple[int, Result]]:
-        """Answers in order, ``width`` requests at a time; what was refused is marked failed.
+        """Answers in order, ``width`` requests at a time; refused items are marked failed.
 
         Raises:
             EngineError: the server is gone, or it refused every item.
@@ -421,7 +421,7 @@ class OpenAIEngine(Engine):
 
 
 def _no_hit(way: str, size: int, cached: int | None, block: Any) -> str:
-    """Why a server's count of tokens that it did not compute proves no hit of ``size``; empty where it does."""
+    """Reason why a server's count of cached tokens does not prove a hit of ``size``; empty if it does."""
     if cached is None:
         return "the server does not say that it found a prefix in its cache, or computes what it scores anew"
     if way == "prefix-partial" and isinstance(block, int) and size % block == 0:

@@ -46,7 +46,7 @@ class Completions(Dialect):
     """See the module's docstring."""
 
     def __init__(self, client: Client, model: str, words: Words, prompts: str | None, tops: Sequence[int]) -> None:
-        """Try the server out; ``prompts``: ``ids`` or ``text`` where the user wants one; ``tops``: numbers to try.
+        """Try the server out; ``prompts``: ``ids`` or ``text`` if the user chose one; ``tops``: numbers to try.
 
         Raises:
             EngineError: it completes neither; the message has its answer.
@@ -101,7 +101,7 @@ class Completions(Dialect):
 
     def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
         body = self._body(prompt, max_tokens=n, stream=True)
-        if self._additions:  # a prefix that the server remembers is no cold prefill
+        if self._additions:  # a prefix in the server's cache is not a cold prefill
             body |= {"ignore_eos": True, "cache_salt": uuid.uuid4().hex, "stream_options": {"include_usage": True}}
         counted = None
         total = 0
@@ -237,7 +237,7 @@ class Completions(Dialect):
         raise Refused(f"the server reads the text of a prompt as other tokens than it has, from token {n_equal} on")
 
     def _shift(self, ids: Tokens, positions: Sequence[int], reported: Sequence[Top]) -> int:
-        """1 where the echoed entry of a token describes the distribution after it, as llama_cpp.server's does; else 0.
+        """Offset of echoed entries: 1 if a token's entry describes the distribution after it (llama_cpp.server).
 
         Found by comparison with the distribution after the whole prompt, requested without echo: it is the entry of
         the generated token, or of the last one before it.  Determined separately for prompts with and without BOS.
@@ -263,12 +263,12 @@ class Completions(Dialect):
 
 
 def _gap(one: Top, other: Top) -> float:
-    """The largest difference (nats) over the tokens that both report; 1 where there is none."""
+    """Largest difference (nats) over the tokens that both report; 1 without common tokens."""
     return max((abs(one[token] - other[token]) for token in one.keys() & other.keys()), default=1.0)
 
 
 def _cached(answer: Mapping[str, Any]) -> int | None:
-    """Tokens of the prompt that the server says it found in its prefix cache."""
+    """Tokens of the prompt that the server reports as found in its prefix cache."""
     return number(mapping(mapping(answer, "usage"), "prompt_tokens_details"), "cached_tokens")
 
 

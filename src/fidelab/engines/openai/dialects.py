@@ -1,4 +1,4 @@
-"""The contract of a server's API dialect, and what dialects share."""
+"""The contract of a server's API dialect, and helpers that dialects share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fidelab.engines.openai.words import Words
 Top = Mapping[int, float]  # log-probabilities (nats) of some tokens at one position
 
 NO_LOGPROBS = "gives no log-probabilities of prompts"
-SAMPLE = "The quick brown fox"  # what a server is tried out with
-_ZERO = -9999.0  # what vLLM writes for the logarithm of 0
-_ENTRY = 1 << 10  # bytes of JSON for one token and each log-probability beside it; servers write about 100
+SAMPLE = "The quick brown fox"  # prompt that a server is tried out with
+_ZERO = -9999.0  # vLLM's value for the logarithm of 0
+_ENTRY = 1 << 10  # bytes of JSON for one token and for each of its log-probabilities; servers write about 100
 _MOST = 1 << 53  # of an integer that a float holds exactly; no count of tokens comes near
 
 
@@ -24,7 +24,7 @@ _MOST = 1 << 53  # of an integer that a float holds exactly; no count of tokens 
 class Completed:
     """A generated sequence, its stop token included.
 
-    ``tops``: per id what was reported at its position, ``None`` where that is not known to belong together.
+    ``tops``: per id the report at its position, ``None`` if it may belong to another token.
     ``read``: tokens that the server counted in the prompt; ``cached``: of these, those it did not compute.
     """
 
@@ -40,7 +40,7 @@ class Dialect(ABC):
     Attributes:
         sends, returns: ``ids`` or ``text``.
         top: log-probabilities per position of prompts, ``top_generated``: of generated tokens; 0 for none.
-        why_not: why there are none of prompts.
+        why_not: why prompts have no log-probabilities.
     """
 
     sends: str = "ids"
@@ -51,22 +51,22 @@ class Dialect(ABC):
 
     @abstractmethod
     def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completed:
-        """A greedy continuation; with ``rows``, what was reported at its positions."""
+        """Return a greedy continuation; with ``rows``, also the report at its positions."""
 
     def score(self, ids: Tokens) -> list[Top]:
-        """Per position [n] what is reported of the distribution that follows it."""
+        """Reported distribution after each position [n]."""
         return self.scored(ids)[0]
 
     @abstractmethod
     def scored(self, ids: Tokens, first: int = 0, salt: str = "") -> tuple[list[Top], int | None]:
         """:meth:`score`, of which the rows from ``first`` on count, and how many tokens the server did not compute.
 
-        The number is ``None`` where it does not tell.  ``salt``: requests of the same share the prefix cache; servers
-        that know no such thing are told to :meth:`forget`.
+        The number is ``None`` if the server does not report it.  ``salt``: requests of the same salt share the prefix
+        cache; on servers without salts use :meth:`forget`.
         """
 
-    def forget(self) -> None:  # noqa: B027  (most servers are told with each request)
-        """Clear the server's prefix cache, where :meth:`stream` does not bypass it by itself."""
+    def forget(self) -> None:  # noqa: B027  (most servers take the salt with each request)
+        """Clear the server's prefix cache, unless :meth:`stream` bypasses it."""
 
     @abstractmethod
     def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
@@ -106,12 +106,12 @@ def top_of(pairs: Iterable[tuple[int | None, Any]]) -> Top:
 
 
 def number(answer: Mapping[str, Any], key: str) -> int | None:
-    """A count in a server's answer; ``None`` where it is absent, of another type, or can be none."""
+    """Count in a server's answer; ``None`` if it is absent, of another type, or not a possible count."""
     value = answer.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST else None
 
 
 def mapping(answer: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """An object field of a server's answer; empty where it is absent or of another type."""
+    """An object field of a server's answer; empty if it is absent or of another type."""
     value = answer.get(key)
     return value if isinstance(value, dict) else {}

@@ -1,14 +1,14 @@
 """HTTP to an OpenAI-compatible server through httpx: JSON in and out, connections kept open, bounded retries.
 
-Two kinds of failure: :class:`Refused` concerns one request, and the next may succeed; after any other ``EngineError``
-no request can.  Neither message ever contains the key.
+There are two kinds of failure.  After :class:`Refused` the next request may succeed; after any other ``EngineError``
+none can.  Neither message ever contains the key.
 
-A server may be anybody's.  A request has one deadline for everything from connecting to the last byte, so that bytes
-which drip in do not prolong it; an answer has a largest size, counted while it is read; and JSON that nests too deeply,
-or text that no encoding can hold, is a refusal like any other.
+Servers are not trusted.  A request has one deadline from the connection to the last byte, so that slow bytes do not
+prolong it.  An answer has a maximum size, counted while it is read.  JSON that nests too deeply, or text that no
+encoding can hold, is a refusal like any other.
 
-httpx's own time-outs are per read.  Its asynchronous client runs on an event loop in a thread of ours instead, where
-one ``asyncio.timeout`` is the deadline.  httpx is imported by the first request: adapters must be cheap to import.
+httpx's own time-outs are per read.  Its asynchronous client runs on an event loop in a separate thread, where one
+``asyncio.timeout`` is the deadline.  httpx is imported by the first request: adapters must be cheap to import.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PAGE = 8 << 20  # bytes of an answer that is not about tokens: a list of models,
 
 
 class Refused(EngineError):
-    """One request that a server did not answer usefully.  ``status``: of HTTP; 0 where there was none."""
+    """One request without a usable answer.  ``status``: HTTP status; 0 without a response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class Answer:
 
 
 class TooLargeError(Exception):
-    """An answer has more bytes than it may have.  ``answer``: what was read of it."""
+    """An answer exceeds its byte limit.  ``answer``: the part that was read."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ class Session:
         data: bytes | None = None,
         stream: bool = False,
     ) -> Answer:
-        """One answer, complete within so many seconds.  A stream ends with the line ``data: [DONE]``.
+        """One answer, complete within ``seconds``.  A stream ends with the line ``data: [DONE]``.
 
         Raises:
-            TimeoutError: it was not; TooLargeError: it has more than ``largest`` bytes.
-            OSError: there is no connection, or it speaks no HTTP; its first cause says more.
+            TimeoutError: it was not complete in time; TooLargeError: it has more than ``largest`` bytes.
+            OSError: there is no connection, or the server does not speak HTTP; its first cause has details.
         """
         import httpx
 
@@ -155,7 +155,7 @@ async def _read_lines(response: httpx.Response, answer: Answer, largest: int, be
 
 @functools.cache
 def _loop(_process: int) -> asyncio.AbstractEventLoop:
-    """The event loop of all sessions of a process; a caller may have a running one of its own, as notebooks do."""
+    """Event loop of all sessions of a process, since a caller may already run one, as notebooks do."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     return loop
@@ -170,7 +170,7 @@ def _forget(client: httpx.AsyncClient) -> None:
 
 
 def parse_json(text: bytes) -> Any:
-    """What JSON says; ``None`` for what is none, or nests too deeply."""
+    """Parse JSON; ``None`` if the text is not JSON or nests too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -178,7 +178,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def said(body: bytes) -> str:
-    """What the body of an error says, in whichever of the usual forms."""
+    """Message in the body of an error, in any of the usual forms."""
     found = parse_json(body)
     return (body.decode("utf-8", "replace").strip() or "no message") if found is None else message_of(found)
 
@@ -201,11 +201,11 @@ def _text(found: Any) -> str:
 
 
 def cleaner(secrets: Sequence[str]) -> Callable[[str], str]:
-    """What makes a server's text fit to be shown: on one line, without the secrets, and only then cut.
+    """Function that makes a server's text fit to be shown: on one line, without the secrets, and only then cut.
 
     Secrets are found however a server may spell them: as they are, percent-encoded, or with the escapes of JSON or
     HTML, each of these up to several times over; backwards, in hexadecimal, or in base64.  A short one (``x``,
-    ``EMPTY``) has to stand by itself.
+    ``EMPTY``) has to be a whole word.
     """
     plain = sorted({" ".join(secret.split()) for secret in secrets} - {""}, key=len, reverse=True)
     pattern = re.compile("|".join(map(_spelled, plain))) if plain else None
@@ -239,7 +239,7 @@ def _encoded(secret: str) -> Iterator[str]:
     yield r"(?i:" + r"[\s:]?".join(f"{byte:02x}" for byte in raw) + ")"
     for shift in range(3):
         text = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
-        # The first and the last character may hold bits of what stands beside the secret.
+        # The first and the last character may hold bits of the text next to the secret.
         inner = text[(0, 2, 3)[shift] : len(text) - bool((shift + len(raw)) % 3)]
         yield "[A-Za-z0-9+/_-]?" + "".join(_BASE64.get(char, char) for char in inner) + "[A-Za-z0-9+/_-]?=*"
 
@@ -260,7 +260,7 @@ def split_url(text: str) -> tuple[str, str]:
     """``base-url`` → (scheme://host:port, the path of the API, ``/v1`` unless it names another).
 
     Raises:
-        UsageError: it is no http(s) URL, or carries a user name or a password, which are not repeated.
+        UsageError: it is not an http(s) URL, or has a user name or a password, which are not repeated.
     """
     try:
         parts = urlsplit(text)
@@ -280,8 +280,8 @@ def split_url(text: str) -> tuple[str, str]:
 def read_key(base_url: str, variable: str | None) -> str | None:
     """The key for a server, from the environment variable that the user named.
 
-    Where none was named, ``OPENAI_API_KEY`` is taken for servers on this machine alone: other hosts are not to get a
-    key that was not meant for them.
+    Without a name, ``OPENAI_API_KEY`` is used only for servers on this machine: other hosts must not get a key
+    that is not meant for them.
 
     Raises:
         UsageError: the variable that was named is not set.
@@ -316,7 +316,7 @@ class Client:
             raise UsageError("the key holds characters that HTTP cannot carry: look for a line end in it")
         self.key = key
         self.named: set[str] = set()
-        """Names of models that answers came from, as the server gave them, without the key; at most eight."""
+        """Model names found in answers, without the key; at most eight."""
         self._timeout = timeout
         self._session: Session | None = None
         self.clean = cleaner([key] if key else [])
@@ -333,7 +333,7 @@ class Client:
         ``largest``: bytes of the answer.
 
         Raises:
-            Refused: this request was not answered usefully; EngineError: the server is gone, or lets nobody in.
+            Refused: this request has no usable answer; EngineError: the server is gone or denies access.
         """
         answer = self._object(self._read("POST", path, body, api, largest), path)
         if isinstance(error := answer.get("error"), dict | str):  # some servers say 200 all the same
@@ -341,11 +341,11 @@ class Client:
         return answer
 
     def get(self, path: str, *, api: bool = True) -> dict[str, Any]:
-        """The JSON object behind an address; raises as :meth:`post`."""
+        """JSON object at an address; raises as :meth:`post`."""
         return self._object(self._read("GET", path, None, api, PAGE), path)
 
     def text(self, path: str) -> str:
-        """The text behind an address below the host; raises as :meth:`post`."""
+        """Text at an address below the host; raises as :meth:`post`."""
         return self._read("GET", path, None, False, PAGE).decode("utf-8", "replace")
 
     def stream(
@@ -362,7 +362,7 @@ class Client:
         return [(at, self._object(one, path)) for at, one in data if one != b"[DONE]"]
 
     def holds_key(self, text: str) -> bool:
-        """Whether a text gives the key away; one that is short may be in any text."""
+        """Whether a text contains the key.  A short key is not searched, since any text may contain it."""
         return bool(self.key and len(self.key) >= 2 * _SHORT and re.search(_spelled(self.key), text))
 
     # ------------------------------------------------------------------------------------------ one request
@@ -476,7 +476,7 @@ class Client:
 
 
 def _root(error: BaseException) -> BaseException:
-    """What httpx's error began with."""
+    """First cause of httpx's error."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     return error

@@ -1,6 +1,6 @@
 """``/v1/chat/completions`` for prompts with images, which go along as ``image_url`` with ``data:`` URLs.
 
-Greedy answers are asked of any server.  Given text behind images is scored where a server reports log-probabilities of
+Greedy answers are asked of any server.  Given text after images is scored where a server reports log-probabilities of
 a chat's prompt, as vLLM does (``prompt_logprobs`` with ``continue_final_message``): the last tokens of the prompt have
 to be those that were given.
 """
@@ -63,10 +63,10 @@ class ImageChats:
         return Completed(ids, self._tops(choice, ids) if request.rows else None, number(usage, "prompt_tokens"))
 
     def score(self, request: ImageForced, index: int) -> list[Top]:
-        """Per given token what is reported of the distribution that it follows.
+        """Reported distribution before each given token.
 
         Raises:
-            UnscoredError: the server reports none of prompts.  Refused: it reads the text as other tokens.
+            UnscoredError: the server reports none for prompts.  Refused: it reads the text as other tokens.
         """
         given = request.continuations[index]
         fields = {"prompt_logprobs": self._top, "add_generation_prompt": False, "continue_final_message": True}
@@ -119,7 +119,7 @@ class ImageChats:
         return messages
 
     def _tops(self, choice: Mapping[str, Any], ids: list[int]) -> list[Top] | None:
-        """Log-probabilities of generated tokens, where there is an entry for each of them but a stop token."""
+        """Log-probabilities of generated tokens, if each of them but a stop token has an entry."""
         content = mapping(choice, "logprobs").get("content")
         if not isinstance(content, list) or len(ids) - len(content) not in (0, 1):
             return None

@@ -1,4 +1,4 @@
-"""Identify a server and read what it reports about its KV cache; nothing is inferred from its behaviour."""
+"""Identify a server and read its report about its KV cache; nothing is inferred from its behaviour."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LABELS = 1 << 14  # characters of them that are looked at
 
 @dataclass(frozen=True)
 class Server:
-    """``model``: the served name; ``kv``: its names for the formats of K and V; ``facts``: what else it reports."""
+    """``model``: the served name; ``kv``: its names for the formats of K and V; ``facts``: all else that it reports."""
 
     model: str
     kind: str = "unknown"
@@ -73,9 +73,9 @@ def _is_name(text: str, client: Client) -> bool:
 
 
 def cache_labels(client: Client) -> tuple[dict[str, str], bool]:
-    """What vLLM's metrics say about its cache, by vLLM's names; and whether they count speculated tokens.
+    """Labels of the cache in vLLM's metrics, by vLLM's names, and whether the metrics count speculated tokens.
 
-    Nothing where there are no metrics.
+    Empty without metrics.
     """
     try:
         text = client.text("/metrics")
@@ -125,12 +125,12 @@ def _sglang(client: Client, model: str) -> Server:
 def _llama_server(client: Client, model: str) -> Server:
     about = optional_object(client, "/props")
     both = {**mapping(about, "default_generation_settings"), **about}
-    k, v = (_text(client, both, f"cache_type_{side}") for side in "kv")  # builds that tell; most do not
+    k, v = (_text(client, both, f"cache_type_{side}") for side in "kv")  # builds that report it; most do not
     return Server(model, "llama-server", _text(client, about, "build_info"), (k, v) if k and v else None)
 
 
 def optional_object(client: Client, path: str) -> dict[str, Any]:
-    """The JSON object at a path, or ``{}`` where there is none."""
+    """JSON object at a path; ``{}`` if there is none."""
     try:
         return client.get(path, api=False)
     except EngineError:
@@ -153,7 +153,7 @@ _DIGITS = 19  # of an integer of 64 bits
 
 
 def _chosen(client: Client, answer: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    """The server's values by our names, as far as they are numbers or words; ``names`` maps ours to the server's."""
+    """Values of the server by fidelab's names, if they are numbers or words; ``names`` maps them to the server's."""
     values = ((name, answer.get(key)) for name, key in names.items())
     found = {name: _text(client, answer, names[name]) if isinstance(value, str) else value for name, value in values}
     return {

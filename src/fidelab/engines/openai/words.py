@@ -54,7 +54,7 @@ class Words:
 
     @cached_property
     def spelled(self) -> list[str]:
-        """The text of each id behind another token; the first token of a text may lose its space."""
+        """Text of each id after another token, since the first token of a text may lose its space."""
         anchor = self.encode("a")[-1:]
         before = len(self.decode(anchor))
         return [self.decode([*anchor, token])[before:] for token in range(len(self._tokenizer))]

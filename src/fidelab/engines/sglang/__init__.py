@@ -1,1 +1,1 @@
-"""Engine ``sglang``: the adapter, how it is launched, what captures inside it, and what is read back."""
+"""Engine ``sglang``: the adapter, its launch, the capture inside it, and the read-back."""

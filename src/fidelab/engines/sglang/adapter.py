@@ -1,23 +1,23 @@
-"""SGLang in the worker process, its schedulers beside it; keys and values in the types that SGLang has, one for both,
+"""SGLang, its schedulers in processes of their own; keys and values in the types that SGLang has, one for both,
 or as a pair (``k16v8``, ``int8/int4``, …) by a backend of the package k16v8.
 
 Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-backend``, ``sampling-backend``,
 ``mem-fraction-static``, ``max-total-tokens``, ``context-length``, ``page-size``, ``quantization``,
-``chunked-prefill-size``, ``cuda-graph`` (on, off; off unless told), ``estimator`` (hidden, logprobs), and whatever else
+``chunked-prefill-size``, ``cuda-graph`` (on, off; default off), ``estimator`` (hidden, logprobs), and all options that
 ``sglang.launch_server --help`` names, checked by SGLang's own parser.
 
 - **States** are those after the final norm, kept by a hook inside the schedulers (``engines/sglang/capture.py``); the
   head is the loaded one.  A few rows of every request are compared with the engine's own logits.
 - **The cache's type is fixed at launch**, so an arm is a launch.  The prefix cache is off, and so are overlapped
-  scheduling (it samples while the next step runs) and, unless asked for, chunked prefill and CUDA graphs.
+  scheduling (it samples while the next step runs) and, unless requested, chunked prefill and CUDA graphs.
 - **A prefill in one piece need not read the cache**: backends on CUDA may compute it from the keys and values at hand.
-  ``chunked-prefill-size`` lets later pieces read what earlier ones stored.  ``torch_native``, on CPUs, reads the cache.
-- **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, of which
-  other requests have a part of their own each.
-- **Forced** continuations go token by token through the cache: the hook replaces what was sampled.
+  ``chunked-prefill-size`` makes later pieces read the cache.  ``torch_native``, on CPUs, reads the cache.
+- **Windows as a server computes them** (``ways.py``): such an arm is launched with a prefix cache, of which every
+  other request has a separate part.
+- **Forced** continuations go token by token through the cache: the hook replaces the sampled tokens.
 - **Speculation** (``speculative-algorithm`` and SGLang's further options of that name): a verification computes rows
   for a tree of drafts, of which none is kept, so generated text has no rows and forced text is not measurable.
-- For a server that runs elsewhere there is engine ``openai``.
+- Engine ``openai`` is for a server that runs elsewhere.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _UNFORCED = "SGLang cannot force tokens while it speculates: take the same arm w
 
 
 class SGLangEngine(Engine):
-    """SGLang behind the engine contract."""
+    """Engine adapter of SGLang."""
 
     name: ClassVar[str] = "sglang"
     packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
@@ -123,7 +123,7 @@ class SGLangEngine(Engine):
 
     @classmethod
     def as_deployed(cls, arm: Arm) -> Arm:
-        """With graphs on a GPU, but for pairs of formats, whose plug-in refuses them."""
+        """The arm with graphs on a GPU, except for pairs of formats, whose plug-in refuses them."""
         return arm if arm.device == "cpu" or is_pair(arm.kv) else with_default(arm, "cuda-graph", "on")
 
     def open(self, arm: Arm) -> None:
@@ -146,7 +146,7 @@ class SGLangEngine(Engine):
             raise
 
     def _try_out(self, ranks: int) -> None:
-        """Run two tokens: check what was loaded, read the cache back, and check that the head replays the logits."""
+        """Run two tokens: check the loaded model, read the cache back, and check that the head replays the logits."""
         self._about, first = self._session.describe()
         unfilled = self._about["unfilled_parameters"]
         if unfilled:
@@ -185,7 +185,7 @@ class SGLangEngine(Engine):
     # ------------------------------------------------------------------------------------------- requests
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
-        prompts = [window[: request.last + 1] for window in request.windows]  # no row is wanted of what follows
+        prompts = [window[: request.last + 1] for window in request.windows]  # no row of later tokens is requested
         for batch in self._batches([(len(window), 1) for window in prompts], _TOGETHER[self._kind]):
             requests = [SGLangRequest(prompts[i], first=request.first, live=self._sentinel(i)) for i in batch]
             for index, response in zip(batch, self._ask(requests), strict=True):

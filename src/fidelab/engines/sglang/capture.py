@@ -10,17 +10,17 @@ without that file pass untouched::
 
     tokens  tokens of the prompt
     first   rows from this position on are kept (the row of position i predicts token i + 1)
-    live    number of live rows of logits that are kept beside them
+    live    number of live rows of logits that are kept with them
     force   token ids that replace the sampled ones, in order
     about   describe model, cache and head as well
-    layers  keep the residual stream behind every layer, too
+    layers  keep the residual stream after every layer, too
     counted whether its steps and its places in the cache are noted
-    chunk   tokens of its prompt that are computed at once; 0: what the launch says
-    squeeze whether it finds the cache full, so that what lies there unused makes room for it
+    chunk   tokens of its prompt that are computed at once; 0: the launch's setting
+    squeeze whether it finds the cache full, so that unused entries are evicted for it
 
 The last three are for an SGLang that was started with ``FIDELAB_SERVING``.
 
-Answers are files, too, complete before SGLang hands out the token that follows: ``RID.rows`` (one after another, in the
+Answers are files, too, complete before SGLang returns the next token: ``RID.rows`` (one after another, in the
 type of the states, or float16 log-probabilities), ``RID.live`` (float32 [n, V], of the first tokens sampled),
 ``RID.nan`` (index of the first generated token whose logits held NaN), ``RID.states`` ([1 + layers, n, d], of the
 prompt from ``first`` on) or ``RID.stateless`` (why there are none), ``RID.steps`` (a line for each forward: tokens in
@@ -46,7 +46,7 @@ from fidelab.engines.written import watched
 if TYPE_CHECKING:
     from torch import Tensor
 
-FOLDER = "FIDELAB_CAPTURE"  # environment variable: where instructions and answers lie; unset: nothing is done
+FOLDER = "FIDELAB_CAPTURE"  # environment variable: folder of instructions and answers; unset: capture is off
 LOGPROBS = "FIDELAB_LOGPROBS"  # environment variable: keep log-probabilities instead of states
 SERVING = "FIDELAB_SERVING"  # environment variable: heed the instructions about the ways of serving
 PREFIX = "fidelab-"  # of the requests that may have instructions
@@ -82,7 +82,7 @@ class _Capture:
         self._logprobs = logprobs
         self._next: dict[str, int] = {}  # request → position whose row comes next: a retracted one is computed again
         self._live: dict[str, int] = {}  # request → rows of live logits still wanted
-        self._chunks: dict[str, list[Tensor]] = {}  # request → states behind its layers, by forward
+        self._chunks: dict[str, list[Tensor]] = {}  # request → states after its layers, by forward
         self._unfilled: list[str] | None = None
         self._scales: list[str] = []
         self._chunk: Any = None
@@ -173,9 +173,9 @@ class _Capture:
         return out
 
     def _passed(self, run: Callable[[], Any], runner: Any, batch: Any) -> tuple[Any, Tensor | None]:
-        """What a forward gives, and the states behind the layers where its requests ask for them.
+        """Output of a forward, and the states after the layers if its requests ask for them.
 
-        Where they cannot be read that is written down for these requests: an exception would end the scheduler.
+        States that cannot be read are recorded for these requests: an exception would end the scheduler.
         """
         names = [rid for _, rid, instructions in self._requests(batch) if instructions.get("layers")]
         if not names:
@@ -202,7 +202,7 @@ class _Capture:
                 (self._folder / f"{rid}.stateless").write_text(str(error), "utf-8")
 
     def _rows(self, runner: Any, batch: Any, rid: str, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
-        """Append the requested ones of the rows from position ``start`` on, each once."""
+        """Append the requested rows from position ``start`` on, each once."""
         position = self._next.get(rid, asked["first"])
         end = start + len(states)
         if not start <= position < end:
@@ -355,7 +355,7 @@ class _Stored:
     def _matches(self, pool: Any, layer: Any, batch: Any) -> float | None:
         """Share of the first layer's keys and values that the cache holds in their slots, rounded to its type.
 
-        ``None`` where they are not stored element by element.
+        ``None`` if they are not stored element by element.
         """
         keys, values = (getattr(pool, f"{kind}_buffer", None) for kind in "kv")
         if not self._given or not keys or not values or hasattr(pool, "read_back"):
@@ -405,24 +405,24 @@ def _distribution(runner: Any, batch: Any, states: Tensor) -> Tensor:
 
 
 def _stream(handed_on: Any, given: Sequence[Any]) -> Tensor:
-    """The residual stream, which most of SGLang's models keep beside the batch, and others hand on with each layer.
+    """Residual stream, which most of SGLang's models keep with the batch, and others pass on with each layer.
 
     Raises:
-        RuntimeError: a layer of several ranks hands on a sum that is not complete.
+        RuntimeError: a layer of several ranks passes on an incomplete sum.
     """
     batch = next(x for x in given if hasattr(x, "forward_mode"))
     if (stream := getattr(batch, "residual_stream", None)) is None:
         if _ranks() > 1:
             raise RuntimeError("the layers of this model hand on incomplete sums in several ranks: pass tp=1")
         return stream_of(handed_on, given)
-    if isinstance(handed_on, tuple):  # what enters the first layer
+    if isinstance(handed_on, tuple):  # input of the first layer
         return stream_of(handed_on, given)
     state: Tensor = stream.snapshot(handed_on)
     return state
 
 
 def _pools(pool: Any) -> Iterator[Any]:
-    """The plain pools behind one of several parts (sliding windows, hybrids)."""
+    """Plain pools inside a pool of several parts (sliding windows, hybrids)."""
     parts = [part for name in ("full_kv_pool", "swa_kv_pool") if (part := getattr(pool, name, None)) is not None]
     for part in parts:
         yield from _pools(part)
@@ -453,7 +453,7 @@ def _slots(pool: Any) -> int:
 
 
 def _values_per_scale(buffers: list[tuple[str, Tensor, int]]) -> float | None:
-    """Values of a key that share a stored scale; ``None`` where no scales are stored."""
+    """Values of a key that share a stored scale; ``None`` if no scales are stored."""
     sizes = {kind: buffer.nbytes for kind, buffer, _ in buffers}
     if not sizes.get("k_scale"):
         return None

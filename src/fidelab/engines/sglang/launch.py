@@ -1,4 +1,4 @@
-"""How SGLang is launched: the options an arm may have, the arguments and the environment they become."""
+"""Launch of SGLang: the options of an arm, and the arguments and environment they become."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ __all__ = [
 
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # by the spare places
-SPARE = 8  # SGLang keeps 7 places of its context and of its cache empty, and silently cuts what is asked for to that
+SPARE = 8  # SGLang keeps 7 places of its context and of its cache empty, and silently cuts requests to that
 _PLUGINS = "SGLANG_PLUGINS"  # the only ones to load, where it is set
 _CPU_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -166,10 +166,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def speculation_of(options: Mapping[str, str]) -> Speculation | None:
-    """What ``speculative-algorithm`` asks for.
+    """Speculation requested by ``speculative-algorithm``.
 
     Raises:
-        UsageError: the algorithm is unknown, lacks its model, or another option of speculation stands alone.
+        UsageError: the algorithm is unknown, lacks its model, or another option of speculation is set without it.
     """
     names = tuple(name for name in OPTIONS if name.startswith("speculative-") and name in options)
     if _ALGORITHM not in options:
@@ -211,7 +211,7 @@ def _has_operators() -> bool:
 
 
 def k16v8_cannot(arm: Arm) -> str:
-    """What k16v8's plug-in lacks for this arm; models that it cannot serve are refused when SGLang starts."""
+    """Features that k16v8's plug-in lacks for this arm; SGLang refuses unsupported models when it starts."""
     if reason := missing():
         return f"{arm.kv.label} {reason}"
     from k16v8.plugins.sglang.plugin import PAGES, refusal
@@ -232,7 +232,7 @@ def k16v8_cannot(arm: Arm) -> str:
 
 
 def arguments(arm: Arm, *, serving: bool = False) -> dict[str, Any]:
-    """Arguments of ``sglang.Engine``; what an option names replaces ours.  ``serving``: with a prefix cache."""
+    """Arguments of ``sglang.Engine``; options override fidelab's defaults.  ``serving``: with a prefix cache."""
     options = dict(arm.options)
     ours = {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
     drafted = {"speculative_draft_model_path": arm.draft} if arm.draft else {}
@@ -277,7 +277,7 @@ def _defaults(arm: Arm, serving: bool) -> dict[str, Any]:
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """As :meth:`Engine.serve_command`: ``python -m sglang.launch_server``."""
+    """Serve command of ``python -m sglang.launch_server``; see :meth:`Engine.serve_command`."""
     own, options = _defaults(arm, serving=True), dict(arm.options)
     words = ["python", "-m", "sglang.launch_server", "--model-path", arm.path, "--host", host, "--port", str(port)]
     words += ["--dtype", arm.dtype]
@@ -296,7 +296,7 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
 
 
 def serve_variables(arm: Arm) -> dict[str, str]:
-    """As :meth:`Engine.serve_variables`."""
+    """See :meth:`Engine.serve_variables`."""
     variables = switch_variables(arm.kv)
     if arm.device == "cpu":
         variables |= {_CPU_ENGINE: "1", "OMP_NUM_THREADS": str(arm.threads)}

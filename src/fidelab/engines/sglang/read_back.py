@@ -19,7 +19,7 @@ _BYTES |= {"fp4_mx_block16": 9 / 16}
 
 
 def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> RuntimeInfo:
-    """The record of this arm; ``about``: what the plug-in wrote, ``running``: SGLang's arguments."""
+    """The record of this arm; ``about``: the plug-in's report, ``running``: SGLang's arguments."""
     cache, ranks = about["cache"], int(dict(arm.options).get("tp", "1"))
     paired = is_pair(arm.kv)
     matches = cache["read_back"].get("matches", cache["matches"])
@@ -73,7 +73,7 @@ def _observed_layers(cache: Mapping[str, Any], matches: float | None) -> int:
 
 
 def _found(asked: str, about: Mapping[str, Any]) -> str | None:
-    """The arm's format where the storage proves it, else what was found."""
+    """Format of the arm if the storage proves it, else the format found."""
     cache = about["cache"]
     if cache["matches"] is not None and cache["matches"] < 1:
         return None
@@ -89,9 +89,9 @@ def _found(asked: str, about: Mapping[str, Any]) -> str | None:
 
 
 def _pair_as(arm: Arm, about: Mapping[str, Any]) -> tuple[str, str]:
-    """The formats of K and V where k16v8's backend attends and the pool holds what was written, apart.
+    """Formats of K and V if k16v8's backend attends and the pool holds the written keys and values.
 
-    Numbers of 16 bits are compared bit by bit, codes and scales with what the format makes of the numbers.
+    Numbers of 16 bits are compared bit by bit, codes and scales with the format's encoding of the numbers.
     """
     if not about["attention"].startswith(K16V8):
         return (f"{about['cache']['dtype']}, read by {about['attention']}",) * 2

@@ -1,6 +1,6 @@
 """One running SGLang: requests in, token ids and captured rows out.
 
-``sglang.Engine`` computes in scheduler processes of its own; :mod:`fidelab.engines.sglang.capture` runs there and
+``sglang.Engine`` computes in separate scheduler processes.  :mod:`fidelab.engines.sglang.capture` runs there and
 exchanges instructions and rows with this module through files in one folder.
 """
 
@@ -35,9 +35,9 @@ _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 @dataclass(frozen=True)
 class SGLangRequest:
-    """A prompt and its instructions, as in the plug-in from ``first`` on.
+    """A prompt and its instructions; from ``first`` on, the fields of the plug-in.
 
-    ``salt``: requests of one salt share the prefix cache, where there is one; one without has it alone.
+    ``salt``: requests of one salt share the prefix cache; a request without a salt shares nothing.
     """
 
     prompt: Tokens
@@ -55,7 +55,7 @@ class SGLangRequest:
 
     @property
     def instructions(self) -> dict[str, Any]:
-        """What the plug-in is told."""
+        """Instructions for the plug-in."""
         return {key: getattr(self, key) for key in _INSTRUCTIONS} | {"tokens": len(self.prompt)}
 
 
@@ -64,7 +64,7 @@ class Response:
     """``rows`` [n, d] states or [n, V] log-probabilities; ``live`` [m, V] float32 logits of the first sampled rows;
     ``states`` [1 + layers, n, d].
 
-    ``cached``: tokens that SGLang found in its prefix cache.  Where they were to be counted: ``steps`` as of
+    ``cached``: tokens that SGLang found in its prefix cache.  If counting was requested: ``steps`` as of
     :class:`~fidelab.engines.served.Counted`, and the ``places`` of the tokens in the cache.
     """
 
@@ -79,10 +79,10 @@ class Response:
 
 
 class SGLangSession:
-    """Starts SGLang; ``mark`` is called at the end of each phase of that.  ``serving``: it has a prefix cache.
+    """Starts SGLang; ``mark`` is called at the end of each start-up phase.  ``serving``: it has a prefix cache.
 
     Raises:
-        EngineError: it does not start, or the plug-in is not at work in it.
+        EngineError: it does not start, or the plug-in is not active in it.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class SGLangSession:
         return about, self._collect(*response)[0] if self._width else Response([], None, None, None)
 
     def head(self, about: Mapping[str, Any], ranks: int) -> dict[str, Array]:
-        """Weight [V, d] and perhaps bias [V] without padding; the files are gone afterwards."""
+        """Weight [V, d] and perhaps bias [V] without padding; the files are removed."""
         arrays: dict[str, Array] = {}
         dtype, rows, width = about["head"]["dtype"], about["head"]["rows"], about["head"]["width"]
         for part, shape in (("weight", (rows, width)), ("bias", (rows,))):
@@ -167,7 +167,7 @@ class SGLangSession:
         return self._collect(*self._send(requests))
 
     def stream(self, group: Sequence[Tokens], n: int) -> Iterator[list[int]]:
-        """Yield ``n`` greedy tokens behind each prompt, each as soon as all prompts have it; stop tokens are ignored.
+        """Yield ``n`` greedy tokens after each prompt, each as soon as all prompts have it; stop tokens are ignored.
 
         Work starts when the first is requested.
         """
@@ -190,7 +190,7 @@ class SGLangSession:
             raise self._failed(error) from error
 
     def forget(self) -> None:
-        """Empty the prefix cache, as soon as the scheduler has nothing else to do."""
+        """Empty the prefix cache once the scheduler is idle."""
         engine = self._alive()
         emptied = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=_IDLE))
         if not emptied.success:
@@ -220,7 +220,7 @@ class SGLangSession:
         return self._engine
 
     def _failed(self, error: Exception | None) -> EngineError:
-        """An error for what SGLang raised, or for the end of its schedulers."""
+        """Error for an exception of SGLang, or for the end of its schedulers."""
         if cause := _cause(self._folder):
             return EngineError(cause)
         if self._ended or error is None:
@@ -320,12 +320,12 @@ _GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 
 
 def _counted(meta: Mapping[str, Any]) -> Drafts:
-    """What SGLang counted of one request's drafts."""
+    """SGLang's counts of one request's drafts."""
     return Drafts(*(int(meta.get(f"spec_{name}") or 0) for name in _COUNTED))
 
 
 def _told_apart(engine: Any, seconds: float) -> dict[str, float]:
-    """Seconds of import and of loading within SGLang's start, from its own count where it has one.
+    """Seconds of import and of loading within SGLang's start, from its own count if it has one.
 
     The schedulers count from the end of their imports.
     """

@@ -1,6 +1,6 @@
 """The ways in which SGLang computes the distributions of a window, by its own scheduler and its own prefix cache.
 
-What was done is counted where it happens: the plug-in in the scheduler notes the forwards that a request takes part in
+Counts are taken in the engine: the plug-in in the scheduler notes the forwards that a request takes part in
 and its places in the cache, and SGLang reports the tokens that it found in the prefix cache.
 """
 
@@ -22,10 +22,10 @@ def answer_served(
     add: Callable[[int, Response], None],
     page: int,
 ) -> dict[str, Any]:
-    """Answer a request for windows, and prove by counts that it was done that way.
+    """Answer a request for windows, and prove by counts that the serving mode was used.
 
     Args:
-        request: what is asked.
+        request: the request for windows.
         ask: answers some prompts together.
         forget: empties the prefix cache.
         add: takes the response to a window.
@@ -82,7 +82,7 @@ class _Ways(Ways[SGLangRequest]):
         return len(lost)
 
     def _salt(self, index: int) -> str:
-        """A window is alone in the prefix cache with what was read for it."""
+        """Salt of a window, which shares the prefix cache only with its own earlier requests."""
         return f"{self._own}-{index}"
 
     def run(self, asked: Sequence[SGLangRequest]) -> list[Response]:

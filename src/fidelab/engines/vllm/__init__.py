@@ -1,1 +1,1 @@
-"""Engine ``vllm``: the adapter, how it is launched, what captures inside it, and what is read back."""
+"""Engine ``vllm``: the adapter, its launch, the capture inside it, and the read-back."""

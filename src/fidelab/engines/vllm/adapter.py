@@ -1,29 +1,29 @@
 """vLLM in-process: its scheduler, kernels and cache; hidden states are read where the sampler reads them.
 
-Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; unless told yes on a CPU, where compilation takes a
+Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; default yes on a CPU, where compilation takes a
 minute, and for states of layers), ``async-scheduling`` (yes, no), ``kv-cache-memory`` (bytes, or 512M, 4G; of each
 rank), ``max-model-len``, ``max-num-seqs`` (16), ``chunked-prefill`` (yes, no), ``max-num-batched-tokens``, ``tp``
 (tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``, ``gpu-memory-utilization``,
 ``speculative-config`` (JSON: ``{"method":"ngram","num_speculative_tokens":3}``), ``estimator`` (hidden, logprobs),
-``model-runner`` (v1, v2; vLLM's own choice unless told), ``force`` (yes: run a cache format that the attention backend
-says it cannot read), and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
+``model-runner`` (v1, v2; default: vLLM's own choice), ``force`` (yes: run a cache format that the attention backend
+says it cannot read), and all options that ``vllm serve --help`` names, checked by vLLM's own parser.
 
 - **States** are copied in the worker before each sampling (``capture.py``), also of prompts in chunks and with several
   ranks; prefix caching is off.
 - **On a GPU** an arm runs as vLLM serves it: Model Runner V2, graphs, asynchronous scheduling.  ``model-runner=v1``
-  brings the old runner with synchronous scheduling.  What differs from vLLM's defaults is remarked in the record.
-- **Windows run one at a time**, so that a window's states cannot depend on what else is in the batch; generated and
+  brings the old runner with synchronous scheduling.  Differences to vLLM's defaults are remarked in the record.
+- **Windows run one at a time**, so that a window's states cannot depend on the rest of the batch; generated and
   forced sequences are batched.
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
-- **Speculation**: rows of drafts, and of tokens that were rejected, are in no capture.  Forced continuations reject all
+- **Speculation**: captures leave out rows of drafts and of rejected tokens.  Forced continuations reject all
   drafts.  A prefill and a timed request run as they are.
-- **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, which no
-  other request reads.
+- **Windows as a server computes them** (``ways.py``): such an arm is launched with a prefix cache, which no other
+  request reads.
 - **Timed groups** are in the engine at once, scheduled as vLLM does: where one exceeds ``max-num-batched-tokens``, the
   prompts that were read first decode while the rest is read.
 - **Pairs** (``bf16/int8``, ``int8/int4[skip-layers=0]``, k16v8, …) are a backend of the package k16v8, as are ``int8``
   and ``int4`` for both sides, with a scale for each token and head; ``fp8_e4m3`` for both is vLLM's own.
-- **What is stored is compared with what was written**: the keys and values of one layer for a few tokens, as sorted
+- **Stored and written numbers are compared**: the keys and values of one layer for a few tokens, as sorted
   numbers, against the blocks of the cache.  Where they differ, or the backend does not list the format, none is
   claimed: on CPUs vLLM takes formats whose blocks its kernel misreads.  (Formats with scales of their own inside the
   blocks are not decoded; they rest on the backend's list.)
@@ -67,7 +67,7 @@ _FP8 = ("fp8", "fp8_e4m3")  # caches with which vLLM may quantize queries
 
 
 class VLLMEngine(Engine):
-    """vLLM behind the engine contract."""
+    """Engine adapter of vLLM."""
 
     name: ClassVar[str] = "vllm"
     packages: ClassVar[tuple[str, ...]] = PACKAGES
@@ -117,7 +117,7 @@ class VLLMEngine(Engine):
 
     @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
-        """FlashInfer without its quantization of queries; vLLM's other kernels for FP8 on CUDA quantize them, too."""
+        """FlashInfer options without quantization of queries; vLLM's other FP8 kernels on CUDA also quantize them."""
         asked = {name for name, _ in arm.options if name.startswith("attention-")}
         if arm.device == "cpu" or asked or not arm.kv.same or arm.kv.k.options or arm.kv.k.name not in _FP8:
             return {}
@@ -152,7 +152,7 @@ class VLLMEngine(Engine):
         return ran(self._model, self._arm, self._backend, self.versions())
 
     def peak_device_bytes(self) -> int | None:
-        """As the contract says, for a single rank, which runs in this process; several run in others."""
+        """Peak device memory in bytes of a single rank, which runs in this process; several ranks run in others."""
         import torch
 
         return torch.cuda.max_memory_allocated() if self._counts_memory else None
@@ -177,7 +177,7 @@ class VLLMEngine(Engine):
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
         ends = (0, len(request.windows) - 1)
         for index, window in enumerate(request.windows):
-            # Tokens behind the last row cannot change it, and there must be room for the one that is generated.
+            # Tokens after the last row cannot change it, and there must be room for the generated one.
             alone = VLLMRequest(window[: request.last + 1], 1, request.first, request.last, sentinel=index in ends)
             [(_, _, key)] = self._model.run([alone])
             sink.add(index, self._model.rows(key, request.n_rows))

@@ -12,12 +12,12 @@ Requests carry their instructions as ``SamplingParams.extra_args["fidelab"]``::
     last    the last such position; no end where it is absent
     live    number of first rows whose live logits are kept as well
     force   token ids that replace the sampled ones, in order
-    layers  keep the residual stream behind every layer instead of rows, from ``first`` to ``last``
+    layers  keep the residual stream after every layer instead of rows, from ``first`` to ``last``
     counted whether its steps are counted, see :meth:`FidelabWorker.fidelab_counted`
 
 A step of a speculating engine computes rows for the drafted tokens, too.  Rows are kept when it is known which of
 these were accepted, and then those alone that a decoding without drafts would compute: up to the last accepted one.
-What a draft model computes never passes here.  Where tokens are forced, all drafts are rejected.
+States of a draft model are never captured.  Where tokens are forced, all drafts are rejected.
 
 Captured data goes to files, since the workers may be other processes: ``KEY.rows`` (rows one after another, in the type
 of the states, or float16 log-probabilities), ``KEY.live`` (float32 [n, V]), ``KEY.nan`` (index of the first generated
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FOLDER = "FIDELAB_CAPTURE"  # environment variable: where the workers write; unset: nothing is done
+FOLDER = "FIDELAB_CAPTURE"  # environment variable: the workers' output folder; unset: capture is off
 _CHECKED = "_fidelab_checked"  # a model whose parameters were all filled
 _CHUNK = 256  # rows of log-probabilities at a time
-_EXACT = 0.999  # share of equal numbers that tells a way of rounding
+_EXACT = 0.999  # share of equal numbers that identifies a rounding mode
 
 
 def register() -> None:
@@ -82,7 +82,7 @@ def register() -> None:
 
 
 def _made_by_vllm(model: Any) -> set[str]:
-    """Parameters that a checkpoint need not have: scales of the cache, and what is quantized as it is loaded."""
+    """Parameters that a checkpoint need not have: scales of the cache, and weights quantized at load time."""
     names = set()
     for module_name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -108,7 +108,7 @@ class FidelabWorker:
         self._fidelab = _Hook(runner, Path(os.environ[FOLDER]), self.rank == 0, logprobs)
 
     def fidelab_model(self) -> dict[str, Any]:
-        """The loaded model; ``unfilled``: number of parameters that nothing filled, ``None`` where that is unknown."""
+        """The loaded model; ``unfilled``: number of parameters that no tensor filled; ``None`` if unknown."""
         import torch
 
         model = self.model_runner.get_model()
@@ -154,11 +154,11 @@ class FidelabWorker:
         }
 
     def fidelab_layers(self, on: bool) -> None:
-        """Put hooks on the decoder layers, for requests with ``layers`` that run alone, or take them away."""
+        """Put hooks on the decoder layers, for requests with ``layers`` that run alone, or remove them."""
         self._fidelab.hook_layers(on)
 
     def fidelab_counted(self) -> dict[str, dict[str, Any]]:
-        """What the requests did that were to be counted since the last call, by key.
+        """Counts of the requests marked ``counted`` since the last call, by key.
 
         ``steps``: (tokens in the cache before, tokens, sequences) of each forward that it took part in; ``blocks``: the
         blocks of the cache that it had in the last of them.
@@ -167,7 +167,7 @@ class FidelabWorker:
         return counted
 
     def fidelab_watch(self) -> None:
-        """In the next request with rows, compare keys and values of a layer, of a pair all layers, with the cache."""
+        """Compare keys and values of a layer (all layers for a pair) with the cache, in the next request with rows."""
         self._fidelab.watch()
 
 
@@ -188,7 +188,7 @@ class _Hook:
         self.wrapped = wrap_runner(runner, self.after)
 
     def after(self, step: Step) -> None:
-        """Replace sampled tokens by forced ones, and keep the rows behind what was sampled."""
+        """Replace sampled tokens by forced ones, and keep the rows of the sampled tokens."""
         for share in step.shares:
             if forced := share.asked.get("force"):
                 step.force(share, forced[min(share.generated, len(forced) - 1)])
@@ -210,7 +210,7 @@ class _Hook:
         self._handles = [self._noting(name, layer) for name, layer in layers.items()]
 
     def _noting(self, name: str, layer: Any) -> Any:
-        """Note what a layer is given for its cache, until ``remove()`` of what is returned.
+        """Note the inputs of a layer's cache, until ``remove()`` of the returned handle.
 
         Where the cache is written apart from attention, the write itself is watched: it is never compiled, as modules
         and their hooks are with ``enforce-eager=no``.
@@ -260,7 +260,7 @@ class _Hook:
                     path.write_text(str(share.generated + faults[0]))
 
     def _states(self, asked: Mapping[str, Any], start: int, tokens: slice) -> None:
-        """Keep the states of this step's tokens, from position ``start`` on; write them when the last one is there."""
+        """Keep the states of this step's tokens, from position ``start`` on; write them after the last one."""
         import torch
 
         assert self._layers is not None
@@ -306,9 +306,9 @@ class _Hook:
     def _compare(self, request: str) -> None:
         """Compare the recorded keys and values with the blocks of the request, in any layout.
 
-        Layouts differ by backend, so the numbers are compared as sorted lists: the blocks must hold what was written,
-        rounded to the format, and nothing else (a fresh cache holds zeros).  k16v8's backend knows its pages and
-        compares itself.  Every layer is compared, and the worst one kept.
+        Layouts differ by backend, so the numbers are compared as sorted lists: the blocks must hold the written
+        numbers, rounded to the format, and nothing else (a fresh cache holds zeros).  k16v8's backend compares its own
+        pages.  Every layer is compared, and the worst one kept.
         """
         for handle in self._handles:
             handle.remove()
@@ -339,7 +339,7 @@ class _Hook:
 
 
 class _WatchedWrite:
-    """An attention implementation's write to the cache, which also tells keys, values and slots to ``note``."""
+    """An attention implementation's write to the cache, which also passes keys, values and slots to ``note``."""
 
     def __init__(self, implementation: Any, note: Callable[[Tensor, Tensor, Tensor], None]) -> None:
         self._implementation = implementation
@@ -358,7 +358,7 @@ class _WatchedWrite:
 
 
 def _matches(compared: Mapping[str, Any]) -> float:
-    """How well a layer holds what was written; one that cannot be read back comes before those that do."""
+    """Sort key: share of written numbers that a layer holds; an unreadable layer ranks just below a full match."""
     matches = compared["matches"]
     return 1.0 - 1e-6 if matches is None else float(matches)
 
@@ -383,7 +383,7 @@ def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any, e4m3: torch.
     top = torch.finfo(dtype).max
     expected = torch.cat([(x.float() / scale).clamp(-top, top) for x, scale in zip((key, value), scales, strict=True)])
     stored = held.float().reshape(-1)
-    stored = stored[stored != 0]  # slots that nobody wrote hold zeros, too
+    stored = stored[stored != 0]  # slots that were never written hold zeros, too
     if len(stored) > len(expected):
         return {"stored": dtype_name(dtype), "matches": 0.0}
     stored = torch.cat((stored, stored.new_zeros(len(expected) - len(stored)))).sort().values
@@ -480,7 +480,7 @@ def _builders(runner: Any) -> dict[str, Any]:
 
 
 def _writes(layer: Any) -> bool:
-    """Whether a layer has keys and values of its own, and does not share another's."""
+    """Whether a layer writes its own keys and values and does not share another layer's."""
     return getattr(layer, "kv_sharing_target_layer_name", None) is None
 
 
@@ -516,5 +516,5 @@ def _head(model: Any) -> Any:
 
 
 def _found(model: Any, name: str) -> Any:
-    """A module of the model or of its language model; ``None`` where neither has it."""
+    """Module of the model or of its language model; ``None`` if neither has it."""
     return getattr(model, name, None) or getattr(_language(model), name, None) if model is not None else None

@@ -34,11 +34,11 @@ COMPILES = frozenset(
     ("compilation-config", "optimization-level", "cudagraph-capture-sizes", "max-cudagraph-capture-size")
 )
 _NGRAM = ("ngram", "ngram_gpu", "[ngram]")
-_LOOKUP = 5  # tokens of the n-grams that vLLM looks up where it is told no length
+_LOOKUP = 5  # default length of the n-grams that vLLM looks up, tokens
 _WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")  # mtp has its heads in the model
 _GIB = 1 << 30
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_QUIET = {  # before vLLM is imported; what the user set stays
+_QUIET = {  # before vLLM is imported; the user's values stay
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the requested number of threads, on any core
@@ -95,7 +95,7 @@ def prepare(arm: Arm) -> None:
 
 
 def runner_variables(arm: Arm) -> dict[str, str]:
-    """Return the variable for the model runner that the arm asks for; empty where vLLM chooses."""
+    """Return the variable for the model runner that the arm asks for; empty if vLLM chooses."""
     asked = dict(arm.options).get(MODEL_RUNNER)
     return {RUNNER_VARIABLE: _RUNNERS[asked]} if asked else {}
 
@@ -111,7 +111,7 @@ _SERVED_AS = {  # options with other names on the command line of ``vllm serve``
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """As :meth:`Engine.serve_command`: ``vllm serve``."""
+    """Serve command of ``vllm serve``; see :meth:`Engine.serve_command`."""
     is_k16v8 = is_pair(arm.kv)
     words = ["vllm", "serve", arm.path, "--host", host, "--port", str(port), "--dtype", arm.dtype]
     if arm.path != arm.model:
@@ -126,7 +126,7 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
 
 
 def serve_variables(arm: Arm) -> dict[str, str]:
-    """As :meth:`Engine.serve_variables`."""
+    """See :meth:`Engine.serve_variables`."""
     variables = {**switch_variables(arm.kv), **runner_variables(arm)}
     _, colon, number = arm.device.partition(":")
     if colon:
@@ -232,7 +232,7 @@ def backend_for(arm: Arm) -> Backend:
 
 
 def _skip_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
-    """Why this vLLM or this model has no native layers next to a quantized format; empty where it has."""
+    """Reason why this vLLM or model cannot mix native and quantized layers; empty if it can."""
     from vllm.config.cache import CacheConfig
 
     if SKIP_LAYERS not in CacheConfig.__dataclass_fields__:
@@ -241,7 +241,7 @@ def _skip_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
 
 
 def _k16v8_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
-    """Why the package is not usable here or does not run this arm; empty where it does."""
+    """Reason why the package is not usable here or does not run this arm; empty if it does."""
     if reason := missing():
         return f"{arm.kv.label} {reason}"
     from k16v8.plugins.vllm.plugin import refusal
@@ -250,7 +250,7 @@ def _k16v8_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
 
 
 def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
-    """What the package's backend lacks for this arm; layers it cannot compute are refused when they are built."""
+    """Features that the package's backend lacks for this arm; unsupported layers are refused when they are built."""
     if shape.get("latent"):
         return f"{arm.kv.label} needs keys and values; this model keeps latents"
     if reason := pair_refusal(arm, shape.get("head_dim"), shape.get("layers")):
@@ -261,10 +261,10 @@ def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
 
 
 def speculation_of(options: Mapping[str, str]) -> Speculation | None:
-    """What ``speculative-config`` asks for, with vLLM's defaults.
+    """Speculation requested by ``speculative-config``, with vLLM's defaults.
 
     Raises:
-        UsageError: it is no JSON object, or its fields are of other types.
+        UsageError: it is not a JSON object, or a field has a wrong type.
     """
     if (text := options.get(SPECULATIVE)) is None:
         return None
@@ -283,7 +283,7 @@ def check_speculation(arm: Arm) -> None:
     """Refuse a ``speculative-config`` that vLLM would refuse, or misunderstand, when the model is loaded.
 
     Raises:
-        UsageError: names the nearest field or method, or what is missing.
+        UsageError: names the nearest field or method, or the missing one.
     """
     speculation = speculation_of(dict(arm.options))
     if speculation is None:
@@ -316,7 +316,7 @@ def least_cache_bytes(arm: Arm) -> tuple[int, bool]:
     vLLM's default is the share of memory that it takes of a GPU.  Used instead: 1.25 times the need of one prompt of
     maximum length, at least 1 GiB, at most half of the available memory.
     """
-    import psutil  # vLLM's environment has it; a bare one that only lists the engine need not
+    import psutil  # vLLM's environment has it; a bare environment that only lists the engine may not
 
     shape = _shape(arm.path)
     longest = int(dict(arm.options).get("max-model-len", shape.get("positions") or 0))

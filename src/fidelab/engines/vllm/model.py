@@ -1,4 +1,4 @@
-"""A loaded vLLM: requests with instructions for the capture, and the rows that they leave behind."""
+"""A loaded vLLM: requests with instructions for the capture, and the captured rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from fidelab.engines.hf.head import ReplayedHead
 
-SEQUENCES = 16  # in one batch, unless told otherwise
+SEQUENCES = 16  # default number in one batch
 _SERVED = 64  # the same where requests are answered as servers do
 _WORKER = "fidelab.engines.vllm.capture.FidelabWorker"
 _SENTINEL_ROWS = 8
@@ -47,7 +47,7 @@ _SELECTOR_REFUSALS = ("is not valid for this configuration", "No valid attention
 
 @dataclass(frozen=True)
 class VLLMRequest:
-    """A prompt, how many tokens to generate behind it, and which rows to keep.
+    """A prompt, how many tokens to generate after it, and which rows to keep.
 
     ``first`` … ``last``: positions (``first`` ``None``: no rows; ``last`` ``None``: to the end); ``sentinel``: the
     replay is checked on the first of them; ``force``: token ids in place of the sampled ones; ``layers``: of these
@@ -81,15 +81,15 @@ class VLLMRequest:
 
 
 class VLLMModel:
-    """One ``vllm.LLM`` with fidelab's capture in its workers.  ``mark`` is called at the end of each phase of opening.
+    """One ``vllm.LLM`` with fidelab's capture in its workers.  ``mark`` is called at the end of each start-up phase.
 
-    ``serving``: with a prefix cache, which only requests that say so read, and room for a batch of a server's size.
-    ``layerwise``: states of layers will be asked for, which a compiled model does not show.
-    ``cached``: by key of a finished request, how many of its tokens vLLM says that it found in the prefix cache.
+    ``serving``: with a prefix cache, read only by requests that opt in, and room for a server's batch.
+    ``layerwise``: states of layers will be requested, which a compiled model does not expose.
+    ``cached``: by key of a finished request, how many of its tokens vLLM reports as found in the prefix cache.
 
     Raises:
         EngineError: vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
-        NotSupportedError: vLLM's kernels cannot do what the arm asks, or the model keeps no keys and values.
+        NotSupportedError: vLLM's kernels lack a feature that the arm needs, or the model keeps no keys and values.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class VLLMModel:
         argument says how many of them are decoded ones.
 
         Raises:
-            EngineError: a request is longer than what the arm takes.
+            EngineError: a request is longer than the arm's limit.
         """
         for request in requests:
             self._must_fit(len(request.prompt) + request.n)
@@ -261,7 +261,7 @@ class VLLMModel:
                 self._engine.abort_request(list(running))
 
     def tokens(self, group: Sequence[Sequence[int]], n: int) -> Iterator[list[int]]:
-        """Yield the n tokens behind each prompt, each as soon as all prompts have it; nothing is captured.
+        """Yield the n tokens after each prompt, each as soon as all prompts have it; nothing is captured.
 
         Raises:
             EngineError: the prompts do not fit the arm, or not all at once.
@@ -372,7 +372,7 @@ class VLLMModel:
     # -------------------------------------------------------------------------------------------- rows
 
     def rows(self, key: str, n: int) -> Mapping[str, Array]:
-        """The captured rows of a finished request; the replay is checked where it was a sentinel.
+        """The captured rows of a finished request; the replay is checked if it was a sentinel.
 
         Raises:
             EngineError: fewer than ``n`` rows, or the replay does not match the live logits.
@@ -417,11 +417,11 @@ class VLLMModel:
         return int(text) if text else None
 
     def _take(self, key: str, kind: str) -> bytearray:
-        """Read and remove a file of the workers; empty where they wrote none."""
+        """Read and remove a file of the workers; empty if they wrote none."""
         return self._take_all([f"{key}.{kind}"])
 
     def _take_all(self, names: Iterable[str]) -> bytearray:
-        """The same of several files, one behind the other: a head is in memory once."""
+        """Read and remove several files one after another, so that a head is in memory once."""
         paths = [path for name in names if (path := Path(self._folder.name) / name).exists()]
         raw, at = bytearray(sum(path.stat().st_size for path in paths)), 0
         for path in paths:
@@ -453,7 +453,7 @@ class VLLMModel:
 
     @property
     def speculation(self) -> Speculation | None:
-        """What drafts tokens, as vLLM understood it."""
+        """Speculation as vLLM understood it."""
         config, asked = self.config.speculative_config, speculation_of(self._options)
         if config is None or asked is None:
             return None
@@ -462,7 +462,7 @@ class VLLMModel:
         return replace(asked, method=str(config.method), tokens=tokens, lookup=lookup)
 
     def drafts(self) -> Drafts:
-        """What vLLM counted of its drafts so far."""
+        """vLLM's counts of its drafts so far."""
         if self.config.speculative_config is None:
             return Drafts()
         named = {metric.name.removeprefix(_COUNTERS): metric for metric in self.llm.get_metrics()}

@@ -1,4 +1,4 @@
-"""Runtime info of vLLM, from its own objects: the cache's tensors, their comparison with what was written, settings."""
+"""Runtime info of vLLM, from its own objects: the cache's tensors, their comparison with written numbers, settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend
 from fidelab.engines.vllm.model import VLLMModel
 from fidelab.engines.vllm.options import ASYNC
 
-_MATCHES = 0.999  # share of the numbers in the cache that must be what was written
+_MATCHES = 0.999  # share of the numbers in the cache that must equal the written ones
 _DEFAULTS = "vLLM's defaults on CUDA are Model Runner V2, graphs and asynchronous scheduling"
 _RECEIVED = "vLLM's kernels read the cache themselves"
 _KERNELS = {"FLASH_ATTN": "FlashAttention", "FLASHINFER": "FlashInfer", "TRITON_ATTN": "vLLM's Triton attention"}
@@ -98,7 +98,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
 
 
 def _differences(model: VLLMModel, arm: Arm) -> list[str]:
-    """Names of what fidelab or the arm chose otherwise than a server on CUDA does."""
+    """Names of settings in which fidelab or the arm differs from a server on CUDA."""
     found = {
         "Model Runner V1": model.about["runner"] == "V1" and RUNNER_VARIABLE in os.environ,
         "eager execution": model.config.model_config.enforce_eager,
@@ -108,9 +108,9 @@ def _differences(model: VLLMModel, arm: Arm) -> list[str]:
 
 
 def remarks(backend: Backend, layers: Sequence[Layer], differences: Sequence[str]) -> list[str]:
-    """Sentences for the report: what besides the cache's format may have changed the arm's answers.
+    """Sentences for the report on causes besides the cache's format that may have changed the arm's answers.
 
-    ``differences``: what was chosen otherwise than vLLM's defaults on CUDA.
+    ``differences``: settings that differ from vLLM's defaults on CUDA.
     """
     found = []
     if rounded := [layer for layer in layers if layer["quantizes_queries"]]:
@@ -127,7 +127,7 @@ def _kernel(layer: Layer) -> str:
 
 
 def _speculation(model: VLLMModel, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What drafts tokens, its counts so far, and the bytes per token of the cache that it has of its own."""
+    """Record of speculation: the drafter, its counts so far, and the bytes per token of its own cache."""
     if (speculation := model.speculation) is None:
         return {}
     draft = sum(layer["bytes_per_token"] for rank in ranks for layer in rank["draft_layers"])
@@ -136,10 +136,10 @@ def _speculation(model: VLLMModel, ranks: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> str | None:
-    """The arm's format where the cache proves it, else what was found.
+    """Format of the arm if the cache proves it, else the format found.
 
-    Proof: the backend lists the format, all layers have it, and the content read back is what was written, in the type
-    of that name: a cache called float16 may hold bfloat16.  For formats that cannot be read back (blocks with scales
+    Proof: the backend lists the format, all layers have it, and the content read back equals the written numbers in the
+    type of that name: a cache called float16 may hold bfloat16.  For unreadable formats (blocks with scales
     of their own, latents) the first two suffice.
     """
     kv_name, dtype = arm.kv.k.name, layers[0]["dtype"]
@@ -164,7 +164,7 @@ def _skipped(arm: Arm, layer: Layer) -> bool:
 
 
 def _unplanned(arm: Arm, layers: Sequence[Layer]) -> str:
-    """Layers of vLLM that do not store what ``skip-layers`` asks for; empty where all do."""
+    """Layers of vLLM that do not follow ``skip-layers``; empty if all do."""
     wrong = [
         layer for layer in layers if layer["kv_cache_dtype"] != ("auto" if _skipped(arm, layer) else arm.kv.k.name)
     ]
@@ -172,7 +172,7 @@ def _unplanned(arm: Arm, layers: Sequence[Layer]) -> str:
 
 
 def cache_rows(arm: Arm, layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """Return what each layer stores: ``layer``, ``format``, ``dtype``, ``k_scale``, ``v_scale``, ``scale_source``.
+    """Return the storage of each layer: ``layer``, ``format``, ``dtype``, ``k_scale``, ``v_scale``, ``scale_source``.
 
     The format ``auto`` is vLLM's name for the compute type.  Scales are those that the kernel uses.  Layers without
     any have ``None`` for all three.
@@ -195,9 +195,9 @@ def cache_rows(arm: Arm, layers: Sequence[Layer]) -> list[dict[str, Any]]:
 
 
 def _pair_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[str, str]:
-    """The formats of K and V where k16v8's backend has all layers and its pages hold what was written, apart.
+    """Formats of K and V if k16v8's backend has all layers and its pages hold the written keys and values.
 
-    Numbers of 16 bits are compared bit by bit, codes and scales with what the format makes of the numbers.
+    Numbers of 16 bits are compared bit by bit, codes and scales with the format's encoding of the numbers.
     """
     if not backend.ok:
         return (f"{layers[0]['dtype']}, although {backend.reason}",) * 2
@@ -209,7 +209,7 @@ def _pair_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequen
 
 
 def _expected(arm: Arm, layers: Sequence[Layer]) -> float | None:
-    """Bytes per token that the asked format takes; ``None`` for formats with scales beside the values."""
+    """Bytes per token of the requested format; ``None`` for formats with scales next to the values."""
     if is_pair(arm.kv):
         skipped = arm.kv.skip_layers
         return float(
@@ -226,7 +226,7 @@ def _expected(arm: Arm, layers: Sequence[Layer]) -> float | None:
 
 
 def _scales(arm: Arm, rows: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> dict[str, Any]:
-    """Where the scales come from, and how many values share one."""
+    """Source of the scales, and how many values share one."""
     if is_pair(arm.kv):
         return scales_of(arm.kv)
     scaled = [row for row in rows if row["scale_source"]]
@@ -241,7 +241,7 @@ def _scales(arm: Arm, rows: Sequence[Mapping[str, Any]], layers: Sequence[Layer]
 
 
 def _layers_with_scales(folder: Path) -> set[int | None]:
-    """Layers whose scales are in a checkpoint; ``None`` for a scale of no numbered layer."""
+    """Layers whose scales are in a checkpoint; ``None`` for a scale outside numbered layers."""
     return {
         next((int(part) for part in name.split(".") if part.isdecimal()), None)
         for path in folder.glob("*.safetensors")

@@ -1,11 +1,11 @@
 """vLLM's two model runners as one: after each step, which tokens of which request were computed and sampled.
 
-vLLM picks the runner: V2 on CUDA for most models, V1 elsewhere, and what ``VLLM_USE_V2_MODEL_RUNNER`` says where it is
-set.  :class:`RunnerV1` and :class:`RunnerV2` wrap a runner's sampling and call back with a :class:`Step` between the
+vLLM picks the runner: V2 on CUDA for most models, V1 elsewhere, and the choice of ``VLLM_USE_V2_MODEL_RUNNER`` if it
+is set.  :class:`RunnerV1` and :class:`RunnerV2` wrap a runner's sampling and call back with a :class:`Step` between the
 sampling and everything that reads its tokens, so tokens can still be replaced.
 
 V1 keeps a request's parameters, blocks and tokens in ``requests``.  V2 keeps them in arrays by slot: parameters are
-noted when the scheduler hands over a request, the other values are read from the arrays.
+noted when the scheduler passes a request on, the other values are read from the arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Share:
 
     Attributes:
         request: vLLM's id of the request.
-        asked: its instructions for the capture, empty where it has none.
+        asked: its instructions for the capture, empty if it has none.
         index: its row among the sampled tokens.
         start: tokens in the cache before the step.
         offset: index of its first token among the step's hidden states.
@@ -59,7 +59,7 @@ class Step(ABC):
     Attributes:
         states: hidden states before the head, [tokens and padding, d].
         shares: the requests of the step.
-        broken: for each row of logits whether it holds NaN; empty where no logits were seen.
+        broken: for each row of logits whether it holds NaN; empty if no logits were seen.
     """
 
     def __init__(self, states: Tensor, shares: Sequence[Share], broken: Sequence[bool]) -> None:
@@ -67,11 +67,11 @@ class Step(ABC):
 
     @abstractmethod
     def force(self, share: Share, token: int) -> None:
-        """Replace what was sampled for a request by one token, and reject its drafts."""
+        """Replace the sampled tokens of a request by one token, and reject its drafts."""
 
     @abstractmethod
     def rejected(self) -> list[int]:
-        """How many drafts of each share were rejected."""
+        """Number of rejected drafts of each share."""
 
 
 After = Callable[[Step], None]
@@ -84,7 +84,7 @@ class RunnerV1:
 
     def __init__(self, runner: Any, after: After) -> None:
         self._runner, self._after = runner, after
-        self._state: Any = None  # what vLLM has between a forward and its sampling
+        self._state: Any = None  # vLLM's state between a forward and its sampling
         self._sample_tokens: Callable[..., Any] = runner.sample_tokens
         self._sample: Callable[..., Any] = runner._sample
         runner.sample_tokens = self.sample_tokens
@@ -177,7 +177,7 @@ class RunnerV2:
         return frozenset(getattr(getattr(self._runner, "speculator", None), "draft_attn_layer_names", None) or ())
 
     def add_requests(self, scheduled: Any) -> Any:
-        """Note the instructions of new requests; a preempted one comes again as a new one."""
+        """Note the instructions of new requests; a preempted request returns as a new one."""
         for request in scheduled.finished_req_ids:
             self._instructions.pop(request, None)
         for new in scheduled.scheduled_new_reqs:

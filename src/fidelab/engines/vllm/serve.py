@@ -1,6 +1,6 @@
 """``vllm serve`` in vLLM's environment: ``python -m fidelab.engines.vllm.serve serve MODEL …``.
 
-A CPU build may be a distribution of another name than the one by which vLLM asks for its own version, and tells its
+A CPU build may be a distribution with another name than the one by which vLLM finds its own version and
 device.  Processes that vLLM spawns import this module again.
 """
 

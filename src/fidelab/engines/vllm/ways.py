@@ -1,6 +1,6 @@
 """The ways in which vLLM computes the distributions of a window, by its own scheduler and its own prefix cache.
 
-What was done is counted where it happens: the capture in the worker notes the forwards that a request takes part in
+Counts are taken in the engine: the capture in the worker notes the forwards that a request takes part in
 and the blocks that it has, and vLLM reports the tokens that it found in the prefix cache.
 """
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def answer_served(model: VLLMModel, request: Served, sink: Sink) -> dict[str, Any]:
-    """Answer a request for windows, and prove by counts that it was done that way.
+    """Answer a request for windows, and prove by counts that the serving mode was used.
 
     Raises:
-        NotSupportedError: this arm has no room for what was asked.
+        NotSupportedError: the request exceeds this arm's room.
     """
     model.forget()
     serving = _Ways(model, request, sink)
@@ -69,7 +69,7 @@ class _Ways(Ways[VLLMRequest]):
         return VLLMRequest(window, 1, **rows, reuse=way.startswith("prefix") or way == "evicted")
 
     def evict(self, index: int) -> int:
-        """What others can take is as much as the longest needs, and as many of them read as that holds."""
+        """Read a window, then others until the pool is full; return how many of its tokens lost their blocks."""
         window, others, block = self.windows[index], self.request.others, self._model.block_size
         [own] = self.run([VLLMRequest(window, 1, counted=True)])
         blocks = set(self._model.counted()[own]["blocks"][: len(window) // block])

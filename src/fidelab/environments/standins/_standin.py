@@ -1,7 +1,7 @@
 """Packages that can be imported and not used: every attribute and submodule resolves, every call raises.
 
-SGLang imports ``sgl_kernel`` and ``torchvision`` on every platform; the first wants a CUDA driver, the second a torch
-of its own.  On a CPU with the ``torch_native`` backend neither is called: a call would be an error, and raises one.
+SGLang imports ``sgl_kernel`` and ``torchvision`` on every platform; the first needs a CUDA driver, the second its own
+torch.  On a CPU with the ``torch_native`` backend neither is called: a call would be an error, and raises one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Type(type):
-    """So that ``standin.A.B`` resolves, too."""
+    """Metaclass with which ``standin.A.B`` resolves, too."""
 
     def __getattr__(cls, name: str) -> Any:
         return _attribute(cls.__qualname__, name)
