@@ -277,7 +277,7 @@ _SHAPES = {"q": (4, 30, 64), "k": (2, 150, 64), "v": (2, 150, 64)}
         (("--implementation", "sdpa-maths"), "did you mean 'sdpa-math'?"),
         (("--implementation", "no_such_module:attend"), "cannot be imported (ModuleNotFoundError"),
         (("--implementation", "USER:goodd"), "did you mean 'good'?"),
-        (("--implementation", "USER:number"), "is no function but int"),
+        (("--implementation", "USER:number"), "is not a function but int"),
         (("--implementation", "USER:raises"), "decode normal, KV length 128 raised ValueError: page 7 is"),
         (("--implementation", "USER:turned"), "returned bfloat16 [2, 1, 4, 64], not bfloat16 [2, 4, 1,"),
         (("--implementation", "USER:nothing"), "returned NoneType, not a tensor"),

@@ -56,7 +56,7 @@ def test_geometries_of_one_attention_shape_share_cells_and_goals_come_first() ->
 
 
 def test_a_length_within_a_page_is_refused() -> None:
-    with pytest.raises(UsageError, match="length 100 is no multiple of the page, 16 tokens"):
+    with pytest.raises(UsageError, match="length 100 is not a multiple of the page, 16 tokens"):
         cells([TINY], batches=(1,), lengths=(64, 100))
 
 

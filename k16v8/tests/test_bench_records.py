@@ -173,7 +173,7 @@ def test_a_gpu_that_a_failure_left_unusable_ends_the_bench_with_a_line(monkeypat
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    with pytest.raises(EngineError, match=r"the GPU is unusable after flashinfer .*, go on with --resume") as caught:
+    with pytest.raises(EngineError, match=r"the GPU is unusable after flashinfer .*, resume with --resume") as caught:
         bench.check_device(torch.device("cuda"), "flashinfer 8/8 at decode 32/8/128 B1 T2048: RuntimeError: no")
     assert "\n" not in str(caught.value)
 

@@ -113,7 +113,7 @@ def test_the_name_says_implementation_formats_and_scales() -> None:
     ("reason", "changes"),
     [
         ("no multiple of 3 KV heads", {"kv_heads": 3}),
-        ("head dimension 63 is no multiple", {"v_format": "int4", "v_dim": 63}),
+        ("head dimension 63 is not a multiple", {"v_format": "int4", "v_dim": 63}),
         ("keys are bf16 and queries float16", {"dtype": torch.float16}),
         ("head dimension 72", {"implementation": "interpreter", "head_dim": 72}),
         ("page size 24; pages have a multiple of 16 tokens", {"implementation": "interpreter", "page": 24}),

@@ -242,7 +242,7 @@ def test_a_word_that_means_nothing_is_an_error(text: str, monkeypatch: pytest.Mo
         ("1", (64, 64), ""),
         ("int8/int4[skip-layers=0,29]", (64, 64), ""),
         ("f16/int8", (64, 64), "copies f16 as it is, the model computes in bf16: write bf16 or native"),
-        ("int8/int4", (64, 33), "packs two int4 into a byte, which a head dimension of 33 is no multiple of"),
+        ("int8/int4", (64, 33), "packs two int4 into a byte, which a head dimension of 33 is not a multiple of"),
         ("bf16/fp8_e4m3", (64, 33), "takes 161 bytes for a head's token, which pages cannot align"),
         ("int8[skip-layers=30]", (64, 64), "cannot skip layer 30: the model has layers 0-29"),
         ("int8[skip-layers=0-29]", (64, 64), "has no layer left: skip-layers names all of them"),

@@ -33,7 +33,7 @@ def age_shared_files(store: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no folder of captures"):
+    with pytest.raises(InputError, match="is not a folder of captures"):
         collect_garbage(tmp_path / "nowhere")
 
 

@@ -299,8 +299,8 @@ def test_a_settings_file_that_is_none_is_named(room: Path) -> None:
     ids=" ".join,
 )
 def test_a_folder_that_is_no_run_is_said_to_be_none(words: tuple[str, ...], room: Path) -> None:
-    assert f"{room} is no run folder: it holds no config.resolved.yaml" in refused(*words, room, cwd=room)
-    assert "nowhere is no run folder: it does not exist" in refused(*words, "nowhere", cwd=room)
+    assert f"{room} is not a run folder: it holds no config.resolved.yaml" in refused(*words, room, cwd=room)
+    assert "nowhere is not a run folder: it does not exist" in refused(*words, "nowhere", cwd=room)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_damaged_outcomes_say_how_to_mend_them(content: str, room: Path) -> None
 
 def test_captures_of_a_folder_that_is_not_there(room: Path) -> None:
     line = refused("setup", "clean", "outputs", "--captures-dir", "nowhere", cwd=room)
-    assert "nowhere is no folder of captures" in line
+    assert "nowhere is not a folder of captures" in line
 
 
 # -------------------------------------------------------------------------------------- in a real process

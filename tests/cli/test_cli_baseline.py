@@ -60,7 +60,7 @@ def test_a_name_that_is_no_file_name_is_refused(name: str, room: Path) -> None:
     ("words", "said"),
     [
         (("runs", "baseline", "main", "runs/none"), "runs/none: there is no such run folder or report"),
-        (("runs", "baseline", "main", "runs"), "runs is no run folder: it holds no report.json"),
+        (("runs", "baseline", "main", "runs"), "runs is not a run folder: it holds no report.json"),
         (("runs", "baseline", "main", "half"), "finish the run with: fidelab compare --resume half"),
         (("runs", "baseline", "main", "torn.json"), "torn.json: line "),
     ],

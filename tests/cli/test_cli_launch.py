@@ -238,7 +238,7 @@ def test_flags_change_what_the_preset_says(tmp_path: Path, own: Callable[..., Pa
         (("--engine", "vllm"), "--engine vllm: preset mine is of engine llamacpp"),
         (("--port", "70000"), "--port 70000: ports go to 65535"),
         (("--host", "no.such.host.invalid"), "--host no.such.host.invalid: "),
-        (("--set", "model=./nowhere.gguf"), "nowhere.gguf is no file here"),
+        (("--set", "model=./nowhere.gguf"), "nowhere.gguf is not a file here"),
     ],
 )
 def test_what_cannot_be_launched_is_said_in_one_line(
@@ -291,7 +291,7 @@ def test_presets_check_of_another_engines_server_says_so(tmp_path: Path, own: Ca
     url = url_of(launched(tmp_path, "--json"))
     done = cli("serve", "check", "smollm2-cpu-vllm", "--base-url", url, cwd=tmp_path)
     assert done.code == 2
-    assert f"{url} is no server of engine vllm: look what listens there" in done.err
+    assert f"{url} is not a server of engine vllm: look what listens there" in done.err
 
 
 # --------------------------------------------------------------------------------------------------------- stop

@@ -178,7 +178,7 @@ def test_tied_embeddings_are_one_weight() -> None:
         ("int4[", "write a name"),
         ("int5_5", "unknown weight format 'int5_5'"),
         ("int4[group=9]", "group of int4 takes a positive multiple of 8"),
-        ("int4[only=a b]", "'a b' is no pattern"),
+        ("int4[only=a b]", "'a b' is not a pattern"),
         ("int4[skip=3]", "3 names no weight of this model; its layers are 0–2"),
         ("int4[skip=dwn_proj]", "dwn_proj names no weight of this model; its linear weights are q_proj"),
         ("int4[layers=3]", "has no option 'layers'"),

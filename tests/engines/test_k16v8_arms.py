@@ -137,7 +137,7 @@ def test_what_a_model_cannot_have_is_said_before_it_is_loaded(kv: str, dtype: st
 
 
 def test_int4_needs_an_even_head_dimension() -> None:
-    assert "a head dimension of 33 is no multiple" in k16v8.pair_refusal(vllm("int8/int4"), 33, 30)
+    assert "a head dimension of 33 is not a multiple" in k16v8.pair_refusal(vllm("int8/int4"), 33, 30)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

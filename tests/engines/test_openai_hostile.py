@@ -241,7 +241,7 @@ def test_a_short_key_is_no_part_of_other_words() -> None:
 
 @pytest.mark.parametrize("spell", SPELLINGS.values(), ids=SPELLINGS)
 def test_no_answer_shows_the_key(spell: Callable[[str], str]) -> None:
-    """As a page that is no JSON, as an error, as an address, in a stream, behind a lot of white space."""
+    """As a page that is not JSON, as an error, as an address, in a stream, behind a lot of white space."""
     said = spell(KEY)
     answers = [
         sized(b" " * 930 + said.encode()),
@@ -316,7 +316,7 @@ def test_a_name_that_is_none_is_refused_unless_the_user_gives_one(name: str) -> 
         talk.send(sized(json.dumps({"data": [{"id": name}]}).encode()))
 
     with serve(script) as served:
-        with pytest.raises(EngineError, match=r"what is no name .*--engine-arg model=NAME") as caught:
+        with pytest.raises(EngineError, match=r"what is not a name .*--engine-arg model=NAME") as caught:
             identify(client(served.url, KEY, timeout=20.0), None)
         with pytest.raises(EngineError, match="does not serve model 'mine'"):
             identify(client(served.url, KEY, timeout=20.0), "mine")

@@ -199,7 +199,7 @@ def test_values_of_vllm_that_are_lists_or_json_are_compared_as_such(serve: Serve
 
 
 def test_a_server_of_another_engine_is_refused(serve: Serve) -> None:
-    with pytest.raises(EngineError, match="is no server of engine sglang: look what listens there"):
+    with pytest.raises(EngineError, match="is not a server of engine sglang: look what listens there"):
         findings(arm("sglang"), serve(VLLM))
 
 

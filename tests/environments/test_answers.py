@@ -191,7 +191,7 @@ def test_another_protocol_version_names_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["Welcome to host", "[1]", '"x"'])
 def test_a_prefix_that_prints_is_told_to_be_silent(line: str, tmp_path: Path) -> None:
     said = failure(stand_in(tmp_path, f"echo '{line}'; cat"))
-    assert "prints what is no answer" in said
+    assert "prints what is not an answer" in said
     assert line.strip('"') in said
 
 

@@ -61,7 +61,7 @@ def test_an_interpreter_is_found_by_its_name_on_path(second: Second, monkeypatch
 
 @pytest.mark.parametrize("python", ["/no/such/python", "no-such-python", "~/no/such/python", __file__, "/"])
 def test_an_interpreter_that_cannot_be_run_is_refused(python: str) -> None:
-    with pytest.raises(UsageError, match=r"--python .*(is no program|is not on PATH)"):
+    with pytest.raises(UsageError, match=r"--python .*(is not a program|is not on PATH)"):
         locate("fake", python=python)
 
 

@@ -1,4 +1,4 @@
-"""Perplexity: closed forms, brute force, and what is no number."""
+"""Perplexity: closed forms, brute force, and what is not a number."""
 
 from __future__ import annotations
 

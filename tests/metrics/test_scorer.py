@@ -169,8 +169,8 @@ def test_a_device_that_runs_out_of_memory_gets_smaller_tiles_and_then_the_cpu_go
         scoring = TileScorer(1, CUDA, said.append)
         found = scoring.compare(ref, tests, TARGETS)
     assert scoring.device.type == device
-    assert said[0] == "cuda is out of memory: scoring goes on with 24 rows at a time"
-    assert ("cuda is out of memory: scoring goes on with the CPU" in said) == (device == "cpu")
+    assert said[0] == "cuda is out of memory: scoring continues with 24 rows at a time"
+    assert ("cuda is out of memory: scoring continues on the CPU" in said) == (device == "cpu")
     for test, rows in zip(tests, found, strict=True):
         assert_same(rows, exact(ref, test))
 

@@ -348,7 +348,7 @@ def test_an_unknown_axis_names_those_of_the_run(pilot: Done) -> None:
 
 
 def test_a_folder_that_is_no_run_is_said_to_be_none(room: Path) -> None:
-    assert "is no run folder" in refused(room, "--precision", 1, cwd=room)
+    assert "is not a run folder" in refused(room, "--precision", 1, cwd=room)
     assert "does not exist" in refused("nowhere", "--precision", 1, cwd=room)
 
 

@@ -94,7 +94,7 @@ def test_a_recipe_that_does_not_fit_is_refused_before_the_tool_starts(folder: Pa
 
 def test_a_failed_worker_is_resumed_and_another_recipe_is_not(folder: Path) -> None:
     (folder / "mode").write_text("fail")
-    with pytest.raises(EngineError, match="out of luck; go on with --resume"):
+    with pytest.raises(EngineError, match="out of luck; resume with --resume"):
         run(folder)
     assert not (folder / "out").exists()
     with pytest.raises(UsageError, match="left from an interrupted run"):

@@ -380,4 +380,4 @@ def test_a_run_whose_number_was_edited_is_named(tmp_path: Path) -> None:
     config = found.runs[1] / "config.resolved.yaml"
     config.write_text(config.read_text().replace("# replicate: 200", "# replicate: two"))
     said = refused("compare", "--resume", found.folder, cwd=tmp_path)
-    assert "config.resolved.yaml: the head line 'replicate: two' is no number" in said
+    assert "config.resolved.yaml: the head line 'replicate: two' is not a number" in said

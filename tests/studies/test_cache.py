@@ -189,7 +189,7 @@ def test_a_plan_for_vllm_is_one_format_next_to_native_layers(room: Path) -> None
         (("--kv", "q8_0", "--by", "layer", "--budget", "9", "--prove"), "add --engine vllm"),
         (("--bits", "9"), "9 is not one of 8, 7, 6, 5, 4, 3, 2"),
         (("--bits", "4,4"), "name each width once"),
-        (("--bits", "four"), "'four' is no width"),
+        (("--bits", "four"), "'four' is not a width"),
         (("--bits", "4", "--weights", "int4"), "name formats of weights"),
         ((), "name formats of weights"),
         (("--bits", "4", "--by", "module"), "write cache, layer or head"),

@@ -1,7 +1,7 @@
 """A worker that breaks the protocol, run as a program: ``python liar.py KIND``.
 
 Those of :data:`SAYS` speak it themselves, with the standard library alone; those of :data:`WRITES` are the real worker
-with another writer, whose captures are whole and hold what is no answer.
+with another writer, whose captures are whole and hold what is not an answer.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _tasks(settings: LMEvalSettings) -> dict[str, Any]:
     if not settings.tasks:
         raise UsageError("axis lm-eval: name tasks, as in --axes lm-eval:arc_easy, or set axes.lm-eval.tasks")
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
-        raise InputError(f"axes.lm-eval.include_path {settings.include_path} is no folder")
+        raise InputError(f"axes.lm-eval.include_path {settings.include_path} is not a folder")
     return _loaded(settings.tasks, settings.include_path, settings.shots)
 
 

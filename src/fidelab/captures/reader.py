@@ -59,7 +59,7 @@ class HeadFile:
         bias = file.get("bias") if "bias" in file.names() else None
         shape = _shape(weight)
         if not (_is_float(weight) and len(shape) == 2 and 0 not in shape):
-            raise CaptureError(f"{self.path}: 'weight' is no matrix of numbers [vocabulary, width]; capture again")
+            raise CaptureError(f"{self.path}: 'weight' is not a matrix of numbers [vocabulary, width]; capture again")
         if bias is not None and not (_is_float(bias) and _shape(bias) == shape[:1]):
             raise CaptureError(f"{self.path}: 'bias' does not fit 'weight'; capture again")
         return to_float32(weight, copy=True), None if bias is None else to_float32(bias, copy=True)
@@ -182,7 +182,7 @@ class Capture:
             case _:
                 good = True
         if not good:
-            what = f"{name!r} of item {item} is no array of the kind it should be (its shape is {list(shape)})"
+            what = f"{name!r} of item {item} is not an array of the kind it should be (its shape is {list(shape)})"
             raise CaptureError(f"capture {self.folder}: {what}; delete the folder and capture again")
         return array
 
@@ -286,7 +286,7 @@ def _fault(capture: Capture, item: int) -> str:
     if not names:
         return "" if capture.items[item]["failed"] is not None else "has no answer"
     if not isinstance(capture.items[item]["failed"], str | None):
-        return "has a reason that is no text"
+        return "has a reason that is not a text"
     arrays = {name: capture.array(item, name) for name in names if not name.startswith(FIGURES)}
     shapes = {name: (one.bits if isinstance(one, BFloat16) else one).shape for name, one in arrays.items()}
     for name, one in arrays.items():

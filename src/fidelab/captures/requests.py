@@ -245,7 +245,7 @@ WAYS: Mapping[str, str] = {
     "decode": "the first ``size`` tokens are read at once, all others one by one through the cache",
     "prefix": "after a hit of ``size`` tokens, whole blocks, in the prefix cache; the same window was read before",
     "prefix-partial": "after a hit of ``size`` tokens that ends within a block; the same window was read before",
-    "prefix-other": "after a hit of ``size`` tokens that another request made, which goes on with ``others`` instead",
+    "prefix-other": "after a hit of ``size`` tokens that another request made, which continues with ``others`` instead",
     "prefix-generated": "after a hit of ``size`` tokens, of which the engine decoded the second half one by one",
     "batch": "together with ``others``, requests of other lengths",
     "evicted": "after the window was read, and its blocks were given to ``others``",

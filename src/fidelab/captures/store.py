@@ -181,7 +181,7 @@ def copy_capture(capture: Capture, folder: Path, key: Mapping[str, Any], asked: 
 
 def _folders(store: Path) -> Iterator[Path]:
     if not store.is_dir():
-        raise InputError(f"{store} is no folder of captures; name one with --captures-dir")
+        raise InputError(f"{store} is not a folder of captures; name one with --captures-dir")
     return find_captures(store)
 
 

@@ -210,7 +210,7 @@ def _widths(bits: str) -> list[int]:
 
     words = [word.strip() for word in bits.split(",")]
     if wrong := next((word for word in words if not (word.isdecimal() and len(word) < 4)), None):
-        raise UsageError(f"--bits: {wrong!r} is no width; write 8,7,6,5,4,3,2")
+        raise UsageError(f"--bits: {wrong!r} is not a width; write 8,7,6,5,4,3,2")
     return [int(word) for word in words]
 
 

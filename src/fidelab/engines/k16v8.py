@@ -121,7 +121,7 @@ def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
         if head_dim is not None and group is not None and int(group) < head_dim:
             return f"{kv.label}: the paged kernels have one scale for each token and head: write {name}"
         if head_dim is not None and _BITS[name] * head_dim % 8:
-            return f"{kv.label}: {name} packs two values into a byte; a head dimension of {head_dim} is no multiple"
+            return f"{kv.label}: {name} packs two values into a byte; a head dimension of {head_dim} is not a multiple"
     if head_dim is not None and arm.device != "cpu" and head_dim not in (known := _gpu_head_dims()):
         sizes = ", ".join(map(str, known))
         return f"{kv.label}: the GPU kernels take head dimensions of {sizes}; this model's is {head_dim}"

@@ -100,7 +100,7 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
         raise EngineError(f"engine {arm.engine} has no server whose settings can be read")
     said = read(client, log)
     if said is None:
-        raise EngineError(f"{client.root} is no server of engine {arm.engine}: look what listens there")
+        raise EngineError(f"{client.root} is not a server of engine {arm.engine}: look what listens there")
     found = [_kv_finding(arm, said)]
     standard = _STANDARD[arm.engine]
     options = {key: value for key, value in arm.options if key not in _OWN}

@@ -52,9 +52,9 @@ def json_object(option: str, text: str) -> Mapping[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{option}={text!r:.80} is no JSON ({error})") from None
+        raise UsageError(f"{option}={text!r:.80} is not JSON ({error})") from None
     if not isinstance(value, dict):
-        raise UsageError(f'{option}={text!r:.80} is no JSON object: write {{"method":"ngram", …}}')
+        raise UsageError(f'{option}={text!r:.80} is not a JSON object: write {{"method":"ngram", …}}')
     return value
 
 

@@ -104,7 +104,7 @@ def check_env(names: Iterable[str]) -> None:
         if _SECRET.fullmatch(name):
             raise UsageError(f"env.{name} cannot be set for an arm: keys and tokens are set for all of fidelab")
         if not _NAME.fullmatch(name):
-            raise UsageError(f"env.{name}: that is no name of an environment variable")
+            raise UsageError(f"env.{name}: that is not a name of an environment variable")
 
 
 def thread_variables(threads: int) -> dict[str, str]:

@@ -352,7 +352,7 @@ class _There(EngineAnswers):
             pass
         text = line[:80].decode("utf-8", "replace")
         raise EngineError(
-            f"{self._place} prints what is no answer ({text!r}): its prefix or start-up files must be silent"
+            f"{self._place} prints what is not an answer ({text!r}): its prefix or start-up files must be silent"
         )
 
     def _obituary(self, what: str) -> str:

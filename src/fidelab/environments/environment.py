@@ -241,7 +241,7 @@ def interpreter(python: str) -> str:
     """
     path = shutil.which(Path(python).expanduser()) if "~" in python else shutil.which(python)
     if path is None:
-        where = "is no program" if os.sep in python else "is not on PATH"
+        where = "is not a program" if os.sep in python else "is not on PATH"
         raise UsageError(f"--python {python}: {where}; name the interpreter of the engine's environment (…/bin/python)")
     return str(Path(path).absolute())
 

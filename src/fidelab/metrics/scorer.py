@@ -99,15 +99,15 @@ class TileScorer:
         return max(1, min(self._tile_rows // sides, min(_TILE_BYTES, free // _FREE_SHARE) // each))
 
     def _shrink(self, rows: int, sides: int, error: RuntimeError) -> None:
-        """Go on with smaller tiles, and with the CPU where one row is too much."""
+        """Continue with smaller tiles, and on the CPU where one row is too much."""
         cpu = self.device.type == "cpu"
         if rows > 1 and self._heads:
             self._tile_rows = rows // 2 * sides
-            self._say(f"{self.device} is out of memory: scoring goes on with {rows // 2} rows at a time")
+            self._say(f"{self.device} is out of memory: scoring continues with {rows // 2} rows at a time")
         elif cpu:
             raise MemoryError(f"scoring: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
         else:
-            self._say(f"{self.device} is out of memory: scoring goes on with the CPU")
+            self._say(f"{self.device} is out of memory: scoring continues on the CPU")
             self.device, self._tile_rows = torch.device("cpu"), _TILE_ROWS
             self._heads.clear()
         torch.cuda.empty_cache()

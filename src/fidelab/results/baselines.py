@@ -83,4 +83,4 @@ def read_run(run: Path) -> Report:
         raise InputError(f"{run}: there is no such run folder or report")
     if (run / CONFIG).is_file():
         return RunFolder.open(run).read_report()
-    raise InputError(f"{run} is no run folder: it holds no {REPORT}")
+    raise InputError(f"{run} is not a run folder: it holds no {REPORT}")

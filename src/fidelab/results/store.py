@@ -71,7 +71,7 @@ class RunFolder:
         """
         if not (path / CONFIG).is_file():
             what = "holds no config.resolved.yaml" if path.is_dir() else "does not exist"
-            raise InputError(f"{path} is no run folder: it {what}")
+            raise InputError(f"{path} is not a run folder: it {what}")
         try:
             text = read_file(path / CONFIG, _MOST_BYTES).decode("utf-8", "replace")
         except OSError as error:

@@ -56,7 +56,7 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, folder: Path, command: str = "fidelab compare") -> None:
-        super().__init__(f"stopped; go on with the run in {folder}")
+        super().__init__(f"stopped; resume the run in {folder}")
         self.folder = folder
         self.command = command
 
@@ -115,7 +115,7 @@ def first_replicate(folder: RunFolder) -> int:
     """
     text = _head(folder).get("replicate", "0")
     if not (text.isdecimal() and len(text) < 10):
-        raise InputError(f"{folder.config}: the head line 'replicate: {text}' is no number; mend or remove it")
+        raise InputError(f"{folder.config}: the head line 'replicate: {text}' is not a number; fix or remove it")
     return int(text)
 
 

@@ -249,7 +249,9 @@ def _model(name: str, cls: type[Engine]) -> str:
     if path.exists():
         return str(path)
     if form == "gguf":
-        raise InputError(f"{name} is no file here; this engine's server loads a .gguf file: name one with model=PATH")
+        raise InputError(
+            f"{name} is not a file here; this engine's server loads a .gguf file: name one with model=PATH"
+        )
     return name
 
 

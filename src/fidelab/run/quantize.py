@@ -144,7 +144,7 @@ def _identity(recipe: Recipe, files: list[Path]) -> str:
 def _prepare(work: Path, identity: str, resume: bool) -> None:
     state = work / "state.json"
     if work.exists() and not resume:
-        raise UsageError(f"{work} is left from an interrupted run: go on with --resume, or remove it")
+        raise UsageError(f"{work} is left from an interrupted run: resume it with --resume, or remove it")
     if resume:
         if not state.is_file():
             raise UsageError(f"{work}: there is nothing to resume")
@@ -214,7 +214,7 @@ def _worker(environment: Environment, work: Path, say: Callable[[str], None]) ->
     reason = last.get("failed") or f"it ended with {process.returncode} while {last.get('stage', 'starting')}"
     if process.returncode == 2 and "failed" in last:
         raise InputError(str(reason))
-    raise EngineError(f"{_TOOL}: {reason}; go on with --resume; log: {log}")
+    raise EngineError(f"{_TOOL}: {reason}; resume with --resume; log: {log}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

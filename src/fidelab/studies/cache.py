@@ -1,4 +1,4 @@
-"""What keys and values cost at each width: apart and together, in all layers, in one layer, in one head.
+"""Cost of keys and values at each width: apart and together, in all layers, in one layer, in one head.
 
 See docs/metrics.md#sensitivity-of-keys-and-values.
 """
@@ -67,7 +67,7 @@ _RIVALS = 6  # pairs of formats that a plan has to beat: those that take the mos
 
 @dataclass(frozen=True)
 class _Statistics:
-    """What one window says of keys and values: arrays by layer."""
+    """Statistics of keys and values in one window: arrays by layer."""
 
     windows: list[dict[str, Any]]
     k_bias: list[float | None]
@@ -339,7 +339,7 @@ def _format(text: str) -> Format:
 
 
 def _both(name: str) -> tuple[str, str]:
-    """What an engine's format makes of keys and of values."""
+    """Keys and values as an engine's format stores them."""
     spec = KVSpec.parse(name)
     k, v = (NATIVE if side.name in WIDE else str(side) for side in (spec.k, spec.v))
     return k, v

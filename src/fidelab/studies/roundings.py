@@ -190,7 +190,7 @@ def windows_of(prepared: Prepared, *, halves: bool) -> tuple[Prefill, Prefill | 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan chooses from: a format for every group.
+    """Choices of a plan: a format for every group.
 
     ``texts``: (group, format) → the cell that measured it; a native group costs nothing.  ``sizes``: [groups, formats];
     ``per``: what they are divided by to be shown in ``unit``.  ``option``: formats by group → the plan as one text.
@@ -236,7 +236,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Question(ABC):
-    """What is particular to one study of roundings; ``by``: what is rounded at a time."""
+    """Particulars of one study of roundings; ``by``: what is rounded at a time."""
 
     kind: ClassVar[StudyKind]
     request: ClassVar[type[Reweighted] | type[Recached]]
@@ -251,7 +251,7 @@ class Question(ABC):
 
     @abstractmethod
     def facts(self, found: Found) -> dict[str, Any]:
-        """What must be known of the model."""
+        """Facts that the study needs of the model."""
 
     @abstractmethod
     def findings(self, found: Found) -> tuple[Metric, ...]:
@@ -259,11 +259,11 @@ class Question(ABC):
 
     @abstractmethod
     def sentences(self, rows: Sequence[StudyRow], findings: Sequence[Metric]) -> Iterator[str]:
-        """What was found, in words."""
+        """Findings in words."""
 
     @abstractmethod
     def heatmap(self, rows: Sequence[StudyRow]) -> Heatmap:
-        """What there is to see."""
+        """Heat map of the losses."""
 
     @abstractmethod
     def arranged(self, rows: Sequence[StudyRow]) -> tuple[Sequence[StudyRow], int]:
@@ -479,7 +479,7 @@ def _plan_sentences(plan: StudyPlan, by: str) -> Iterator[str]:
 
 
 def _beyond(more: float, unit: str) -> str:
-    """What a rival takes, seen from the plan."""
+    """Size of a rival, seen from the plan."""
     if not more:
         return "the same bytes" if unit == "bytes" else "the same bits"
     amount = f"{abs(more) / 1024:,.0f} KiB" if unit == "bytes" else f"{format_figure(abs(more), '')} bits"

@@ -44,7 +44,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     (
         r"Failed to infer device type",
         "this vLLM finds no device that it is built for: install the build for this machine (fidelab setup install "
-        "vllm), or mend the GPU's driver",
+        "vllm), or fix the GPU's driver",
     ),
     (
         r"SGLang.*(No module named '(torchvision|sgl_kernel)'|libcuda\.so)",
@@ -99,7 +99,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"invalid magic characters|GGUF file is version \d+|invalid ggml type",
-        "this is no GGUF file, or of a version or a type that this llama.cpp does not read: use a newer one",
+        "this is not a GGUF file, or of a version or a type that this llama.cpp does not read: use a newer one",
     ),
     (
         r"not within the file bounds|wrong number of tensors|missing tensor '",

@@ -149,7 +149,7 @@ def decode(line: bytes) -> Message:
         if isinstance(message, Done):
             check_ran(message.ran)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise EngineError(f"the worker sent something that is no message ({error}): {line[:80]!r}") from None
+        raise EngineError(f"the worker sent something that is not a message ({error}): {line[:80]!r}") from None
     return message
 
 
@@ -164,7 +164,7 @@ def check_ran(ran: Mapping[str, Any]) -> None:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def check_text(value: Any, depth: int = 0) -> None:

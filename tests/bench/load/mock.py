@@ -77,7 +77,7 @@ class MockSettings:
     drop_rate: float = 0.0
     """Connection closed half-way."""
     invalid_json_rate: float = 0.0
-    """One event, or the answer, is no JSON."""
+    """One event, or the answer, is not JSON."""
     endless: bool = False
     """Streams never end."""
     no_usage: bool = False

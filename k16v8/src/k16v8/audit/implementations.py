@@ -86,7 +86,7 @@ def _function(name: str) -> Callable[..., Tensor]:
         raise UnknownNameError(f"function of {module}", attribute, known)
     found: Callable[..., Tensor] = getattr(held, attribute)
     if not callable(found):
-        raise UsageError(f"{name} is no function but {type(found).__name__}")
+        raise UsageError(f"{name} is not a function but {type(found).__name__}")
     return found
 
 

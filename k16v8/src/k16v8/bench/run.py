@@ -300,5 +300,5 @@ def check_device(device: torch.device, after: str) -> None:
             torch.cuda.synchronize()
         except RuntimeError as error:
             raise EngineError(
-                f"the GPU is unusable after {after}; what was measured is kept, go on with --resume"
+                f"the GPU is unusable after {after}; what was measured is kept, resume with --resume"
             ) from error

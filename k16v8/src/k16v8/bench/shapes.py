@@ -142,7 +142,7 @@ def cells(
     for what, sizes in (("length", lengths), ("prefix", prefixes), ("chunk", (chunk,) if prefixes else ())):
         for size in sizes:
             if size < 1 or size % page:
-                raise UsageError(f"{what} {size} is no multiple of the page, {page} tokens")
+                raise UsageError(f"{what} {size} is not a multiple of the page, {page} tokens")
     found = []
     for shape in dict.fromkeys(one.shape for one in geometries):
         found += [Cell("decode", shape, batch, tokens, 1, page) for batch in batches for tokens in lengths]

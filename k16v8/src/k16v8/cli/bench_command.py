@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=at_least(0.0, float), help="After which nothing more is begun.")
     add("--seed", type=at_least(0, int), default=0, help="Of the random inputs. [default: 0]")
     add("--output", type=Path, help="The record. [default: runs/kernels-DEVICE-TIME.json]")
-    add("--resume", type=Path, help="Go on with this record; what it holds is kept.")
+    add("--resume", type=Path, help="Resume this record. What it holds is kept.")
     add_operations(parser, "attention")
     add_json(parser)
 
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     measured = operations(options.operations)
     own, pairs, layouts = _checked(device, options.kernels, options.formats, options.layouts)
     if options.resume is not None and options.output is not None:
-        raise UsageError("--resume writes to the record that it goes on with; leave out --output")
+        raise UsageError("--resume writes to the record that it resumes; leave out --output")
     place, default = torch.device(device), _DEFAULTS[device]
     chosen, layered = (
         [geometry(name) for name in (options.geometry or names).split(",")] for names in (_GEOMETRIES, _LAYERS[device])

@@ -65,7 +65,7 @@ def render(record: dict[str, Any]) -> Iterator[str]:
         found = f"{goal['found']:.3g} at {goal['where']}" if goal["found"] is not None else goal["reason"]
         yield f"goal {goal['verdict']}: {goal['name']} ≥ {goal['wanted']:g} ({found})"
     if record["left_out"]:
-        yield f"{record['left_out']} measurements were left out for lack of time; go on with --resume"
+        yield f"{record['left_out']} measurements were left out for lack of time; resume with --resume"
 
 
 def _cells(title: str, found: list[dict[str, Any]]) -> str:

@@ -65,7 +65,7 @@ def at_least(least: Number, kind: Callable[[str], Number], most: float = math.in
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(
                 f"{text} is not {least} or more" if most == math.inf else f"{text} is not within {least} and {most:g}"

@@ -183,7 +183,7 @@ def _refusal(
         return f"{heads} query heads are no multiple of {kv_heads} KV heads"
     for name, dim in zip((k_format, v_format), dims, strict=True):
         if dim % storage(name).per_byte:
-            return f"{name} packs {storage(name).per_byte} values into a byte; head dimension {dim} is no multiple"
+            return f"{name} packs {storage(name).per_byte} values into a byte; head dimension {dim} is not a multiple"
     if not storage(k_format).quantized and storage(k_format).dtype != dtype:
         return f"keys are {k_format} and queries {str(dtype).removeprefix('torch.')}: both must be of one type"
     return None

@@ -149,7 +149,7 @@ class Formats:
             if side.name in _16_BIT.values() and side.name != native:
                 return f"copies {side.name} as it is, the model computes in {native}: write {native} or native"
             if _BITS[side.name] * dim % 8:
-                return f"packs two {side.name} into a byte, which a head dimension of {dim} is no multiple of"
+                return f"packs two {side.name} into a byte, which a head dimension of {dim} is not a multiple of"
         if self.content_bytes(head_dim, v_dim) % 2:
             return f"takes {self.content_bytes(head_dim, v_dim)} bytes for a head's token, which pages cannot align"
         if beyond := [layer for layer in self.skip_layers if layer >= layers]:

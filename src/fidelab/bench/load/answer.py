@@ -80,7 +80,7 @@ def _read_events(exchange: Exchange, data: list[bytes]) -> list[bool]:
         if not isinstance(event, dict):
             shown = text.decode("utf-8", "replace").strip()
             exchange.error = "invalid-json"
-            exchange.detail = f"event {len(carries) + 1} is no JSON object: {shown}"
+            exchange.detail = f"event {len(carries) + 1} is not a JSON object: {shown}"
             break
         carried = False
         if choices := event.get("choices"):

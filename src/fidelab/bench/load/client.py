@@ -330,7 +330,7 @@ class _Client:
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return "connect", f"no connection within {self._target.connect_timeout:g} s"
         if isinstance(error, aiohttp.InvalidURL | UnicodeError):  # of a host that DNS cannot spell
-            return "connect", "this is no URL"
+            return "connect", "this is not a URL"
         if isinstance(error, aiohttp.ClientConnectorError):
             return "connect", error.os_error.strerror or str(error.os_error)
         if isinstance(error, TimeoutError):

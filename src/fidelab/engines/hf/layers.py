@@ -86,7 +86,7 @@ def _states(layers: Sequence[Any], first: int, last: int) -> Iterator[list[tuple
     def keep(number: int, output: Any) -> None:
         x = output[0] if isinstance(output, tuple) else output
         if not isinstance(x, Tensor) or x.ndim != 3:
-            raise NotSupportedError(f"what passes layer {max(0, number - 1)} is no state of every token")
+            raise NotSupportedError(f"what passes layer {max(0, number - 1)} is not a state of every token")
         states.append((number, x[0, first : last + 1].detach().clone()))  # a view would keep all rows
 
     def before(_module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -98,7 +98,7 @@ class Reweighing:
         chosen = assigned(self._weights, rules, text)
         outside = next((weight.name for weight, _ in chosen if weight.layer is None), None)
         if outside is not None:
-            raise NotSupportedError(f"weights={text}: {outside} is no weight of a decoder layer: run it as an arm")
+            raise NotSupportedError(f"weights={text}: {outside} is not a weight of a decoder layer: run it as an arm")
         if any(weight.tensor.is_meta for weight, _ in chosen):
             raise NotSupportedError(f"weights={text}: these weights are kept on disk, where they cannot be rounded")
         if not self._model.hidden:
@@ -208,7 +208,7 @@ class _Rounds:
             if head and any(side is not None and side.has_exceptions for side in (sides.k, sides.v)):
                 raise UsageError(f"kv={text}: options sinks, tail and axis=channel are for whole layers")
             if layer != "*" and not (layer.isdecimal() and int(layer) < layers and (not head or head.isdecimal())):
-                raise UsageError(f"kv={text}: {place!r} is no layer of 0–{layers - 1}, and no layer.head")
+                raise UsageError(f"kv={text}: {place!r} is not a layer of 0–{layers - 1}, and no layer.head")
             for number in range(layers) if layer == "*" else [int(layer)]:
                 self.places[number, int(head) if head else None] = sides
         self.first = min((layer for layer, _ in self.places), default=0)

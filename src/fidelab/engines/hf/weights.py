@@ -88,7 +88,7 @@ def parse_rules(text: str) -> tuple[WeightRule, ...]:
         for pattern in (pattern for each in patterns.values() for pattern in each):
             if not _PATTERN.fullmatch(pattern):
                 raise UsageError(
-                    f"weights={text}: {pattern!r} is no pattern; write layers (7 or 0-3) or parts of names, such as "
+                    f"weights={text}: {pattern!r} is not a pattern; write layers (7 or 0-3) or parts of names, such as "
                     "down_proj, self_attn or lm_head"
                 )
         rules.append(WeightRule(spec.without("only", "skip"), **patterns))

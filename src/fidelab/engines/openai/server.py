@@ -53,7 +53,7 @@ def identify(client: Client, asked: str | None) -> Server:
     name = asked or names[0]
     if asked is None and not _is_name(name, client):
         raise EngineError(
-            f"{client.api} names its model by what is no name ({shown or 'nothing'}): look what it is, "
+            f"{client.api} names its model by what is not a name ({shown or 'nothing'}): look what it is, "
             "or name one by --engine-arg model=NAME"
         )
     match _KINDS.get(owner):

@@ -1,0 +1,62 @@
+"""Plain English in the source: the worst patterns of translated text stay out of docstrings and messages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+IN_DOCSTRINGS = re.compile(r"\AWhat (?!if\b)")
+ANYWHERE = re.compile(
+    r"\bgo(?:es|ne)? on with\b|\b(?:leave|leaves|left|leaving) (?:it |them )?away\b|\bof ours\b|\bmend(?:s|ed|ing)?\b"
+    r"|(?<!there )\bis no (?!longer|more|less|such|larger|smaller|better|worse)",
+    re.IGNORECASE,
+)
+
+
+def _texts(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line, text and whether it is a docstring, of every string that holds a word and a space."""
+    tree = ast.parse(path.read_text("utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, documented) and node.body]
+    docstrings = {id(body[0].value) for body in bodies if isinstance(body[0], ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value, id(node) in docstrings
+
+
+def faults(path: Path) -> list[str]:
+    """Each bad pattern of a file with its line."""
+    found = []
+    for line, text, documents in _texts(path):
+        if documents and IN_DOCSTRINGS.search(text):
+            found.append(f"{path.name}:{line}: docstring begins with 'What'")
+        found += [f"{path.name}:{line}: {bad[0]!r}" for bad in ANYWHERE.finditer(text)]
+    return found
+
+
+@pytest.mark.parametrize("source", ["src", "k16v8/src"])
+def test_no_translated_pattern_is_in_docstrings_and_messages(source: str) -> None:
+    files = sorted((ROOT / source).rglob("*.py"))
+    assert files
+    assert [fault for path in files for fault in faults(path)] == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        '"""What a run costs."""',
+        'raise ValueError("x is no number")',
+        'print("go on with --resume")',
+        'note = "the run is gone on with"',
+        'print("leave it away")',
+        'print("mend the file")',
+    ],
+)
+def test_each_planted_pattern_is_found(planted: str, tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(planted + "\n")
+    assert len(faults(tmp_path / "planted.py")) == 1
