@@ -88,7 +88,7 @@ def test_blocks_are_read_as_gguf_reads_them(name: str) -> None:
 
 
 def test_other_layouts_of_one_size_are_no_parts_of_a_format() -> None:
-    with pytest.raises(ValueError, match="no parts of q8_0"):
+    with pytest.raises(ValueError, match="not parts of q8_0"):
         values_of("q8_0", (torch.zeros(1, 1, 1, 32, dtype=torch.uint8),), 32)
     assert names_of((torch.zeros(1, 1, 1, 31),), 32, torch.zeros(1, 1, 1, 32)) == []
 
