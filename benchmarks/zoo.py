@@ -26,14 +26,16 @@ ENGINES = {"hf": "Transformers", "llamacpp": "llama.cpp", "vllm": "vLLM", "sglan
 INTRODUCTION = """\
 # KV formats side by side
 
-This page compares the KV cache formats of the installed engines on the same text, on three models: SmolLM2-135M
-(robust), a copy of it that computes the same with outliers in its keys (`fidelab checkpoint make-fragile`), and
-Gemma 3 270M. Most layers of the last see 512 tokens. KLD is the mean KL divergence in nats from the same engine's
-16-bit cache, with its 95% interval. Compare within a table: engines compute in different types (Transformers here
-in float32, vLLM and SGLang in bfloat16). `≈` marks a row that the paired test cannot tell from the row above.
-*Frontier*: no format of the engine that takes as few bytes is closer. Bytes are those of an encoded token: KIVI and
-the KVarN-like format keep the last 64 tokens in 16 bits besides (the latter also the first 4), an eighth of these
-windows, which flatters them. These are small models on a CPU. Measure your model before you decide.
+This page compares the KV cache formats of the installed engines on the same text. There are three models: SmolLM2-135M
+(robust), a copy of it that computes the same with outliers in its keys (`fidelab checkpoint make-fragile`), and Gemma 3
+270M, most of whose layers see 512 tokens. They are small and ran on a CPU: measure your model before you decide.
+
+- **KLD** is the mean KL divergence in nats from the same engine's 16-bit cache, with its 95% interval.
+- **≈** marks a row that the paired test cannot tell from the row above.
+- **Frontier**: no format of the engine that takes as few bytes is closer.
+- **Bytes** are those of an encoded token. KIVI and the KVarN-like format also keep the last 64 tokens in 16 bits, the
+  latter the first 4 as well. That is an eighth of these windows and flatters them.
+- **Compare within a table.** Engines compute in different types: Transformers in float32, vLLM and SGLang in bfloat16.
 
 Measured on {date} with fidelab {version}. Regenerate the page with `make zoo`.
 """
