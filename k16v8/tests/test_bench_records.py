@@ -241,7 +241,7 @@ def test_the_table_names_what_was_not_measured_and_why(monkeypatch: pytest.Monke
     [
         (("--geometry", "llama-3.1-8"), "did you mean 'llama-3.1-8b'"),
         (("--formats", "16/4"), "unknown formats '16/4'"),
-        (("--lengths", "100"), "no multiple of the page"),
+        (("--lengths", "100"), "not a multiple of the page"),
         (("--lengths", "x"), "--lengths 'x'"),
         (("--device", "tpu"), "there are cpu and cuda"),
         (("--kernels", "triton"), "need a GPU"),
