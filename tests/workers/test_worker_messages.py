@@ -55,7 +55,7 @@ messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(Captured, index=number, path=text, seconds=seconds),
     st.builds(ProbeFailed, index=number, reason=text),
     st.builds(Failed, kind=st.sampled_from([str(status) for status in Status]), reason=text),
-    st.builds(Done, ran=plain),
+    st.builds(Done, ran=plain.map(lambda ran: {f"further {key}": value for key, value in ran.items()})),
 )
 
 
