@@ -22,22 +22,22 @@ _INTRODUCTION = """\
 # Failures of checkpoints
 
 What goes wrong with quantized checkpoints, how it shows, where it comes from, and what finds it. This page is made
-from the rules of [`fidelab checkpoint audit`](checkpoints.md#audit) (`python -m fidelab.checkpoints.catalogue`): what
-is listed here is looked for, and what is looked for is listed here. `broken` and `suspicious` say what a finding
-makes of the verdict; `information` leaves it as it is.
+from the rules of [`fidelab checkpoint audit`](checkpoints.md#audit) (`python -m fidelab.checkpoints.catalogue`). It
+lists every rule of the audit. `broken` and `suspicious` are the verdict that a finding gives. `information` does not
+change the verdict.
 """
 _BEYOND = """\
 ## What files do not show
 
-Kernels, parsers, calibration texts and engines also fail with checkpoints that are whole, which only a run tells:
+Kernels, parsers, calibration texts and engines also fail with intact checkpoints. Only a run shows that:
 
-- Noise after some tens of tokens, or beyond a length of context: too few bits in the sums or softmax weights of a
-  kernel, or a lost window of attention. `fidelab diagnose attention MODEL` compares attention with float64, and
+- Noise after some tens of tokens, or beyond a length of context. A kernel has too few bits in its sums or softmax
+  weights, or a lost window of attention. `fidelab diagnose attention MODEL` compares attention with float64, and
   `fidelab diagnose layers` [layer with layer](diagnosis.md#which-layer).
 - A loss with an FP8 KV cache at long contexts: unit scales, or scales that one of the kernels leaves out.
-  `fidelab compare MODEL --control full` at that length tells [format from kernel](diagnosis.md#format-or-kernel).
+  `fidelab compare MODEL --control full` at that length separates [format from kernel](diagnosis.md#format-or-kernel).
 - Thinking that never ends, empty answers: calibration without such texts, or a parser of reasoning that does not fit.
-  `fidelab compare --axes trajectory,degeneration` let both arms write and compare what came.
+  `fidelab compare --axes trajectory,degeneration` compares the texts of both configurations.
 """
 
 

@@ -116,12 +116,12 @@ def _settings_page() -> str:
     from fidelab.bench import BENCHES
 
     parts = [
-        "# Settings of axes and benches",
+        "# Settings of tests and benches",
         _HEADER.strip(),
-        "Given as `--set axes.AXIS.SETTING=VALUE` and `--set benches.BENCH.SETTING=VALUE`, or in a file under `axes:` "
-        "and `benches:`. [Metrics](../metrics.md) defines what each measures.",
+        "Given as `--set axes.TEST.SETTING=VALUE` and `--set benches.BENCH.SETTING=VALUE`, or in a file under `axes:` "
+        "and `benches:`. [Metrics](../metrics.md) defines each of them.",
     ]
-    for kind, registry in (("Axis", AXES), ("Bench", BENCHES)):
+    for kind, registry in (("Test", AXES), ("Bench", BENCHES)):
         for name in registry.built_in:
             schema = registry.load(name).Settings.model_json_schema(by_alias=True)
             parts += [f"## {kind} {name}", _fields_table(schema, "setting")]
@@ -145,43 +145,43 @@ def _file_pages() -> dict[str, str]:
     return {
         "experiment.md": _schema_page(
             "Experiment files",
-            "What `fidelab compare -f FILE` reads; every run leaves one, `config.resolved.yaml`. "
+            "Input of `fidelab compare -f FILE`. Every run writes one, `config.resolved.yaml`. "
             "Unknown keys are refused with the nearest known one.",
             {"Experiment": of(Experiment), "Preset": of(Preset), "Cross-engine comparison": of(CrossEngine)},
         ),
         "profile.md": _schema_page(
-            "Profile files", "What `fidelab reproduce FILE --trust FILE` reads.", {"Profile": of(Profile)}
+            "Profile files", "Input of `fidelab reproduce FILE --trust FILE`.", {"Profile": of(Profile)}
         ),
         "recipe.md": _schema_page(
             "Recipes",
-            "What `fidelab checkpoint quantize --recipe FILE` reads ([quantize](../checkpoints.md#quantize)).",
+            "Input of `fidelab checkpoint quantize --recipe FILE` ([quantize](../checkpoints.md#quantize)).",
             {"Recipe": of(Recipe)},
         ),
         "report.md": _schema_page(
             "report.json",
-            "What a run leaves. The JSON Schema is `schema/fidelab.report-1.schema.json`; "
-            "fields are only added within a version.",
+            "The record of a run. The JSON Schema is `schema/fidelab.report-1.schema.json`. "
+            "Fields are only added within a version.",
             {"Report": Report.json_schema()},
             written=True,
         ),
         "study.md": _schema_page(
             "study.json",
-            "What `fidelab diagnose sensitivity` and `fidelab diagnose layers` leave. The JSON Schema is "
-            "`schema/fidelab.study-0.schema.json`; fields that have their default are left out.",
+            "The record of `fidelab diagnose sensitivity` and `fidelab diagnose layers`. The JSON Schema is "
+            "`schema/fidelab.study-0.schema.json`. Fields that have their default are left out.",
             {"Study": Study.json_schema()},
             elsewhere=Report.json_schema()["$defs"],
         ),
         "receipt.md": _schema_page(
-            "Receipts",
-            "The lines of what `fidelab share publish` writes ([receipts](../sharing.md#receipts)). Records that are "
-            "not listed here are those of [report.json](report.md).",
+            "Verifiable results",
+            "The lines of a file of `fidelab share publish` ([verifiable results](../sharing.md#verifiable-results)). "
+            "Records that are not listed here are those of [report.json](report.md).",
             {"Lines": json_schema()},
             elsewhere=Report.json_schema()["$defs"],
             written=True,
         ),
         "reference.md": _schema_page(
             "Packed references",
-            "The `manifest.json` of what `fidelab share reference` writes ([references](../sharing.md#references)). "
+            "The `manifest.json` of a pack of `fidelab share reference` ([references](../sharing.md#references)). "
             "The JSON Schema is `schema/fidelab.reference-0.schema.json`.",
             {"Manifest": reference.json_schema()},
             elsewhere=Report.json_schema()["$defs"],

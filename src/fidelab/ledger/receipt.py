@@ -1,4 +1,4 @@
-"""Receipts: results of a run as JSON lines that another machine verifies.  See docs/sharing.md#receipts.
+"""Receipts: results of a run as JSON lines that another machine verifies.  See docs/sharing.md#verifiable-results.
 
 A line is canonical JSON (keys sorted, no blanks).  ``hash`` is the SHA-256 of the line without it, ``previous`` the
 hash of the line before, so that one altered digit breaks the chain.  A recomputed chain is detected by computing the
