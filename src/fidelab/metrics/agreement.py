@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 NEAR_TIE = 0.1
-"""Margin (nats) under which a divergence is a near tie.  See docs/metrics.md#real-flips."""
+"""Margin (nats) under which a divergence is a near tie.  See docs/metrics.md#confident-flips."""
 
 
 @dataclass(frozen=True)

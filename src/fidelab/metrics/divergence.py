@@ -28,7 +28,7 @@ Estimate = tuple[float | None, Interval | None]
 Bools = NDArray[np.bool_]
 
 REAL_FLIP = 0.1
-"""Nats: a smaller margin of the reference is a near tie.  See docs/metrics.md#real-flips."""
+"""Nats: a smaller margin of the reference is a near tie.  See docs/metrics.md#confident-flips."""
 
 TOP = 10
 """Tokens of each side whose overlap is counted."""

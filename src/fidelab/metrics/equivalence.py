@@ -1,4 +1,4 @@
-"""Equivalence certificates: is a loss shown to be smaller than a margin?  See docs/metrics.md#equivalence-certificate.
+"""Equivalence certificates: is a loss shown to be smaller than a margin?  See docs/metrics.md#non-inferiority-test.
 
 "No difference was seen" says nothing about a loss that the sample is too small to see.  A certificate turns the
 question round: the null hypothesis is a loss of the margin or more, and the claim holds where a one-sided test at
@@ -49,7 +49,7 @@ EARLY_REACH = 1.3
 """How much farther the upper end of a mean reaches at an early look: in its small tail, skew that few clusters do not
 show errs three times as often as it may (docs/metrics.md#looks)."""
 MARGIN = 0.01
-"""Default margin of a loss of accuracy: one point (docs/metrics.md#equivalence-certificate)."""
+"""Default margin of a loss of accuracy: one point (docs/metrics.md#non-inferiority-test)."""
 KL_MARGIN = 0.01
 """Default margin of the mean KL, nats: the edge of the band EXCELLENT."""
 
@@ -76,7 +76,7 @@ class FlipCounts:
 
     ``p``: McNemar's exact test, which takes items as independent.  ``mid_p``: its mid-p, which is less cautious.
     ``p_clusters``: the exact sign test over the clusters that lose more than they win or the reverse.
-    See docs/metrics.md#equivalence-certificate.
+    See docs/metrics.md#non-inferiority-test.
     """
 
     n: int
@@ -90,7 +90,7 @@ class FlipCounts:
 def flip_counts(ref: ArrayLike, test: ArrayLike, clusters: ArrayLike) -> FlipCounts:
     """Harmful and beneficial flips of ``n`` items: ``ref``, ``test`` [n] are 1 where that side is right, else 0.
 
-    See docs/metrics.md#equivalence-certificate.
+    See docs/metrics.md#non-inferiority-test.
     """
     lost = np.asarray(ref, dtype=np.float64) - np.asarray(test, dtype=np.float64)
     sums = RatioItems.of(lost, 1.0, clusters).by_cluster().num
@@ -110,7 +110,7 @@ class Loss:
     """One quantity that must stay below ``margin``: a ratio of sums, or the difference of two (``items − less``).
 
     ``bounds``, ``proportion`` as in :func:`~fidelab.metrics.intervals.ratio_interval`.  See
-    docs/metrics.md#equivalence-certificate.
+    docs/metrics.md#non-inferiority-test.
     """
 
     key: Key
@@ -218,7 +218,7 @@ class Claim:
     ``interval``: at the level of the test.  ``detectable``: the smallest true loss that a sample of this size would
     find with probability :data:`POWER`; ``clusters_needed``: how many clusters like these would show the claim with
     that probability if the loss is what was measured.  ``equivalent``: both ends of the interval lie within ± margin.
-    See docs/metrics.md#equivalence-certificate.
+    See docs/metrics.md#non-inferiority-test.
     """
 
     key: Key
@@ -237,7 +237,7 @@ class Claim:
 class Judgement:
     """One arm's certificate on one axis: it holds where all its claims do.
 
-    See docs/metrics.md#equivalence-certificate.
+    See docs/metrics.md#non-inferiority-test.
     """
 
     state: State
@@ -256,7 +256,7 @@ def certify(losses: Sequence[Loss], seed: int = 0) -> Judgement:
     """The certificate of one arm: each of its claims, of which there is one at least, is tested at :data:`ALPHA`.
 
     Below :data:`MIN_CLUSTERS` nothing holds but an output without any difference.
-    See docs/metrics.md#equivalence-certificate.
+    See docs/metrics.md#non-inferiority-test.
     """
     claims = tuple(_claim(loss, seed) for loss in losses)
     states = {claim.state for claim in claims}

@@ -112,7 +112,7 @@ def detectable_loss(sd: float, n: int, level: float, power: float, *, cost: bool
     """The smallest true loss that a one-sided test at ``level`` over n ≥ 2 clusters finds with probability ``power``.
 
     ``(t(1 − level; n − 1) + t(power; n − 1)) · sd / √n``; of a ``cost`` the first t is wider, as its interval is.
-    See docs/metrics.md#equivalence-certificate.
+    See docs/metrics.md#non-inferiority-test.
     """
     reach = critical_value(n, 1 - 2 * level, cost=cost, upper=True) + float(special.stdtrit(n - 1, power))
     return reach * sd / math.sqrt(n)
@@ -121,7 +121,7 @@ def detectable_loss(sd: float, n: int, level: float, power: float, *, cost: bool
 def clusters_to_certify(sd: float, room: float, level: float, power: float, *, cost: bool = False) -> int:
     """The least number of clusters, 2 at least, with which a loss that lies ``room`` > 0 below its margin is shown to.
 
-    By a one-sided test at ``level``, with probability ``power``.  See docs/metrics.md#equivalence-certificate.
+    By a one-sided test at ``level``, with probability ``power``.  See docs/metrics.md#non-inferiority-test.
     """
     least = _least(lambda n: detectable_loss(sd, n, level, power, cost=cost) <= room)
     return math.ceil(_RESAMPLED * least) if cost else least

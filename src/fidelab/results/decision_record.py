@@ -15,7 +15,7 @@ Confidence = Literal["confirmed", "likely", "preliminary"]
 
 
 class CertificateClaim(Record):
-    """One claim: the loss lies below the margin.  See docs/metrics.md#equivalence-certificate."""
+    """One claim: the loss lies below the margin.  See docs/metrics.md#non-inferiority-test."""
 
     key: Key
     """The loss: ``mean_kl``, ``probability_loss`` (accuracy when sampling), ``accuracy_loss`` or ``changed_tokens``."""
