@@ -30,7 +30,6 @@ KERNELS = ("diagnose attention",)
 _PRESET = ("serve start", "serve show", "serve check")
 OTHERS = {
     "--contexts": {"bench capacity": "where the server ends"},
-    "--goodput": {"bench capacity": "when a load is too much"},
     "--random-output-len": {"bench capacity": "one number"},
     "--all": {"serve stop": "servers, not metrics"},
     "--base-url": {
