@@ -19,7 +19,6 @@ from fidelab.cli.output import guard_streams, open_console
 from fidelab.engines.openai.http import Client
 from fidelab.report.html import render_html, render_notebook
 from fidelab.report.markdown import render_markdown
-from fidelab.report.standalone import draw_charts
 from tests.bench.load.mock import MockServer, MockSettings
 from tests.bench.load.sse_server import Talk, serve, sized
 from tests.report.hostile import hostile_report as filled_report
@@ -74,7 +73,6 @@ def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("report", "runs/run"),
         ("report", "runs/run", "--plot"),
         ("report", "runs/run", "--markdown"),
-        ("report", "runs/run", "--format", "svg", "-o", "figures"),
         ("check", "runs/run", "--all", "--max-kld", "0.01", "--baseline", "runs/before"),
         ("check", "runs/before", "--all", "--baseline", "runs/run", "--markdown"),
         ("check", "runs/run", "--all", "--baseline", "runs/run"),
@@ -115,8 +113,6 @@ def test_json_escapes_what_cannot_be_printed_and_loses_nothing(words: tuple[str,
 def test_no_file_of_a_report_holds_what_a_terminal_obeys(report: object) -> None:
     for text in (render_html(report), render_notebook(report), render_markdown(report)):  # type: ignore[arg-type]
         seen(text)
-    for svg in draw_charts(report, 900).values():  # type: ignore[arg-type]
-        seen(svg)
 
 
 def test_a_run_with_hostile_names_texts_and_logs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ MOVED_COMMANDS: Mapping[str, str] = {
     "score": "fidelab compare --only score --reference DIR --candidate DIR",
     "diff": "fidelab check RUN --baseline RUN",
     "rescore": "fidelab report RUN --rescore",
-    "charts": "fidelab report RUN --format svg -o FOLDER",
+    "charts": "fidelab report RUN, whose report.html has them",
     "export": "fidelab report RUN --format FORMAT, or --markdown",
     "plan-size": "fidelab plan RUN",
     "baseline": "fidelab runs baseline NAME RUN",
