@@ -71,7 +71,6 @@ def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     "words",
     [
         ("report", "runs/run"),
-        ("report", "runs/run", "--plot"),
         ("report", "runs/run", "--markdown"),
         ("check", "runs/run", "--all", "--max-kld", "0.01", "--baseline", "runs/before"),
         ("check", "runs/before", "--all", "--baseline", "runs/run", "--markdown"),
@@ -138,7 +137,7 @@ def test_a_run_with_hostile_names_texts_and_logs(tmp_path: Path) -> None:
     done = shown("compare", "-f", "experiment.yaml", cwd=folder)
     assert "tilt" in done.out, done
     run = done.folder
-    for words in (("report", run, "--plot"), ("report", "--rescore", run), ("plan", run)):
+    for words in (("report", run), ("report", "--rescore", run), ("plan", run)):
         shown(*words, cwd=folder)
     json.loads(shown("report", run, "--json", cwd=folder).out)
     seen((run / "report.html").read_text("utf-8"))

@@ -76,7 +76,7 @@ def report(
     from fidelab.results.store import RunFolder
 
     show.check()
-    shown = {"--json": show.as_json, **{f"--{name}": getattr(show, name) for name in ("details", "plot", "markdown")}}
+    shown = {"--json": show.as_json, **{f"--{name}": getattr(show, name) for name in ("details", "markdown")}}
     shown["--rescore"] = rescore
     asked = limits.settings().get("limits")
     if form is not None:

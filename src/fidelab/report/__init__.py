@@ -5,5 +5,5 @@ table, ``sections`` into one section per axis and bench, by the one path of ``ta
 holds single strings, ``numbers`` every number format.  The faces only lay them out.  ``sentence`` gives the advice on a
 candidate in one line.  For pages: ``plots`` (which lines a chart shows), ``gallery`` (all charts),
 ``scales``, ``labels``, ``charts``, ``frontier`` and ``heatmap`` (geometry), ``positions`` (figures of single
-positions).
+positions), ``standalone`` (the frontier as a file).
 """

@@ -1,0 +1,56 @@
+"""The frontier of a report as a separate SVG file, for documents.
+
+It holds its own style in which all colours are plain values (those of the light page) and the font is generic, so
+that any program shows it; the ground is white.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from markupsafe import Markup
+
+from fidelab.report.charts import element, text
+from fidelab.report.html import templates
+from fidelab.report.plots import frontier
+from fidelab.report.view import build_view
+from fidelab.results.numbers import printable
+from fidelab.results.record import Report
+
+TOP = 32.0  # height of the title
+
+
+def frontier_svg(report: Report, width: int) -> str | None:
+    """The wide drawing under its title, ``width`` pixels wide; ``None`` where no arm has both a KLD and a size."""
+    plot = frontier(report, build_view(report))
+    if plot is None:
+        return None
+    chart = plot.charts[0]
+    parts = [
+        element("title", plot.title),
+        element("style", Markup(_style())),
+        element("rect", width="100%", height="100%", fill="#ffffff"),
+        text(4, 24, plot.title, style="title"),
+        element("g", chart.body, transform=f"translate(0 {TOP:g})"),
+    ]
+    tall = TOP + chart.size.height
+    attributes = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {chart.size.width} {tall:g}"}
+    height = round(width * tall / chart.size.width)
+    return printable(element("svg", *parts, class_="chart", role="img", width=width, height=height, **attributes))
+
+
+@cache
+def _style() -> str:
+    """The page's rules for charts, their variables replaced by what they hold."""
+    page = templates().get_template("report.css.j2").render()
+    light = page.partition("@media")[0]
+    colours = {**dict(re.findall(r"--(\w+): (#\w+)", light)), "sheet": "#ffffff"}
+    keys = re.findall(r"[.\w, ]+ \{ --key: [^}]+\}", page)
+    rules = "\n".join([*keys, templates().get_template("charts.css.j2").render().strip()])
+    # what an arm's colour is called: few programs know variables, all know the current colour
+    rules = re.sub(r"--(?:own|key):", "color:", rules)
+    rules = re.sub(r"var\(--(?:own|key)\)", "currentColor", rules)
+    rules = re.sub(r"var\(--(\w+)\)", lambda variable: colours[variable[1]], rules)
+    title = f".title {{ fill: {colours['ink']}; font-size: 15px; font-weight: 600; }}"
+    return f"{rules}\n{title}".replace("system-ui, sans-serif", "sans-serif")

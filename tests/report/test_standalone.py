@@ -1,0 +1,40 @@
+"""The frontier as a file: whole SVG with plain colours."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from fidelab.report.standalone import frontier_svg
+from fidelab.results.record import Report
+from tests.report.sample import hostile_report, many_arms
+from tests.report.sample_benches import bench_report, rich_report
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("report", [rich_report(), hostile_report(), many_arms(12)], ids=["rich", "hostile", "many"])
+def test_the_file_is_xml_with_plain_colours_and_nothing_that_runs_or_is_fetched(report: Report) -> None:
+    svg = frontier_svg(report, 900)
+    assert svg is not None
+    root = ElementTree.fromstring(svg)
+    assert (root.tag, root.get("width")) == (f"{SVG}svg", "900")
+    tags = {element.tag.removeprefix(SVG) for element in root.iter()}
+    assert tags <= {"svg", "title", "style", "rect", "text", "g", "line", "path", "circle"}
+    assert not [name for element in root.iter() for name in element.attrib if name.startswith("on") or "href" in name]
+    style = root.find(f"{SVG}style")
+    assert style is not None
+    assert style.text is not None
+    assert not re.search(r"var\(|--|system-ui|url\(|@", style.text)
+
+
+def test_every_class_that_is_drawn_in_colour_has_a_rule() -> None:
+    style = (frontier_svg(rich_report(), 900) or "").split("</style>")[0]
+    for rule in (".s0 { color: #0f68b0; }", ".stroke.reference", ".swatch.plain", ".d1 path", ".excellent, .identical"):
+        assert rule in style
+
+
+def test_no_file_where_no_arm_has_a_kld() -> None:
+    assert frontier_svg(bench_report(), 900) is None
