@@ -303,9 +303,7 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(words: tuple[str, ...], room
     assert "nowhere is not a run folder: it does not exist" in refused(*words, "nowhere", cwd=room)
 
 
-@pytest.mark.parametrize(
-    "words", ["report --rescore", "report", "compare --resume", "report --format hub -o out", "runs baseline main"]
-)
+@pytest.mark.parametrize("words", ["report --rescore", "report", "compare --resume", "report --format hub -o out"])
 def test_a_run_of_another_kind_is_not_sent_in_a_circle(words: str, room: Path) -> None:
     (room / "config.resolved.yaml").write_text("# command: fidelab diagnose layers m\nmodel: m\nkind: layers\n")
     said = refused(*words.split(), ".", cwd=room)

@@ -26,8 +26,6 @@ COMMANDS = [
     ("runs",),
     ("runs", "list"),
     ("runs", "show"),
-    ("runs", "baseline"),
-    ("runs", "baselines"),
     ("plan",),
     ("bench",),
     ("bench", "offline"),

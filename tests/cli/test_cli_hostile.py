@@ -75,8 +75,6 @@ def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("check", "runs/run", "--all", "--max-kld", "0.01", "--baseline", "runs/before"),
         ("check", "runs/before", "--all", "--baseline", "runs/run", "--markdown"),
         ("check", "runs/run", "--all", "--baseline", "runs/run"),
-        ("runs", "baseline", "main", "runs/run", "--force"),
-        ("runs", "baselines"),
         ("report", "--rescore", "runs/run"),
         ("plan", "runs/run"),
         ("compare", "--resume", "runs/run"),
@@ -94,13 +92,10 @@ def test_no_command_prints_what_a_terminal_obeys(words: tuple[str, ...], room: P
     [
         ("report", "runs/run", "--json"),
         ("check", "runs/run", "--all", "--max-kld", "1", "--json", "-"),
-        ("runs", "baselines", "--json"),
     ],
     ids=" ".join,
 )
 def test_json_escapes_what_cannot_be_printed_and_loses_nothing(words: tuple[str, ...], room: Path) -> None:
-    if words[0] == "runs":
-        cli("runs", "baseline", "main", "runs/run", "--force", cwd=room)
     done = shown(*words, cwd=room)
     found = json.loads(done.out)
     if words[0] == "report":

@@ -65,7 +65,7 @@ OTHERS = {
     },
     "--image": {"doctor": "what is examined instead", "setup engines": "what is listed instead"},
     "--floor": {"diagnose layers": "captures all again, not a quarter"},
-    "--force": {"runs baseline": "replaces a baseline", "serve start": "starts a server"},
+    "--force": {"serve start": "starts a server"},
     "--kv": {
         "bench capacity": "formats of servers that are started",
         "estimate model": "formats of no run",

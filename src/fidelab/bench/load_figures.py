@@ -93,7 +93,7 @@ class Latency:
 def load_at(
     arrival: str, context: int, output: int, concurrency: int | None = None, rate: float | None = None
 ) -> Coordinates:
-    """The shape of a load; a concurrency or rate that is ``None`` is no limit."""
+    """The shape of a load; ``None`` as concurrency or rate means no limit."""
     at: Coordinates = {"context": context, "output": output, "arrival": arrival}
     limits = {"concurrency": concurrency, "rate": rate}
     return at | {name: limit for name, limit in limits.items() if limit is not None}

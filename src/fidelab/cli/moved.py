@@ -14,7 +14,7 @@ MOVED_COMMANDS: Mapping[str, str] = {
     "charts": "fidelab report RUN, whose report.html has them",
     "export": "fidelab report RUN --format FORMAT, or --markdown",
     "plan-size": "fidelab plan RUN",
-    "baseline": "fidelab runs baseline NAME RUN",
+    "baseline": "fidelab check RUN --baseline RUN or report.json",
     "captures": "fidelab setup clean",
     "runs gc": "fidelab setup clean",
     "physics": "fidelab estimate MODEL",

@@ -114,8 +114,8 @@ def report(
 def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> None:
     """Write a report in the form of another tool."""
     from fidelab.report.exports import choose_arm, hub_files, lm_eval_results
-    from fidelab.results.baselines import read_run
     from fidelab.results.record import write_atomically
+    from fidelab.results.store import read_run
 
     report = read_run(run_dir)
     chosen = choose_arm(report, arm)
