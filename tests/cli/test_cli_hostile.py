@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fidelab.cli.output import guard_streams, open_console
 from fidelab.engines.openai.http import Client
-from fidelab.report.html import render_html, render_notebook
+from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
 from tests.bench.load.mock import MockServer, MockSettings
 from tests.bench.load.sse_server import Talk, serve, sized
@@ -105,7 +105,7 @@ def test_json_escapes_what_cannot_be_printed_and_loses_nothing(words: tuple[str,
 
 @pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
 def test_no_file_of_a_report_holds_what_a_terminal_obeys(report: object) -> None:
-    for text in (render_html(report), render_notebook(report), render_markdown(report)):  # type: ignore[arg-type]
+    for text in (render_html(report), render_markdown(report)):  # type: ignore[arg-type]
         seen(text)
 
 

@@ -1,4 +1,4 @@
-"""Report: one :class:`~fidelab.results.record.Report` shown to people: terminal, HTML, Markdown, notebook.
+"""Report: one :class:`~fidelab.results.record.Report` shown to people: terminal, HTML, Markdown.
 
 ``view`` turns the record into plain rows, ``summary`` into the summaries of other axes and of benches next to the main
 table, ``sections`` into one section per axis and bench, by the one path of ``tables`` from metrics to rows; ``cells``
