@@ -63,7 +63,7 @@ OTHERS = {
         **dict.fromkeys(("runs list", "setup formats"), "a filter"),
         **dict.fromkeys(_PRESET, "the preset's own"),
     },
-    "--image": {"doctor": "what is examined instead", "setup engines": "what is listed instead"},
+    "--image": {"setup engines": "what is listed instead"},
     "--floor": {"diagnose layers": "captures all again, not a quarter"},
     "--force": {"serve start": "starts a server"},
     "--kv": {
