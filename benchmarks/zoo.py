@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fidelab.report.standalone import draw_charts
+from fidelab.report.standalone import frontier_svg
 from fidelab.results.record import ArmRecord, Report
 
 MODELS = {
@@ -96,7 +96,7 @@ def page(reports: dict[tuple[str, str], Report], docs: Path) -> str:
             continue
         some = next(iter(chosen.values()))
         lines += [f"## {what.capitalize()}", ""]
-        if "hf" in chosen and (drawn := draw_charts(chosen["hf"], 800).get("frontier")):
+        if "hf" in chosen and (drawn := frontier_svg(chosen["hf"], 800)):
             name = f"zoo-{model}.svg"
             (docs / "assets" / name).write_text(drawn, "utf-8")
             lines += [f"![Mean KL against bytes per token, Transformers](assets/{name})", ""]

@@ -44,7 +44,6 @@ from fidelab.inputs.gsm8k import load_problems
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.inputs.traffic import read_conversations, read_trace
 from fidelab.ledger.index import INDEX, list_runs
 from fidelab.ledger.receipt import verify
 from fidelab.models import resolve as resolve_model
@@ -285,12 +284,6 @@ CASES = {
     ),
     "traffic, shared": Case(text("log.json", SHARE), lambda path: load_traffic(path, fake()), damaged_value),
     "plain text": Case(text("log.txt", "Some text. " * 50), lambda path: load_traffic(path, fake())),
-    "conversations": Case(text("share.json", SHARE), read_conversations, damaged_value),
-    "trace": Case(
-        text("t.jsonl", [{"timestamp": n, "input_length": 9, "output_length": 4} for n in range(4)]),
-        read_trace,
-        damaged_line,
-    ),
     "prompts": Case(text("p.jsonl", [{"prompt": "a"}, {"messages": CHAT, "id": "x"}]), load_prompts, damaged_line),
     "problems": Case(
         text("gsm.jsonl", [{"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}] * 3),

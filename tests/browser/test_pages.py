@@ -12,7 +12,7 @@ import fidelab
 from fidelab.core import Status
 from fidelab.physics.explainer import explainer
 from fidelab.report.explainer import render_explainer
-from fidelab.report.html import render_html, render_notebook
+from fidelab.report.html import render_html
 from fidelab.report.study import study_html
 from fidelab.results.measurement import Flag
 from fidelab.results.plots import Curve
@@ -104,12 +104,6 @@ def study_page(_: Path) -> str:
     return study_html(study)
 
 
-def notebook_page(_: Path) -> str:
-    """The fragment in a page that has nothing else."""
-    head = '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    return f"{head}<title>notebook</title><body>{render_notebook(rich_report())}"
-
-
 PAGES: dict[str, Callable[[Path], str]] = {
     "report": report_page(sample_report()),
     "one": report_page(sample_report(candidates=sample_report().candidates[:1])),
@@ -119,7 +113,6 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "hostile benches": report_page(hostile_benches()),
     "wide": report_page(wide_report()),
     "study": study_page,
-    "notebook": notebook_page,
     "leaderboard": lambda _: study_html(rank([sample_report(), hostile_report(), wide_report()])),
     "explain": lambda _: render_explainer(explainer(FORMATS), fidelab.__version__),
 }
@@ -179,9 +172,8 @@ def test_a_page_is_silent_asks_no_network_and_can_be_read_in_both_colours(
     visit(UNFOLD)
     assert visit("document.querySelectorAll('img, iframe, link, b').length") == 0  # no text of the data is markup
     ground = visit("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-    if name != "notebook":  # which has its host's ground
-        assert (sum(ground[:3]) < 300) == dark
-        assert visit(CONTRAST) == []
+    assert (sum(ground[:3]) < 300) == dark
+    assert visit(CONTRAST) == []
 
 
 # Parts that scroll by themselves and that no key reaches, in browsers that do not stop at them unasked
@@ -257,9 +249,8 @@ def test_on_paper_the_ground_is_white_nothing_is_cut_off_and_buttons_are_gone(
     visit = open_page(pages(name), dark=True, width=740)  # A4 less its margins
     visit.page.emulate_media(media="print")
     visit("dispatchEvent(new Event('beforeprint'))")
-    if name != "notebook":
-        assert visit("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        assert visit(CONTRAST) == []
+    assert visit("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert visit(CONTRAST) == []
     buttons = "[...document.querySelectorAll('button, select, input')].filter((part) => part.checkVisibility())"
     assert visit(f"{buttons}.filter((part) => !part.closest('th, .legend')).map((part) => part.textContent)") == []
     assert visit("document.querySelectorAll('details:not([open]):not(#raw)').length") == 0
@@ -280,7 +271,7 @@ def test_every_command_is_copied_as_it_stands(name: str, pages: Callable[[str], 
         shown = visit("(id) => document.getElementById(id).textContent", button.get_attribute("data-copy"))
         button.filter(has_text="Copied").wait_for()
         assert visit("navigator.clipboard.readText()") == shown
-    assert visit.page.locator("button.copy").count() > 0 or name in ("notebook", "explain", "explain points")
+    assert visit.page.locator("button.copy").count() > 0 or name in ("explain", "explain points")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -311,7 +302,7 @@ UNLABELLED = """[...document.querySelectorAll('svg.chart, table, th, [role="regi
 }).map((part) => part.outerHTML.slice(0, 120))"""
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "notebook"])
+@pytest.mark.parametrize("name", PAGES)
 def test_charts_tables_and_headings_have_labels_for_screen_readers(
     name: str, pages: Callable[[str], Path], open_page: Open
 ) -> None:

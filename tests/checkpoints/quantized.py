@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fidelab.checkpoints.layouts import Awq, Gptq, GptqV2, Layout, PackQuantized, QuantizedLinear, StoredArray
 from fidelab.models.tiny import make_tiny
+from tests.checkpoints.packing import packed
 
 CONFIGS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "gptq": (Gptq(), {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq"}),
@@ -81,7 +82,7 @@ def write_quantized(
                     kept.append(module)
                 continue
             linear = change(module, rounded(value.float().numpy(), bits, group, symmetric=symmetric))
-            for part, stored in layout.pack(linear).items():
+            for part, stored in packed(layout, linear).items():
                 content[f"{module}.{part}"] = as_torch(stored)
     folder.mkdir()
     where = {name: f"model-{n % shards + 1:05}-of-{shards:05}.safetensors" for n, name in enumerate(sorted(content))}

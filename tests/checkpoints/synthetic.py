@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from fidelab.checkpoints.layouts import Awq, Gptq, GptqV2, Layout, PackQuantized, QuantizedLinear, StoredArray
+from tests.checkpoints.packing import packed
 
 HIDDEN, FFN, VOCAB, LAYERS, HEADS, KV_HEADS, EXPERTS, GROUP = 128, 256, 64, 2, 4, 2, 4, 32
 HEAD_DIM = HIDDEN // HEADS
@@ -159,7 +160,7 @@ def _integers(
 ) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
     def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         linear = rounded(weight, bits, group or weight.shape[1], symmetric=symmetric, scale=scale)
-        return {part: _torch(stored) for part, stored in layout().pack(linear).items()}
+        return {part: _torch(stored) for part, stored in packed(layout(), linear).items()}
 
     return parts
 

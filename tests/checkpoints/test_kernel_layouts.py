@@ -8,6 +8,7 @@ import torch
 
 from fidelab.checkpoints.layouts import Awq, Gptq, GptqV2, Layout, QuantizedLinear
 from k16v8.kernels import torch_weights, weights
+from tests.checkpoints.packing import packed
 
 
 def _linear(layout: type[Layout], inputs: int, outputs: int, group: int, *, scattered: bool) -> QuantizedLinear:
@@ -35,7 +36,7 @@ def test_weights_that_a_layout_packs_are_the_same_weights_to_the_kernels(
     layout: type[Layout], scattered: bool, inputs: int, outputs: int, group: int
 ) -> None:
     linear = _linear(layout, inputs, outputs, group, scattered=scattered)
-    stored = {name: torch.from_numpy(one.values.copy()) for name, one in layout().pack(linear).items()}
+    stored = {name: torch.from_numpy(one.values.copy()) for name, one in packed(layout(), linear).items()}
     parts = (stored["qweight"], stored["qzeros"], stored["scales"].half(), group)
     if layout is Awq:
         weight = weights.awq(*parts)

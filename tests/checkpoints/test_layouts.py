@@ -28,6 +28,7 @@ from fidelab.checkpoints.layouts import (
     unpack_words,
 )
 from fidelab.core.errors import InputError
+from tests.checkpoints.packing import packed
 
 N, K = 32, 128
 RNG = np.random.default_rng(18)
@@ -67,9 +68,9 @@ def test_fields_follow_one_another_in_the_words_lowest_bits_first(bits: int, axi
     fields = RNG.integers(0, 1 << bits, (5, 37) if axis else (37, 5)).astype(np.uint8)
     words = pack_words(fields, bits, axis)
     lines = zip(np.moveaxis(fields, axis, 1), np.moveaxis(words, axis, 1), strict=True)
-    for values, packed in lines:
+    for values, line in lines:
         stream = sum(int(value) << (bits * place) for place, value in enumerate(values))
-        assert stream == sum(int(word) << (32 * place) for place, word in enumerate(packed.view(np.uint32)))
+        assert stream == sum(int(word) << (32 * place) for place, word in enumerate(line.view(np.uint32)))
     assert np.array_equal(unpack_words(words, bits, axis, count=37), fields)
 
 
@@ -78,7 +79,7 @@ def test_fields_follow_one_another_in_the_words_lowest_bits_first(bits: int, axi
 @pytest.mark.parametrize("index", [False, True])
 def test_gptq_gives_back_what_was_packed(layout: Layout, bits: int, index: bool) -> None:
     linear = _linear(bits, index=index)
-    back = layout.unpack(layout.pack(linear), Settings())
+    back = layout.unpack(packed(layout, linear), Settings())
     assert _same(back, linear)
     assert back.bits == bits
     assert back.group_size == 32
@@ -89,7 +90,7 @@ def test_gptq_version_1_stores_zero_points_minus_one(bits: int) -> None:
     linear = _linear(bits)
     assert linear.zeros is not None
     linear.zeros[:] = np.maximum(linear.zeros, 1)
-    stored = Gptq().pack(linear)["qzeros"].values
+    stored = packed(Gptq(), linear)["qzeros"].values
     assert np.array_equal(unpack_words(stored, bits, axis=1), linear.zeros.T - 1)
 
 
@@ -107,7 +108,7 @@ def test_awq_keeps_columns_in_its_order() -> None:
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_pack_quantized_gives_back_what_was_packed(bits: int, zeros: bool, index: bool) -> None:
     linear = _linear(bits, zeros=zeros, index=index)
-    stored = PackQuantized().pack(linear)
+    stored = packed(PackQuantized(), linear)
     assert ("weight_zero_point" in stored, "weight_g_idx" in stored) == (zeros, index)
     assert _same(PackQuantized().unpack(stored, Settings()), linear)
 
@@ -115,7 +116,7 @@ def test_pack_quantized_gives_back_what_was_packed(bits: int, zeros: bool, index
 def test_pack_quantized_with_a_last_group_that_is_not_full() -> None:
     linear = _linear(group=32)
     short = QuantizedLinear(linear.codes[:, :100], linear.scales, linear.zeros, None, 32, 4)
-    back = PackQuantized().unpack(PackQuantized().pack(short), Settings((32,)))
+    back = PackQuantized().unpack(packed(PackQuantized(), short), Settings((32,)))
     assert np.array_equal(back.dequantize(), linear.dequantize()[:, :100])
 
 

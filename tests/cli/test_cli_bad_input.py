@@ -114,7 +114,7 @@ CAPACITY = ("bench", "capacity", "smollm2-135m")
         (("compare", "--only", "capture", "--kv", "tilt"), "name a model"),
         ((*TILT, "--only", "capture", "--max-kld", "1"), "--only capture compares nothing: leave out --max-kld"),
         ((*TILT, "--only", "capture", "--budget", "5m"), "--only capture compares nothing: leave out --budget"),
-        (("report", "x", "--format", "svg", "--json"), "--format svg writes its own files: leave out --json"),
+        (("report", "x", "--format", "hub", "--json"), "--format hub writes its own files: leave out --json"),
         (("report", ".", "-o", "x"), "-o goes with --format"),
         (("report", ".", "--margin", "1%"), "--margin needs the scores again: add --rescore"),
         (("setup", "clean", "vlm-cpu"), "unknown row 'vlm-cpu'"),
@@ -303,9 +303,7 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(words: tuple[str, ...], room
     assert "nowhere is not a run folder: it does not exist" in refused(*words, "nowhere", cwd=room)
 
 
-@pytest.mark.parametrize(
-    "words", ["report --rescore", "report", "compare --resume", "report --format svg -o out", "runs baseline main"]
-)
+@pytest.mark.parametrize("words", ["report --rescore", "report", "compare --resume", "report --format hub -o out"])
 def test_a_run_of_another_kind_is_not_sent_in_a_circle(words: str, room: Path) -> None:
     (room / "config.resolved.yaml").write_text("# command: fidelab diagnose layers m\nmodel: m\nkind: layers\n")
     said = refused(*words.split(), ".", cwd=room)

@@ -26,8 +26,6 @@ COMMANDS = [
     ("runs",),
     ("runs", "list"),
     ("runs", "show"),
-    ("runs", "baseline"),
-    ("runs", "baselines"),
     ("plan",),
     ("bench",),
     ("bench", "offline"),
@@ -241,7 +239,7 @@ def test_every_flag_of_compare_is_explained(shown: Callable[..., Done]) -> None:
     flags = """--reference --kv --candidate --engine --python --image --prefix --pythonpath --base-url --model --force
         --control --axes --text --windows --n-ctx --protocol --stride --prompts
         --n-predict --limit --template --quick --set --seed --bands --no-floor --dtype --device --threads --engine-arg
-        --benches        --deadline --output-dir --json --plot --dry-run --resume --file --only"""
+        --benches        --deadline --output-dir --json --dry-run --resume --file --only"""
     assert [flag for flag in flags.split() if flag not in text] == []
 
 

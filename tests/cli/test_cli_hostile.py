@@ -17,9 +17,8 @@ from rich.text import Text
 
 from fidelab.cli.output import guard_streams, open_console
 from fidelab.engines.openai.http import Client
-from fidelab.report.html import render_html, render_notebook
+from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
-from fidelab.report.standalone import draw_charts
 from tests.bench.load.mock import MockServer, MockSettings
 from tests.bench.load.sse_server import Talk, serve, sized
 from tests.report.hostile import hostile_report as filled_report
@@ -72,14 +71,10 @@ def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     "words",
     [
         ("report", "runs/run"),
-        ("report", "runs/run", "--plot"),
         ("report", "runs/run", "--markdown"),
-        ("report", "runs/run", "--format", "svg", "-o", "figures"),
         ("check", "runs/run", "--all", "--max-kld", "0.01", "--baseline", "runs/before"),
         ("check", "runs/before", "--all", "--baseline", "runs/run", "--markdown"),
         ("check", "runs/run", "--all", "--baseline", "runs/run"),
-        ("runs", "baseline", "main", "runs/run", "--force"),
-        ("runs", "baselines"),
         ("report", "--rescore", "runs/run"),
         ("plan", "runs/run"),
         ("compare", "--resume", "runs/run"),
@@ -97,13 +92,10 @@ def test_no_command_prints_what_a_terminal_obeys(words: tuple[str, ...], room: P
     [
         ("report", "runs/run", "--json"),
         ("check", "runs/run", "--all", "--max-kld", "1", "--json", "-"),
-        ("runs", "baselines", "--json"),
     ],
     ids=" ".join,
 )
 def test_json_escapes_what_cannot_be_printed_and_loses_nothing(words: tuple[str, ...], room: Path) -> None:
-    if words[0] == "runs":
-        cli("runs", "baseline", "main", "runs/run", "--force", cwd=room)
     done = shown(*words, cwd=room)
     found = json.loads(done.out)
     if words[0] == "report":
@@ -113,10 +105,8 @@ def test_json_escapes_what_cannot_be_printed_and_loses_nothing(words: tuple[str,
 
 @pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
 def test_no_file_of_a_report_holds_what_a_terminal_obeys(report: object) -> None:
-    for text in (render_html(report), render_notebook(report), render_markdown(report)):  # type: ignore[arg-type]
+    for text in (render_html(report), render_markdown(report)):  # type: ignore[arg-type]
         seen(text)
-    for svg in draw_charts(report, 900).values():  # type: ignore[arg-type]
-        seen(svg)
 
 
 def test_a_run_with_hostile_names_texts_and_logs(tmp_path: Path) -> None:
@@ -142,7 +132,7 @@ def test_a_run_with_hostile_names_texts_and_logs(tmp_path: Path) -> None:
     done = shown("compare", "-f", "experiment.yaml", cwd=folder)
     assert "tilt" in done.out, done
     run = done.folder
-    for words in (("report", run, "--plot"), ("report", "--rescore", run), ("plan", run)):
+    for words in (("report", run), ("report", "--rescore", run), ("plan", run)):
         shown(*words, cwd=folder)
     json.loads(shown("report", run, "--json", cwd=folder).out)
     seen((run / "report.html").read_text("utf-8"))

@@ -30,7 +30,6 @@ KERNELS = ("diagnose attention",)
 _PRESET = ("serve start", "serve show", "serve check")
 OTHERS = {
     "--contexts": {"bench capacity": "where the server ends"},
-    "--goodput": {"bench capacity": "when a load is too much"},
     "--random-output-len": {"bench capacity": "one number"},
     "--all": {"serve stop": "servers, not metrics"},
     "--base-url": {
@@ -64,9 +63,9 @@ OTHERS = {
         **dict.fromkeys(("runs list", "setup formats"), "a filter"),
         **dict.fromkeys(_PRESET, "the preset's own"),
     },
-    "--image": {"doctor": "what is examined instead", "setup engines": "what is listed instead"},
+    "--image": {"setup engines": "what is listed instead"},
     "--floor": {"diagnose layers": "captures all again, not a quarter"},
-    "--force": {"runs baseline": "replaces a baseline", "serve start": "starts a server"},
+    "--force": {"serve start": "starts a server"},
     "--kv": {
         "bench capacity": "formats of servers that are started",
         "estimate model": "formats of no run",

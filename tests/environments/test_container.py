@@ -403,27 +403,22 @@ def test_the_flags_of_an_image_belong_to_an_engine() -> None:
 
 
 @pytest.mark.full
-def test_the_engines_of_an_image_are_listed_and_the_doctor_is_content_with_one(
+def test_the_engines_of_an_image_are_listed(
     docker: FakeDocker, second: Second, room: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room.mkdir()
     few = {name: ENGINES._table[name] for name in ("hf", "vllm")}
     monkeypatch.setattr("fidelab.environments.listing.ENGINES", Registry("engine", few))
-    for python, ready, problems in ((sys.executable, True, {"vllm"}), (second.python, False, {"hf", "vllm"})):
+    for python, problems in ((sys.executable, {"vllm"}), (second.python, {"hf", "vllm"})):
         docker.say(python=python)
         places = json.loads(cli("setup", "engines", "--image", "engine:1", "--json", cwd=room).out)["engines"]
         assert {place["name"] for place in places} == {"image engine:1"}
         assert {place["engine"] for place in places if place["problem"]} == problems
-        told = cli("doctor", "--image", "engine:1", "--json", cwd=room)
-        assert told.code == (not ready)
-        checks = json.loads(told.out)["checks"]
-        engines = [check for check in checks if check["group"] == "engines"]
-        assert {check["name"] for check in engines if check["status"] == "missing"} == problems
-        assert not any(f"{word} install" in check["detail"] for check in engines for word in ("pip", "engines"))
+        said = [place["problem"] or "" for place in places]
+        assert not any(f"{word} install" in why for why in said for word in ("pip", "engines"))
     assert docker.alive() == []
 
 
-def test_the_doctor_refuses_an_image_that_is_not_there(docker: FakeDocker, room: Path) -> None:
+def test_the_list_refuses_an_image_that_is_not_there(docker: FakeDocker, room: Path) -> None:
     room.mkdir()
-    refused(cli("doctor", "--image", "other:2", cwd=room), "docker pull other:2")
-    refused(cli("doctor", "--system", "--image", "engine:1", cwd=room), "--system")
+    refused(cli("setup", "engines", "--image", "other:2", cwd=room), "docker pull other:2")

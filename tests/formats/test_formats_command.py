@@ -1,4 +1,4 @@
-"""``fidelab setup formats``: every format, its bytes, its errors and its engines."""
+"""``fidelab setup formats``: every format, its bytes and its engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fidelab.cli import formats
 from fidelab.core.errors import UnknownNameError
 from fidelab.environments import listing as environments
-from fidelab.formats import FORMATS, K_QUANTS
+from fidelab.formats import FORMATS
 
 
 def run(*args: str) -> str:
@@ -28,7 +28,7 @@ def run(*args: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def asked_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines answer, and weights are rounded, once for all tests here: neither depends on what the command is given.
+    """Engines answer once for all tests here: their answers do not depend on what the command is given.
 
     Engines that happen to be installed in environments of their own are not asked: that takes long.
     """
@@ -36,7 +36,6 @@ def asked_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with (
         mock.patch.object(environments, "engines_dir", return_value=tmp_path_factory.mktemp("engines")),
         mock.patch.object(environments, "listing", lambda engines=None: asked(tuple(engines) if engines else None)),
-        mock.patch.object(formats, "_weight_rows", functools.cache(formats._weight_rows)),
     ):
         yield
 
@@ -66,15 +65,6 @@ def test_an_emulated_format_counts_packed_and_stored_bytes(listing: dict[str, An
     int5 = row(listing, "int5")
     assert int5["emulated"]
     assert (int5["bytes_per_token"], int5["stored_bytes_per_token"]) == (180 * (40 + 4), 180 * (64 + 4))
-
-
-def test_errors_grow_as_bits_shrink_and_the_worst_is_no_smaller(listing: dict[str, Any]) -> None:
-    errors = [row(listing, f"int{bits}")["typical_error"] for bits in range(8, 1, -1)]
-    assert errors == sorted(errors)
-    known = [entry for entry in listing["formats"] if entry["typical_error"] is not None]
-    assert {entry["name"] for entry in known} >= {*FORMATS.names()}
-    assert all(entry["worst_error"] >= entry["typical_error"] for entry in known)
-    assert row(listing, "f32")["worst_error"] == 0
 
 
 def test_every_format_names_the_engines_that_have_it(listing: dict[str, Any]) -> None:
@@ -116,15 +106,3 @@ def test_the_model_gives_the_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
     listing = json.loads(run("--json", "--model", "tiny"))
     assert listing["geometry"] == {"model": "tiny", "layers": 2, "kv_heads": 5, "head_dim": 80}
     assert row(listing, "f32")["bytes_per_token"] == 2 * 2 * 5 * 80 * 4
-
-
-def test_every_format_of_weights_is_listed_with_its_bits_or_the_reason_why_it_cannot_be_had(
-    listing: dict[str, Any],
-) -> None:
-    rows = {entry["name"]: entry for entry in listing["weights"]}
-    assert [*rows] == [*FORMATS.names(), *K_QUANTS]
-    assert rows["int4"]["bits_per_weight"] == 4 + 16 / 128
-    assert rows["fp8_e4m3"]["typical_error"] < 0.03
-    for name, bits in {"q6_k": 6.5625, "q4_k": 4.5, "q2_k": 2.625}.items():
-        assert rows[name]["reason"] is not None or rows[name]["bits_per_weight"] == bits
-    assert "weights=NAME" in run()

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +8,7 @@ from scipy import stats
 
 from fidelab.core.errors import InputError
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.inputs.traffic import arrivals, mixed_prompts, random_prompts, read_trace, text_prompts, word_prompts
+from fidelab.inputs.traffic import arrivals, mixed_prompts, random_prompts, text_prompts, word_prompts
 from fidelab.models import Model, resolve
 from fidelab.models.tiny import make_tiny
 
@@ -116,45 +114,3 @@ def test_poisson_gaps_are_exponential_with_the_asked_mean() -> None:
 def test_arrivals_repeat_with_their_seed() -> None:
     assert (arrivals("poisson", 3, 9, 1) == arrivals("poisson", 3, 9, 1)).all()
     assert (arrivals("poisson", 3, 9, 1) != arrivals("poisson", 3, 9, 2)).any()
-
-
-# ------------------------------------------------------------------------------------------------ trace
-
-
-def test_a_trace_in_mooncakes_form_gives_times_and_lengths(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(
-        '{"timestamp": 3000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}\n\n'
-        '{"timestamp": 1500, "input_length": 12, "output_length": 1}\n'
-    )
-    trace = read_trace(path)
-    assert trace.seconds == pytest.approx([0, 1.5])
-    assert trace.input == (12, 6758)
-    assert trace.output == (1, 500)
-    assert read_trace(path, unit="s").seconds == pytest.approx([0, 1500])
-    assert read_trace(path, limit=1).input == (6758,)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 2 is not JSON"),
-        ("[1]", "line 2: expected an object"),
-        ('{"timestamp": "1", "input_length": 1, "output_length": 1}', "line 2: 'timestamp' is '1'"),
-        ('{"timestamp": -1, "input_length": 1, "output_length": 1}', "line 2: 'timestamp' is -1"),
-        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "line 2: 'timestamp' is nan"),
-        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "line 2: 'input_length' is 0"),
-        ('{"timestamp": 1, "input_length": 1}', "line 2: 'output_length' is None"),
-    ],
-)
-def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str, said: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1}\n' + line)
-    with pytest.raises(InputError, match=said):
-        read_trace(path)
-
-
-def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(InputError, match="has no request"):
-        read_trace(tmp_path / "empty.jsonl")

@@ -180,8 +180,3 @@ def test_the_command_prints_or_writes(made: Done, tmp_path: Path) -> None:
     assert printed.code == 0
     assert cli(*words, "-o", "r.json", cwd=tmp_path).out == "r.json\n"
     assert (tmp_path / "r.json").read_text() == printed.out
-
-
-def test_an_arm_beside_charts_is_refused(made: Done, tmp_path: Path) -> None:
-    done = cli("report", made.folder, "--format", "svg", "--arm", "x", "-o", "out", cwd=tmp_path)
-    assert (done.code, done.err.count("\n")) == (2, 1)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.checkpoints.convert import convert
 from fidelab.environments.environment import engines_dir
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from tests.models.tiny_gguf import write_gguf
@@ -176,18 +175,3 @@ def test_faults_in_ways_of_serving_are_named_and_sound_arms_raise_no_alarm(tmp_p
     assert "sequences 32" in engaged["batch-31"]
     assert "hit tokens 137" in engaged["prefix-partial"]
     assert engaged["decode"] == "forwards 241, largest forward 16, sequences 1"
-
-
-@pytest.mark.long
-def test_a_file_written_from_a_checkpoint_computes_what_the_checkpoint_does(own_cache: Path, tmp_path: Path) -> None:
-    """The same weights in float32, and the same tokens: what is left is the order of sums."""
-    folder = make_tiny(tmp_path / "model")
-    (folder / GGUF_NAME).unlink()
-    written = convert(folder, tmp_path / "written", "gguf", dtype="float32").target / GGUF_NAME
-    sizes = ("--axes", "kld", "--n-ctx", 64, "--windows", 2, "--no-floor", "--control", "none", "--threads", 1)
-    arms = ("--reference", "f32", "--candidate", f"engine=hf,kv=f32,dtype=float32,model={folder},name=transformers")
-    done = cli("compare", written, "--engine", "llamacpp", *arms, *sizes, cwd=tmp_path)
-    assert done.code == 0, done.err
-    found = done.axis("transformers", "kld")
-    assert found.n_failed == 0
-    assert 0 < (found.value("mean") or 0) < 1e-5

@@ -369,10 +369,3 @@ def test_markdown_of_hostile_benches_keeps_its_table_and_adds_no_markup() -> Non
     assert len(rows) == 4
     assert "\n<" not in text
     assert HOSTILE not in text
-
-
-def test_notebooks_show_speed_and_leave_out_empty_verdicts() -> None:
-    page = bench_report("bf16", "k16v8")._repr_html_()
-    assert "1.10×" in page
-    assert "verdict</th>" not in page
-    assert "verdict</th>" in rich_report()._repr_html_()

@@ -223,16 +223,8 @@ def test_colour_in_a_terminal() -> None:
 def test_no_color_leaves_no_colour_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     file = io.StringIO()
-    render_text(sample_report(), Console(file=file, width=100, force_terminal=True, color_system="standard"), plot=True)
+    render_text(sample_report(), Console(file=file, width=100, force_terminal=True, color_system="standard"))
     assert set(re.findall(r"\x1b\[([0-9;]*)m", file.getvalue())) <= {"1", "0"}  # bold is no colour
-
-
-def test_the_plot_is_drawn_on_request_alone() -> None:
-    file = io.StringIO()
-    render_text(sample_report(), Console(file=file, width=100), plot=True)
-    assert "cache bytes per token" in file.getvalue()
-    assert widest(file.getvalue()) <= 100
-    assert "cache bytes per token" not in printed(sample_report())
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from fidelab.core import Status
-from fidelab.report.html import render_html, render_notebook
+from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
 from fidelab.report.sections import Section, sections_of
 from fidelab.report.tables import cache_layers_of, ran_of
@@ -482,9 +482,7 @@ def printed(report: Report) -> str:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    "face", [printed, render_html, render_markdown, render_notebook], ids=["text", "html", "markdown", "notebook"]
-)
+@pytest.mark.parametrize("face", [printed, render_html, render_markdown], ids=["text", "html", "markdown"])
 def test_every_face_says_what_was_modified(face: Callable[[Report], str]) -> None:
     ran = {
         "provenance": {"torch": "stock", "vllm": "modified: 1 file differs from the package, first a.py"},
@@ -502,9 +500,7 @@ def test_every_face_says_what_was_modified(face: Callable[[Report], str]) -> Non
     ]
 
 
-@pytest.mark.parametrize(
-    "face", [printed, render_html, render_markdown, render_notebook], ids=["text", "html", "markdown", "notebook"]
-)
+@pytest.mark.parametrize("face", [printed, render_html, render_markdown], ids=["text", "html", "markdown"])
 def test_every_face_shows_what_an_engine_remarks_on_how_an_arm_ran(face: Callable[[Report], str]) -> None:
     remark = "FlashAttention 3 also quantized queries to FP8"
     ran = RuntimeRecord.model_validate({"remarks": [remark]})
@@ -513,9 +509,7 @@ def test_every_face_shows_what_an_engine_remarks_on_how_an_arm_ran(face: Callabl
     assert f"fp8: {remark}" in shown
 
 
-@pytest.mark.parametrize(
-    "face", [printed, render_html, render_markdown, render_notebook], ids=["text", "html", "markdown", "notebook"]
-)
+@pytest.mark.parametrize("face", [printed, render_html, render_markdown], ids=["text", "html", "markdown"])
 def test_every_face_shows_axes_and_benches_that_nobody_knows(face: Callable[[Report], str]) -> None:
     axis = Measurement(status=Status.OK, metrics=(Definition("tact", "share", "higher")(0.1234, (0.1, 0.2)),))
     bench = Measurement(

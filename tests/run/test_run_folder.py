@@ -314,7 +314,3 @@ def test_a_report_can_be_had_as_a_section_for_a_model_card(plain: Done) -> None:
     assert "tilt[q=0.6]" in done.out
     refused = cli("report", plain.folder, "--markdown", "--json", cwd=plain.cwd)
     assert (refused.code, refused.out, len(refused.err.splitlines())) == (2, "", 1)
-
-
-def test_the_frontier_is_drawn_on_request(plain: Done) -> None:
-    assert "A tilt[q=0.6]" in cli("report", plain.folder, "--plot", cwd=plain.cwd).out

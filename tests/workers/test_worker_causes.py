@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 import signal
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from fidelab.workers import causes
-from fidelab.workers.causes import explain, explain_exit, kernel_fault, split_dump
+from fidelab.workers.causes import explain, explain_exit, split_dump
 
 
 @pytest.mark.parametrize(
@@ -131,11 +126,6 @@ Thread 0x00007f2b (most recent call first):
   File "/env/llama_cpp/llama_cpp.py", line 99 in llama_decode
   File "/env/fidelab/workers/child.py", line 131 in main""".splitlines()
 
-TRAP = (
-    "4,720,1515968503,-;traps: python[14805] general protection fault ip:7fd0abc7c193 sp:7fd0ab8dd980 error:0 "
-    "in libodd.so[{offset},7fd0abc14000+156000]\n SUBSYSTEM=x\n"
-)
-
 
 @pytest.mark.parametrize("head", ["Current thread", "Thread"])
 def test_a_dump_names_the_function_of_the_crashed_thread_or_of_the_main_one(head: str) -> None:
@@ -144,52 +134,3 @@ def test_a_dump_names_the_function_of_the_crashed_thread_or_of_the_main_one(head
     assert explain_exit(-signal.SIGSEGV, dump) == (
         "the worker was ended by SIGSEGV in llama_decode (llama_cpp/llama_cpp.py, line 99)"
     )
-
-
-@pytest.mark.parametrize(
-    ("pid", "returncode", "since", "found"),
-    [
-        (14800, -signal.SIGSEGV, 1500.0, "libodd.so"),
-        (14800, -signal.SIGSEGV, 1600.0, None),  # an older one
-        (14806, -signal.SIGSEGV, 1500.0, None),  # of a process that came before
-        (14800, -signal.SIGILL, 1500.0, None),
-        (14800, -signal.SIGKILL, 1500.0, None),
-        (14800, 1, 1500.0, None),
-    ],
-)
-def test_only_the_kernels_line_on_this_process_and_signal_counts(
-    pid: int, returncode: int, since: float, found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = "6,721,1515968600,-;EXT4-fs: mounted\n"
-    torn = "no head; traps: python[14805] general protection fault in libodd.so[1,2+3]"
-    monkeypatch.setattr(causes, "_kernel_log", lambda: [other, TRAP.format(offset="7c193"), other, torn])
-    assert kernel_fault(pid, returncode, since) == found
-
-
-def test_the_function_is_read_from_the_librarys_own_symbols(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    libm = next(iter(sorted(Path("/usr/lib").rglob("libm.so.6"))), None)
-    if libm is None or shutil.which("nm") is None:
-        pytest.skip("needs nm and libm")
-    (tmp_path / "lib").mkdir()
-    shutil.copy(libm, tmp_path / "lib" / "libodd.so")
-    listed = subprocess.run(
-        ["nm", "--dynamic", "--defined-only", "--print-size", str(libm)], capture_output=True, text=True, check=True
-    )
-    start = next(int(line.split()[0], 16) for line in listed.stdout.splitlines() if " cbrt@" in line)
-    monkeypatch.setattr(causes, "_kernel_log", lambda: [TRAP.format(offset=f"{start + 3:x}")])
-    found = kernel_fault(1, -signal.SIGSEGV, -math.inf, tmp_path)
-    assert found is not None
-    assert found.startswith("cbrt")
-    assert found.endswith(" (libodd.so)")
-
-
-def test_without_the_offset_of_older_kernels_the_library_alone_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(causes, "_kernel_log", lambda: [TRAP.replace("{offset},", "")])
-    assert kernel_fault(1, -signal.SIGSEGV, 0.0, tmp_path) == "libodd.so"
-
-
-def test_a_kernels_log_that_cannot_be_read_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causes, "_KMSG", tmp_path / "absent")
-    assert kernel_fault(1, -signal.SIGSEGV, 0.0) is None

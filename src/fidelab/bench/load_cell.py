@@ -38,27 +38,21 @@ from fidelab.results.speculation import Arrival
 class LoadAsked:
     """One cell as it was asked."""
 
+    context: int
+    """Input tokens."""
+    output: int
+    """Output tokens."""
     arrival: Arrival = "closed"
-    context: int | None = None
-    """Input tokens; ``None``: a mixture."""
-    output: int | None = None
-    """Output tokens; ``None``: a mixture."""
     concurrency: int | None = None
     """Requests in flight at most; ``None``: no limit."""
     request_rate: float | None = None
-    """Requests per second; ``None``: as fast as possible, or a trace's own."""
-    ramp: float = 0.0
-    """Seconds over which a closed loop fills."""
+    """Requests per second; ``None``: as fast as possible."""
     whole: bool = True
     """Answers were to have all their tokens (``ignore_eos``)."""
     by_finish: bool = False
     """Tokens are known by :func:`count_by_finish`."""
     targets: Mapping[str, float] = field(default_factory=dict)
     """Targets of the goodput: ``ttft``, ``tpot``, ``e2el`` → milliseconds."""
-    shown: Sequence[str] = LATENCIES
-    """The latencies that are recorded."""
-    percentiles: Sequence[float] = (50, 95, 99)
-    """Their percentiles."""
 
     @property
     def at(self) -> Coordinates:
@@ -122,9 +116,9 @@ class Pool:
 
     @cached_property
     def shown(self) -> list[Latency]:
-        """The latencies that were asked for, as far as there are any."""
-        asked = [(name, self.latencies.of(name)) for name in self.asked.shown]
-        return [Latency.over(name, values, self.asked.percentiles) for name, values in asked if len(values)]
+        """The latencies, as far as there are any."""
+        every = [(name, self.latencies.of(name)) for name in LATENCIES]
+        return [Latency.over(name, values) for name, values in every if len(values)]
 
     def good(self) -> int | None:
         """Requests that met every target; ``None`` where there is none, or nothing was sent."""
@@ -370,7 +364,7 @@ def _underfilled(pool: Pool) -> str | None:
     if pool.asked.arrival != "closed" or wanted is None or not pool.done:
         return None
     results = [(drive.measured, drive.result) for drive in pool.drives]
-    least = min(fill(sent, result.started + pool.asked.ramp, result.ended) for sent, result in results)
+    least = min(fill(sent, result.started, result.ended) for sent, result in results)
     if least >= _FILLED * wanted:
         return None
     return f"{least:.1f} requests were in flight, not {wanted}"

@@ -50,6 +50,7 @@ _LATENCIES = {
     "e2el": ("E2E", "From sending a request to its last token"),
 }
 _THRESHOLD = 0.05
+_PERCENTILES = (50, 95, 99)
 _FEWEST_BEYOND = 10  # values beyond a percentile, for it to say something without repeats
 
 Values = Mapping[Definition, float | None]
@@ -71,9 +72,9 @@ class Latency:
     percentiles: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def over(cls, name: str, values: NDArray[np.float64], ranks: Sequence[float]) -> Latency:
+    def over(cls, name: str, values: NDArray[np.float64]) -> Latency:
         """Summarize at least one value; percentiles are linearly interpolated."""
-        return cls(name, len(values), float(values.mean()), percentiles(values, ranks))
+        return cls(name, len(values), float(values.mean()), percentiles(values, _PERCENTILES))
 
     def values(self) -> dict[Definition, float | None]:
         """Return its metrics."""
@@ -81,7 +82,7 @@ class Latency:
 
     def caveats(self) -> dict[str, str]:
         """Key of a metric that rests on few values → how few."""
-        beyond = {part: self.n * (1 - _quantile(part)) for part in self.percentiles}
+        beyond = {f"p{rank}": self.n * (1 - rank / 100) for rank in _PERCENTILES}
         return {
             latency(self.name, part).key: f"{few:.3g} of {self.n} beyond"
             for part, few in beyond.items()
@@ -89,23 +90,11 @@ class Latency:
         }
 
 
-def _quantile(name: str) -> float:
-    """``p99`` → 0.99; any other name counts as the largest."""
-    try:
-        return min(1.0, max(0.0, float(name.removeprefix("p")) / 100))
-    except ValueError:
-        return 1.0
-
-
 def load_at(
-    arrival: str, context: int | None, output: int | None, concurrency: int | None = None, rate: float | None = None
+    arrival: str, context: int, output: int, concurrency: int | None = None, rate: float | None = None
 ) -> Coordinates:
-    """The shape of a load; a length that is ``None`` is a mixture, a concurrency or rate that is ``None`` no limit."""
-    at: Coordinates = {
-        "context": "mixed" if context is None else context,
-        "output": "mixed" if output is None else output,
-        "arrival": arrival,
-    }
+    """The shape of a load; ``None`` as concurrency or rate means no limit."""
+    at: Coordinates = {"context": context, "output": output, "arrival": arrival}
     limits = {"concurrency": concurrency, "rate": rate}
     return at | {name: limit for name, limit in limits.items() if limit is not None}
 
@@ -167,9 +156,8 @@ def _head(loads: Sequence[CellResult]) -> Metric | None:
     """The output rate at the smallest context and the highest load that is valid."""
 
     def height(metric: Metric) -> tuple[float, ...]:
-        context = metric.cell["context"]
         load = (float(metric.cell.get(name, 0)) for name in ("concurrency", "rate"))
-        return (0.0 if context == "mixed" else -float(context), *load)
+        return (-float(metric.cell["context"]), *load)
 
     valid = [load for load in loads if load.cell.valid and load.cell.status is Status.OK]
     rates = [metric for load in valid for metric in load.metrics if metric.key == OUTPUT_RATE.key]

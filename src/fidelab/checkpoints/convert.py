@@ -1,5 +1,7 @@
 """From one layout of quantized weights to another without changing a weight, and the certificate that says so.
 
+Targets are AWQ and dense weights.
+
 Codes, zero points and scales are rearranged, never recomputed: groups are split by repeating scales, narrower codes
 are kept in wider ones, a negative scale turns into a positive one with codes and zero point mirrored.  Weights that the
 target cannot hold exactly are refused, unless a loss is allowed. Then only those weights are rounded to the nearest
@@ -21,7 +23,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,10 +33,6 @@ from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo, open_checkpoi
 from fidelab.checkpoints.layouts import (
     ACTIVATION_PARTS,
     Awq,
-    Gptq,
-    GptqV2,
-    Layout,
-    PackQuantized,
     QuantizedLinear,
     QuantizedModule,
     StoredArray,
@@ -43,16 +40,15 @@ from fidelab.checkpoints.layouts import (
     quantized_modules,
 )
 from fidelab.core.errors import InputError, OutputError, UnknownNameError, UsageError
-from fidelab.models import gguf
-from fidelab.models.convert import originals, to_safetensors
 
 _log = logging.getLogger(__name__)
 
 CERTIFICATE = "certificate.json"
-TARGETS = ("awq", "gptq", "compressed-tensors", "safetensors")
+TARGETS = ("awq", "safetensors")
 DTYPES = {"keep": None, "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Types in which tensors of 16 or 32 bits may be stored; ``keep``: as they are, and dequantized weights as float32."""
 
+_BITS = 4  # of AWQ
 _MAX_SHARD_BYTES = 5 << 30  # bytes of weights per file
 _ROWS = 1 << 22  # weights that are dequantized at a time
 _EXTRA_DISK_BYTES = 64 << 20  # bytes of disk for config, tokenizer and certificate
@@ -194,15 +190,11 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
     with open_checkpoint(source) as checkpoint:
         check_target(checkpoint, target)
         if checkpoint.format == "gguf":
-            if to != "safetensors":
-                raise InputError(f"{source} is a GGUF file, whose blocks {to} cannot hold; convert it --to safetensors")
-            write = partial(_convert_gguf, checkpoint, dtype=dtype, lossy=lossy)
-        else:
-            plan = _plan(checkpoint, to, lossy=lossy, dtype=DTYPES[dtype])
-            check_room(target, plan.nbytes)
-            write = partial(_convert, plan)
+            raise InputError(f"{source} is a GGUF file, which is not converted: folders with safetensors are")
+        plan = _plan(checkpoint, to, lossy=lossy, dtype=DTYPES[dtype])
+        check_room(target, plan.nbytes)
         with whole_folder(target) as folder:
-            certificate = write(folder)
+            certificate = _convert(plan, folder)
             certificate.source, certificate.target = str(source), target
             text = json.dumps(certificate.record(), indent=1)
             (folder / CERTIFICATE).write_text(text + "\n", encoding="utf-8")
@@ -258,25 +250,19 @@ class _Facts:
     bits: int
     groups: int
     group_size: int
-    symmetric: bool
     negative: bool
-    zero_at_0: bool
     runs: frozenset[int] | None  # group sizes in which inputs of an index are in order; None: no index
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Layout of each module."""
+    """Decisions for each module."""
 
     source: Checkpoint
     method: str
     to: str
     modules: dict[str, QuantizedModule]
-    layout: Layout | None  # None: dense
-    bits: int
     group_size: int  # 0: one group per output
-    symmetric: bool
-    indexed: bool
     rounded: dict[str, str]  # modules that lose, and why
     lossy: bool
     dtype: str | None
@@ -317,13 +303,12 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
     if to == "safetensors":
         size = sum(math.prod(fact.shape) for fact in facts) * _BYTES[dtype or "F32"]
         return _Plan(
-            *(source, method, to, modules, None, 0, 0, True, False, {}, lossy, dtype, carried, dropped, notes),
+            *(source, method, to, modules, 0, {}, lossy, dtype, carried, dropped, notes),
             nbytes=size + sum(info.nbytes for info in carried.values()) * (2 if dtype == "F32" else 1),
         )
     rounded: dict[str, str] = {}
-    whole = [fact for fact in facts if not (why := _not_held(fact, to)) or rounded.setdefault(fact.name, why) is None]
-    bits = 4 if to == "awq" else max((fact.bits for fact in whole), default=4)
-    group_size, out_of_order = _common_group(whole, facts, indexed=to != "awq")
+    whole = [fact for fact in facts if not (why := _not_held(fact)) or rounded.setdefault(fact.name, why) is None]
+    group_size, out_of_order = _common_group(whole, facts)
     rounded |= out_of_order
     if rounded and not lossy:
         name, why = next(iter(rounded.items()))
@@ -332,24 +317,12 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
             f"{to} cannot hold module {name}{more} of {source.name} without loss: {why}; --lossy rounds such weights "
             "and reports the error, --to safetensors keeps them"
         )
-    whole = [fact for fact in whole if fact.name not in rounded]
-    symmetric = not rounded and all(fact.symmetric and fact.bits == bits for fact in whole)
-    if to == "awq":
-        symmetric = False
-        if mirrored := sum(fact.negative for fact in whole):
-            notes.append(f"{mirrored} modules had negative scales: codes and zero points were mirrored")
-    layout: Layout = {"awq": Awq(), "gptq": Gptq(), "compressed-tensors": PackQuantized()}[to]
-    if to == "gptq" and (rounded or any(fact.zero_at_0 for fact in whole)):
-        layout = GptqV2()
-        notes.append("zero points of 0, which version 1 of the format cannot hold in every reader: gptq_v2")
-    if to == "gptq" and not symmetric:
-        notes.append("zero points differ (sym: false): not every engine reads such a GPTQ checkpoint")
-    indexed = any(fact.runs is not None for fact in whole) and to != "awq"
-    weights = sum(math.prod(fact.shape) * bits // 8 + 4 * fact.shape[1] for fact in facts)
+    if mirrored := sum(fact.negative for fact in whole if fact.name not in rounded):
+        notes.append(f"{mirrored} modules had negative scales: codes and zero points were mirrored")
+    weights = sum(math.prod(fact.shape) * _BITS // 8 + 4 * fact.shape[1] for fact in facts)
     scales = sum(fact.shape[0] * (fact.shape[1] // group_size + 1 if group_size else 1) * 5 for fact in facts)
     return _Plan(
-        *(source, method, to, modules, layout, bits, group_size, symmetric, indexed, rounded, lossy, dtype),
-        *(carried, dropped, notes),
+        *(source, method, to, modules, group_size, rounded, lossy, dtype, carried, dropped, notes),
         nbytes=weights + scales + sum(info.nbytes for info in carried.values()),
     )
 
@@ -407,42 +380,32 @@ def _facts(source: Checkpoint, module: QuantizedModule) -> _Facts:
         bits=linear.bits,
         groups=linear.scales.shape[1],
         group_size=linear.group_size,
-        symmetric=linear.zeros is None,
         negative=bool(np.signbit(linear.scales).any()),
-        zero_at_0=linear.zeros is not None and not linear.zeros.all(),
         runs=runs,
     )
 
 
-def _not_held(fact: _Facts, to: str) -> str | None:
-    """Reason why a layout cannot hold a module whatever its groups are."""
-    n, k = fact.shape
+def _not_held(fact: _Facts) -> str | None:
+    """Reason why AWQ cannot hold a module whatever its groups are."""
     if fact.kind != "int":
         return f"its weights are {fact.kind}, the target's integers"
-    if to == "awq" and fact.bits > 4:
-        return f"its weights have {fact.bits} bits, the target's 4"
-    per_word = 32 // math.gcd(fact.bits, 32)
-    if to == "gptq" and (n % per_word or k % per_word):
-        return f"{n} outputs and {k} inputs do not fill its words"
-    if to == "awq" and n % 8:
-        return f"{n} outputs do not fill its words"
-    return None
+    if fact.bits > _BITS:
+        return f"its weights have {fact.bits} bits, the target's {_BITS}"
+    return f"{fact.shape[0]} outputs do not fill its words" if fact.shape[0] % 8 else None
 
 
-def _common_group(whole: list[_Facts], every: list[_Facts], *, indexed: bool) -> tuple[int, dict[str, str]]:
+def _common_group(whole: list[_Facts], every: list[_Facts]) -> tuple[int, dict[str, str]]:
     """One group size for all modules (0: a group per output), and the modules that it does not fit, with the reason.
 
-    ``whole``: those whose weights the target can hold; the others are rounded.  ``indexed``: whether the target has an
-    index of groups.
+    ``whole``: those whose weights the target can hold; the others are rounded.
     """
     grouped = [fact.group_size for fact in whole if fact.groups > 1]
     if not grouped and len(whole) == len(every):
         return 0, {}
     inputs = [fact.shape[1] for fact in every]
     size = math.gcd(*inputs, *(grouped or [128]))
-    if not indexed:  # smaller groups may be in order where larger ones are not
-        finer = (size >> n for n in range(12) if size >> n >= _SMALLEST_GROUP)
-        size = next((s for s in finer if all(s in fact.runs for fact in whole if fact.runs)), size)
+    finer = (size >> n for n in range(12) if size >> n >= _SMALLEST_GROUP)  # may be in order where larger are not
+    size = next((s for s in finer if all(s in fact.runs for fact in whole if fact.runs)), size)
     if size < _SMALLEST_GROUP:
         size = math.gcd(*inputs, 128)
     if size < _SMALLEST_GROUP:
@@ -451,17 +414,15 @@ def _common_group(whole: list[_Facts], every: list[_Facts], *, indexed: bool) ->
             f"module {odd.name} has {odd.shape[1]} inputs, which are not in groups of {_SMALLEST_GROUP} or more that "
             "all modules share; --to safetensors writes them dense"
         )
-    return size, {fact.name: why for fact in whole if (why := _ungrouped(fact, size, indexed=indexed))}
+    return size, {fact.name: why for fact in whole if (why := _ungrouped(fact, size))}
 
 
-def _ungrouped(fact: _Facts, size: int, *, indexed: bool) -> str | None:
+def _ungrouped(fact: _Facts, size: int) -> str | None:
     """Reason why a module's groups cannot become groups of ``size`` inputs."""
     if fact.runs is None:
         return f"its groups of {fact.group_size} inputs are not multiples of {size}" if fact.group_size % size else None
-    if size in fact.runs or (indexed and size == fact.group_size):
+    if size in fact.runs:
         return None
-    if indexed:
-        return f"its g_idx has groups of {fact.group_size} inputs where other modules need {size}"
     return (
         "its g_idx (desc_act, act-order) assigns inputs to groups out of their order, which needs an index that the "
         "target lacks"
@@ -484,38 +445,25 @@ def _fitted(plan: _Plan, linear: QuantizedLinear, name: str) -> QuantizedLinear:
     """A module's weights as the plan stores them."""
     size = plan.group_size or linear.shape[1]
     if name in plan.rounded:
-        linear = _rounded(linear, plan.bits, size)
-    elif plan.to == "awq" or linear.group_index is None:
-        ordered = linear.regrouped(size)
-        if ordered is None:
-            raise InputError(f"module {name} has no groups of {size} inputs in their order")
-        linear = ordered
-    if plan.to == "awq":
-        linear = linear.with_positive_scales()
-    linear = _widened(linear, plan.bits)
-    if plan.indexed:  # readers expect an index of every module or of none
-        linear = replace(linear, group_index=linear.groups)
-    if not plan.symmetric and linear.zeros is None:
+        linear = _rounded(linear, size)
+    elif (ordered := linear.regrouped(size)) is not None:
+        linear = ordered.with_positive_scales()
+    else:
+        raise InputError(f"module {name} has no groups of {size} inputs in their order")
+    if linear.zeros is None:  # of fewer bits: they stay, and so do the codes
         linear = replace(linear, zeros=np.full(linear.scales.shape, linear.midpoint, np.uint8))
+    linear = replace(linear, bits=_BITS)
     if plan.dtype is not None and plan.dtype != linear.scale_dtype:
         scales = to_floats(_cast(linear.scales, plan.dtype, f"{name} (scales)", plan.lossy), plan.dtype)
         linear = replace(linear, scales=scales, scale_dtype=plan.dtype)
     return linear
 
 
-def _widened(linear: QuantizedLinear, bits: int) -> QuantizedLinear:
-    """Codes of fewer bits in more; the zero points stay."""
-    if linear.bits == bits:
-        return linear
-    zeros = np.full(linear.scales.shape, linear.midpoint, np.uint8) if linear.zeros is None else linear.zeros
-    return replace(linear, bits=bits, zeros=zeros)
-
-
-def _rounded(linear: QuantizedLinear, bits: int, group_size: int) -> QuantizedLinear:
-    """Weights rounded to the nearest of ``2^bits`` values between each group's smallest and largest (0 included)."""
+def _rounded(linear: QuantizedLinear, group_size: int) -> QuantizedLinear:
+    """Weights rounded to the nearest of 16 values between each group's smallest and largest (0 included)."""
     n, k = linear.shape
     groups = k // group_size
-    codes, most = np.empty((n, k), np.uint8), (1 << bits) - 1
+    codes, most = np.empty((n, k), np.uint8), (1 << _BITS) - 1
     scales, zeros = np.empty((n, groups), np.float32), np.empty((n, groups), np.uint8)
     for start, stop in _blocks(n, k):
         weight = linear.rows(start, stop).dequantize().reshape(stop - start, groups, group_size)
@@ -528,7 +476,7 @@ def _rounded(linear: QuantizedLinear, bits: int, group_size: int) -> QuantizedLi
         scales[start:stop], zeros[start:stop] = step, zero
     if not np.isfinite(scales).all():
         raise InputError("weights beyond the range of float16 cannot be rounded to a target with float16 scales")
-    return QuantizedLinear(codes, scales, zeros, None, group_size, bits)
+    return QuantizedLinear(codes, scales, zeros, None, group_size, _BITS)
 
 
 def _blocks(n: int, k: int) -> Iterator[tuple[int, int]]:
@@ -648,11 +596,11 @@ def _convert(plan: _Plan, folder: Path) -> Certificate:
     try:
         for name, module in plan.modules.items():
             linear = _load(source, module)
-            if plan.layout is None:
+            if plan.to == "safetensors":
                 _write_dense(plan, writer, name, linear)
             else:
                 try:
-                    stored = plan.layout.pack(_fitted(plan, linear, name))
+                    stored = Awq().pack(_fitted(plan, linear, name))
                 except ValueError as error:
                     raise InputError(f"{plan.to} cannot hold module {name} of {source.name}: {error}") from None
                 for part, (values, dtype) in stored.items():
@@ -672,7 +620,7 @@ def _convert(plan: _Plan, folder: Path) -> Certificate:
     if quantization is not None:
         config["quantization_config"] = quantization
     dtype_name = next((text for text, kind in DTYPES.items() if kind == plan.dtype and kind), None)
-    if dtype_name is None and plan.layout is None:
+    if dtype_name is None and plan.to == "safetensors":
         dtype_name = "float32"
     if dtype_name is not None:
         config |= {key: dtype_name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": dtype_name}
@@ -700,59 +648,29 @@ def _carry_files(source: Path, folder: Path) -> None:
 
 def _quantization(plan: _Plan) -> dict[str, Any] | None:
     """The ``quantization_config`` of the target."""
-    if plan.layout is None:
+    if plan.to == "safetensors":
         return None
     kept = [name.removesuffix(".weight") for name, info in plan.carried.items() if _is_linear(name, info)]
     if not any(name.rpartition(".")[2] == "lm_head" for name in (*plan.modules, *kept)):
         kept.append("lm_head")  # which has no tensor where it shares the embedding's
-    group_size = plan.group_size or -1
-    if plan.to == "awq":
-        quantized = "\n".join(plan.modules)
-        listed = [name for name in kept if name not in quantized]
-        if len(listed) < len(kept):  # vLLM looks for these names within those of modules
-            others = [name for name in kept if name in quantized]
-            plan.notes.append(
-                f"{others[0]} and {len(others) - 1} more are not quantized and not listed in modules_to_not_convert: "
-                "readers would take quantized modules whose names begin like theirs for listed ones, too"
-                if len(others) > 1
-                else f"{others[0]} is not quantized and not listed in modules_to_not_convert: readers would take "
-                "quantized modules whose names begin like its for listed ones, too"
-            )
-        return {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": group_size,
-            "zero_point": True,
-            "version": "gemm",
-            "modules_to_not_convert": listed or None,
-        }
-    if plan.to == "gptq":
-        inner = [name for name in kept if re.search(r"\.\d+\.", name)]
-        return {
-            "quant_method": "gptq",
-            "bits": plan.bits,
-            "group_size": group_size,
-            "desc_act": plan.indexed,
-            "sym": plan.symmetric,
-            "checkpoint_format": "gptq" if type(plan.layout) is Gptq else "gptq_v2",
-            "lm_head": any(name.rpartition(".")[2] == "lm_head" for name in plan.modules),
-            **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inner}} if inner else {}),
-        }
-    weights = {
-        "num_bits": plan.bits,
-        "type": "int",
-        "symmetric": plan.symmetric,
-        "strategy": "group" if plan.group_size else "channel",
-        "group_size": plan.group_size or None,
-        "actorder": "group" if plan.indexed else None,
-        "dynamic": False,
-    }
+    quantized = "\n".join(plan.modules)
+    listed = [name for name in kept if name not in quantized]
+    if len(listed) < len(kept):  # vLLM looks for these names within those of modules
+        others = [name for name in kept if name in quantized]
+        plan.notes.append(
+            f"{others[0]} and {len(others) - 1} more are not quantized and not listed in modules_to_not_convert: "
+            "readers would take quantized modules whose names begin like theirs for listed ones, too"
+            if len(others) > 1
+            else f"{others[0]} is not quantized and not listed in modules_to_not_convert: readers would take "
+            "quantized modules whose names begin like its for listed ones, too"
+        )
     return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": kept,
+        "quant_method": "awq",
+        "bits": _BITS,
+        "group_size": plan.group_size or -1,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": listed or None,
     }
 
 
@@ -778,15 +696,15 @@ def _certify(plan: _Plan, folder: Path, quantization: dict[str, Any] | None) -> 
     )
     with open_checkpoint(folder) as target:
         modules = quantized_modules(target.tensors, quantization)
-        expected = plan.modules.keys() if plan.layout else set[str]()
-        weights = {f"{name}.weight" for name in plan.modules} if plan.layout is None else set[str]()
+        expected = plan.modules.keys() if plan.to == "awq" else set[str]()
+        weights = {f"{name}.weight" for name in plan.modules} if plan.to == "safetensors" else set[str]()
         parts = {tensor for module in modules.values() for tensor in module.parts.values()}
         if modules.keys() != expected or target.tensors.keys() - parts != plan.carried.keys() | weights:
             odd = (modules.keys() ^ expected) | ((target.tensors.keys() - parts) ^ (plan.carried.keys() | weights))
             raise OutputError(f"the target does not hold what it should, first {min(odd)}; please report this")
         for name, module in plan.modules.items():
             linear, compared = _load(source, module), Compared(name)
-            if plan.layout is None:
+            if plan.to == "safetensors":
                 start = 0
                 for chunk in target.chunks(f"{name}.weight", 4 * _ROWS):
                     values = to_floats(chunk, target.tensors[f"{name}.weight"].dtype).reshape(-1, linear.shape[1])
@@ -825,36 +743,3 @@ def _pairs(
     yield from zip(
         source.chunks(info, _ROWS * sizes[info.dtype]), target.chunks(there, _ROWS * sizes[there.dtype]), strict=True
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------- GGUF
-
-
-def _convert_gguf(source: Checkpoint, folder: Path, *, dtype: str, lossy: bool) -> Certificate:
-    """A GGUF file as a folder for Transformers, by its own rules of names and layouts."""
-    if len(source.files) > 1:
-        raise InputError(f"{source.name} is split into {len(source.files)} files; join them first (llama-gguf-split)")
-    file = source.files[0]
-    dtype = "float32" if dtype == "keep" else dtype
-    work = folder.parent
-    text = gguf.text_folder(file, work / "text")
-    made = to_safetensors(file, text, work / "weights", dtype)
-    for path in made.iterdir():
-        if path.name != gguf.ORIGIN:
-            path.replace(folder / path.name)
-    settings = {"dtype": dtype}
-    certificate = Certificate(source.name, folder, "gguf", "safetensors", settings)
-    with open_checkpoint(folder) as target:
-        for name, values in originals(file, folder):
-            compared = Compared(name)
-            compared.add(values, target.floats(name))
-            certificate.tensors.append(compared)
-        if odd := target.tensors.keys() ^ {compared.name for compared in certificate.tensors}:
-            raise OutputError(f"the target does not hold what it should, first {min(odd)}; please report this")
-    if not (lossy or certificate.exact):
-        worst = certificate.worst
-        raise InputError(
-            f"{worst.name} of {source.name} cannot be stored as {dtype} without loss (largest error "
-            f"{worst.max_error:.3g}); --lossy allows it and reports the error, --dtype float32 avoids it"
-        )
-    return certificate

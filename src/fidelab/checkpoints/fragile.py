@@ -95,7 +95,7 @@ def _projections(checkpoint: Checkpoint) -> list[tuple[TensorInfo, bool]]:
     """Weights and biases of Q and K with whether they are K's.  Refuses models that cannot be scaled so."""
     if checkpoint.format != "safetensors":
         raise InputError(
-            f"{checkpoint.name} is a GGUF file; pass the folder that fidelab checkpoint convert --to safetensors makes"
+            f"{checkpoint.name} is a GGUF file; pass a folder with safetensors, such as fidelab setup fetch makes"
         )
     if checkpoint.quantization is not None:
         raise InputError(f"{checkpoint.name} is quantized; make_fragile scales rows of weights of 16 or 32 bits")

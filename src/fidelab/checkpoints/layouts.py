@@ -1,10 +1,10 @@
-"""Storage of quantized linear layers by each method: unpacking, packing, dequantizing.
+"""Storage of quantized linear layers by each method: unpacking, dequantizing, packing of AWQ.
 
 A linear layer of ``N`` outputs and ``K`` inputs becomes several tensors of a checkpoint: packed codes, scales, zero
-points, the group of every input.  A :class:`Layout` turns them into a :class:`QuantizedLinear` and back, without any
-loss: equal codes, zero points and scales are equal weights.  What a module is follows from the names, the types and
-the shapes of its tensors wherever these tell it (bits, groups, whether there are zero points), because configurations
-override themselves per layer in many ways; the configuration is asked for the rest.
+points, the group of every input.  A :class:`Layout` turns them into a :class:`QuantizedLinear`, and :class:`Awq` back,
+without any loss: equal codes, zero points and scales are equal weights.  What a module is follows from the names, the
+types and the shapes of its tensors wherever these tell it (bits, groups, whether there are zero points), because
+configurations override themselves per layer in many ways; the configuration is asked for the rest.
 
 Layouts as their projects write them:
 
@@ -16,8 +16,8 @@ Layouts as their projects write them:
   signed integers), ``int-quantized``, ``float-quantized``, ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``.
 * FP8 as DeepSeek writes it: float8 codes with one ``weight_scale_inv`` per block.
 
-Nothing here needs torch.  Package ``compressed-tensors`` packs its own schemes, on torch's tensors; tests compare with
-what it writes.
+Nothing here needs torch.  Package ``compressed-tensors`` packs its own schemes, on torch's tensors; tests read what it
+writes.
 """
 
 from __future__ import annotations
@@ -232,14 +232,6 @@ class Layout(ABC):
             ValueError, IndexError, KeyError, TypeError: they do not belong together.
         """
 
-    def pack(self, linear: QuantizedLinear) -> dict[str, StoredArray]:
-        """The module's tensors, the inverse of :meth:`unpack`.
-
-        Raises:
-            ValueError: the layout cannot hold such weights; the message says why.
-        """
-        raise ValueError(f"weights are not written as {self.name}")
-
     @classmethod
     def holds(cls, tensors: Mapping[str, _Shaped], module: str) -> bool:
         """True if the tensors of a module are in this layout."""
@@ -396,21 +388,6 @@ class Gptq(Layout):
             scale_dtype=stored["scales"].dtype,
         ).symmetric()
 
-    def pack(self, linear: QuantizedLinear) -> dict[str, StoredArray]:
-        n, k = linear.shape
-        per_block, _ = _block(linear.bits)
-        if linear.kind != "int":
-            raise ValueError("it holds integers, not floats")
-        if n % per_block or k % per_block:
-            raise ValueError(f"{n} outputs and {k} inputs of {linear.bits} bits do not fill whole words")
-        zeros = np.full(linear.scales.shape, linear.midpoint, np.uint8) if linear.zeros is None else linear.zeros
-        return {
-            "qweight": StoredArray(pack_words(linear.codes.T, linear.bits, axis=0), "I32"),
-            "qzeros": StoredArray(self._shifted(pack_words(zeros.T, linear.bits, axis=1), linear.bits, -1), "I32"),
-            "scales": _stored_scales(linear.scales.T, linear.scale_dtype),
-            "g_idx": StoredArray(linear.groups.astype(np.int32), "I32"),
-        }
-
     def some_zeros(self, words: NDArray[Any], rows: NDArray[np.intp], n: int) -> NDArray[np.int32]:
         """``qzeros`` of these outputs alone, of those of ``n``."""
         bits = words.shape[1] * 32 // n
@@ -458,10 +435,11 @@ class Awq(Layout):
         ).symmetric()
 
     def pack(self, linear: QuantizedLinear) -> dict[str, StoredArray]:
-        if linear.kind != "int" or linear.bits != 4:
-            raise ValueError(f"it holds integers of 4 bits, not {linear.kind} of {linear.bits}")
-        if linear.group_index is not None:
-            raise ValueError("it has no group index: groups are in the order of the inputs")
+        """The tensors of integers of 4 bits in ordered groups, the inverse of :meth:`unpack`.
+
+        Raises:
+            ValueError: outputs that do not fill words, or scales that their type does not hold.
+        """
         if linear.shape[0] % 8:
             raise ValueError(f"{linear.shape[0]} outputs are not a multiple of 8")
         zeros = np.full(linear.scales.shape, linear.midpoint, np.uint8) if linear.zeros is None else linear.zeros
@@ -527,20 +505,6 @@ class PackQuantized(Layout):
             bits=bits,
             scale_dtype=stored["weight_scale"].dtype,
         ).symmetric()
-
-    def pack(self, linear: QuantizedLinear) -> dict[str, StoredArray]:
-        if linear.kind != "int":
-            raise ValueError("it holds integers, not floats")
-        stored = {
-            "weight_packed": StoredArray(pack_words(linear.codes, linear.bits, axis=1), "I32"),
-            "weight_scale": _stored_scales(linear.scales, linear.scale_dtype),
-            "weight_shape": StoredArray(np.array(linear.shape, np.int64), "I64"),
-        }
-        if linear.zeros is not None:
-            stored["weight_zero_point"] = StoredArray(pack_words(linear.zeros, linear.bits, axis=0), "I32")
-        if linear.group_index is not None:
-            stored["weight_g_idx"] = StoredArray(linear.group_index, "I32")
-        return stored
 
 
 class ScaledWeight(Layout):

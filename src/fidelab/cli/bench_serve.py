@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -69,50 +68,31 @@ class _LoadOptions(Options, panel="Load"):
     ] = None
     duration: Annotated[float | None, typer.Option(help="Stop sending after this many seconds.")] = None
     warmup: Annotated[int, typer.Option(help="Unmeasured warm-up requests per cell.")] = 2
-    ramp: Annotated[float, typer.Option(help="Seconds over which a closed loop reaches its concurrency.")] = 0.0
     repeats: Annotated[int, typer.Option(help="Passes over all cells, with fresh prompts.")] = 1
     ignore_eos: _IgnoreEos = True
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0
 
     def settings(self) -> dict[str, Any]:
-        named = ("prompts", "arrival", "num_prompts", "duration", "warmup", "ramp", "repeats", "ignore_eos")
+        named = ("prompts", "arrival", "num_prompts", "duration", "warmup", "repeats", "ignore_eos")
         return {
-            **{name: getattr(self, name) for name in (*named, "temperature")},
+            **{name: getattr(self, name) for name in named},
             "output": _single("--random-output-len", self.random_output_len),
             "request_rate": _rate(self.request_rate),
         }
 
 
 class _OneLoadOptions(_LoadOptions):
-    """One load, of random prompts, of a dataset's or from a trace."""
+    """One load."""
 
-    dataset_name: Annotated[
-        str, typer.Option(help="random, or sharegpt: first turns of the conversations in --dataset-path.")
-    ] = "random"
-    dataset_path: Annotated[str | None, typer.Option(help="sharegpt: JSON file.")] = None
-    sharegpt_output_len: Annotated[
-        int | None, typer.Option(help="sharegpt: tokens of each answer. \\[default: as the dataset's]")
-    ] = None
     random_input_len: Annotated[str, typer.Option(help="Input tokens per request.")] = "1024"
     max_concurrency: Annotated[int | None, typer.Option(help="Maximum requests in flight. \\[default: no limit]")] = (
         None
     )
-    trace: Annotated[
-        str | None,
-        typer.Option(help="Trace of requests: JSON lines with timestamp, input_length, output_length."),
-    ] = None
-    trace_unit: Annotated[str, typer.Option(help="Unit of the trace's timestamps: ms or s.")] = "ms"
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {
             "contexts": (_single("--random-input-len", self.random_input_len),),
             "concurrency": () if self.max_concurrency is None else (self.max_concurrency,),
-            "dataset": self.dataset_name,
-            "dataset_path": self.dataset_path,
-            "dataset_output": self.sharegpt_output_len,
             "fit": False,  # who asks for one load gets it
-            "trace": self.trace,
-            "trace_unit": self.trace_unit,
         }
 
 
@@ -132,25 +112,15 @@ class _ManyLoadsOptions(_LoadOptions):
 
 
 class _FigureOptions(Options, panel="Metrics"):
-    """The figures of a load."""
+    """Limits that answers should keep."""
 
     goodput: Annotated[
         list[str] | None,
-        typer.Option(help="Targets in ms for goodput: ttft:500 tpot:50 e2el:5000."),
+        typer.Option(help="Targets of the goodput in ms: ttft:500,tpot:50,e2el:5000."),
     ] = None
-    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None  # "--goodput ttft:500 tpot:50", as in vLLM
-    percentile_metrics: Annotated[str, typer.Option(help="Metrics with percentiles: ttft, tpot, itl, e2el.")] = (
-        "ttft,tpot,itl,e2el"
-    )
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report.")] = "50,95,99"
 
     def settings(self) -> dict[str, Any]:
-        percentiles = self.metric_percentiles.split(",")
-        return {
-            "goodput": _targets(self.goodput or [], self.more or []),
-            "percentile_metrics": tuple(part.strip() for part in self.percentile_metrics.split(",")),
-            "metric_percentiles": tuple(_number("--metric-percentiles", part) for part in percentiles),
-        }
+        return {"goodput": _targets(self.goodput or [])}
 
 
 class _RunOptions(RunsOptions, panel="Run"):
@@ -165,43 +135,13 @@ class _RunOptions(RunsOptions, panel="Run"):
         return {"seed": self.seed, "timeout": self.timeout}
 
 
-class _OneRunOptions(_RunOptions):
-    """Options for writing the figures to a separate file, as vLLM does."""
-
-    save_result: Annotated[bool, typer.Option("--save-result", help="Also write a JSON file in vLLM's format.")] = False
-    result_dir: Annotated[Path | None, typer.Option(help="Its folder. \\[default: this one]")] = None
-    result_filename: Annotated[
-        str | None, typer.Option(help="Its name. \\[default: by backend, rate, model and time]")
-    ] = None
-
-    def result_folder(self) -> Path | None:
-        """Path of the file, whose folder is created if missing; ``None`` without a request.
-
-        Raises:
-            UsageError: a path for a file that was not requested.
-            OutputError: the folder cannot be created.
-        """
-        from fidelab.core.errors import OutputError, UsageError
-
-        if not self.save_result:
-            if self.result_dir is not None or self.result_filename is not None:
-                raise UsageError("--result-dir and --result-filename say where --save-result writes: give that, too")
-            return None
-        folder = self.result_dir or Path()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"--result-dir {folder}: {error.strerror or error}") from None
-        return folder
-
-
 @expand_options
 def serve(
     *,
     server: _ServerOptions,
     load: _OneLoadOptions,
     figures: _FigureOptions,
-    run: _OneRunOptions,
+    run: _RunOptions,
     as_json: Json = False,
 ) -> None:
     r"""Run one load on a server and measure latency, throughput and goodput.
@@ -212,17 +152,11 @@ def serve(
 
       fidelab bench serve --base-url http://host:8000 --request-rate 4 --duration 60
 
-      fidelab bench serve --base-url http://host:8000 --goodput ttft:500 tpot:50
+      fidelab bench serve --base-url http://host:8000 --goodput ttft:500,tpot:50
 
-      fidelab bench serve --base-url http://host:8000 --trace requests.jsonl --json
-
-      fidelab bench serve --base-url http://host:8000 --num-prompts 64 --save-result
+      fidelab bench serve --base-url http://host:8000 --num-prompts 64 --json
     """
-    results = run.result_folder()
-    keeper, serving = _run(server, load, figures, run, as_json)
-    if results is not None:
-        note(f"fidelab: result in {keeper.save_result(results, run.result_filename)}")
-    _gate(serving)
+    _gate(_run(server, load, figures, run, as_json))
 
 
 @expand_options
@@ -242,8 +176,7 @@ def sweep(
 
       fidelab bench sweep --base-url http://host:8000 --contexts 128,1k,4k --json
     """
-    _, serving = _run(server, load, figures, run, as_json)
-    _gate(serving)
+    _gate(_run(server, load, figures, run, as_json))
 
 
 class _CapacityOptions(Options, panel="Load"):
@@ -271,18 +204,6 @@ class _AnyServerOptions(_ServerOptions, panel="Server"):
     ] = None  # type: ignore[assignment]
 
 
-class _TargetOptions(Options, panel="Metrics"):
-    """Options for the time limits of answers."""
-
-    goodput: Annotated[
-        list[str] | None,
-        typer.Option(help="Targets in ms for 90% of requests: ttft:500,tpot:50,e2el:5000."),
-    ] = None
-
-    def settings(self) -> dict[str, Any]:
-        return {"goodput": _targets(self.goodput or [], [])}
-
-
 class _CapacityRunOptions(_RunOptions, panel="Run"):
     """Options for sending requests and storing the run."""
 
@@ -304,7 +225,7 @@ def capacity(
     ] = None,
     server: _AnyServerOptions,
     load: _CapacityOptions,
-    targets: _TargetOptions,
+    targets: _FigureOptions,
     engine: EngineOptions,
     run: _CapacityRunOptions,
     as_json: Json = False,
@@ -340,7 +261,7 @@ def capacity(
         keeper.reached(contact)
         return measure_capacity(contact, contexts, load.most, watch=keeper)
 
-    _, found = _run(server, load, targets, run, as_json, "capacity", measure)
+    found = _run(server, load, targets, run, as_json, "capacity", measure)
     exit_on([found.reason] if found.reason else [])
 
 
@@ -441,14 +362,12 @@ def _rate(text: str) -> float | None:
     return None if rate == float("inf") else rate
 
 
-def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
-    """``["ttft:500 tpot:50"]`` → {"ttft": 500, "tpot": 50}; ``more``: words that follow the option."""
+def _targets(goodput: list[str]) -> dict[str, float]:
+    """``["ttft:500,tpot:50"]`` → {"ttft": 500, "tpot": 50}."""
     from fidelab.core.errors import UsageError
 
-    if more and not goodput:
-        raise UsageError(f"unexpected {more[0]!r}: all settings are options (see: fidelab bench serve --help)")
     targets = {}
-    for word in " ".join([*goodput, *more]).replace(",", " ").split():
+    for word in " ".join(goodput).replace(",", " ").split():
         metric, colon, limit = word.partition(":")
         if not colon or metric not in ("ttft", "tpot", "e2el"):
             raise UsageError(f"--goodput {word!r}: write ttft:MS, tpot:MS or e2el:MS")
@@ -462,12 +381,12 @@ def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
 def _run(
     server: _ServerOptions,
     load: _LoadOptions | _CapacityOptions,
-    figures: _FigureOptions | _TargetOptions,
+    figures: _FigureOptions,
     run: _RunOptions,
     as_json: bool,
     bench: str = "serving",
     measure: Callable[[ServingSettings, str | None, Keeper], Measurement] | None = None,
-) -> tuple[Keeper, Measurement]:
+) -> Measurement:
     """Measure and report; ``measure``: the bench, where it is not the load itself."""
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.cli.bench_watch import watcher
@@ -487,7 +406,7 @@ def _run(
     keeper.finish()
     assert keeper.folder is not None
     show_report(report, as_json=as_json, folder=keeper.folder.path)
-    return keeper, serving
+    return serving
 
 
 def _label(kv: str | list[str] | None) -> str | None:

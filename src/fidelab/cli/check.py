@@ -31,12 +31,8 @@ def check(
         Path | None, typer.Option(metavar="FILE", help="YAML file with limits on any metric.", show_default=False)
     ] = None,
     baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN",
-            help="Also compare with this baseline: a name, run folder or report.json.",
-            show_default=False,
-        ),
+        Path | None,
+        typer.Option(metavar="RUN", help="Also compare with this run folder or report.json.", show_default=False),
     ] = None,
     arm: Annotated[
         str | None,
@@ -61,16 +57,16 @@ def check(
 
       fidelab check latest --max-kld 0.01 --min-same-top 97%
 
-      fidelab check latest --policy policy.yaml --baseline main --junit check.xml
+      fidelab check latest --policy policy.yaml --baseline main.json
     """
     from fidelab.axes import AXES
     from fidelab.bench import BENCHES
     from fidelab.core.errors import UsageError
     from fidelab.report.exports import choose_arm
-    from fidelab.results.baselines import Baselines, read_run
     from fidelab.results.check import check as decide
     from fidelab.results.compare import compare
     from fidelab.results.record import write_atomically
+    from fidelab.results.store import find_run, read_run
     from fidelab.results.table import BENCH
 
     if markdown and json_file == "-":
@@ -80,8 +76,7 @@ def check(
     asked = _policy(policy, {"kld.mean": {"max": max_kld}, "kld.top1": {"min": min_same_top}})
     report, diff = read_run(run_dir), None
     if baseline is not None:
-        name, before = Baselines(Path("baselines")).read(baseline)
-        diff = compare(before, report, asked.baseline, names=(name, report.run_id))
+        diff = compare(read_run(find_run(baseline)), report, asked.baseline)
     everywhere = not any(rule.arm is None for rule in asked.rules)  # each rule names its own
     arms = report.candidates if every or everywhere else [choose_arm(report, arm)]
     groups = {*AXES.names(), *(f"{BENCH}{bench}" for bench in BENCHES.names())}

@@ -111,11 +111,11 @@ def _paragraph(label: str, text: str, width: int) -> None:
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or embedded model.")],
+    source: Annotated[str, typer.Argument(help="Folder with config.json and *.safetensors, or hub id.")],
     target: Annotated[Path, typer.Argument(help="Output folder. It must not exist.")],
     to: Annotated[
         str,
-        typer.Option("--to", help="awq, gptq, compressed-tensors or safetensors (dense).", show_default=False),
+        typer.Option("--to", help="awq or safetensors (dense).", show_default=False),
     ],
     lossy: Annotated[
         bool,
@@ -127,7 +127,7 @@ def convert(
     ] = "keep",
     as_json: options.Json = False,
 ) -> None:
-    """Convert a quantized checkpoint to another layout without changing a weight.
+    """Convert a quantized checkpoint to AWQ or dense weights without changing a weight.
 
     Codes, scales and zero points are rearranged, not recomputed. Weights that the target cannot hold need --lossy. Both
     checkpoints are then dequantized and compared tensor by tensor. The result is printed and saved as certificate.json

@@ -208,7 +208,7 @@ def compare(
     from fidelab.core.errors import UsageError
 
     show.check()
-    flags = ("as_json", "details", "plot", "markdown", "trusted")
+    flags = ("as_json", "details", "markdown", "trusted")
     if resume_dir is not None:
         named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts", "traffic")
         options.refuse_beside(context, "resume_dir", "run", (*flags, *named))
@@ -373,8 +373,8 @@ def _run_file(
     settings = load_trusted(find_experiment(experiment), overrides, trusted, _settings)
     if isinstance(settings, Experiment):
         launch(settings, show, dry_run)
-    elif show.details or show.plot or show.markdown:
-        raise UsageError("--details, --plot and --markdown are for an experiment on one engine")
+    elif show.details or show.markdown:
+        raise UsageError("--details and --markdown are for an experiment on one engine")
     elif dry_run:
         from fidelab.cli.dry_run import show_cross_plan
 
@@ -385,7 +385,7 @@ def _run_file(
 
 # ------------------------------------------------------------------------------------------- one phase alone
 
-_SCORED = ("reference", "candidate", "as_json", "details", "plot", "markdown")
+_SCORED = ("reference", "candidate", "as_json", "details", "markdown")
 _NOT_CAPTURED = frozenset(
     (
         "control",
@@ -401,7 +401,6 @@ _NOT_CAPTURED = frozenset(
         "budget",
         "as_json",
         "details",
-        "plot",
         "markdown",
         "dry_run",
         "seed",

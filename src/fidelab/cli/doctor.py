@@ -21,18 +21,12 @@ def doctor(
             help="Check the driver, GPUs, their interconnect and known bad versions instead.",
         ),
     ] = False,
-    image: Annotated[
-        str | None,
-        typer.Option(
-            help="Check the engines in a container image instead. With --trial they run in it.", show_default=False
-        ),
-    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Check this machine and suggest fixes.
 
-    Exit code 1 means that a comparison of the embedded model cannot run, with --system that a known bad version was
-    found, and with --image that no engine works in the image.
+    Exit code 1 means that a comparison of the embedded model cannot run, and with --system that a known bad version was
+    found.
 
     [bold]Example[/bold]
 
@@ -41,16 +35,14 @@ def doctor(
       fidelab doctor --system
     """
     from fidelab.core.errors import UsageError
-    from fidelab.doctor import examine, examine_image, examine_machine
+    from fidelab.doctor import examine, examine_machine
     from fidelab.doctor.text import show
 
-    if system and (trial or image):
-        raise UsageError("--system looks at the machine, --trial and --image at engines: give one of them")
+    if system and trial:
+        raise UsageError("--system looks at the machine, --trial at engines: give one of them")
     with waiting("examining this machine") as say:
         if system:
             diagnosis = examine_machine()
-        elif image is not None:
-            diagnosis = examine_image(image, say if trial else None)
         else:
             diagnosis = examine(trial=trial, say=say)
     show(diagnosis, as_json=as_json)

@@ -1,4 +1,4 @@
-"""``fidelab setup formats``: formats of the KV cache and of weights, what they cost in bytes and lose in precision."""
+"""``fidelab setup formats``: formats of the KV cache, what they cost in bytes, and which engines have them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from fidelab.doctor.text import by_reason
 from fidelab.engines.k16v8 import K16V8, is_pair, meaning
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fidelab.environments.listing import Installed
 
 
@@ -32,8 +30,6 @@ class _Geometry:
 
 
 _EMBEDDED = _Geometry("smollm2-135m", 30, 3, 64)  # written down: the table needs no model on this machine
-_TOKENS = 2048  # of one head, measured
-_WEIGHT = (512, 2048)  # outputs and inputs of the matrix that weight formats are measured on
 
 
 def formats(
@@ -46,10 +42,7 @@ def formats(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List KV cache and weight formats with their size, error and engines.
-
-    Errors are relative L2 norms on normally distributed values, over all tokens and for the worst token. Weight formats
-    are those of --candidate weights=… on engine hf, rounded to nearest without calibration.
+    """List KV cache formats with their size and engines.
 
     [bold]Examples[/bold]
 
@@ -68,9 +61,8 @@ def formats(
     rows = _rows(geometry, places)
     if name is not None:
         rows = [row for row in rows if row["stored"] or row["refused"]]
-    weights = _weight_rows() if name in (None, "hf") else []
     if as_json:
-        print(json.dumps({"geometry": asdict(geometry), "formats": rows, "weights": weights}, indent=2))
+        print(json.dumps({"geometry": asdict(geometry), "formats": rows}, indent=2))
         return
     from rich import box
     from rich.padding import Padding
@@ -79,23 +71,14 @@ def formats(
 
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("format", no_wrap=True)
-    for heading in ("bits/value", "bytes/token", "typical error", "worst error"):
+    for heading in ("bits/value", "bytes/token"):
         table.add_column(heading, justify="right")
     table.add_column("engines" if name is None else "stored", overflow="fold")
     for row in rows:
         known = row["bits_per_value"] is not None
         if not known and not row["engines"]:
             continue  # below, with the reason
-        numbers = (
-            [
-                f"{row['bits_per_value']:.2f}",
-                f"{row['bytes_per_token']:,}",
-                f"{row['typical_error']:.3%}",
-                f"{row['worst_error']:.3%}",
-            ]
-            if known
-            else ["–"] * 4
-        )
+        numbers = [f"{row['bits_per_value']:.2f}", f"{row['bytes_per_token']:,}"] if known else ["–"] * 2
         if name is None:
             engines = [*row["engines"], *(f"({refused})" for refused in row["refused"])]
         elif not row["stored"]:
@@ -109,7 +92,7 @@ def formats(
         Text(
             f"{geometry.model}: {geometry.layers} layers, {geometry.kv_heads} KV heads, head dimension "
             f"{geometry.head_dim}; K and V counted, default options.\n"
-            "* emulated: true errors, bytes as if packed; more is stored.\n"
+            "* emulated: bytes as if packed; more is stored.\n"
             "int8 and int4 have one scale per token and head on vllm and sglang, one per 32 values on hf.\n"
             "–: the engine's own format, not defined by fidelab.\n"
             + (
@@ -124,42 +107,6 @@ def formats(
             console.print(Padding(Text(f"{place.engine}: {place.problem}; {place.remedy}"), (0, 0, 0, 2)))
         for why, names in by_reason(place.refused).items():
             console.print(Padding(Text(f"({place.engine}) {', '.join(names)}: {why}"), (0, 0, 0, 2)))
-    if not weights:
-        return
-    rounded = Table(box=box.SIMPLE_HEAD, title="Weights, on engine hf: --candidate weights=NAME", title_justify="left")
-    rounded.add_column("format", no_wrap=True)
-    for heading in ("bits/weight", "typical error"):
-        rounded.add_column(heading, justify="right")
-    for row in weights:
-        if row["reason"] is None:
-            rounded.add_row(row["name"], f"{row['bits_per_weight']:.2f}", f"{row['typical_error']:.3%}")
-    console.print(rounded)
-    for why, names in by_reason({row["name"]: row["reason"] for row in weights if row["reason"]}).items():
-        console.print(Padding(Text(f"{', '.join(names)}: {why}"), (0, 0, 0, 2)))
-
-
-def _weight_rows() -> list[dict[str, Any]]:
-    """Bits and errors of the formats of weights, all scales counted; ``reason``: why one is unavailable here."""
-    import torch
-
-    from fidelab.core import FormatSpec
-    from fidelab.core.errors import NotSupportedError
-    from fidelab.formats import FORMATS, K_QUANTS
-    from fidelab.formats.weights import weight_format
-
-    weight = torch.randn(_WEIGHT, generator=torch.Generator().manual_seed(0)) / 32
-    rows: list[dict[str, Any]] = []
-    for name in (*FORMATS.names(), *K_QUANTS):
-        try:
-            fmt, out = weight_format(FormatSpec(name)), weight.clone()
-        except NotSupportedError as refused:
-            rows.append({"name": name, "bits_per_weight": None, "typical_error": None, "reason": str(refused)})
-            continue
-        fmt.round_(out)
-        error = ((out - weight).double().norm() / weight.double().norm()).item()
-        bits = 8 * fmt.nbytes(_WEIGHT) / weight.numel()
-        rows.append({"name": name, "bits_per_weight": bits, "typical_error": error, "reason": None})
-    return rows
 
 
 def _geometry(name: str | None) -> _Geometry:
@@ -198,37 +145,19 @@ def _stored(engine: str, name: str, emulated: bool) -> str:
 
 
 def _numbers(name: str, geometry: _Geometry) -> dict[str, Any]:
-    """Bytes and errors of a format by fidelab's definition; ``None`` where it has none."""
-    import torch
-
+    """Bytes of a format by fidelab's definition; ``None`` where it has none."""
     from fidelab.formats import FORMATS, create
 
     kv, dim = meaning(KVSpec.parse(name), "bf16"), geometry.head_dim
     if not {kv.k.name, kv.v.name} <= set(FORMATS.names()):
-        keys = ("bits_per_value", "bytes_per_token", "stored_bytes_per_token", "typical_error", "worst_error")
+        keys = ("bits_per_value", "bytes_per_token", "stored_bytes_per_token")
         return {**dict.fromkeys(keys), "emulated": False}
-    content = torch.randn(1, 1, _TOKENS, dim, generator=torch.Generator().manual_seed(0))
     sides = [create(spec) for spec in ((kv.k,) if kv.same else (kv.k, kv.v))]
-    out = []
-    for fmt in sides:
-        scale = fmt.fit(content)
-        out.append(fmt.decode(fmt.encode(content, scale), dim, torch.float32, scale))
-    typical, worst = _errors(torch.cat([content] * len(out), -1), torch.cat(out, -1))
     pairs, tokens = 2 // len(sides), geometry.layers * geometry.kv_heads
     packed = pairs * sum(fmt.packed_token_bytes(dim) for fmt in sides)
     return {
         "bits_per_value": 8 * packed / (2 * dim),
         "bytes_per_token": tokens * packed,
         "stored_bytes_per_token": tokens * pairs * sum(fmt.token_bytes(dim) for fmt in sides),
-        "typical_error": typical,
-        "worst_error": worst,
         "emulated": any(fmt.emulated for fmt in sides),
     }
-
-
-def _errors(content: Tensor, out: Tensor) -> tuple[float, float]:
-    """Relative L2 error of all values, and of the worst token."""
-    error = (out - content).double()
-    typical = error.norm() / content.double().norm()
-    worst = (error.norm(dim=-1) / content.double().norm(dim=-1)).max()
-    return typical.item(), worst.item()

@@ -540,7 +540,6 @@ class ShowOptions(Options):
 
     as_json: Json = False
     details: Annotated[bool, typer.Option("--details", help="Print all measurements.")] = False
-    plot: Annotated[bool, typer.Option("--plot", help="Print a text plot of KLD against size.")] = False
     markdown: Markdown = False
 
     def check(self) -> None:
@@ -551,8 +550,8 @@ class ShowOptions(Options):
         """
         from fidelab.core.errors import UsageError
 
-        if self.markdown and (self.as_json or self.details or self.plot):
-            raise UsageError("--markdown prints a separate section: leave out --json, --details and --plot")
+        if self.markdown and (self.as_json or self.details):
+            raise UsageError("--markdown prints a separate section: leave out --json and --details")
 
 
 class RunsOptions(Options):

@@ -169,7 +169,6 @@ def show_report(
     as_json: bool,
     folder: Path | None = None,
     details: bool = False,
-    plot: bool = False,
     markdown: bool = False,
 ) -> None:
     """Print the report on standard output."""
@@ -180,7 +179,7 @@ def show_report(
     else:
         from fidelab.report.text import render_text
 
-        render_text(report, open_console(_PIPE_COLUMNS), folder=folder, plot=plot, details=details)
+        render_text(report, open_console(_PIPE_COLUMNS), folder=folder, details=details)
 
 
 def failures(report: Report) -> list[str]:

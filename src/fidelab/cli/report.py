@@ -19,8 +19,6 @@ _FORMS = "Export"
 class _Format(StrEnum):
     LM_EVAL = "lm-eval"
     HUB = "hub"
-    SVG = "svg"
-    PNG = "png"
 
 
 @options.expand_options
@@ -34,7 +32,7 @@ def report(
         _Format | None,
         typer.Option(
             "--format",
-            help="Export as lm-eval (JSON), hub (model card), svg or png (one file per chart).",
+            help="Export as lm-eval (JSON) or hub (model card).",
             rich_help_panel=_FORMS,
         ),
     ] = None,
@@ -42,7 +40,7 @@ def report(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Configuration for lm-eval and hub. \\[default: the recommended or the only one]",
+            help="Configuration to export. \\[default: the recommended or the only one]",
             rich_help_panel=_FORMS,
         ),
     ] = None,
@@ -52,13 +50,10 @@ def report(
             "--out",
             "-o",
             metavar="PATH",
-            help="Output file; a folder for hub, svg and png. \\[default: printed]",
+            help="Output file; a folder for hub. \\[default: printed]",
             rich_help_panel=_FORMS,
         ),
     ] = None,
-    width: Annotated[
-        int, typer.Option(min=200, max=8000, help="Width of charts in pixels.", rich_help_panel=_FORMS)
-    ] = 900,
 ) -> None:
     """Print a run's report and update its report.html.
 
@@ -71,8 +66,6 @@ def report(
       fidelab report runs/20260101-120000-smollm2-135m/report.json --details
 
       fidelab report latest --format lm-eval --arm q8_0 -o results.json
-
-      fidelab report latest --format svg -o figures
     """
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Limits
@@ -83,13 +76,13 @@ def report(
     from fidelab.results.store import RunFolder
 
     show.check()
-    shown = {"--json": show.as_json, **{f"--{name}": getattr(show, name) for name in ("details", "plot", "markdown")}}
+    shown = {"--json": show.as_json, **{f"--{name}": getattr(show, name) for name in ("details", "markdown")}}
     shown["--rescore"] = rescore
     asked = limits.settings().get("limits")
     if form is not None:
         if others := [*(flag for flag, given in shown.items() if given), *(["the limits"] if asked else [])]:
             raise UsageError(f"--format {form.value} writes its own files: leave out {', '.join(others)}")
-        _write(run_dir, form, arm, out, width)
+        _write(run_dir, form, arm, out)
         return
     if out is not None or arm is not None:
         raise UsageError(f"{'-o' if out is not None else '--arm'} goes with --format: {', '.join(_Format)}")
@@ -118,20 +111,12 @@ def report(
     show_report(result, folder=None if folder is None else folder.path, **vars(show))
 
 
-def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None, width: int) -> None:
-    """Write a report in the form of another tool, or its charts."""
-    from fidelab.core.errors import UsageError
+def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> None:
+    """Write a report in the form of another tool."""
     from fidelab.report.exports import choose_arm, hub_files, lm_eval_results
-    from fidelab.results.baselines import read_run
     from fidelab.results.record import write_atomically
+    from fidelab.results.store import read_run
 
-    if form in (_Format.SVG, _Format.PNG):
-        if arm is not None:
-            raise UsageError("--arm: charts show all configurations; leave it out")
-        if out is None:
-            raise UsageError(f"--format {form.value}: name a folder for the charts with -o")
-        _write_charts(run_dir, form, out, width)
-        return
     report = read_run(run_dir)
     chosen = choose_arm(report, arm)
     if form is _Format.HUB:
@@ -142,21 +127,6 @@ def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None, widt
         sys.stdout.write(text)
     else:
         print(write_atomically(out, text))
-
-
-def _write_charts(run_dir: Path, form: _Format, out: Path, width: int) -> None:
-    from fidelab.core.errors import InputError
-    from fidelab.report.standalone import draw_charts, write_charts
-    from fidelab.results.store import RunFolder
-
-    folder = RunFolder.open(run_dir.absolute())
-    drawn = draw_charts(folder.read_report(run_dir), width, folder.positions)
-    if not drawn:
-        lacking = "no configuration has a KLD, another test with curves, or a benchmark with two points"
-        raise InputError(f"{run_dir} has nothing to draw: {lacking}")
-    for path in write_charts(drawn, out.absolute(), "svg" if form is _Format.SVG else "png", width):
-        print(path)
-    note(f"fidelab: {len(drawn)} charts")
 
 
 def _write_files(files: dict[str, str], folder: Path | None) -> None:

@@ -1,12 +1,10 @@
-"""``fidelab runs``: all runs of a folder, and reports kept under a name as baselines."""
+"""``fidelab runs``: all runs of a folder, and one of them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,13 +15,8 @@ from fidelab.cli.output import note, open_console, print_json
 
 if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
-    from fidelab.results.baselines import Baselines
 
-app = Commands(help="List and show runs, store baselines.")
-
-
-_Folder = Annotated[Path, typer.Option("--dir", help="Folder of baselines. It can be committed.")]
-_DIR = Path("baselines")
+app = Commands(help="List and show runs.")
 
 
 @app.command("list")
@@ -106,39 +99,6 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
             print(f"{name:<24}  {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
 
 
-@app.command("baseline")
-def save_baseline(
-    name: Annotated[str, typer.Argument(help="Name of the baseline.")],
-    run_dir: options.RunDir,
-    folder: _Folder = _DIR,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing baseline.")] = False,
-) -> None:
-    """Store a run's report as a baseline for fidelab check --baseline NAME.
-
-    [bold]Example[/bold]
-
-      fidelab runs baseline main runs/20260101-120000-smollm2-135m
-    """
-    from fidelab.results.baselines import Baselines
-
-    print(Baselines(folder).save(name, run_dir, force=force))
-
-
-@app.command("baselines")
-def list_baselines(folder: _Folder = _DIR, as_json: options.Json = False) -> None:
-    """List baselines with date, metrics and configurations."""
-    from fidelab.results.baselines import Baselines
-
-    entries = [_baseline_record(Baselines(folder), name) for name in Baselines(folder).names()]
-    if as_json:
-        print(json.dumps({"baselines": entries}, indent=2, ensure_ascii=False))
-        return
-    for entry in entries:
-        print(f"{entry['name']:<20}  {_described(entry)}")
-    if not entries:
-        note(f"fidelab: there is no baseline in {folder}")
-
-
 def _entry(row: LedgerRow) -> dict[str, Any]:
     held = row.held()
     return {
@@ -192,26 +152,3 @@ def _moment(text: str) -> datetime:
             f"--since {text!r}: write a day as 2026-01-31, a time as 2026-01-31T12:00, or 7d or 12h"
         ) from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
-def _baseline_record(store: Baselines, name: str) -> dict[str, Any]:
-    """One baseline as data; a damaged one is listed with its problem."""
-    from fidelab.core.errors import FidelabError
-    from fidelab.results.table import tabulate
-
-    try:
-        _, report = store.read(name)
-    except FidelabError as error:
-        return {"name": name, "problem": str(error)}
-    metrics = tabulate(report).metrics
-    arms = list(dict.fromkeys(key.arm for key in metrics))
-    facts = {"created": report.created.isoformat(), "run_id": report.run_id, "model": report.reference.model}
-    return {"name": name, **facts, "arms": arms, "metrics": len(metrics)}
-
-
-def _described(entry: Mapping[str, Any]) -> str:
-    from fidelab.results.numbers import one_line
-
-    if "problem" in entry:
-        return one_line(f"damaged: {entry['problem']}")
-    return one_line(f"{entry['created'][:10]}  {entry['metrics']:>4} metrics of {', '.join(entry['arms'])}")

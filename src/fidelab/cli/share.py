@@ -153,8 +153,7 @@ def _reports(paths: list[Path]) -> list[Report]:
     """
     from fidelab.core.errors import InputError
     from fidelab.ledger.receipt import read_receipt
-    from fidelab.results.baselines import read_run
-    from fidelab.results.store import CONFIG, REPORT, find_run
+    from fidelab.results.store import CONFIG, REPORT, find_run, read_run
 
     seen: set[Path] = set()
     reports = [read_receipt(path).report() for path in paths if path.suffix == ".jsonl"]

@@ -23,7 +23,6 @@ _EXTRAS = {
     "PIL": ("Pillow", "vision"),
     "pyarrow": ("pyarrow", "parquet"),
     "ray": ("Ray", "ray"),
-    "resvg_py": ("resvg-py", "charts"),
     "scipy": ("SciPy", "stats"),
     "tokenizers": ("tokenizers", "hf"),
     "torch": ("PyTorch", "hf"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from fidelab.doctor.check import DoctorCheck, guarded_section
 
-__all__ = ["MAIN_JOB", "Diagnosis", "DoctorCheck", "examine", "examine_image", "examine_machine"]
+__all__ = ["MAIN_JOB", "Diagnosis", "DoctorCheck", "examine", "examine_machine"]
 
 MAIN_JOB = "fidelab compare smollm2-135m --kv k16v8"
 
@@ -93,17 +93,3 @@ def examine_machine() -> Diagnosis:
     from fidelab.doctor.system import examine_system
 
     return Diagnosis(tuple(examine_system()), good="no known fault in this system")
-
-
-def examine_image(name: str, say: Callable[[str], None] | None = None) -> Diagnosis:
-    """The engines in a container image, and their KV formats; ready where one of them works.
-
-    ``say``: the formats are tried out, and this gets a line for each of them.
-
-    Raises:
-        EngineError: the image is not there, or nothing runs images.
-    """
-    from fidelab.doctor import parts
-
-    checks = parts.image_engines(name, say)
-    return Diagnosis(tuple(checks), good=f"configurations can run with --image {name}")

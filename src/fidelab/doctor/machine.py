@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fidelab.doctor.check import DoctorCheck, guarded
 from fidelab.environments.host import cgroup_memory, cpu_name
-from fidelab.results.numbers import one_line
+from fidelab.results.numbers import counted, one_line
 
 if TYPE_CHECKING:
     from fidelab.models import Listed
@@ -41,8 +41,7 @@ def devices(unusable: Collection[str]) -> list[DoctorCheck]:
 def _cpu() -> DoctorCheck:
     from fidelab.core import usable_cores
 
-    cores = usable_cores()
-    detail = [cpu_name(), f"{cores} usable core{'s' if cores > 1 else ''}"]
+    detail = [cpu_name(), counted(usable_cores(), "usable core")]
     detail += [f"{name}={one_line(os.environ[name])}" for name in _THREADS if name in os.environ]
     return DoctorCheck("cpu", "devices", "ok", ", ".join(detail))
 

@@ -84,21 +84,6 @@ def engines_and_formats(
     return [*(check for check, _ in engines), *formats]
 
 
-def image_engines(image: str, trial: Callable[[str], None] | None) -> list[DoctorCheck]:
-    """The engines of a container image with their formats; they block where none of them works.
-
-    Raises:
-        EngineError: the image is not there.
-    """
-    from fidelab.environments.listing import listing
-
-    places = listing(limit=_TIMEOUT_SECONDS, image=image)
-    found = [_brought(place.engine, places, trial) for place in places]
-    none = all(check.status != "ok" for check, _ in found)
-    engines = [replace(check, needed=none) for check, _ in found]
-    return [*engines, *(replace(check, needed=False) for _, checks in found for check in checks)]
-
-
 def axes(unusable: Collection[str]) -> list[DoctorCheck]:
     """Each axis: whether it can be loaded."""
     from fidelab.axes import AXES
@@ -182,8 +167,7 @@ def _brought(
 
     place = chosen(places)[name]
     if place.problem is not None:
-        absent = place.environment is None or place.environment.image is not None  # an image need not have it
-        status: Finding = "missing" if absent else "broken"
+        status: Finding = "missing" if place.environment is None else "broken"
         why = one_line(place.problem).removeprefix(f"engine {name} ")
         return DoctorCheck(name, "engines", status, why, place.remedy), []
     device = place.about.device.replace("hip", "rocm") if place.about else "cpu"

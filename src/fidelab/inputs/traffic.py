@@ -6,24 +6,20 @@ same traffic.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.requests import Tokens
 from fidelab.core.errors import InputError
-from fidelab.inputs.files import DATA, json_lines, read_utf8
+from fidelab.inputs.files import DATA
 from fidelab.inputs.tokens import Tokenizer
 
 Floats = NDArray[np.float64]
-TraceUnit = Literal["ms", "s"]
 
 _SPACES = "Ġ▁"  # how vocabularies write the space before a word
 _MAX_TRIES = 256  # changes of one text until its length is exact
@@ -142,33 +138,6 @@ def _fit(start: str, length: int, words: Sequence[str], measure: Callable[[str],
     raise InputError(f"no text of exactly {length} tokens was found: ask for another length, or for token ids")
 
 
-def read_conversations(path: Path) -> tuple[tuple[str, str], ...]:
-    """The first two turns of each conversation in a file of the ShareGPT form, those with fewer left out.
-
-    The form is a JSON list of objects whose ``conversations`` are objects with the text as ``value``.
-
-    Raises:
-        InputError: unreadable, of another form, or no conversation of two turns in it.
-    """
-    try:
-        entries = json.loads(read_utf8(path, "dataset"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"dataset {path} is not JSON: {error}") from None
-    found = []
-    for number, entry in enumerate(entries if isinstance(entries, list) else [None], 1):
-        turns = entry.get("conversations", []) if isinstance(entry, dict) else None
-        if not isinstance(turns, list):
-            raise InputError(f"dataset {path}, entry {number}: expected a list of objects with 'conversations'")
-        texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
-        if not all(isinstance(text, str) for text in texts):
-            raise InputError(f"dataset {path}, entry {number}: a turn has no text as its 'value'")
-        if len(texts) == 2:
-            found.append((str(texts[0]), str(texts[1])))
-    if not found:
-        raise InputError(f"dataset {path} has no conversation of two turns in it")
-    return tuple(found)
-
-
 # --------------------------------------------------------------------------------------------- arrivals
 
 
@@ -182,45 +151,3 @@ def arrivals(kind: Literal["constant", "poisson"], rate: float, count: int, seed
     gaps = np.random.default_rng(seed).exponential(1 / rate, size=count)
     gaps[:1] = 0.0
     return np.cumsum(gaps)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Recorded requests: when each came (seconds from the first), its tokens, and those of its answer."""
-
-    seconds: Floats
-    input: tuple[int, ...]
-    output: tuple[int, ...]
-
-
-def read_trace(path: Path, *, unit: TraceUnit = "ms", limit: int | None = None) -> Trace:
-    """The first ``limit`` requests of a JSON-lines file: ``timestamp``, ``input_length``, ``output_length``.
-
-    These are the fields of the Mooncake traces, whose timestamps are milliseconds; ``unit`` says otherwise.  Further
-    fields (``hash_ids``) are not used: the prompts are random.
-
-    Raises:
-        InputError: unreadable, no request in it, or a line that is not what it should be (with its number).
-    """
-    rows = [_row(place, record) for place, _, record in json_lines(path, "trace")][:limit]
-    if not rows:
-        raise InputError(f"trace {path} has no request in it")
-    rows.sort(key=lambda row: row[0])
-    seconds = np.array([row[0] for row in rows]) / (1000 if unit == "ms" else 1)
-    return Trace(seconds - seconds[0], tuple(int(row[1]) for row in rows), tuple(int(row[2]) for row in rows))
-
-
-def _row(place: str, record: Any) -> tuple[float, int, int]:
-    if not isinstance(record, dict):
-        raise InputError(f"{place}: expected an object with timestamp, input_length and output_length")
-    when = record.get("timestamp")
-    if isinstance(when, bool) or not isinstance(when, int | float) or not 0 <= when < float("inf"):
-        raise InputError(f"{place}: 'timestamp' is {when!r:.60}; it should be a time, not negative")
-    return float(when), _tokens(place, record, "input_length"), _tokens(place, record, "output_length")
-
-
-def _tokens(place: str, record: dict[str, Any], name: str) -> int:
-    value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{place}: {name!r} is {value!r:.60}; it should be a whole number of tokens, at least 1")
-    return value

@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from copy import deepcopy
 from functools import partial
@@ -77,23 +77,6 @@ def check_room(target: Path, size: int) -> None:
             f"{free / 2**30:.2f} GiB are free: make room (fidelab setup clean models), set FIDELAB_CACHE to a folder "
             "that has some, or use engine llamacpp, which needs no conversion"
         )
-
-
-def originals(file: Path, folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Tensors that :func:`to_safetensors` stores, by name, read from the GGUF file as float32.
-
-    Raises:
-        InputError: Transformers cannot have the file's weights.
-    """
-    import torch
-    from transformers import AutoConfig
-    from transformers.core_model_loading import revert_weight_conversion
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model, parameters, loaders = _parameters(file.resolve(), config, torch.float32)
-    for name in parameters:
-        for stored, value in revert_weight_conversion(model, {name: loaders[name]()}).items():
-            yield stored, value.to(torch.float32).numpy()
 
 
 def _convert(file: Path, text: Path, scratch: Path, dtype: str) -> Path:

@@ -39,7 +39,7 @@ _LEGEND = (
 def render_diff(diff: Diff, console: Console) -> None:
     """Print it."""
     line = partial(print_line, console)
-    line(f"{one_line(diff.now.name)} against baseline {one_line(diff.baseline.name)}", "bold")
+    line(f"{one_line(diff.now.run_id)} against baseline {one_line(diff.baseline.run_id)}", "bold")
     for refusal in dict.fromkeys(map(_refusal, diff.refused)):
         line(f"not compared: {refusal}", "red")
     shown = _rows(diff)
@@ -59,7 +59,7 @@ def render_diff_markdown(diff: Diff) -> str:
         outcome, arm, place, *figures = _cells(change)
         rows.append((escaped(outcome), code_cell(arm), code_cell(place), *map(escaped, figures)))
     parts = [
-        f"{code_span(diff.now.name)} against baseline {code_span(diff.baseline.name)}: {escaped(_summary(diff))}",
+        f"{code_span(diff.now.run_id)} against baseline {code_span(diff.baseline.run_id)}: {escaped(_summary(diff))}",
         _bullets(f"not compared: {refusal}" for refusal in dict.fromkeys(map(_refusal, diff.refused))),
         pipe_table(_COLUMNS, 3, rows) if rows else "",
         _bullets(_missing(diff)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +42,6 @@ class Gallery:
 
     frontier: Drawing | None
     parts: tuple[Part, ...]
-
-    def plots(self) -> Iterator[Drawing]:
-        """In reading order."""
-        if self.frontier:
-            yield self.frontier
-        yield from (plot for part in self.parts for plot in part.plots)
 
 
 def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:

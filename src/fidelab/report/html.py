@@ -1,4 +1,4 @@
-"""A report as one HTML file, and as a fragment for notebooks: no network, no external fonts, one inline script.
+"""A report as one HTML file: no network, no external fonts, one inline script.
 
 Everything from models, logs and configs passes through autoescape; the record itself is embedded as JSON in a
 data block in which ``<``, ``>`` and ``&`` are written as escapes, so that no text in it can end the block.  The
@@ -23,7 +23,7 @@ from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.sections import table_of
 from fidelab.report.view import FIGURES, build_view
 from fidelab.results.measurement import DECIDING
-from fidelab.results.numbers import ABSENT, one_line, printable
+from fidelab.results.numbers import one_line, printable
 from fidelab.results.record import Report, write_atomically
 from fidelab.results.store import POSITIONS
 
@@ -58,16 +58,6 @@ def render_html(report: Report, positions: Path | None = None) -> str:
         one_line=one_line,
         data=data_block(report.model_dump_json(by_alias=True)),
     )
-
-
-def render_notebook(report: Report) -> str:
-    """The fragment: answer, failures, main table, a sentence per candidate, noise, control, ranking, command.
-
-    One root element, one style sheet whose every rule begins with its class, no script.  It follows the notebook's
-    theme (JupyterLab, VS Code, Colab, Sphinx) and else the system's; where the style sheet is stripped, a plain table
-    remains.
-    """
-    return templates().get_template("notebook.html.j2").render(view=build_view(report), figures=FIGURES, absent=ABSENT)
 
 
 def write_html(report: Report, path: str | Path) -> Path:

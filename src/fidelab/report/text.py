@@ -25,7 +25,6 @@ from fidelab.report.cells import STATUS, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
 from fidelab.report.tables import TextTable as Others
-from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import FIGURES, Answer, ArmRow, Performance, View, build_view
 from fidelab.results.numbers import one_line, printable
 from fidelab.results.record import Report
@@ -35,7 +34,6 @@ _INDENT_COLUMNS = 11  # of the lines below the answer
 _MAX_REASONS = 8  # lines on the first screen
 _DROPPED_COLUMNS = ("95% interval", "flips", "same top", "size")
 """Columns that narrow terminals leave out, in this order."""
-_PLOT_WIDTH = 100
 _FIXED_COLUMNS = (NOTES, VALID)
 """Columns that are kept on narrow terminals: they qualify the others."""
 _ASCII = str.maketrans(
@@ -51,10 +49,8 @@ _STYLES = {
 }
 
 
-def render_text(
-    report: Report, console: Console, *, folder: Path | None = None, plot: bool = False, details: bool = False
-) -> None:
-    """Print the report, with ``plot`` the frontier too; ``folder`` is where its files lie.
+def render_text(report: Report, console: Console, *, folder: Path | None = None, details: bool = False) -> None:
+    """Print the report; ``folder`` is where its files lie.
 
     ``details``: everything that was measured, not only the answer.  Reports of benches alone are always whole.
     """
@@ -79,12 +75,6 @@ def render_text(
         _print_performance(view.performance, console)
     if details or not view.fidelity:
         _print_details(view, console)
-    if plot:
-        line("")
-        for drawn in plot_frontier(view.points, min(console.width, _PLOT_WIDTH)) or [
-            "no configuration has both a KLD and a size"
-        ]:
-            line(drawn)
     line("")
     if view.answer is not None and (next_step := view.answer.command or view.answer.note):
         _print_labelled("Next", next_step, console)

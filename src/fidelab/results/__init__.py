@@ -8,7 +8,6 @@ from fidelab.core.registry import Registry
 FACES = Registry(
     "face",
     {
-        "html": "fidelab.report.html:render_notebook",
         "markdown": "fidelab.report.markdown:render_markdown",
         "pandas": "fidelab.results.table:build_frame",
     },

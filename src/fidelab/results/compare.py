@@ -55,10 +55,8 @@ _NO_SIDE = "neither side is better"
 _BOUND = "a lower bound"
 
 
-def compare(
-    baseline: Report, now: Report, thresholds: Thresholds | None = None, *, names: tuple[str, str] | None = None
-) -> Diff:
-    """Every metric of two reports; ``names`` are how they were named, by default their runs'.
+def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None) -> Diff:
+    """Every metric of two reports.
 
     Raises:
         MismatchError: no metric can be compared; names what differs.
@@ -83,10 +81,9 @@ def compare(
     if not any(change.basis and change.counts and change.group != CACHE for _, change in changes):
         raise MismatchError(f"nothing can be compared: {_why_nothing(refused, sides, (baseline, now))}")
     ordered = sorted(changes, key=lambda entry: _order(entry[0], entry[1], limits))
-    called = names or (baseline.run_id, now.run_id)
     return Diff(
-        baseline=DiffSide(name=called[0], run_id=baseline.run_id, created=baseline.created),
-        now=DiffSide(name=called[1], run_id=now.run_id, created=now.created),
+        baseline=DiffSide(run_id=baseline.run_id, created=baseline.created),
+        now=DiffSide(run_id=now.run_id, created=now.created),
         thresholds=limits,
         changes=tuple(change for _, change in ordered),
         refused=tuple(refused),

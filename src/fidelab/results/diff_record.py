@@ -55,8 +55,6 @@ class Thresholds(Record):
 class DiffSide(Record):
     """One of the two reports."""
 
-    name: str
-    """Name of a baseline, or of a run."""
     run_id: str
     """The run."""
     created: AwareDatetime

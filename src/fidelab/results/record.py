@@ -412,10 +412,6 @@ class Report(Document):
         """A section for a model card, in GitHub-flavoured Markdown, without headings."""
         return str(FACES.load("markdown")(self))
 
-    def _repr_html_(self) -> str:
-        """HTML that notebooks show."""
-        return str(FACES.load("html")(self))
-
     @classmethod
     def from_json(cls, path: str | Path) -> Report:
         """Read a report file, of this schema or of ``fidelab.report/0``.

@@ -45,7 +45,7 @@ SAMPLED_RATE = Definition(
     name="accepted when sampling, forecast",
 )
 
-Arrival = Literal["closed", "constant", "poisson", "trace"]
+Arrival = Literal["closed", "constant", "poisson"]
 
 
 def acceptance(

@@ -227,6 +227,22 @@ def find_run(name: Path) -> Path:
     return max(found, key=lambda path: (path.name[:_STAMPED], (path / CONFIG).stat().st_mtime_ns))
 
 
+def read_run(run: Path) -> Report:
+    """The report of a run's folder, or of a file.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
+    path = run / REPORT if run.is_dir() else run
+    if path.is_file():
+        return Report.from_json(path)
+    if not run.is_dir():
+        raise InputError(f"{run}: there is no such run folder or report")
+    if (run / CONFIG).is_file():
+        return RunFolder.open(run).read_report()
+    raise InputError(f"{run} is not a run folder: it holds no {REPORT}")
+
+
 def _named(temporary: Path, wanted: Path) -> Path:
     """Rename to an unused name; run folders are never empty, so none is overwritten."""
     for attempt in range(1000):

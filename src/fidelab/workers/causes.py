@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import shutil
 import signal
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -154,13 +150,12 @@ def explain(lines: list[str]) -> str | None:
     return None
 
 
-def explain_exit(returncode: int, dump: Sequence[str] = (), fault: str | None = None) -> str:
+def explain_exit(returncode: int, dump: Sequence[str] = ()) -> str:
     """Describe an exit status and the place of a crash.
 
     Args:
         returncode: as in ``subprocess``: negative for a signal.
         dump: faulthandler's text (see :func:`split_dump`), which names the Python function.
-        fault: the kernel's record (see :func:`kernel_fault`), which names the library.
     """
     if returncode >= 0:
         return f"the worker exited with status {returncode}"
@@ -169,8 +164,8 @@ def explain_exit(returncode: int, dump: Sequence[str] = (), fault: str | None = 
     except ValueError:  # a real-time signal
         name = f"signal {-returncode}"
     hint = " (often the kernel's out-of-memory killer)" if -returncode == signal.SIGKILL else ""
-    places = [place for place in (fault, _python_function(dump)) if place]
-    where = f" in {', called from '.join(places)}" if places else ""
+    place = _python_function(dump)
+    where = f" in {place}" if place else ""
     return f"the worker was ended by {name}{hint}{where}"
 
 
@@ -179,20 +174,6 @@ def explain_exit(returncode: int, dump: Sequence[str] = (), fault: str | None = 
 _DUMP = "Fatal Python error: "
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _WRONG_CODE = (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)
-# Words of the kernel's line for each signal; x86 has more than "segfault".
-_TRAPS = {
-    signal.SIGSEGV: ("segfault", "general protection"),
-    signal.SIGILL: ("invalid opcode",),
-    signal.SIGFPE: ("divide error", "trap"),
-    signal.SIGBUS: ("bus error", "alignment"),
-}
-# "traps: python3[8257] general protection fault ip:… in libc.so.6[16d809,7fc54c844000+156000]": the offset of the
-# instruction in the library is there since Linux 6.1.
-_FAULT = re.compile(r"\[(?P<task>\d+)\]:? .* in (?P<library>[^\[\s]+)\[(?:(?P<offset>[0-9a-f]+),)?[0-9a-f]+\+")
-_HEAD = re.compile(r"\d+,\d+,(?P<microseconds>\d+),")
-_KMSG = Path("/dev/kmsg")
-_RECORD = 8192  # bytes; the kernel returns one record per read
-_SKEW = 1.0  # seconds by which the clock of the kernel's log may be off
 
 
 def crashed_in_code(returncode: int) -> bool:
@@ -204,63 +185,6 @@ def split_dump(lines: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a log from faulthandler's text at its end after a crash."""
     at = next((i for i, line in enumerate(lines) if line.startswith(_DUMP)), len(lines))
     return list(lines[:at]), list(lines[at:])
-
-
-def kernel_fault(pid: int, returncode: int, since: float, libraries: Path | None = None) -> str | None:
-    """Library in which a process crashed, and its function if ``nm`` finds it, from the kernel's log.
-
-    Args:
-        pid: the process; its threads have numbers of their own, higher than this.
-        returncode: as in ``subprocess``.
-        since: the process' start (``time.monotonic``), seconds; older records belong to other processes.
-        libraries: a folder that may hold the library; the kernel writes only its name.
-
-    ``None`` if the log cannot be read (most users may not) or has no record.
-    """
-    if not crashed_in_code(returncode):
-        return None
-    words = _TRAPS[signal.Signals(-returncode)]
-    for record in reversed(_kernel_log()):
-        head, match = _HEAD.match(record), _FAULT.search(record)
-        if not (head and match):
-            continue
-        seconds = int(head["microseconds"]) / 1e6
-        if seconds > since - _SKEW and int(match["task"]) >= pid and any(word in record for word in words):
-            function = None
-            if match["offset"] and libraries is not None:
-                function = _function(libraries, match["library"], int(match["offset"], 16))
-            return f"{function} ({match['library']})" if function else match["library"]
-    return None
-
-
-def _function(folder: Path, library: str, offset: int) -> str | None:
-    """The function of a library that holds this offset, where the library lies below the folder and ``nm`` is here."""
-    tool = shutil.which("nm")
-    path = next((p for p in folder.rglob(library) if p.is_file()), None) if tool and "/" not in library else None
-    if tool is None or path is None:
-        return None
-    table = [tool, "--dynamic", "--defined-only", "--demangle", "--print-size", "--numeric-sort", str(path)]
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        listed = subprocess.run(table, capture_output=True, text=True, timeout=30, check=True).stdout
-        for line in listed.splitlines():
-            start, size, _, *name = line.split(maxsplit=3)
-            if name and int(start, 16) <= offset < int(start, 16) + int(size, 16):
-                return name[0].partition("(")[0]
-    return None
-
-
-def _kernel_log() -> list[str]:
-    """All records of the kernel's log: ``level,number,µs since boot,…;text``."""
-    records: list[str] = []
-    with contextlib.suppress(OSError):
-        log = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            while True:  # ends with BlockingIOError
-                with contextlib.suppress(BrokenPipeError):  # records that were overwritten meanwhile
-                    records.append(os.read(log, _RECORD).decode("utf-8", "replace"))
-        finally:
-            os.close(log)
-    return records
 
 
 def _python_function(dump: Sequence[str]) -> str | None:

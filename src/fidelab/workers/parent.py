@@ -19,7 +19,7 @@ from typing import Any, Self
 from fidelab.captures.writer import sweep_partial
 from fidelab.core import Status
 from fidelab.core.errors import EngineError
-from fidelab.workers.causes import crashed_in_code, explain, explain_exit, kernel_fault, split_dump
+from fidelab.workers.causes import crashed_in_code, explain, explain_exit, split_dump
 from fidelab.workers.fork_server import Forked
 from fidelab.workers.local import LocalWorker
 from fidelab.workers.messages import (
@@ -312,11 +312,9 @@ class Worker:
         """Reason and place of an end of the process without a message."""
         assert self._process is not None
         _, dump = split_dump(_tail(self._log, self._log_start))
-        python = Path(shutil.which(self._command[0]) or self._command[0])
-        fault = kernel_fault(self._process.pid, returncode, self._spawned, python.parent.parent)
         self._crashed = crashed_in_code(returncode)
         self._killed = returncode < 0 and -returncode != signal.SIGABRT  # whoever aborts says why
-        return explain_exit(returncode, dump, fault)
+        return explain_exit(returncode, dump)
 
     def _fail(self, reason: str) -> None:
         self.outcome.status, self.outcome.reason = Status.FAILED, reason

@@ -96,14 +96,6 @@ def test_the_warm_up_has_ended_before_the_measured_part_begins() -> None:
     assert result.ended == max(one.ended for one in measured)
 
 
-def test_a_ramp_lets_the_slots_begin_one_after_another() -> None:
-    with serve(never) as served:
-        target = Target(served.url, timeout=1.0)
-        result = drive(target, Load(requests(4), concurrency=4, ramp=0.4))
-    behind = sorted(one.sent - result.started for one in result.exchanges)
-    assert all(at >= share - 0.001 for at, share in zip(behind, (0.0, 0.2, 0.3, 0.4), strict=True))
-
-
 def test_a_duration_ends_the_sending_and_what_flies_may_end() -> None:
     with serve(after_a_while) as served:
         load = Load(requests(5000), concurrency=2, duration=0.3)

@@ -229,14 +229,12 @@ class _Client:
             await self._phase(sorted(queue, key=lambda item: item[1] or 0.0), begin)
         else:
             self._stop_at = started + (load.duration or float("inf"))
-            await self._phase([(request, None, False) for request in measured], started, load.ramp)
+            await self._phase([(request, None, False) for request in measured], started)
         return started
 
     # ------------------------------------------------------------------------------------------------ sending
 
-    async def _phase(
-        self, queue: Sequence[tuple[LoadRequest, float | None, bool]], begin: float, ramp: float = 0.0
-    ) -> None:
+    async def _phase(self, queue: Sequence[tuple[LoadRequest, float | None, bool]], begin: float) -> None:
         """Send ``queue`` from ``begin`` on and wait until everything has ended, or the drain is over."""
         self._queue = deque(queue)
         await _sleep_until(begin)
@@ -246,12 +244,11 @@ class _Client:
                 if self._load.open_loop:
                     await self._send_when_due(group)
                 else:
-                    for at in range(min(self._limit, len(queue))):
-                        group.create_task(self._slot(begin + (ramp * (at + 1) / self._limit if at else 0.0)))
+                    for _ in range(min(self._limit, len(queue))):
+                        group.create_task(self._slot())
 
-    async def _slot(self, begin: float) -> None:
+    async def _slot(self) -> None:
         """Closed loop: one request after another."""
-        await _sleep_until(min(begin, self._stop_at))
         while self._queue and monotonic() < self._stop_at:
             await self._ask(*self._queue.popleft())
 

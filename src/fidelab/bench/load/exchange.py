@@ -71,8 +71,6 @@ class Load:
     """Seconds of the measured part after which nothing more is sent; what is in flight may end."""
     drain: float = 60.0
     """Seconds that requests in flight get after ``duration``; then they end with error ``aborted``."""
-    ramp: float = 0.0
-    """Seconds over which the measured part of a closed loop reaches its concurrency."""
 
 
 @dataclass

@@ -10,8 +10,6 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
-from itertools import islice
 
 import numpy as np
 
@@ -20,7 +18,7 @@ from fidelab.bench.load.client import drive
 from fidelab.bench.load.exchange import Load, LoadRequest, ServerRefusedError
 from fidelab.bench.load_cell import Drive, LoadAsked, compare_counts, count_by_finish, load_cell
 from fidelab.bench.load_figures import serving_measurement
-from fidelab.bench.serving.contact import Asked, Contact, cache_room, reach
+from fidelab.bench.serving.contact import Contact, cache_room, reach
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.core import Status
 from fidelab.core.errors import EngineError, InputError
@@ -70,12 +68,10 @@ def measure_serving(
 
     Raises:
         EngineError: nothing could be asked at all (see :func:`fidelab.bench.serving.contact.reach`).
-        InputError: a trace or tokenizer that cannot be used.
+        InputError: a tokenizer that cannot be used.
         KeyboardInterrupt: stopped; ``watch`` knows the finished cells.
     """
     watch = watch or ServingWatch()
-    if settings.recorded is not None and settings.count(settings.cells()[0]) <= settings.warmup:
-        raise InputError(f"trace {settings.trace}: no request is left behind a warm-up of {settings.warmup}")
     contact = contact or reach(settings, key)
     watch.reached(contact)
     return _Sweep(contact, watch).run()
@@ -111,8 +107,6 @@ class _Sweep:
         try:
             requests = self._requests(number, repeat, asked)
         except InputError as error:
-            if self._settings.mixed:
-                raise  # it is the only cell
             self._end(number, asked, Status.NOT_SUPPORTED, str(error))
             return None
         try:
@@ -142,7 +136,6 @@ class _Sweep:
             open_loop=asked.arrival != "closed",
             warmup=settings.warmup,
             duration=settings.duration,
-            ramp=asked.ramp,
         )
         with contact.scraper() as scraper:
             begun = time.monotonic()
@@ -156,43 +149,14 @@ class _Sweep:
         """The warm-up's first; every cell and repeat has prompts of its own."""
         settings = self._settings
         seed = int(np.random.SeedSequence([settings.seed, number, repeat]).generate_state(1)[0])
-        if (trace := settings.recorded) is not None:
-            return self._contact.requests(trace.input, trace.output, trace.seconds.tolist(), seed)
         count = settings.count(asked) + settings.warmup
-        if settings.mixed:
-            count = min(count, len(self._dataset) // settings.repeats)
         due = None
         if asked.request_rate is not None:
             due = arrivals(settings.arrival, asked.request_rate, count, seed).tolist()
-        if settings.mixed:
-            return self._contact.rendered(self._dataset[repeat * count : (repeat + 1) * count], due)
-        return self._contact.requests([asked.context or 1] * count, [asked.output or 1] * count, due, seed)
-
-    @cached_property
-    def _dataset(self) -> list[Asked]:
-        """The requests of all repeats, none of them twice.
-
-        Raises:
-            InputError: the dataset has fewer; a load that a duration ends uses what is available.
-        """
-        settings, [asked] = self._settings, self._asked
-        needed = settings.repeats * (settings.count(asked) + settings.warmup)
-        usable = self._contact.usable(settings.conversations, settings.dataset_output)
-        found = list(islice(usable, needed))
-        least = needed
-        if settings.duration is not None and settings.num_prompts is None:
-            least = settings.repeats * (1 + settings.warmup)
-        if len(found) < least:
-            raise InputError(
-                f"dataset {settings.dataset_path} has {len(found)} requests of usable length and {least} are needed, "
-                "warm-up included: lower the number of prompts, or name another file"
-            )
-        return found
+        return self._contact.requests([asked.context] * count, [asked.output] * count, due, seed)
 
     def _beyond(self, asked: LoadAsked) -> str | None:
-        limit, tokens = self._contact.limit, (asked.context or 0) + (asked.output or 0)
-        if not tokens:
-            return None  # a mixture of lengths
+        limit, tokens = self._contact.limit, asked.context + asked.output
         if limit is not None and tokens > limit:
             return (
                 f"{tokens:,} tokens ({asked.context:,} + {asked.output:,}) are beyond the server's "
@@ -263,9 +227,7 @@ class _Sweep:
 
 def _title(asked: LoadAsked) -> str:
     """``context 1,024, concurrency 8``."""
-    parts = [] if asked.context is None else [f"context {asked.context:,}"]
-    if asked.arrival == "trace":
-        parts.append("trace")
+    parts = [f"context {asked.context:,}"]
     if asked.request_rate is not None:
         parts.append(f"{asked.request_rate:g} requests/s")
     if asked.concurrency is not None:

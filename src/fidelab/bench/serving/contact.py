@@ -11,7 +11,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from ipaddress import ip_address
@@ -33,12 +33,10 @@ from fidelab.models import Model, listing, resolve
 from fidelab.models.embedded import NAMES
 from fidelab.models.hub import first_line
 
-Asked = tuple[Tokens | str, int, int]  # a prompt, its tokens as the server counts, and those of its answer
 Form = Literal["ids", "text", "words"]
 Answer = TypeVar("Answer")
 
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
-_SHORTEST, _LONGEST_PROMPT, _LONGEST_BOTH = 4, 1024, 2048  # tokens of a dataset's requests
 _UNITS = (24, 192)  # tokens or words of the trial prompts; a template of the server's comes on top
 _OUTPUT = 4  # tokens of their answers
 _SEED = 7919  # of the trial prompts: no load begins as they do
@@ -148,10 +146,7 @@ class Contact:
                 f"a prompt of {min(inputs)} tokens cannot be made: the server adds {self.added:.0f}; ask for more"
                 + (f", or correct --tokenizer ({self.tokenizer.model.name})" if self.tokenizer is not None else "")
             )
-        return self.rendered(zip(self.prompts_of(units, seed), inputs, outputs, strict=True), due)
-
-    def rendered(self, asked: Iterable[Asked], due: Sequence[float] | None) -> list[LoadRequest]:
-        """Requests of these prompts, due at these seconds."""
+        asked = zip(self.prompts_of(units, seed), inputs, outputs, strict=True)
         return [
             LoadRequest(
                 index=index,
@@ -163,35 +158,15 @@ class Contact:
             for index, (prompt, length, output) in enumerate(asked)
         ]
 
-    def usable(self, conversations: Iterable[tuple[str, str]], output: int | None) -> Iterator[Asked]:
-        """Prompts of a dataset, those that ``vllm bench serve`` would send.
-
-        Prompts of fewer than 4 or more than 1,024 tokens are left out, and answers of fewer than 4 or so long that both
-        have more than 2,048.  ``output``: tokens of each answer; ``None``: as many as the dataset's has.
-
-        Raises:
-            InputError: no tokenizer is at hand to count them.
-        """
-        if self.tokenizer is None:
-            raise InputError("the prompts of a dataset are counted by the model's tokenizer: name it by --tokenizer")
-        chat = self.settings.endpoint == "chat"
-        for prompt, answer in conversations:
-            ids = self.tokenizer.encode(prompt)
-            written = len(self.tokenizer.encode(answer)) if output is None else output
-            long_enough = len(ids) >= _SHORTEST and (output is not None or written >= _SHORTEST)
-            if long_enough and len(ids) <= _LONGEST_PROMPT and len(ids) + written <= _LONGEST_BOTH:
-                count = len(self.tokenizer.chat([{"role": "user", "content": prompt}])) if chat else len(ids)
-                yield (ids if self.form == "ids" else prompt), count + round(self.added), written
-
     def body(self, prompt: Tokens | str, output: int, *, stream: bool = True) -> dict[str, Any]:
-        """One request; greedy unless specified otherwise, with as much as the server takes to make the answer whole."""
+        """One greedy request, with as much as the server takes to make the answer whole."""
         extras: dict[str, Any] = {"ignore_eos": True, "min_tokens": output, "stream_options": {"include_usage": True}}
         chat = self.settings.endpoint == "chat"
         return {
             "model": self.server.model,
             **({"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}),
             "max_tokens": output,
-            "temperature": self.settings.temperature,
+            "temperature": 0.0,
             "stream": stream,
             **{name: extras[name] for name in self.additions if stream or name != "stream_options"},
         }

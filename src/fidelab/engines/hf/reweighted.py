@@ -236,8 +236,7 @@ class _Rounded(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if not self._places:
-            self._seen[layer_idx] = (key_states, value_states)
+        self._seen[layer_idx] = (key_states, value_states)
         whole = self._places.get((layer_idx, None))
         if whole is not None:
             key_states, value_states = _round(whole.k, key_states), _round(whole.v, value_states)
@@ -249,7 +248,7 @@ class _Rounded(DynamicCache):
         return _with_band(keys, key_states), _with_band(values, value_states)
 
     def statistics(self) -> dict[str, Any]:
-        """Statistics by layer of the window that was written.
+        """Statistics by layer of the window that was written, before rounding.
 
         ``k_amax``, ``v_amax``: largest magnitude of each head.  ``k_kurtosis``: of each head, the kurtosis over its
         channels of their root mean square: 3 for a Gaussian spread, large where few channels stand out.
