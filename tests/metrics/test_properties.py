@@ -57,7 +57,7 @@ from fidelab.metrics.intervals import (
 from fidelab.metrics.layers import added_errors, outlier_ratios, relative_errors
 from fidelab.metrics.perplexity import compare_nll, row_nll
 from fidelab.metrics.retrieval import Cells, accuracy_difference, chance_score, retrieval_interval, retrieval_score
-from fidelab.metrics.sample_size import clusters_for, half_width, paired_spread, ratio_spread
+from fidelab.metrics.sample_size import paired_spread, ratio_spread
 from fidelab.metrics.serving import count_good, effective_concurrency, latencies, percentiles
 from fidelab.metrics.speculation import compose, expected_length
 from fidelab.metrics.structure import structures
@@ -344,14 +344,6 @@ def test_mcnemars_p_is_symmetric_and_that_of_the_binomial_coefficients(b: int, c
     n = b + c
     tail = sum(Fraction(math.comb(n, i), 2**n) for i in range(min(b, c) + 1))
     assert p == pytest.approx(min(1.0, float(2 * tail)), rel=1e-9)
-
-
-@properties
-@given(st.floats(1e-3, 10), st.floats(1e-2, 10), st.booleans())
-def test_the_planned_number_of_documents_is_enough_and_no_more(sd: float, precision: float, cost: bool) -> None:
-    n = clusters_for(sd, precision, cost=cost)
-    assert half_width(sd, n, cost=cost) <= precision
-    assert n == 2 or half_width(sd, n - 1, cost=cost) > precision
 
 
 # Coverage of nominal 95%, by simulation of so many runs from one seed: the figure is the same every time.  Had an

@@ -25,7 +25,6 @@ from fidelab.axes.base import (
     AxisInputs,
     AxisScore,
     AxisSettings,
-    SampleSize,
     part_name,
     spread,
 )
@@ -207,7 +206,6 @@ class KLD(Axis):
     title: ClassVar[str] = "KLD: how far do the next-token distributions move?"
     Settings: ClassVar[type[AxisSettings]] = KLDSettings
     excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="nats", better="lower")
-    sample: ClassVar[SampleSize] = SampleSize("windows", "--windows", "windows", "text")
     in_composite: ClassVar[bool] = True
     distributions: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"windows": 8, "n_ctx": 512}

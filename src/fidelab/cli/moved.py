@@ -13,7 +13,7 @@ MOVED_COMMANDS: Mapping[str, str] = {
     "rescore": "fidelab report RUN --rescore",
     "charts": "fidelab report RUN --format svg -o FOLDER",
     "export": "fidelab report RUN --format FORMAT, or --markdown",
-    "plan-size": "fidelab plan RUN",
+    "plan": "fidelab compare MODEL, which runs until its candidates are decided",
     "baseline": "fidelab runs baseline NAME RUN",
     "captures": "fidelab setup clean",
     "runs gc": "fidelab setup clean",
