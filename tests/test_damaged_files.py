@@ -362,9 +362,9 @@ def test_a_damaged_report_is_read_or_refused_in_one_line(run: Done, tmp_path: Pa
 
 
 def test_a_damaged_receipt_has_faults_or_is_refused_in_one_line(run: Done, tmp_path: Path) -> None:
-    assert cli("share", "publish", run.folder, "-o", tmp_path / "receipt.jsonl", cwd=run.cwd).code == 0
-    path = tmp_path / "receipt.jsonl"
-    assail(Case(lambda _: path, read_receipt, damaged_line), path, 2 * MUTATIONS)
+    assert cli("share", "publish", run.folder, "-o", tmp_path / "receipt.json", cwd=run.cwd).code == 0
+    path = tmp_path / "receipt.json"
+    assail(Case(lambda _: path, read_receipt, damaged_value), path, 2 * MUTATIONS)
 
 
 @pytest.mark.parametrize("name", ["report.json", "outcomes.json", "config.resolved.yaml", INDEX])

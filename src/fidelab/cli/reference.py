@@ -173,9 +173,9 @@ def _file_pages() -> dict[str, str]:
         ),
         "receipt.md": _schema_page(
             "Receipts",
-            "The lines of what `fidelab share publish` writes ([receipts](../sharing.md#receipts)). Records that are "
-            "not listed here are those of [report.json](report.md).",
-            {"Lines": json_schema()},
+            "What `fidelab share publish` writes ([receipts](../sharing.md#receipts)). Records that are not listed "
+            "here are those of [report.json](report.md). The JSON Schema is `schema/fidelab.receipt-0.schema.json`.",
+            {"Receipt": json_schema()},
             elsewhere=Report.json_schema()["$defs"],
             written=True,
         ),
