@@ -35,7 +35,6 @@ COMMANDS = [
     ("bench", "speculation"),
     ("estimate",),
     ("estimate", "model"),
-    ("estimate", "advise"),
     ("estimate", "explain"),
     ("diagnose",),
     ("diagnose", "layers"),

@@ -18,7 +18,7 @@ MOVED_COMMANDS: Mapping[str, str] = {
     "captures": "fidelab setup clean",
     "runs gc": "fidelab setup clean",
     "physics": "fidelab estimate MODEL",
-    "advise": "fidelab estimate advise MODEL",
+    "advise": "fidelab compare MODEL with --candidate weights=…,kv=…",
     "explain": "fidelab estimate explain",
     "bisect": "fidelab diagnose layers MODEL",
     "sensitivity": "fidelab diagnose sensitivity MODEL",
