@@ -59,7 +59,7 @@ from fidelab.metrics.perplexity import compare_nll, row_nll
 from fidelab.metrics.retrieval import Cells, accuracy_difference, chance_score, retrieval_interval, retrieval_score
 from fidelab.metrics.sample_size import paired_spread, ratio_spread
 from fidelab.metrics.serving import count_good, effective_concurrency, latencies, percentiles
-from fidelab.metrics.speculation import compose, expected_length
+from fidelab.metrics.speculation import compose
 from fidelab.metrics.structure import structures
 
 settings.register_profile("properties", settings.get_profile("busy"), derandomize=True, max_examples=60, deadline=None)
@@ -640,13 +640,6 @@ def test_figures_of_serving_do_not_depend_on_the_order_of_requests(
     busy = effective_concurrency(answered, 0.0, 20.0)
     assert busy == pytest.approx(effective_concurrency(moved, 0.0, 20.0))
     assert 0 <= busy <= len(answered)
-
-
-@properties
-@given(st.floats(0, 1), st.floats(0, 1), st.integers(0, 12))
-def test_the_length_of_accepted_drafts_grows_with_their_acceptance(one: float, other: float, drafted: int) -> None:
-    low, high = sorted((one, other))
-    assert 1 <= expected_length(low, drafted) <= expected_length(high, drafted) <= drafted + 1
 
 
 @properties
