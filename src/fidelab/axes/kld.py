@@ -73,9 +73,6 @@ _METRICS = (
         "or more.",
     ),
     Definition(
-        "tokens_to_flip", "tokens", None, "Expected tokens until the first changed most likely token, 1/(1 - top-1)."
-    ),
-    Definition(
         "rms_dp", "share", "lower", "Root mean square change of the actual next token's probability.", name="RMS Δp"
     ),
     Definition(
@@ -471,7 +468,6 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
         *(define[name](getattr(summary, name), bound=score.bound) for name in _QUANTILES),
         define["top1"](summary.top1, flips.top1_ci),
         define["real_flips"](flips.real_flips, flips.real_flips_ci),
-        define["tokens_to_flip"](flips.tokens_to_flip, flips.tokens_to_flip_ci),
         define["rms_dp"](summary.rms_dp),
         *(define[name](*value) for name, value in divergences.items()),
         *([define["cut"](cut)] if (cut := _cut(rows)) is not None else []),
