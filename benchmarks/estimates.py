@@ -31,8 +31,7 @@ engines:
   - {engine: hf, dtype: bfloat16, candidate: fp8_e4m3}
   - {engine: llamacpp, candidate: q8_0}
 axes: {kld: {windows: 2, n_ctx: 256}, trajectory: {limit: 4, n_predict: 16}}
-timing: {prompt: 128, n: 8, repeats: 3}
-long: {tokens: 2048}
+benches: {prefill: {lengths: [128], repeats: 3}, decode: {depths: [128], n: 8, repeats: 3}}
 """
 
 

@@ -1,9 +1,9 @@
-"""What fidelab adds: milliseconds per job, and per run of the ledger.
+"""What fidelab adds: milliseconds per job, and per run of a folder of runs.
 
 python benchmarks/overhead.py [--jobs 20] [--runs 200] [--repeats 3]
 
 Jobs are of engine fake, whose model costs nothing: what is left of a job without its captures' own time is fidelab's.
-The ledger's runs are copies of one; "first" makes its index, "again" finds it.  The fastest of several repeats counts.
+The runs of the folder are copies of one.  The fastest of several repeats counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fidelab.ledger.index import INDEX, list_runs
+from fidelab.ledger.index import list_runs
 
 GOAL = 0.150
 MEDIAN = "job, median"
@@ -89,17 +89,12 @@ def of_jobs(room: Path, jobs: int) -> dict[str, float]:
 
 
 def of_ledger(room: Path, runs: int, repeats: int) -> dict[str, float]:
-    """The index of a folder of so many runs; per run, with and without the index."""
+    """Listing a folder of so many runs; per run."""
     [folder] = (room / "runs").glob("2*")
     for number in range(runs - 1):
         shutil.copytree(folder, folder.with_name(f"{folder.name}-{number}"))
 
-    def first() -> None:
-        (room / "runs" / INDEX).unlink(missing_ok=True)
-        list_runs(room / "runs")
-
-    made, again = fastest(first, repeats), fastest(lambda: list_runs(room / "runs"), repeats)
-    return {f"ledger, first, each of {runs} runs": made / runs, f"ledger, again, each of {runs} runs": again / runs}
+    return {f"ledger, each of {runs} runs": fastest(lambda: list_runs(room / "runs"), repeats) / runs}
 
 
 def fastest(call: Callable[[], Any], repeats: int) -> float:

@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(folder / "model", positions=128)
     done = compare(folder, "tilt[q=0.9]", limit=2, windows=8)
     assert done.code == 0, done.err
-    assert cli("share", "publish", "latest", "-o", "receipt.jsonl", cwd=folder).code == 0
+    assert cli("share", "publish", "latest", "-o", "receipt.json", cwd=folder).code == 0
     write(folder, refract_report(), "refract.json")
     (folder / "preset.yaml").write_text("model: Qwen/Qwen3-8B\nengine: vllm\nkv: fp8_e4m3\n")
     return folder
@@ -97,7 +97,7 @@ def test_the_wheel_by_itself_runs_the_commands_of_the_base(made: Path, tmp_path:
 
 @pytest.mark.parametrize(
     "words",
-    [("import", "refract", "refract.json"), ("share", "verify", "receipt.jsonl"), ("report", "--rescore", "latest")],
+    [("import", "refract", "refract.json"), ("share", "verify", "receipt.json"), ("report", "--rescore", "latest")],
 )
 def test_what_computes_intervals_needs_scipy_and_nothing_of_an_engine(
     words: tuple[str, ...], made: Path, tmp_path: Path
@@ -111,8 +111,8 @@ def test_what_computes_intervals_needs_scipy_and_nothing_of_an_engine(
 
 
 def test_a_receipt_without_its_run_is_read_without_extras(made: Path, tmp_path: Path) -> None:
-    shutil.copy(made / "receipt.jsonl", tmp_path)
-    done = fidelab(tmp_path, "share", "verify", "receipt.jsonl")
+    shutil.copy(made / "receipt.json", tmp_path)
+    done = fidelab(tmp_path, "share", "verify", "receipt.json")
     assert (done.returncode, done.stderr) == (3, ""), done.stderr
 
 
@@ -142,7 +142,6 @@ def test_doctor_reports_what_the_main_job_needs(made: Path) -> None:
         ),
         (["estimate", "other"], ("torch",), "shape of model_type 'granite' needs PyTorch: pip install 'fidelab[hf]'"),
         (["estimate", "probe"], EXTRAS, "needs PyTorch: pip install 'fidelab[hf]'"),
-        (["plan", "runs/latest", "--margin", "1%"], EXTRAS, "needs SciPy: pip install 'fidelab[stats]'"),
     ],
 )
 def test_a_missing_or_half_installed_extra_is_one_line(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize
+    from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings
     from fidelab.bench.base import (
         Answers,
         Bench,
@@ -90,7 +90,6 @@ __all__ = [
     "Recached",
     "Reweighted",
     "RuntimeInfo",
-    "SampleSize",
     "Served",
     "Sink",
     "Status",
@@ -114,7 +113,6 @@ _MODULES = {
             "AxisInputs",
             "AxisScore",
             "AxisSettings",
-            "SampleSize",
         ),
         "axes.base",
     ),

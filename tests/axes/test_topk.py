@@ -98,7 +98,6 @@ def test_flips_of_reported_tokens_are_those_of_the_whole_rows(tmp_path: Path) ->
     p, q = np.concatenate(REF), np.concatenate(TEST)
     margin = p.max(-1) - p[np.arange(len(p)), q.argmax(-1)]
     assert score.found.value("real_flips") == (margin >= 0.1).mean() > 0
-    assert score.found.value("tokens_to_flip") == pytest.approx(1 / (p.argmax(-1) != q.argmax(-1)).mean())
 
 
 def test_a_bound_has_no_score_and_no_excess(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ COMMANDS = [
     ("runs",),
     ("runs", "list"),
     ("runs", "show"),
-    ("plan",),
     ("bench",),
     ("bench", "offline"),
     ("bench", "serve"),
@@ -34,7 +33,6 @@ COMMANDS = [
     ("bench", "speculation"),
     ("estimate",),
     ("estimate", "model"),
-    ("estimate", "advise"),
     ("estimate", "explain"),
     ("diagnose",),
     ("diagnose", "layers"),
@@ -71,9 +69,7 @@ COMMANDS = [
     ("setup", "clean"),
     ("doctor",),
 ]
-WITH_EXAMPLES = [
-    words for words in COMMANDS if words in ((), ("compare",), ("check",), ("report",), ("plan",), ("doctor",))
-]
+WITH_EXAMPLES = [words for words in COMMANDS if words in ((), ("compare",), ("check",), ("report",), ("doctor",))]
 
 
 @pytest.fixture
@@ -166,10 +162,10 @@ def test_commands_and_options_stand_in_groups(shown: Callable[..., Done]) -> Non
     ]
 
 
-def test_there_are_fifteen_commands(shown: Callable[..., Done]) -> None:
+def test_there_are_fourteen_commands(shown: Callable[..., Done]) -> None:
     listed = re.findall(r"^│ ([a-z]+) ", shown("--help").out, re.M)
     assert sorted(listed) == sorted({words[0] for words in COMMANDS if words})
-    assert len(listed) == 15
+    assert len(listed) == 14
 
 
 def test_help_of_compare_shows_a_dozen_options_on_one_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

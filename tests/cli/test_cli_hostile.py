@@ -76,7 +76,6 @@ def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("check", "runs/before", "--all", "--baseline", "runs/run", "--markdown"),
         ("check", "runs/run", "--all", "--baseline", "runs/run"),
         ("report", "--rescore", "runs/run"),
-        ("plan", "runs/run"),
         ("compare", "--resume", "runs/run"),
     ],
     ids=" ".join,
@@ -132,7 +131,7 @@ def test_a_run_with_hostile_names_texts_and_logs(tmp_path: Path) -> None:
     done = shown("compare", "-f", "experiment.yaml", cwd=folder)
     assert "tilt" in done.out, done
     run = done.folder
-    for words in (("report", run), ("report", "--rescore", run), ("plan", run)):
+    for words in (("report", run), ("report", "--rescore", run)):
         shown(*words, cwd=folder)
     json.loads(shown("report", run, "--json", cwd=folder).out)
     seen((run / "report.html").read_text("utf-8"))

@@ -38,7 +38,7 @@ OTHERS = {
         "bench sweep": "required, of any server",
         "serve check": "what is checked, of any server",
     },
-    "--batch": {"estimate model": "cells of a table", "estimate advise": "one number"},
+    "--batch": {"estimate model": "cells of a table"},
     "--budget": {"compare": "a time, not bytes"},
     "--benches": {"bench offline": "benches are what it is for: never none"},
     "--by": {"share leaderboard": "what ranks, not what is changed together"},
@@ -47,11 +47,9 @@ OTHERS = {
         "bench offline": "one arm of several; none is the reference",
     },
     "--device": {
-        "estimate advise": "a row of the device table, and required",
         "estimate model": "rows of the device table",
         "estimate probe": "what is measured",
     },
-    "--context": {"estimate advise": "one context"},
     "--dry-run": {
         "serve start": "a command, not a plan",
         "reproduce run": "stages, not jobs",
@@ -80,7 +78,7 @@ OTHERS = {
     "--json": {"check": "a file"},
     "--reference": {"estimate model": "a format of no run", "compare": "a packed reference, too"},
     "--to": {"checkpoint convert": "a form of weights"},
-    "--tp": dict.fromkeys(("estimate advise", "estimate model"), "what a device holds"),
+    "--tp": {"estimate model": "what a device holds"},
     "--model": {
         "bench capacity": "the model on the server",
         "setup formats": "the model whose cache is counted",

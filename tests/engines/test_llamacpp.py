@@ -621,7 +621,7 @@ def test_speculation_changes_neither_text_nor_rows(
         assert ids(found, item) == ids(expected, item)
         assert len(rows(found, item)) == 16
         np.testing.assert_allclose(rows(found, item), rows(expected, item), atol=0.05)
-    timed, answers = Timed("timing", (prompts[0],) * 2, n=6, warmup=0, batch=2), Answers()
+    timed, answers = Timed("timing", (prompts[0],) * 2, n=6, batch=2), Answers()
     assert engine.answer(timed, answers).facts["speculation"]["drafts"] > 0
     assert np.asarray(answers.items[0]["seconds"]).shape == (7,)
     forced = Forced("forced", prompts, tuple(tuple(ids(expected, i)) for i in range(len(prompts))))

@@ -255,7 +255,7 @@ def test_groups_are_streamed_and_have_one_row_of_times_each(folder: Path, owner:
     with serving(Served(owner=owner)) as server:
         engine, sink = opened(folder, server), Answers()
         server.requests.clear()
-        facts = engine.answer(Timed("decode", EQUAL, n=5, warmup=0, batch=2), sink).facts
+        facts = engine.answer(Timed("decode", EQUAL, n=5, batch=2), sink).facts
         asked = [tuple(request.get("prompt") or request["input_ids"]) for request in server.requests]
     assert (sorted(asked[:2]), asked[2:]) == (sorted(EQUAL[:2]), [EQUAL[2]])
     assert [np.asarray(sink.items[item]["seconds"]).shape for item in (0, 1)] == [(6,), (6,)]
@@ -273,7 +273,7 @@ def test_a_groups_token_is_there_when_the_last_of_its_prompts_has_it(
         yield from ((seconds, 1) for seconds in times[prompt][:n])
 
     monkeypatch.setattr(engine._dialect, "stream", stream)
-    engine.answer(Timed("decode", EQUAL[:2], n=2, warmup=0, batch=2), sink)
+    engine.answer(Timed("decode", EQUAL[:2], n=2, batch=2), sink)
     late = np.asarray(sink.items[0]["seconds"]) - [200.0, 300.0, 600.0]
     assert (late >= 0).all()
     assert (late < 50).all()
@@ -291,7 +291,7 @@ def test_timed_prompts_run_one_at_a_time_whatever_the_concurrency(
         yield from ((1.0, 1) for _ in range(n))
 
     monkeypatch.setattr(engine._dialect, "stream", stream)
-    engine.answer(Timed("decode", EQUAL, n=2, warmup=0), Answers())
+    engine.answer(Timed("decode", EQUAL, n=2), Answers())
     assert most == [1, 1, 1]
 
 
@@ -308,7 +308,7 @@ def test_tokens_whose_times_are_not_known_are_no_measurement(folder: Path, serve
     with serving(server):
         engine = opened(folder, server)
         with pytest.raises(EngineError, match=said):
-            engine.answer(Timed("decode", PROMPTS, n=5, warmup=0), Answers())
+            engine.answer(Timed("decode", PROMPTS, n=5), Answers())
 
 
 # ----------------------------------------------------------------------------------------------- engagement

@@ -85,18 +85,10 @@ def test_seconds_count_from_the_prompt_to_each_token_without_making_ready(clock:
     assert (facts, sink.tokens) == ({"tokens": 12, "generated": 4}, 12)
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 2, 3])
-def test_the_first_prompts_are_answered_once_before_unmeasured(warmup: int, clock: Clock) -> None:
-    sink = Answers()
-    time_prompts(Timed("decode", PROMPTS, 2, warmup), sink, clock.decode)
-    assert clock.begun == [(prompt,) for prompt in (*PROMPTS[:warmup], *PROMPTS)]
-    assert sorted(sink.items) == [0, 1]
-
-
 def test_prompts_are_answered_by_groups_and_each_has_one_row_of_times(clock: Clock) -> None:
     sink = Answers()
-    facts = time_prompts(Timed("decode", EQUAL, 2, warmup=1, batch=2), sink, clock.decode)
-    assert clock.begun == [EQUAL[:2], EQUAL[:2], EQUAL[2:4], EQUAL[4:]]
+    facts = time_prompts(Timed("decode", EQUAL, 2, batch=2), sink, clock.decode)
+    assert clock.begun == [EQUAL[:2], EQUAL[2:4], EQUAL[4:]]
     assert [seconds(sink, i) for i in range(3)] == [[6.0, 6.5, 7.0], [6.0, 6.5, 7.0], [3.0, 3.5, 4.0]]
     assert (facts, sink.tokens) == ({"tokens": 25, "generated": 10}, 25)
 
@@ -110,7 +102,7 @@ def test_prompts_of_different_length_are_no_group(clock: Clock) -> None:
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_no_token_is_decoded_that_is_not_timed(n: int, clock: Clock) -> None:
     sink = Answers()
-    time_prompts(Timed("decode", PROMPTS, n, 0), sink, clock.decode)
+    time_prompts(Timed("decode", PROMPTS, n), sink, clock.decode)
     assert clock.done == 2 * (1 + n)
     assert [len(seconds(sink, i)) for i in (0, 1)] == [1 + n] * 2
 
@@ -155,7 +147,7 @@ def test_hf_times_the_tokens_that_it_generates(kind: str, estimator: str, checkp
         lambda _m, _a, kwargs: seen.append(plain(kwargs["input_ids"][0])), with_kwargs=True
     )
     answer = engine.answer(Timed("decode", PROMPTS, N), sink)
-    assert seen == fed((PROMPTS[0], *PROMPTS), [generated[0], *generated])
+    assert seen == fed(PROMPTS, generated)
     assert (str(answer.estimator), answer.head, answer.facts["generated"]) == (estimator, None, 2 * N)
     for item in (0, 1):
         assert list(sink.items[item]) == ["seconds"]
@@ -170,7 +162,7 @@ def test_hf_answers_a_group_in_forwards_of_all_its_sequences(checkpoint: Checkpo
     engine._model.module.register_forward_pre_hook(
         lambda _m, _a, kwargs: seen.append(kwargs["input_ids"].tolist()), with_kwargs=True
     )
-    answer = engine.answer(Timed("decode", EQUAL, N, warmup=0, batch=3), sink)
+    answer = engine.answer(Timed("decode", EQUAL, N, batch=3), sink)
     expected = []
     for group in (slice(0, 3), slice(3, 5)):
         expected.append([list(prompt) for prompt in EQUAL[group]])
@@ -187,8 +179,8 @@ def test_hf_reads_each_timed_prompt_into_an_empty_cache(checkpoint: Checkpoint) 
     engine._model.module.register_forward_pre_hook(
         lambda _m, _a, kwargs: held.append(kwargs["cache"].bytes()), with_kwargs=True
     )
-    engine.answer(Timed("prefill", PROMPTS, 0, 2), Answers())
-    assert held == [0] * 4
+    engine.answer(Timed("prefill", PROMPTS, 0), Answers())
+    assert held == [0] * 2
 
 
 @pytest.fixture
@@ -218,7 +210,7 @@ def test_llama_cpp_times_the_tokens_that_it_generates(tmp_path: Path, spied: lis
     generated = free(engine, 1 + N)
     spied.clear()
     answer = engine.answer(Timed("decode", PROMPTS, N), sink)
-    assert spied == fed((PROMPTS[0], *PROMPTS), [generated[0], *generated])
+    assert spied == fed(PROMPTS, generated)
     assert (answer.head, answer.facts["tokens"], sink.tokens) == (None, 8 + 2 * N, 8 + 2 * N)
     for item in (0, 1):
         assert list(sink.items[item]) == ["seconds"]
@@ -230,7 +222,7 @@ def test_llama_cpp_answers_a_group_in_calls_for_all_its_sequences(tmp_path: Path
     engine, sink = llama(tmp_path), Answers()
     generated = free(engine, 1 + N, EQUAL)
     spied.clear()
-    engine.answer(Timed("decode", EQUAL, N, warmup=0, batch=3), sink)
+    engine.answer(Timed("decode", EQUAL, N, batch=3), sink)
     expected = []
     for group in (slice(0, 3), slice(3, 5)):
         expected.append([token for prompt in EQUAL[group] for token in prompt])
@@ -247,7 +239,7 @@ def test_llama_cpp_reads_a_group_in_pieces_where_a_call_does_not_hold_it(
     engine = llama(tmp_path, **{"n-batch": "4"})
     generated = free(engine, 1 + N, EQUAL[:3])
     spied.clear()
-    engine.answer(Timed("decode", EQUAL[:3], N, warmup=0, batch=3), Answers())
+    engine.answer(Timed("decode", EQUAL[:3], N, batch=3), Answers())
     assert spied == [[5, 6, 7, 6], [7, 8, 7, 8], [9], *stepped(generated)]
 
 

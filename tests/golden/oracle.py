@@ -100,7 +100,7 @@ def means(c: Mapping[str, Array]) -> dict[str, float]:
     found = {"n_items": float(len(good)), "n_failed": float((~good).sum())}
     if not good.any():
         return found
-    kl, same = c["kl"][good], float(c["same"][good].mean())
+    kl = c["kl"][good]
     named = {"kl": "mean", "rkl": "reverse KL", "js": "Jensen–Shannon", "tv": "total variation", "chi2": "χ²"}
     named |= {"overlap": "top-10 overlap", "same": "top-1", "flip": "real flips"}
     found |= {name: value for key, name in named.items() if math.isfinite(value := float(c[key][good].mean()))}
@@ -110,8 +110,6 @@ def means(c: Mapping[str, Array]) -> dict[str, float]:
     shares = {"median": 50, "p90": 90, "p95": 95, "p99": 99, "p99.9": 99.9, "max": 100}
     found |= {name: float(np.percentile(kl, share)) for name, share in shares.items()}
     found["score"] = 100 * math.exp(-found["mean"])
-    if same < 1:
-        found["tokens to flip"] = 1 / (1 - same)
     if (growth := float(np.log1p(c["chi2"][good]).mean())) > 0:
         found["rollout length"] = math.log(2) / growth
     if np.isfinite(c["cut"]).any():

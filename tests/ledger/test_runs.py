@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,8 +14,7 @@ from unittest import mock
 import pytest
 
 from fidelab.environments.host import graphics, source_commit
-from fidelab.ledger import index
-from fidelab.ledger.index import INDEX, LedgerRow, list_runs
+from fidelab.ledger.index import LedgerRow, list_runs
 from fidelab.results.store import RunFolder
 from tests.run.harness import cli, compare
 
@@ -59,50 +57,6 @@ def test_a_row_says_what_the_report_says_and_how_many_bytes_lie_on_disk(runs: Pa
     assert row.bytes == sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
     parts = (runs / "runs" / "captures").glob("*/*/*")
     assert sum(row.held().values()) == sum(p.stat().st_size for p in parts if "heads" not in p.parts)
-
-
-def test_an_index_is_read_instead_of_the_reports(runs: Path) -> None:
-    before = list_runs(runs / "runs")
-    with mock.patch.object(index, "_read", side_effect=AssertionError("the report was read again")):
-        assert list_runs(runs / "runs") == before
-
-
-def test_a_report_that_changed_is_read_again_and_a_folder_that_went_is_dropped(runs: Path) -> None:
-    list_runs(runs / "runs")
-    run = run_of(runs)
-    report = json.loads((run / "report.json").read_text())
-    change(run / "report.json", reference={**report["reference"], "model": "another"})
-    assert only(runs / "runs").model == "another"
-    shutil.rmtree(run)
-    assert list_runs(runs / "runs") == []
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        lambda file: file.unlink(),
-        lambda file: file.write_bytes(b"no index at all" * 100),
-        lambda file: file.write_bytes(file.read_bytes()[:500]),
-        lambda file: file.write_text(file.read_text().replace('"verdicts": {', '"verdicts": ["x"], "other": {')),
-        lambda file: file.write_text(re.sub('"created": "[^"]*"', '"created": "2026-01-01"', file.read_text())),
-    ],
-    ids=["gone", "noise", "cut", "other fields", "a time without a zone"],
-)
-def test_an_index_that_is_lost_or_damaged_is_made_anew(harm: Any, runs: Path) -> None:
-    before = list_runs(runs / "runs")
-    harm(runs / "runs" / INDEX)
-    assert list_runs(runs / "runs") == before
-    with mock.patch.object(index, "_read", side_effect=AssertionError("it was not mended")):
-        assert list_runs(runs / "runs") == before
-
-
-def test_a_folder_that_cannot_be_written_is_listed_without_an_index(runs: Path) -> None:
-    expected = list_runs(runs / "runs")
-    (runs / "runs" / INDEX).unlink()
-    (
-        runs / "runs" / INDEX
-    ).mkdir()  # no file can have this name: a user who may write everything sees no read-only folder
-    assert list_runs(runs / "runs") == expected
 
 
 def test_runs_that_moved_with_their_captures_are_found_with_them(runs: Path) -> None:

@@ -57,9 +57,9 @@ from fidelab.metrics.intervals import (
 from fidelab.metrics.layers import added_errors, outlier_ratios, relative_errors
 from fidelab.metrics.perplexity import compare_nll, row_nll
 from fidelab.metrics.retrieval import Cells, accuracy_difference, chance_score, retrieval_interval, retrieval_score
-from fidelab.metrics.sample_size import clusters_for, half_width, paired_spread, ratio_spread
+from fidelab.metrics.sample_size import paired_spread, ratio_spread
 from fidelab.metrics.serving import count_good, effective_concurrency, latencies, percentiles
-from fidelab.metrics.speculation import compose, expected_length
+from fidelab.metrics.speculation import compose
 from fidelab.metrics.structure import structures
 
 settings.register_profile("properties", settings.get_profile("busy"), derandomize=True, max_examples=60, deadline=None)
@@ -344,14 +344,6 @@ def test_mcnemars_p_is_symmetric_and_that_of_the_binomial_coefficients(b: int, c
     n = b + c
     tail = sum(Fraction(math.comb(n, i), 2**n) for i in range(min(b, c) + 1))
     assert p == pytest.approx(min(1.0, float(2 * tail)), rel=1e-9)
-
-
-@properties
-@given(st.floats(1e-3, 10), st.floats(1e-2, 10), st.booleans())
-def test_the_planned_number_of_documents_is_enough_and_no_more(sd: float, precision: float, cost: bool) -> None:
-    n = clusters_for(sd, precision, cost=cost)
-    assert half_width(sd, n, cost=cost) <= precision
-    assert n == 2 or half_width(sd, n - 1, cost=cost) > precision
 
 
 # Coverage of nominal 95%, by simulation of so many runs from one seed: the figure is the same every time.  Had an
@@ -648,13 +640,6 @@ def test_figures_of_serving_do_not_depend_on_the_order_of_requests(
     busy = effective_concurrency(answered, 0.0, 20.0)
     assert busy == pytest.approx(effective_concurrency(moved, 0.0, 20.0))
     assert 0 <= busy <= len(answered)
-
-
-@properties
-@given(st.floats(0, 1), st.floats(0, 1), st.integers(0, 12))
-def test_the_length_of_accepted_drafts_grows_with_their_acceptance(one: float, other: float, drafted: int) -> None:
-    low, high = sorted((one, other))
-    assert 1 <= expected_length(low, drafted) <= expected_length(high, drafted) <= drafted + 1
 
 
 @properties

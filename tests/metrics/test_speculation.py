@@ -9,8 +9,7 @@ import pytest
 from scipy import stats
 
 from fidelab.core import looked_up
-from fidelab.metrics.divergence import compare_rows
-from fidelab.metrics.speculation import Composed, compose, expected_length, replay
+from fidelab.metrics.speculation import Composed, compose
 
 
 def test_rho_is_the_joint_speedup_over_the_product_of_both() -> None:
@@ -87,36 +86,6 @@ def test_rates_that_cannot_be_are_refused_by_the_arms_name(bad: list[float]) -> 
 
 
 # ------------------------------------------------------------------------------------------------- acceptance
-
-
-def test_a_replay_counts_what_a_verifier_would() -> None:
-    # of 8 tokens the first is given; drafts of 3: two right and one wrong (3 tokens), all right (4 tokens: the end)
-    answers = {1: [True, True, False], 4: [True, True, True]}
-    assert replay(8, answers.__getitem__) == (2, 6, 5)
-
-
-def test_without_a_proposal_a_token_is_decoded_and_counts_as_no_draft() -> None:
-    assert replay(5, lambda at: []) == (0, 0, 0)
-    assert replay(4, lambda at: [False] if at == 2 else []) == (1, 1, 0)
-
-
-def test_what_is_proposed_behind_the_end_of_the_text_is_not_counted() -> None:
-    assert replay(3, lambda at: [True] * 5) == (1, 2, 2)
-    assert replay(1, lambda at: [True] * 5) == (0, 0, 0)
-
-
-def test_one_minus_total_variation_is_the_share_of_draft_tokens_that_rejection_sampling_accepts() -> None:
-    rng = np.random.default_rng(0)
-    p, q = (rng.dirichlet(np.ones(6)) for _ in range(2))
-    drawn = rng.choice(6, size=20_000, p=q)
-    accepted = rng.random(20_000) < np.minimum(1, p[drawn] / q[drawn])
-    rows = compare_rows(np.log(p)[None], np.log(q)[None], np.zeros(1, dtype=np.int64))
-    assert 1 - rows.tv[0] == pytest.approx(accepted.mean(), abs=0.015)
-
-
-@pytest.mark.parametrize(("rate", "tokens", "length"), [(0.0, 3, 1.0), (1.0, 3, 4.0), (0.5, 2, 1.75)])
-def test_the_expected_length_is_the_geometric_sum(rate: float, tokens: int, length: float) -> None:
-    assert expected_length(rate, tokens) == pytest.approx(length)
 
 
 def test_prompt_lookup_takes_the_longest_n_gram_and_its_first_occurrence() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
-from dataclasses import replace
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -25,10 +23,9 @@ from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.physics import devices, geometry
 from fidelab.physics.devices import Device, find_device, remember_device
 from fidelab.physics.geometry import model_geometry, named_geometry
-from fidelab.physics.overview import overview
 from fidelab.physics.probe import probe_device
 from fidelab.physics.shapes import Geometry, KVLayer
-from fidelab.physics.traffic import Model, interconnect_shortfall, required_link_bandwidth
+from fidelab.physics.traffic import Model
 from tests.tiny_models import KINDS, model
 
 BF16, K16V8, FP8 = (KVSpec.parse(name) for name in ("bf16", "k16v8", "fp8_e4m3"))
@@ -199,22 +196,9 @@ def test_the_longest_context_fits_and_one_token_more_does_not(kv: KVSpec, batch:
     assert Model(Geometry("sliding", 1, (KVLayer(2, 64, 64, 512),), 10**6)).longest_context(kv, 1, 1e8) is None
 
 
-def test_the_longest_context_is_no_longer_than_the_models_own() -> None:
-    shape = replace(QWEN.geometry, max_positions=131_072)
-    found = overview(Model(shape), BF16, [K16V8], devices=[find_device("H100")], contexts=[2048], batches=[1, 64])
-    for row in found["devices"][0]["formats"]:
-        assert row["longest_context"]["1"] == 131_072 < row["longest_in_memory"]["1"]
-        assert row["longest_context"]["64"] == row["longest_in_memory"]["64"] < 131_072
-
-
 def test_a_device_has_the_memory_that_its_driver_reports() -> None:
     h100, own = find_device("H100"), Device("x", 8e9, 1e9)
     assert (h100.memory, h100.usable, own.usable) == (80e9, 85.52e9, 8e9)
-
-
-def test_break_even_is_where_the_cache_becomes_half_of_a_step() -> None:
-    tokens = QWEN.break_even(BF16, 32)
-    assert tokens == math.ceil(2 * 7.616e9 / (57_344 * 32))
 
 
 def test_bounds_follow_from_bytes_and_operations() -> None:
@@ -224,18 +208,8 @@ def test_bounds_follow_from_bytes_and_operations() -> None:
     rate, bound = QWEN.decode_rate(BF16, 1, 4096, h100)
     assert bound == "compute"
     assert rate == pytest.approx(989e12 / (2 * 7.616e9), rel=1e-4)
-    first = QWEN.compute_bound_batch(BF16, 1, h100)
-    assert first
-    assert [QWEN.decode_rate(BF16, 1, b, h100)[1] for b in (first - 1, first)] == ["memory", "compute"]
     assert QWEN.prefill_rate(1, h100)[1] == "memory"
     assert QWEN.prefill_rate(8192, h100)[1] == "compute"
-
-
-def test_links_are_plain_ratios() -> None:
-    required = required_link_bandwidth(100e9, 0.01)
-    assert [int(interconnect_shortfall(required, link * 1e9)) for link in (900, 64, 32)] == [11, 156, 312]
-    with pytest.raises(UsageError, match="above 0"):
-        interconnect_shortfall(1, 0)
 
 
 # ------------------------------------------------------------------------------------------ devices, commands

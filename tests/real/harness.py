@@ -66,7 +66,7 @@ PROBES: dict[str, Request] = {
     "forced": Forced("forced", PROMPTS, CONTINUATIONS),
     "forced_text": Forced("forced", (WINDOWS[0][:11], WINDOWS[1][:3]), (WINDOWS[0][11:], ())),
     "timed": Timed("timing", PROMPTS[:2], n=6),
-    "together": Timed("timing", EQUAL, n=6, warmup=0, batch=3),
+    "together": Timed("timing", EQUAL, n=6, batch=3),
     "free": replace(GENERATE, prompts=EQUAL, max_tokens=7, batch=1, rows=False),
     "layers": Layerwise("layers", WINDOWS[:2], 10, 98),
     "nan": replace(GENERATE, prompts=((*PROMPTS[0], BAD), PROMPTS[1])),

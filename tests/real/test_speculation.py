@@ -108,7 +108,7 @@ def test_what_vllm_cannot_speculate_with_is_one_line(environment: Environment, m
 
 
 @NEEDS_FP8
-def test_a_report_has_fidelity_acceptance_and_forecast_of_speculation(
+def test_a_report_has_fidelity_and_acceptance_of_speculation(
     environment: Environment, models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -141,11 +141,10 @@ def test_a_report_has_fidelity_acceptance_and_forecast_of_speculation(
         found = candidate.axes["trajectory"]
         assert candidate.status in ("ok", "identical"), candidate.reason
         assert (found.value("acceptance_length") or 0) > 1
-        assert found.value("accepted") == pytest.approx(found.value("accepted_forecast"), abs=0.15)
+        assert 0 < (found.value("accepted") or 0) <= 1
         assert (candidate.benches["decode"].value("acceptance_length") or 0) > 1
     assert (ngram.axes["forced"].value("mean_kl") or 0) > 0
-    assert (own.axes["trajectory"].value("accepted_when_sampling_forecast") or 0) > 0.99
-    assert "tokens per verification (forecast " in _said(own)
+    assert "tokens per verification" in _said(own)
     assert _text(own).startswith(("the text is the reference's", "4 of 4", "3 of 4", "2 of 4", "1 of 4"))
     assert own.ran is not None
     assert own.ran.others()["speculation"]["drafted"] > 0

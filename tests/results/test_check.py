@@ -10,8 +10,8 @@ import pytest
 from fidelab.core import Status
 from fidelab.core.errors import UnknownNameError, UsageError
 from fidelab.metrics.equivalence import POWER
-from fidelab.metrics.intervals import RatioItems
-from fidelab.metrics.sample_size import clusters_to_agree, clusters_to_certify, half_width, ratio_spread
+from fidelab.metrics.intervals import RatioItems, critical_value
+from fidelab.metrics.sample_size import clusters_to_agree, clusters_to_certify, ratio_spread
 from fidelab.results.check import Check, Policy, Rule, RuleResult, check
 from fidelab.results.decision_record import DocumentSums
 from fidelab.results.measurement import Definition, Measurement, Metric
@@ -135,7 +135,8 @@ def test_a_format_that_was_not_applied_does_not_pass() -> None:
 
 
 def test_the_sample_size_finds_the_distance_to_the_limit_with_the_power_of_certificates() -> None:
-    half, n = half_width(0.02, 16), 16
+    n = 16
+    half = critical_value(n) * 0.02 / math.sqrt(n)
     report = with_axis(TOP1(0.98, (0.98 - half, 0.98 + half)), n_clusters=n, cluster="document")
     found = one(report, metric="kld.top1", min="97.5%")
     needed = clusters_to_certify(0.02, 0.005, 0.025, POWER)

@@ -124,8 +124,8 @@ def test_a_run_is_scored_again_and_verified_without_the_pack(pack: Path, tmp_pat
     again, _ = rescore(done.folder)
     assert json.loads(again.to_json())["candidates"] == done.report["candidates"]
     assert again.borrowed is not None
-    assert cli("share", "publish", done.folder, "-o", "receipt.jsonl", cwd=tmp_path).code == 0
-    assert cli("share", "verify", "receipt.jsonl", "--run", done.folder, cwd=tmp_path).code == 0
+    assert cli("share", "publish", done.folder, "-o", "receipt.json", cwd=tmp_path).code == 0
+    assert cli("share", "verify", "receipt.json", "--run", done.folder, cwd=tmp_path).code == 0
 
 
 def test_a_pack_tells_nothing_of_folders(local: Done, packed: Path) -> None:

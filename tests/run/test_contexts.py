@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -145,24 +144,6 @@ def test_the_resolved_settings_repeat_the_contexts(run: Done) -> None:
     again = cli("compare", "-f", run.folder / "config.resolved.yaml", "--dry-run", "--json", cwd=run.cwd)
     assert again.code == 0
     assert {job["captures_missing"] for job in json.loads(again.out)["jobs"]} == {0}
-
-
-def test_plan_size_counts_windows_of_the_shortest_context_and_captures_of_all(run: Done) -> None:
-    done = cli("plan", run.folder, "--precision", 1e-4, "--json", cwd=run.cwd)
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
-    line = next(one for one in found["lines"] if (one["arm"], one["quantity"]) == ("tilt[q=0.65]", "mean"))
-    assert line["estimate"] == pytest.approx(MEAN, abs=1e-6)
-    assert line["items_needed"] == math.ceil(line["clusters_needed"] * WINDOWS / line["clusters"])
-    advice = found["advice"]
-    folders = [path for part in PREFILLS for path in (run.cwd / "runs" / "captures").glob(f"*/{part}-*")]
-    assert {path.name.split("-")[0] for path in folders} == {*PREFILLS}
-    factor = advice["items"] / WINDOWS
-    assert advice["disk_bytes"] == pytest.approx(factor * sum(Capture(path).bytes for path in folders), abs=1)
-    events = [json.loads(text) for text in (run.folder / "events.jsonl").read_text().splitlines()]
-    loads = sum(event["seconds"] for event in events if event["event"] == "opened")
-    captured = sum(event["seconds"] for event in events if event["event"] == "captured")
-    assert advice["seconds"] == pytest.approx(loads + factor * captured)
 
 
 def test_attribution_compares_its_three_parts_at_the_candidates_context(run: Done) -> None:

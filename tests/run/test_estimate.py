@@ -163,14 +163,14 @@ def test_a_dry_run_of_a_cross_engine_file_counts_every_engine_and_runs_none(tmp_
         "axes": {"kld": {"windows": 4, "n_ctx": 16}},
         "text": "text.txt",
         "prompts": "prompts.txt",
-        "timing": {"prompt": 64, "n": 16, "repeats": 3},
+        "benches": {"decode": {"depths": [64], "n": 16, "repeats": 3}},
     }
     (tmp_path / "cross.yaml").write_text(canonical_json(experiment))
     done, data = (cli("compare", "-f", "cross.yaml", "--dry-run", *more, cwd=tmp_path) for more in ((), ["--json"]))
     assert done.code == data.code == 0
     plan = json.loads(data.out)
     roles = [job["role"] for job in plan["engines"]["one"]["jobs"]]
-    assert roles == ["reference", "candidate:tilt", "floor", "timing"]
+    assert roles == ["reference", "candidate:tilt", "floor"]
     assert "has no option 'colour'" in plan["engines"]["absent"]["reason"]
     assert plan["tokens"] == sum(job["tokens"] for job in plan["engines"]["one"]["jobs"]) > 0
     assert "cannot run: " in done.out

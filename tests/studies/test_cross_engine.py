@@ -15,10 +15,9 @@ from rich.console import Console
 from fidelab.config.cross import CrossEngine, validate_cross
 from fidelab.config.profiles import experiments
 from fidelab.report.study import render_study
-from fidelab.results.measurement import Definition
 from fidelab.results.study import Study, StudyRow
 from fidelab.run.conduct import Interrupted
-from fidelab.studies.cross_engine import run_cross, unsteady
+from fidelab.studies.cross_engine import run_cross
 from tests.run.harness import Done, cli, write_inputs
 
 TILTED, CANDIDATE = "tilt[q=0.55]", "tilt[q=0.6]"
@@ -51,7 +50,7 @@ EXPERIMENT: dict[str, Any] = {
     "text": "text.txt",
     "prompts": "prompts.txt",
     "threads": 1,
-    "timing": {"prompt": 64, "n": 16, "repeats": 3},
+    "benches": {"prefill": {"lengths": [64], "repeats": 3}, "decode": {"depths": [64], "n": 16, "repeats": 3}},
 }
 
 
@@ -117,22 +116,13 @@ def test_perplexity_is_each_references_own(found: Study) -> None:
     assert row(found, "two", "perplexity", context=64).value("perplexity") == pytest.approx(128 / 0.55, rel=1e-4)
 
 
-def test_rates_are_the_clocks(found: Study) -> None:
-    speed = row(found, "two", "timing")
-    assert [speed.value(key) for key in ("prefill", "decode_isolated", "decode_by_subtraction")] == [1024, 64, 64]
-    prefill = speed.metric("prefill")
-    assert prefill is not None
-    assert (prefill.repeats, prefill.steady, speed.flags) == ((1024.0,) * 3, True, ())
-    assert [flag.kind for flag in unsteady([Definition("rate").repeated([1.0, 1.0, 0.75])])] == ["unsteady"]
-    assert (speed.value("load") or -1) >= 0
-
-
-def test_timed_answers_lie_in_the_folder_of_the_experiment_alone(done: Done) -> None:
-    assert sorted(path.name[:14] for path in (done.folder / "timing" / "one").rglob("timing.*")) == [
-        "timing.decode-",
-        "timing.prefill",
-    ]
-    assert not list((done.cwd / "runs" / "captures").rglob("timing.*"))
+@pytest.mark.parametrize(("arm", "at"), [("reference", {"tokens": 64}), ("candidate", {"depth": 64})])
+def test_both_arms_are_timed_and_rates_are_the_clocks(arm: str, at: dict[str, int], found: Study) -> None:
+    speed = row(found, "one", "timing", arm=arm, batch=1, **at)
+    keys = ["prefill_rate"] if "tokens" in at else ["decode_isolated", "decode_by_subtraction"]
+    assert {key: speed.value(key) for key in keys} == dict.fromkeys(keys, 1024 if "tokens" in at else 64)
+    assert all(metric.repeats == (metric.value,) * 3 for metric in speed.metrics)
+    assert (row(found, "one", "reference").value("load") or -1) >= 0
 
 
 def test_the_floor_is_the_references_own(found: Study) -> None:
@@ -154,7 +144,7 @@ def test_an_engine_that_cannot_run_leaves_its_reason_and_the_others_go_on(done: 
 
 def test_an_engine_that_is_not_installed_says_how_to_install_it(tmp_path: Path, cache: Path) -> None:
     lines = [{"engine": "vllm", "candidate": "fp8_e4m3"}, EXPERIMENT["engines"][0]]
-    done = cross(tmp_path / "room", engines=lines, timing=None, axes={"kld": {"windows": 4, "n_ctx": 16}})
+    done = cross(tmp_path / "room", engines=lines, benches={}, axes={"kld": {"windows": 4, "n_ctx": 16}})
     absent, present = (row(study(done), name, "reference") for name in ("vllm", "one"))
     assert "engine vllm is not installed: fidelab setup install vllm" in (absent.reason or "")
     assert present.status == "ok"
@@ -173,7 +163,7 @@ def test_a_format_that_an_engine_lacks_is_not_supported_and_no_fault(done: Done,
         ({"engins": []}, "unknown key 'engins'; did you mean 'engines'?"),
         ({"engines": [{"engine": "fake", "candidate": "exact", "dtyp": "auto"}]}, "'engines.0.dtyp'; did you mean 'd"),
         ({"engines": [{"engine": {"name": "hf", "pyton": "x"}, "candidate": "x"}]}, "did you mean 'python'?"),
-        ({"timing": {"promt": 5}}, "unknown key 'timing.promt'; did you mean 'prompt'?"),
+        ({"benches": {"decode": {"deths": [5]}}}, "unknown key 'benches.decode.deths'; did you mean 'depths'?"),
         ({"engines": [{"engine": "fake", "candidate": "exact"}] * 2}, "two are called 'fake'"),
         ({"kind": "cross"}, "kind: 'cross' is not a runnable kind: use cross-engine"),
         ({"engines": [{"engine": "sglnag", "candidate": "auto"}]}, "unknown engine 'sglnag'"),
@@ -187,15 +177,6 @@ def test_bad_settings_are_one_line_before_anything_runs(tmp_path: Path, change: 
     assert said in done.err
     assert len(done.err.splitlines()) == 1
     assert not (done.cwd / "runs").exists()
-
-
-def test_a_text_too_short_for_the_timed_prompts_fails_the_timing_alone(tmp_path: Path) -> None:
-    lines, axes = [EXPERIMENT["engines"][0]], {"kld": {"windows": 4, "n_ctx": 16}}
-    done = cross(tmp_path / "room", engines=lines, axes=axes, timing={"prompt": 9999, "repeats": 3})
-    timing, candidate = (row(study(done), "one", part) for part in ("timing", "candidate"))
-    assert "3 windows of n_ctx 9999 need 29997" in (timing.reason or "")
-    assert (timing.status, candidate.status) == ("failed", "ok")
-    assert "one timing failed: text" in done.err
 
 
 # ------------------------------------------------------------------------------------- files and the table
@@ -256,7 +237,7 @@ def test_an_unknown_name_lists_the_bundled_experiments(tmp_path: Path, said: str
 
 def test_defaults_are_the_four_axes_and_perplexity(tmp_path: Path) -> None:
     line = {"engine": "fake", "candidate": "exact", "reference": "nonsense"}
-    data = {**EXPERIMENT, "engines": [line], "axes": None, "timing": None}
+    data = {**EXPERIMENT, "engines": [line], "axes": None, "benches": {}}
     (tmp_path / "cross.yaml").write_text(json.dumps(data))
     write_inputs(tmp_path)
     done = cli("compare", "-f", "cross.yaml", cwd=tmp_path)

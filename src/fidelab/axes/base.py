@@ -14,7 +14,7 @@ import base64
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -78,20 +78,6 @@ class AxisInputs:
 SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference.")
 OVER_CONTROL = Definition("over_control", about="This arm minus the control, paired over the items that both answered.")
 _NO_INTERVAL = "no interval"
-
-
-@dataclass(frozen=True)
-class SampleSize:
-    """Unit of the sample size of an axis, and the option that sets it; read by ``fidelab plan``.
-
-    ``items``: the word for the unit (``windows``).  ``flag`` and ``setting``: the option and the key that set
-    their number.  ``source``: the input that more of them are taken from.
-    """
-
-    items: str
-    flag: str
-    setting: str
-    source: Literal["text", "prompts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,8 +241,6 @@ class Axis:
     Settings: ClassVar[type[AxisSettings]]
     excess: ClassVar[Definition] = OVER_CONTROL
     """The paired difference to the control: its unit, and which side of it is better."""
-    sample: ClassVar[SampleSize | None] = None
-    """Unit of the sample size; ``None`` if it cannot be planned."""
     in_composite: ClassVar[bool] = False
     """The composite includes its score."""
     distributions: ClassVar[bool] = False

@@ -25,7 +25,6 @@ from fidelab.axes.base import (
     AxisInputs,
     AxisScore,
     AxisSettings,
-    SampleSize,
     part_name,
     spread,
 )
@@ -72,9 +71,6 @@ _METRICS = (
         "lower",
         "Share of positions whose most likely token changed although the reference prefers its own by 0.1 nats "
         "or more.",
-    ),
-    Definition(
-        "tokens_to_flip", "tokens", None, "Expected tokens until the first changed most likely token, 1/(1 - top-1)."
     ),
     Definition(
         "rms_dp", "share", "lower", "Root mean square change of the actual next token's probability.", name="RMS Δp"
@@ -207,7 +203,6 @@ class KLD(Axis):
     title: ClassVar[str] = "KLD: how far do the next-token distributions move?"
     Settings: ClassVar[type[AxisSettings]] = KLDSettings
     excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="nats", better="lower")
-    sample: ClassVar[SampleSize] = SampleSize("windows", "--windows", "windows", "text")
     in_composite: ClassVar[bool] = True
     distributions: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"windows": 8, "n_ctx": 512}
@@ -473,7 +468,6 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
         *(define[name](getattr(summary, name), bound=score.bound) for name in _QUANTILES),
         define["top1"](summary.top1, flips.top1_ci),
         define["real_flips"](flips.real_flips, flips.real_flips_ci),
-        define["tokens_to_flip"](flips.tokens_to_flip, flips.tokens_to_flip_ci),
         define["rms_dp"](summary.rms_dp),
         *(define[name](*value) for name, value in divergences.items()),
         *([define["cut"](cut)] if (cut := _cut(rows)) is not None else []),

@@ -58,7 +58,7 @@ _SKIPPED = Definition("skipped", "count", None, "Perturbations that leave a prom
 
 
 class PLADSettings(AxisSettings):
-    """Prompts and perturbations; part of the comparability key except for ``batch`` and ``compat``."""
+    """Prompts and perturbations; part of the comparability key except for ``batch``."""
 
     n_predict: int = Field(default=64, ge=1, description="tokens generated per answer")
     limit: int | None = Field(default=None, ge=1, description="first prompts only")
@@ -68,9 +68,6 @@ class PLADSettings(AxisSettings):
     seed: int = Field(default=42, ge=0, description="which words are changed; the prompt's number is added")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="prompts decoded together")
-    compat: Literal["refract"] | None = Field(
-        default=None, description="recorded alone: the score is computed as REFRACT does in any case"
-    )
 
     @field_validator("perturbations")
     @classmethod

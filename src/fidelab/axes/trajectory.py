@@ -18,7 +18,6 @@ from fidelab.axes.base import (
     AxisInputs,
     AxisScore,
     AxisSettings,
-    SampleSize,
     prompt_ids,
     texts,
 )
@@ -87,7 +86,6 @@ class Trajectory(Axis):
     title: ClassVar[str] = "Trajectory: how long does greedy text stay the same?"
     Settings: ClassVar[type[AxisSettings]] = TrajectorySettings
     excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="points", better="higher")
-    sample: ClassVar[SampleSize] = SampleSize("prompts", "--limit", "limit", "prompts")
     in_composite: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"limit": 16, "n_predict": 32}
     settings: TrajectorySettings

@@ -105,7 +105,7 @@ class Question:
         at = (number if number >= 0 else self.repeats - 1 - number) * self.batch
         settings = tuple(sorted({"tokens": self.tokens, "number": number}.items()))
         prompts = self.prompts[at : at + self.batch]
-        return Timed(self.name, prompts, n=self.n, warmup=0, batch=self.batch, settings=settings)
+        return Timed(self.name, prompts, n=self.n, batch=self.batch, settings=settings)
 
 
 @dataclass(frozen=True)

@@ -140,17 +140,15 @@ class Forced(_Request):
 class Timed(_Request):
     """Timestamps of prompts answered one after another, each through a fresh cache; never reused by another run.
 
-    ``n``: tokens decoded greedily after each prompt, stop tokens ignored; 0 times the prefill alone.  ``warmup``: so
-    many of the first groups are answered once before, unmeasured.  ``batch``: consecutive prompts, of equal length
-    then, that are answered together as a group; the items are the groups.  The answer to a group is ``seconds``
-    [1 + n] float64 since it was handed over: when all its prompts were read and the first token of each was known,
-    then when each further token of all of them was.
+    ``n``: tokens decoded greedily after each prompt, stop tokens ignored; 0 times the prefill alone.  ``batch``:
+    consecutive prompts, of equal length then, that are answered together as a group; the items are the groups.  The
+    answer to a group is ``seconds`` [1 + n] float64 since it was handed over: when all its prompts were read and the
+    first token of each was known, then when each further token of all of them was.
     """
 
     axis: str
     prompts: tuple[Tokens, ...]
     n: int = 0
-    warmup: int = 1
     batch: int = 1
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
@@ -400,7 +398,7 @@ def _is_sound(request: Request, name: str) -> bool:
             return isinstance(value, bool)
         case "stop" | "layers":
             return _are_ids(value)
-        case "max_tokens" | "n" | "warmup" | "batch" | "first" | "last" | "size":
+        case "max_tokens" | "n" | "batch" | "first" | "last" | "size":
             return _are_ids((value,)) and value >= (name in ("max_tokens", "batch"))
         case "notes":
             return value == () or (len(value) == len(request.items()) and all(isinstance(note, str) for note in value))

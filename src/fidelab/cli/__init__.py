@@ -22,7 +22,6 @@ from fidelab.cli import (
     doctor,
     estimate,
     imports,
-    plan,
     report,
     reproduce,
     runs,
@@ -79,7 +78,6 @@ app = Commands(
 )
 app.command(rich_help_panel=_COMPARE, brief=compare.BRIEF)(compare.compare)
 for _panel, _command in (
-    (_COMPARE, plan.plan),
     (_RESULTS, check.check),
     (_RESULTS, report.report),
     (_MACHINE, doctor.doctor),

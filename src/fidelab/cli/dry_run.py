@@ -51,8 +51,9 @@ def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
         for line in planned
     }
     named = [(line.label, line.expected) for line in planned]
-    whole = Estimate(  # no line of a cross-engine experiment has benches
+    whole = Estimate(
         tuple(replace(job, role=f"{label} {job.role}") for label, expected in named for job in expected.jobs),
+        {f"{label} {name}": seconds for label, expected in named for name, seconds in expected.benches.items()},
         scoring=sum(expected.scoring for _, expected in named),
         sources={
             source: [f"{label} {role}" for label, expected in named for role in expected.sources.get(source, ())]

@@ -13,7 +13,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import command_line, note, open_console, print_json, show_study
+from fidelab.cli.output import note, open_console, print_json
 from fidelab.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -233,70 +233,6 @@ def _rate(entry: Mapping[str, Any]) -> str:
     from fidelab.results.numbers import format_amount
 
     return format_amount(entry["tokens_per_s"]) + (" c" if entry["bound"] == "compute" else "")
-
-
-@app.command()
-@options.expand_options
-def advise(
-    *,
-    model: Annotated[str, typer.Argument(help="Model as named in the runs: folder, GGUF file, hub id or name.")],
-    device: Annotated[str, typer.Option(help="Device of the table, e.g. H200.")],
-    context: Annotated[str, typer.Option(help="Tokens per sequence (k is 1,024).")] = "32k",
-    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
-    memory: options.Memory = None,
-    overhead: options.Overhead = None,
-    tp: options.Sharing = 1,
-    max_kld: options.MaxKLD = None,
-    from_: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            metavar="RUN",
-            help="Run folder or report.json with losses. Repeatable. \\[default: this model's in --output-dir]",
-            show_default=False,
-        ),
-    ] = None,
-    runs: options.RunsOptions,
-    as_json: options.Json = False,
-) -> None:
-    """Choose weight and KV cache formats by measured loss, memory and decode speed.
-
-    Losses come from runs of fidelab compare. A pair that was not measured is predicted as the sum of its parts and
-    marked as such. Without --max-kld, the pair with the least loss that fits is chosen; with it, the fastest pair
-    within the limit.
-
-    [bold]Examples[/bold]
-
-      fidelab estimate advise smollm2-135m --device H100 --context 8k --batch 32
-
-      fidelab estimate advise ./Qwen3-8B --device H200 --memory 80G --max-kld 0.01
-    """
-    from fidelab.core import parse_bytes
-    from fidelab.physics.devices import find_device
-    from fidelab.physics.geometry import named_geometry
-    from fidelab.studies.advice import advise as choose
-    from fidelab.studies.advice import read_runs
-
-    row = find_device(device)
-    contexts = parse_counts(context, "context")
-    if len(contexts) > 1:
-        raise UsageError(f"--context {context}: one context at a time")
-    geometry, native = named_geometry(model)
-    found = choose(
-        model,
-        geometry,
-        row,
-        contexts[0],
-        batch,
-        read_runs(model, from_ or (), runs.output_dir, native),
-        memory=None if memory is None else parse_bytes(memory),
-        max_kld=max_kld,
-        native=native,
-        tp=tp,
-        overhead=0.0 if overhead is None else parse_bytes(overhead),
-        command=command_line(),
-    )
-    show_study(found, None, as_json)
 
 
 _Row = Annotated[str | None, typer.Option("--as", help="Name of the row (default: the device's name).")]

@@ -22,13 +22,13 @@ def publish(
     run_dir: options.RunDir,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Output file. It must not exist.")],
 ) -> None:
-    """Write a run's verifiable result: its figures and the hashes of its saved outputs, as JSON lines.
+    """Write a run's verifiable result: its figures and the hashes of its saved outputs.
 
     It contains no plots, texts or paths.
 
     [bold]Examples[/bold]
 
-      fidelab share publish latest -o receipt.jsonl
+      fidelab share publish latest -o receipt.json
     """
     from fidelab.ledger.receipt import publish as write
     from fidelab.results.store import RunFolder
@@ -60,9 +60,9 @@ def verify(
 
     [bold]Examples[/bold]
 
-      fidelab share verify receipt.jsonl
+      fidelab share verify receipt.json
 
-      fidelab share verify receipt.jsonl --run runs/20260101-120000-smollm2-135m
+      fidelab share verify receipt.json --run runs/20260101-120000-smollm2-135m
     """
     from fidelab.core.errors import UsageError
     from fidelab.ledger import receipt as ledger
@@ -73,27 +73,24 @@ def verify(
     found = [ledger.verify(path, lambda *given: recompute(*given).report, run) for path in receipts]
     entries = []
     for one in found:
-        path, head, checked = one.receipt.path, one.receipt.head, one.recomputed
         entries.append(
             {
-                "receipt": str(path),
-                "run_id": None if head is None else head.run_id,
-                "hash": one.receipt.hash,
+                "receipt": str(one.path),
+                "run_id": one.receipt.report.run_id,
+                "sha256": one.receipt.sha256,
                 "verdict": one.verdict,
                 "faults": list(one.faults),
-                "recomputed": checked,
-                "remarks": list(one.remarks),
+                "recomputed": one.recomputed,
+                "remark": one.remark,
             }
         )
         if as_json:
             continue
-        again = "" if checked is None else f", {checked:,} numbers computed again from captures"
-        print(f"{path}: {_VERDICTS[one.verdict]}: {len(one.receipt.lines)} lines{again}")
-        for line in one.remarks:
-            print(f"  {line}")
+        said = one.remark if one.recomputed is None else f"{one.recomputed:,} numbers computed again from captures"
+        print(": ".join(filter(None, (str(one.path), _VERDICTS[one.verdict], said))))
     if as_json:
         print_json({"receipts": entries})
-    exit_on([f"{one.receipt.path}: {fault}" for one in found for fault in one.faults])
+    exit_on([f"{one.path}: {fault}" for one in found for fault in one.faults])
     if any(one.verdict != "verified" for one in found):
         raise typer.Exit(UNDECIDED)
 
@@ -104,7 +101,7 @@ def leaderboard(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR",
-            help="Run folders, report.json files, published results (.jsonl) or a folder of runs.",
+            help="Run folders, report.json files, published results or a folder of runs.",
         ),
     ],
     out: Annotated[
@@ -123,7 +120,7 @@ def leaderboard(
 
     [bold]Examples[/bold]
 
-      fidelab share leaderboard runs receipts/*.jsonl -o leaderboard.html
+      fidelab share leaderboard runs receipts/*.json -o leaderboard.html
 
       fidelab share leaderboard runs/a runs/b --by benches.decode
     """
@@ -152,12 +149,13 @@ def _reports(paths: list[Path]) -> list[Report]:
         InputError: one that was named is none; of those in a folder, damaged and unfinished ones are left out.
     """
     from fidelab.core.errors import InputError
-    from fidelab.ledger.receipt import read_receipt
+    from fidelab.ledger.receipt import is_receipt, report_of
     from fidelab.results.store import CONFIG, REPORT, find_run, read_run
 
     seen: set[Path] = set()
-    reports = [read_receipt(path).report() for path in paths if path.suffix == ".jsonl"]
-    for path in map(find_run, (path for path in paths if path.suffix != ".jsonl")):
+    receipts = [path for path in paths if is_receipt(path)]
+    reports = [report_of(path) for path in receipts]
+    for path in map(find_run, (path for path in paths if path not in receipts)):
         inside = sorted(path.glob(f"*/{REPORT}")) if path.is_dir() and not (path / CONFIG).is_file() else []
         for file in inside or [path / REPORT if path.is_dir() and (path / REPORT).is_file() else path]:
             if file.resolve() in seen:

@@ -32,17 +32,6 @@ class EngineLine(BaseModel):
         return self.name or self.engine.name
 
 
-class TimingConfig(BaseModel):
-    """Timing of the reference arms: distinct prompts of equal length, one at a time, a fresh cache for each."""
-
-    model_config = _STRICT
-
-    prompt: int = Field(default=512, ge=8, description="tokens of a prompt, which is the depth of decoding")
-    n: int = Field(default=32, ge=1, description="tokens decoded after the first one")
-    repeats: int = Field(default=5, ge=1, description="prompts that are measured")
-    warmup: int = Field(default=1, ge=0, description="prompts answered before, unmeasured")
-
-
 class CrossEngine(BaseModel):
     """One text and its token ids on every engine, and each engine's candidate against its own reference."""
 
@@ -64,13 +53,14 @@ class CrossEngine(BaseModel):
         default=14_400, gt=0, description="seconds for one configuration, model load included"
     )
     output_dir: str = Field(default="runs", description="where runs are written")
-    timing: TimingConfig | None = Field(
-        default_factory=TimingConfig, description="speed of the references; null: not measured"
+    benches: dict[str, dict[str, Any]] = Field(
+        default_factory=lambda: {"prefill": {"lengths": [512]}, "decode": {"depths": [512]}},
+        description="benches and their settings; {}: none",
     )
 
-    @field_validator("axes", mode="before")
+    @field_validator("axes", "benches", mode="before")
     @classmethod
-    def _short_axes(cls, value: Any) -> Any:
+    def _short(cls, value: Any) -> Any:
         return {k: {} if v is None else v for k, v in value.items()} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
@@ -93,6 +83,7 @@ class CrossEngine(BaseModel):
             control="none",
             candidates=[ArmConfig(kv=line.candidate)],
             axes={name: dict(values) for name, values in axes.items()},
+            benches=self.benches,
             text=self.text,
             prompts=self.prompts,
             floor=self.floor,

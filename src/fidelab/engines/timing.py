@@ -34,7 +34,7 @@ def groups(request: Timed) -> tuple[TimingGroup, ...]:
 
 
 def time_prompts(request: Timed, sink: Sink, decode: Callable[[TimingGroup], Iterator[object]]) -> dict[str, Any]:
-    """Answer a Timed request: warm-up first, then the groups one by one; returns the facts.
+    """Answer a Timed request, group by group; returns the facts.
 
     ``decode(group)`` prepares a fresh cache, which is not timed, and returns an iterator of 1 + n steps or more.
     Work on the first step begins when it is requested; each step is yielded when that token of all prompts of the
@@ -44,8 +44,6 @@ def time_prompts(request: Timed, sink: Sink, decode: Callable[[TimingGroup], Ite
         EngineError: prompts of a group differ in length, or an answer ended early.
     """
     prompt_groups = groups(request)
-    for group in prompt_groups[: request.warmup]:
-        _seconds(decode(group), request.n)
     for item, group in enumerate(prompt_groups):
         sink.add(item, {"seconds": _seconds(decode(group), request.n)})
         decoded = request.n * len(group)

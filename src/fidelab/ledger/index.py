@@ -1,15 +1,10 @@
-"""The ledger: one row for each run below a folder of runs, kept in ``.ledger`` there.
-
-The folders are the truth.  A row holds the content of its folder's files at the recorded sizes and times. A row whose
-files changed is read again, and one whose folder is gone is dropped. An index that is damaged, or of another version,
-is rebuilt.  Where it cannot be written, rows are read every time.
+"""All runs below a folder, a row for each.
 
 Captures are shared by runs, so a row lists those that its run refers to.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,16 +18,14 @@ import yaml
 
 from fidelab.captures.manifest import MANIFEST
 from fidelab.captures.store import collect_garbage
-from fidelab.core import Status, digest, read_file, strict_json
-from fidelab.core.errors import FidelabError, InputError, OutputError
-from fidelab.core.serial import from_json, to_json
-from fidelab.results.record import ArmRecord, Report, write_atomically
+from fidelab.core import Status, read_file, strict_json
+from fidelab.core.errors import FidelabError, InputError
+from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import CONFIG, OUTCOMES, REPORT, RunFolder
 from fidelab.results.study import STUDY
 from fidelab.results.table import arms
 from fidelab.results.values import NEEDS_REASON
 
-INDEX = ".ledger"
 RUN = "run"
 _NO_RUNS = frozenset({"captures", "logs", "timed"})  # folders below runs that hold none
 _FAULTS = (Status.FAILED, Status.NOT_ENGAGED)  # that an engine does not support an arm is a finding
@@ -90,7 +83,7 @@ def list_runs(folder: Path) -> list[LedgerRow]:
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder of runs; name one with --output-dir")
     folder = folder.absolute()
-    rows = [_live(folder, row) for row in _refreshed(folder)]
+    rows = [_live(folder, _read(folder, path)) for path in _run_folders(folder)]
     return sorted(rows, key=lambda row: (row.created, row.path), reverse=True)
 
 
@@ -132,39 +125,6 @@ def collect_captures(
     return removed, [row.path for row in old if doomed & row.captures.keys()]
 
 
-# ---------------------------------------------------------------------------------------------------- the index
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A row of the index, and the files that it was read from."""
-
-    stamp: str
-    row: LedgerRow
-
-    def __post_init__(self) -> None:
-        if self.row.started is not None and self.row.started.tzinfo is None:
-            raise ValueError(f"{self.row.created} has no time zone")
-
-
-def _refreshed(folder: Path) -> list[LedgerRow]:
-    """The rows of all runs; the index is written where it did not have them."""
-    try:
-        head, _, text = read_file(folder / INDEX, _MOST_BYTES).decode("utf-8").partition("\n")
-        known = from_json(dict[str, _Kept], strict_json(text)) if head == digest(text) else {}
-    except (OSError, ValueError):  # none yet, damaged, or of another version
-        known = {}
-    rows = dict[str, _Kept]()
-    for path in _run_folders(folder):
-        stamp, old = _stamp(folder / path), known.get(path)
-        rows[path] = old if old is not None and old.stamp == stamp else _Kept(stamp, _read(folder, path))
-    if rows != known:
-        with suppress(OutputError):  # without the index, rows are read every time
-            text = json.dumps(to_json(rows))
-            write_atomically(folder / INDEX, f"{digest(text)}\n{text}")
-    return [kept.row for kept in rows.values()]
-
-
 def _run_folders(folder: Path) -> Iterator[str]:
     """Paths relative to ``folder``, with slashes."""
 
@@ -181,20 +141,6 @@ def _run_folders(folder: Path) -> Iterator[str]:
 
     for path in below(folder, 1):
         yield path.relative_to(folder).as_posix()
-
-
-def _stamp(path: Path) -> str:
-    """Time and size of the files that a row is read from."""
-    names = (REPORT, OUTCOMES, CONFIG)
-    files = [path / name for name in names]
-    if not files[0].is_file():  # of an experiment that is not a run
-        files += sorted(path.glob("*.json"))
-    stamps = [str(path)]  # moved with its captures, it refers to them elsewhere
-    for file in files:
-        with suppress(OSError):
-            status = file.stat()
-            stamps.append(f"{file.name} {status.st_mtime_ns} {status.st_size}")
-    return "; ".join(stamps)
 
 
 def _live(folder: Path, row: LedgerRow) -> LedgerRow:

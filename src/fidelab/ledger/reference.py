@@ -93,10 +93,6 @@ class ReferenceManifest(Document):
     """``dequantized from`` or ``quantized as``, and the formats below 16 bits of the checkpoint; empty: none."""
     tokenizer: PackedTokenizer
     """The tokenizer."""
-    head_tokens: Count | None
-    """Rows of the output head; null where the engine gives log-probabilities."""
-    positions: Count
-    """Scored positions, of all axes."""
     axes: dict[str, FreeDict]
     """Axis → settings."""
     captures: dict[str, str]
@@ -190,9 +186,9 @@ class Pack:
         if capture.head is None:
             return
         weight = TensorFile(capture.head.path).get("weight")
-        rows, width = (weight if not hasattr(weight, "bits") else weight.bits).shape
+        _, width = (weight if not hasattr(weight, "bits") else weight.bits).shape
         widths = {capture.array_shape(i, "hidden")[1] for i in range(len(capture.items)) if capture.names(i)}
-        if rows != self.manifest.head_tokens or widths - {width}:
+        if widths - {width}:
             raise CaptureError(f"{self.place}: the output head does not fit the states of {part}; fetch the pack again")
 
     def check_tokenizer(self, vocabulary: Vocabulary, pieces: list[str], sample: str) -> None:
@@ -287,7 +283,6 @@ def write_pack(
         CaptureError: a capture no longer has rows, is damaged, or has another vocabulary than the tokenizer.
     """
     pieces, sample = tokenizer
-    positions, heads = 0, set[int]()
     for part, capture in captures.items():
         if digest(*pieces) != capture.vocabulary.sha256:
             raise MismatchError(f"capture {capture.folder} has another vocabulary than the model: it changed since")
@@ -295,13 +290,6 @@ def write_pack(
         asked |= {name: Path(asked[name]).name for name in ("path", "draft") if asked.get(name)}
         key = {**capture.manifest["key"], "replicate": 0}
         copy_capture(capture, folder / "captures" / part, key, asked)
-        packed = Capture(folder / "captures" / part)
-        for item in range(len(packed.items)):
-            rows = [name for name in packed.names(item) if name in ("hidden", "logprobs", "topk_ids")]
-            positions += sum(packed.array_shape(item, name)[0] for name in rows)
-        if packed.head is not None:
-            weight = TensorFile(packed.head.path).get("weight")
-            heads.add((weight if not hasattr(weight, "bits") else weight.bits).shape[0])
     first = next(iter(captures.values())).manifest
     arm: Arm = from_json(Arm, first["asked"])
     vocabulary = next(iter(captures.values())).vocabulary
@@ -313,8 +301,6 @@ def write_pack(
         kv=arm.kv.label,
         dtype=arm.dtype,
         tokenizer=PackedTokenizer(size=vocabulary.size, sha256=vocabulary.sha256, sample_sha256=sample),
-        head_tokens=next(iter(heads), None),
-        positions=positions,
         captures={part: part for part in captures},
         files=tuple(
             PackedFile(name=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=file_digest(path))

@@ -532,16 +532,11 @@ class Flips:
         real_flips: share that changed although the reference's margin is :data:`REAL_FLIP` or more; None where a
             margin is not known.
         real_flips_ci: its interval.
-        tokens_to_flip: 1 / (1 − top1), the mean number of tokens up to and with the first change, as of independent
-            positions; None where nothing changed.
-        tokens_to_flip_ci: from the ends of ``top1_ci``; its upper end is None where they include no change at all.
     """
 
     top1_ci: Interval | None = None
     real_flips: float | None = None
     real_flips_ci: Interval | None = None
-    tokens_to_flip: float | None = None
-    tokens_to_flip_ci: tuple[float, float | None] | None = None
 
 
 def summarise_flips(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) -> Flips:
@@ -551,12 +546,7 @@ def summarise_flips(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) 
         return Flips()
     agree, margin, clusters = rows.top1[usable], rows.margin[usable], clusters[usable]
     same = RatioItems.of(agree, 1.0, clusters)
-    ci = ratio_interval(same, seed, bounds=(0.0, 1.0), proportion=True)
-    flips = Flips(
-        top1_ci=ci,
-        tokens_to_flip=_tokens_to_flip(float(agree.mean())),
-        tokens_to_flip_ci=None if ci is None else (_tokens_to_flip(ci[0]) or 1.0, _tokens_to_flip(ci[1])),
-    )
+    flips = Flips(ratio_interval(same, seed, bounds=(0.0, 1.0), proportion=True))
     if np.isnan(margin).any():
         return flips
     changed, real = (RatioItems.of(each, 1.0, clusters) for each in (~agree, ~agree & (margin >= REAL_FLIP)))
@@ -616,10 +606,6 @@ def summarise_divergences(rows: RowComparison, clusters: NDArray[Any], seed: int
 
 def _half_life(rate: float | None) -> float | None:
     return math.log(2) / rate if rate else None
-
-
-def _tokens_to_flip(top1: float) -> float | None:
-    return 1.0 / (1.0 - top1) if top1 < 1.0 else None
 
 
 def kld_score(mean: float) -> float:

@@ -1,18 +1,12 @@
-"""Sample size: resampling clusters for an interval of a given half-width, from a pilot run.
+"""Sample size: resampling clusters with which an interval would decide, from the spread of those that were read.
 
 See docs/metrics.md#sample-size.
 
-The 95% interval of ``Σ num / Σ den`` over n clusters reaches about
-
-    ``h(n) = t(0.975; n − 1) · s / √n``,    s = se · √m
-
-on either side, with se the linearised standard error of the ratio in a pilot of m clusters.  Of a cost (a mean KL) t is
-wider, as its interval is (:func:`fidelab.metrics.intervals.critical_value`).  The t quantile depends on n too, so the
-least n with ``h(n) ≤ precision`` is searched for; h falls in n.  (Cochran, *Sampling Techniques*, 3rd ed. 1977:
-chapter 4 for n from an advance estimate of the variance, chapter 6 for the variance of a ratio.)
-
-A small pilot estimates s poorly.  Its one-sided 95% upper bound is ``s · √((m − 1) / χ²(0.05; m − 1))``, exact for
-normal clusters; the costs of clusters are skewed, which makes it optimistic.
+A one-sided test over n clusters finds losses of ``(t(1 − α; n − 1) + t(power; n − 1)) · s / √n``, with ``s = se · √m``
+and se the linearised standard error of the ratio over m clusters.  Of a cost (a mean KL) the first t is wider, as its
+interval is (:func:`fidelab.metrics.intervals.critical_value`).  The quantiles depend on n too, so the least n is
+searched for.  (Cochran, *Sampling Techniques*, 3rd ed. 1977: chapter 4 for n from an advance estimate of the variance,
+chapter 6 for the variance of a ratio.)
 
 A share whose clusters all agree has s = 0 and still an error: the exact binomial interval reaches
 ``1 − 0.025^(1/n)`` to its one side.
@@ -51,11 +45,6 @@ class ClusterSpread:
     sd: float
     clusters: int
 
-    def upper_sd(self, confidence: float = 0.95) -> float:
-        """One-sided upper bound of ``sd``; exact for normal clusters."""
-        df = self.clusters - 1
-        return self.sd * math.sqrt(df / float(special.chdtri(df, confidence)))
-
 
 def ratio_spread(items: RatioItems, scale: float = 1.0) -> ClusterSpread | None:
     """Spread of ``scale · Σ num / Σ den`` over clusters; None for a single cluster or no denominator.
@@ -90,22 +79,6 @@ def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> ClusterSp
         return None
     sd = n * math.sqrt(float(np.sum(errors.num**2)) / (n - 1))  # √n · √(n/(n−1) · Σ error²)
     return ClusterSpread(scale * (ratio_a - ratio_b), scale * sd, n)
-
-
-def half_width(sd: float, n: int, level: float = 0.95, *, cost: bool = False) -> float:
-    """Half-width ``t(½ + level/2; n − 1) · sd / √n`` of the interval from n ≥ 2 clusters; of a ``cost`` wider.
-
-    See docs/metrics.md#sample-size.
-    """
-    return critical_value(n, level, cost=cost) * sd / math.sqrt(n)
-
-
-def clusters_for(sd: float, precision: float, level: float = 0.95, *, cost: bool = False) -> int:
-    """The least number of clusters, 2 at least, whose half-width is ``precision`` > 0 at most.
-
-    See docs/metrics.md#sample-size.
-    """
-    return _least(lambda n: half_width(sd, n, level, cost=cost) <= precision)
 
 
 def detectable_loss(sd: float, n: int, level: float, power: float, *, cost: bool = False) -> float:

@@ -1,6 +1,4 @@
-"""Speculative decoding: what a draft would be worth, and whether its speed-up and quantization's multiply.
-
-See docs/metrics.md#speculation and docs/metrics.md#acceptance.
+"""Speculative decoding: whether its speed-up and quantization's multiply.  See docs/metrics.md#speculation.
 
 With S the output rate over that of the plain arm, ρ = S_both / (S_quantized · S_speculative)
 = r_both · r_plain / (r_quantized · r_speculative).  Repeats of a rate are averaged as logarithms (geometric mean).
@@ -9,7 +7,7 @@ With S the output rate over that of the plain arm, ρ = S_both / (S_quantized ·
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,32 +68,3 @@ def compose(
 
 def _kind(rho: float) -> CompositionKind:
     return "sub-multiplicative" if rho < _SUB else "super-multiplicative" if rho > _SUPER else "multiplicative"
-
-
-# ------------------------------------------------------------------------------------------------- acceptance
-
-
-def replay(n: int, draft: Callable[[int], Sequence[bool]]) -> tuple[int, int, int]:
-    """Greedy decoding of a known text of ``n`` tokens with drafts: (drafts, drafted tokens, accepted tokens).
-
-    ``draft(i)``: of each token that is proposed where ``i`` tokens of the text are known, whether it is the text's; the
-    first wrong one ends the acceptance, and the model itself gives one token more.  The first token of the text comes
-    of reading the prompt, without a draft.  Any proposal after the end of the text is not counted.
-    See docs/metrics.md#acceptance.
-    """
-    drafts = drafted = accepted = 0
-    at = 1
-    while at < n:
-        proposed = list(draft(at))[: n - at]
-        right = next((i for i, good in enumerate(proposed) if not good), len(proposed))
-        drafts, drafted, accepted = drafts + bool(proposed), drafted + len(proposed), accepted + right
-        at += right + 1
-    return drafts, drafted, accepted
-
-
-def expected_length(rate: float, tokens: int) -> float:
-    """Tokens per verification where each of ``tokens`` drafted ones is accepted with probability ``rate``.
-
-    (1 - rate^(tokens + 1)) / (1 - rate), equation 1 of Leviathan et al.  See docs/metrics.md#acceptance.
-    """
-    return float(sum(rate**i for i in range(tokens + 1)))

@@ -7,7 +7,7 @@ from typing import Any
 
 from fidelab.core import KVSpec
 from fidelab.physics.devices import Device
-from fidelab.physics.traffic import Model, interconnect_shortfall, required_link_bandwidth
+from fidelab.physics.traffic import Model
 
 
 def overview(
@@ -59,7 +59,6 @@ def overview(
                 "limit": model.limit(spec, reference),
                 "bytes": {"tokens": longest, "batch": largest, "capped": model.cache_bytes(spec, longest, largest)}
                 | {"reserved": model.cache_bytes(spec, longest, largest, capped=False)},
-                "break_even_tokens": {str(batch): model.break_even(spec, batch) for batch in batches},
             }
             for spec in everything
         ],
@@ -115,28 +114,19 @@ def _fits(
     memory: float | None,
 ) -> dict[str, Any]:
     room = device.usable if memory is None else memory
-    most = model.geometry.max_positions
     rows: list[dict[str, Any]] = []
     for spec in specs:
         needed = model.cache_bytes(spec, max(contexts), max(batches))
         beyond = max(0.0, model.device_bytes(spec, max(contexts), max(batches)) - room)
         step = model.step_seconds(spec, max(contexts), max(batches), device)[0]
-        required = required_link_bandwidth(min(needed, beyond), step)
-        in_memory = {str(batch): model.longest_context(spec, batch, room) for batch in batches}
+        required = min(needed, beyond) / step  # bytes per second of a link to what does not fit
         rows.append(
             {
                 "kv": spec.label,
-                "longest_in_memory": in_memory,
-                "longest_context": {
-                    batch: min((n for n in (most, tokens) if n is not None), default=None)
-                    for batch, tokens in in_memory.items()
-                },
+                "longest_in_memory": {str(batch): model.longest_context(spec, batch, room) for batch in batches},
                 "largest_batch": {str(tokens): model.largest_batch(spec, tokens, room) for tokens in contexts},
-                "compute_bound_batch": {
-                    str(tokens): model.compute_bound_batch(spec, tokens, device) for tokens in contexts
-                },
                 "overflow_bytes": beyond,
-                "link_shortfall": {name: interconnect_shortfall(required, rate) for name, rate in device.links.items()},
+                "link_shortfall": {name: required / rate for name, rate in device.links.items()},
             }
         )
     return {

@@ -130,11 +130,6 @@ class Model:
         after = self.token_bytes(kv)
         return self.token_bytes(reference) / after if after else 1.0
 
-    def break_even(self, kv: KVSpec, batch: int = 1, share: float = 0.5) -> int | None:
-        """The fewest tokens per sequence at which caches are ``share`` of a step's bytes; ``None``: never."""
-        below = _largest(lambda tokens: self.kv_share(kv, tokens, batch) < share)
-        return None if below is None else below + 1
-
     def step_flops(self, tokens: int, batch: int) -> float:
         """Operations of one decode step on one device: two per weight and token, and attention over the cache."""
         return batch * (2 * self.geometry.active_parameters + self._attention_flops(tokens)) / self.tp
@@ -170,11 +165,6 @@ class Model:
         bound = max(times, key=lambda name: times[name])
         return tokens / times[bound], bound
 
-    def compute_bound_batch(self, kv: KVSpec, tokens: int, device: Device) -> int | None:
-        """The fewest sequences from which on a decode step is bound by arithmetic; ``None``: never (below 2^40)."""
-        below = _largest(lambda batch: self.step_seconds(kv, tokens, batch, device)[1] == "memory")
-        return None if below is None else below + 1
-
 
 def _token_bytes(layer: KVLayer, k: Callable[[int], int], v: Callable[[int], int]) -> int:
     if layer.latent:
@@ -195,25 +185,3 @@ def _largest(holds: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
-
-
-def required_link_bandwidth(cache_bytes: float, seconds: float) -> float:
-    """Required bandwidth, in bytes per second, of a link to caches that are read once per step.
-
-    Raises:
-        UsageError: the step takes no time.
-    """
-    if not seconds > 0:
-        raise UsageError("a step takes more than 0 seconds")
-    return cache_bytes / seconds
-
-
-def interconnect_shortfall(required: float, link: float) -> float:
-    """Required over available bandwidth of a link: the factor by which it would have to be faster.
-
-    Raises:
-        UsageError: the link's bandwidth is not above 0.
-    """
-    if not link > 0:
-        raise UsageError("a link's bandwidth must be above 0")
-    return required / link

@@ -25,10 +25,6 @@ from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Cont
 from fidelab.results.speculation import (
     ACCEPTANCE_LENGTH,
     ACCEPTANCE_RATE,
-    FORECAST_LENGTH,
-    FORECAST_RATE,
-    SAMPLED_LENGTH,
-    SAMPLED_RATE,
 )
 
 """The axis of the main table, the frontier and the verdict."""
@@ -195,31 +191,17 @@ def others_of(report: Report) -> TextTable | None:
     return TextTable("others", "Other tests (score, 95% CI)", (NAME, *columns), kept)
 
 
-_FIGURES_OF_DRAFTS = {
-    "measured": (ACCEPTANCE_LENGTH, ACCEPTANCE_RATE),
-    "forecast": (FORECAST_LENGTH, FORECAST_RATE),
-    "forecast, sampling": (SAMPLED_LENGTH, SAMPLED_RATE),
-}
-
-
 def speculation_of(report: Report) -> TextTable | None:
-    """Arm × tokens per verification and accepted share of drafts, on greedy text: measured next to forecast.
-
-    ``None`` where no arm speculated.
-    """
+    """Arm × tokens per verification and accepted share of drafts, on greedy text; ``None`` where no arm speculated."""
     rows: list[tuple[str, ...]] = []
     for arm in (*([report.control] if report.control else []), *report.candidates):
         found = next((axis for axis in arm.axes.values() if axis.metric(ACCEPTANCE_LENGTH.key)), None)
         if found is not None:
-            pairs = [[found.metric(one.key) for one in pair] for pair in _FIGURES_OF_DRAFTS.values()]
-            figures = [str(estimate_of(metric)) for n in (0, 1) for metric in (pair[n] for pair in pairs)]
-            rows.append((one_line(arm.name), *figures))
-    heads = [f"{what}, {which}" for what in ("tokens per verification", "accepted") for which in _FIGURES_OF_DRAFTS]
-    kept = [n for n in range(1 + len(heads)) if n == 0 or any(row[n] != ABSENT for row in rows)]
-    columns = tuple((NAME, *heads)[n] for n in kept)
-    title = "Speculation on greedy text: counted by the engine, and predicted from outputs without speculation"
-    cells = tuple(tuple(row[n] for n in kept) for row in rows)
-    return TextTable("speculation", title, columns, cells) if rows else None
+            figures = (found.metric(one.key) for one in (ACCEPTANCE_LENGTH, ACCEPTANCE_RATE))
+            rows.append((one_line(arm.name), *(str(estimate_of(metric)) for metric in figures)))
+    columns = (NAME, "tokens per verification", "accepted")
+    title = "Speculation on greedy text, counted by the engine"
+    return TextTable("speculation", title, columns, tuple(rows)) if rows else None
 
 
 def remarks_of(report: Report) -> tuple[str, ...]:

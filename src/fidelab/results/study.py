@@ -1,6 +1,6 @@
 """The record of a study, ``study.json``: a question with many answers, a row each.
 
-Sensitivity of weights and of keys and values, layer by layer, engine by engine, profiles, advice, speculation with
+Sensitivity of weights and of keys and values, layer by layer, engine by engine, profiles, speculation with
 quantization.
 """
 
@@ -24,9 +24,7 @@ SCHEMA: Final = "fidelab.study/0"
 STUDY: Final = "study.json"
 PART: Final = "part"
 """Coordinate of rows that stand in tables of their own, one for each of its values."""
-StudyKind = Literal[
-    "sensitivity", "kv-sensitivity", "layers", "cross-engine", "profile", "speculation", "advice", "leaderboard"
-]
+StudyKind = Literal["sensitivity", "kv-sensitivity", "layers", "cross-engine", "profile", "speculation", "leaderboard"]
 
 
 class StudyRow(Measurement):

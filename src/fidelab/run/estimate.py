@@ -73,9 +73,7 @@ def work_of(request: Request, model: Model) -> Work:
             written = forwards = sum(map(len, request.continuations))
             read = sum(map(len, request.prompts))
         case Timed():
-            groups = request.groups()
-            read += sum(lengths[: request.warmup])
-            forwards = (len(groups) + len(groups[: request.warmup])) * request.n
+            forwards = len(request.groups()) * request.n
             written = forwards * request.batch
             lengths = list(map(len, request.prompts))
         case Served():

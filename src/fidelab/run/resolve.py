@@ -99,7 +99,7 @@ def resolve_experiment(
     for config in (experiment.engine, *(arm.engine for arm in configs if arm.engine)):
         engine_class(config.name)
     axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
-    benches = {name: _load_bench(name, values) for name, values in experiment.benches.items()}
+    benches = {name: load_bench(name, values) for name, values in experiment.benches.items()}
     with Engines(lambda: _files(experiment), assume) as engines:
         _check_kv_names(experiment, engines)
         return _Resolver(experiment, axes, benches, engines, created, pack).settings()
@@ -568,7 +568,12 @@ def load_axis(name: str, values: Mapping[str, object]) -> Axis:
     return cls(validate_as(cls.Settings, values, "settings", f"axes.{name}"))
 
 
-def _load_bench(name: str, values: Mapping[str, object]) -> Bench:
+def load_bench(name: str, values: Mapping[str, object]) -> Bench:
+    """A bench with its settings.
+
+    Raises:
+        UnknownNameError: there is no such bench.  ConfigError: it has no such setting, or not of this value.
+    """
     cls: type[Bench] = BENCHES.load(name)
     return cls(validate_as(cls.Settings, values, "settings", f"benches.{name}"))
 

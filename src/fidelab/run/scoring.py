@@ -36,7 +36,6 @@ from fidelab.run.arms import serve_command
 from fidelab.run.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
 from fidelab.run.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
 from fidelab.run.resolve import CONTROL, TRUTH, load_axis
-from fidelab.run.speculation import with_forecast
 
 _SHA256 = re.compile("[0-9a-f]{64}")  # weights that could not be hashed carry a label instead of a digest
 
@@ -154,9 +153,6 @@ class _Summary:
             status, reason = Status.FAILED, "; ".join(dict.fromkeys(broken))
         if floor is not None and DECIDING in axes:
             axes[DECIDING] = _with_noise(axes[DECIDING], floor.mean or 0.0)
-        if "trajectory" in axes:
-            others = [measured.result for measured in self.measured.values()]
-            axes["trajectory"] = with_forecast(axes["trajectory"], result, self.reference, others)
         base = _bare_record(self.experiment, result)
         return base.model_copy(
             update={

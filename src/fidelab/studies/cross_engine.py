@@ -1,7 +1,7 @@
 """The cross-engine experiment: one text on several engines, one after another, and what they say together.
 
-For each engine: its candidate against its own reference (an ordinary run), and the reference timed.  Then
-the references against one another.  What an engine cannot do stays in its rows; the others go on.
+For each engine: its candidate against its own reference, an ordinary run.  Then the references against one another.
+What an engine cannot do stays in its rows; the others go on.
 """
 
 from __future__ import annotations
@@ -14,72 +14,53 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fidelab.axes import AXES
 from fidelab.axes.base import parts_of
 from fidelab.axes.perplexity import Perplexity
-from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Timed
-from fidelab.config.cross import KIND, CrossEngine, EngineLine, TimingConfig
+from fidelab.config.cross import KIND, CrossEngine, EngineLine
 from fidelab.config.load import dump, expand, expand_existing
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.config.trust import remember
-from fidelab.core import Status, slug, usable_cores
-from fidelab.core.errors import FidelabError, InputError
-from fidelab.inputs.corpus import make_windows
+from fidelab.core import Status, usable_cores
+from fidelab.core.errors import FidelabError
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import TEXTS, load_text
-from fidelab.metrics.latency import decode_rate_by_subtraction, decode_rate_isolated, prefill_rate
 from fidelab.models import resolve
 from fidelab.models.embedded import NAMES
-from fidelab.results.measurement import DECIDING, Coordinates, Definition, Flag, Metric, key_of
+from fidelab.results.measurement import DECIDING, Coordinates, Definition, Flag, Measurement, Metric, key_of
 from fidelab.results.numbers import counted
 from fidelab.results.record import Report, Verdict
 from fidelab.results.store import RunFolder
 from fidelab.results.study import PART, Study, StudyRow
-from fidelab.run.build import PlannedCapture, PlannedJob
 from fidelab.run.conduct import execute, read_outcomes
 from fidelab.run.deploy import engine_class
-from fidelab.run.estimate import Estimate, Timings, estimate_job
+from fidelab.run.estimate import Estimate
 from fidelab.run.pairing import ArmResult, Scorer
 from fidelab.run.prepare import Prepared, prepare
-from fidelab.run.resolve import load_axis
-from fidelab.run.runner import Listener, Silent
+from fidelab.run.resolve import load_axis, load_bench
+from fidelab.run.runner import Listener
 from fidelab.studies.study import arm_of, new_study, write_study
 
 CrossWatch = Callable[[str], Listener | None]
-Floats = NDArray[np.float64]
 
 _AXES = ("trajectory", DECIDING, "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
 _RESERVED = (*TEXTS, "fake", *NAMES)  # names that are not paths, even where a file has that name
 _LIBRARY = {"hf": "transformers"}  # of engines that come with this package
-_PREFILL, _DECODE = "timing.prefill", "timing.decode"
 _COLUMNS = (
-    *("engine", "version", "KV", "rows from", "bytes_per_token", "floor"),  # the reference
+    *("engine", "version", "KV", "rows from", "load", "bytes_per_token", "floor"),  # the reference
     *("context", "perplexity"),
-    *("prompt", "tokens decoded", "load", "prefill", "decode_isolated", "decode_by_subtraction"),
+    *("arm", "tokens", "depth", "batch", "prefill_rate", "decode_isolated", "decode_by_subtraction"),
     *("from", "kld", "top1"),  # of candidates and of references from one another
 )
 _NOTE = (
     "16-bit references, each engine's 8-bit cache against its own reference, references from one another; "
-    "timing: medians of prompts answered one at a time"
+    "timing: medians of the repeats"
 )
 _PPL = Definition("perplexity", "", "lower", "Perplexity of the reference over the same windows.")
 _BYTES = Definition("bytes_per_token", "bytes", "lower", "Bytes of cache per token, as stored.", exact=True)
 _LOAD = Definition("load", "s", "lower", "From the job's arrival in the worker to the loaded model, imports included.")
-_PREFILL_RATE = Definition("prefill", "tok/s", "higher", "Prompt tokens / time to the first token.")
-_ISOLATED = Definition("decode_isolated", "tok/s", "higher", "n / (last - first token).")
-_SUBTRACTION = Definition(
-    "decode_by_subtraction",
-    "tok/s",
-    "higher",
-    "n / (whole answer - median of the prefill alone); null where noise is larger than the difference.",
-    optional=True,
-)
 _COMPOSITE = Definition("composite", "points", "higher", "Harmonic mean of the four axes.")
 
 
@@ -184,28 +165,19 @@ class _Line:
         self._experiment = _experiment(cross, line, folder)
 
     def plan(self) -> PlannedLine:
-        """Plan of :meth:`measure`: the axes and the timing."""
+        """Plan of :meth:`measure`."""
         label, began = self._line.label, time.monotonic()
         try:
             prepared = prepare(self._experiment, convert=False)
-            runs = 1 + (self._cross.timing is not None)
-            planning = runs * (time.monotonic() - began)
             expected = prepared.estimate()
-            jobs = [estimate_job(job, Timings()) for job in self._further(prepared)]
         except FidelabError as error:
             return PlannedLine(label, time.monotonic() - began, Estimate(), reason=str(error))
-        return PlannedLine(label, planning, replace(expected, jobs=(*expected.jobs, *jobs)), prepared)
-
-    def _further(self, prepared: Prepared) -> Iterator[PlannedJob]:
-        """The jobs besides those of the axes."""
-        if self._cross.timing is not None:
-            alone = replace(prepared, plan=replace(prepared.plan, jobs=prepared.plan.jobs[:1]))
-            yield self._timed(alone, self._cross.timing)
+        return PlannedLine(label, time.monotonic() - began, expected, prepared)
 
     def measure(self) -> tuple[list[StudyRow], ArmResult | None]:
         """Rows about this engine, what it cannot do included; and its reference, where that was asked."""
         try:
-            report, run = execute(self._experiment, command=self._command, listener=self._begin("axes"))
+            report, run = execute(self._experiment, command=self._command, listener=self._watch(self._line.label))
             reference = next(result for result in read_outcomes(run)[0] if result.role == "reference")
             return list(self._rows(report, run, reference)), reference
         except FidelabError as error:
@@ -222,14 +194,16 @@ class _Line:
             "run": str(run.path.relative_to(self._folder)),
         }
         metrics = [_BYTES(ran.cache_bytes_per_token)] if ran and ran.cache_bytes_per_token is not None else []
+        if (load := reference.timing.get("load_seconds")) is not None:
+            metrics.append(_LOAD(load))
         if floor is not None and (own := floor.metric("mean")) is not None:
             metrics.append(own.model_copy(update={"key": "floor", "name": "floor"}))
         outcome = report.reference.status, report.reference.reason
         yield self._row("reference", *outcome, metrics, {key: value for key, value in facts.items() if value})
         for context, perplexity in (_perplexity(cross, reference) if well else {}).items():
             yield self._row("perplexity", Status.OK, None, [_PPL(perplexity)], context=context)
-        if cross.timing and well:
-            yield self._speed(cross.timing)
+        for role, arm in (("reference", report.reference), ("candidate", report.candidates[0])):
+            yield from (row for name, bench in arm.benches.items() for row in self._speed(role, name, bench))
         yield self._candidate(report)
 
     def _row(
@@ -240,7 +214,7 @@ class _Line:
         metrics: Iterable[Metric] = (),
         facts: Mapping[str, Any] | None = None,
         flags: Iterable[Flag] = (),
-        **at: int,
+        **at: int | str,
     ) -> StudyRow:
         return StudyRow(
             status=status,
@@ -270,47 +244,24 @@ class _Line:
             facts["verdict"] = word
         return self._row("candidate", arm.status, arm.reason, metrics, facts)
 
-    def _begin(self, what: str) -> Listener | None:
-        return self._watch(f"{self._line.label}: {what}")
-
-    # -------------------------------------------------------------------------------------------- speed
-
-    def _speed(self, timing: TimingConfig) -> StudyRow:
-        """Load, prefill and decode of the reference, in a separate process."""
-        try:
-            prepared = prepare(self._experiment, only="reference")
-            result = self._ask(prepared, self._timed(prepared, timing))
-            if result.status is not Status.OK:
-                return self._row("timing", result.status, result.reason)
-            metrics = _speed_of(result, timing)
-        except (FidelabError, ValueError) as error:  # ValueError: times that no clock gives
-            return self._row("timing", Status.FAILED, str(error))
-        facts = {"prompt": timing.prompt, "tokens decoded": timing.n}
-        return self._row("timing", Status.OK, None, metrics, facts, unsteady(metrics))
-
-    def _timed(self, prepared: Prepared, timing: TimingConfig) -> PlannedJob:
-        """Two questions over the same prompts: the prefill alone, and the prefill followed by decoding."""
-        [job] = prepared.plan.jobs
-        limit = prepared.inputs.max_positions
-        if limit is not None and timing.prompt + timing.n > limit:
-            raise InputError(f"{timing.prompt} + {timing.n} tokens are beyond the model's {limit} positions")
-        prompts = make_windows(prepared.inputs.tokenizer, prepared.inputs.text, timing.prompt, timing.repeats).windows
-        captures = []
-        for axis, n in ((_PREFILL, 0), (_DECODE, timing.n)):
-            request = Timed(axis, prompts, n=n, warmup=timing.warmup, settings=(("prompt", timing.prompt),))
-            key = capture_key(job.arm, request, job.resolved.versions, 0)
-            folder = capture_folder(self._folder / "timing" / slug(self._line.label), job.arm, request, key)
-            captures.append(PlannedCapture(axis, request, key, folder))
-        return PlannedJob("timing", job.resolved, tuple(captures))
-
-    def _ask(self, prepared: Prepared, job: PlannedJob) -> ArmResult:
-        listener = self._begin("timing") or Silent()
-        listener.start(replace(prepared.plan, jobs=(job,)), None)
-        try:
-            asking = prepared.asking(listener, lambda *_a, **_k: None, fresh=True)
-            return asking.run(job, self._folder / "logs" / f"{slug(self._line.label)}-timing.log")
-        finally:
-            listener.close()
+    def _speed(self, role: str, name: str, bench: Measurement) -> Iterator[StudyRow]:
+        """A row for each shape of work of a bench, and one where there is none."""
+        for at in bench.shapes() or [{}]:
+            cell, metrics = bench.cell(at), [metric for metric in bench.metrics if metric.cell == at]
+            flags = dict.fromkeys(
+                (*(cell.flags if cell else ()), *(flag for metric in metrics for flag in metric.flags))
+            )
+            named = [
+                metric.model_copy(update={"key": f"{name}_{metric.key}", "name": f"{name} {metric.name}", "cell": {}})
+                for metric in metrics
+            ]
+            yield StudyRow(
+                status=cell.status if cell else bench.status,
+                reason=cell.reason if cell else bench.reason,
+                at={"engine": self._line.label, PART: "timing", "arm": role, **at},
+                metrics=tuple(named),
+                flags=tuple(flags),
+            )
 
 
 def _experiment(cross: CrossEngine, line: EngineLine, folder: Path) -> Experiment:
@@ -352,34 +303,6 @@ def _verdict(verdict: Verdict | None) -> str:
     return f"{word}, modified" if word and verdict.modified else word
 
 
-def _speed_of(result: ArmResult, timing: TimingConfig) -> list[Metric]:
-    prefill, decode = (_seconds(result.captures[axis]) for axis in (_PREFILL, _DECODE))
-    subtracted = decode_rate_by_subtraction(decode[:, -1], prefill[:, 0], timing.n)
-    return [
-        _LOAD(result.timing.get("load_seconds")),
-        _PREFILL_RATE.repeated(prefill_rate(prefill, timing.prompt).repeats),
-        _ISOLATED.repeated(decode_rate_isolated(decode).repeats),
-        _SUBTRACTION(None) if subtracted is None else _SUBTRACTION.repeated(subtracted.repeats),
-    ]
-
-
-def unsteady(metrics: Iterable[Metric]) -> list[Flag]:
-    """A flag where the repeats of a rate had not settled."""
-    shaky = ", ".join(metric.name for metric in metrics if metric.steady is False)
-    return [Flag(kind="unsteady", text=f"{shaky}: the last three repeats differ by 5% or more")] if shaky else []
-
-
-def _seconds(folder: Path) -> Floats:
-    """Timestamps [repeats, 1 + n] of a Timed capture."""
-    capture = Capture(folder)
-    failed = next((item["failed"] for item in capture.items if item["failed"]), None)
-    if failed is not None:
-        raise InputError(f"a timed prompt failed: {failed}")
-    return np.stack(
-        [np.asarray(capture.array(item, "seconds"), dtype=np.float64) for item in range(len(capture.items))]
-    )
-
-
 def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> StudyRow:
     measured = scorer.measure(other)
     score = measured.deciding
@@ -413,6 +336,10 @@ def _filled(cross: CrossEngine) -> CrossEngine:
     return cross.model_copy(
         update={
             "axes": {name: load_axis(name, values).settings.model_dump(mode="json") for name, values in axes.items()},
+            "benches": {
+                name: load_bench(name, values).settings.model_dump(mode="json")
+                for name, values in cross.benches.items()
+            },
             "threads": cross.threads or usable_cores(),
             **{name: expand_existing(getattr(cross, name), _RESERVED) for name in ("model", "text", "prompts")},
             "output_dir": str(expand(cross.output_dir)),

@@ -361,8 +361,6 @@ class OpenAIEngine(Engine):
             each = [_times(events, 1 + request.n) for events in self._streamed(prompt_groups[index], 1 + request.n)]
             return np.asarray(np.max(each, axis=0), dtype=np.float64)
 
-        for group in prompt_groups[: request.warmup]:  # rotated: a server may remember how a prompt begins
-            self._streamed([(*prompt[1:], *prompt[:1]) for prompt in group], 1 + request.n)
         for index, times in self._asked(len(prompt_groups), seconds, sink, 1):
             sink.add(index, {"seconds": times})
             decoded = request.n * len(prompt_groups[index])
