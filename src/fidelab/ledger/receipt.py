@@ -1,8 +1,8 @@
 """Receipts: a run's report and the hashes of its captures, for another machine to verify.
 
-See docs/sharing.md#verifiable-results.  A receipt is canonical JSON (keys sorted, no blanks).  Its ``sha256`` is that of the same
-text without this field, so that an altered digit is found.  A hash made anew is found out by computing the figures
-again from the captures.
+See docs/sharing.md#verifiable-results.  A receipt is canonical JSON (keys sorted, no blanks).  Its ``sha256`` is that
+of the same text without this field, so that an altered digit is found.  A hash made anew is found out by computing the
+figures again from the captures.
 
 Plots, which show words of texts and models, are left out, and of absolute paths all but the last part.
 ``python -m fidelab.ledger.receipt`` prints the JSON Schema.
