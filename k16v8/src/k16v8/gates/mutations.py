@@ -13,18 +13,24 @@ from k16v8.kernels import prefill
 from k16v8.kernels.cache import PagedCache, dequantize
 from k16v8.kernels.reference import Attention
 
-__all__ = ["MUTATIONS", "Mutation"]
+__all__ = ["MUTATIONS", "Mutation", "Spoil"]
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
+Spoil = Callable[[Any, Tensor], None]
+"""Changes the plan or the work list of a decode before its launch."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """``broken(attend, q, starts, cache, attention)`` stands in for ``attend``, which is decode or extend."""
+    """``broken(attend, q, starts, cache, attention)`` stands in for ``attend``, which is decode or extend.
+
+    ``lists``: whether it breaks the work list or the counters, which the torch path has not.
+    """
 
     name: str
     case: str
     broken: Callable[[Attend, Tensor, Any, PagedCache, Attention], tuple[Tensor, Tensor]]
+    lists: bool = False
 
 
 def _v_scale(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
@@ -90,6 +96,46 @@ def _placed(where: Callable[[int, int, int, int], int]) -> Callable[..., tuple[T
         return out, lse
 
     return broken
+
+
+def _all_drafts(
+    attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention
+) -> tuple[Tensor, Tensor]:
+    """Every sequence's queries lie where the first of the most would."""
+    counts = starts.diff()
+    return attend(q, starts, replace(cache, lengths=cache.lengths + counts - counts.max()), attention)
+
+
+def _spoiled(spoil: Spoil) -> Callable[..., tuple[Tensor, Tensor]]:
+    def broken(
+        attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        return attend(q, starts, cache, attention, spoil)
+
+    return broken
+
+
+def _lose_last_split(plan: Any, work: Tensor) -> None:
+    """The last sequence has one split fewer, and merges without it."""
+    total = int(work[0, 0])
+    work[0, 0] -= 1
+    work[1 : total + 1, 2] -= (work[1 : total + 1, 0] == work[total, 0]).int()
+
+
+def _count_early(plan: Any, work: Tensor) -> None:
+    """Every counter is one ahead: a program merges before the last one has stored its split."""
+    plan.counters.fill_(1)
+
+
+def _never_reset(plan: Any, work: Tensor) -> None:
+    """Before a replay counters are what the launch before left, had it not set them back.
+
+    A new plan's list of its own is untouched; that of a replay bears the mark of the first launch.
+    """
+    total = int(work[0, 0])
+    if int(plan.work[0, 0]) == -total:
+        plan.counters[work[1 : total + 1, 0].long()] = work[1 : total + 1, 2, None]
+    plan.work[0, 0] = -total
 
 
 def _zero(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
@@ -162,6 +208,10 @@ MUTATIONS = (
         "ratio ignored, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: min(i * ratio + j, queries - 1))
     ),
     Mutation("window off by one, drafts", "verify k16v8 window", _window),
+    Mutation("fewer drafts placed as the most", "verify k16v8 ragged", _all_drafts),
+    Mutation("last split lost from the work list", "decode k16v8 work list", _spoiled(_lose_last_split), lists=True),
+    Mutation("merged by the last program but one", "decode k16v8 work list", _spoiled(_count_early), lists=True),
+    Mutation("counters not reset for a replay", "decode k16v8 work list", _spoiled(_never_reset), lists=True),
     Mutation("V scale off by 7%, gather", "gather k16v8 soft-cap", _v_scale),
     Mutation("mask off by one, gather", "gather k16v8 soft-cap", _late),
     Mutation("window off by one, gather", "gather k16v8 window", _window),
