@@ -118,7 +118,8 @@ def _errors(case: Case, kernels: Kernels, problem: Problem, mutation: Mutation |
         out = torch.full((*q.shape[:2], cache.v_dim), float("nan"), dtype=q.dtype, device=q.device)
         lse = torch.full(q.shape[:2], float("nan"), device=q.device)
         if starts is None or case.drafts:
-            queries, more = 1 + case.drafts, {"out": out, "lse": lse, "query_starts": starts}
+            more: dict[str, Any] = {"out": out, "lse": lse, "query_starts": starts}
+            queries = 1 + case.drafts
             plan = kernels.plan(len(cache.lengths), q.shape[1], cache, queries=queries, split_tokens=case.split)
             if plan is None:
                 return kernels.decode(q, cache, attention, **more)

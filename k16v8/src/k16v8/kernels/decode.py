@@ -233,9 +233,9 @@ def merge_parts(
 ):
     """Splits of one sequence and KV head, whose first one is ``item`` of the list, into its output.
 
-    As many splits are read at once as make 8,192 numbers: their latency is paid together.
+    As many splits are read at once as make 4,096 numbers: their latency is paid together.
     """
-    AT_ONCE: tl.constexpr = max(1, 8192 // (ROWS * BLOCK_DV))
+    AT_ONCE: tl.constexpr = max(1, 4096 // (ROWS * BLOCK_DV))
     s = tl.arange(0, AT_ONCE)
     r = tl.arange(0, ROWS)
     dv = tl.arange(0, BLOCK_DV)
@@ -249,7 +249,9 @@ def merge_parts(
         logs = tl.load(part_lse + spot, mask=inside, other=float("-inf"))
         some = inside & (logs > -1e38)
         parts = tl.load(
-            part + spot[:, :, None] * DV + dv[None, None, :], mask=some[:, :, None] & (dv < DV)[None, None, :], other=0.0
+            part + spot[:, :, None] * DV + dv[None, None, :],
+            mask=some[:, :, None] & (dv < DV)[None, None, :],
+            other=0.0,
         )
         peak = tl.maximum(top, tl.max(logs, 0))
         base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -470,7 +472,9 @@ def decode(
     target = target_of(q.device)
     if plan is None:
         if query_starts is not None:
-            raise UsageError("query_starts are given without a plan, which knows how many queries a sequence has at most")
+            raise UsageError(
+                "query_starts are given without a plan, which says how many queries a sequence has at most"
+            )
         plan = plan_decode(batch, heads, cache, attention, queries=many // max(1, batch), dtype=q.dtype)
     queries = plan.queries if query_starts is not None else many // max(1, batch)
     held = plan.part.shape
