@@ -30,7 +30,6 @@ import triton.language as tl
 from torch import Tensor
 
 from k16v8.errors import UsageError
-from k16v8.kernels.bits import narrow
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.checks import MOST_ROWS
 from k16v8.kernels.launch import (
@@ -48,7 +47,7 @@ from k16v8.kernels.launch import (
 from k16v8.kernels.occupancy import FALLBACK_PROGRAMS, resident_programs
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.schedule import ROUNDS, round_tokens, schedule
-from k16v8.kernels.softmax import attend_tokens, finished, split_queries
+from k16v8.kernels.softmax import attend_tokens, finished, split_queries, store_rows
 
 __all__ = ["BUFFER", "DecodePlan", "decode", "decode_programs", "plan_decode"]
 
@@ -165,34 +164,26 @@ def decode_kernel(
         even = tl.full((ROWS, BLOCK_DV // 2 if V_PAIRS else BLOCK_DV), 0.0, tl.float32)
         odd = even
         # Whole tiles that every row sees need no masks; a window's may begin within a tile.
-        middle = begin
-        if WINDOW == 0:
-            seen = tl.minimum(end, length - QUERIES + 1)  # by the first query, too
-            middle = begin + tl.maximum(seen - begin, 0) // TOKENS * TOKENS
+        seen = tl.minimum(end, length - QUERIES + 1)  # by the first query, too
+        middle = begin + tl.maximum(seen - begin, 0) // TOKENS * TOKENS
+        if WINDOW > 0:
+            middle = begin
+        for MASKED in tl.static_range(1 if WINDOW > 0 else 0, 2):
             top, total, even, odd = attend_tokens(
-                even_q, odd_q, factor, top, total, even, odd, begin, middle, first, positions, head,
-                k_cache, v_cache, k_scale, v_scale, table + row * table_row,
+                even_q, odd_q, factor, top, total, even, odd, middle if MASKED else begin, end if MASKED else middle,
+                first, positions, head, k_cache, v_cache, k_scale, v_scale, table + row * table_row,
                 k_block, k_place, k_head, v_block, v_place, v_head,
                 ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
                 D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
-                K_NATIVE, V_NATIVE, QUERIES > 1, WINDOW, SOFTCAP, QK, PV, False,
+                K_NATIVE, V_NATIVE, QUERIES > 1, WINDOW, SOFTCAP, QK, PV, MASKED,
             )  # fmt: skip
-        top, total, even, odd = attend_tokens(
-            even_q, odd_q, factor, top, total, even, odd, middle, end, first, positions, head,
-            k_cache, v_cache, k_scale, v_scale, table + row * table_row,
-            k_block, k_place, k_head, v_block, v_place, v_head,
-            ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
-            D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
-            K_NATIVE, V_NATIVE, QUERIES > 1, WINDOW, SOFTCAP, QK, PV, True,
-        )  # fmt: skip
         acc, log = finished(top, total, even, odd, V_PAIRS)
         if V_SCALE == 1:
             acc = acc * tl.load(v_scale)
+        place = head, query0, count
+        outputs = sinks, out, lse, out_row, out_head, lse_row
         if splits == 1:
-            store_rows(
-                acc, log, r, head, query0, count, sinks, out, lse, out_row, out_head, lse_row, RATIO, DV, BLOCK_DV,
-                SINKS, INTERPRETED,
-            )  # fmt: skip
+            store_rows(acc, log, r, place, outputs, RATIO, DV, BLOCK_DV, SINKS, INTERPRETED)
         else:
             spot = (item.to(tl.int64) * KV_HEADS + head) * (RATIO * QUERIES) + r
             tl.store(part_lse + spot, log, mask=real)
@@ -201,110 +192,31 @@ def decode_kernel(
             counter = counters + row * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
                 tl.store(counter, 0)
-                merge_parts(
-                    part, part_lse, item - split, splits, head, query0, count, sinks, out, lse, out_row, out_head,
-                    lse_row, KV_HEADS, RATIO, QUERIES, DV, BLOCK_DV, MERGED, SINKS, INTERPRETED,
-                )  # fmt: skip
-
-
-@triton.jit
-def merge_parts(
-    part,
-    part_lse,
-    item,
-    splits,
-    head,
-    query0,
-    count,
-    sinks,
-    out,
-    lse,
-    out_row,
-    out_head,
-    lse_row,
-    KV_HEADS: tl.constexpr,
-    RATIO: tl.constexpr,
-    QUERIES: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr,
-    SINKS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Splits of one sequence and KV head, whose first one is ``item`` of the list, into its output.
-
-    As many splits are read at once as make 4,096 numbers: their latency is paid together.
-    """
-    AT_ONCE: tl.constexpr = max(1, 4096 // (ROWS * BLOCK_DV))
-    s = tl.arange(0, AT_ONCE)
-    r = tl.arange(0, ROWS)
-    dv = tl.arange(0, BLOCK_DV)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.full((ROWS,), 0.0, tl.float32)
-    acc = tl.full((ROWS, BLOCK_DV), 0.0, tl.float32)
-    for at in range(0, splits, AT_ONCE):
-        first = ((item + at + s).to(tl.int64) * KV_HEADS + head) * (RATIO * QUERIES)
-        spot = first[:, None] + r[None, :]
-        inside = (at + s < splits)[:, None] & (r < RATIO * count)[None, :]
-        logs = tl.load(part_lse + spot, mask=inside, other=float("-inf"))
-        some = inside & (logs > -1e38)
-        parts = tl.load(
-            part + spot[:, :, None] * DV + dv[None, None, :],
-            mask=some[:, :, None] & (dv < DV)[None, None, :],
-            other=0.0,
-        )
-        peak = tl.maximum(top, tl.max(logs, 0))
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        weights = tl.exp2(logs - base[None, :])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, 0)
-        acc = acc * fade[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        top = peak
-    whole = tl.where(total == 0, 1.0, total)
-    log = tl.where(total == 0, float("-inf"), top + tl.log2(whole))
-    store_rows(
-        acc / whole[:, None], log, r, head, query0, count, sinks, out, lse, out_row, out_head, lse_row, RATIO, DV,
-        BLOCK_DV, SINKS, INTERPRETED,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_rows(
-    acc,
-    log,
-    r,
-    head,
-    query0,
-    count,
-    sinks,
-    out,
-    lse,
-    out_row,
-    out_head,
-    lse_row,
-    RATIO: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SINKS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Outputs ``[rows, Dv]`` and base-2 log-sum-exps ``[rows]``; a sink joins the sum last."""
-    dv = tl.arange(0, BLOCK_DV)
-    real = r < RATIO * count
-    heads = head * RATIO + r % RATIO
-    target = query0 + r // RATIO
-    if SINKS:
-        sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(log, sink)
-        joined = top + tl.log2(tl.exp2(log - top) + tl.exp2(sink - top))
-        acc = acc * tl.exp2(log - joined)[:, None]
-        log = joined
-    tl.store(
-        out + (target * out_row + heads * out_head)[:, None] + dv[None, :],
-        narrow(acc, out.dtype.element_ty, INTERPRETED),
-        mask=real[:, None] & (dv[None, :] < DV),
-    )
-    tl.store(lse + target * lse_row + heads, log * 0.6931471805599453, mask=real)
+                # As many splits are read at once as make 4,096 numbers: their latency is paid together.
+                AT_ONCE: tl.constexpr = max(1, 4096 // (MERGED * BLOCK_DV))
+                s = tl.arange(0, AT_ONCE)
+                m = tl.arange(0, MERGED)
+                best = tl.full((MERGED,), float("-inf"), tl.float32)
+                mass = tl.full((MERGED,), 0.0, tl.float32)
+                whole = tl.full((MERGED, BLOCK_DV), 0.0, tl.float32)
+                for at in range(0, splits, AT_ONCE):
+                    base = ((item - split + at + s).to(tl.int64) * KV_HEADS + head) * (RATIO * QUERIES)
+                    spots = base[:, None] + m[None, :]
+                    inside = (at + s < splits)[:, None] & (m < RATIO * count)[None, :]
+                    logs = tl.load(part_lse + spots, mask=inside, other=float("-inf"))
+                    inside = (inside & (logs > -1e38))[:, :, None] & (dv < DV)[None, None, :]
+                    parts = tl.load(part + spots[:, :, None] * DV + dv[None, None, :], mask=inside, other=0.0)
+                    peak = tl.maximum(best, tl.max(logs, 0))
+                    safe = tl.where(peak == float("-inf"), 0.0, peak)
+                    weights = tl.exp2(logs - safe[None, :])
+                    fade = tl.exp2(best - safe)
+                    mass = mass * fade + tl.sum(weights, 0)
+                    whole = whole * fade[:, None] + tl.sum(parts * weights[:, :, None], 0)
+                    best = peak
+                some = tl.where(mass == 0, 1.0, mass)
+                joined = tl.where(mass == 0, float("-inf"), best + tl.log2(some))
+                whole = whole / some[:, None]
+                store_rows(whole, joined, m, place, outputs, RATIO, DV, BLOCK_DV, SINKS, INTERPRETED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -418,7 +330,7 @@ def plan_decode(
     many = target.multiprocessors if multiprocessors is None else multiprocessors
     if dtype is None:
         dtype = cache.k_cache.dtype if cache.k_cache.dtype.is_floating_point else torch.bfloat16
-    slots = many * decode_programs(dtype, heads, cache, attention, queries)
+    slots = many if split_tokens else many * decode_programs(dtype, heads, cache, attention, queries)
     split_tokens = round_tokens(split_tokens, tiles("decode", target, cache).tokens)
     items = batch + -(-ROUNDS * slots // kv_heads)
     items = max(batch, min(items, _PARTIALS // (4 * kv_heads * rows * cache.v_dim)))
