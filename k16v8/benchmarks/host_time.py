@@ -68,7 +68,7 @@ def main() -> None:
     calls = parser.parse_args().calls
     driver.set_active(HostDriver())
     target = launch.Target("cuda", 90, 132)
-    for name in ("decode", "write"):
+    for name in ("decode", "schedule", "write"):
         vars(import_module(f"k16v8.kernels.{name}"))["target_of"] = lambda _: target
     kernels = dispatch.Kernels("triton[k=bf16,v=fp8_e4m3]", "triton")
     cache = PagedCache.allocate(

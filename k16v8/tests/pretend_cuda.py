@@ -349,6 +349,7 @@ def pretend_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iter
     only_lift = torch._C._only_lift_cpu_tensors()
     replaced: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "device_count": lambda: devices,
         "current_device": lambda: cuda.current,
         "set_device": lambda device: cuda.exchange(cuda.index(device) or 0),

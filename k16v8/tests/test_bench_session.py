@@ -275,7 +275,7 @@ import os
 from k16v8.bench.precompile import Unit, compile_all
 
 if __name__ == "__main__":
-    names = ("write bf16/fp8_e4m3 16", "merge bf16/fp8_e4m3 16", "no a/b 16")
+    names = ("write bf16/fp8_e4m3 16", "schedule bf16/fp8_e4m3 16", "no a/b 16")
     asked = [Unit("build", name) for name in names]
     print(json.dumps(compile_all(asked, "sm_90", "cpu", workers=2)))
 """
@@ -293,7 +293,7 @@ def test_processes_of_the_pool_write_one_triton_cache_and_name_what_does_not_com
         assert (found["done"], found["units"], found["passed"]) == (3, 3, False)
         assert list(found["failed"]) == ["build no a/b 16"]
         held.append(sorted(path.name for path in cache.rglob("*.cubin")))
-    assert len(held[0]) == 4  # of each kernel with few and with all options
+    assert len(held[0]) == 3  # of the writer with few and with all options, and of the list, which has none
     assert held[0] == held[1]
 
 
@@ -328,7 +328,7 @@ def test_a_decode_that_is_ended_leaves_the_checks_that_it_made() -> None:
     pytest.importorskip("triton")
     done = _serving()
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [[*line["checks"]] for line in lines] == [["decode"], ["decode", "prompts"]]
+    assert [[*line["checks"]] for line in lines] == [["decode"], ["decode", "drafts"], ["decode", "drafts", "prompts"]]
 
 
 def test_no_figure_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,10 +343,11 @@ def test_no_figure_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("the compiler\nfailed")
 
     monkeypatch.setattr(serving, "Serving", Step)
-    for name in ("_right", "_prompts", "_replayed"):
+    for name in ("_right", "_drafts", "_prompts", "_replayed"):
         monkeypatch.setattr(serving, name, lambda *words: {"passed": True})
     monkeypatch.setattr(serving, "_host", lambda step: {"microseconds": 340.0, "goal": 100.0, "met": False})
-    monkeypatch.setattr(serving, "_variants", broken)
+    for name in ("_uneven", "_variants"):
+        monkeypatch.setattr(serving, name, broken)
     found = serving.measure(geometry("tiny"), [1], device)
     assert found["passed"] is True
     assert found["figures"]["host"]["met"] is False

@@ -144,7 +144,7 @@ dispatch._device_refusal = lambda *_: None  # the interpreter stands in for the 
 choose = dispatch.choose
 serving.choose = lambda _, **shape: choose("interpreter", **shape)
 few = ("decode k16v8 window", "decode k16v8 per tensor", "decode int4", "verify k16v8 window")
-few += ("extend k16v8 window", "gather k16v8 chunks")
+few += ("verify k16v8 ragged", "extend k16v8 window", "gather k16v8 chunks")
 with pretend_cuda() as cuda:
     for case in CASES:
         if case.name not in few:
@@ -156,9 +156,11 @@ with pretend_cuda() as cuda:
         keys = torch.empty(5, case.kv_heads, cache.head_dim, dtype=q.dtype, device="cuda")
         with cuda.recorded() as found:
             kernels.write(problem.key, problem.value, cache, problem.slots)
-            if starts is None:
+            if starts is None or case.drafts:
                 plan = kernels.plan(len(case.lengths), q.shape[1], cache, problem.attention, queries=1 + case.drafts)
-                kernels.decode(q, cache, problem.attention, plan=plan)
+                work = plan.schedule(cache, problem.attention)
+                for _ in range(2):  # layers
+                    kernels.decode(q, cache, problem.attention, query_starts=starts, plan=plan, work=work)
             else:
                 kernels.extend(q, starts, cache, problem.attention)
                 kernels.gather(cache, problem.slots[:5], keys, keys.clone())

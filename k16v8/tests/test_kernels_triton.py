@@ -113,7 +113,7 @@ def test_compiling_says_that_nothing_ran(tmp_path: Path) -> None:
     results = json.loads(done.stdout)["results"]
     assert {(result["kernel"], result["target"]) for result in results} == {
         (kernel, target)
-        for kernel in ("write", "decode", "verify", "merge", "extend", "gather")
+        for kernel in ("write", "schedule", "decode", "verify", "extend", "gather")
         for target in ("sm_90", "gfx942")
     }
     assert {result["status"] for result in results} == {"compiled, never run"}
@@ -153,7 +153,7 @@ def test_a_process_that_compiles_does_not_interpret() -> None:
 _LAUNCH = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from k16v8.kernels import decode, extend, launch, write
+from k16v8.kernels import decode, extend, launch, schedule, write
 from k16v8.gates.cases import Case
 from k16v8.kernels.dispatch import Kernels
 
@@ -170,10 +170,10 @@ class Operations(TorchDispatchMode):
         operations.append(str(function))
         return function(*args, **(kwargs or {}))
 
-for module, name in ((write, "write_kernel"), (decode, "decode_kernel"), (decode, "merge_kernel"),
+for module, name in ((write, "write_kernel"), (schedule, "schedule_kernel"), (decode, "decode_kernel"),
                      (extend, "extend_kernel")):
     setattr(module, name, Recorder(name))
-for module in (write, decode, extend):
+for module in (write, schedule, decode, extend):
     module.target_of = lambda device: launch.Target("cuda", 90, 132)
 kernels = Kernels("x", "triton")
 problem = Case("x", v_scaling="per-token-head", lengths=(300, 20), sinks=True).build(0)
@@ -185,67 +185,108 @@ with Operations():
     kernels.decode(problem.q, problem.cache, problem.attention, out=out, lse=lse, plan=plan)
     kernels.extend(problem.q, starts, problem.cache, problem.attention, out=out, lse=lse)
 assert operations == [], operations
-assert [name for name, _ in launched] == ["write_kernel", "decode_kernel", "merge_kernel", "extend_kernel"]
-assert launched[1][1] == (2, 2, plan.splits) and plan.splits == 1, launched
-assert decode.split_count(32, 8, 32768, 132) == 4 and decode.split_count(1, 8, 32768, 132) == 32
+assert [name for name, _ in launched] == ["write_kernel", "schedule_kernel", "decode_kernel", "extend_kernel"]
+assert [grid for _, grid in launched[1:3]] == [(2,), (plan.programs,)], launched
+launched.clear()
+work = plan.schedule(problem.cache)
+with Operations():
+    for _ in range(3):  # layers
+        kernels.decode(problem.q, problem.cache, problem.attention, out=out, lse=lse, plan=plan, work=work)
+assert operations == [], operations
+assert [name for name, _ in launched] == ["schedule_kernel"] + ["decode_kernel"] * 3
 """
 
 
-_GROWING = """
+_PLANS = """
 import torch
 from k16v8.kernels import decode, launch
 from k16v8.kernels.cache import PagedCache
 
-variants = {"decode": set(), "merge": set()}
-splits = set()
-
-class Recorder:
-    def __init__(self, name):
-        self.name, self.kernel = name, getattr(decode, f"{name}_kernel")
-    def __getitem__(self, grid):
-        def launched(*given, **constants):
-            # what Triton compiles for: constants, and of other arguments types, 16-byte alignment and the number 1
-            kinds = tuple(
-                (type(x).__name__, not p.do_not_specialize and isinstance(x, int) and (x % 16 == 0, x == 1))
-                for p, x in zip(self.kernel.params, given)
-            )
-            variants[self.name].add((kinds, tuple(sorted(map(str, constants.items())))))
-        return launched
-
-for name in variants:
-    setattr(decode, f"{name}_kernel", Recorder(name))
 decode.target_of = lambda device: launch.Target("cuda", 90, 132)
-q = torch.zeros(1, 32, 128, dtype=torch.bfloat16)
-for tokens in range(16, 32769, 272):
-    blocks = -(-tokens // 16)
-    cache = PagedCache.allocate(1, 16, 8, 128, batch=1, max_blocks=blocks, k_format="bf16", v_format="fp8_e4m3")
-    plan = decode.plan_decode(1, 32, cache)
-    splits.add(plan.splits)
-    decode.decode(q, cache, plan=plan)
-assert len(splits) > 10, splits
-print(len(variants["decode"]), len(variants["merge"]))
-large = PagedCache.allocate(1, 16, 8, 128, batch=256, max_blocks=65536, k_format="bf16", v_format="fp8_e4m3")
-buffer = torch.empty(decode.BUFFER)
-plans = [decode.plan_decode(batch, 32, large, buffer=buffer) for batch in (1, 7, 256)]
-assert {plan.part.untyped_storage().data_ptr() for plan in plans} == {buffer.untyped_storage().data_ptr()}
-assert {plan.part_lse.untyped_storage().data_ptr() for plan in plans} == {buffer.untyped_storage().data_ptr()}
-assert all(plan.part.data_ptr() + plan.part.nbytes <= plan.part_lse.data_ptr() for plan in plans)
-print(plans[-1].part.nbytes >> 20)
+
+def cache(batch, blocks):
+    return PagedCache.allocate(1, 16, 8, 128, batch=batch, max_blocks=blocks, k_format="bf16", v_format="fp8_e4m3")
+
+for batch in (1, 7, 256):  # a graph of a batch size is replayed for other lengths
+    plans = [decode.plan_decode(batch, 32, cache(batch, blocks)) for blocks in (1, 100, 65536)]
+    assert len({plan.programs for plan in plans}) == 1 and not plans[0].programs % 132, plans
+    assert plans[0].programs >= 8 * batch
+large, buffer = cache(256, 65536), torch.zeros(decode.BUFFER)
+shapes = [(batch, queries) for batch in (1, 7, 256) for queries in (1, 4)]
+plans = [decode.plan_decode(batch, 32, large, queries=queries, buffer=buffer) for batch, queries in shapes]
+for plan in plans:
+    for part in (plan.part, plan.part_lse, plan.counters):
+        assert part.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    assert plan.part.data_ptr() + plan.part.nbytes <= plan.part_lse.data_ptr()
+    # results of one plan never lie where another one counts
+    assert plan.part.data_ptr() >= max(one.counters.data_ptr() + one.counters.nbytes for one in plans)
+print(max(plan.part.nbytes for plan in plans) >> 20)
 """
 
 
-@pytest.mark.full
-def test_a_sequence_that_grows_to_32k_tokens_compiles_at_most_four_variants() -> None:
-    done = _python(_GROWING)
+def test_the_grid_of_a_batch_size_is_a_multiple_of_the_multiprocessors_for_all_lengths() -> None:
+    done = _python(_PLANS)
     assert done.returncode == 0, done.stderr
-    decode, merge, _ = map(int, done.stdout.split())
-    assert decode == 1
-    assert merge <= 3
 
 
 def test_buffers_of_many_long_sequences_stay_within_64_mib() -> None:
-    done = _python(_GROWING)
+    done = _python(_PLANS)
     assert int(done.stdout.split()[-1]) <= 64, done.stderr
+
+
+_LISTS = """
+import random
+import torch
+from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.dispatch import load_triton
+
+load_triton(interpret=True)
+from k16v8.kernels.schedule import schedule
+
+TOKENS, KV_HEADS, dice = 32, 2, random.Random(0)  # the interpreter's tiles
+
+def listed(lengths, slots, items, window=0, queries=1, given=0):
+    cache = PagedCache.allocate(1, 16, KV_HEADS, 64, batch=len(lengths), max_blocks=1)
+    cache.lengths.copy_(torch.tensor(lengths))
+    work = torch.full((1 + items, 4), -7, dtype=torch.int32)
+    schedule(cache, work, slots=slots, split_tokens=given, window=window, queries=queries)
+    total = int(work[0, 0])
+    assert (work[1 + total:] == -7).all(), "written beyond its end"
+    return work[1 : 1 + total].tolist()
+
+def covered(found, lengths, window=0, queries=1):
+    # tokens of every sequence, each exactly once, in order, by programs that have some
+    each = {entry[3] for entry in found}
+    assert len(each) == 1
+    each = each.pop() * TOKENS
+    due = []
+    for row, length in enumerate(lengths):
+        first = max(0, length - queries + 1 - window) // TOKENS * TOKENS if window else 0
+        splits = max(1, -(-(length - first) // each))
+        due += [[row, split, splits, each // TOKENS] for split in range(splits)]
+    assert found == due, (found, due)
+    return each
+
+for _ in range(40):
+    lengths = [dice.choice([0, 1, 31, 32, 33, 700, 5000, 40000]) for _ in range(dice.choice([1, 2, 40, 70]))]
+    window, queries = dice.choice([(0, 1), (100, 1), (1000, 4)])
+    items = len(lengths) + dice.choice([0, 3, 60])
+    covered(listed(lengths, dice.choice([2, 16, 264]), items, window, queries), lengths, window, queries)
+assert covered(listed([100, 70], 2, 20, given=64), [100, 70]) == 64
+# one long sequence fills the device once; short ones have one program of each KV head and take nothing from it
+long = listed([32768], 264, 500)
+uneven = listed([32768] + [17] * 31, 264, 500)
+assert 264 * 0.9 <= KV_HEADS * len(long) <= 264, len(long)
+assert len([entry for entry in uneven if entry[0]]) == 31
+assert len([entry for entry in uneven if not entry[0]]) >= 0.7 * len(long), len(uneven)
+# what fills the device by itself is not split
+assert len(listed([1000] * 132, 264, 500)) == 132
+"""
+
+
+def test_the_work_list_has_every_token_once_and_short_sequences_in_one_program() -> None:
+    done = _python(_LISTS)
+    assert done.returncode == 0, done.stderr
 
 
 _RAGGED = """
@@ -309,8 +350,8 @@ for plan in (kernels.plan(1, 4, problem.cache), kernels.plan(2, 2, problem.cache
 def test_a_plan_for_another_shape_is_refused() -> None:
     done = _python(_SMALL_PLAN)
     assert done.stdout.splitlines() == [
-        "the plan is for 1 queries, 4 heads and 64 values on cpu; this is 2, 4 and 64 on cpu",
-        "the plan is for 2 queries, 2 heads and 64 values on cpu; this is 2, 4 and 64 on cpu",
+        "the plan is for 1 sequences of 1 queries, 4 heads and 64 values on cpu; this is 2 of 1, 4 and 64 on cpu",
+        "the plan is for 2 sequences of 1 queries, 2 heads and 64 values on cpu; this is 2 of 1, 4 and 64 on cpu",
     ], done.stderr
 
 

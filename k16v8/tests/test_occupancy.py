@@ -1,4 +1,4 @@
-"""Programs per multiprocessor, against answers worked out by hand from the vendors' tables, and splits that follow."""
+"""Programs per multiprocessor, against answers worked out by hand from the vendors' tables, and grids that follow."""
 
 from __future__ import annotations
 
@@ -91,8 +91,7 @@ class Kernel:  # as Triton's: registers are known once the code is loaded
 cache = PagedCache.allocate(1, 16, 8, 128, batch=8, max_blocks=2048, k_format="bf16", v_format="fp8_e4m3")
 decode.target_of = lambda device: launch.Target("cuda", 90, 132)
 assert decode.decode_programs(torch.bfloat16, 32, cache) == 2, "tensors on the CPU: the fallback"
-plan = decode.plan_decode(8, 32, cache)
-assert plan.splits == decode.split_count(8, 8, 32768, 132) == decode.split_count(8, 8, 32768, 132, 2)
+assert decode.plan_decode(8, 32, cache).slots == 2 * 132
 
 decode._on_gpu = lambda found: True
 for registers, programs in ((128, 4), (145, 3)):
@@ -103,10 +102,9 @@ for registers, programs in ((128, 4), (145, 3)):
         assert decode.decode_programs(torch.bfloat16, 32, cache, attention) == programs
     assert warmups == [0, 4096], warmups  # once for each variant
     plan = decode.plan_decode(8, 32, cache, multiprocessors=132)
-    assert plan.splits == decode.split_count(8, 8, 32768, 132, programs)
-assert decode.split_count(8, 8, 32768, 132, 4) != decode.split_count(8, 8, 32768, 132, 2)
+    assert (plan.slots, plan.programs % 132) == (programs * 132, 0)
 """
 
 
-def test_splits_follow_the_programs_of_the_compiled_variant_which_is_asked_once() -> None:
+def test_the_grid_follows_the_programs_of_the_compiled_variant_which_is_asked_once() -> None:
     _run(_PROGRAMS)

@@ -57,10 +57,10 @@ def case(device, first=0, scaling="none"):
     lse = torch.zeros(BATCH * HEADS + 1, device=device)[first % 2 :][: len(q) * HEADS].view(len(q), HEADS)
     return cache, q, key, slots, starts, lse
 
-def step(device, first, splits, sinks=None, scaling="none"):
+def step(device, first, split, sinks=None, scaling="none"):
     cache, q, key, slots, starts, lse = case(device, first, scaling=scaling)
     attention = Attention(sinks=None if sinks is None else torch.zeros(HEADS + 3, device=device)[first % 4 :][:HEADS])
-    plan = kernels.plan(len(q), HEADS, cache, splits=splits)
+    plan = kernels.plan(len(q), HEADS, cache, split_tokens=split)
     kernels.write(key, key, cache, slots)
     kernels.decode(q, cache, attention, plan=plan, lse=lse)
     kernels.extend(q, starts, cache, attention, lse=lse)
@@ -69,7 +69,7 @@ def step(device, first, splits, sinks=None, scaling="none"):
 def on_the_host():
     # tensors of the host, whose addresses are real, for a processor that is not there
     target = launch.Target("cuda", 90, 132)
-    for name in ("decode", "extend", "gather", "write", "variants"):
+    for name in ("decode", "extend", "gather", "schedule", "write", "variants"):
         vars(import_module(f"k16v8.kernels.{name}"))["target_of"] = lambda _: target
 """
 
@@ -84,8 +84,8 @@ def _run(script: str) -> None:
 _SLICES = """
 on_the_host()
 for first in range(4):
-    for splits in (1, 2, 7, 16):
-        step("cpu", first, splits, sinks=True)
+    for split in (0, 64, 112):
+        step("cpu", first, split, sinks=True)
 found = {name: len({key for fn, key, _ in asked if fn == name}) for name, _, _ in asked}
 assert len(found) == 5 and {*found.values()} == {1}, found
 """
@@ -110,8 +110,8 @@ for scaling in ("none", "per-token-head"):
         warm = {key for _, key, _ in asked}
         asked.clear()
         for first in range(4):
-            for splits in (1, 16, 17, 100, 128):
-                step("cpu", first, splits, sinks=sinks, scaling=scaling)
+            for split in (0, 64, 112):
+                step("cpu", first, split, sinks=sinks, scaling=scaling)
         cold = {name for name, key, _ in asked if key not in warm}
         assert not cold, cold
         assert {key for _, key, _ in asked} == warm
@@ -191,7 +191,7 @@ for text in ("1", "per-token-head", "int8/int4"):
     before = torch.empty(2, KV_HEADS, PAGE, width // 2, dtype=torch.bfloat16, device="meta")
     pages(before, DIM, formats).warm_up(kernels, HEADS, torch.bfloat16, Attention(), torch.device("cpu"))
     warm = {key for _, key, _ in asked}
-    assert len(warm) == 6
+    assert len(warm) == 5
     asked.clear()
     # three layers share each block, and the last of them is read
     raw = torch.zeros(5, 3, KV_HEADS, PAGE, width, dtype=torch.int8)[:, -1].view(torch.bfloat16)
@@ -199,7 +199,7 @@ for text in ("1", "per-token-head", "int8/int4"):
     table = torch.zeros(BATCH, 7, dtype=torch.int32)[1:]
     held = pages(raw, DIM, formats).paged(table, torch.zeros(BATCH, dtype=torch.int32)[1:])
     kernels.write(key, key, held, slots)
-    kernels.decode(q, held, plan=kernels.plan(len(q), HEADS, held, splits=3))
+    kernels.decode(q, held, plan=kernels.plan(len(q), HEADS, held))
     kernels.extend(q, starts, held)
     kernels.gather(held, slots, key, torch.empty_like(key))
     assert len(asked) == 5 and {key for _, key, _ in asked} <= warm, text

@@ -257,7 +257,7 @@ with pretend_cuda() as cuda:
         with cuda.recorded() as waited:
             built = builder.build(0, step)
         rest = None if built.extend_start_loc is None else built.extend_start_loc.tolist()
-        decoding.append([built.num_decodes * built.decode_queries, rest])
+        decoding.append([built.decode_tokens, rest])
         assert not waited, waited
     starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2, 302, 402], [30, 40, 300, 500]))
     step = CommonAttentionMetadata(
@@ -281,7 +281,7 @@ print(json.dumps([compiled, support, pages, decoding, built.num_decodes, waited,
         (
             3,
             "UNIFORM_BATCH",
-            [[12, None], [12, None], [8, [0, 1]], [2, [0, 4]], [0, [0, 2, 4, 6]], [8, [0, 300]]],
+            [[12, None], [12, None], [9, None], [6, None], [6, None], [8, [0, 300]]],
         ),
         # 4 query heads of a KV head times 5 queries: more rows than a tile has
         (
@@ -311,7 +311,7 @@ def test_on_a_device_vllms_builder_compiles_before_it_serves_and_waits_for_nothi
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    kernels = ["write_kernel", "decode_kernel", "merge_kernel", "merge_kernel", "extend_kernel", "gather_kernel"]
+    kernels = ["write_kernel", "schedule_kernel", "decode_kernel", "extend_kernel", "gather_kernel"]
     kernels += ["decode_kernel"] * (support == "UNIFORM_BATCH")  # of one query, and of all drafts
     assert json.loads(done.stdout.splitlines()[-1]) == [
         kernels,

@@ -173,8 +173,8 @@ def _file_pages() -> dict[str, str]:
         ),
         "receipt.md": _schema_page(
             "Verifiable results",
-            "The file of `fidelab share publish` ([verifiable results](../sharing.md#verifiable-results)). Records that "
-            "are not listed here are those of [report.json](report.md). "
+            "The file of `fidelab share publish` ([verifiable results](../sharing.md#verifiable-results)). Records "
+            "that are not listed here are those of [report.json](report.md). "
             "The JSON Schema is `schema/fidelab.receipt-0.schema.json`.",
             {"Receipt": json_schema()},
             elsewhere=Report.json_schema()["$defs"],

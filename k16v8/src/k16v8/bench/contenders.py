@@ -213,8 +213,7 @@ def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> tuple[
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=draw.device)
     if cell.kind == "decode":
         plan = chosen.plan(cell.batch, heads, held)
-        splits = "" if plan is None else f", {plan.splits} splits"
-        return q, lambda: chosen.decode(q, held, out=out, lse=lse, plan=plan)[0], chosen.name + splits
+        return q, lambda: chosen.decode(q, held, out=out, lse=lse, plan=plan)[0], chosen.name
     starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=draw.device) * cell.queries
     prompts = PrefillBatch([cell.tokens] * cell.batch, [cell.queries] * cell.batch, held.block_table)
 

@@ -120,8 +120,9 @@ def measure(
 ) -> dict[str, Any]:
     """Return every check and every figure; ``passed``: whether all checks hold.
 
-    ``checks`` decide: ``decode``, ``prompts``, ``graph``.  ``figures`` do not: ``host`` (microseconds of a call),
-    ``variants`` (compiled while a sequence grows); of kernels but Triton's also ``beside``, the time of a step of the
+    ``checks`` decide: ``decode``, ``drafts``, ``prompts``, ``graph``.  ``figures`` do not: ``host`` (microseconds of a
+    call), ``uneven`` (a long sequence next to short ones), ``variants`` (compiled while a
+    sequence grows); of kernels but Triton's also ``beside``, the time of a step of the
     goal's cell next to Triton's.  A figure that cannot be measured is its reason.  ``keep`` gets what is known so far
     after each of them.
 
@@ -153,10 +154,13 @@ def measure(
 
     check("decode", _right(step))
     if kernels == "triton":
+        check("drafts", _drafts(step))
+    if kernels == "triton":
         check("prompts", _prompts(model, device, page))
     if device.type == "cuda":
         check("graph", _replayed(step))
         figure("host", lambda: _host(Serving(model, [17] * 32, device, kernels=kernels, page=page)))
+        figure("uneven", lambda: _uneven(model, device, kernels, page))
         figure("variants", lambda: _variants(model, device, kernels, page))
         if kernels != "triton" and found["passed"]:
             figure("beside", lambda: _beside(model, device, kernels, page))
@@ -173,6 +177,20 @@ def _right(step: Serving) -> dict[str, Any]:
     ]
     finite = bool(out.isfinite().all())
     return {"errors": errors if finite else None, "bound": RELATIVE_L2, "passed": finite and max(errors) <= RELATIVE_L2}
+
+
+def _drafts(step: Serving) -> dict[str, Any]:
+    """Verification of one draft; every second sequence has none."""
+    cache, (batch, heads, dim) = step.cache, step.q.shape
+    counts = [min(1 + row % 2, length) for row, length in enumerate(cache.lengths.tolist())]
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=step.q.device)
+    q = Draw(step.q.device, 2).normal(sum(counts), heads, dim)
+    plan = step.kernels.plan(batch, heads, cache, queries=2)
+    out = step.kernels.decode(q, cache, query_starts=starts, plan=plan)[0].float()
+    exact = reference.extend(q, starts, cache)[0]
+    errors = ((out - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).tolist()
+    passed = all(map(math.isfinite, errors)) and max(errors) <= RELATIVE_L2
+    return {"errors": errors if passed else None, "bound": RELATIVE_L2, "passed": passed}
 
 
 def _prompts(model: Geometry, device: torch.device, page: int) -> dict[str, Any]:
@@ -209,12 +227,13 @@ def _prompts(model: Geometry, device: torch.device, page: int) -> dict[str, Any]
 
 
 def _replayed(step: Serving) -> dict[str, Any]:
-    """Capture once, then replay on other queries: equal to a call on those, bit by bit."""
+    """Capture once, then replay on other queries and lengths: equal to a call on those, bit by bit."""
     try:
         graph = _captured(step)
     except RuntimeError as error:
         return {"reason": f"cannot be captured: {one_line(error)}", "passed": False}
     step.q.normal_(generator=torch.Generator(step.q.device).manual_seed(1))
+    step.cache.lengths.copy_(step.cache.lengths.flip(0))
     due = step.call().clone()
     step.out.fill_(torch.nan)
     graph.replay()
@@ -264,6 +283,24 @@ def _beside(model: Geometry, device: torch.device, kernels: str, page: int) -> d
     other.out, other.lse = torch.full_like(other.q, torch.nan), torch.empty_like(other.lse)
     other.plan = other.kernels.plan(len(other.q), heads, held)
     steps["triton"] = other
+    mid = _replay_times(steps)
+    size = held.k_cache.nbytes + held.v_cache.nbytes
+    return {
+        "microseconds": mid,
+        "bytes_per_second": {name: 1e6 * size / time for name, time in mid.items()},
+        "of_triton": mid[kernels] / mid["triton"],
+    }
+
+
+def _uneven(model: Geometry, device: torch.device, kernels: str, page: int) -> dict[str, Any]:
+    """Microseconds of one long sequence, and of the same next to 31 short ones, which should cost next to nothing."""
+    lengths = {"long": [GOAL_TOKENS], "uneven": [GOAL_TOKENS] + [17] * 31}
+    mid = _replay_times({name: Serving(model, x, device, kernels=kernels, page=page) for name, x in lengths.items()})
+    return {"microseconds": mid, "of_long": mid["uneven"] / mid["long"]}
+
+
+def _replay_times(steps: dict[str, Serving]) -> dict[str, float]:
+    """Microseconds of each step, replayed from graphs in turns."""
     graphs = {name: _captured(step) for name, step in steps.items()}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(_ROUNDS):
@@ -275,13 +312,7 @@ def _beside(model: Geometry, device: torch.device, kernels: str, page: int) -> d
             end.record()
             torch.cuda.synchronize()
             found[name].append(1e3 * begin.elapsed_time(end) / _REPLAYS)
-    size = held.k_cache.nbytes + held.v_cache.nbytes
-    mid = {name: statistics.median(times) for name, times in found.items()}
-    return {
-        "microseconds": mid,
-        "bytes_per_second": {name: 1e6 * size / time for name, time in mid.items()},
-        "of_triton": mid[kernels] / mid["triton"],
-    }
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def _captured(step: Serving) -> torch.cuda.CUDAGraph:

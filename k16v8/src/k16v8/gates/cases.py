@@ -30,6 +30,8 @@ class Problem:
 class Case:
     """``queries``: of each sequence, ``None`` for decode, which has one more than ``drafts``.
 
+    With both, decode verifies up to ``drafts`` drafts of a sequence.  ``split``: tokens of a split of decode, in whole
+    tiles; 0: the work list chooses.  ``replays``: launches of decode with one plan, of which the last is looked at.
     ``heads`` over ``kv_heads`` is the GQA ratio.
 
     ``outlier``: how much larger one channel of the keys is.  At 1 attention is spread over all tokens.  ``workspace``:
@@ -52,7 +54,8 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
-    splits: int = 2
+    split: int = 32
+    replays: int = 1
     outlier: float = 6.0
     workspace: int = 0
     dtype: torch.dtype = torch.bfloat16
@@ -125,7 +128,7 @@ CASES = (
     Case("decode k16v8"),
     Case("decode k16v8 mha", heads=2, lengths=(33, 64), head_dim=128, page=32),
     Case("decode k16v8 ratio 8", heads=8, kv_heads=1, lengths=(31, 32, 80)),
-    Case("decode k16v8 ratio 16", heads=16, kv_heads=1, lengths=(100, 3), head_dim=80, splits=3),
+    Case("decode k16v8 ratio 16", heads=16, kv_heads=1, lengths=(100, 3), head_dim=80),
     Case("decode k16v8 ratio 7", heads=14, kv_heads=2, lengths=(65, 128), head_dim=128, page=64),
     Case("decode k16v8 per tensor", v_scaling="per-tensor", lengths=(9, 90)),
     Case("decode k16v8 per token", v_scaling="per-token-head", head_dim=96, lengths=(16, 129)),
@@ -135,7 +138,6 @@ CASES = (
         head_dim=128,
         heads=8,
         lengths=(16, 129, 200),
-        splits=3,
     ),
     Case("decode k16v8 window", window=24, lengths=(5, 24, 25, 90), sinks=True),
     Case("decode k16v8 soft-cap", softcap=8.0, lengths=(40, 70), head_dim=256),
@@ -152,15 +154,19 @@ CASES = (
     Case("decode k16v8 narrow values", head_dim=128, v_dim=64, lengths=(40, 17), v_scaling="per-token-head"),
     Case("decode k16v8 diffuse", heads=2, kv_heads=1, lengths=(600, 90), outlier=1.0),
     # 65, 97 and 66 tokens: the last split has tokens that the first queries do not see
-    Case("verify k16v8", heads=8, lengths=(65, 4, 31, 97), drafts=3, splits=3),
-    Case("decode k16v8 page of 48", lengths=(47, 50, 150), page=48, splits=3),
+    Case("verify k16v8", heads=8, lengths=(65, 4, 31, 97), drafts=3),
+    Case("decode k16v8 page of 48", lengths=(47, 50, 150), page=48),
     Case("decode k16v8 page of 528", lengths=(600, 90), page=528, window=70),
     Case("verify k16v8 mha", heads=2, lengths=(33, 66), drafts=7, head_dim=128, page=64),
     Case("verify k16v8 ratio 7", heads=14, lengths=(65, 128), drafts=1, head_dim=80, v_scaling="per-tensor"),
     Case("verify k16v8 window", lengths=(5, 24, 66, 90), drafts=4, window=24, sinks=True, v_scaling="per-token-head"),
-    Case("verify k16v8 soft-cap", softcap=8.0, lengths=(40, 65), drafts=2, splits=3),
-    Case("verify k8v8", k_format="fp8_e4m3", k_scaling="per-token-head", lengths=(40, 65), drafts=3, splits=3),
+    Case("verify k16v8 soft-cap", softcap=8.0, lengths=(40, 65), drafts=2),
+    Case("verify k8v8", k_format="fp8_e4m3", k_scaling="per-token-head", lengths=(40, 65), drafts=3),
     Case("verify int4", k_format="int4", v_format="int4", lengths=(40, 65), drafts=2),
+    Case("verify k16v8 ragged", heads=8, lengths=(65, 4, 31, 97, 9), queries=(4, 1, 0, 3, 2), drafts=3),
+    Case("verify k16v8 ragged window", window=24, lengths=(90, 66, 5), queries=(1, 5, 3), drafts=4, sinks=True),
+    Case("decode k16v8 work list", lengths=(300, 3, 40, 130), split=0, replays=2),
+    Case("decode k16v8 work list window", lengths=(300, 3, 40), window=200, split=0, sinks=True),
     Case("extend k16v8", lengths=(5, 40, 33), queries=(5, 7, 1)),
     Case("extend k16v8 ratio 7", heads=7, kv_heads=1, lengths=(50, 20), queries=(18, 20), head_dim=128),
     Case("extend k16v8 window", window=10, lengths=(50, 20), queries=(30, 3), v_scaling="per-token-head", sinks=True),
@@ -187,7 +193,7 @@ CASES = (
 )
 # Not under the interpreter, which is slow.
 LONG = (
-    Case("decode k16v8 2K", heads=8, kv_heads=2, lengths=(2048, 1025, 1, 700), splits=8, outlier=1.0),
-    Case("decode k16v8 1K window", heads=8, kv_heads=2, lengths=(1024, 1500), window=512, splits=4, head_dim=128),
+    Case("decode k16v8 2K", heads=8, kv_heads=2, lengths=(2048, 1025, 1, 700), split=0, outlier=1.0),
+    Case("decode k16v8 1K window", heads=8, kv_heads=2, lengths=(1024, 1500), window=512, split=0, head_dim=128),
     Case("extend k16v8 512", heads=8, kv_heads=2, lengths=(1024, 512, 100), queries=(512, 64, 1), head_dim=128),
 )

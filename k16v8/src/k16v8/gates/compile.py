@@ -42,7 +42,7 @@ __all__ = [
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
 OPTIONS = ("plain", "all")
-KERNELS = ("write", "decode", "verify", "merge", "extend", "gather")
+KERNELS = ("write", "schedule", "decode", "verify", "extend", "gather")
 # products of 4-bit weights, and the rows of each
 WEIGHT_KERNELS = {"gemv": 16, "gemm-32": 32, "gemm-64": 64, "gemm": 512, "experts": 16, "sum": 16}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
@@ -302,7 +302,7 @@ def _built(
 def _variant(
     kernel: str, target: Target, k_format: str, v_format: str, head_dim: int, page: int, full: bool
 ) -> Variant:
-    """Arguments of a launch: 4 query heads per KV head, and 16 splits.  ``verify``: decode of 4 queries."""
+    """Arguments of a launch: 4 query heads per KV head.  ``verify``: decode of 4 queries."""
     from k16v8.kernels.variants import variants
 
     heads = _KV_HEADS * _RATIO

@@ -13,49 +13,56 @@ from k16v8.kernels import prefill
 from k16v8.kernels.cache import PagedCache, dequantize
 from k16v8.kernels.reference import Attention
 
-__all__ = ["MUTATIONS", "Mutation"]
+__all__ = ["MUTATIONS", "Mutation", "Spoil"]
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
+Spoil = Callable[[Any, Tensor], None]
+"""Changes the plan or the work list of a decode before its launch."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """``broken(attend, q, starts, cache, attention)`` stands in for ``attend``, which is decode or extend."""
+    """``broken(attend, q, starts, cache, attention)`` stands in for ``attend``, which is decode or extend.
+
+    ``lists``: whether it breaks the work list or the counters, which the torch path has not.
+    """
 
     name: str
     case: str
     broken: Callable[[Attend, Tensor, Any, PagedCache, Attention], tuple[Tensor, Tensor]]
+    lists: bool = False
 
 
-def _v_scale(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
-    assert cache.v_scale is not None
-    return attend(q, starts, replace(cache, v_scale=cache.v_scale * 1.07), attention)
+def _changed(
+    change: Callable[[Any, PagedCache, Attention], tuple[PagedCache, Attention]],
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Attention to another cache, or with other options, than it should be."""
+
+    def broken(
+        attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        return attend(q, starts, *change(starts, cache, attention))
+
+    return broken
 
 
-def _swapped(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
-    return attend(q, starts, replace(cache, k_cache=cache.v_cache, v_cache=cache.k_cache), attention)
+def _stale(row: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    def stale(starts: Any, cache: PagedCache, attention: Attention) -> tuple[PagedCache, Attention]:
+        table = cache.block_table.clone()
+        table[row, 1] = table[0, 0]
+        return replace(cache, block_table=table), attention
+
+    return _changed(stale)
 
 
-def _late(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
-    return attend(q, starts, replace(cache, lengths=cache.lengths - 1), attention)
-
-
-def _window(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
-    return attend(q, starts, cache, replace(attention, window=attention.window + 1))
-
-
-def _stale(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
-    table = cache.block_table.clone()
-    table[-1, 1] = table[0, 0]
-    return attend(q, starts, replace(cache, block_table=table), attention)
-
-
-def _stale_first(
-    attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention
-) -> tuple[Tensor, Tensor]:
-    table = cache.block_table.clone()
-    table[0, 1] = table[0, 0]
-    return attend(q, starts, replace(cache, block_table=table), attention)
+_v_scale = _changed(lambda starts, cache, attention: (replace(cache, v_scale=cache.v_scale * 1.07), attention))  # type: ignore[arg-type, operator]
+_swapped = _changed(lambda starts, c, attention: (replace(c, k_cache=c.v_cache, v_cache=c.k_cache), attention))
+_late = _changed(lambda starts, cache, attention: (replace(cache, lengths=cache.lengths - 1), attention))
+_window = _changed(lambda starts, cache, attention: (cache, replace(attention, window=attention.window + 1)))
+# every sequence's queries lie where the first of the most would
+_all_drafts = _changed(
+    lambda starts, c, attention: (replace(c, lengths=c.lengths + starts.diff() - starts.diff().max()), attention)
+)
 
 
 def _joined_evenly(
@@ -90,6 +97,38 @@ def _placed(where: Callable[[int, int, int, int], int]) -> Callable[..., tuple[T
         return out, lse
 
     return broken
+
+
+def _spoiled(spoil: Spoil) -> Callable[..., tuple[Tensor, Tensor]]:
+    def broken(
+        attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        return attend(q, starts, cache, attention, spoil)
+
+    return broken
+
+
+def _lose_last_split(plan: Any, work: Tensor) -> None:
+    """The last sequence has one split fewer, and merges without it."""
+    total = int(work[0, 0])
+    work[0, 0] -= 1
+    work[1 : total + 1, 2] -= (work[1 : total + 1, 0] == work[total, 0]).int()
+
+
+def _count_early(plan: Any, work: Tensor) -> None:
+    """Every counter is one ahead: a program merges before the last one has stored its split."""
+    plan.counters.fill_(1)
+
+
+def _never_reset(plan: Any, work: Tensor) -> None:
+    """Before a replay counters are what the launch before left, had it not set them back.
+
+    A new plan's list of its own is untouched; that of a replay bears the mark of the first launch.
+    """
+    total = int(work[0, 0])
+    if int(plan.work[0, 0]) == -total:
+        plan.counters[work[1 : total + 1, 0].long()] = work[1 : total + 1, 2, None]
+    plan.work[0, 0] = -total
 
 
 def _zero(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
@@ -153,7 +192,7 @@ MUTATIONS = (
     Mutation("mask off by one", "decode k16v8 mha", _late),
     Mutation("mask off by one, extend", "extend k16v16", _late),
     Mutation("window off by one", "decode k16v8 window", _window),
-    Mutation("one page stale", "decode k16v8 ratio 8", _stale),
+    Mutation("one page stale", "decode k16v8 ratio 8", _stale(-1)),
     Mutation("mask off by one, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: min(i + 1, queries - 1))),
     Mutation(
         "wrong row order, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: (i * ratio + j) % queries)
@@ -162,10 +201,14 @@ MUTATIONS = (
         "ratio ignored, drafts", "verify k16v8", _placed(lambda i, j, queries, ratio: min(i * ratio + j, queries - 1))
     ),
     Mutation("window off by one, drafts", "verify k16v8 window", _window),
+    Mutation("fewer drafts placed as the most", "verify k16v8 ragged", _all_drafts),
+    Mutation("last split lost from the work list", "decode k16v8 work list", _spoiled(_lose_last_split), lists=True),
+    Mutation("merged by the last program but one", "decode k16v8 work list", _spoiled(_count_early), lists=True),
+    Mutation("counters not reset for a replay", "decode k16v8 work list", _spoiled(_never_reset), lists=True),
     Mutation("V scale off by 7%, gather", "gather k16v8 soft-cap", _v_scale),
     Mutation("mask off by one, gather", "gather k16v8 soft-cap", _late),
     Mutation("window off by one, gather", "gather k16v8 window", _window),
-    Mutation("one page stale, gather", "gather k16v16", _stale_first),
+    Mutation("one page stale, gather", "gather k16v16", _stale(0)),
     Mutation("chunks joined without their log-sum-exps", "gather k16v8 chunks", _joined_evenly),
     Mutation("BF16 accumulation", "decode k16v8 diffuse", _sums_in_bf16),
     Mutation("BF16 split merge", "decode k16v8 diffuse", _merge_in_bf16),

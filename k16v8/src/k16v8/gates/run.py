@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from k16v8.gates.cases import CASES, LONG, Case, Problem
-from k16v8.gates.mutations import MUTATIONS, Mutation
+from k16v8.gates.mutations import MUTATIONS, Mutation, Spoil
 from k16v8.gates.soak import soak
 from k16v8.gates.weights import weight_gates
 from k16v8.gates.writer import writer_gates
@@ -81,10 +81,12 @@ def _attention_gates(implementation: str, device: torch.device | str, seed: int,
         passed = error <= RELATIVE_L2 and reused > 0 and evicted > 0
         yield Gate("soak", "decode through page reuse and window eviction", passed, figures)
     for mutation in MUTATIONS:
+        if implementation == "torch" and mutation.lists:
+            continue  # its decode has neither lists nor counters
         yield mutation_gate(mutation, implementation, device=device, seed=seed)
 
 
-_SOAK = Case("soak", heads=4, kv_heads=1, window=40, lengths=(0, 0), v_scaling="per-token-head", splits=1)
+_SOAK = Case("soak", heads=4, kv_heads=1, window=40, lengths=(0, 0), v_scaling="per-token-head", split=0)
 
 
 def attention_gate(case: Case, implementation: str, *, device: torch.device | str = "cpu", seed: int = 0) -> Gate:
@@ -110,15 +112,25 @@ def _errors(case: Case, kernels: Kernels, problem: Problem, mutation: Mutation |
     cache = problem.cache
     kernels.write(problem.key, problem.value, cache, problem.slots)
 
-    def attend(q: Tensor, starts: Tensor | None, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
+    def attend(
+        q: Tensor, starts: Tensor | None, cache: PagedCache, attention: Attention, spoil: Spoil | None = None
+    ) -> tuple[Tensor, Tensor]:
         out = torch.full((*q.shape[:2], cache.v_dim), float("nan"), dtype=q.dtype, device=q.device)
         lse = torch.full(q.shape[:2], float("nan"), device=q.device)
-        if starts is None:
-            plan = kernels.plan(len(cache.lengths), q.shape[1], cache, queries=1 + case.drafts, splits=case.splits)
-            if plan is not None:
-                plan.part.fill_(float("nan"))
-                plan.part_lse.fill_(float("nan"))
-            return kernels.decode(q, cache, attention, out=out, lse=lse, plan=plan)
+        if starts is None or case.drafts:
+            more: dict[str, Any] = {"out": out, "lse": lse, "query_starts": starts}
+            queries = 1 + case.drafts
+            plan = kernels.plan(len(cache.lengths), q.shape[1], cache, queries=queries, split_tokens=case.split)
+            if plan is None:
+                return kernels.decode(q, cache, attention, **more)
+            for _ in range(case.replays):
+                for x in (out, lse, plan.part, plan.part_lse):
+                    x.fill_(float("nan"))
+                work = plan.schedule(cache, attention)
+                if spoil is not None:
+                    spoil(plan, work)
+                kernels.decode(q, cache, attention, plan=plan, work=work, **more)
+            return out, lse
         if case.workspace:
             return _gathered(case, kernels, q, starts, cache, attention, out, lse)
         return kernels.extend(q, starts, cache, attention, out=out, lse=lse)

@@ -46,7 +46,7 @@ def soak(
     tables: list[dict[int, int]] = [{} for _ in range(batch)]
     lengths, ends = [0] * batch, [0] * batch
     history: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(batch)]
-    plan = kernels.plan(batch, case.heads, cache, splits=case.splits)
+    plan = kernels.plan(batch, case.heads, cache, split_tokens=case.split)
     attention, worst, reused, evicted = Attention(window=case.window), 0.0, 0, 0
     for _ in range(steps):
         slots = []

@@ -157,14 +157,18 @@ def check_decode(
     cache: PagedCache,
     attention: Attention | None,
     buffers: Mapping[str, Tensor | None],
+    query_starts: Tensor | None = None,
     *,
     validate: bool = False,
 ) -> None:
     """Check the arguments of ``decode``.
 
     Raises:
-        UsageError: see :func:`check_cache`; or queries, options or outputs do not fit.
+        UsageError: see :func:`check_cache`; or queries, their starts, options or outputs do not fit.
     """
+    if query_starts is not None:
+        check_extend(q, query_starts, cache, attention, buffers, validate=validate)
+        return
     _check_attend(q, cache, attention, buffers, validate=validate)
     many, batch = len(q), len(cache.lengths)
     if many % max(1, batch) or bool(many) != bool(batch):
@@ -186,7 +190,7 @@ def check_extend(
     *,
     validate: bool = False,
 ) -> None:
-    """Check the arguments of ``extend``.
+    """Check the arguments of ``extend``, or of ``decode`` with starts.
 
     Raises:
         UsageError: see :func:`check_cache`; or queries, their starts, options or outputs do not fit.

@@ -1,13 +1,25 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN202
 # Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
-"""Decode in Triton: the last queries of each sequence over its paged cache, in splits that a second kernel merges.
+"""Decode in Triton: the last queries of each sequence over its paged cache, in splits that the last program merges.
 
-A sequence has one query, or as many as drafts are verified at once.  One program takes one split of one sequence and KV
-head.  Rows of its ``tl.dot`` tile are all queries with all query heads of that KV head: row ``r`` is query
-``r // ratio`` and head ``r % ratio``, as in extend.  K of 16 bits goes to the product as it lies in memory; codes are
-widened in registers.
+A sequence has one query, or as many as drafts are verified at once; with drafts, sequences may have fewer than others.
+One program takes one split of one sequence and KV head, as the work list says (:mod:`k16v8.kernels.schedule`).
+Programs beyond the list return at once.  Rows of a program's ``tl.dot`` tile are all queries with all query heads of
+that KV head: row ``r`` is query ``r // ratio`` and head ``r % ratio``, as in extend.  K of 16 bits goes to the product
+as it lies in memory; codes are widened in registers.
 Softmax statistics and the accumulation of P·V are float32, also across splits.
+
+**Merging.** Each program stores its split's result and adds 1 to the counter of its sequence and KV head.  The one that
+finds all others counted merges all splits, in their order, so that sums do not depend on who is last.  It sets the
+counter back to 0 for the next launch or replay, which begins after this one has ended.  Sequences of one split need
+neither counter nor stored results.
+
+The order in memory is right by these steps.  A barrier puts all stores of a program before its addition.  The addition
+is a release and an acquire of the whole device (``sem="acq_rel", scope="gpu"``).  A release covers what happened before
+it, the other threads' stores before the barrier included.  Additions to one counter follow each other, so the last one
+acquires from all before it.  The compiler hands its result to all threads behind a second barrier: their loads come
+later.
 """
 
 from dataclasses import dataclass
@@ -18,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from k16v8.errors import UsageError
-from k16v8.kernels.bits import narrow
 from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.checks import MOST_ROWS
 from k16v8.kernels.launch import (
     Target,
     attention_constants,
@@ -28,37 +40,39 @@ from k16v8.kernels.launch import (
     compile_options,
     current,
     launch,
-    merge_block,
-    merge_tiles,
     power_of_two,
     target_of,
     tiles,
 )
 from k16v8.kernels.occupancy import FALLBACK_PROGRAMS, resident_programs
 from k16v8.kernels.reference import Attention
-from k16v8.kernels.softmax import attend_tokens, finished, split_queries
+from k16v8.kernels.schedule import ROUNDS, round_tokens, schedule
+from k16v8.kernels.softmax import attend_tokens, finished, split_queries, store_rows
 
-__all__ = ["BUFFER", "MOST_SPLITS", "DecodePlan", "decode", "decode_programs", "plan_decode", "split_count"]
+__all__ = ["BUFFER", "DecodePlan", "decode", "decode_programs", "plan_decode"]
 
-MOST_SPLITS = 128
-_SHORTEST = 256  # tokens that a split should at least have: below, merging costs more than it gains
-_LONGEST = 8192
-_EVEN = 0.95  # of the last round's places taken: more is not worth another split
 _PARTIALS = 64 << 20  # bytes of a plan's buffers beyond which there are fewer splits; static, unmeasured
-BUFFER = _PARTIALS // 4 + _PARTIALS // 64
-"""Numbers that a plan within that bound takes at most, for values of 16 columns and more."""
+_COUNTERS = 1 << 14  # of sequences and KV heads, at the front of a buffer that several plans share
+BUFFER = _COUNTERS + _PARTIALS // 4 + _PARTIALS // 64
+"""Numbers that a plan within these bounds takes at most, for values of 16 columns and more."""
 
 
 # Batch sizes and lengths change from call to call, and with them where a batch's rows begin in tables that all batches
 # share: what follows from them compiles nothing anew.
 @triton.jit(
-    do_not_specialize=["splits", "table_row"],
-    do_not_specialize_on_alignment=["part_lse", "table", "lengths"],
+    do_not_specialize=["table_row"],
+    do_not_specialize_on_alignment=["part_lse", "work", "starts", "sinks", "lse", "table", "lengths"],
 )
 def decode_kernel(
     q,
     part,
     part_lse,
+    counters,
+    work,
+    starts,
+    sinks,
+    out,
+    lse,
     k_cache,
     v_cache,
     k_scale,
@@ -80,9 +94,11 @@ def decode_kernel(
     table_row,
     q_row,
     q_head,
+    out_row,
+    out_head,
+    lse_row,
     scale,
-    splits,
-    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     RATIO: tl.constexpr,
     QUERIES: tl.constexpr,
     D: tl.constexpr,
@@ -91,7 +107,7 @@ def decode_kernel(
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    SHORTEST: tl.constexpr,
+    MERGED: tl.constexpr,
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
@@ -106,124 +122,139 @@ def decode_kernel(
     QK: tl.constexpr,
     PV: tl.constexpr,
     Q_FORMAT: tl.constexpr,
-):
-    # heads first: programs that run together read neighbouring heads of the same tokens
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    length = tl.load(lengths + row)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - QUERIES + 1 - WINDOW, 0)
-    start = first // TOKENS * TOKENS
-    # Short sequences take fewer splits than there are: the others leave nothing to merge.
-    each = tl.maximum(tl.cdiv(length - start, splits * TOKENS) * TOKENS, SHORTEST)
-    begin = start + split * each
-    end = tl.minimum(begin + each, length)
-
-    r = tl.arange(0, ROWS)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    real = r < RATIO * QUERIES
-    heads = head * RATIO + r % RATIO
-    source = row * QUERIES + r // RATIO
-    positions = length - QUERIES + r // RATIO
-    wanted = real[:, None] & (d[None, :] < D)
-    queries = tl.load(q + (source * q_row + heads * q_head)[:, None] + d[None, :], mask=wanted, other=0.0)
-    factor = scale * 1.4426950408889634
-    if K_SCALE == 1:
-        factor = factor * tl.load(k_scale)
-    even_q, odd_q, factor = split_queries(queries, factor, Q_FORMAT, K_PAIRS, QK)
-
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.full((ROWS,), 0.0, tl.float32)
-    even = tl.full((ROWS, BLOCK_DV // 2 if V_PAIRS else BLOCK_DV), 0.0, tl.float32)
-    odd = even
-    # Whole tiles that every row sees need no masks; a window's may begin within a tile.
-    middle = begin
-    if WINDOW == 0:
-        seen = tl.minimum(end, length - QUERIES + 1)  # by the first query, too
-        middle = begin + tl.maximum(seen - begin, 0) // TOKENS * TOKENS
-        top, total, even, odd = attend_tokens(
-            even_q, odd_q, factor, top, total, even, odd, begin, middle, first, positions, head,
-            k_cache, v_cache, k_scale, v_scale, table + row * table_row,
-            k_block, k_place, k_head, v_block, v_place, v_head,
-            ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
-            D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
-            K_NATIVE, V_NATIVE, QUERIES > 1, WINDOW, SOFTCAP, QK, PV, False,
-        )  # fmt: skip
-    top, total, even, odd = attend_tokens(
-        even_q, odd_q, factor, top, total, even, odd, middle, end, first, positions, head,
-        k_cache, v_cache, k_scale, v_scale, table + row * table_row,
-        k_block, k_place, k_head, v_block, v_place, v_head,
-        ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
-        D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
-        K_NATIVE, V_NATIVE, QUERIES > 1, WINDOW, SOFTCAP, QK, PV, True,
-    )  # fmt: skip
-    acc, lse = finished(top, total, even, odd, V_PAIRS)
-    if V_SCALE == 1:
-        acc = acc * tl.load(v_scale)
-    target = (source * HEADS + heads) * splits + split
-    tl.store(part_lse + target, lse, mask=real)
-    columns = tl.where(begin < end, DV, 0)  # what an empty split leaves is never read
-    tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=real[:, None] & (dv[None, :] < columns))
-
-
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["part_lse", "sinks", "lse"])
-def merge_kernel(
-    part,
-    part_lse,
-    sinks,
-    out,
-    lse,
-    out_row,
-    out_head,
-    lse_row,
-    splits,
-    HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    s = tl.arange(0, BLOCK_S)
-    dv = tl.arange(0, BLOCK_DV)
-    base = (row * HEADS + head) * splits
-    logs = tl.load(part_lse + base + s, mask=s < splits, other=float("-inf"))
-    top = tl.max(logs, 0)
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(logs - safe)
-    total = tl.sum(weights, 0)
-    if SINKS:
-        total += tl.exp2(sink - safe)
-    parts = tl.load(
-        part + (base + s)[:, None] * DV + dv[None, :], mask=(logs[:, None] > -1e38) & (dv[None, :] < DV), other=0.0
-    )
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
-    tl.store(
-        out + row * out_row + head * out_head + dv, narrow(result, out.dtype.element_ty, INTERPRETED), mask=dv < DV
-    )
-    log = tl.where(total == 0, float("-inf"), (top + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453)
-    tl.store(lse + row * lse_row + head, log)
+    # heads first: programs that run together read neighbouring heads of the same tokens
+    head = tl.program_id(0) % KV_HEADS
+    item = tl.program_id(0) // KV_HEADS
+    if item < tl.load(work):
+        entry = work + 4 * (1 + item)
+        row = tl.load(entry).to(tl.int64)
+        split = tl.load(entry + 1)
+        splits = tl.load(entry + 2)
+        length = tl.load(lengths + row)
+        query0, count = row, 1
+        if QUERIES > 1:
+            query0 = tl.load(starts + row).to(tl.int64)
+            count = tl.load(starts + row + 1) - query0.to(tl.int32)
+        first = 0
+        if WINDOW > 0:
+            first = tl.maximum(length - QUERIES + 1 - WINDOW, 0)
+        each = tl.load(entry + 3) * TOKENS
+        begin = first // TOKENS * TOKENS + split * each
+        end = tl.minimum(begin + each, length)
+
+        r = tl.arange(0, ROWS)
+        d = tl.arange(0, BLOCK_D)
+        dv = tl.arange(0, BLOCK_DV)
+        real = r < RATIO * count
+        heads = head * RATIO + r % RATIO
+        source = query0 + r // RATIO
+        positions = length - count + r // RATIO
+        wanted = real[:, None] & (d[None, :] < D)
+        queries = tl.load(q + (source * q_row + heads * q_head)[:, None] + d[None, :], mask=wanted, other=0.0)
+        factor = scale * 1.4426950408889634
+        if K_SCALE == 1:
+            factor = factor * tl.load(k_scale)
+        even_q, odd_q, factor = split_queries(queries, factor, Q_FORMAT, K_PAIRS, QK)
+
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.full((ROWS,), 0.0, tl.float32)
+        even = tl.full((ROWS, BLOCK_DV // 2 if V_PAIRS else BLOCK_DV), 0.0, tl.float32)
+        odd = even
+        # Whole tiles that every row sees need no masks; a window's may begin within a tile.
+        seen = tl.minimum(end, length - QUERIES + 1)  # by the first query, too
+        middle = begin + tl.maximum(seen - begin, 0) // TOKENS * TOKENS
+        if WINDOW > 0:
+            middle = begin
+        for MASKED in tl.static_range(1 if WINDOW > 0 else 0, 2):
+            top, total, even, odd = attend_tokens(
+                even_q, odd_q, factor, top, total, even, odd, middle if MASKED else begin, end if MASKED else middle,
+                first, positions, head, k_cache, v_cache, k_scale, v_scale, table + row * table_row,
+                k_block, k_place, k_head, v_block, v_place, v_head,
+                ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
+                D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
+                K_NATIVE, V_NATIVE, QUERIES > 1, WINDOW, SOFTCAP, QK, PV, MASKED,
+            )  # fmt: skip
+        acc, log = finished(top, total, even, odd, V_PAIRS)
+        if V_SCALE == 1:
+            acc = acc * tl.load(v_scale)
+        place = head, query0, count
+        outputs = sinks, out, lse, out_row, out_head, lse_row
+        if splits == 1:
+            store_rows(acc, log, r, place, outputs, RATIO, DV, BLOCK_DV, SINKS, INTERPRETED)
+        else:
+            spot = (item.to(tl.int64) * KV_HEADS + head) * (RATIO * QUERIES) + r
+            tl.store(part_lse + spot, log, mask=real)
+            tl.store(part + spot[:, None] * DV + dv[None, :], acc, mask=real[:, None] & (dv[None, :] < DV))
+            tl.debug_barrier()
+            counter = counters + row * KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                tl.store(counter, 0)
+                # As many splits are read at once as make 4,096 numbers: their latency is paid together.
+                AT_ONCE: tl.constexpr = max(1, 4096 // (MERGED * BLOCK_DV))
+                s = tl.arange(0, AT_ONCE)
+                m = tl.arange(0, MERGED)
+                best = tl.full((MERGED,), float("-inf"), tl.float32)
+                mass = tl.full((MERGED,), 0.0, tl.float32)
+                whole = tl.full((MERGED, BLOCK_DV), 0.0, tl.float32)
+                for at in range(0, splits, AT_ONCE):
+                    base = ((item - split + at + s).to(tl.int64) * KV_HEADS + head) * (RATIO * QUERIES)
+                    spots = base[:, None] + m[None, :]
+                    inside = (at + s < splits)[:, None] & (m < RATIO * count)[None, :]
+                    logs = tl.load(part_lse + spots, mask=inside, other=float("-inf"))
+                    inside = (inside & (logs > -1e38))[:, :, None] & (dv < DV)[None, None, :]
+                    parts = tl.load(part + spots[:, :, None] * DV + dv[None, None, :], mask=inside, other=0.0)
+                    peak = tl.maximum(best, tl.max(logs, 0))
+                    safe = tl.where(peak == float("-inf"), 0.0, peak)
+                    weights = tl.exp2(logs - safe[None, :])
+                    fade = tl.exp2(best - safe)
+                    mass = mass * fade + tl.sum(weights, 0)
+                    whole = whole * fade[:, None] + tl.sum(parts * weights[:, :, None], 0)
+                    best = peak
+                some = tl.where(mass == 0, 1.0, mass)
+                joined = tl.where(mass == 0, float("-inf"), best + tl.log2(some))
+                whole = whole / some[:, None]
+                store_rows(whole, joined, m, place, outputs, RATIO, DV, BLOCK_DV, SINKS, INTERPRETED)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodePlan:
-    """Buffers of one decode shape, allocated once: ``part`` float32 ``[B * queries, heads, splits, Dv]``, ``part_lse``.
+    """Buffers of one decode shape, allocated once, for batches of at most ``batch`` sequences.
 
-    A plan serves batches of at most ``B``.  The split count decides in which order sums are made: it belongs into
-    the record of a run.
+    ``queries``: of a sequence, at most; ``programs``: of the grid; ``slots``: that the device holds at once;
+    ``split_tokens``: of a split, 0 where the work list chooses.  ``part``: float32 ``[items, kv_heads, ratio * queries,
+    Dv]``, ``part_lse`` without the last dimension; ``counters``: int32 ``[batch, kv_heads]``, 0 between launches;
+    ``work``: the list, int32 ``[1 + items, 4]``; ``starts``: of the queries where all sequences have ``queries``.
+
+    Lengths of a batch decide in which order sums are made.
     """
 
-    splits: int
+    batch: int
+    queries: int
+    programs: int
+    slots: int
+    split_tokens: int
     part: Tensor
     part_lse: Tensor
+    counters: Tensor
+    work: Tensor
+    starts: Tensor
+
+    def schedule(self, cache: PagedCache, attention: Attention | None = None, *, work: Tensor | None = None) -> Tensor:
+        """The work list of a step (:func:`k16v8.kernels.schedule.schedule`), which serves all layers like this one.
+
+        ``work``: where it lies; not given, in memory of its own.
+        """
+        return schedule(
+            cache,
+            torch.empty_like(self.work) if work is None else work,
+            slots=self.slots,
+            split_tokens=self.split_tokens,
+            window=attention.window if attention else 0,
+            queries=self.queries,
+        )
 
 
 _PROGRAMS: dict[tuple[object, ...], int] = {}
@@ -249,8 +280,9 @@ def decode_programs(
         tile = tiles("decode", target, cache)
         with current(device):
             compiled = decode_kernel.warmup(
-                q_dtype, torch.float32, torch.float32, *arguments, heads * cache.head_dim, cache.head_dim,
-                attention.scale_for(cache.head_dim), 1, grid=(1,), **constants, **compile_options(tile),
+                q_dtype, *_types(q_dtype), *arguments, heads * cache.head_dim, cache.head_dim, heads * cache.v_dim,
+                cache.v_dim, heads, attention.scale_for(cache.head_dim), grid=(1,), **constants,
+                **compile_options(tile),
             )  # fmt: skip
             compiled._init_handles()  # loads the code: its registers are known then
         found = resident_programs(target, compiled.n_regs, compiled.metadata.shared, tile.warps)
@@ -258,28 +290,13 @@ def decode_programs(
     return _PROGRAMS[key]
 
 
+def _types(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Of part, part_lse, counters, work, starts, sinks, out and lse."""
+    return torch.float32, torch.float32, torch.int32, torch.int32, torch.int32, torch.float32, q_dtype, torch.float32
+
+
 def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def split_count(
-    batch: int, kv_heads: int, max_length: int, multiprocessors: int, programs: int = FALLBACK_PROGRAMS
-) -> int:
-    """The fewest splits that fill the device evenly: programs come in rounds of ``programs`` per multiprocessor.
-
-    A split has 256 to 8192 tokens where the length allows it: many short programs end together where few long ones,
-    and sequences of unequal length, leave multiprocessors idle at the end.  Static, unmeasured.
-    """
-    lines, each_round, max_length = max(1, batch * kv_heads), programs * multiprocessors, max(1, max_length)
-    most = max(1, min(max_length // _SHORTEST, MOST_SPLITS))
-    least = min(most, -(-max_length // _LONGEST))
-
-    def fill(splits: int) -> float:
-        each = -(-max_length // (splits * _SHORTEST)) * _SHORTEST
-        programs = lines * -(-max_length // each)
-        return programs / (-(-programs // each_round) * each_round)
-
-    return max(range(max(1, least), most + 1), key=lambda splits: (min(fill(splits), _EVEN), -splits))
 
 
 def plan_decode(
@@ -290,31 +307,56 @@ def plan_decode(
     *,
     queries: int = 1,
     dtype: torch.dtype | None = None,
-    splits: int | None = None,
+    split_tokens: int = 0,
     multiprocessors: int | None = None,
     buffer: Tensor | None = None,
 ) -> DecodePlan:
-    """Buffers for ``batch`` sequences with ``queries`` each.
+    """Buffers for ``batch`` sequences with up to ``queries`` each.
 
-    By default, ``splits`` follows from the number of multiprocessors, from how many programs of the compiled
-    kernel each of them holds (:func:`decode_programs`), and 64 MiB.  ``dtype``: of queries; not given, that of keys
-    of 16 bits, bfloat16 for codes.
-    ``buffer``: float32 ``[BUFFER]``, in which plans of several batch sizes may lie that do not run at once.
+    The grid has a multiple of ``multiprocessors``: as many programs as the device holds in two rounds, and one for each
+    sequence and KV head, as far as 64 MiB hold their results.  How many programs a multiprocessor holds is asked of the
+    compiled kernel (:func:`decode_programs`).  ``dtype``: of queries; not given, that of keys of 16 bits, bfloat16 for
+    codes.  ``split_tokens``: of every split, rounded up to whole tiles; 0: the work list chooses for the lengths.
+    ``buffer``: float32 ``[BUFFER]`` of zeros, in which plans of several batch sizes may lie that do not run at once.
+
+    Raises:
+        UsageError: More rows of queries and heads than a tile has.
     """
-    device = cache.k_cache.device
-    if splits is None:
-        many = target_of(device).multiprocessors if multiprocessors is None else multiprocessors
-        room = _PARTIALS // max(1, 4 * batch * queries * heads * cache.v_dim)
-        if dtype is None:
-            dtype = cache.k_cache.dtype if cache.k_cache.dtype.is_floating_point else torch.bfloat16
-        programs = decode_programs(dtype, heads, cache, attention, queries)
-        splits = min(split_count(batch, cache.kv_heads, cache.max_length, many, programs), max(1, room))
-    rows = batch * queries * heads * splits
-    size = rows * (cache.v_dim + 1)
-    if buffer is None or buffer.numel() < size:
-        buffer = torch.empty(size, dtype=torch.float32, device=device)
-    part, part_lse = buffer[: rows * cache.v_dim], buffer[rows * cache.v_dim : size]
-    return DecodePlan(splits, part.view(-1, heads, splits, cache.v_dim), part_lse.view(-1, heads, splits))
+    device, kv_heads = cache.k_cache.device, cache.kv_heads
+    rows = heads // kv_heads * queries
+    if queries > 1 and rows > MOST_ROWS:
+        raise UsageError(f"a plan for {queries} queries has {rows} rows of a KV head; decode takes at most {MOST_ROWS}")
+    target = target_of(device)
+    many = target.multiprocessors if multiprocessors is None else multiprocessors
+    if dtype is None:
+        dtype = cache.k_cache.dtype if cache.k_cache.dtype.is_floating_point else torch.bfloat16
+    slots = many if split_tokens else many * decode_programs(dtype, heads, cache, attention, queries)
+    split_tokens = round_tokens(split_tokens, tiles("decode", target, cache).tokens)
+    items = batch + -(-ROUNDS * slots // kv_heads)
+    items = max(batch, min(items, _PARTIALS // (4 * kv_heads * rows * cache.v_dim)))
+    if split_tokens:
+        items = batch * max(1, -(-cache.max_length // split_tokens))
+    programs = round_tokens(items * kv_heads, many)
+    results = items * kv_heads * rows
+    sizes = [results * cache.v_dim, results]
+    if buffer is None or batch * kv_heads > _COUNTERS or buffer.numel() < _COUNTERS + sum(sizes):
+        counted = max(_COUNTERS, batch * kv_heads)
+        buffer = torch.zeros(counted + sum(sizes), dtype=torch.float32, device=device)
+    else:
+        counted = _COUNTERS
+    part, part_lse = buffer[counted : counted + sum(sizes)].split(sizes)
+    return DecodePlan(
+        batch,
+        queries,
+        programs,
+        slots,
+        split_tokens,
+        part.view(items, kv_heads, rows, cache.v_dim),
+        part_lse.view(items, kv_heads, rows),
+        buffer[: batch * kv_heads].view(torch.int32).view(batch, kv_heads),
+        torch.empty(1 + items, 4, dtype=torch.int32, device=device),
+        torch.arange(batch + 1, dtype=torch.int32, device=device) * queries,
+    )
 
 
 def decode(
@@ -322,49 +364,54 @@ def decode(
     cache: PagedCache,
     attention: Attention | None = None,
     *,
+    query_starts: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     plan: DecodePlan | None = None,
+    work: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`k16v8.kernels.torch_path.decode`.
 
     With ``out``, ``lse`` and ``plan`` given, nothing is allocated and the host does not wait: CUDA graphs may hold it.
+    ``work``: the step's list of :meth:`DecodePlan.schedule`; not given, it is written first.
 
     Raises:
-        UsageError: the plan is for another shape.
+        UsageError: the plan is for another shape, or missing where ``query_starts`` are given.
     """
     attention = attention or Attention()
     many, heads = q.shape[:2]
     batch = len(cache.lengths)
-    queries = many // max(1, batch)
     target = target_of(q.device)
-    plan = plan or plan_decode(batch, heads, cache, attention, queries=queries, dtype=q.dtype)
+    if plan is None:
+        if query_starts is not None:
+            raise UsageError(
+                "query_starts are given without a plan, which says how many queries a sequence has at most"
+            )
+        plan = plan_decode(batch, heads, cache, attention, queries=many // max(1, batch), dtype=q.dtype)
+    queries = plan.queries if query_starts is not None else many // max(1, batch)
     held = plan.part.shape
-    if held[0] < many or held[1:] != (heads, plan.splits, cache.v_dim) or plan.part.device != q.device:
+    due = (queries, cache.kv_heads, heads // cache.kv_heads * queries, cache.v_dim)
+    if plan.batch < batch or (plan.queries, *held[1:]) != due or plan.part.device != q.device:
         raise UsageError(
-            f"the plan is for {held[0]} queries, {held[1]} heads and {held[3]} values on {plan.part.device}; "
-            f"this is {many}, {heads} and {cache.v_dim} on {q.device}"
+            f"the plan is for {plan.batch} sequences of {plan.queries} queries, {held[2] // plan.queries * held[1]} "
+            f"heads and {held[3]} values on {plan.part.device}; this is {batch} of {queries}, {heads} and "
+            f"{cache.v_dim} on {q.device}"
         )
     out = q.new_empty(many, heads, cache.v_dim) if out is None else out
     lse = torch.empty(many, heads, dtype=torch.float32, device=q.device) if lse is None else lse
     if not many:
         return out, lse
-    scale, sinks = attention.scale_for(q.shape[2]), attention.sinks
+    sinks = attention.sinks
+    starts = plan.starts if query_starts is None else query_starts
+    work = plan.schedule(cache, attention, work=plan.work) if work is None else work
+    buffers = plan.part, plan.part_lse, plan.counters, work, starts, lse if sinks is None else sinks, out, lse
+    strides = *q.stride()[:2], *out.stride()[:2], lse.stride(0)
     launch(
         decode_kernel,
-        (cache.kv_heads, batch, plan.splits),
-        (q, plan.part, plan.part_lse, *cache_arguments(cache), q.stride(0), q.stride(1), scale, plan.splits),
+        (plan.programs,),
+        (q, *buffers, *cache_arguments(cache), *strides, attention.scale_for(q.shape[2])),
         decode_constants(q.dtype, heads, cache, attention, target, queries),
         tiles("decode", target, cache),
-        q.device,
-    )
-    given = plan.part if sinks is None else sinks
-    launch(
-        merge_kernel,
-        (many, heads),
-        (plan.part, plan.part_lse, given, out, lse, out.stride(0), out.stride(1), lse.stride(0), plan.splits),
-        merge_constants(heads, cache.v_dim, plan.splits, sinks=sinks is not None, target=target),
-        merge_tiles(plan.splits, cache.v_dim),
         q.device,
     )
     return out, lse
@@ -373,28 +420,18 @@ def decode(
 def decode_constants(
     q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention, target: Target, queries: int = 1
 ) -> dict[str, object]:
-    """The constexprs of the split kernel; ``queries``: of each sequence."""
+    """The constexprs of the kernel; ``queries``: of each sequence, at most."""
     ratio = heads // cache.kv_heads
     tile = tiles("decode", target, cache)
     return {
         **cache_constants(cache, target),
         **attention_constants(q_dtype, cache, attention, target),
-        "HEADS": heads,
+        "KV_HEADS": cache.kv_heads,
         "RATIO": ratio,
         "QUERIES": queries,
         "ROWS": max(tile.rows, power_of_two(ratio * queries)),
+        "MERGED": power_of_two(ratio * queries),
         "TOKENS": tile.tokens,
-        "SHORTEST": tile.tokens if target.backend == "interpreter" else -(-_SHORTEST // tile.tokens) * tile.tokens,
-    }
-
-
-def merge_constants(heads: int, v_dim: int, splits: int, *, sinks: bool, target: Target) -> dict[str, object]:
-    """The constexprs of the merge kernel."""
-    return {
-        "HEADS": heads,
-        "DV": v_dim,
-        "BLOCK_DV": power_of_two(v_dim),
-        "BLOCK_S": merge_block(splits),
-        "SINKS": sinks,
+        "SINKS": attention.sinks is not None,
         "INTERPRETED": target.backend == "interpreter",
     }

@@ -76,13 +76,12 @@ def plan_decode(
     *,
     queries: int = 1,
     dtype: torch.dtype | None = None,
-    splits: int | None = None,
+    split_tokens: int = 0,
     buffer: Tensor | None = None,
 ) -> FlashInferPlan:
     """Compile and plan for exactly ``batch`` sequences of up to ``cache.max_length`` tokens.
 
-    ``splits``: 1 forbids splitting a sequence; any other number is FlashInfer's to choose.  ``buffer`` is not used:
-    FlashInfer's scratch has contents of its own.
+    ``split_tokens`` and ``buffer`` are not used: FlashInfer chooses, and its scratch has contents of its own.
 
     Raises:
         NotSupportedError: FlashInfer is not installed, or the kernel is not for this cache or device.
@@ -107,7 +106,7 @@ def plan_decode(
         k_data_type=q_dtype,
         v_data_type=FLOAT8["fp8_e4m3"],
         o_data_type=q_dtype,
-        split_kv=splits != 1,
+        split_kv=True,
         **seen,
     )
     lse = torch.full((batch, heads), torch.nan, dtype=torch.float32, device=device)

@@ -67,18 +67,17 @@ class Kernels:
         *,
         queries: int = 1,
         dtype: torch.dtype | None = None,
-        splits: int | None = None,
+        split_tokens: int = 0,
         buffer: Tensor | None = None,
     ) -> Any:
         """Buffers for :meth:`decode`, allocated once per shape; ``None`` where the implementation needs none.
 
-        ``queries``: of each sequence.  ``splits`` decides in which order sums are made: record ``plan.splits`` with the
-        name.  ``attention``, ``dtype`` (of queries) and ``buffer``: see :func:`k16v8.kernels.decode.plan_decode`.
+        ``queries``: of each sequence, at most.  The others: see :func:`k16v8.kernels.decode.plan_decode`.
         """
         if self.implementation == "torch":
             return None
         plan_decode = self._module("decode").plan_decode
-        given = {"dtype": dtype, "splits": splits, "buffer": buffer}
+        given = {"dtype": dtype, "split_tokens": split_tokens, "buffer": buffer}
         return plan_decode(batch, heads, cache, attention, queries=queries, **given)
 
     def decode(
@@ -87,14 +86,20 @@ class Kernels:
         cache: PagedCache,
         attention: Attention | None = None,
         *,
+        query_starts: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         plan: Any = None,
+        work: Tensor | None = None,
         validate: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """:func:`k16v8.kernels.torch_path.decode`; with ``out``, ``lse`` and ``plan`` Triton allocates nothing."""
-        checks.check_decode(q, cache, attention, {"out": out, "lse": lse}, validate=validate)
-        held = {} if plan is None else {"plan": plan}  # the torch path has none
+        """:func:`k16v8.kernels.torch_path.decode`; with ``out``, ``lse`` and ``plan`` Triton allocates nothing.
+
+        ``work``: of ``plan.schedule``, where several layers have one step.
+        """
+        checks.check_decode(q, cache, attention, {"out": out, "lse": lse}, query_starts, validate=validate)
+        given = {"plan": plan, "work": work, "query_starts": query_starts}  # the torch path has neither plan nor list
+        held = {name: x for name, x in given.items() if x is not None}
         return cast("tuple[Tensor, Tensor]", self._operation("decode")(q, cache, attention, out=out, lse=lse, **held))
 
     def extend(

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k16v8.kernels.bits import narrow
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.launch import (
     Target,
@@ -27,7 +26,7 @@ from k16v8.kernels.launch import (
     tiles,
 )
 from k16v8.kernels.reference import Attention
-from k16v8.kernels.softmax import attend_tokens, finished, split_queries
+from k16v8.kernels.softmax import attend_tokens, finished, split_queries, store_rows
 
 __all__ = ["extend", "program_count"]
 
@@ -120,7 +119,6 @@ def extend_kernel(
             first = tl.maximum(lowest - WINDOW + 1, 0)
 
         d = tl.arange(0, BLOCK_D)[None, :]
-        dv = tl.arange(0, BLOCK_DV)[None, :]
         source = (query0 + query).to(tl.int64)
         x = tl.load(q + (source * q_row + heads * q_head)[:, None] + d, mask=real[:, None] & (d < D), other=0.0)
         factor = scale * 1.4426950408889634
@@ -136,38 +134,21 @@ def extend_kernel(
         middle = begin
         if WINDOW == 0:
             middle = (lowest + 1) // TOKENS * TOKENS
+        for MASKED in tl.static_range(1 if WINDOW > 0 else 0, 2):
             top, total, even, odd = attend_tokens(
-                even_x, odd_x, factor, top, total, even, odd, begin, middle, first, positions, head,
-                k_cache, v_cache, k_scale, v_scale, table + sequence * table_row,
+                even_x, odd_x, factor, top, total, even, odd, middle if MASKED else begin, stop if MASKED else middle,
+                first, positions, head, k_cache, v_cache, k_scale, v_scale, table + sequence * table_row,
                 k_block, k_place, k_head, v_block, v_place, v_head,
                 ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
                 D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
-                K_NATIVE, V_NATIVE, True, WINDOW, SOFTCAP, QK, PV, False,
+                K_NATIVE, V_NATIVE, True, WINDOW, SOFTCAP, QK, PV, MASKED,
             )  # fmt: skip
-        top, total, even, odd = attend_tokens(
-            even_x, odd_x, factor, top, total, even, odd, middle, stop, first, positions, head,
-            k_cache, v_cache, k_scale, v_scale, table + sequence * table_row,
-            k_block, k_place, k_head, v_block, v_place, v_head,
-            ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
-            D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
-            K_NATIVE, V_NATIVE, True, WINDOW, SOFTCAP, QK, PV, True,
-        )  # fmt: skip
         acc, log = finished(top, total, even, odd, V_PAIRS)
         if V_SCALE == 1:
             acc = acc * tl.load(v_scale)
-        if SINKS:
-            sink = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
-            # The sink joins the sum last: all else is multiplied by what it leaves over.
-            both = tl.maximum(log, sink)
-            joined = both + tl.log2(tl.exp2(log - both) + tl.exp2(sink - both))
-            acc = acc * tl.exp2(log - joined)[:, None]
-            log = joined
-        tl.store(
-            out + (source * out_row + heads * out_head)[:, None] + dv,
-            narrow(acc, out.dtype.element_ty, INTERPRETED),
-            mask=real[:, None] & (dv < DV),
-        )
-        tl.store(lse + source * lse_row + heads, log * 0.6931471805599453, mask=real)
+        place = head, query0, queries_here
+        outputs = sinks, out, lse, out_row, out_head, lse_row
+        store_rows(acc, log, r, place, outputs, RATIO, DV, BLOCK_DV, SINKS, INTERPRETED)
 
 
 def extend(

@@ -23,7 +23,6 @@ __all__ = [
     "current",
     "interpreted",
     "launch",
-    "merge_block",
     "power_of_two",
     "scale_code",
     "scale_strides",
@@ -108,16 +107,6 @@ def tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
         # windows and scales per token; with D = 256 more than 32 tokens spill.  Unmeasured.
         return Tiles(128, 32 if wide else 64, 8, 5 if target.shared_memory >= 227 * 1024 else 3)
     return Tiles(64, 32, 8, 2 if wide else 5)  # static: 4 warps or 64 tokens spill on sm_120; unmeasured
-
-
-def merge_block(splits: int) -> int:
-    """Splits that the merge reads at once: few sizes, so that few variants are compiled."""
-    return 16 if splits <= 16 else 1 << max(7, (splits - 1).bit_length())
-
-
-def merge_tiles(splits: int, v_dim: int) -> Tiles:
-    """The configuration of the merge: 32 numbers of the splits' outputs for each thread.  Static, unmeasured."""
-    return Tiles(1, 1, min(16, max(4, merge_block(splits) * power_of_two(v_dim) // 1024)), 1)
 
 
 def compile_options(tile: Tiles) -> dict[str, object]:

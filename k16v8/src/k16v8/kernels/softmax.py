@@ -11,9 +11,9 @@ is there for 16-bit elements only; single bytes would be fetched one by one.
 import triton
 import triton.language as tl
 
-from k16v8.kernels.bits import widen
+from k16v8.kernels.bits import narrow, widen
 
-__all__ = ["attend_tokens", "finished", "split_queries"]
+__all__ = ["attend_tokens", "finished", "split_queries", "store_rows"]
 
 
 @triton.jit
@@ -221,3 +221,39 @@ def finished(top, total, even_acc, odd_acc, V_PAIRS: tl.constexpr):
         acc = tl.interleave(even_acc, odd_acc)
     some = tl.where(total == 0, 1.0, total)
     return acc / some[:, None], tl.where(total == 0, float("-inf"), top + tl.log2(some) - 14.0)
+
+
+@triton.jit
+def store_rows(
+    acc,
+    log,
+    r,
+    place,
+    outputs,
+    RATIO: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SINKS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Store outputs ``[rows, Dv]`` and base-2 log-sum-exps ``[rows]``.
+
+    A sink joins the sum last: all else is multiplied by what it leaves over.
+
+    ``place``: KV head, first query and queries of the sequence; ``outputs``: sinks, tensors and strides.
+    """
+    head, query0, count = place
+    sinks, out, lse, out_row, out_head, lse_row = outputs
+    dv = tl.arange(0, BLOCK_DV)
+    real = r < RATIO * count
+    heads = head * RATIO + r % RATIO
+    target = (query0 + r // RATIO).to(tl.int64)
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(log, sink)
+        joined = top + tl.log2(tl.exp2(log - top) + tl.exp2(sink - top))
+        acc = acc * tl.exp2(log - joined)[:, None]
+        log = joined
+    rows = out + (target * out_row + heads * out_head)[:, None] + dv[None, :]
+    tl.store(rows, narrow(acc, out.dtype.element_ty, INTERPRETED), mask=real[:, None] & (dv[None, :] < DV))
+    tl.store(lse + target * lse_row + heads, log * 0.6931471805599453, mask=real)

@@ -83,14 +83,18 @@ def decode(
     cache: PagedCache,
     attention: Attention | None = None,
     *,
+    query_starts: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The last tokens of each sequence, as many of each: one, or those of drafts that are verified.
+    """The last tokens of each sequence: one, or those of drafts that are verified.
 
-    ``q``: ``[B * n, heads, D]``, a sequence's ``n`` queries together.  Returns ``[B * n, heads, Dv]`` in the type of
-    ``q`` and the log-sum-exp, float32 ``[B * n, heads]``; into ``out`` and ``lse`` where they are given.
+    ``q``: ``[N, heads, D]``, a sequence's queries together, as many of each sequence or those between ``query_starts``
+    (int32 ``[B + 1]``).  Returns ``[N, heads, Dv]`` in the type of ``q`` and the log-sum-exp, float32 ``[N, heads]``;
+    into ``out`` and ``lse`` where they are given.
     """
+    if query_starts is not None:
+        return extend(q, query_starts, cache, attention, out=out, lse=lse)
     queries = max(1, len(q) // max(1, len(cache.lengths)))
     return _attend(q, range(0, len(q) + 1, queries), cache, attention, out, lse)
 

@@ -1,7 +1,7 @@
 """Kernel variants of one layer's cache, and their compilation before a server serves.
 
 A kernel is compiled anew for other constants, types and properties of its arguments, which takes seconds.  None of
-them follows from a step's batch, lengths or place in memory, but that the merge of more than 16 splits is another one.
+them follows from a step's batch, lengths or place in memory.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ import torch
 
 from k16v8.errors import UnknownNameError
 from k16v8.kernels.cache import PagedCache
-from k16v8.kernels.decode import MOST_SPLITS, decode_constants, decode_kernel, merge_constants, merge_kernel
+from k16v8.kernels.decode import decode_constants, decode_kernel
 from k16v8.kernels.extend import extend_constants, extend_kernel
 from k16v8.kernels.gather import gather_arguments, gather_constants, gather_kernel, gather_tiles
-from k16v8.kernels.launch import Target, Tiles, cache_arguments, compile_options, current, merge_tiles, target_of, tiles
+from k16v8.kernels.launch import Target, Tiles, cache_arguments, compile_options, current, target_of, tiles
 from k16v8.kernels.reference import Attention
+from k16v8.kernels.schedule import SCHEDULE_TILE, schedule_arguments, schedule_constants, schedule_kernel
 from k16v8.kernels.write import write_arguments, write_constants, write_kernel
 
 __all__ = ["VARIANTS", "Variant", "variants", "warm_up"]
 
-VARIANTS = ("write", "decode", "merge", "merge-long", "extend", "gather")
-"""``merge``: of up to 16 splits; ``merge-long``: of more."""
-
-_SPLITS = {"merge": 16, "merge-long": MOST_SPLITS}
+VARIANTS = ("write", "schedule", "decode", "extend", "gather")
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,11 @@ def variants(
     q, out = empty(rows, heads, cache.head_dim), empty(rows, heads, cache.v_dim)
     lse, numbers = empty(rows, heads, kind=torch.float32), empty(rows, kind=torch.int32)
     key, value = empty(rows, kv_heads, cache.head_dim), empty(rows, kv_heads, cache.v_dim)
-    part, slots = out.float(), empty(rows, kind=torch.int64)
+    slots = empty(rows, kind=torch.int64)
     sinks, scale = attention.sinks is not None, attention.scale_for(cache.head_dim)
     held, q_strides, outputs = cache_arguments(cache), q.stride()[:2], out.stride()[:2]
-    found = [
+    work, part = empty(3, 4, kind=torch.int32), out.float()
+    return [
         Variant(
             "write",
             write_kernel,
@@ -81,25 +80,19 @@ def variants(
             tiles("write", target, cache),
         ),
         Variant(
+            "schedule",
+            schedule_kernel,
+            schedule_arguments(cache, work, 2, 0, attention.window, queries),
+            schedule_constants(cache, target),
+            SCHEDULE_TILE,
+        ),
+        Variant(
             "decode",
             decode_kernel,
-            (q, part, lse, *held, *q_strides, scale, MOST_SPLITS),
+            (q, part, lse, numbers, work, numbers, lse, out, lse, *held, *q_strides, *outputs, lse.stride(0), scale),
             decode_constants(dtype, heads, cache, attention, target, queries),
             tiles("decode", target, cache),
         ),
-    ]
-    found += [
-        Variant(
-            name,
-            merge_kernel,
-            (part, lse, lse if sinks else part, out, lse, *outputs, lse.stride(0), splits),
-            merge_constants(heads, cache.v_dim, splits, sinks=sinks, target=target),
-            merge_tiles(splits, cache.v_dim),
-        )
-        for name, splits in _SPLITS.items()
-    ]
-    return [
-        *found,
         Variant(
             "extend",
             extend_kernel,

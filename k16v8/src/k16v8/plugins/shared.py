@@ -49,8 +49,8 @@ __all__ = [
     "attend_prompts",
     "counters",
     "decode_buffer",
-    "decode_plan",
     "decode_queries",
+    "decode_step",
     "prefill_workspace",
     "prompt_route",
     "read_back",
@@ -291,7 +291,7 @@ def _installed(package: str) -> str:
 
 
 _PLANS: dict[tuple[object, ...], Any] = {}
-_MOST_PLANS = 1024  # tables of SGLang grow with their sequences
+_MOST_PLANS = 1024  # for FlashInfer tables of SGLang grow with their sequences
 _BUFFERS: dict[torch.device, Tensor] = {}
 
 
@@ -305,39 +305,50 @@ def decode_buffer(device: torch.device) -> Tensor:
 
         from k16v8.kernels.decode import BUFFER
 
-        _BUFFERS[device] = torch.empty(BUFFER, dtype=torch.float32, device=device)
+        _BUFFERS[device] = torch.zeros(BUFFER, dtype=torch.float32, device=device)
     return _BUFFERS[device]
 
 
-def decode_plan(kernels: Kernels, q: Tensor, cache: PagedCache, attention: Attention) -> Any:
-    """The plan of one decode shape (``q``: ``[B * n, heads, D]``), made once, in :func:`decode_buffer`.
+def decode_step(
+    kernels: Kernels,
+    q: Tensor,
+    cache: PagedCache,
+    attention: Attention,
+    out: Tensor,
+    lists: dict[object, Tensor],
+    queries: int = 1,
+    starts: Tensor | None = None,
+) -> None:
+    """Decode one layer of a step: ``q`` ``[N, heads, D]`` into ``out`` ``[N, heads, Dv]``.
 
-    ``None`` where the kernels need none.
+    The plan of a shape is made once, in :func:`decode_buffer`; ``lists`` keeps the step's work lists for its layers.
+
+    ``queries``: of a sequence, at most; ``starts``: int32 ``[B + 1]``, of each sequence's, where that is more than 1.
     """
     if kernels.implementation == "torch":
-        return None
+        kernels.decode(q, cache, attention, query_starts=starts, out=out)
+        return
+    import torch
+
     device, heads, batch = cache.k_cache.device, q.shape[1], len(cache.lengths)
     kind = q.dtype, cache.k_format, cache.v_format, cache.k_scale is None, cache.v_scale is None
     options = attention.window, attention.softcap, attention.sinks is None
-    key = (
-        kernels.implementation,
-        device,
-        batch,
-        *q.shape,
-        cache.kv_heads,
-        cache.v_dim,
-        cache.max_length,
-        *kind,
-        *options,
-    )
+    longest = cache.max_length if kernels.implementation == "flashinfer" else 0
+    shape = batch, queries, *q.shape[1:], cache.kv_heads, cache.v_dim, longest
+    key = kernels.implementation, device, *shape, *kind, *options
     if key not in _PLANS:
         if len(_PLANS) == _MOST_PLANS:
             _PLANS.clear()
         buffer = decode_buffer(device)
-        _PLANS[key] = kernels.plan(
-            batch, heads, cache, attention, queries=len(q) // batch, dtype=q.dtype, buffer=buffer
-        )
-    return _PLANS[key]
+        _PLANS[key] = kernels.plan(batch, heads, cache, attention, queries=queries, dtype=q.dtype, buffer=buffer)
+    plan, work = _PLANS[key], None
+    if kernels.implementation == "triton":
+        # a graph writes its list itself: a replay has other lengths
+        here = plan, torch.cuda.is_current_stream_capturing()
+        if here not in lists:
+            lists[here] = plan.schedule(cache, attention)
+        work = lists[here]
+    kernels.decode(q, cache, attention, query_starts=starts, out=out, plan=plan, work=work)
 
 
 def decode_queries(ratio: int, drafts: int) -> int:

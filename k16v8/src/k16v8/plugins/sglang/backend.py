@@ -8,7 +8,7 @@ addresses tokens by slot; a page of ``--page-size`` tokens is a run of slots, a 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +24,7 @@ from k16v8.kernels.cache import STORAGES, PagedCache
 from k16v8.kernels.dispatch import Kernels
 from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
-from k16v8.plugins.shared import LABEL, Formats, Pages, attend_prompts, counters, decode_plan, read_back, switched
+from k16v8.plugins.shared import LABEL, Formats, Pages, attend_prompts, counters, decode_step, read_back, switched
 
 __all__ = ["K16V8Backend", "K16V8Pool", "read_back_slots"]
 
@@ -129,6 +129,7 @@ class Step:
     table: Tensor  # int32 [B, max_blocks]
     starts: Tensor | None  # int32 [B + 1]; None: one token of each
     prompts: PrefillBatch | None = None  # the same on the host, where it is known there
+    lists: dict[object, Tensor] = field(default_factory=dict)  # work lists of decode, for all layers
 
 
 class K16V8Backend(AttentionBackend):
@@ -196,8 +197,7 @@ class K16V8Backend(AttentionBackend):
         out = q.new_empty(*q.shape[:2], layer.v_head_dim)
         cache = pool.paged(layer.layer_id, step.table, step.lengths)
         if step.starts is None:
-            plan = decode_plan(self.kernels, q, cache, attention)
-            self.kernels.decode(q, cache, attention, out=out, plan=plan)
+            decode_step(self.kernels, q, cache, attention, out, step.lists)
         else:
             attend_prompts(self.kernels, q, step.starts, cache, attention, out, step.prompts)
         return out.flatten(1)

@@ -3,13 +3,13 @@
 Every step writes its tokens into the pages first (``do_kv_cache_update``) and attends to the pages then, so prompts in
 chunks and cached prefixes are one case: each sequence's last tokens over the whole of it.  vLLM puts sequences that
 decode before the others (``reorder_batch_threshold``): they go to the decode kernel also where a prompt is in the
-step.  Drafts of speculative decoding are verified there too, where all sequences have equally many.
+step.  Drafts of speculative decoding are verified there too; sequences may have fewer of them than others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -41,8 +41,8 @@ from k16v8.plugins.shared import (
     Pages,
     attend_prompts,
     counters,
-    decode_plan,
     decode_queries,
+    decode_step,
     read_back,
     reserve,
     switched,
@@ -124,15 +124,17 @@ class K16V8Metadata:
     seq_lens: Tensor  # int32 [B]
     block_table: Tensor  # int32 [B, max_blocks]
     num_decodes: int  # sequences that decode, which come first
-    decode_queries: int  # tokens of each of them
+    decode_tokens: int  # of all of them
+    decode_queries: int  # tokens of one of them, at most
     extend_start_loc: Tensor | None  # int32 [B - num_decodes + 1]: of the others, counted from their first token
     prompts: PrefillBatch | None = None  # the others on the host, where vLLM knows their lengths there
+    lists: dict[object, Tensor] = field(default_factory=dict)  # work lists of decode, for all layers
 
 
 class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
     """Takes from a step what the kernels need.
 
-    A step in which all sequences decode, or all verify equally many drafts, may be captured whole: its table has the
+    A step in which all sequences decode, or all verify drafts, may be captured whole: its table has the
     width of the longest sequence that vLLM allows, lengths, table and slots stay where they are, padding has length 0
     and slot -1.
     """
@@ -159,11 +161,11 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
         step = common_attn_metadata
         if step.causal is not True:
             raise NotImplementedError(f"{LABEL} attends causally only")
-        queries = int(step.query_start_loc_cpu[1])
-        threshold = self._queries if queries == self._queries else 1  # other numbers were not compiled
-        split = split_decodes_and_prefills(step, decode_threshold=threshold, require_uniform=True)
-        decodes, others, tokens, _ = split
-        if decodes * queries != tokens or not queries:  # some have no token: padding, which only extend passes over
+        decodes, others, tokens, _ = split_decodes_and_prefills(step, decode_threshold=self._queries)
+        # two numbers of queries were compiled: one of each sequence, and up to all drafts of each
+        most = int(step.query_start_loc_cpu[: decodes + 1].diff().max()) if decodes else 1
+        queries = 1 if most == 1 and tokens == decodes else self._queries
+        if queries == 1 and tokens != decodes:  # some have no token: padding, which extend passes over
             decodes, others, tokens = 0, decodes + others, 0
         return K16V8Metadata(
             step.num_actual_tokens,
@@ -171,6 +173,7 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
             step.seq_lens,
             step.block_table_tensor,
             decodes,
+            tokens,
             queries,
             step.query_start_loc[decodes:] - tokens if others else None,
             _prompts(step, decodes) if others else None,
@@ -284,12 +287,12 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         step, n = attn_metadata, attn_metadata.num_actual_tokens
         self._open(layer, kv_cache, query.dtype)
         assert self.kernels is not None
-        q, out, first = query[:n], output[:n], step.num_decodes
-        tokens = first * step.decode_queries
+        q, out, first, tokens = query[:n], output[:n], step.num_decodes, step.decode_tokens
         if first:
             cache = self._pages.paged(step.block_table[:first], step.seq_lens[:first])
-            plan = decode_plan(self.kernels, q[:tokens], cache, self._attention)
-            self.kernels.decode(q[:tokens], cache, self._attention, out=out[:tokens], plan=plan)
+            starts = step.query_start_loc[: first + 1] if step.decode_queries > 1 else None
+            many = step.decode_queries
+            decode_step(self.kernels, q[:tokens], cache, self._attention, out[:tokens], step.lists, many, starts)
         if step.extend_start_loc is not None:
             cache = self._pages.paged(step.block_table[first:], step.seq_lens[first:])
             attend_prompts(
