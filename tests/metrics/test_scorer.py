@@ -128,9 +128,9 @@ def test_a_head_of_another_width_is_refused() -> None:
 def test_logits_of_the_reference_are_computed_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     computed, logits = [], scorer._DeviceHead.logits
 
-    def counted(self: Any, states: torch.Tensor) -> Any:
+    def counted(self: Any, states: torch.Tensor, threads: int) -> Any:
         computed.append(len(states))
-        return logits(self, states)
+        return logits(self, states, threads)
 
     monkeypatch.setattr(scorer._DeviceHead, "logits", counted)
     ref, *tests = sides()
@@ -141,9 +141,9 @@ def test_logits_of_the_reference_are_computed_once_for_all(monkeypatch: pytest.M
 def test_a_tile_takes_a_part_of_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     tall, logits = [], scorer._DeviceHead.logits
 
-    def counted(self: Any, states: torch.Tensor) -> Any:
+    def counted(self: Any, states: torch.Tensor, threads: int) -> Any:
         tall.append(len(states))
-        return logits(self, states)
+        return logits(self, states, threads)
 
     monkeypatch.setattr(scorer._DeviceHead, "logits", counted)
     monkeypatch.setattr(scorer, "_free_memory", lambda: 4 * 30 * VOCABULARY * 4)
@@ -205,7 +205,7 @@ def test_products_of_bfloat16_lose_nothing_of_their_factors() -> None:
     (states, head), *_ = sides()
     product = states.astype(np.float64) @ head.weight.astype(np.float64).T
     with scorer._float32_products(1):
-        found = scorer._DeviceHead(head, CPU).logits(torch.from_numpy(states)).whole()
+        found = scorer._DeviceHead(head, CPU).logits(torch.from_numpy(states), 1).whole()
     assert np.abs(found - product).max() <= 2 * np.abs(states @ head.weight.T - product).max()
 
 
