@@ -315,11 +315,13 @@ def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffe
     for number in range(parts):
         x = p.columns[number]
         torch.sub(x, norm, out=mass).exp_()
-        for q, shift, total in zip(tests, shifts, sums[number], strict=True):
+        for q, shift, whole in zip(tests, shifts, sums[number].unbind(), strict=True):
+            total = whole.unbind()
             torch.add(shift, torch.sub(q.columns[number], x, out=u), alpha=0.5, out=u)
             torch.mul(torch.tanh(u, out=t), t, out=squares)
             most = squares.amax().item()
-            if most > _FAR:  # 1 − t² has lost digits
+            near, far = most <= _NEAR, not most <= _FAR  # far, too, where one is NaN
+            if far:  # 1 − t² has lost digits
                 ratio = torch.mul(u, 2.0, out=half).exp_()
                 rest = 4 * ratio / (1 + ratio).square()
                 torch.div(mass, rest, out=y)
@@ -329,20 +331,20 @@ def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffe
                 torch.addcmul(y, y, t, out=half)
             if not kl_alone:
                 torch.sum(y.mul_(squares), -1, out=total[3])
-            if not kl_alone and most > _NEAR:
+            if not (kl_alone or near):
                 logs = torch.neg(squares, out=y).log1p_()
-                if most > _FAR:
+                if far:
                     torch.where(squares > _FAR, rest.log_(), logs, out=logs)
                 torch.sum(logs.mul_(half), -1, out=total[2])
             b = half.mul_(t)
             torch.sum(torch.mul(b, t, out=y), -1, out=total[0])
             if not kl_alone:
-                if most <= _NEAR:
+                if near:
                     torch.sum(squares.mul_(y), -1, out=total[2])
                 torch.sum(torch.mul(b, u, out=y), -1, out=total[4])
                 torch.sum(b.abs_(), -1, out=total[5])
-                if most > _NEAR:  # what the terms of the other parts add up to
-                    total[2] = 18 * total[2] + 30 * total[4] - 12 * total[0]
+                if not near:  # the moment that gives the same sum
+                    total[2].mul_(18).add_(total[4], alpha=30).sub_(total[0], alpha=12)
             torch.sum(t.sub_(u).mul_(mass), -1, out=total[1])
     best_p, top_p = p.top()
     peak_p, score_p = _double(p.of(best_p)), _double(p.of(pick))
