@@ -125,10 +125,11 @@ class TileScorer:
             for number, side in enumerate(own):
                 logits[side] = found.part(slice(number * n, (number + 1) * n))
         p, *others = (logits[side] for side in range(len(sides)))
-        alike = [q for q in others if q.vocab == p.vocab]
-        found_of = dict(zip(alike, self._compared(p, alike, targets, kl_alone), strict=True))
+        compared = self._compared(p, [q for q in others if q.vocab == p.vocab], targets, kl_alone)
         return [
-            found_of[q] if q in found_of else compare_rows(p.whole(), q.whole(), targets, self._threads, kl_alone=kl_alone)
+            next(compared)
+            if q.vocab == p.vocab
+            else compare_rows(p.whole(), q.whole(), targets, self._threads, kl_alone=kl_alone)
             for q in others
         ]
 
@@ -207,7 +208,7 @@ class _DeviceHead:
             whole[:, at.stop - at.start :] = _NOTHING
             for start in range(0, len(whole), tall):  # what was just computed is in the cache
                 rows = slice(start, start + tall)
-                largest = torch.amax(whole[rows].unflatten(1, (-1, _WIDTH)), -1, out=maxima[number, rows])
+                largest = torch.amax(whole[rows].view(-1, step // _WIDTH, _WIDTH), -1, out=maxima[number, rows])
                 [scaled] = buffers.of(len(largest))
                 torch.sub(whole[rows], largest.amax(-1, keepdim=True), out=scaled).exp_()
                 torch.sum(scaled, -1, out=sums[number, rows])
