@@ -3,8 +3,8 @@
 python benchmarks/scoring.py [--run FOLDER] [--vocabulary 151936] [--width 896] [--windows 8] [--candidates 1,4]
 
 Without ``--run`` states and head are random bfloat16 numbers, and candidates are the reference with noise.  With it,
-they are those of a run's KLD captures.  Other work on the machine makes the ratio of
-processor time the steadier one.
+they are those of a run's KLD captures.  At the end come seconds on an H100, projected from operation counts alone.
+Other work on the machine makes the ratio of processor time the steadier one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ from fidelab.captures.reader import Capture
 from fidelab.core import usable_cores
 from fidelab.metrics.divergence import Head, RowComparison, compare_rows, head_logits
 from fidelab.metrics.scorer import States, TileScorer
+from fidelab.physics.devices import find_device
 
 EXACT_ROWS = 64  # of a window, whose logits are computed in float64
+PROJECTED_ROWS = 204_800  # 100 windows of 2,048
+MODELS = {  # parameters, vocabulary, width and GPUs: the models' config.json and cards
+    "Qwen3-8B": (8.19e9, 151_936, 4096, 1),
+    "Llama-3.1-70B": (70.6e9, 128_256, 8192, 4),
+}
+COMPUTE, BANDWIDTH = 0.4, 0.7  # shares of published rates, as in the planner
+SIDE_PASSES, PAIR_PASSES = 7, 50  # float32 numbers read or written per logit: of a side's logits, of a comparison
 
 
 def main() -> None:
@@ -60,6 +68,20 @@ def main() -> None:
             flush=True,
         )
     _print_errors(scorer, windows[0])
+    _print_projected()
+
+
+def _print_projected() -> None:
+    """Seconds of two arms and their comparison on H100s, by the device table; nothing of it was measured."""
+    gpu = find_device("H100")
+    compute, memory = COMPUTE * gpu.flops("bf16"), BANDWIDTH * gpu.bandwidth
+    plain = COMPUTE * gpu.flops("fp64")  # the data sheet gives float32 the rate of float64's matrix units
+    print("| projected for H100, not measured | GPUs | prefill of two arms, s | head, s | comparison, s |")
+    for name, (parameters, vocabulary, width, gpus) in MODELS.items():
+        logits = PROJECTED_ROWS * vocabulary
+        prefill = 2 * 2 * parameters * PROJECTED_ROWS / (gpus * compute)
+        head, passes = 2 * 2 * width * logits / plain, 4 * (2 * SIDE_PASSES + PAIR_PASSES) * logits / memory
+        print(f"| {name} | {gpus} | {prefill:.0f} | {head:.0f} | {passes:.1f} |")
 
 
 def _random(given: argparse.Namespace, candidates: int) -> list[list[States]]:

@@ -191,6 +191,7 @@ class Engine(ABC):
     preload: ClassVar[tuple[str, ...]] = ()  # modules that its workers share; none: each starts a fresh interpreter
     is_server: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
     start_seconds: ClassVar[float] = 10.0  # of opening besides reading the weights, as long as none was measured here
+    graph_seconds: ClassVar[float] = 0.0  # besides, on a GPU: compilation and graphs
     checkpoint_format: ClassVar[str] = (
         "hf"  # ``Arm.path`` is a safetensors folder; ``gguf``: that file where there is one
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,16 +24,18 @@ from fidelab.metrics.divergence import TOP, Head, RowComparison, compare_rows, c
 States = tuple[NDArray[np.float32], Head]
 """Final-norm states ``[n, d]`` of one side, and the head that makes logits of them."""
 
+_T = TypeVar("_T")
 Say = Callable[[str], None]
 
-_TILE_BYTES = 1 << 30  # of logits and what is made of them, at most
-_TILE_ROWS = 512  # of all sides together: more make no product faster
+_TILE_BYTES = 1 << 30  # of logits, at most
+_TILE_ROWS = 1 << 10  # of all sides together: more make no product faster
 _FREE_SHARE = 4  # of free memory, one part in so many
 _STEP = 1 << 11  # columns of a product
 _WIDTH = 64  # columns of a block, whose largest logit is kept
-_CPU_PART = 1 << 16  # logits that are compared at once: six buffers of them stay in the cache of a core
+_CPU_PART = 1 << 16  # logits that are compared at once: the buffers of them stay in the cache of a core
 _DEVICE_PART = 1 << 22
-_FAR = 0.9  # h² beyond which 1 − h² has lost digits: odds of 40
+_NEAR = 1 / 12  # t² up to which four terms give the Jensen–Shannon divergence: odds of 1.8
+_FAR = 0.9  # t² beyond which 1 − t² has lost digits: odds of 40
 _NOTHING = -1e30  # logit of ids that are not tokens
 
 
@@ -119,10 +121,17 @@ class TileScorer:
         for head in dict.fromkeys(head for _, head in sides):
             own = [side for side, (_, its) in enumerate(sides) if its is head]
             together = torch.from_numpy(np.concatenate([sides[side][0] for side in own]))
-            found = self._head(head).logits(together)
+            found = self._head(head).logits(together, self._threads)
             for number, side in enumerate(own):
                 logits[side] = found.part(slice(number * n, (number + 1) * n))
-        return [self._compared(logits[0], logits[side], targets, kl_alone) for side in range(1, len(sides))]
+        p, *others = (logits[side] for side in range(len(sides)))
+        compared = self._compared(p, [q for q in others if q.vocab == p.vocab], targets, kl_alone)
+        return [
+            next(compared)
+            if q.vocab == p.vocab
+            else compare_rows(p.whole(), q.whole(), targets, self._threads, kl_alone=kl_alone)
+            for q in others
+        ]
 
     def _head(self, head: Head) -> _DeviceHead:
         """A head on the device, where the last two stay."""
@@ -132,38 +141,34 @@ class TileScorer:
             self._heads[head] = _DeviceHead(head, self.device)
         return self._heads[head]
 
-    def _compared(self, p: _Logits, q: _Logits, targets: NDArray[np.int64], kl_alone: bool) -> RowComparison:
-        if p.vocab != q.vocab:
-            return compare_rows(p.whole(), q.whole(), targets, self._threads, kl_alone=kl_alone)
+    def _compared(
+        self, p: _Logits, tests: Sequence[_Logits], targets: NDArray[np.int64], kl_alone: bool
+    ) -> Iterator[RowComparison]:
+        if not tests:
+            return
         has_goal = (targets >= 0) & (targets < p.vocab)
         pick = torch.from_numpy(np.where(has_goal, targets, 0)[:, None]).to(p.columns.device)
-        top1, *columns = self._by_rows(p, q, pick, kl_alone)
-        rows = comparison_of(np.stack(columns), top1 == 1.0, np.full(len(targets), np.nan), has_goal)
-        if (doubtful := np.flatnonzero(~np.isfinite(columns[: 6 if kl_alone else 11]).all(0))).size:
-            # NaN, an infinity, tokens that are masked on both sides or have far other odds: the definition decides
-            ref, test = (side.part(torch.from_numpy(doubtful)).whole() for side in (p, q))
-            found = compare_rows(ref, test, targets[doubtful], self._threads, kl_alone=kl_alone)
-            for name, column in vars(found).items():
-                getattr(rows, name)[doubtful] = column
-        return rows
+        for q, (top1, *columns) in zip(tests, self._by_rows(p, tests, pick, kl_alone), strict=True):
+            rows = comparison_of(np.stack(columns), top1 == 1.0, np.full(len(targets), np.nan), has_goal)
+            if (doubtful := np.flatnonzero(~np.isfinite(columns[: 6 if kl_alone else 11]).all(0))).size:
+                # NaN, an infinity, tokens that are masked on both sides or have far other odds: the definition decides
+                ref, test = (side.part(torch.from_numpy(doubtful)).whole() for side in (p, q))
+                found = compare_rows(ref, test, targets[doubtful], self._threads, kl_alone=kl_alone)
+                for name, column in vars(found).items():
+                    getattr(rows, name)[doubtful] = column
+            yield rows
 
-    def _by_rows(self, p: _Logits, q: _Logits, pick: Tensor, kl_alone: bool) -> NDArray[np.float64]:
+    def _by_rows(self, p: _Logits, tests: Sequence[_Logits], pick: Tensor, kl_alone: bool) -> NDArray[np.float64]:
         """The columns of :func:`_columns`, of some rows at a time; on the CPU each thread has rows of its own."""
         cpu, n, step = self.device.type == "cpu", *p.columns.shape[1:]
         rows = max(1, (_CPU_PART if cpu else _DEVICE_PART) // step)
-        buffers = threading.local()
+        buffers = _Buffers(6, min(rows, n), step, self.device)
 
         def compared(start: int) -> Tensor:
-            if not hasattr(buffers, "work"):
-                buffers.work = [torch.empty(min(rows, n) * step, device=self.device) for _ in range(6)]
             at = slice(start, start + rows)
-            return _columns(p.part(at), q.part(at), pick[at], buffers.work, kl_alone)
+            return _columns(p.part(at), [q.part(at) for q in tests], pick[at], buffers, kl_alone)
 
-        starts = range(0, n, rows)
-        if not cpu:
-            return _numpy(torch.cat([compared(start) for start in starts], 1))
-        with ThreadPoolExecutor(self._threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return _numpy(torch.cat(list(pool.map(compared, starts)), 1))
+        return _numpy(torch.cat(_each(compared, range(0, n, rows), self._threads if cpu else 1), 2))
 
 
 class _DeviceHead:
@@ -176,19 +181,22 @@ class _DeviceHead:
         self._columns = torch.empty(0, device=device)
         self._exact = device.type == "cpu" and _has_bfloat16_products() and _is_bfloat16(head.weight)
 
-    def logits(self, states: Tensor) -> _Logits:
+    def logits(self, states: Tensor, threads: int) -> _Logits:
         """Logits of states ``[rows, d]`` of the CPU; they last until the next call."""
-        head, (vocab, _) = self._head, self._weight.shape
+        head, device, (vocab, _) = self._head, self._weight.device, self._weight.shape
         exact = self._exact and _is_bfloat16(states.numpy())
         torch.set_float32_matmul_precision("medium" if exact else "highest")  # "medium": factors become bfloat16
-        states = states.to(self._weight.device)
+        states = states.to(device)
         step = min(_STEP, -(-vocab // _WIDTH) * _WIDTH)
         shape = -(-vocab // step), len(states), step
         if self._columns.shape != shape:  # new memory costs as much as a third of the product
             self._columns = states.new_empty(shape)
-        columns, maxima = self._columns, states.new_empty(*shape[:2], step // _WIDTH)
-        for number, (whole, largest) in enumerate(zip(columns, maxima, strict=True)):
-            at = slice(number * step, min((number + 1) * step, vocab))
+        columns, maxima, sums = self._columns, states.new_empty(*shape[:2], step // _WIDTH), states.new_empty(shape[:2])
+        tall = max(1, (_CPU_PART if device.type == "cpu" else _DEVICE_PART) // step)
+        buffers = _Buffers(1, min(tall, len(states)), step, device)
+
+        def fill(number: int) -> None:
+            whole, at = columns[number], slice(number * step, min((number + 1) * step, vocab))
             part = whole[:, : at.stop - at.start]
             torch.mm(states, self._weight[at].T, out=part)
             if self._bias is not None:
@@ -198,8 +206,36 @@ class _DeviceHead:
             if head.softcap is not None:
                 part.div_(head.softcap).tanh_().mul_(head.softcap)
             whole[:, at.stop - at.start :] = _NOTHING
-            torch.amax(whole.unflatten(1, (-1, _WIDTH)), -1, out=largest)
-        return _Logits(vocab, columns, maxima)
+            for start in range(0, len(whole), tall):  # what was just computed is in the cache
+                rows = slice(start, start + tall)
+                largest = torch.amax(whole[rows].view(-1, step // _WIDTH, _WIDTH), -1, out=maxima[number, rows])
+                [scaled] = buffers.of(len(largest))
+                torch.sub(whole[rows], largest.amax(-1, keepdim=True), out=scaled).exp_()
+                torch.sum(scaled, -1, out=sums[number, rows])
+
+        _each(fill, range(len(columns)), threads if device.type == "cpu" else 1)
+        peaks = maxima.amax(-1).cpu().double()
+        peak = peaks.amax(0)
+        return _Logits(vocab, columns, maxima, peak + ((peaks - peak).exp() * sums.cpu().double()).sum(0).log())
+
+
+class _Buffers(threading.local):
+    """``count`` buffers ``[rows, step]`` of each thread: the kernel clears new memory, which takes longer than exp."""
+
+    def __init__(self, count: int, rows: int, step: int, device: torch.device) -> None:
+        self._buffers = [torch.empty(rows, step, device=device) for _ in range(count)]
+
+    def of(self, rows: int) -> list[Tensor]:
+        """Their first rows."""
+        return [buffer[:rows] for buffer in self._buffers]
+
+
+def _each(work: Callable[[int], _T], numbers: range, threads: int) -> list[_T]:
+    """The results for all numbers, on threads of which each computes alone."""
+    if threads == 1:
+        return list(map(work, numbers))
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(work, numbers))
 
 
 @contextmanager
@@ -219,16 +255,17 @@ class _Logits:
     """Logits of one side, by columns.
 
     ``columns``: ``[parts, rows, step]`` float32; what is missing in the last part is :data:`_NOTHING`.  ``maxima``:
-    ``[parts, rows, step / _WIDTH]``, the largest of each block.
+    ``[parts, rows, step / _WIDTH]``, the largest of each block.  ``norm``: log Σ exp of each row, float64 on the CPU.
     """
 
     vocab: int
     columns: Tensor
     maxima: Tensor
+    norm: Tensor
 
     def part(self, at: slice | Tensor) -> _Logits:
         """Some of the rows."""
-        return _Logits(self.vocab, self.columns[:, at], self.maxima[:, at])
+        return _Logits(self.vocab, self.columns[:, at], self.maxima[:, at], self.norm[at])
 
     def whole(self) -> NDArray[np.float32]:
         """``[rows, V]`` on the CPU."""
@@ -251,57 +288,79 @@ class _Logits:
         return ids.gather(1, best), ids.gather(1, top)
 
 
-def _columns(p: _Logits, q: _Logits, pick: Tensor, work: list[Tensor], kl_alone: bool) -> Tensor:
-    """``[12, rows]`` float64 on the CPU: both sides have the same top token (1 or 0); columns of ``comparison_of``.
+def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffers, kl_alone: bool) -> Tensor:
+    """``[tests, 12, rows]`` float64 on the CPU: 1 where both top tokens are equal; columns of ``comparison_of``.
 
-    ``pick``: ids ``[rows, 1]``.  ``work``: six buffers as large as a part of ``p``.
+    ``pick``: ids ``[rows, 1]``.  ``buffers``: six, at least as tall as ``p``.
 
-    With e = log Q/P, m = Q/P − 1 and h = tanh(e/2), the divergences are sums of P by terms of second order, so that
-    float32 suffices: KL(P‖Q) of m − e, KL(P‖Q) + KL(Q‖P) of m·e, χ² of m²·P/Q, TV of |m|/2, and JSD of
-    ((2 + m)·log(1 − h²) + m·e)/4.  Each part is summed in float32, and the parts in float64.
+    With u = ½·log Q/P, t = tanh u, S = ½(P + Q), y = P/(1 − t²) and b = S·t = ½(Q − P), the divergences are sums of
+    terms of second order::
+
+        KL(P‖Q) = 2·Σ[b·t + P·(t − u)]        KL(P‖Q) + KL(Q‖P) = 4·Σ b·u        TV = Σ|b|
+        χ²(P‖Q) = 4·Σ y·t²                    JSD = Σ[½S·log(1 − t²) + b·u] = Σ[b·t/3 + b·u/6 + b·t³/36] − …
+
+    where what is left out of the Jensen–Shannon divergence is at most t⁶/84 of it.
+
+    Float32 suffices.  u is a difference of logits, whose own rounding numpy shares; a constant that is added to u by
+    rounding moves KL by its square.  t is rounded by at most 2⁻²³·|t| and t − u is exact, so P·(t − u) moves KL by
+    at most 2⁻²²·Σ P·|u| ≤ 2⁻²²·√(KL/2), to first order in u.  All other errors are some 2⁻²⁴ of terms of second order,
+    that is 1e-6·KL.  Both together are less than 1e-8 + 1e-5·KL, whose smallest share of √KL is 6.3e-7.  Each part
+    is summed in float32, by the cascade of torch, and the parts in float64.
     """
-    parts, n, step = p.columns.shape
-    mass, e, ratio, h, other, m = (buffer[: n * step].view(n, step) for buffer in work)
-    (best_p, top_p), (best_q, top_q) = p.top(), q.top()
-    peak_p, peak_q = p.of(best_p), q.of(best_q)
-    sums = torch.zeros(parts, 7, n, device=mass.device)
+    parts, n, _ = p.columns.shape
+    mass, u, t, squares, y, half = buffers.of(n)
+    device = mass.device
+    one, norm = torch.ones((), device=device), p.norm.float().to(device)[:, None]
+    shifts = [((p.norm - q.norm) / 2).float().to(device)[:, None] for q in tests]
+    sums = torch.zeros(parts, len(tests), 6, n, device=device)
     for number in range(parts):
-        torch.sum(torch.sub(p.columns[number], peak_p, out=mass).exp_(), -1, out=sums[number, 0])
-        torch.sum(torch.sub(q.columns[number], peak_q, out=mass).exp_(), -1, out=sums[number, 1])
-    sum_p, sum_q = sums[:, :2].cpu().double().sum(0)
-    norm_p, norm_q = sum_p.log(), sum_q.log()
-    shift = (_double(peak_p) + norm_p - _double(peak_q) - norm_q).float().to(mass.device)[:, None]
-    for number in range(parts):
-        x, total = p.columns[number], sums[number]
-        torch.sub(x, peak_p, out=mass).exp_()
-        torch.sub(q.columns[number], x, out=e).add_(shift)
-        torch.exp(e, out=ratio)
-        torch.mul(e, 0.5, out=h).tanh_()
-        torch.add(ratio, 1.0, out=other)
-        torch.mul(other, h, out=m)
-        if not kl_alone:
-            if h.mul_(h).amax() > _FAR:  # 1 − h² = 4(1 + m)/(2 + m)²
-                torch.where(h > _FAR, (4 * ratio / other.square()).log(), h.neg().log1p(), out=h)
+        x = p.columns[number]
+        torch.sub(x, norm, out=mass).exp_()
+        for q, shift, whole in zip(tests, shifts, sums[number].unbind(), strict=True):
+            total = whole.unbind()
+            torch.add(shift, torch.sub(q.columns[number], x, out=u), alpha=0.5, out=u)
+            torch.mul(torch.tanh(u, out=t), t, out=squares)
+            most = squares.amax().item()
+            near, far = most <= _NEAR, not most <= _FAR  # far, too, where one is NaN
+            if far:  # 1 − t² has lost digits
+                ratio = torch.mul(u, 2.0, out=half).exp_()
+                rest = 4 * ratio / (1 + ratio).square()
+                torch.div(mass, rest, out=y)
+                half.add_(1.0).mul_(mass).mul_(0.5)
             else:
-                h.neg_().log1p_()
-            torch.sum(h.mul_(other).mul_(mass), -1, out=total[3])
-            torch.div(m, ratio, out=other)
-        m.mul_(mass)
-        if not kl_alone:
-            torch.sum(other.mul_(m), -1, out=total[4])
-            torch.sum(torch.mul(m, e, out=h), -1, out=total[5])
-        torch.sum(torch.sub(m, e.mul_(mass), out=e), -1, out=total[2])
-        if not kl_alone:
-            torch.sum(m.abs_(), -1, out=total[6])
-    kl, logs, chi2, both, tv = sums[:, 2:].cpu().double().sum(0) / sum_p
-    others = (both - kl, (logs + both) / 4, tv / 2, chi2, _shared(top_p, top_q))
-    columns = (
-        *((best_p == best_q)[:, 0].cpu().double(), kl, norm_p, norm_q),
-        *(_double(p.of(pick)) - _double(peak_p), _double(q.of(pick)) - _double(peak_q)),
-        _double(p.of(best_q)) - _double(peak_p),
-        *(torch.full_like(kl, torch.nan) if kl_alone else column for column in others),
-    )
-    return torch.stack(columns)
+                torch.div(mass, torch.sub(one, squares, out=y), out=y)
+                torch.addcmul(y, y, t, out=half)
+            if not kl_alone:
+                torch.sum(y.mul_(squares), -1, out=total[3])
+            if not (kl_alone or near):
+                logs = torch.neg(squares, out=y).log1p_()
+                if far:
+                    torch.where(squares > _FAR, rest.log_(), logs, out=logs)
+                torch.sum(logs.mul_(half), -1, out=total[2])
+            b = half.mul_(t)
+            torch.sum(torch.mul(b, t, out=y), -1, out=total[0])
+            if not kl_alone:
+                if near:
+                    torch.sum(squares.mul_(y), -1, out=total[2])
+                torch.sum(torch.mul(b, u, out=y), -1, out=total[4])
+                torch.sum(b.abs_(), -1, out=total[5])
+                if not near:  # the moment that gives the same sum
+                    total[2].mul_(18).add_(total[4], alpha=30).sub_(total[0], alpha=12)
+            torch.sum(t.sub_(u).mul_(mass), -1, out=total[1])
+    best_p, top_p = p.top()
+    peak_p, score_p = _double(p.of(best_p)), _double(p.of(pick))
+    found = []
+    for q, total in zip(tests, sums.cpu().double().sum(0), strict=True):
+        (best_q, top_q), (moved, gap, fourth, chi2, both, tv) = q.top(), total
+        peak_q, kl = _double(q.of(best_q)), 2 * (moved + gap)
+        others = (4 * both - kl, moved / 3 + both / 6 + fourth / 36, tv, 4 * chi2, _shared(top_p, top_q))
+        columns = (
+            *((best_p == best_q)[:, 0].cpu().double(), kl, p.norm - peak_p, q.norm - peak_q),
+            *(score_p - peak_p, _double(q.of(pick)) - peak_q, _double(p.of(best_q)) - peak_p),
+            *(torch.full_like(kl, torch.nan) if kl_alone else column for column in others),
+        )
+        found.append(torch.stack(columns))
+    return torch.stack(found)
 
 
 def _double(column: Tensor) -> Tensor:
